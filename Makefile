@@ -1,0 +1,35 @@
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+.PHONY: demo test test-slow lint format clean
+
+demo: $(READY)  ## the whole path on the embedded default: target, data, features, head, decoding, export
+	$(BIN)/python recipes/tiny/demo.py
+
+test: $(READY)  ## everything that is fast
+	$(BIN)/python -m pytest
+
+test-slow: $(READY)  ## what takes longer
+	$(BIN)/python -m pytest -m "slow and not engine"
+
+lint: $(READY)  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# torch comes first and pinned, so that nothing else may pull another build of it
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $(READY)
+
+clean:
+	rm -rf runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache

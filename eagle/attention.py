@@ -1,0 +1,191 @@
+"""What lets a stock model read a tree: a cache that drops rejected nodes in place, masks, and grouped attention."""
+
+# N new tokens, S committed tokens, H heads, K key/value heads, D head width
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class Rows:
+    """A tensor [1, X, S, D] that grows at S without being copied, and gives rows back in place."""
+
+    def __init__(self) -> None:
+        self.buffer: Tensor | None = None
+        self.length, self.room = 0, 0
+
+    def append(self, new: Tensor) -> Tensor:
+        """Write [1, X, N, D] after the last row and return all rows."""
+        end = self.length + new.shape[2]
+        if self.buffer is None or self.buffer.shape[2] < end:
+            self._grow(new, end)
+        self.buffer[:, :, self.length : end] = new
+        self.length = end
+        return self.rows()
+
+    def rows(self) -> Tensor:
+        """[1, X, S, D], a view."""
+        return self.buffer[:, :, : self.length]
+
+    def keep(self, start: int, path: list[int]) -> None:
+        """Of the rows from `start` on, keep those of the path, in its order."""
+        if path != list(range(len(path))):
+            self.buffer[:, :, start : start + len(path)] = self.buffer[:, :, [start + node for node in path]]
+        self.length = start + len(path)
+
+    def _grow(self, like: Tensor, end: int) -> None:
+        size = max(self.room, end + end // 2, 64)
+        grown = like.new_empty((1, like.shape[1], size, like.shape[3]))
+        if self.buffer is not None:
+            grown[:, :, : self.length] = self.rows()
+        self.buffer = grown
+
+
+class _Layer(CacheLayerMixin):
+    """One layer's keys and values. Sliding layers keep everything too: their mask holds the window."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key_rows, self.value_rows = Rows(), Rows()
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: rows allocate themselves."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = self.key_rows.append(key_states), self.value_rows.append(value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return self.key_rows.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.key_rows.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class TreeCache(Cache):
+    """Keys, values and tapped states of the committed text, and of the tree read last."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(layers=[_Layer() for _ in range(num_layers)])
+        self.tapped = Rows()
+        self.every = [rows for layer in self.layers for rows in (layer.key_rows, layer.value_rows)] + [self.tapped]
+
+    def reserve(self, room: int) -> None:
+        """Make the next allocation hold at least `room` rows."""
+        for rows in self.every:
+            rows.room = room
+
+    def truncate(self, length: int) -> None:
+        """Forget all rows from `length` on."""
+        for rows in self.every:
+            rows.length = min(rows.length, length)
+
+    def keep(self, start: int, path: list[int]) -> None:
+        """Of the rows from `start` on, keep those of the path."""
+        for rows in self.every:
+            if rows.length > start:
+                rows.keep(start, path)
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, H, N, D]
+    key: Tensor,  # [1, K, S + N, D]
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Stock attention without copying keys and values for grouped heads: a group's queries become rows of one head."""
+    _, heads, count, width = query.shape
+    groups = heads // key.shape[1]
+    if count > 1 and attention_mask.shape[-1] == 1:  # the sign for "causal, and nothing before"
+        output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
+    else:
+        rows = query.reshape(1, heads // groups, groups * count, width)
+        mask = None if count == 1 else attention_mask.repeat(1, 1, groups, 1)
+        output = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
+        output = output.view(1, heads, count, -1)
+    return output.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("eagle_grouped", grouped_attention)
+
+
+class Masks:
+    """Additive masks, which are right in eager and sdpa alike: one, or one per layer type where windows slide."""
+
+    def __init__(self, model: nn.Module, config: Any) -> None:
+        self.config, self.dtype, self.device = config, model.dtype, model.get_input_embeddings().weight.device
+        types = set(getattr(config, "layer_types", None) or ["any"])
+        window = getattr(config, "sliding_window", None)
+        self.windows = {kind: None if kind == "full_attention" else window for kind in types}
+        self.grouped = (
+            model._supports_attention_backend
+            and config._attn_implementation == "sdpa"
+            and not any(self.windows.values())
+        )
+        self.unmasked = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
+
+    def __call__(self, start: int, positions: list[int], ancestors: Tensor | None) -> Tensor | dict[str, Tensor]:
+        """What N new tokens at these positions see of `start` committed ones and, by `ancestors`, of each other."""
+        count = len(positions)
+        if self.grouped and (count == 1 or (ancestors is None and start == 0)):
+            return self.unmasked
+        if ancestors is None:
+            ancestors = torch.ones(count, count, dtype=torch.bool).tril()
+        masks = {kind: self._additive(start, positions, ancestors, window) for kind, window in self.windows.items()}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _additive(self, start: int, positions: list[int], ancestors: Tensor, window: int | None) -> Tensor:
+        """[1, 1, N, S + N]: 0 where a key is seen, the lowest number where it is not."""
+        lowest = torch.finfo(self.dtype).min
+        mask = torch.zeros(len(positions), start + len(positions), dtype=self.dtype)
+        mask[:, start:].masked_fill_(~ancestors, lowest)
+        if window is not None:
+            here = torch.tensor(positions)
+            places = torch.cat([torch.arange(start), here])  # distance counts positions: siblings share one
+            mask.masked_fill_(here[:, None] - places >= window, lowest)
+        return mask[None, None].to(self.device)
+
+    @contextmanager
+    def attention(self) -> Iterator[None]:
+        """While open, the model attends by `grouped_attention`, if it can; afterwards it is as it was."""
+        before = self.config._attn_implementation
+        if self.grouped:
+            self.config._attn_implementation = "eagle_grouped"
+        try:
+            yield
+        finally:
+            self.config._attn_implementation = before
+
+
+def why_no_trees(model: nn.Module, config: Any) -> str | None:
+    """The reason for which this model cannot read a tree, or None."""
+    kinds = set(getattr(config, "layer_types", None) or [])
+    if model._is_stateful or "linear_attention" in kinds:
+        why = "keeps recurrent state, which cannot branch"
+    elif "position_ids" not in inspect.signature(model.base_model.forward).parameters or getattr(config, "alibi", False):
+        why = "takes positions from a 2-D mask or their order, and so cannot place siblings side by side"
+    elif unknown := kinds - {"full_attention", "sliding_attention"}:
+        why = f"has layers of type {sorted(unknown)}, for which no tree mask is known"
+    else:
+        return None
+    return f"{config.model_type} cannot read a tree: it {why}. Taps, extraction and training work; decoding does not."

@@ -1,0 +1,179 @@
+"""The loop: a drafter guesses, the target chooses, the path where they agree is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle.drafter import Budget, Committed, Drafter
+from eagle.target import Target
+from eagle.verify import Choose, Sampling, verify
+
+
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """One target forward: what was proposed, what came of it, and the seconds of draft, target, verify and other."""
+
+    nodes: int  # proposed, root not counted
+    accepted: int  # drafted tokens that the target confirmed
+    committed: int  # new tokens of the output, after cutting at a stop
+    seconds: dict[str, float] | None = None
+
+
+@dataclass(slots=True)
+class Trace:
+    """One generation, cycle by cycle."""
+
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    cycles: list[Cycle] = field(default_factory=list)
+    finish: str = "running"  # "stop" or "length" at the end
+    tokenizer: Any = field(default=None, repr=False)
+    stop_string: str | None = None
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens committed per target forward, its own included, prefill excluded, tokens cut off not counted."""
+        return sum(cycle.committed for cycle in self.cycles) / len(self.cycles) if self.cycles else 0.0
+
+    @property
+    def text(self) -> str:
+        """The answer as text, up to where a stop string began."""
+        if self.tokenizer is None:
+            raise ValueError("this target has no tokenizer, so the trace has no text: read trace.tokens")
+        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        return text.partition(self.stop_string)[0] if self.stop_string else text
+
+
+def generate(target: Target, drafter: Drafter, prompt: Sequence[int] | Tensor, **options: Any) -> Trace:
+    """The target's own answer to a prompt, drafted by `drafter`; the options are those of `stream`."""
+    trace = Trace([])
+    for _ in stream(target, drafter, prompt, trace=trace, **options):
+        pass
+    return trace
+
+
+@torch.inference_mode()
+def stream(
+    target: Target,
+    drafter: Drafter,
+    prompt: Sequence[int] | Tensor,
+    *,
+    sampling: Sampling | None = None,
+    max_new_tokens: int = 128,
+    stop: Sequence[int | str] | None = None,
+    budget: Budget | None = None,
+    timing: bool = False,
+    trace: Trace | None = None,
+) -> Iterator[list[int]]:
+    """Yield new tokens as they are committed. `stop` holds token ids and strings; None means the target's own."""
+    trace, budget, choose = trace or Trace([]), budget or Budget(), Choose(sampling or Sampling())
+    trace.prompt = prompt = _token_ids(prompt)
+    trace.tokenizer = target.tokenizer
+    _check_length(target, len(prompt), max_new_tokens)
+    until = _Until(target, stop, max_new_tokens)
+    clock = _Clock(target.device if timing else None)
+
+    drafter.begin(choose.offer(target.vocab_size, target.device))
+    news = target.begin(prompt, choose, drafter.taps, room=max_new_tokens + budget.nodes + 1)
+    yield until.commit(trace, [news.root])
+    while trace.finish == "running":
+        clock.start()
+        # what lies deeper than the last token wanted could only be cut off again
+        tree = drafter.propose(news, budget.within(max_new_tokens - len(trace.tokens) - 1))
+        clock.lap("draft")
+        reading = target.read(tree)
+        clock.lap("target")
+        path, root = verify(reading, choose)
+        clock.lap("verify")
+        target.keep(tree, path)
+        news = Committed(tree.tokens[path], reading.features_at(path), root)
+        new = until.commit(trace, [*news.tokens.tolist()[1:], root])
+        clock.lap("other")
+        trace.cycles.append(Cycle(len(tree) - 1, len(path) - 1, len(new), clock.seconds))
+        yield new
+
+
+class _Until:
+    """Where an answer ends: a stop token, a stop string, or enough tokens."""
+
+    def __init__(self, target: Target, stop: Sequence[int | str] | None, max_new_tokens: int) -> None:
+        stop = target.stop_tokens if stop is None else stop
+        self.tokens = {item for item in stop if isinstance(item, int)}
+        self.strings = [item for item in stop if isinstance(item, str)]
+        self.tokenizer, self.limit = target.tokenizer, max_new_tokens
+        if self.strings and self.tokenizer is None:
+            raise ValueError(f"stop strings {self.strings} need a tokenizer: load the target with one, or pass ids")
+
+    def commit(self, trace: Trace, new: list[int]) -> list[int]:
+        """Append what belongs to the answer, and say in `trace.finish` whether it has ended."""
+        new = new[: self.limit - len(trace.tokens)]
+        ends = [place for place, token in enumerate(new, start=1) if token in self.tokens]
+        if (end := self._string_end(trace, new)) is not None:
+            ends.append(end)
+        if ends:
+            new, trace.finish = new[: min(ends)], "stop"
+        trace.tokens += new
+        if not ends and len(trace.tokens) == self.limit:
+            trace.finish = "length"
+        return new
+
+    def _string_end(self, trace: Trace, new: list[int]) -> int | None:
+        """How many of the new tokens it takes to complete a stop string, or None."""
+        for end in range(1, len(new) + 1) if self.strings else ():
+            reach = max(len(string.encode()) for string in self.strings) + 16  # tokens that print nothing take places too
+            text = self.tokenizer.decode((trace.tokens + new[:end])[-reach:], skip_special_tokens=False)
+            found = [string for string in self.strings if string in text]
+            if found:
+                trace.stop_string = found[0]
+                return end
+        return None
+
+
+class _Clock:
+    """Seconds per part of a cycle; without a device it does nothing."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self.device, self.seconds, self.last = device, None, 0.0
+
+    def start(self) -> None:
+        """A new cycle begins."""
+        if self.device is not None:
+            self.seconds, self.last = {}, self._now()
+
+    def lap(self, part: str) -> None:
+        """What passed since the last call was spent on this part."""
+        if self.device is not None:
+            now = self._now()
+            self.seconds[part], self.last = now - self.last, now
+
+    def _now(self) -> float:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        return perf_counter()
+
+
+def _token_ids(prompt: Sequence[int] | Tensor) -> list[int]:
+    """The prompt as a list, from a list or a tensor [T] or [1, T]."""
+    if isinstance(prompt, str):
+        raise ValueError("the prompt is text, expected token ids: use target.chat(text) or target.tokenizer.encode")
+    if isinstance(prompt, Tensor):
+        if prompt.dim() > 2 or (prompt.dim() == 2 and len(prompt) != 1):
+            raise ValueError(f"one prompt at a time: got a tensor of shape {tuple(prompt.shape)}, expected [T] or [1, T]")
+        prompt = prompt.flatten().tolist()
+    return list(prompt)
+
+
+def _check_length(target: Target, prompt: int, new: int) -> None:
+    if new < 1:
+        raise ValueError(f"max_new_tokens is {new}, expected 1 or more")
+    if target.max_positions is not None and prompt + new > target.max_positions:
+        raise ValueError(
+            f"{prompt} prompt tokens and {new} new ones exceed the model's {target.max_positions} positions: "
+            f"lower max_new_tokens to {max(target.max_positions - prompt, 0)} or shorten the prompt"
+        )

@@ -1,0 +1,4 @@
+"""Placeholder"""
+from dataclasses import dataclass
+@dataclass
+class Batch: ...

@@ -1,0 +1,264 @@
+"""Any frozen causal language model of transformers, made able to read a draft tree in one forward."""
+
+# N tree nodes, A accepted nodes, S committed tokens, B batch, T tokens, L taps, D target width
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from eagle.attention import Masks, TreeCache, why_no_trees
+from eagle.drafter import Committed, TargetHead
+from eagle.tree import DraftTree, Reading
+from eagle.verify import Choose, Sampling
+
+PREFILL_CHUNK = 1024
+
+
+class Target:
+    """A causal language model that reads trees: `begin` a prompt, `read` a tree, `keep` the accepted path."""
+
+    def __init__(self, model: nn.Module, tokenizer: Any = None) -> None:
+        self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
+        self.config = model.config.get_text_config()
+        self.layers = _decoder_layers(model.base_model, self.config.num_hidden_layers)
+        self.device = model.get_input_embeddings().weight.device
+        self.head = self._borrow_head()
+        self.masks = Masks(model, self.config)
+        self.taps: tuple[int, ...] = ()
+        self.text: list[int] = []
+        self.cache = TreeCache(self.config.num_hidden_layers)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str = "auto",
+        device_map: str | dict[str, Any] | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> Target:
+        """A target from a folder or a hub id; dtype "auto" takes bf16 only where it is faster on this device."""
+        if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+            raise ValueError(f"{path} is no model: got a folder without config.json, expected one of save_pretrained")
+        device = best_device() if device == "auto" else device
+        dtype = fastest_dtype(device) if dtype == "auto" else dtype
+        source = {"revision": revision, "trust_remote_code": trust_remote_code}
+        try:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device_map, **source)
+        except OSError as error:
+            raise ValueError(f"no model at {path}: expected a folder of save_pretrained, or a hub id") from error
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, **source)
+        except (OSError, ValueError):
+            tokenizer = None  # ids are enough for all but text; `chat` and stop strings ask for one by name
+        return cls(model if device_map else model.to(device), tokenizer)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the LM head, which may be more than the tokenizer knows."""
+        return self.model.get_output_embeddings().weight.shape[0]
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest text that the model was built for."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Every token that ends an answer, as the generation config, the config and the tokenizer know them."""
+        owners = (self.model.generation_config, self.config, self.tokenizer)
+        found = [getattr(owner, "eos_token_id", None) for owner in owners]
+        flat = [token for ids in found if ids is not None for token in (ids if isinstance(ids, list) else [ids])]
+        return tuple(dict.fromkeys(flat))
+
+    def chat(self, messages: str | list[dict[str, Any]], **template_kwargs: Any) -> list[int]:
+        """Token ids of a conversation, or of one user message, up to where the assistant begins to speak."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ValueError("this target has no chat template: pass token ids, or load a tokenizer that has one")
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        kwargs = {"add_generation_prompt": True, "return_dict": False, **template_kwargs}
+        return self.tokenizer.apply_chat_template(messages, **kwargs)
+
+    def default_sampling(self, **fields: Any) -> Sampling:
+        """What the model's own generation config asks for; refused by name where it cannot be followed exactly."""
+        config = self.model.generation_config
+        processors = self.model._get_logits_processor(generation_config=config, input_ids_seq_length=1)
+        return Sampling.from_processors(processors, **({} if config.do_sample else {"temperature": 0.0}), **fields)
+
+    @torch.inference_mode()
+    def begin(self, prompt: list[int], choose: Choose, taps: tuple[int, ...] = (), room: int = 0) -> Committed:
+        """Read a prompt after which `room` tokens are expected; what its start shares with the cache is not reread."""
+        self._check_prompt(prompt)
+        if reason := why_no_trees(self.model, self.config):
+            raise ValueError(reason)
+        shared = min(_common_prefix(self.text, prompt), len(prompt) - 1) if taps == self.taps else 0
+        self._check_taps(taps)
+        self.taps = taps
+        self.text = self.text[:shared]
+        self.cache.reserve(len(prompt) + room)
+        for start in range(shared, len(prompt), PREFILL_CHUNK):
+            chunk = prompt[start : start + PREFILL_CHUNK]
+            hidden = self._forward(torch.tensor(chunk), list(range(start, start + len(chunk))), None)
+            self.text += chunk
+        last = Reading(DraftTree.chain(prompt[-1:]), self.head.logits(hidden[-1:]), None, [len(prompt)], prompt[:-1])
+        return Committed(torch.tensor(prompt), self._features_from(0), choose(last, [0])[0])
+
+    @torch.inference_mode()
+    def read(self, tree: DraftTree) -> Reading:
+        """One forward over the whole tree: a node sees the committed text, its ancestors and itself."""
+        start = len(self.text)
+        positions = [start + depth for depth in tree.depths()]
+        hidden = self._forward(tree.tokens, positions, tree.ancestors())
+        after = [position + 1 for position in positions]
+        return Reading(tree, self.head.logits(hidden), self._features_from(start), after, self.text)
+
+    @torch.inference_mode()
+    def keep(self, tree: DraftTree, path: list[int]) -> None:
+        """Commit the path's tokens and drop all other nodes from the cache, in place."""
+        self.cache.keep(len(self.text), path)
+        tokens = tree.tokens.tolist()
+        self.text += [tokens[node] for node in path]
+
+    @torch.no_grad()
+    def features(self, tokens: Tensor, taps: tuple[int, ...]) -> Tensor:
+        """[B, T, L, D] of right-padded tokens [B, T] by a plain forward, which any causal model can do."""
+        self._check_taps(taps)
+        with self._tapping(taps) as tapped:
+            tapped[-1] = self.model.base_model(input_ids=tokens.to(self.device), use_cache=False).last_hidden_state
+        return torch.stack([tapped[tap].to(self.device) for tap in taps], dim=2)
+
+    def _forward(self, tokens: Tensor, positions: list[int], ancestors: Tensor | None) -> Tensor:
+        """[N, D], the LM head's input at N tokens put after the committed text; `ancestors` None means a chain."""
+        self.cache.truncate(len(self.text))
+        with self._tapping(self.taps) as tapped, self.masks.attention():
+            tapped[-1] = self.model.base_model(
+                input_ids=tokens[None].to(self.device),
+                position_ids=torch.tensor([positions], device=self.device),
+                attention_mask=self.masks(len(self.text), positions, ancestors),
+                past_key_values=self.cache,
+                use_cache=True,
+            ).last_hidden_state
+        if self.taps:
+            self.cache.tapped.append(torch.stack([tapped[tap].to(self.device) for tap in self.taps], dim=1))
+        return tapped[-1][0]
+
+    def _features_from(self, start: int) -> Tensor | None:
+        """[N, L, D] of everything read from `start` on."""
+        return self.cache.tapped.rows()[0, :, start:].transpose(0, 1) if self.taps else None
+
+    @contextmanager
+    def _tapping(self, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
+        """While open, the tapped layers' inputs [B, T, D] land in the dict; no other layer's are held."""
+        tapped: dict[int, Tensor] = {}
+
+        def catch(tap: int):
+            def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                tapped[tap] = args[0] if args else kwargs["hidden_states"]
+
+            return self.layers[tap].register_forward_pre_hook(hook, with_kwargs=True)
+
+        handles = [catch(tap) for tap in taps if tap != -1]
+        try:
+            yield tapped
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _check_taps(self, taps: tuple[int, ...]) -> None:
+        count = len(self.layers)
+        if wrong := [tap for tap in taps if not -1 <= tap < count]:
+            raise ValueError(
+                f"taps {wrong} are no layer inputs of this target: expected 0..{count - 1}, or -1 for the LM head's "
+                f"input ({count} would be ambiguous: with or without the final norm)"
+            )
+
+    def _check_prompt(self, prompt: list[int]) -> None:
+        if not prompt:
+            raise ValueError("the prompt is empty: expected at least one token id")
+        if wrong := [token for token in prompt if not 0 <= token < self.vocab_size]:
+            raise ValueError(f"token ids {wrong[:5]} are outside the vocabulary: expected 0..{self.vocab_size - 1}")
+        if self.max_positions is not None and len(prompt) > self.max_positions:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens, this model has {self.max_positions} positions: shorten it"
+            )
+
+    @torch.no_grad()
+    def _borrow_head(self) -> TargetHead:
+        """The embedding and head with the config's scales, verified against the model's own logits."""
+        config, tokens = self.config, torch.arange(1, 5, device=self.device)[None] % self.vocab_size
+        states = self.features(tokens, (0, -1))[0]
+        embedding, output = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        scales = (1.0, getattr(config, "embedding_multiplier", 1.0), config.hidden_size**0.5)
+        embedded = embedding(tokens[0])
+        matching = [scale for scale in scales if _close(states[:, 0], embedded * scale)]
+        head = TargetHead(
+            embedding,
+            output,
+            # none matches where positions are learned: then the bare embedding is what can be borrowed
+            embed_scale=float(matching[0]) if matching else 1.0,
+            logit_scale=getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1),
+            softcap=getattr(config, "final_logit_softcapping", None),
+        )
+        expected = self.model(input_ids=tokens, use_cache=False).logits[0]
+        if not _close(head.logits(states[:, 1]), expected):
+            raise ValueError(
+                f"the logits of {config.model_type} are not head(hidden) with the scale and soft cap of its config: "
+                "its LM head cannot be borrowed; add its transform to TargetHead"
+            )
+        return head
+
+
+def _close(got: Tensor, expected: Tensor) -> bool:
+    if got.shape != expected.shape:
+        return False
+    tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 2e-2
+    return bool((got - expected).norm() <= tolerance * expected.norm())
+
+
+def _decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
+    """The model's stack of decoder layers: its first module list of that length."""
+    for module in base.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ValueError(f"{type(base).__name__} has no module list of {count} layers: its layers cannot be tapped")
+
+
+def _common_prefix(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def best_device() -> str:
+    """An accelerator where there is one, else the CPU."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator.type if accelerator else "cpu"
+
+
+@cache
+def fastest_dtype(device: str) -> torch.dtype:
+    """bf16 where a matrix product in it is clearly faster than in fp32, timed once per process."""
+
+    def seconds(dtype: torch.dtype) -> float:
+        left, right = torch.ones(64, 1024, dtype=dtype, device=device), torch.ones(1024, 1024, dtype=dtype, device=device)
+        times = []
+        for _ in range(5):
+            start = perf_counter()
+            (left @ right).sum().item()  # waits for the device
+            times.append(perf_counter() - start)
+        return min(times)
+
+    try:
+        return torch.bfloat16 if seconds(torch.bfloat16) < 0.8 * seconds(torch.float32) else torch.float32
+    except (RuntimeError, TypeError):  # a device without bf16
+        return torch.float32

@@ -1,0 +1,110 @@
+"""A tree of proposed tokens, and what a target said about each of its nodes."""
+
+# N nodes, V vocabulary, L taps, D target width
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """Proposed continuations, kept on the host. Node 0 is the last committed token; parents precede children."""
+
+    tokens: Tensor  # [N]
+    parents: Tensor  # [N], parents[0] == -1
+    laws: Tensor | None = None  # [N, V], what each node was drawn from (row 0 unused); siblings without replacement
+
+    def __post_init__(self) -> None:
+        tokens, parents = self.tokens.tolist(), self.parents.tolist()
+        if not tokens or len(tokens) != len(parents):
+            raise ValueError(f"a tree needs one parent per token and a root: got {len(tokens)} and {len(parents)}")
+        if parents[0] != -1:
+            raise ValueError(f"node 0 is the root, with parent -1: got parent {parents[0]}")
+        seen = set()
+        for node, (parent, token) in enumerate(zip(parents[1:], tokens[1:], strict=True), start=1):
+            if parent == -1:
+                raise ValueError(f"a tree has one root: node {node} has parent -1 too; give it a parent below {node}")
+            if not 0 <= parent < node:
+                raise ValueError(f"parents precede children: node {node} has parent {parent}, expected 0..{node - 1}")
+            if (parent, token) in seen:
+                raise ValueError(f"siblings differ: token {token} stands twice under node {parent}; merge the nodes")
+            seen.add((parent, token))
+        if self.laws is not None and len(self.laws) != len(tokens):
+            raise ValueError(f"laws hold one row per node: got {len(self.laws)}, expected {len(tokens)}")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int], laws: Tensor | None = None) -> DraftTree:
+        """The tree in which every node but the last has one child."""
+        return cls(torch.tensor(tokens), torch.arange(-1, len(tokens) - 1), laws)
+
+    @classmethod
+    def from_paths(cls, root: int, paths: Iterable[Sequence[int]]) -> DraftTree:
+        """The smallest tree that holds every path (tokens after the root)."""
+        tokens, parents, index = [root], [-1], {}
+        for path in paths:
+            node = 0
+            for token in path:
+                if (node, token) not in index:
+                    index[node, token] = len(tokens)
+                    tokens.append(token)
+                    parents.append(node)
+                node = index[node, token]
+        return cls(torch.tensor(tokens), torch.tensor(parents))
+
+    def depths(self) -> list[int]:
+        """Steps from the root, per node."""
+        depths = [0]
+        for parent in self.parents.tolist()[1:]:
+            depths.append(depths[parent] + 1)
+        return depths
+
+    def ancestors(self) -> Tensor:
+        """[N, N] bool: row i marks node i and all nodes above it, which is all that node i may attend to."""
+        marks = np.eye(len(self), dtype=bool)
+        for node, parent in enumerate(self.parents.tolist()[1:], start=1):
+            marks[node] |= marks[parent]
+        return torch.from_numpy(marks)
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from the root to `node`."""
+        parents, path = self.parents.tolist(), []
+        while node != -1:
+            path.append(node)
+            node = parents[node]
+        return path[::-1]
+
+    def children(self) -> list[list[int]]:
+        """Each node's children, in the order in which they were proposed."""
+        children: list[list[int]] = [[] for _ in range(len(self))]
+        for node, parent in enumerate(self.parents.tolist()[1:], start=1):
+            children[parent].append(node)
+        return children
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What the target said after reading a tree."""
+
+    tree: DraftTree
+    logits: Tensor  # [N, V]
+    features: Tensor | None  # [N, L, D]
+    positions: list[int]  # where the token chosen after each node will stand
+    text: list[int]  # every token committed before the root
+
+    def prefix(self, node: int) -> list[int]:
+        """The whole text up to and including `node`."""
+        tokens = self.tree.tokens.tolist()
+        return self.text + [tokens[step] for step in self.tree.path(node)]
+
+    def features_at(self, path: Sequence[int]) -> Tensor | None:
+        """[len(path), L, D], or None where nothing was tapped."""
+        return None if self.features is None else self.features[list(path)]

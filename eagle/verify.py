@@ -1,0 +1,310 @@
+"""Which drafted tokens are kept. The target's law decides; where a draft came from never matters."""
+
+# N nodes, V vocabulary, P positions
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from eagle.tree import DraftTree, Reading
+
+Coin = Callable[[float], bool]
+Pick = Callable[[Tensor], int]
+Law = Callable[[int], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the target speaks: transformers' warpers in transformers' order, and the noise it draws with."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    request: int = 0
+    rule: Literal["token", "block"] = "token"  # for drafts that carry their law
+    lenience: float = 1.0  # below 1 the output is NOT the target's law any more
+
+    def __post_init__(self) -> None:
+        for name, holds, expected in (
+            ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0, at most 1 (off)"),
+            ("min_p", 0 <= self.min_p <= 1, "0 (off) to 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0; 1 is off"),
+            ("rule", self.rule in ("token", "block"), "'token' or 'block'"),
+            ("lenience", 0 < self.lenience <= 1, "above 0, at most 1 (lossless)"),
+        ):
+            if not holds:
+                raise ValueError(f"Sampling.{name} is {getattr(self, name)!r}, expected {expected}")
+        if self.lenience < 1 and self.rule == "block":
+            raise ValueError("lenience is defined for the token rule alone; use rule='token'")
+
+    @classmethod
+    def from_processors(cls, processors: Iterable[Any], **fields: Any) -> Sampling:
+        """The same warping as a list of transformers' logits processors; one that cannot be followed is refused."""
+        known = {
+            "RepetitionPenaltyLogitsProcessor": ("repetition_penalty", "penalty"),
+            "TemperatureLogitsWarper": ("temperature", "temperature"),
+            "TopKLogitsWarper": ("top_k", "top_k"),
+            "TopPLogitsWarper": ("top_p", "top_p"),
+            "MinPLogitsWarper": ("min_p", "min_p"),
+        }
+        order = list(known)
+        names = [type(processor).__name__ for processor in processors]
+        if unknown := [name for name in names if name not in known]:
+            raise ValueError(f"logits processors {unknown} cannot be verified; supported are {order}: remove them")
+        if names != sorted(set(names), key=order.index):
+            raise ValueError(f"logits processors come in the order {names}, expected each at most once, as in {order}")
+        for name, processor in zip(names, processors, strict=True):
+            field, attribute = known[name]
+            fields[field] = getattr(processor, attribute)
+        return cls(**{"temperature": 1.0, **fields})
+
+
+def warp(logits: Tensor, sampling: Sampling) -> Tensor:
+    """[N, V] scores whose softmax is the law sampled from; penalties are applied before, temperature is above 0."""
+    scores = logits / sampling.temperature
+    if 0 < sampling.top_k < scores.shape[-1]:
+        threshold = scores.topk(sampling.top_k).values[:, -1:]
+        scores = scores.masked_fill(scores < threshold, -math.inf)
+    if sampling.top_p < 1:
+        ascending, order = scores.sort()
+        outside = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        outside[:, -1] = False
+        scores = scores.masked_fill(outside.scatter(1, order, outside), -math.inf)
+    if sampling.min_p > 0:
+        law = scores.softmax(-1)
+        scores = scores.masked_fill(law < sampling.min_p * law.amax(-1, keepdim=True), -math.inf)
+    return scores
+
+
+def penalise(row: Tensor, text: Sequence[int], penalty: float) -> Tensor:
+    """One row of logits [V] with every token of `text` made less likely, each once."""
+    seen = torch.tensor(sorted(set(text)), device=row.device)
+    scores = row[seen]
+    return row.index_copy(0, seen, torch.where(scores < 0, scores * penalty, scores / penalty))
+
+
+class Noise:
+    """Gumbel noise that depends on (seed, request, position, token) alone: a counter-based hash, equal on all devices."""
+
+    def __init__(self, seed: int, request: int) -> None:
+        self.stream = _mix64(_mix64(seed) + request)
+        self.rows: dict[int, Tensor] = {}
+
+    def __call__(self, positions: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
+        """[P, V]; rows stay at hand until the text has passed their position."""
+        for position in set(positions) - self.rows.keys():
+            self.rows[position] = self._row(position, vocab_size, device)
+        return torch.stack([self.rows[position] for position in positions])
+
+    def forget(self, position: int) -> None:
+        """Drop the rows before `position`."""
+        self.rows = {place: row for place, row in self.rows.items() if place >= position}
+
+    def _row(self, position: int, vocab_size: int, device: torch.device) -> Tensor:
+        key = _mix64(self.stream + position)
+        words = torch.arange(vocab_size, dtype=torch.int32, device=device) * -1640531535  # 2^32 / golden ratio, odd
+        words = _mix32(_mix32(words ^ _signed(key)) ^ _signed(key >> 32))
+        uniform = ((words >> 1) & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+        # log1p keeps full precision where it matters: large noise comes from small uniforms
+        return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _mix64(word: int) -> int:
+    """A bijection of 64-bit words in which every output bit depends on every input bit (splitmix64's finaliser)."""
+    word = (word + 0x9E3779B97F4A7C15) % 2**64
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
+    return word ^ (word >> 31)
+
+
+def _signed(word: int) -> int:
+    """The low 32 bits as a signed number."""
+    return (word + 2**31) % 2**32 - 2**31
+
+
+def _mix32(words: Tensor) -> Tensor:
+    """The same for 32-bit words as tensor operations; products wrap, shifts are made logical by masking."""
+    words = words ^ ((words >> 16) & 0xFFFF)
+    words = words * 0x7FEB352D
+    words = words ^ ((words >> 15) & 0x1FFFF)
+    words = words * _signed(0x846CA68B)
+    return words ^ ((words >> 16) & 0xFFFF)
+
+
+class Choose:
+    """The target's choice after a node, as a function of its logits and of noise that no drafter can touch."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
+        self.noise = Noise(sampling.seed, sampling.request) if sampling.temperature > 0 else None
+        self.dice = random.Random(_mix64(_mix64(sampling.seed) ^ sampling.request))
+
+    def __call__(self, reading: Reading, nodes: Sequence[int]) -> list[int]:
+        """The tokens chosen after `nodes`."""
+        logits = self._penalised(reading, nodes)
+        if self.noise is None:
+            return logits.argmax(-1).tolist()
+        positions = [reading.positions[node] for node in nodes]
+        noise = self.noise(positions, logits.shape[-1], logits.device)
+        return (warp(logits, self.sampling) + noise).argmax(-1).tolist()
+
+    def offer(self, vocab_size: int, device: torch.device) -> Callable[[list[int]], Tensor] | None:
+        """The noise as a drafter may use it: positions -> [P, V]; None when the target is greedy."""
+        noise = self.noise
+        return None if noise is None else lambda positions: noise(positions, vocab_size, device)
+
+    def law(self, reading: Reading, node: int) -> Tensor:
+        """[V], the law that the token after `node` has."""
+        logits = self._penalised(reading, [node])
+        if self.sampling.temperature > 0:
+            return warp(logits, self.sampling)[0].softmax(-1)
+        if self.sampling.lenience < 1:
+            return logits[0].softmax(-1)
+        return torch.zeros_like(logits[0]).index_fill_(0, logits[0].argmax(), 1)
+
+    def coin(self, probability: float) -> bool:
+        """True with this probability."""
+        return self.dice.random() < probability
+
+    def pick(self, law: Tensor) -> int:
+        """A token drawn from the law [V]."""
+        cumulative = law.cumsum(-1)
+        drawn = torch.searchsorted(cumulative, self.dice.random() * cumulative[-1:], right=True)
+        return min(int(drawn), int(law.nonzero()[-1]))
+
+    def _penalised(self, reading: Reading, nodes: Sequence[int]) -> Tensor:
+        """[len(nodes), V] logits after the repetition penalty, in fp32 or better."""
+        every = len(nodes) == len(reading.logits)
+        logits = reading.logits if every else reading.logits[list(nodes)]
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        penalty = self.sampling.repetition_penalty
+        if penalty == 1:
+            return logits
+        rows = [penalise(row, reading.prefix(node), penalty) for row, node in zip(logits, nodes, strict=True)]
+        return torch.stack(rows)
+
+
+def walk(tree: DraftTree, choices: Sequence[int] | dict[int, int]) -> list[int]:
+    """The accepted nodes: from the root, step to the child that equals the target's choice."""
+    children = {(parent, token): node for node, (parent, token) in _edges(tree)}
+    path = [0]
+    while (child := children.get((path[-1], choices[path[-1]]))) is not None:
+        path.append(child)
+    return path
+
+
+def _edges(tree: DraftTree) -> Iterable[tuple[int, tuple[int, int]]]:
+    return enumerate(zip(tree.parents.tolist()[1:], tree.tokens.tolist()[1:], strict=True), start=1)
+
+
+def verify(reading: Reading, choose: Choose) -> tuple[list[int], int]:
+    """The accepted path and the token that the target says after it."""
+    tree, sampling = reading.tree, choose.sampling
+    if choose.noise is not None:
+        choose.noise.forget(reading.positions[0])
+    if tree.laws is not None:
+        rule = sample_block if sampling.rule == "block" else sample_tree
+        options = {"lenience": sampling.lenience} if sampling.lenience < 1 else {}
+        return rule(tree, lambda node: choose.law(reading, node), choose.coin, choose.pick, **options)
+    if sampling.lenience < 1:
+        if sampling.temperature > 0:
+            raise ValueError("lenience at temperature > 0 needs drafts that carry their law; use lenience=1")
+        return walk_leniently(tree, lambda node: choose.law(reading, node), sampling.lenience)
+    choices = _Choices(reading, choose)
+    path = walk(tree, choices)
+    return path, choices[path[-1]]
+
+
+class _Choices(dict[int, int]):
+    """Choices by node, all made at once on a device that is slow to ask; on a CPU only those the walk looks at."""
+
+    def __init__(self, reading: Reading, choose: Choose) -> None:
+        super().__init__()
+        self.reading, self.choose = reading, choose
+
+    def __missing__(self, node: int) -> int:
+        one_by_one = self.reading.logits.device.type == "cpu"
+        nodes = [node] if one_by_one else list(range(len(self.reading.tree)))
+        self.update(zip(nodes, self.choose(self.reading, nodes), strict=True))
+        return self[node]
+
+
+def sample_tree(
+    tree: DraftTree, law: Law, coin: Coin, pick: Pick, lenience: float = 1.0
+) -> tuple[list[int], int]:
+    """Speculative sampling (Leviathan et al. 2023, Chen et al. 2023), siblings drawn without replacement in order."""
+    assert tree.laws is not None
+    tokens, children, path = tree.tokens.tolist(), tree.children(), [0]
+    while True:
+        residual, taken, accepted = law(path[-1]), [], None
+        for child in children[path[-1]]:
+            drawn_from = _without(tree.laws[child].to(residual), taken)
+            remainder = (residual - lenience * drawn_from).clamp_(min=0)
+            odds = residual[tokens[child]] / (lenience * drawn_from[tokens[child]])
+            # nothing remains only where both laws are equal, so that rounding alone kept the odds below one
+            if coin(min(1.0, float(odds))) or not remainder.any():
+                accepted = child
+                break
+            residual = remainder / remainder.sum()
+            taken.append(tokens[child])
+        if accepted is None:
+            return path, pick(residual)
+        path.append(accepted)
+
+
+def _without(law: Tensor, taken: list[int]) -> Tensor:
+    """The law once the tokens in `taken` are gone."""
+    if not taken:
+        return law
+    rest = law.index_fill(0, torch.tensor(taken, device=law.device), 0)
+    return rest / rest.sum()
+
+
+def sample_block(tree: DraftTree, law: Law, coin: Coin, pick: Pick) -> tuple[list[int], int]:
+    """Block verification of a sampled chain (Sun et al. 2024): as exact as token by token, and never shorter."""
+    assert tree.laws is not None
+    last = len(tree) - 1
+    if tree.parents.tolist() != list(range(-1, last)):
+        raise ValueError("block verification is defined for chains: got a tree with branches; use rule='token'")
+    tokens, target = tree.tokens.tolist(), [law(node) for node in range(last + 1)]
+    draft = tree.laws.to(target[0])
+    weights, remainders = [torch.ones_like(target[0][0])], []
+    for node in range(1, last + 1):
+        remainders.append((weights[-1] * target[node - 1] - draft[node]).clamp_(min=0))
+        token = tokens[node]
+        weights.append((weights[-1] * target[node - 1][token] / draft[node][token]).clamp(max=1))
+    for node in range(last, 0, -1):
+        if node == last:
+            odds = weights[last]
+        else:
+            mass = remainders[node].sum()
+            odds = mass / (mass + 1 - weights[node]) if mass > 0 else mass
+        if coin(float(odds)):
+            break
+    else:
+        node = 0
+    remainder = target[last] if node == last else remainders[node]
+    return list(range(node + 1)), pick(remainder / remainder.sum() if remainder.any() else target[node])
+
+
+def walk_leniently(tree: DraftTree, law: Law, lenience: float) -> tuple[list[int], int]:
+    """Greedy with lenience: step to the likeliest child whose probability is at least `lenience` of the maximum. Lossy."""
+    tokens, children, path = tree.tokens.tolist(), tree.children(), [0]
+    while True:
+        here = law(path[-1])
+        child = max(children[path[-1]], key=lambda node: float(here[tokens[node]]), default=None)
+        if child is None or here[tokens[child]] < lenience * here.max():
+            return path, int(here.argmax())
+        path.append(child)
