@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from eagle.tree import DraftTree
+
 
 class Rows:
     """A tensor [1, X, S, D] that grows at S without being copied, and gives rows back in place."""
@@ -118,12 +120,16 @@ def grouped_attention(
     groups = heads // key.shape[1]
     if count > 1 and attention_mask.shape[-1] == 1:  # the sign for "causal, and nothing before"
         output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
+        return output.transpose(1, 2).contiguous(), None
+    rows = query.reshape(1, heads // groups, groups * count, width)
+    if count == 1 and query.dtype == torch.float32 and query.device.type == "cpu":
+        # two plain products: 0.6 to 0.9 ms a token less than the fused kernel at 3,000 tokens and 12 layers
+        scores = torch.matmul(rows * (scaling or width**-0.5), key.transpose(2, 3))
+        output = torch.matmul(scores.softmax(-1), value)
     else:
-        rows = query.reshape(1, heads // groups, groups * count, width)
         mask = None if count == 1 else attention_mask.repeat(1, 1, groups, 1)
         output = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
-        output = output.view(1, heads, count, -1)
-    return output.transpose(1, 2).contiguous(), None
+    return output.view(1, heads, count, -1).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register("eagle_grouped", grouped_attention)
@@ -144,13 +150,12 @@ class Masks:
         )
         self.unmasked = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
 
-    def __call__(self, start: int, positions: list[int], ancestors: Tensor | None) -> Tensor | dict[str, Tensor]:
-        """What N new tokens at these positions see of `start` committed ones and, by `ancestors`, of each other."""
+    def __call__(self, start: int, positions: list[int], tree: DraftTree | None) -> Tensor | dict[str, Tensor]:
+        """What N new tokens at these positions see of `start` committed ones and of each other; no tree: a chain."""
         count = len(positions)
-        if self.grouped and (count == 1 or (ancestors is None and start == 0)):
+        if self.grouped and (count == 1 or (tree is None and start == 0)):
             return self.unmasked
-        if ancestors is None:
-            ancestors = torch.ones(count, count, dtype=torch.bool).tril()
+        ancestors = torch.ones(count, count, dtype=torch.bool).tril() if tree is None else tree.ancestors()
         masks = {kind: self._additive(start, positions, ancestors, window) for kind, window in self.windows.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -62,6 +62,18 @@ class TrainableDrafter(nn.Module):
 
     taps: tuple[int, ...] = ()
     teacher_taps: tuple[int, ...] = (-1,)
+    Settings: type  # what a recipe may say about it
+    settings: Any
+    shape: Any  # a LlamaConfig: the sizes of its block
+
+    @classmethod
+    def for_target(cls, settings: Any, target_config: Any) -> TrainableDrafter:
+        """A new head of the right sizes."""
+        raise NotImplementedError(f"{cls.__name__} cannot be made for a target: write for_target")
+
+    def bind(self, frozen: TargetHead) -> TrainableDrafter:
+        """Lend the head what it needs to draft."""
+        raise NotImplementedError(f"{type(self).__name__} cannot draft: write bind, begin and propose")
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
         """Loss terms: "total" is minimised, the rest is logged."""

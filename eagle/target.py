@@ -31,6 +31,7 @@ class Target:
         self.config = model.config.get_text_config()
         self.layers = _decoder_layers(model.base_model, self.config.num_hidden_layers)
         self.device = model.get_input_embeddings().weight.device
+        self.vocab_size = model.get_output_embeddings().weight.shape[0]  # may be more than the tokenizer knows
         self.head = self._borrow_head()
         self.masks = Masks(model, self.config)
         self.taps: tuple[int, ...] = ()
@@ -63,11 +64,6 @@ class Target:
         except (OSError, ValueError):
             tokenizer = None  # ids are enough for all but text; `chat` and stop strings ask for one by name
         return cls(model if device_map else model.to(device), tokenizer)
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the LM head, which may be more than the tokenizer knows."""
-        return self.model.get_output_embeddings().weight.shape[0]
 
     @property
     def max_positions(self) -> int | None:
@@ -120,7 +116,7 @@ class Target:
         """One forward over the whole tree: a node sees the committed text, its ancestors and itself."""
         start = len(self.text)
         positions = [start + depth for depth in tree.depths()]
-        hidden = self._forward(tree.tokens, positions, tree.ancestors())
+        hidden = self._forward(tree.tokens, positions, tree)
         after = [position + 1 for position in positions]
         return Reading(tree, self.head.logits(hidden), self._features_from(start), after, self.text)
 
@@ -131,6 +127,10 @@ class Target:
         tokens = tree.tokens.tolist()
         self.text += [tokens[node] for node in path]
 
+    def forget(self) -> None:
+        """Drop the cached text, so that the next prompt is read whole."""
+        self.text = []
+
     @torch.no_grad()
     def features(self, tokens: Tensor, taps: tuple[int, ...]) -> Tensor:
         """[B, T, L, D] of right-padded tokens [B, T] by a plain forward, which any causal model can do."""
@@ -139,14 +139,14 @@ class Target:
             tapped[-1] = self.model.base_model(input_ids=tokens.to(self.device), use_cache=False).last_hidden_state
         return torch.stack([tapped[tap].to(self.device) for tap in taps], dim=2)
 
-    def _forward(self, tokens: Tensor, positions: list[int], ancestors: Tensor | None) -> Tensor:
-        """[N, D], the LM head's input at N tokens put after the committed text; `ancestors` None means a chain."""
+    def _forward(self, tokens: Tensor, positions: list[int], tree: DraftTree | None) -> Tensor:
+        """[N, D], the LM head's input at N tokens put after the committed text; no tree means a chain."""
         self.cache.truncate(len(self.text))
         with self._tapping(self.taps) as tapped, self.masks.attention():
             tapped[-1] = self.model.base_model(
                 input_ids=tokens[None].to(self.device),
                 position_ids=torch.tensor([positions], device=self.device),
-                attention_mask=self.masks(len(self.text), positions, ancestors),
+                attention_mask=self.masks(len(self.text), positions, tree),
                 past_key_values=self.cache,
                 use_cache=True,
             ).last_hidden_state
@@ -155,8 +155,8 @@ class Target:
         return tapped[-1][0]
 
     def _features_from(self, start: int) -> Tensor | None:
-        """[N, L, D] of everything read from `start` on."""
-        return self.cache.tapped.rows()[0, :, start:].transpose(0, 1) if self.taps else None
+        """[N, L, D] of everything read from `start` on: a copy, because rows move when a path is kept."""
+        return self.cache.tapped.rows()[0, :, start:].transpose(0, 1).clone() if self.taps else None
 
     @contextmanager
     def _tapping(self, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:

@@ -228,14 +228,14 @@ def verify(reading: Reading, choose: Choose) -> tuple[list[int], int]:
 
 
 class _Choices(dict[int, int]):
-    """Choices by node, all made at once on a device that is slow to ask; on a CPU only those the walk looks at."""
+    """Choices by node: all at once where that is cheap or the device slow to ask, else those that the walk looks at."""
 
     def __init__(self, reading: Reading, choose: Choose) -> None:
         super().__init__()
         self.reading, self.choose = reading, choose
 
     def __missing__(self, node: int) -> int:
-        one_by_one = self.reading.logits.device.type == "cpu"
+        one_by_one = self.reading.logits.device.type == "cpu" and self.choose.noise is not None
         nodes = [node] if one_by_one else list(range(len(self.reading.tree)))
         self.update(zip(nodes, self.choose(self.reading, nodes), strict=True))
         return self[node]

@@ -1,9 +1,25 @@
 """The methods, one line each."""
 
+from typing import Any
+
+from eagle.drafter import TrainableDrafter
+from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
+from eagle.recipe import validated
 
-DRAFTERS = {
+DRAFTERS: dict[str, type] = {
     "none": NoDrafter,
     "ngram": NgramDrafter,
+    "eagle1": Eagle1,
 }
+
+
+def settings_of(section: dict[str, Any], source: str) -> Any:
+    """A recipe's drafter section, checked by the method that it names."""
+    kind = section.get("kind")
+    method = DRAFTERS.get(kind) if isinstance(kind, str) else None
+    if method is None or not issubclass(method, TrainableDrafter):
+        trained = [name for name, known in DRAFTERS.items() if issubclass(known, TrainableDrafter)]
+        raise ValueError(f"{source}: drafter.kind is {kind!r}, expected a method with weights: {', '.join(trained)}")
+    return validated(method.Settings, section, f"{source}: drafter")

@@ -7,13 +7,18 @@ from eagle.tree import DraftTree
 
 
 class NgramDrafter:
-    """Chains copied from the most recent earlier occurrence of the text's last n tokens, longest n first."""
+    """Chains copied from the most recent earlier occurrence of the text's last n tokens, longest n first.
+
+    A match of n tokens is trusted for `trust` * n more: on 32 prompts of three kinds that made decoding 1.12 to 1.16
+    times faster than always copying ten, for 0.02 to 0.1 tokens per step less.
+    """
 
     taps: tuple[int, ...] = ()
 
-    def __init__(self, longest: int = 3, shortest: int = 1) -> None:
+    def __init__(self, longest: int = 4, shortest: int = 1, trust: int = 3) -> None:
         if not 1 <= shortest <= longest:
             raise ValueError(f"n-grams of {shortest}..{longest} tokens make no sense: expected 1 <= shortest <= longest")
+        self.trust = trust
         self.sizes = range(longest, shortest - 1, -1)
         self.begin()
 
@@ -43,5 +48,5 @@ class NgramDrafter:
             if place is not None:
                 # a match that reaches the end is copied over itself, as in LZ77
                 period = len(text) - place
-                return [text[place + step % period] for step in range(length)]
+                return [text[place + step % period] for step in range(min(length, self.trust * size))]
         return []

@@ -1,0 +1,294 @@
+"""Speed of the decoder against transformers' own `generate`, interleaved in one run: `python bench/decode_speed.py`.
+
+Everything runs on one thread and is timed in CPU seconds; the figures that count are ratios of medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from statistics import median
+from time import process_time
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, StaticCache
+
+from eagle import Budget, DraftTree, Sampling, Target, generate, stream
+from eagle.drafter import Committed, Noise
+from eagle.drafters.ngram import NgramDrafter
+from eagle.drafters.none import NoDrafter
+
+CONTEXTS = (300, 3000)
+
+
+class RandomTrees:
+    """Trees of a fixed size with random tokens and random shape: all cost, no luck."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, nodes: int, vocab_size: int) -> None:
+        self.trees = []
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(64):
+            parents = [-1] + [int(torch.randint(node, (), generator=generator)) for node in range(1, nodes)]
+            tokens = torch.randperm(vocab_size, generator=generator)[:nodes]
+            self.trees.append((tokens, torch.tensor(parents)))
+
+    def begin(self, noise: Noise | None = None) -> None:
+        """Start again with the first tree."""
+        self.turn = 0
+
+    def propose(self, news: Committed, budget: Budget) -> DraftTree:
+        """The next tree, under the new root."""
+        tokens, parents = self.trees[self.turn % len(self.trees)]
+        self.turn += 1
+        tokens[0] = news.root
+        return DraftTree(tokens, parents)
+
+
+class Ticks:
+    """A streamer that notes when each token came."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, _: Any) -> None:
+        """One token (or the prompt) is there."""
+        self.times.append(process_time())
+
+    def end(self) -> None:
+        """Nothing more comes."""
+
+
+def typical_step(times: list[float]) -> float:
+    """The median time between tokens, without prefill and first steps."""
+    return median(later - sooner for sooner, later in zip(times[2:], times[3:], strict=False))
+
+
+def plain_steps(model: Any, prompt: list[int], count: int) -> float:
+    """Seconds per token of transformers' greedy generate."""
+    ticks, ids = Ticks(), torch.tensor([prompt])
+    options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    model.generate(ids, attention_mask=torch.ones_like(ids), streamer=ticks, **options)
+    return typical_step(ticks.times)
+
+
+def our_steps(target: Target, prompt: list[int], count: int) -> float:
+    """Seconds per token of plain decoding here."""
+    times = [process_time() for _ in stream(target, NoDrafter(), prompt, max_new_tokens=count, stop=[])]
+    return typical_step([0.0, *times])
+
+
+def interleaved(rounds: int, **runs: Callable[[], float]) -> dict[str, float]:
+    """The median of each run over the rounds, in which all take turns so that a drifting machine hurts all alike."""
+    figures: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            figures[name].append(run())
+    return {name: median(values) for name, values in figures.items()}
+
+
+def plain_decoding(model: Any, target: Target, rounds: int) -> dict[str, Any]:
+    """Tokens per second of `none` over those of `generate`."""
+    rows = {}
+    for context in CONTEXTS:
+        prompt = random_prompt(target, context)
+        times = interleaved(
+            rounds,
+            transformers=lambda prompt=prompt: plain_steps(model, prompt, 40),
+            ours=lambda prompt=prompt: our_steps(target, prompt, 40),
+        )
+        rows[str(context)] = {**milliseconds(times), "ratio": round(times["transformers"] / times["ours"], 3)}
+    return rows
+
+
+def overhead(target: Target, rounds: int) -> dict[str, Any]:
+    """The share of a cycle that is spent outside the model's forward passes."""
+    rows = {}
+    for name, drafter in (("ngram", NgramDrafter()), ("trees of 16", RandomTrees(16, target.vocab_size))):
+        for temperature in (0.0, 1.0):
+            for context in CONTEXTS:
+                prompt = (random_prompt(target, 50) * (context // 50))[:context]
+                shares = [outside_forward(target, drafter, prompt, temperature) for _ in range(rounds)]
+                rows[f"{name}, T={temperature:g}, context {context}"] = round(median(shares), 4)
+    return rows
+
+
+def outside_forward(target: Target, drafter: Any, prompt: list[int], temperature: float) -> float:
+    """1 - (time inside the base model and the LM head) / (time of the cycles)."""
+    inside, started = [0.0], [0.0]
+    modules = (target.model.base_model, target.head.output)
+
+    def start(*_: Any) -> None:
+        started[0] = process_time()
+
+    def stop(*_: Any) -> None:
+        inside[0] += process_time() - started[0]
+
+    options: dict[str, Any] = {"budget": Budget(10, 10), "sampling": Sampling(temperature=temperature), "stop": []}
+    answer = stream(target, drafter, prompt, max_new_tokens=60, **options)
+    next(answer)
+    handles = [m.register_forward_pre_hook(start) for m in modules] + [m.register_forward_hook(stop) for m in modules]
+    begun = process_time()
+    for _ in answer:
+        pass
+    spent = process_time() - begun
+    for handle in handles:
+        handle.remove()
+    return 1 - inside[0] / spent
+
+
+def growth(model: Any, target: Target, rounds: int) -> dict[str, Any]:
+    """What a cycle of 16 nodes gains in time from the short to the long context, against the untouched model's forward."""
+    drafter, times = RandomTrees(16, target.vocab_size), {}
+    for context in CONTEXTS:
+        prompt = random_prompt(target, context)
+        bare = bare_forward(model, prompt, drafter.trees[0])
+        times[context] = interleaved(
+            rounds, transformers=bare, ours=lambda prompt=prompt: our_cycle(target, drafter, prompt)
+        )
+    gains = {name: times[CONTEXTS[1]][name] - times[CONTEXTS[0]][name] for name in ("transformers", "ours")}
+    rows = {str(context): milliseconds(figures) for context, figures in times.items()}
+    return {**rows, "gain": milliseconds(gains), "ratio": round(gains["ours"] / gains["transformers"], 3)}
+
+
+def our_cycle(target: Target, drafter: RandomTrees, prompt: list[int]) -> float:
+    """The median cycle with a random tree of 16 nodes."""
+    times = [process_time() for _ in stream(target, drafter, prompt, max_new_tokens=16, stop=[], budget=Budget(15, 16))]
+    return median(later - sooner for sooner, later in zip(times[1:], times[2:], strict=False))
+
+
+def bare_forward(model: Any, prompt: list[int], shape: tuple[torch.Tensor, torch.Tensor]) -> Callable[[], float]:
+    """The untouched model's own forward of the same 16 tokens under the same mask, over its preallocated cache."""
+    tree = DraftTree(*shape)
+    start, size = len(prompt), len(tree)
+    cache = StaticCache(config=model.config, max_cache_len=start + size)
+    with torch.inference_mode():
+        model(torch.tensor([prompt]), past_key_values=cache, logits_to_keep=1)
+    mask = torch.zeros(1, 1, size, start + size)
+    mask[0, 0, :, start:].masked_fill_(~tree.ancestors(), torch.finfo(torch.float32).min)
+    positions = torch.tensor([[start + depth for depth in tree.depths()]])
+
+    def run() -> float:
+        times = []
+        for _ in range(12):
+            for layer in cache.layers:
+                layer.cumulative_length.fill_(start)
+            begun = process_time()
+            with torch.inference_mode():
+                model(tree.tokens[None], attention_mask=mask, position_ids=positions, past_key_values=cache)
+            times.append(process_time() - begun)
+        return median(times)
+
+    return run
+
+
+def lookup(model: Any, target: Target, tokenizer: Any, rounds: int) -> dict[str, Any]:
+    """Tokens per second of `ngram` over transformers' prompt lookup, same draft length, on text that repeats."""
+    rows = {}
+    for name, prompt in repeating_prompts(target, tokenizer).items():
+        ids, count = torch.tensor([prompt]), 120
+        options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+        def theirs(ids: torch.Tensor = ids, options: dict[str, Any] = options) -> tuple[float, list[int]]:
+            begun = process_time()
+            mask = torch.ones_like(ids)
+            found = model.generate(ids, attention_mask=mask, prompt_lookup_num_tokens=10, **options)
+            return process_time() - begun, found[0, ids.shape[1] :].tolist()
+
+        def ours(prompt: list[int] = prompt, count: int = count) -> tuple[float, list[int]]:
+            target.forget()
+            begun = process_time()
+            trace = generate(target, NgramDrafter(), prompt, max_new_tokens=count, stop=[], budget=Budget(10, 10))
+            return process_time() - begun, trace.tokens
+
+        same = theirs()[1] == ours()[1]
+        times = interleaved(rounds, transformers=lambda run=theirs: run()[0], ours=lambda run=ours: run()[0])
+        rows[name] = {
+            **milliseconds(times),
+            "ratio": round(times["transformers"] / times["ours"], 3),
+            "identical": same,
+        }
+    return rows
+
+
+def repeating_prompts(target: Target, tokenizer: Any) -> dict[str, list[int]]:
+    """A summary and a code edit where there is a tokenizer, else random text that repeats."""
+    if tokenizer is None:
+        return {"repeating random text": random_prompt(target, 60) * 5}
+    code = "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n    return area(width, height) * depth\n"
+    story = (
+        "The river rose in the night and took the bridge with it. In the morning the village stood on both sides "
+        "and called across. Nobody could remember who had built the bridge, and nobody knew how to build another. "
+    )
+    asks = {
+        "code edit": f"Rename `area` to `surface` and print the whole file again:\n\n{code * 3}",
+        "summary": f"Summarise this text in the words of the text:\n\n{story * 4}",
+    }
+    return {name: target.chat(ask) for name, ask in asks.items()}
+
+
+def random_prompt(target: Target, length: int) -> list[int]:
+    """The same random tokens every time."""
+    return torch.randint(target.vocab_size, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+def milliseconds(times: dict[str, float]) -> dict[str, float]:
+    """The same figures in ms, named so."""
+    return {f"{name}_ms": round(1000 * value, 3) for name, value in times.items()}
+
+
+def random_llama() -> Any:
+    """12 layers x 384 with 4,096 positions and random weights."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 12, "vocab_size": 8192}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+    return LlamaForCausalLM(LlamaConfig(**shape, **heads)).eval()
+
+
+def main() -> None:
+    """Run all four comparisons, print them, and write them to the result file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, help="a chat model for the lookup comparison; default: random weights")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=Path("docs/results/decode_speed.json"))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    model = random_llama()
+    target = Target(model)
+    chat, tokenizer = model, None
+    if args.model:
+        chat = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+    results: dict[str, Any] = {
+        "machine": {
+            "cpu": platform.processor() or platform.machine(),
+            "threads": 1,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "date": str(date.today()),
+            "commit": subprocess.run(
+                ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+            ).stdout.strip(),
+        },
+        "none_over_generate": plain_decoding(model, target, args.rounds),
+        "share_outside_forward": overhead(target, args.rounds),
+        "growth_of_a_16_node_cycle": growth(model, target, args.rounds),
+        "ngram_over_prompt_lookup": lookup(chat, Target(chat, tokenizer), tokenizer, args.rounds),
+    }
+    print(json.dumps(results, indent=2))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

@@ -1,0 +1,138 @@
+"""Everything needed to repeat a run: typed sections, YAML, dotted overrides."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+
+class Section(BaseModel):
+    """A part of a recipe; keys that it does not know are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TargetSection(Section):
+    """The frozen model that a head is made for."""
+
+    path: str
+    revision: str | None = None
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+
+
+class DataSection(Section):
+    """The conversations to learn from."""
+
+    train: str
+    heldout: str | None = None
+    limit: int | None = Field(None, ge=1)
+    max_length: int = Field(2048, ge=8)
+    template_kwargs: dict[str, Any] = {}
+
+
+class FeaturesSection(Section):
+    """Where the target's hidden states are kept, and how."""
+
+    store: str
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    shard_bytes: int = Field(1_000_000_000, ge=1)
+
+
+class DrafterSection(BaseModel):
+    """Which method; the other keys belong to it and are checked by it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    kind: str
+
+
+class TrainSection(Section):
+    """One training run."""
+
+    out: str
+    epochs: int = Field(1, ge=1)
+    batch_size: int = Field(4, ge=1)
+    lr: float = Field(3e-5, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(0.0, ge=0)
+    clip: float = Field(0.5, gt=0)
+    warmup: float = Field(0.05, ge=0, le=1)
+    seed: int = 0
+
+
+class EvalSection(Section):
+    """What to decode, and under which limits."""
+
+    prompts: str
+    count: int = Field(8, ge=1)
+    max_new_tokens: int = Field(64, ge=1)
+    temperatures: tuple[float, ...] = (0.0,)
+    nodes: int = Field(8, ge=0)
+    depth: int = Field(4, ge=0)
+    top_k: int = Field(4, ge=0)
+
+
+class Recipe(Section):
+    """One run, from conversations to report."""
+
+    target: TargetSection
+    data: DataSection
+    features: FeaturesSection
+    drafter: DrafterSection
+    train: TrainSection
+    eval: EvalSection
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+        """A recipe from YAML, with `key.sub=value` laid over it."""
+        if not Path(path).is_file():
+            raise ValueError(f"no recipe at {path}: expected a YAML file, such as recipes/tiny/eagle1.yaml")
+        values = yaml.safe_load(Path(path).read_text())
+        for override in overrides:
+            _lay_over(values, override)
+        return cls.parse(values, str(path))
+
+    @classmethod
+    def parse(cls, values: Any, source: str) -> Recipe:
+        """A recipe from plain values; every mistake is named at once."""
+        return validated(cls, values, source)
+
+    def dump(self) -> str:
+        """The recipe with every default written out, as YAML."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def validated(model: type[BaseModel], values: Any, source: str) -> Any:
+    """The values as that model; else an error that names each mistake, and the nearest key to an unknown one."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise ValueError("\n".join(_explain(model, mistake, source) for mistake in error.errors())) from None
+
+
+def _explain(model: type[BaseModel], mistake: Any, source: str) -> str:
+    where, name = ".".join(map(str, mistake["loc"])), str(mistake["loc"][-1]) if mistake["loc"] else ""
+    if mistake["type"] != "extra_forbidden":
+        return f"{source}: {where}: got {mistake['input']!r}; {mistake['msg']}"
+    owner = model
+    for key in mistake["loc"][:-1]:
+        owner = owner.model_fields[key].annotation  # type: ignore[assignment]
+    near = difflib.get_close_matches(name, owner.model_fields, n=1, cutoff=0.0)[0]
+    return f"{source}: unknown key {where}: did you mean {near}? Known here are {', '.join(owner.model_fields)}"
+
+
+def _lay_over(values: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals:
+        raise ValueError(f"override {override!r}: expected key.sub=value")
+    *parents, last = key.split(".")
+    for parent in parents:
+        values = values.setdefault(parent, {})
+        if not isinstance(values, dict):
+            raise ValueError(f"override {override!r}: {parent} holds a value, not a section")
+    values[last] = yaml.safe_load(value)

@@ -1,0 +1,35 @@
+"""The whole path on the embedded default, stage by stage, as a user would run it: `make demo`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from time import perf_counter
+
+RECIPE = str(Path(__file__).with_name("eagle1.yaml"))
+HERE = Path(__file__).parent
+TARGET, HEAD = "runs/tiny/target", "runs/tiny/eagle1/head"
+
+STAGES = {
+    "A small chat target, trained on the documentation that is installed here": [str(HERE / "make_target.py")],
+    "Its hidden features on 200 conversations": ["-m", "data_prep.extract", RECIPE],
+    "An EAGLE-1 head": ["-m", "accelerate.commands.launch", str(HERE.parent / "train_eagle.py"), RECIPE],
+    "Decoding with it, beside plain decoding": ["-m", "eval.measure", RECIPE],
+    "The head in vLLM's layout": ["-m", "eagle", "export", HEAD, "--target", TARGET, "--to", "vllm", "runs/tiny/vllm"],
+}
+
+
+def main() -> None:
+    """Run the stages in order; the first that fails ends the demo."""
+    begun = perf_counter()
+    for number, (what, command) in enumerate(STAGES.items(), start=1):
+        print(f"\n[{number}/{len(STAGES)}] {what}", flush=True)
+        done = subprocess.run([sys.executable, *command])
+        if done.returncode:
+            sys.exit(f"stage {number} failed: {' '.join(command)}")
+    print(f"\nDone in {perf_counter() - begun:.0f} s. Everything is in runs/tiny.")
+
+
+if __name__ == "__main__":
+    main()
