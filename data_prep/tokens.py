@@ -23,7 +23,9 @@ def example_of(conversation: Conversation, tokenizer: Any, max_length: int, **te
             return "the template rewrites history"
         spans.append((len(asked), len(text)))
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    supervised = [any(first < end and last > start for start, end in spans) for first, last in encoded["offset_mapping"]]
+    supervised = [
+        any(first < end and last > start for start, end in spans) for first, last in encoded["offset_mapping"]
+    ]
     mask = torch.tensor(supervised[:max_length])
     if not mask.any():
         return "nothing supervised within max_length"

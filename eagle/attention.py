@@ -22,13 +22,13 @@ class Rows:
     """A tensor [1, X, S, D] that grows at S without being copied, and gives rows back in place."""
 
     def __init__(self) -> None:
-        self.buffer: Tensor | None = None
+        self.buffer = torch.empty(1, 0, 0, 0)  # replaced by the first rows, in their shape, dtype and device
         self.length, self.room = 0, 0
 
     def append(self, new: Tensor) -> Tensor:
         """Write [1, X, N, D] after the last row and return all rows."""
         end = self.length + new.shape[2]
-        if self.buffer is None or self.buffer.shape[2] < end:
+        if self.buffer.shape[2] < end:
             self._grow(new, end)
         self.buffer[:, :, self.length : end] = new
         self.length = end
@@ -47,7 +47,7 @@ class Rows:
     def _grow(self, like: Tensor, end: int) -> None:
         size = max(self.room, end + end // 2, 64)
         grown = like.new_empty((1, like.shape[1], size, like.shape[3]))
-        if self.buffer is not None:
+        if self.length:
             grown[:, :, : self.length] = self.rows()
         self.buffer = grown
 
@@ -84,9 +84,10 @@ class TreeCache(Cache):
     """Keys, values and tapped states of the committed text, and of the tree read last."""
 
     def __init__(self, num_layers: int) -> None:
-        super().__init__(layers=[_Layer() for _ in range(num_layers)])
+        layers: list[Any] = [_Layer() for _ in range(num_layers)]
+        super().__init__(layers=layers)
         self.tapped = Rows()
-        self.every = [rows for layer in self.layers for rows in (layer.key_rows, layer.value_rows)] + [self.tapped]
+        self.every = [rows for layer in layers for rows in (layer.key_rows, layer.value_rows)] + [self.tapped]
 
     def reserve(self, room: int) -> None:
         """Make the next allocation hold at least `room` rows."""
@@ -113,7 +114,7 @@ def grouped_attention(
     attention_mask: Tensor,
     scaling: float | None = None,
     dropout: float = 0.0,
-    **_: Any,
+    **unused: Any,
 ) -> tuple[Tensor, None]:
     """Stock attention without copying keys and values for grouped heads: a group's queries become rows of one head."""
     _, heads, count, width = query.shape
@@ -138,7 +139,7 @@ AttentionInterface.register("eagle_grouped", grouped_attention)
 class Masks:
     """Additive masks, which are right in eager and sdpa alike: one, or one per layer type where windows slide."""
 
-    def __init__(self, model: nn.Module, config: Any) -> None:
+    def __init__(self, model: Any, config: Any) -> None:
         self.config, self.dtype, self.device = config, model.dtype, model.get_input_embeddings().weight.device
         types = set(getattr(config, "layer_types", None) or ["any"])
         window = getattr(config, "sliding_window", None)
@@ -182,12 +183,14 @@ class Masks:
             self.config._attn_implementation = before
 
 
-def why_no_trees(model: nn.Module, config: Any) -> str | None:
+def why_no_trees(model: Any, config: Any) -> str | None:
     """The reason for which this model cannot read a tree, or None."""
     kinds = set(getattr(config, "layer_types", None) or [])
     if model._is_stateful or "linear_attention" in kinds:
         why = "keeps recurrent state, which cannot branch"
-    elif "position_ids" not in inspect.signature(model.base_model.forward).parameters or getattr(config, "alibi", False):
+    elif "position_ids" not in inspect.signature(model.base_model.forward).parameters or getattr(
+        config, "alibi", False
+    ):
         why = "takes positions from a 2-D mask or their order, and so cannot place siblings side by side"
     elif unknown := kinds - {"full_attention", "sliding_attention"}:
         why = f"has layers of type {sorted(unknown)}, for which no tree mask is known"

@@ -26,7 +26,9 @@ def save_head(folder: str | Path, head: TrainableDrafter, recipe: str, provenanc
     (aside / "config.json").write_text(json.dumps(config, indent=2))
     (aside / "recipe.yaml").write_text(recipe)
     (aside / "provenance.json").write_text(json.dumps(provenance, indent=2))
-    save_file({name: tensor.contiguous().cpu() for name, tensor in head.state_dict().items()}, aside / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous().cpu() for name, tensor in head.state_dict().items()}, aside / "model.safetensors"
+    )
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(aside, folder)
 

@@ -77,7 +77,7 @@ def stream(
     trace.tokenizer = target.tokenizer
     _check_length(target, len(prompt), max_new_tokens)
     until = _Until(target, stop, max_new_tokens)
-    clock = _Clock(target.device if timing else None)
+    clock = _Clock(target.device, timing)
 
     drafter.begin(choose.offer(target.vocab_size, target.device))
     news = target.begin(prompt, choose, drafter.taps, room=max_new_tokens + budget.nodes + 1)
@@ -126,7 +126,9 @@ class _Until:
     def _string_end(self, trace: Trace, new: list[int]) -> int | None:
         """How many of the new tokens it takes to complete a stop string, or None."""
         for end in range(1, len(new) + 1) if self.strings else ():
-            reach = max(len(string.encode()) for string in self.strings) + 16  # tokens that print nothing take places too
+            reach = (
+                max(len(string.encode()) for string in self.strings) + 16
+            )  # tokens that print nothing take places too
             text = self.tokenizer.decode((trace.tokens + new[:end])[-reach:], skip_special_tokens=False)
             found = [string for string in self.strings if string in text]
             if found:
@@ -136,19 +138,20 @@ class _Until:
 
 
 class _Clock:
-    """Seconds per part of a cycle; without a device it does nothing."""
+    """Seconds per part of a cycle; switched off it does nothing."""
 
-    def __init__(self, device: torch.device | None) -> None:
-        self.device, self.seconds, self.last = device, None, 0.0
+    def __init__(self, device: torch.device, on: bool) -> None:
+        self.device, self.on, self.last = device, on, 0.0
+        self.seconds: dict[str, float] | None = None
 
     def start(self) -> None:
         """A new cycle begins."""
-        if self.device is not None:
+        if self.on:
             self.seconds, self.last = {}, self._now()
 
     def lap(self, part: str) -> None:
         """What passed since the last call was spent on this part."""
-        if self.device is not None:
+        if self.seconds is not None:
             now = self._now()
             self.seconds[part], self.last = now - self.last, now
 
@@ -164,7 +167,9 @@ def _token_ids(prompt: Sequence[int] | Tensor) -> list[int]:
         raise ValueError("the prompt is text, expected token ids: use target.chat(text) or target.tokenizer.encode")
     if isinstance(prompt, Tensor):
         if prompt.dim() > 2 or (prompt.dim() == 2 and len(prompt) != 1):
-            raise ValueError(f"one prompt at a time: got a tensor of shape {tuple(prompt.shape)}, expected [T] or [1, T]")
+            raise ValueError(
+                f"one prompt at a time: got a tensor of shape {tuple(prompt.shape)}, expected [T] or [1, T]"
+            )
         prompt = prompt.flatten().tolist()
     return list(prompt)
 

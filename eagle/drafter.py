@@ -107,4 +107,4 @@ class TargetHead:
     @property
     def weight(self) -> Tensor:
         """[V, D], the LM head's matrix."""
-        return self.output.weight
+        return self.output.get_parameter("weight")

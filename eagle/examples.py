@@ -43,8 +43,10 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on another device."""
-        moved = [tensor.to(device) for tensor in (self.tokens, self.loss_mask, self.features, self.lengths)]
-        return Batch(*moved, self.taps)
+        tokens, loss_mask, features, lengths = (
+            tensor.to(device) for tensor in (self.tokens, self.loss_mask, self.features, self.lengths)
+        )
+        return Batch(tokens, loss_mask, features, lengths, self.taps)
 
 
 def collate(examples: Sequence[Example], taps: tuple[int, ...]) -> Batch:
@@ -94,7 +96,9 @@ class FeatureStore:
 
     def verify(self) -> list[str]:
         """The shards whose bytes are not those that were written."""
-        return [shard["file"] for shard in self.index["shards"] if _digest(self.folder / shard["file"]) != shard["sha256"]]
+        return [
+            shard["file"] for shard in self.index["shards"] if _digest(self.folder / shard["file"]) != shard["sha256"]
+        ]
 
     @classmethod
     def write(

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -26,7 +26,7 @@ PREFILL_CHUNK = 1024
 class Target:
     """A causal language model that reads trees: `begin` a prompt, `read` a tree, `keep` the accepted path."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any = None) -> None:
+    def __init__(self, model: Any, tokenizer: Any = None) -> None:
         self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
         self.config = model.config.get_text_config()
         self.layers = _decoder_layers(model.base_model, self.config.num_hidden_layers)
@@ -56,7 +56,7 @@ class Target:
         dtype = fastest_dtype(device) if dtype == "auto" else dtype
         source = {"revision": revision, "trust_remote_code": trust_remote_code}
         try:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device_map, **source)
+            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device_map, **source)
         except OSError as error:
             raise ValueError(f"no model at {path}: expected a folder of save_pretrained, or a hub id") from error
         try:
@@ -163,7 +163,7 @@ class Target:
         """While open, the tapped layers' inputs [B, T, D] land in the dict; no other layer's are held."""
         tapped: dict[int, Tensor] = {}
 
-        def catch(tap: int):
+        def catch(tap: int) -> Any:
             def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 tapped[tap] = args[0] if args else kwargs["hidden_states"]
 
@@ -250,7 +250,10 @@ def fastest_dtype(device: str) -> torch.dtype:
     """bf16 where a matrix product in it is clearly faster than in fp32, timed once per process."""
 
     def seconds(dtype: torch.dtype) -> float:
-        left, right = torch.ones(64, 1024, dtype=dtype, device=device), torch.ones(1024, 1024, dtype=dtype, device=device)
+        left, right = (
+            torch.ones(64, 1024, dtype=dtype, device=device),
+            torch.ones(1024, 1024, dtype=dtype, device=device),
+        )
         times = []
         for _ in range(5):
             start = perf_counter()

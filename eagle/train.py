@@ -34,7 +34,9 @@ def train(recipe: Recipe, head: TrainableDrafter, frozen: TargetHead, store: Fea
     )
     model, optimizer = accelerator.prepare(head.train(), optimizer)
     metrics = Metrics(out / "metrics.jsonl")
-    for step, batch in enumerate(progress(_batches(store, settings.epochs, settings.batch_size, settings.seed), "train", steps)):
+    for step, batch in enumerate(
+        progress(_batches(store, settings.epochs, settings.batch_size, settings.seed), "train", steps)
+    ):
         losses = model(batch.to(accelerator.device), frozen)
         accelerator.backward(losses["total"])
         torch.nn.utils.clip_grad_norm_(head.parameters(), settings.clip)
@@ -42,7 +44,9 @@ def train(recipe: Recipe, head: TrainableDrafter, frozen: TargetHead, store: Fea
         schedule.step()
         optimizer.zero_grad()
         if step % 10 == 0 or step == steps - 1:
-            metrics.write(step=step, lr=schedule.get_last_lr()[0], **{name: float(loss) for name, loss in losses.items()})
+            metrics.write(
+                step=step, lr=schedule.get_last_lr()[0], **{name: float(loss) for name, loss in losses.items()}
+            )
     save_head(out / "head", head, recipe.dump(), {"torch": torch.__version__, **store.index["identity"]})
     return out / "head"
 

@@ -241,9 +241,7 @@ class _Choices(dict[int, int]):
         return self[node]
 
 
-def sample_tree(
-    tree: DraftTree, law: Law, coin: Coin, pick: Pick, lenience: float = 1.0
-) -> tuple[list[int], int]:
+def sample_tree(tree: DraftTree, law: Law, coin: Coin, pick: Pick, lenience: float = 1.0) -> tuple[list[int], int]:
     """Speculative sampling (Leviathan et al. 2023, Chen et al. 2023), siblings drawn without replacement in order."""
     assert tree.laws is not None
     tokens, children, path = tree.tokens.tolist(), tree.children(), [0]

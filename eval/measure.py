@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import platform
+import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+
+import torch
 
 from eagle.checkpoint import load_drafter
 from eagle.decode import generate
@@ -17,6 +23,7 @@ from eagle.recipe import Recipe
 from eagle.target import Target
 from eagle.verify import Sampling
 from eval.prompts import first_turns
+from eval.report import loops, markdown
 
 
 def rows(recipe: Recipe, target: Target, drafters: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -42,26 +49,24 @@ def rows(recipe: Recipe, target: Target, drafters: dict[str, Any]) -> Iterator[d
                     "committed": sum(cycle.committed for cycle in trace.cycles),
                     "seconds": perf_counter() - begun,
                     "identical": trace.tokens == plain,
+                    "loops": loops(trace.tokens),
                 }
 
 
-def summary(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per drafter and temperature: acceptance length, speed, speed-up over `none`, and whether nothing was lost."""
-    groups: dict[tuple[float, str], list[dict[str, Any]]] = {}
-    for row in found:
-        groups.setdefault((row["temperature"], row["drafter"]), []).append(row)
-    speed = {key: sum(r["tokens"] for r in group) / sum(r["seconds"] for r in group) for key, group in groups.items()}
-    return [
-        {
-            "temperature": temperature,
-            "drafter": name,
-            "acceptance_length": sum(r["committed"] for r in group) / max(sum(r["cycles"] for r in group), 1),
-            "tokens_per_second": speed[temperature, name],
-            "speed_up": speed[temperature, name] / speed[temperature, "none"],
-            "identical": all(r["identical"] for r in group),
-        }
-        for (temperature, name), group in groups.items()
-    ]
+def what_ran(recipe: Recipe) -> dict[str, Any]:
+    """What the figures belong to: project, packages, machine."""
+    here = Path(__file__).parent
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True)
+    return {
+        "target": recipe.target.path,
+        "prompts": recipe.eval.count,
+        "tree": f"{recipe.eval.nodes} nodes / {recipe.eval.depth} levels / top {recipe.eval.top_k}",
+        "commit": commit.stdout.strip() or "unknown",
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "date": str(date.today()),
+    }
 
 
 def main(argv: list[str]) -> None:
@@ -71,17 +76,12 @@ def main(argv: list[str]) -> None:
     head, kind = Path(recipe.train.out) / "head", recipe.drafter.kind
     drafters = {"none": load_drafter("none", target), "ngram": load_drafter("ngram", target)}
     drafters[kind] = load_drafter(head, target)
-    found = []
-    with (Path(recipe.train.out) / "results.jsonl").open("a") as file:
+    results = Path(recipe.train.out) / "results.jsonl"
+    with results.open("a") as file:
+        file.write(json.dumps({"run": what_ran(recipe)}) + "\n")
         for row in rows(recipe, target, drafters):
             file.write(json.dumps(row) + "\n")
-            found.append(row)
-    for row in summary(found):
-        print(
-            f"T = {row['temperature']:<4g} {row['drafter']:<8} tau {row['acceptance_length']:.2f}  "
-            f"{row['tokens_per_second']:6.1f} tokens/s  x{row['speed_up']:.2f}  "
-            f"{'identical to plain decoding' if row['identical'] else 'DIFFERS from plain decoding'}"
-        )
+    print(markdown(results))
 
 
 if __name__ == "__main__":

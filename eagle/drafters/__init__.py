@@ -8,7 +8,7 @@ from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
 from eagle.recipe import validated
 
-DRAFTERS: dict[str, type] = {
+DRAFTERS: dict[str, type[Any]] = {
     "none": NoDrafter,
     "ngram": NgramDrafter,
     "eagle1": Eagle1,

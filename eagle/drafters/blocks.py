@@ -17,10 +17,17 @@ from eagle.attention import Rows
 from eagle.drafter import Budget
 from eagle.tree import DraftTree
 
-SHAPE_KEYS = (
-    "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim "
-    "max_position_embeddings rms_norm_eps rope_parameters"
-).split()
+SHAPE_KEYS = [
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_parameters",
+]
 
 
 def head_shape(target_config: Any, **overrides: Any) -> LlamaConfig:
@@ -56,7 +63,7 @@ class Cache:
 class Attention(nn.Module):
     """Llama attention under a mask given as an argument: the mask is the only tree."""
 
-    def __init__(self, shape: LlamaConfig) -> None:
+    def __init__(self, shape: Any) -> None:
         super().__init__()
         self.width = shape.head_dim
         self.q_proj = nn.Linear(shape.hidden_size, shape.num_attention_heads * shape.head_dim, bias=False)
@@ -82,7 +89,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """A Llama decoder block without input norm, as EAGLE-1 has it."""
 
-    def __init__(self, shape: LlamaConfig) -> None:
+    def __init__(self, shape: Any) -> None:
         super().__init__()
         self.self_attn = Attention(shape)
         self.post_attention_layernorm = LlamaRMSNorm(shape.hidden_size, shape.rms_norm_eps)

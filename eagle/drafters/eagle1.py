@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
-from transformers import LlamaConfig
 
 from eagle.drafter import Budget, Committed, Noise, TargetHead, TrainableDrafter
 from eagle.drafters.blocks import Block, Cache, Rotary, grow, head_shape, level_mask
@@ -18,7 +17,7 @@ from eagle.objectives import feature_regression, soft_cross_entropy
 from eagle.tree import DraftTree
 
 
-class Settings(BaseModel):
+class Eagle1Settings(BaseModel):
     """What a recipe may say about the head."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -34,9 +33,9 @@ class Eagle1(TrainableDrafter):
 
     taps = (-1,)
     teacher_taps = (-1,)
-    Settings = Settings
+    Settings = Eagle1Settings
 
-    def __init__(self, settings: Settings, shape: LlamaConfig) -> None:
+    def __init__(self, settings: Eagle1Settings, shape: Any) -> None:
         super().__init__()
         self.settings, self.shape = settings, shape
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=settings.fc_bias)
@@ -45,7 +44,7 @@ class Eagle1(TrainableDrafter):
         self.frozen: tuple[TargetHead, ...] = ()  # in a tuple, so that the target's weights are no part of the head
 
     @classmethod
-    def for_target(cls, settings: Settings, target_config: Any) -> Eagle1:
+    def for_target(cls, settings: Eagle1Settings, target_config: Any) -> Eagle1:
         """A new head of the target's width."""
         return cls(settings, head_shape(target_config))
 
@@ -55,7 +54,13 @@ class Eagle1(TrainableDrafter):
         return self._block(tokens, features, positions, None, None, frozen)
 
     def _block(
-        self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None, frozen: TargetHead
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        cache: Cache | None,
+        frozen: TargetHead,
     ) -> Tensor:
         fused = self.fc(torch.cat([frozen.embed(tokens).to(features.dtype), features], dim=-1))
         return self.layers[0](fused, self.rotary(fused, positions), mask, cache)

@@ -17,7 +17,9 @@ class NgramDrafter:
 
     def __init__(self, longest: int = 4, shortest: int = 1, trust: int = 3) -> None:
         if not 1 <= shortest <= longest:
-            raise ValueError(f"n-grams of {shortest}..{longest} tokens make no sense: expected 1 <= shortest <= longest")
+            raise ValueError(
+                f"n-grams of {shortest}..{longest} tokens make no sense: expected 1 <= shortest <= longest"
+            )
         self.trust = trust
         self.sizes = range(longest, shortest - 1, -1)
         self.begin()

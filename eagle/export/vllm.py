@@ -17,7 +17,9 @@ def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:
     tensors = {name: tensor.detach().cpu() for name, tensor in drafter.state_dict().items()}
     bias = tensors.get("fc.bias")
     if bias is not None and bool(bias.any()):
-        raise ValueError("vllm: fc.bias would be dropped in silence and acceptance lost: train with drafter.fc_bias=false")
+        raise ValueError(
+            "vllm: fc.bias would be dropped in silence and acceptance lost: train with drafter.fc_bias=false"
+        )
     # other engines start from a random bias where there is none; vLLM ignores zeros
     tensors["fc.bias"] = torch.zeros_like(tensors["fc.weight"][:, 0])
     shape = drafter.shape

@@ -1,0 +1,113 @@
+"""One decoding step as a picture: `python -m eval.draw DRAFTER --target T --prompt TEXT --out FILE.svg`."""
+
+from __future__ import annotations
+
+import argparse
+from html import escape
+from pathlib import Path
+
+from eagle.checkpoint import load_drafter
+from eagle.drafter import Budget, Committed
+from eagle.target import Target
+from eagle.tree import DraftTree
+from eagle.verify import Choose, Sampling, verify
+
+COLUMN, ROW, BOX, MARGIN = 132, 38, 26, 16
+KEPT, DROPPED, CHOSEN, LINE = "#1a7f37", "#8c959f", "#0969da", "#d0d7de"
+
+
+def svg(tree: DraftTree, words: list[str], path: list[int], choice: str) -> str:
+    """The tree from left to right: the accepted path in green, the target's own next token in blue."""
+    depths, rows = tree.depths(), _rows(tree)
+    place = {node: (MARGIN + depths[node] * COLUMN, MARGIN + row * ROW) for node, row in rows.items()}
+    end = (place[path[-1]][0] + COLUMN, MARGIN + (max(rows.values()) + 1) * ROW)
+    width, height = max(max(x for x, _ in place.values()), end[0]) + COLUMN, end[1] + ROW + MARGIN
+    parts = [_edge(place[parent], place[node], node in path) for node, parent in _edges(tree)]
+    parts.append(_edge(place[path[-1]], end, True, CHOSEN))
+    parts += [_box(place[node], word, KEPT if node in path else DROPPED) for node, word in enumerate(words)]
+    parts.append(_box(end, choice, CHOSEN))
+    style = "font: 13px ui-monospace, monospace"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" style="{style}">\n'
+        + f'<rect width="{width}" height="{height}" fill="#ffffff"/>\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
+    )
+
+
+def _edges(tree: DraftTree) -> list[tuple[int, int]]:
+    return list(enumerate(tree.parents.tolist()))[1:]
+
+
+def _rows(tree: DraftTree) -> dict[int, int]:
+    """A row for every node: a first child goes on in its parent's, each further branch takes a new one."""
+    children, rows, used = tree.children(), {0: 0}, 0
+    stack = [0]
+    while stack:
+        node = stack.pop()
+        for number, child in enumerate(children[node]):
+            used += number > 0
+            rows[child] = rows[node] if number == 0 else used
+        stack += reversed(children[node])
+    return rows
+
+
+def _edge(start: tuple[int, int], end: tuple[int, int], kept: bool, colour: str = KEPT) -> str:
+    (x, y), (u, v) = start, end
+    x, y, v = x + COLUMN - 20, y + BOX // 2, v + BOX // 2
+    stroke, width = (colour, 2.5) if kept else (LINE, 1.5)
+    return (
+        f'<path d="M{x} {y} C{x + 14} {y} {u - 14} {v} {u} {v}" stroke="{stroke}" stroke-width="{width}" fill="none"/>'
+    )
+
+
+def _box(at: tuple[int, int], word: str, colour: str) -> str:
+    (x, y), text = at, word if len(word) <= 12 else word[:11] + "…"
+    return (
+        f'<rect x="{x}" y="{y}" width="{COLUMN - 20}" height="{BOX}" rx="6" fill="#ffffff" stroke="{colour}" '
+        f'stroke-width="1.5"/><text x="{x + 8}" y="{y + 17}" fill="{colour}" xml:space="preserve">{escape(text)}</text>'
+    )
+
+
+def best_step(target: Target, drafter_name: str, prompt: str, budget: Budget, steps: int) -> str:
+    """Decode some steps and draw the one in which most was accepted."""
+    drafter, choose = load_drafter(drafter_name, target), Choose(Sampling())
+    drafter.begin(None)
+    news = target.begin(target.chat(prompt), choose, drafter.taps, room=steps * (budget.depth + 1) + budget.nodes)
+    best: tuple[DraftTree, list[int], int] | None = None
+    for _ in range(steps):
+        tree = drafter.propose(news, budget)
+        reading = target.read(tree)
+        path, root = verify(reading, choose)
+        target.keep(tree, path)
+        news = Committed(tree.tokens[path], reading.features_at(path), root)
+        if best is None or len(path) > len(best[1]):
+            best = (tree, path, root)
+    assert best is not None
+    tree, path, root = best
+    words = [_shown(target, token) for token in tree.tokens.tolist()]
+    return svg(tree, words, path, _shown(target, root))
+
+
+def _shown(target: Target, token: int) -> str:
+    text = target.tokenizer.convert_ids_to_tokens(token).replace("▁", " ").replace("<0x0A>", "⏎")
+    return text.replace(" ", "␣") or "∅"
+
+
+def main() -> None:
+    """Draw the best of the first steps."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("drafter")
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--prompt", default="What does shutil.copy do?")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--out", type=Path, default=Path("tree.svg"))
+    args = parser.parse_args()
+    target = Target.load(args.target, dtype="float32")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(best_step(target, args.drafter, args.prompt, Budget(12, 5, 3), args.steps))
+    print(f"drawn in {args.out}")
+
+
+if __name__ == "__main__":
+    main()

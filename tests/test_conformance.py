@@ -1,0 +1,188 @@
+"""What every registered method must hold; registering it is what puts it under this test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eagle import Budget, Sampling, Target, generate, load_drafter
+from eagle.checkpoint import load_head, save_head
+from eagle.drafter import Committed, TrainableDrafter
+from eagle.drafters import DRAFTERS, settings_of
+from eagle.examples import Batch, Example, collate
+from eagle.export import EXPORTERS
+from eagle.extract import taps_of, with_features
+from eagle.verify import Choose
+
+TRAINED = [name for name, method in DRAFTERS.items() if issubclass(method, TrainableDrafter)]
+BUDGETS = [Budget(8, 4, 3), Budget(3, 1, 3), Budget(5, 5, 1), Budget(0, 0, 0)]
+ASKED = "What does copy do?"
+
+
+def new_head(name: str, target: Target) -> Any:
+    """An untrained head, the same every time."""
+    torch.manual_seed(0)
+    settings = settings_of({"kind": name}, "test")
+    return DRAFTERS[name].for_target(settings, target.config)
+
+
+def drafter_of(name: str, target: Target) -> Any:
+    """A drafter ready to draft."""
+    return new_head(name, target).bind(target.head) if name in TRAINED else load_drafter(name, target)
+
+
+def reference(target: Target, prompt: list[int], sampling: Sampling, count: int) -> list[int]:
+    """The untouched model's own uncached continuation, with the noise of the position at T > 0."""
+    choose, text = Choose(sampling), list(prompt)
+    offered = choose.offer(target.vocab_size, target.device)
+    for _ in range(count):
+        with torch.no_grad():
+            logits = target.model(torch.tensor([text]), use_cache=False).logits[0, -1]
+        scores = logits if offered is None else logits / sampling.temperature + offered([len(text)])[0]
+        text.append(int(scores.argmax()))
+    return text[len(prompt) :]
+
+
+@pytest.fixture(scope="session")
+def batch(tiny_target: Target) -> Batch:
+    """Two short texts of different length with the target's features at all taps."""
+    generator = torch.Generator().manual_seed(1)
+    examples = []
+    for length in (24, 17):
+        tokens = torch.randint(5, tiny_target.vocab_size, (length,), generator=generator)
+        examples.append(Example(tokens, torch.arange(length) >= 6))
+    taps = tuple(sorted({tap for name in TRAINED for tap in taps_of(DRAFTERS[name])}))
+    return collate(list(with_features(tiny_target, examples, taps, torch.float32)), taps)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_output_is_the_untouched_models_own(name: str, temperature: float, tiny_target: Target) -> None:
+    """Whatever is drafted, under whatever budget, the output is what plain decoding says."""
+    prompt, sampling = tiny_target.chat(ASKED), Sampling(temperature=temperature, seed=3)
+    expected = reference(tiny_target, prompt, sampling, 24)
+    for budget in BUDGETS:
+        trace = generate(
+            tiny_target,
+            drafter_of(name, tiny_target),
+            prompt,
+            sampling=sampling,
+            budget=budget,
+            max_new_tokens=24,
+            stop=[],
+        )
+        assert trace.tokens == expected
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_begin_forgets(name: str, tiny_target: Target) -> None:
+    """A second sequence is drafted as if it were the first."""
+    prompt, used = tiny_target.chat(ASKED), drafter_of(name, tiny_target)
+    generate(tiny_target, used, tiny_target.chat("Something else entirely, and longer"), max_new_tokens=8, stop=[])
+    traces = [
+        generate(tiny_target, drafter, prompt, max_new_tokens=16, stop=[])
+        for drafter in (used, drafter_of(name, tiny_target))
+    ]
+    assert traces[0].cycles == traces[1].cycles
+
+
+@pytest.mark.parametrize("budget", BUDGETS, ids=str)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_trees_are_rooted_and_within_budget(name: str, budget: Budget, tiny_target: Target) -> None:
+    """The root is the token that the target chose; nodes, levels and children stay within the budget."""
+    drafter, prompt = drafter_of(name, tiny_target), [5, 6, 7, 5, 6]
+    drafter.begin(None)
+    news = tiny_target.begin(prompt, Choose(Sampling()), drafter.taps)
+    tree = drafter.propose(Committed(news.tokens, news.features, 7), budget)
+    assert int(tree.tokens[0]) == 7
+    assert len(tree) - 1 <= budget.nodes
+    assert max(tree.depths()) <= budget.depth
+    assert max(len(children) for children in tree.children()) <= max(budget.top_k, 0 if budget.nodes == 0 else 1)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_loss_falls_on_one_batch(name: str, tiny_target: Target, batch: Batch) -> None:
+    """Thirty steps on one batch teach it something."""
+    head = new_head(name, tiny_target).train()
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(30):
+        losses.append(head(batch, tiny_target.head)["total"])
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_loss_counts_supervised_tokens_alone(name: str, tiny_target: Target, batch: Batch) -> None:
+    """What follows the last supervised token of a text changes neither the loss nor a gradient."""
+    head = new_head(name, tiny_target).eval()
+    mask = batch.loss_mask & (torch.arange(batch.tokens.shape[1]) < 12)
+    changed_tokens, changed_features = batch.tokens.clone(), batch.features.clone()
+    changed_tokens[:, 13:] = 9
+    changed_features[:, 13:] += 1
+    results = []
+    for tokens, features in ((batch.tokens, batch.features), (changed_tokens, changed_features)):
+        head.zero_grad()
+        loss = head(Batch(tokens, mask, features, batch.lengths, batch.taps), tiny_target.head)["total"]
+        loss.backward()
+        results.append((loss.item(), [p.grad.clone() for p in head.parameters()]))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(one, other) for one, other in zip(results[0][1], results[1][1], strict=True))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_loss_depends_on_what_is_supervised(name: str, tiny_target: Target, batch: Batch) -> None:
+    """The same change inside the supervised part does change the loss: the test above can fail."""
+    head = new_head(name, tiny_target).eval()
+    features = batch.features.clone()
+    features[:, 8] += 1
+    changed = Batch(batch.tokens, batch.loss_mask, features, batch.lengths, batch.taps)
+    assert head(changed, tiny_target.head)["total"] != head(batch, tiny_target.head)["total"]
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_save_and_load_give_the_same_proposal(name: str, tiny_target: Target, tmp_path: Path) -> None:
+    """A head from disk drafts what it drafted before it was saved, and a torn one is refused."""
+    head = new_head(name, tiny_target)
+    save_head(tmp_path / "head", head, "recipe", {})
+    loaded = load_drafter(tmp_path / "head", tiny_target)
+    prompt = tiny_target.chat(ASKED)
+    drafts = []
+    for drafter in (head.bind(tiny_target.head), loaded):
+        drafter.begin(None)
+        drafts.append(drafter.propose(tiny_target.begin(prompt, Choose(Sampling()), drafter.taps), Budget(12, 4, 3)))
+    assert torch.equal(drafts[0].tokens, drafts[1].tokens)
+    assert torch.equal(drafts[0].parents, drafts[1].parents)
+
+
+@pytest.mark.parametrize("engine", EXPORTERS)
+@pytest.mark.parametrize("name", TRAINED)
+def test_exports_hold_every_tensor_of_the_head(name: str, engine: str, tiny_target: Target, tmp_path: Path) -> None:
+    """Nothing that was learned is lost on the way into an engine's layout."""
+    head = DRAFTERS[name].for_target(settings_of({"kind": name, "fc_bias": False}, "test"), tiny_target.config)
+    layout = EXPORTERS[engine](head, tiny_target.config)
+    for key, tensor in head.state_dict().items():
+        assert torch.equal(layout.tensors[key], tensor)
+    with pytest.raises(ValueError, match="fc.bias would be dropped"):
+        EXPORTERS[engine](new_head(name, tiny_target), tiny_target.config)
+
+
+def test_a_head_for_another_target_is_refused(tiny_target: Target, tmp_path: Path) -> None:
+    """A folder that is no head, a head of another width, and a torn one each say what is wrong."""
+    with pytest.raises(ValueError, match="expected a folder with a trained head"):
+        load_drafter(tmp_path / "nothing", tiny_target)
+    head = new_head("eagle1", tiny_target)
+    head.shape.hidden_size //= 2
+    other = type(head)(head.settings, head.shape)
+    save_head(tmp_path / "narrow", other, "", {})
+    with pytest.raises(ValueError, match="was made for a target"):
+        load_drafter(tmp_path / "narrow", tiny_target)
+    del other.fc
+    save_head(tmp_path / "torn", other, "", {})
+    with pytest.raises(ValueError, match="missing tensors"):
+        load_head(tmp_path / "torn")

@@ -1,0 +1,94 @@
+"""What the documents tell a reader to type works: snippets run, short commands run, long ones exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eagle.checkpoint import save_head
+from eagle.drafters.eagle1 import Eagle1, Settings
+from eagle.recipe import Recipe
+from eagle.target import Target
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LONG = {"make", "git", "pip", "cd", "accelerate"}
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def fenced(language: str) -> list[tuple[str, str]]:
+    """(page, text) of every fenced block of a language."""
+    return [
+        (page.name, text) for page in PAGES for found, text in FENCE.findall(page.read_text()) if found == language
+    ]
+
+
+def commands() -> list[tuple[str, str]]:
+    """(page, command) of every line of every shell block, without comments."""
+    lines = [(page, line.partition(" #")[0].strip()) for page, text in fenced("bash") for line in text.splitlines()]
+    return [(page, line) for page, line in lines if line and not line.startswith("#")]
+
+
+@pytest.fixture(scope="module")
+def checkout(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory in which `make demo` seems to have run: `runs/tiny` holds a target, data and a head."""
+    folder = tmp_path_factory.mktemp("checkout")
+    (folder / "runs").mkdir()
+    (folder / "runs/tiny").symlink_to(tiny_target_dir)
+    head = Eagle1.for_target(Settings(fc_bias=False), tiny_target.config)
+    save_head(tiny_target_dir / "eagle1/head", head, "", {})
+    for room in ("recipes", "eagle", "data_prep", "eval", "tests"):
+        (folder / room).symlink_to(ROOT / room)
+    return folder
+
+
+@pytest.mark.parametrize(("page", "text"), fenced("python"))
+def test_snippet_runs(page: str, text: str, checkout: Path) -> None:
+    """Every Python snippet runs as it stands, in a process of its own."""
+    subprocess.run([sys.executable, "-c", text], cwd=checkout, check=True, timeout=120)
+
+
+@pytest.mark.parametrize(("page", "line"), [row for row in commands() if row[1].split()[0] not in LONG])
+def test_short_command_runs(page: str, line: str, checkout: Path) -> None:
+    """Every short command runs as it stands."""
+    words = shlex.split(line)
+    assert words[0] == "python", f"{page}: {line}: neither a known long command nor python"
+    if is_long(words):
+        assert exists(words), f"{page}: {line} names a file or module that does not exist"
+        return
+    subprocess.run([sys.executable, *words[1:]], cwd=checkout, check=True, timeout=120, env={**os.environ})
+
+
+def is_long(words: list[str]) -> bool:
+    """Whether a python command is a stage that takes minutes."""
+    stages = ("data_prep.extract", "eval.measure", "recipes/tiny/make_target.py", "recipes/tiny/demo.py", "bench/")
+    return any(word.startswith(stages) for word in words)
+
+
+def exists(words: list[str]) -> bool:
+    """Whether all modules and files of a long command exist; recipes are parsed with their overrides."""
+    modules = [words[place + 1] for place, word in enumerate(words) if word == "-m"]
+    files = [word for word in words if word.endswith((".py", ".yaml"))]
+    for recipe in (word for word in files if word.endswith(".yaml")):
+        Recipe.load(ROOT / recipe, [word for word in words if "=" in word and not word.startswith("-")])
+    return all((ROOT / (module.replace(".", "/") + ".py")).exists() for module in modules) and all(
+        (ROOT / file).exists() for file in files
+    )
+
+
+@pytest.mark.parametrize(("page", "line"), [row for row in commands() if row[1].split()[0] in LONG])
+def test_long_command_exists(page: str, line: str) -> None:
+    """A long command names targets, files and recipes that exist."""
+    words = shlex.split(line)
+    if words[0] == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert set(words[1:]) <= set(targets)
+    if words[0] == "accelerate":
+        assert words[1] == "launch"
+        assert exists(words)

@@ -1,0 +1,72 @@
+"""Tables in the documents are those that the result files give."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from eagle import DraftTree
+from eval.draw import svg
+from eval.report import loops, markdown, summary
+
+ROOT = Path(__file__).parent.parent
+TABLE = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
+PLACED = [(page, file, text) for page in ROOT.glob("*.md") for file, text in TABLE.findall(page.read_text())]
+
+
+@pytest.mark.parametrize(("page", "file", "text"), PLACED, ids=lambda value: getattr(value, "name", "")[:20])
+def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> None:
+    """What stands on the page is what `python -m eval.report FILE` prints."""
+    assert text.strip() == markdown(ROOT / file).strip()
+
+
+def test_summary_pools_cycles_and_compares_with_none() -> None:
+    """Acceptance length is pooled over cycles, speed-up is against `none` at the same temperature."""
+    common = {"temperature": 0.0, "identical": True, "loops": False}
+    rows = [
+        {**common, "drafter": "none", "tokens": 11, "committed": 10, "cycles": 10, "seconds": 1.0},
+        {**common, "drafter": "x", "tokens": 11, "committed": 10, "cycles": 4, "seconds": 0.5},
+        {**common, "drafter": "x", "tokens": 21, "committed": 20, "cycles": 6, "seconds": 0.5, "identical": False},
+    ]
+    none, other = summary(rows)
+    assert (none["acceptance_length"], none["speed_up"]) == (1.0, 1.0)
+    assert other["acceptance_length"] == 3.0
+    assert other["speed_up"] == pytest.approx(32 / 11)
+    assert none["identical"] and not other["identical"]
+
+
+def test_newest_run_is_reported(tmp_path: Path) -> None:
+    """Results are appended; the table shows the last run."""
+    row = {"temperature": 0.0, "drafter": "none", "tokens": 2, "committed": 1, "cycles": 1, "seconds": 1.0}
+    row |= {"identical": True, "loops": False}
+    lines = [{"run": {"commit": "old"}}, {**row, "seconds": 9.0}, {"run": {"commit": "new"}}, row]
+    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    table = markdown(tmp_path / "r.jsonl")
+    assert "commit new" in table
+    assert "old" not in table
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([1, 2, 3] * 30, True),
+        (list(range(64)), False),
+        ([7] * 63, False),
+        ([9, 9, *range(16), *range(16), *range(16), *range(16)], True),
+        ([*range(17)] * 4, False),
+    ],
+)
+def test_loops_are_seen(tokens: list[int], expected: bool) -> None:
+    """A loop is a period of at most 16 over the last 64 tokens."""
+    assert loops(tokens) is expected
+
+
+def test_a_drawing_escapes_what_the_model_said() -> None:
+    """Text from a model cannot become markup."""
+    tree = DraftTree.from_paths(1, [[2, 3], [4]])
+    picture = svg(tree, ["<script>", "b", "c", "&d"], [0, 1], "<x>")
+    assert "<script>" not in picture
+    assert picture.count("<rect") == 6
