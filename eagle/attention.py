@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,12 +38,6 @@ class Rows:
     def rows(self) -> Tensor:
         """[1, X, S, D], a view."""
         return self.buffer[:, :, : self.length]
-
-    def keep(self, start: int, path: list[int]) -> None:
-        """Of the rows from `start` on, keep those of the path, in its order."""
-        if path != list(range(len(path))):
-            self.buffer[:, :, start : start + len(path)] = self.buffer[:, :, [start + node for node in path]]
-        self.length = start + len(path)
 
     def _grow(self, like: Tensor, end: int) -> None:
         size = max(self.room, end + end // 2, 64)
@@ -100,10 +95,13 @@ class TreeCache(Cache):
             rows.length = min(rows.length, length)
 
     def keep(self, start: int, path: list[int]) -> None:
-        """Of the rows from `start` on, keep those of the path."""
-        for rows in self.every:
-            if rows.length > start:
-                rows.keep(start, path)
+        """Of the rows from `start` on, keep those of the path, in its order; the rows before stay where they are."""
+        if path != list(range(len(path))):
+            places = [start + node for node in path]
+            for rows in self.every:
+                if rows.length > start:
+                    rows.buffer[:, :, start : start + len(path)] = rows.buffer[:, :, places]
+        self.truncate(start + len(path))
 
 
 def grouped_attention(
@@ -188,7 +186,7 @@ def why_no_trees(model: Any, config: Any) -> str | None:
     kinds = set(getattr(config, "layer_types", None) or [])
     if model._is_stateful or "linear_attention" in kinds:
         why = "keeps recurrent state, which cannot branch"
-    elif "position_ids" not in inspect.signature(model.base_model.forward).parameters or getattr(
+    elif "position_ids" not in inspect.signature(type(model.base_model).forward).parameters or getattr(
         config, "alibi", False
     ):
         why = "takes positions from a 2-D mask or their order, and so cannot place siblings side by side"
@@ -197,3 +195,12 @@ def why_no_trees(model: Any, config: Any) -> str | None:
     else:
         return None
     return f"{config.model_type} cannot read a tree: it {why}. Taps, extraction and training work; decoding does not."
+
+
+def rope_border(config: Any) -> float:
+    """The length beyond which a longrope model reads the *whole* text with other frequencies; most have none."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for kind in (rope, *rope.values()):  # one set of parameters, or one per layer type
+        if isinstance(kind, dict) and kind.get("rope_type") == "longrope":
+            return kind["original_max_position_embeddings"]
+    return math.inf

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from time import perf_counter
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eagle.attention import Masks, TreeCache, why_no_trees
+from eagle.attention import Masks, TreeCache, rope_border, why_no_trees
 from eagle.drafter import Committed, TargetHead
 from eagle.tree import DraftTree, Reading
 from eagle.verify import Choose, Sampling
@@ -34,6 +35,7 @@ class Target:
         self.vocab_size = model.get_output_embeddings().weight.shape[0]  # may be more than the tokenizer knows
         self.head = self._borrow_head()
         self.masks = Masks(model, self.config)
+        self.border = rope_border(self.config)
         self.taps: tuple[int, ...] = ()
         self.text: list[int] = []
         self.cache = TreeCache(self.config.num_hidden_layers)
@@ -88,10 +90,11 @@ class Target:
         return self.tokenizer.apply_chat_template(messages, **kwargs)
 
     def default_sampling(self, **fields: Any) -> Sampling:
-        """What the model's own generation config asks for; refused by name where it cannot be followed exactly."""
-        config = self.model.generation_config
+        """What `model.generate` does by itself, but for `fields`; refused by name where it cannot be followed."""
+        config, _ = self.model._prepare_generation_config(None)  # with transformers' defaults, as a top-k of 50
         processors = self.model._get_logits_processor(generation_config=config, input_ids_seq_length=1)
-        return Sampling.from_processors(processors, **({} if config.do_sample else {"temperature": 0.0}), **fields)
+        sampling = Sampling.from_processors(processors, **({} if config.do_sample else {"temperature": 0.0}))
+        return replace(sampling, **fields)
 
     @torch.inference_mode()
     def begin(self, prompt: list[int], choose: Choose, taps: tuple[int, ...] = (), room: int = 0) -> Committed:
@@ -99,13 +102,16 @@ class Target:
         self._check_prompt(prompt)
         if reason := why_no_trees(self.model, self.config):
             raise ValueError(reason)
-        shared = min(_common_prefix(self.text, prompt), len(prompt) - 1) if taps == self.taps else 0
         self._check_taps(taps)
-        self.taps = taps
+        beyond = len(prompt) > self.border
+        if taps != self.taps or beyond != (len(self.text) > self.border):
+            self.taps, self.text, self.cache = taps, [], TreeCache(self.config.num_hidden_layers)
+        shared = min(_common_prefix(self.text, prompt), len(prompt) - 1)
         self.text = self.text[:shared]
         self.cache.reserve(len(prompt) + room)
-        for start in range(shared, len(prompt), PREFILL_CHUNK):
-            chunk = prompt[start : start + PREFILL_CHUNK]
+        step = len(prompt) if beyond else PREFILL_CHUNK
+        for start in range(shared, len(prompt), step):
+            chunk = prompt[start : start + step]
             hidden = self._forward(torch.tensor(chunk), list(range(start, start + len(chunk))), None)
             self.text += chunk
         last = Reading(DraftTree.chain(prompt[-1:]), self.head.logits(hidden[-1:]), None, [len(prompt)], prompt[:-1])
@@ -116,6 +122,7 @@ class Target:
         """One forward over the whole tree: a node sees the committed text, its ancestors and itself."""
         start = len(self.text)
         positions = [start + depth for depth in tree.depths()]
+        self._check_border(start, max(positions) + 1)
         hidden = self._forward(tree.tokens, positions, tree)
         after = [position + 1 for position in positions]
         return Reading(tree, self.head.logits(hidden), self._features_from(start), after, self.text)
@@ -192,6 +199,14 @@ class Target:
         if self.max_positions is not None and len(prompt) > self.max_positions:
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens, this model has {self.max_positions} positions: shorten it"
+            )
+
+    def _check_border(self, start: int, end: int) -> None:
+        if start <= self.border < end:
+            raise ValueError(
+                f"{self.config.model_type} reads texts of more than {self.border} tokens with other rotary frequencies "
+                f"throughout, and so cannot grow from {start} tokens to {end}: keep prompt and max_new_tokens within "
+                f"{self.border} together, or begin with a prompt that is longer than that"
             )
 
     @torch.no_grad()

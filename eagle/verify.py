@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from eagle.noise import Noise, mix64
 from eagle.tree import DraftTree, Reading
 
 Coin = Callable[[float], bool]
@@ -66,9 +67,19 @@ class Sampling:
         if names != sorted(set(names), key=order.index):
             raise ValueError(f"logits processors come in the order {names}, expected each at most once, as in {order}")
         for name, processor in zip(names, processors, strict=True):
+            _refuse_options(name, processor)
             field, attribute = known[name]
             fields[field] = getattr(processor, attribute)
         return cls(**{"temperature": 1.0, **fields})
+
+
+def _refuse_options(name: str, processor: Any) -> None:
+    """A known processor with an option that changes its law is as unknown as any other."""
+    for option, plain in (("min_tokens_to_keep", 1), ("filter_value", -math.inf), ("prompt_ignore_length", None)):
+        value = getattr(processor, option, plain)
+        folded = name == "TopKLogitsWarper" and option == "min_tokens_to_keep"  # into its top_k
+        if value != plain and not folded:
+            raise ValueError(f"{name}.{option} is {value!r}, which cannot be verified: expected {plain!r}")
 
 
 def warp(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -95,61 +106,13 @@ def penalise(row: Tensor, text: Sequence[int], penalty: float) -> Tensor:
     return row.index_copy(0, seen, torch.where(scores < 0, scores * penalty, scores / penalty))
 
 
-class Noise:
-    """Gumbel noise that depends on (seed, request, position, token) alone: a counter-based hash, equal on all devices."""
-
-    def __init__(self, seed: int, request: int) -> None:
-        self.stream = _mix64(_mix64(seed) + request)
-        self.rows: dict[int, Tensor] = {}
-
-    def __call__(self, positions: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
-        """[P, V]; rows stay at hand until the text has passed their position."""
-        for position in set(positions) - self.rows.keys():
-            self.rows[position] = self._row(position, vocab_size, device)
-        return torch.stack([self.rows[position] for position in positions])
-
-    def forget(self, position: int) -> None:
-        """Drop the rows before `position`."""
-        self.rows = {place: row for place, row in self.rows.items() if place >= position}
-
-    def _row(self, position: int, vocab_size: int, device: torch.device) -> Tensor:
-        key = _mix64(self.stream + position)
-        words = torch.arange(vocab_size, dtype=torch.int32, device=device) * -1640531535  # 2^32 / golden ratio, odd
-        words = _mix32(_mix32(words ^ _signed(key)) ^ _signed(key >> 32))
-        uniform = ((words >> 1) & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
-        # log1p keeps full precision where it matters: large noise comes from small uniforms
-        return uniform.neg_().log1p_().neg_().log_().neg_()
-
-
-def _mix64(word: int) -> int:
-    """A bijection of 64-bit words in which every output bit depends on every input bit (splitmix64's finaliser)."""
-    word = (word + 0x9E3779B97F4A7C15) % 2**64
-    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
-    return word ^ (word >> 31)
-
-
-def _signed(word: int) -> int:
-    """The low 32 bits as a signed number."""
-    return (word + 2**31) % 2**32 - 2**31
-
-
-def _mix32(words: Tensor) -> Tensor:
-    """The same for 32-bit words as tensor operations; products wrap, shifts are made logical by masking."""
-    words = words ^ ((words >> 16) & 0xFFFF)
-    words = words * 0x7FEB352D
-    words = words ^ ((words >> 15) & 0x1FFFF)
-    words = words * _signed(0x846CA68B)
-    return words ^ ((words >> 16) & 0xFFFF)
-
-
 class Choose:
     """The target's choice after a node, as a function of its logits and of noise that no drafter can touch."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
         self.noise = Noise(sampling.seed, sampling.request) if sampling.temperature > 0 else None
-        self.dice = random.Random(_mix64(_mix64(sampling.seed) ^ sampling.request))
+        self.dice = random.Random(mix64(mix64(sampling.seed) ^ sampling.request))
 
     def __call__(self, reading: Reading, nodes: Sequence[int]) -> list[int]:
         """The tokens chosen after `nodes`."""
@@ -186,8 +149,9 @@ class Choose:
 
     def _penalised(self, reading: Reading, nodes: Sequence[int]) -> Tensor:
         """[len(nodes), V] logits after the repetition penalty, in fp32 or better."""
-        every = len(nodes) == len(reading.logits)
-        logits = reading.logits if every else reading.logits[list(nodes)]
+        nodes = list(nodes)
+        every = nodes == list(range(len(reading.logits)))  # then nothing need be copied
+        logits = reading.logits if every else reading.logits[nodes]
         logits = logits if logits.dtype == torch.float64 else logits.float()
         penalty = self.sampling.repetition_penalty
         if penalty == 1:
@@ -246,9 +210,12 @@ def sample_tree(tree: DraftTree, law: Law, coin: Coin, pick: Pick, lenience: flo
     assert tree.laws is not None
     tokens, children, path = tree.tokens.tolist(), tree.children(), [0]
     while True:
-        residual, taken, accepted = law(path[-1]), [], None
+        residual, accepted = law(path[-1]), None
+        taken: list[int] = []
         for child in children[path[-1]]:
             drawn_from = _without(tree.laws[child].to(residual), taken)
+            if not drawn_from[tokens[child]] > 0:
+                break  # the law has underflowed, and says nothing of this sibling and of later ones
             remainder = (residual - lenience * drawn_from).clamp_(min=0)
             odds = residual[tokens[child]] / (lenience * drawn_from[tokens[child]])
             # nothing remains only where both laws are equal, so that rounding alone kept the odds below one
@@ -298,7 +265,7 @@ def sample_block(tree: DraftTree, law: Law, coin: Coin, pick: Pick) -> tuple[lis
 
 
 def walk_leniently(tree: DraftTree, law: Law, lenience: float) -> tuple[list[int], int]:
-    """Greedy with lenience: step to the likeliest child whose probability is at least `lenience` of the maximum. Lossy."""
+    """Greedy with lenience (lossy): step to the likeliest child of at least `lenience` times the top probability."""
     tokens, children, path = tree.tokens.tolist(), tree.children(), [0]
     while True:
         here = law(path[-1])

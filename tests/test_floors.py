@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = {
-    **dict.fromkeys(("eagle.recipe", "eagle.tree", "eagle.examples", "eagle.log"), 0),
+    **dict.fromkeys(("eagle.recipe", "eagle.tree", "eagle.noise", "eagle.examples", "eagle.log"), 0),
     **dict.fromkeys(("eagle.drafter", "eagle.verify", "eagle.objectives", "eagle.attention"), 1),
     "eagle.target": 2,
     "eagle.drafters": 3,
@@ -34,8 +34,8 @@ DOORS = {
     "deepspeed": set(),
     **{engine: set() for engine in ("vllm", "sglang", "tensorrt_llm", "openvino", "openvino_genai", "llama_cpp")},
 }
-# the head's shape is a LlamaConfig, which a checkpoint reads and a drafter's signature names
-CONFIG_READERS = {"eagle.checkpoint", "eagle.drafters.eagle1"}
+# a head's shape is a LlamaConfig, which a checkpoint reads
+CONFIG_READERS = {"eagle.checkpoint"}
 METHODS_UNKNOWN_TO = ("eagle.verify", "eagle.decode", "eagle.train", "eagle.export")
 SOURCES = sorted(path for room in ("eagle", "data_prep", "eval", "recipes") for path in (ROOT / room).rglob("*.py"))
 
