@@ -20,30 +20,24 @@ from eagle.tree import DraftTree
 
 
 class Rows:
-    """A tensor [1, X, S, D] that grows at S without being copied, and gives rows back in place."""
+    """A tensor [1, X, S, D] that is written at S in place; it is copied only where it has to grow."""
 
     def __init__(self) -> None:
         self.buffer = torch.empty(1, 0, 0, 0)  # replaced by the first rows, in their shape, dtype and device
-        self.length, self.room = 0, 0
+        self.room = 0
 
-    def append(self, new: Tensor) -> Tensor:
-        """Write [1, X, N, D] after the last row and return all rows."""
-        end = self.length + new.shape[2]
+    def write(self, start: int, new: Tensor) -> Tensor:
+        """Put [1, X, N, D] at row `start` and return all rows up to the last new one, a view."""
+        end = start + new.shape[2]
         if self.buffer.shape[2] < end:
-            self._grow(new, end)
-        self.buffer[:, :, self.length : end] = new
-        self.length = end
-        return self.rows()
+            self._grow(start, end, new)
+        self.buffer[:, :, start:end] = new
+        return self.buffer[:, :, :end]
 
-    def rows(self) -> Tensor:
-        """[1, X, S, D], a view."""
-        return self.buffer[:, :, : self.length]
-
-    def _grow(self, like: Tensor, end: int) -> None:
-        size = max(self.room, end + end // 2, 64)
-        grown = like.new_empty((1, like.shape[1], size, like.shape[3]))
-        if self.length:
-            grown[:, :, : self.length] = self.rows()
+    def _grow(self, start: int, end: int, like: Tensor) -> None:
+        grown = like.new_empty((1, like.shape[1], max(self.room, end + end // 2, 64), like.shape[3]))
+        if start:
+            grown[:, :, :start] = self.buffer[:, :, :start]
         self.buffer = grown
 
 
@@ -53,33 +47,34 @@ class _Layer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
 
-    def __init__(self) -> None:
+    def __init__(self, owner: TreeCache) -> None:
         super().__init__()
-        self.key_rows, self.value_rows = Rows(), Rows()
+        self.owner, self.key_rows, self.value_rows = owner, Rows(), Rows()
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: rows allocate themselves."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = self.key_rows.append(key_states), self.value_rows.append(value_states)
-        return self.keys, self.values
+        start = self.owner.length
+        return self.key_rows.write(start, key_states), self.value_rows.write(start, value_states)
 
     def get_seq_length(self) -> int:
-        return self.key_rows.length
+        return self.owner.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.key_rows.length + query_length, 0
+        return self.owner.length + query_length, 0
 
     def get_max_length(self) -> int:
         return -1
 
 
 class TreeCache(Cache):
-    """Keys, values and tapped states of the committed text, and of the tree read last."""
+    """Keys, values and tapped states of the committed text; what a forward adds lies behind it until some is kept."""
 
     def __init__(self, num_layers: int) -> None:
-        layers: list[Any] = [_Layer() for _ in range(num_layers)]
+        self.length = 0  # of the committed text, the same for all layers
+        layers: list[Any] = [_Layer(self) for _ in range(num_layers)]
         super().__init__(layers=layers)
         self.tapped = Rows()
         self.every = [rows for layer in layers for rows in (layer.key_rows, layer.value_rows)] + [self.tapped]
@@ -89,19 +84,15 @@ class TreeCache(Cache):
         for rows in self.every:
             rows.room = room
 
-    def truncate(self, length: int) -> None:
-        """Forget all rows from `length` on."""
-        for rows in self.every:
-            rows.length = min(rows.length, length)
-
-    def keep(self, start: int, path: list[int]) -> None:
-        """Of the rows from `start` on, keep those of the path, in its order; the rows before stay where they are."""
+    def keep(self, path: list[int]) -> None:
+        """Commit these of the rows added last, in this order; the rows before stay where they are."""
+        start, end = self.length, self.length + len(path)
         if path != list(range(len(path))):
             places = [start + node for node in path]
             for rows in self.every:
-                if rows.length > start:
-                    rows.buffer[:, :, start : start + len(path)] = rows.buffer[:, :, places]
-        self.truncate(start + len(path))
+                if rows.buffer.shape[2]:
+                    rows.buffer[:, :, start:end] = rows.buffer[:, :, places]
+        self.length = end
 
 
 def grouped_attention(
@@ -184,11 +175,14 @@ class Masks:
 def why_no_trees(model: Any, config: Any) -> str | None:
     """The reason for which this model cannot read a tree, or None."""
     kinds = set(getattr(config, "layer_types", None) or [])
+    takes = inspect.signature(type(model.base_model).forward).parameters
     if model._is_stateful or "linear_attention" in kinds:
         why = "keeps recurrent state, which cannot branch"
-    elif "position_ids" not in inspect.signature(type(model.base_model).forward).parameters or getattr(
-        config, "alibi", False
-    ):
+    elif "past_key_values" not in takes:
+        why = "keeps no keys and values"
+    elif config._attn_implementation not in ("eager", "sdpa"):
+        why = f"attends by {config._attn_implementation}, which takes no tree mask; load it with 'sdpa' or 'eager'"
+    elif "position_ids" not in takes or getattr(config, "alibi", False):
         why = "takes positions from a 2-D mask or their order, and so cannot place siblings side by side"
     elif unknown := kinds - {"full_attention", "sliding_attention"}:
         why = f"has layers of type {sorted(unknown)}, for which no tree mask is known"

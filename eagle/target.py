@@ -107,15 +107,17 @@ class Target:
         if taps != self.taps or beyond != (len(self.text) > self.border):
             self.taps, self.text, self.cache = taps, [], TreeCache(self.config.num_hidden_layers)
         shared = min(_common_prefix(self.text, prompt), len(prompt) - 1)
-        self.text = self.text[:shared]
+        self.text, self.cache.length = self.text[:shared], shared
         self.cache.reserve(len(prompt) + room)
         step = len(prompt) if beyond else PREFILL_CHUNK
         for start in range(shared, len(prompt), step):
             chunk = prompt[start : start + step]
-            hidden = self._forward(torch.tensor(chunk), list(range(start, start + len(chunk))), None)
+            hidden, _ = self._forward(torch.tensor(chunk), list(range(start, start + len(chunk))), None)
             self.text += chunk
+            self.cache.length += len(chunk)
         last = Reading(DraftTree.chain(prompt[-1:]), self.head.logits(hidden[-1:]), None, [len(prompt)], prompt[:-1])
-        return Committed(torch.tensor(prompt), self._features_from(0), choose(last, [0])[0])
+        features = self.cache.tapped.buffer[0, :, : len(prompt)].transpose(0, 1).clone() if taps else None
+        return Committed(torch.tensor(prompt), features, choose(last, [0])[0])
 
     @torch.inference_mode()
     def read(self, tree: DraftTree) -> Reading:
@@ -123,14 +125,14 @@ class Target:
         start = len(self.text)
         positions = [start + depth for depth in tree.depths()]
         self._check_border(start, max(positions) + 1)
-        hidden = self._forward(tree.tokens, positions, tree)
+        hidden, states = self._forward(tree.tokens, positions, tree)
         after = [position + 1 for position in positions]
-        return Reading(tree, self.head.logits(hidden), self._features_from(start), after, self.text)
+        return Reading(tree, self.head.logits(hidden), states, after, self.text)
 
     @torch.inference_mode()
     def keep(self, tree: DraftTree, path: list[int]) -> None:
         """Commit the path's tokens and drop all other nodes from the cache, in place."""
-        self.cache.keep(len(self.text), path)
+        self.cache.keep(path)
         tokens = tree.tokens.tolist()
         self.text += [tokens[node] for node in path]
 
@@ -146,9 +148,8 @@ class Target:
             tapped[-1] = self.model.base_model(input_ids=tokens.to(self.device), use_cache=False).last_hidden_state
         return torch.stack([tapped[tap].to(self.device) for tap in taps], dim=2)
 
-    def _forward(self, tokens: Tensor, positions: list[int], tree: DraftTree | None) -> Tensor:
-        """[N, D], the LM head's input at N tokens put after the committed text; no tree means a chain."""
-        self.cache.truncate(len(self.text))
+    def _forward(self, tokens: Tensor, positions: list[int], tree: DraftTree | None) -> tuple[Tensor, Tensor | None]:
+        """The LM head's input [N, D] and tapped states [N, L, D] at N tokens put after the text; no tree: a chain."""
         with self._tapping(self.taps) as tapped, self.masks.attention():
             tapped[-1] = self.model.base_model(
                 input_ids=tokens[None].to(self.device),
@@ -157,13 +158,11 @@ class Target:
                 past_key_values=self.cache,
                 use_cache=True,
             ).last_hidden_state
-        if self.taps:
-            self.cache.tapped.append(torch.stack([tapped[tap].to(self.device) for tap in self.taps], dim=1))
-        return tapped[-1][0]
-
-    def _features_from(self, start: int) -> Tensor | None:
-        """[N, L, D] of everything read from `start` on: a copy, because rows move when a path is kept."""
-        return self.cache.tapped.rows()[0, :, start:].transpose(0, 1).clone() if self.taps else None
+        if not self.taps:
+            return tapped[-1][0], None
+        states = torch.stack([tapped[tap].to(self.device) for tap in self.taps], dim=1)  # [1, L, N, D]
+        self.cache.tapped.write(self.cache.length, states)
+        return tapped[-1][0], states[0].transpose(0, 1)
 
     @contextmanager
     def _tapping(self, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:

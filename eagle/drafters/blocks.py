@@ -45,19 +45,15 @@ def head_shape(target_config: Any, **overrides: Any) -> LlamaConfig:
 
 
 class Cache:
-    """The keys and values of one block."""
+    """The keys and values of one block; what lies behind `length` is forgotten by setting it back."""
 
     def __init__(self) -> None:
-        self.keys, self.values = Rows(), Rows()
+        self.keys, self.values, self.length = Rows(), Rows(), 0
 
-    @property
-    def length(self) -> int:
-        """Rows held."""
-        return self.keys.length
-
-    def truncate(self, length: int) -> None:
-        """Forget all rows from `length` on."""
-        self.keys.length = self.values.length = length
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append [B, heads, T, width] and return all rows held."""
+        start, self.length = self.length, self.length + keys.shape[2]
+        return self.keys.write(start, keys), self.values.write(start, values)
 
 
 class Attention(nn.Module):
@@ -79,7 +75,7 @@ class Attention(nn.Module):
         )
         query, key = apply_rotary_pos_emb(query, key, *rotary)
         if cache is not None:
-            key, value = cache.keys.append(key), cache.values.append(value)
+            key, value = cache.extend(key, value)
         output = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=query.shape[1] != key.shape[1]
         )

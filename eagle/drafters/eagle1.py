@@ -120,5 +120,5 @@ class Eagle1(TrainableDrafter):
             return frozen.logits(hidden).log_softmax(-1)
 
         tree = grow(news.root, frozen.logits(hidden)[0].log_softmax(-1), level, budget)
-        self.cache.truncate(committed)
+        self.cache.length = committed
         return tree

@@ -11,7 +11,7 @@ from eagle.export.layout import Layout
 
 
 def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:
-    """The head's own tensors without a prefix; vLLM drops the bias of `fc`, so a head that has learned one is refused."""
+    """The head's tensors without a prefix; vLLM drops the bias of `fc`, so a head that learned one is refused."""
     if drafter.settings.kind != "eagle1":
         raise ValueError(f"vllm: no layout for {drafter.settings.kind!r} yet, expected 'eagle1'")
     tensors = {name: tensor.detach().cpu() for name, tensor in drafter.state_dict().items()}
