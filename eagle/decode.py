@@ -132,7 +132,7 @@ class _Until:
             text = self.tokenizer.decode((trace.tokens + new[:end])[-reach:], skip_special_tokens=False)
             found = [string for string in self.strings if string in text]
             if found:
-                trace.stop_string = found[0]
+                trace.stop_string = min(found, key=text.find)  # the one that begins first
                 return end
         return None
 

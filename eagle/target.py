@@ -138,7 +138,7 @@ class Target:
 
     def forget(self) -> None:
         """Drop the cached text, so that the next prompt is read whole."""
-        self.text = []
+        self.text, self.cache.length = [], 0
 
     @torch.no_grad()
     def features(self, tokens: Tensor, taps: tuple[int, ...]) -> Tensor:

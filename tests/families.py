@@ -1,0 +1,175 @@
+"""Tiny random models of the families that the decoder is held to, their own answers, and drafters that know both."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel
+
+from eagle.drafter import Budget, Committed, Noise
+from eagle.tree import DraftTree
+
+VOCAB_SIZE, NUM_LAYERS, WINDOW = 96, 4, 8
+
+COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
+HEADS = {"head_dim": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LATENT_ATTENTION = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+DELTA_RULE = {
+    "shared_expert_intermediate_size": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-rope-llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "llama-rope-yarn": ("llama", {"rope_parameters": YARN}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": ("qwen2", {}),  # its attention has biases
+    "qwen2-sliding": ("qwen2", {"use_sliding_window": True, **ALTERNATING}),
+    "qwen3": ("qwen3", HEADS),
+    "qwen3_moe": ("qwen3_moe", {**EXPERTS, **HEADS}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-sliding": ("mistral", {"sliding_window": WINDOW}),
+    "mixtral": ("mixtral", LOCAL_EXPERTS),
+    "gemma2": ("gemma2", {**ALTERNATING, **HEADS, "query_pre_attn_scalar": 8}),
+    "gemma3": ("gemma3_text", {**ALTERNATING, **HEADS, "query_pre_attn_scalar": 8}),
+    "gpt_oss": ("gpt_oss", {**ALTERNATING, **HEADS, **LOCAL_EXPERTS, "rope_parameters": YARN}),
+    "deepseek_v3": ("deepseek_v3", LATENT_ATTENTION),
+    "phi3": ("phi3", {}),
+    "phi3-sliding": ("phi3", {"sliding_window": WINDOW}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt2": ("gpt2", {}),
+    "opt": ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
+    "falcon": ("falcon", {"alibi": False}),
+    "olmo2": ("olmo2", {}),
+    "cohere": ("cohere", {"logit_scale": 0.25}),
+    "granite": ("granite", {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5}),
+    "glm": ("glm", HEADS),
+    "smollm3": ("smollm3", {}),
+    "starcoder2": ("starcoder2", {}),
+    "starcoder2-sliding": ("starcoder2", {"sliding_window": WINDOW}),
+    "stablelm": ("stablelm", {}),
+}
+
+NO_TREES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("qwen3_next", {**EXPERTS, **HEADS, **DELTA_RULE}),
+    "mamba": ("mamba", {"state_size": 4}),
+    "jamba": ("jamba", {"num_experts": 2, "mamba_d_state": 4, "attn_layer_period": 2, "attn_layer_offset": 1}),
+    "bloom": ("bloom", {"n_head": 4}),
+    "mpt": ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": NUM_LAYERS, "expansion_ratio": 2}),
+    "falcon-alibi": ("falcon", {"alibi": True}),
+}
+
+
+def build(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The family's model with every weight drawn afresh, wide enough that answers vary and biases matter."""
+    model_type, overrides = (FAMILIES | NO_TREES)[name]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**COMMON, **overrides}))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            drawn = torch.randn(weight.shape, generator=generator)
+            weight.copy_(drawn * 0.3 if weight.dim() > 1 else weight + drawn * 0.1)
+        model.get_input_embeddings().weight *= 0.3  # else a tied head answers with the token just read
+    return model.to(dtype).eval()
+
+
+def random_tokens(count: int, seed: int) -> list[int]:
+    """Token ids that say nothing."""
+    return random.Random(seed).choices(range(VOCAB_SIZE), k=count)
+
+
+@torch.no_grad()
+def own_logits(model: PreTrainedModel, text: list[int]) -> Tensor:
+    """[T, V], what the model says by itself after each token of the text."""
+    return model(input_ids=torch.tensor([text]), use_cache=False).logits[0]
+
+
+def own_answer(
+    model: PreTrainedModel,
+    prompt: list[int],
+    count: int,
+    warp: Callable[[Tensor, Tensor], Tensor] | None = None,
+    noise: Callable[[int], Tensor] | None = None,
+) -> list[int]:
+    """The model's own answer: a forward over the whole text for each token, with nothing of ours and no cache."""
+    warp, text = warp or LogitsProcessorList(), list(prompt)
+    for _ in range(count):
+        scores = warp(torch.tensor([text]), own_logits(model, text)[-1:])[0]
+        text.append(int((scores if noise is None else scores + noise(len(text))).argmax()))
+    return text[len(prompt) :]
+
+
+class RandomTrees:
+    """Random trees of at most 12 nodes over a few tokens, so that some are right by chance."""
+
+    def __init__(self, tokens: list[int], seed: int = 0, taps: tuple[int, ...] = ()) -> None:
+        self.tokens, self.dice, self.taps = tokens, random.Random(seed), taps
+
+    def begin(self, noise: Noise | None = None) -> None:
+        """Nothing to forget."""
+
+    def propose(self, news: Committed, budget: Budget) -> DraftTree:
+        """Eleven times a random token under a random node."""
+        paths: list[list[int]] = [[]]
+        for _ in range(11 if budget.depth else 0):
+            parent = self.dice.choice([path for path in paths if len(path) < budget.depth])
+            paths.append([*parent, self.dice.choice(self.tokens)])
+        return DraftTree.from_paths(news.root, paths)
+
+
+class PlantedTrees:
+    """Knows the answer, and plants its next tokens among wrong branches."""
+
+    def __init__(self, text: list[int], right: int = 3, taps: tuple[int, ...] = ()) -> None:
+        self.text, self.right, self.taps = text, right, taps
+        self.begin()
+
+    def begin(self, noise: Noise | None = None) -> None:
+        """Back to the start of the text."""
+        self.read = 0
+
+    def propose(self, news: Committed, budget: Budget) -> DraftTree:
+        """The right path, with a wrong branch before and after each of its nodes."""
+        self.read += len(news.tokens)
+        right = self.text[self.read + 1 :][: min(self.right, budget.depth)]
+        wrong = [[(token + shift) % VOCAB_SIZE for token in right] for shift in (1, 2)]
+        before, after = ([right[:k] + branch[k : k + 2] for k in range(len(right))] for branch in wrong)
+        return DraftTree.from_paths(news.root, [*before, right, *after])
