@@ -58,7 +58,6 @@ def generate(target: Target, drafter: Drafter, prompt: Sequence[int] | Tensor, *
     return trace
 
 
-@torch.inference_mode()
 def stream(
     target: Target,
     drafter: Drafter,

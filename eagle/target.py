@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -129,7 +129,6 @@ class Target:
         after = [position + 1 for position in positions]
         return Reading(tree, self.head.logits(hidden), states, after, self.text)
 
-    @torch.inference_mode()
     def keep(self, tree: DraftTree, path: list[int]) -> None:
         """Commit the path's tokens and drop all other nodes from the cache, in place."""
         self.cache.keep(path)
@@ -150,7 +149,8 @@ class Target:
 
     def _forward(self, tokens: Tensor, positions: list[int], tree: DraftTree | None) -> tuple[Tensor, Tensor | None]:
         """The LM head's input [N, D] and tapped states [N, L, D] at N tokens put after the text; no tree: a chain."""
-        with self._tapping(self.taps) as tapped, self.masks.attention():
+        tapping: Any = self._tapping(self.taps) if self.taps else nullcontext({})
+        with tapping as tapped, self.masks:
             tapped[-1] = self.model.base_model(
                 input_ids=tokens[None].to(self.device),
                 position_ids=torch.tensor([positions], device=self.device),
