@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from eagle.checkpoint import save_head
-from eagle.drafters.eagle1 import Eagle1, Settings
+from eagle.drafters.eagle1 import Eagle1
 from eagle.recipe import Recipe
 from eagle.target import Target
 
@@ -24,9 +24,7 @@ FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 def fenced(language: str) -> list[tuple[str, str]]:
     """(page, text) of every fenced block of a language."""
-    return [
-        (page.name, text) for page in PAGES for found, text in FENCE.findall(page.read_text()) if found == language
-    ]
+    return [(page.name, text) for page in PAGES for found, text in FENCE.findall(page.read_text()) if found == language]
 
 
 def commands() -> list[tuple[str, str]]:
@@ -41,7 +39,7 @@ def checkout(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytes
     folder = tmp_path_factory.mktemp("checkout")
     (folder / "runs").mkdir()
     (folder / "runs/tiny").symlink_to(tiny_target_dir)
-    head = Eagle1.for_target(Settings(fc_bias=False), tiny_target.config)
+    head = Eagle1.for_target(Eagle1.Settings(fc_bias=False), tiny_target.config)
     save_head(tiny_target_dir / "eagle1/head", head, "", {})
     for room in ("recipes", "eagle", "data_prep", "eval", "tests"):
         (folder / room).symlink_to(ROOT / room)

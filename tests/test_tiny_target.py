@@ -1,0 +1,174 @@
+"""The embedded default: a real little chat model, made the same way every time, that engines can read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sentencepiece import SentencePieceProcessor
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from data_prep.docstrings import C_MODULES, call_answer, docstring_conversations, parsed, prose
+from recipes.tiny.make_target import END, SPECIAL, finished, make_target
+
+ODD = [
+    "",
+    " ",
+    "  two  spaces   three ",
+    "\n leading and trailing\n\n",
+    "tab\tand\r\nreturn",
+    "def f(x: int = 1) -> int:\n    return x  # twice\n\n\n",
+    "naïve Übergröße, Zażółć, русский, 日本語のテキスト",
+    "😀 👩‍👩‍👧 🏳️‍🌈 ﬁ e\u0301 a\u00a0b \u200b",
+    "1234567890 3.14e-10 0xff <0x0A> | > < {{ x }}",
+]
+SOURCE = '''
+class Box:
+    """Keep a value for :class:`~shop.Reader` to find.
+
+    Args:
+        value: anything
+    """
+
+    def __init__(self, value, *, lid=None): ...
+
+    def open(self, slowly: bool = False, *keys) -> int:
+        """Open the ``box`` and look
+        at what is inside. For example::
+
+            >>> box.open()
+        """
+
+def _hidden(x):
+    """Say nothing about this to anyone at all."""
+'''
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_target_dir: Path) -> Any:
+    return AutoTokenizer.from_pretrained(tiny_target_dir / "target")
+
+
+@pytest.fixture(scope="module")
+def pieces(tiny_target_dir: Path) -> SentencePieceProcessor:
+    return SentencePieceProcessor(model_file=str(tiny_target_dir / "target" / "tokenizer.model"))
+
+
+def records(folder: Path, split: str) -> list[dict[str, Any]]:
+    """The lines of a data file."""
+    return [json.loads(line) for line in (folder / "data" / f"{split}.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def texts(tiny_target_dir: Path) -> list[str]:
+    return ODD + [turn["value"] for record in records(tiny_target_dir, "heldout") for turn in record["conversations"]]
+
+
+def test_decoding_gives_back_what_was_encoded(tokenizer: Any, texts: list[str]) -> None:
+    assert [tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts] == texts
+
+
+def test_sentencepiece_and_transformers_agree_on_every_id(
+    tokenizer: Any, pieces: SentencePieceProcessor, texts: list[str]
+) -> None:
+    assert pieces.encode(texts) == tokenizer(texts, add_special_tokens=False)["input_ids"]
+    assert pieces.decode(pieces.encode(texts)) == texts
+    assert pieces.get_piece_size() == len(tokenizer)
+
+
+def test_special_tokens_are_control_symbols_of_the_same_id(tokenizer: Any, pieces: SentencePieceProcessor) -> None:
+    for token in ["<s>", "</s>", "<pad>", *SPECIAL]:
+        assert pieces.piece_to_id(token) == tokenizer.convert_tokens_to_ids(token)
+        assert pieces.is_control(pieces.piece_to_id(token))
+        assert tokenizer(token, add_special_tokens=False)["input_ids"] == [pieces.piece_to_id(token)]
+    assert tokenizer.decode(tokenizer("<|user|>hi<|end|>")["input_ids"], skip_special_tokens=True) == "hi"
+
+
+def test_offsets_point_into_the_text(tokenizer: Any) -> None:
+    text = "def  f(x):\n    return `x`"
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    assert "".join(text[first:last] for first, last in encoded["offset_mapping"]) == text
+
+
+def test_the_template_marks_every_turn(tokenizer: Any) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi?"}]
+    asked = "<s><|system|>\nBe brief.<|end|>\n<|user|>\nHi?<|end|>\n<|assistant|>\n"
+    assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == asked
+    answered = tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": "Yes."}], tokenize=False)
+    assert answered == asked + "Yes.<|end|>\n"
+
+
+def test_the_folder_says_what_engines_ask(tiny_target_dir: Path, tokenizer: Any) -> None:
+    config = AutoConfig.from_pretrained(tiny_target_dir / "target")
+    stops = GenerationConfig.from_pretrained(tiny_target_dir / "target").eos_token_id
+    assert config.architectures == ["LlamaForCausalLM"]
+    assert config.vocab_size == len(tokenizer) >= 2048 <= config.max_position_embeddings
+    assert config.num_hidden_layers >= 10 and config.head_dim % 32 == 0 and not config.tie_word_embeddings
+    assert stops == [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(END)]
+
+
+def test_the_splits_share_no_module_and_no_address(tiny_target_dir: Path) -> None:
+    train, heldout = (records(tiny_target_dir, split) for split in ("train", "heldout"))
+    assert heldout and not {one["module"] for one in train} & {one["module"] for one in heldout}
+    assert not re.search(r"\bat 0x[0-9a-fA-F]", json.dumps(train + heldout))
+
+
+def test_parsing_keeps_what_is_public() -> None:
+    box, opened = parsed("shop._boxes", SOURCE.encode())
+    assert (box.name, box.kind, opened.name, opened.kind) == ("shop.Box", "class", "shop.Box.open", "method")
+    assert prose(box.docstring) == "Keep a value for `shop.Reader` to find."
+    assert prose(opened.docstring) == "Open the `box` and look at what is inside."
+    assert call_answer(box) == "```python\nBox(value, *, lid=None)\n```\nIt takes 2 arguments: `value` and `lid`."
+    assert "open(slowly=False, *keys)" in str(call_answer(opened))
+
+
+def test_harvesting_imports_only_modules_written_in_c() -> None:
+    loaded = set(sys.modules)
+    assert sum(1 for _ in islice(docstring_conversations(False, set(), Counter()), 600)) == 600
+    assert set(sys.modules) - loaded <= set(C_MODULES)
+
+
+def test_a_finished_target_is_kept_and_an_unfinished_one_is_not(tiny_target_dir: Path, tmp_path: Path) -> None:
+    report = json.loads((tiny_target_dir / "target_report.json").read_text())
+    settings = report["settings"]
+    again = make_target(tiny_target_dir, settings["steps"], settings["seed"], settings["max_conversations"])
+    assert again == report
+    assert finished(tiny_target_dir, {**settings, "seed": 1}) is None
+    (tmp_path / "target").mkdir()
+    assert finished(tmp_path, settings) is None
+
+
+def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
+    for name in ("once", "again"):
+        make_target(tmp_path / name, steps=3, max_conversations=100)
+    once, again = ((tmp_path / name / "target" / "model.safetensors").read_bytes() for name in ("once", "again"))
+    assert once == again
+
+
+@pytest.mark.slow
+def test_weights_and_data_depend_on_no_hash_seed_and_no_directory(tmp_path: Path) -> None:
+    call = "from recipes.tiny.make_target import make_target; make_target('made', steps=3, max_conversations=1500)"
+    for seed in "12":
+        (tmp_path / seed).mkdir()
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        subprocess.run([sys.executable, "-c", call], cwd=tmp_path / seed, env=environment, check=True)
+    for file in ("target/model.safetensors", "target/tokenizer.model", "data/train.jsonl", "data/heldout.jsonl"):
+        assert (tmp_path / "1/made" / file).read_bytes() == (tmp_path / "2/made" / file).read_bytes()
+
+
+@pytest.mark.slow
+def test_the_full_target_is_a_language_model(tmp_path: Path) -> None:
+    report = make_target(tmp_path)
+    print(json.dumps({name: value for name, value in report.items() if name not in ("settings", "docstrings")}))
+    train, heldout = (records(tmp_path, split) for split in ("train", "heldout"))
+    assert not {one["module"] for one in train} & {one["module"] for one in heldout}
+    assert not re.search(r"\bat 0x[0-9a-fA-F]", json.dumps(train + heldout))
+    assert report["perplexity"] < report["bigram_perplexity"]
