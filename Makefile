@@ -1,5 +1,8 @@
 PYTHON ?= python3
 VENV ?= .venv
+# threads that wait spin briefly, then sleep: endless spinning made a shared machine up to 100 times slower
+export GOMP_SPINCOUNT ?= 10000
+
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 

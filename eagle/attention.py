@@ -142,9 +142,7 @@ class Masks:
         window = getattr(config, "sliding_window", None)
         self.windows = {kind: None if kind == "full_attention" else window for kind in types}
         self.grouped = (
-            model._supports_attention_backend
-            and self.settings.get(SWITCH) == "sdpa"
-            and not any(self.windows.values())
+            model._supports_attention_backend and self.settings.get(SWITCH) == "sdpa" and not any(self.windows.values())
         )
         self.unmasked = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
 

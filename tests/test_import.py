@@ -21,7 +21,9 @@ def test_import_takes_under_a_second_and_a_half() -> None:
     """Beyond what torch and transformers take; deepspeed and wandb stay out."""
     done = subprocess.run([sys.executable, "-c", TIMED], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 1.5
-    use = "import sys, eagle; [getattr(eagle, n) for n in eagle.__all__]; print({*sys.modules} & {'wandb', 'deepspeed'})"
+    use = (
+        "import sys, eagle; [getattr(eagle, n) for n in eagle.__all__]; print({*sys.modules} & {'wandb', 'deepspeed'})"
+    )
     assert subprocess.run([sys.executable, "-c", use], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 

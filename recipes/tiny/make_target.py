@@ -1,138 +1,307 @@
-"""Train a small chat target model on the documentation that this Python installation carries, in about two minutes."""
+"""Train a small chat target on the documentation that this Python installation carries: two minutes, no network."""
+
+from __future__ import annotations
 
 import argparse
 import hashlib
-import inspect
-import itertools
 import json
 import math
 import os
-import platform
 import random
 import shutil
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import distributions
+from itertools import islice, takewhile
 from pathlib import Path
+from platform import python_version
+from time import perf_counter, process_time
+from typing import Any
 
-import sentencepiece
 import torch
-import transformers
+from sentencepiece import SentencePieceTrainer
 from torch.nn.functional import cross_entropy
+from torch.utils.benchmark import Timer
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LlamaTokenizer, PreTrainedTokenizerBase
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LlamaTokenizer
 
 from data_prep import docstrings
+from data_prep.conversations import ROLES
+from eval.report import loops
 
-VOCABULARY, POSITIONS, WINDOW, BATCH = 4096, 2048, 384, 6
-HIDDEN, LAYERS, HEADS, HEAD_DIM, INNER = 192, 10, 3, 64, 512
-STEPS, PEAK_LR, WARMUP, WEIGHT_DECAY = 350, 3e-3, 30, 0.1
-PROBES, NEW_TOKENS = 32, 160
-SYSTEM_EVERY, SYSTEM = 8, "You answer questions about Python documentation."
-ROLES, END = ("<|system|>", "<|user|>", "<|assistant|>"), "<|end|>"
+STEPS, BATCH, WINDOW, WARMUP = 400, 4, 512, 40
+MATRIX_LR, LR, WEIGHT_DECAY = 0.02, 1e-2, 0.1
+PROMPT_EVERY, NEW_TOKENS = 13, 160  # of the greedy answers whose loops are counted
+SYSTEM, SYSTEM_EVERY = "You answer questions about Python's libraries.", 8
+END, SPECIAL = "<|end|>", ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}"
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
-ROLE_OF = {"human": "user", "gpt": "assistant"}
+MODEL: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "attn_implementation": "eager",  # at this size faster on a CPU than the fused kernel; it is not saved
+}
+SENTENCEPIECE: dict[str, Any] = {  # no normalisation and no added space, so that decoding gives back what was encoded
+    "model_type": "bpe",
+    "vocab_size": 2048,
+    "byte_fallback": True,
+    "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False,
+    "add_dummy_prefix": False,
+    "allow_whitespace_only_pieces": True,
+    "pad_id": 3,
+    "control_symbols": SPECIAL,
+    "minloglevel": 2,
+}
+TOKENIZER = {
+    "tokenizer_class": "LlamaTokenizer",
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "pad_token": "<pad>",
+    "unk_token": "<unk>",
+    "additional_special_tokens": SPECIAL,
+    "add_bos_token": True,
+    "add_prefix_space": False,
+    "legacy": False,
+    "model_max_length": MODEL["max_position_embeddings"],
+}
+Record = dict[str, Any]
 
 
-def loops(tokens: Sequence[int], window: int = 64, period: int = 16) -> bool:
-    """Whether the last `window` tokens repeat themselves with some period of at most `period` tokens."""
-    tail = list(tokens[-window:])
-    return len(tail) == window and any(tail[p:] == tail[:-p] for p in range(1, period + 1))
+def make_target(
+    out: str | Path = "runs/tiny", steps: int = STEPS, seed: int = 0, max_conversations: int | None = None
+) -> dict[str, Any]:
+    """Leave `target/`, `data/` and `target_report.json` in `out`, unless the same settings already did; the report."""
+    out = Path(out)
+    settings = {"steps": steps, "seed": seed, "max_conversations": max_conversations, "made_with": made_with()}
+    if report := finished(out, settings):
+        print(f"{out / 'target'} is already there, made with the same settings")
+        return report
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=out) as aside:
+        report = {"settings": settings, **build(Path(aside), steps, seed, max_conversations)}
+        (Path(aside) / "target_report.json").write_text(json.dumps(report, indent=2) + "\n")
+        publish(Path(aside), out)
+    return report
 
 
-def train_tokenizer(texts: Sequence[str], folder: Path) -> PreTrainedTokenizerBase:
-    """A SentencePiece BPE tokenizer saved as tokenizer.model and, with the same ids, as tokenizer.json."""
-    folder.mkdir(parents=True)
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(line for text in texts for line in text.split("\n") if line),
-        model_prefix=str(folder / "tokenizer"), model_type="bpe", vocab_size=VOCABULARY, byte_fallback=True,
-        normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False,
-        allow_whitespace_only_pieces=True, split_digits=True, character_coverage=1.0 - 1e-4, num_threads=2,
-        pad_id=3, user_defined_symbols=[*ROLES, END], minloglevel=2)
+def made_with() -> dict[str, str]:
+    """What decides the weights beside seed and sizes: this code and the versions of what it reads and calls."""
+    code = b"".join(Path(file).read_bytes() for file in (__file__, str(docstrings.__file__)))
+    found = {one.name: one.version for one in distributions()}
+    packages = [*docstrings.PACKAGES, "transformers", "tokenizers", "sentencepiece"]
+    versions = {package: found.get(package, "not installed") for package in packages}
+    return {"code": hashlib.sha256(code).hexdigest()[:16], "python": python_version(), **versions}
+
+
+def finished(out: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The report of an earlier run with these settings; it is published last, so its target is whole."""
+    path = out / "target_report.json"
+    report = json.loads(path.read_text()) if path.exists() and (out / "target").is_dir() else {}
+    return report if report.get("settings") == settings else None
+
+
+def publish(aside: Path, out: Path) -> None:
+    """Move a finished build into place; the report vouches for the rest, so it goes first and comes last."""
+    (out / "target_report.json").unlink(missing_ok=True)
+    shutil.rmtree(out / "target", ignore_errors=True)
+    (out / "data").mkdir(exist_ok=True)
+    for name in ("target", "data/train.jsonl", "data/heldout.jsonl", "target_report.json"):
+        os.replace(aside / name, out / name)
+
+
+def build(folder: Path, steps: int, seed: int, max_conversations: int | None) -> dict[str, Any]:
+    """Corpus, tokenizer, training and measuring, in `folder`; the figures of the report."""
+    seconds: dict[str, dict[str, float]] = {}
+    with phase(seconds, "corpus"):
+        splits, docstring_counts = harvest(max_conversations)
+        (folder / "data").mkdir()
+        for split, records in splits.items():
+            lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+            (folder / "data" / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+    with phase(seconds, "tokenizer"):
+        tokenizer = train_tokenizer(splits["train"], folder / "target")
+        random.Random(seed).shuffle(splits["train"])
+        train_rows, heldout_rows = (packed(records, tokenizer) for records in splits.values())
+    with phase(seconds, "training"):
+        torch.manual_seed(seed)
+        model, bf16 = new_model(tokenizer), bf16_is_faster()
+        train(model, train_rows, steps, seed, bf16)
+        model.save_pretrained(folder / "target")
+    with phase(seconds, "measuring"):
+        answers = greedy_answers(model, tokenizer, splits["heldout"])
+        figures = {
+            "perplexity": perplexity(model, heldout_rows),
+            "bigram_perplexity": bigram_perplexity(train_rows, heldout_rows, len(tokenizer)),
+            "loop_share": sum(map(loops, answers)) / len(answers),
+            "mean_answer_tokens": sum(map(len, answers)) / len(answers),
+        }
+    return {
+        **figures,
+        "parameters": sum(weight.numel() for weight in model.parameters()),
+        "tokens": {"in_corpus": train_rows.numel(), "seen": steps * BATCH * WINDOW},
+        "conversations": {split: len(records) for split, records in splits.items()},
+        "docstrings": docstring_counts,
+        "bf16": bf16,
+        "seconds": seconds,
+    }
+
+
+@contextmanager
+def phase(seconds: dict[str, dict[str, float]], name: str) -> Iterator[None]:
+    """Book the wall and CPU seconds of what runs inside."""
+    wall, cpu = perf_counter(), process_time()
+    yield
+    seconds[name] = {"wall": round(perf_counter() - wall, 1), "cpu": round(process_time() - cpu, 1)}
+
+
+def harvest(limit: int | None) -> tuple[dict[str, list[Record]], dict[str, Counter[str]]]:
+    """The conversations of both splits, at most `limit` to train on, and what was kept and dropped of each."""
+    seen: set[str] = set()
+    counts = {"train": Counter[str](), "heldout": Counter[str]()}
+    limits = {"train": limit, "heldout": limit and max(1, limit // 8)}
+    splits = {
+        split: list(islice(docstrings.docstring_conversations(split == "heldout", seen, counts[split]), limits[split]))
+        for split in counts
+    }
+    return splits, counts
+
+
+def train_tokenizer(records: Sequence[Record], folder: Path) -> Any:
+    """A SentencePiece BPE tokenizer, saved as tokenizer.model and, with the same ids, as tokenizer.json."""
+    folder.mkdir()
+    said = (turn["value"] for record in records for turn in record["conversations"])
+    lines = (line for value in said for line in value.split("\n") if line)
+    SentencePieceTrainer.train(sentence_iterator=lines, model_prefix=str(folder / "tokenizer"), **SENTENCEPIECE)
     (folder / "tokenizer.vocab").unlink()
-    tokenizer = LlamaTokenizer.from_pretrained(
-        folder, add_prefix_space=False, legacy=False, pad_token="<pad>", chat_template=TEMPLATE,
-        extra_special_tokens=[*ROLES, END], model_max_length=POSITIONS, clean_up_tokenization_spaces=False)
-    tokenizer.save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER, indent=2) + "\n")
+    tokenizer = LlamaTokenizer.from_pretrained(folder)
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
     return tokenizer
 
 
-def encode(tokenizer, conversations, every=SYSTEM_EVERY):
-    out=[]
-    for n, conversation in enumerate(conversations):
-        messages = [{"role": ROLE_OF[turn["from"]], "content": turn["value"]} for turn in conversation["conversations"]]
-        if every and n % every == 0:
-            messages.insert(0, {"role": "system", "content": SYSTEM})
-        out.append(tokenizer.apply_chat_template(messages, tokenize=False) + tokenizer.eos_token)
-    return tokenizer(out, add_special_tokens=False)["input_ids"]
+def packed(records: Sequence[Record], tokenizer: Any) -> torch.Tensor:
+    """Whole conversations one after another, cut into rows of `WINDOW` tokens; the remainder is left out."""
+    texts = []
+    for place, record in enumerate(records):
+        chat = [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in record["conversations"]]
+        system = [{"role": "system", "content": SYSTEM}] if place % SYSTEM_EVERY == 0 else []
+        texts.append(tokenizer.apply_chat_template(system + chat, tokenize=False) + tokenizer.eos_token)
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    stream = torch.tensor([token for tokens in encoded for token in tokens])
+    return stream[: len(stream) // WINDOW * WINDOW].view(-1, WINDOW)
 
 
-def pack(sequences, window):
-    stream = torch.tensor([token for sequence in sequences for token in sequence])
-    return stream[: len(stream) // window * window].view(-1, window)
+def new_model(tokenizer: Any) -> Any:
+    """An untrained target whose generations both end tokens stop."""
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **ids, **MODEL))
+    ids["eos_token_id"] = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(END)]
+    model.generation_config = GenerationConfig(**ids)
+    return model
 
 
-def new_model(tokenizer) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=HEADS, head_dim=HEAD_DIM, max_position_embeddings=POSITIONS,
-        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, tie_word_embeddings=False,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-        attn_implementation="eager")
-    return LlamaForCausalLM(config)
+def bf16_is_faster() -> bool:
+    """Whether this processor multiplies matrices faster in bfloat16 than in float32."""
+
+    def seconds(dtype: torch.dtype) -> float:
+        return Timer("a @ a", globals={"a": torch.ones(1024, 1024, dtype=dtype)}).timeit(5).mean
+
+    return seconds(torch.bfloat16) < seconds(torch.float32)
 
 
-def train(model, blocks, steps, seed, amp=True):
-    optimizer = make_opt(model)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / WARMUP, (steps - step) / max(1, steps - WARMUP)))
-    order = torch.Generator().manual_seed(seed)
-    rows = torch.cat([torch.randperm(len(blocks), generator=order) for _ in range(1 + steps * BATCH // len(blocks))])
-    model.train()
-    for step in (bar := tqdm(range(steps), desc="training", unit="step", mininterval=5)):
-        batch = blocks[rows[step * BATCH:(step + 1) * BATCH]]
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=amp):
+def optimizers(model: Any) -> list[Any]:
+    """Muon for the matrices inside the layers, which learn much faster by it, and AdamW for all else."""
+    matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
+    inside = {id(weight) for weight in matrices}
+    others = [weight for weight in model.parameters() if id(weight) not in inside]
+    return [
+        torch.optim.Muon(matrices, lr=MATRIX_LR, weight_decay=WEIGHT_DECAY),
+        torch.optim.AdamW(others, lr=LR, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY, fused=True),
+    ]
+
+
+def train(model: Any, rows: torch.Tensor, steps: int, seed: int, bf16: bool) -> None:
+    """Train in place on all tokens of the rows, each row once an epoch, with warmup and linear decay to zero."""
+
+    def rate(step: int) -> float:
+        return min((step + 1) / WARMUP, (steps - step) / max(1, steps - WARMUP))
+
+    parts = optimizers(model)
+    parts += [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in parts]
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.cat([torch.randperm(len(rows), generator=generator) for _ in range(steps * BATCH // len(rows) + 1)])
+    for chosen in (bar := tqdm(order[: steps * BATCH].split(BATCH), desc="training", unit="step")):
+        batch = rows[chosen]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
             logits = model(input_ids=batch, use_cache=False).logits
         loss = cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        if step % 10 == 0:
-            bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-
-def make_opt(model):
-    return torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY, fused=True)
-
-@torch.no_grad()
-def perplexity(model, blocks):
+        for part in parts:
+            part.step()
+        model.zero_grad()
+        bar.set_postfix(loss=f"{loss.item():.2f}", refresh=False)
     model.eval()
-    total = sum(cross_entropy(model(input_ids=b, use_cache=False).logits[:, :-1].flatten(0, 1), b[:, 1:].flatten(), reduction="sum").item() for b in blocks.split(8))
-    return math.exp(total / blocks[:, 1:].numel())
-
-
-def bigram_perplexity(train, heldout, V, D=0.75):
-    """Interpolated Kneser-Ney"""
-    pairs = torch.bincount(train[:, :-1].flatten() * V + train[:, 1:].flatten(), minlength=V*V).view(V, V)
-    followers, preceders, total = (pairs > 0).sum(1), (pairs > 0).sum(0), pairs.sum(1)
-    unigram = (preceders + 1) / (preceders.sum() + V)
-    a, b = heldout[:, :-1].flatten(), heldout[:, 1:].flatten()
-    p = ((pairs[a, b] - D).clamp(min=0) + D * followers[a] * unigram[b]) / total[a].clamp(min=1)
-    p = torch.where(total[a] > 0, p, unigram[b])
-    return math.exp(-p.double().log().mean().item())
 
 
 @torch.no_grad()
-def greedy(model, tokenizer, prompts):
+def perplexity(model: Any, rows: torch.Tensor) -> float:
+    """Per token, in fp32."""
+    losses = [cross_entropy(model(input_ids=row).logits[0, :-1], row[0, 1:]).item() for row in rows.split(1)]
+    return math.exp(sum(losses) / len(losses))
+
+
+def bigram_perplexity(seen: torch.Tensor, rows: torch.Tensor, vocabulary: int, discount: float = 0.75) -> float:
+    """Of a bigram model with interpolated Kneser-Ney smoothing, fitted on `seen` and asked for the same tokens."""
+    pairs = torch.bincount((seen[:, :-1] * vocabulary + seen[:, 1:]).flatten(), minlength=vocabulary**2)
+    pairs = pairs.view(vocabulary, vocabulary)
+    starts, followers, preceded = pairs.sum(1), (pairs > 0).sum(1), (pairs > 0).sum(0)
+    unigram = (preceded + 1) / (preceded + 1).sum()
+    first, second = rows[:, :-1].flatten(), rows[:, 1:].flatten()
+    kept = (pairs[first, second] - discount).clamp(min=0) + discount * followers[first] * unigram[second]
+    likelihood = torch.where(starts[first] > 0, kept / starts[first].clamp(min=1), unigram[second])
+    return math.exp(-likelihood.double().log().mean().item())
+
+
+def greedy_answers(model: Any, tokenizer: Any, records: Sequence[Record]) -> list[list[int]]:
+    """What the model says to the first question of every few records, without padding."""
+    chats = [[{"role": "user", "content": one["conversations"][0]["value"]}] for one in records[::PROMPT_EVERY]]
     tokenizer.padding_side = "left"
-    texts = [tokenizer.apply_chat_template([{"role": "user", "content": p}], tokenize=False, add_generation_prompt=True) for p in prompts]
-    inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False, return_token_type_ids=False)
-    made = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=[tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(END)])
-    made = made[:, inputs["input_ids"].shape[1]:].tolist()
-    return [list(itertools.takewhile(lambda t: t != tokenizer.pad_token_id, m)) for m in made]
+    prompts = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+    )
+    made = model.generate(**prompts, max_new_tokens=NEW_TOKENS, do_sample=False)[:, prompts["input_ids"].shape[1] :]
+    return [list(takewhile(tokenizer.pad_token_id.__ne__, answer)) for answer in made.tolist()]
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default="runs/tiny")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    report = make_target(options.out, options.steps, options.seed)
+    for split, counts in report["docstrings"].items():
+        print(f"{split}: " + ", ".join(f"{count:,} {what}" for what, count in counts.items()))
+    print(f"{report['parameters'] / 1e6:.1f} M parameters, {report['tokens']['seen']:,} tokens seen")
+    print(f"held-out perplexity {report['perplexity']:.1f}, of a bigram {report['bigram_perplexity']:.1f}")
+    print(f"{report['loop_share']:.0%} of greedy answers end in a loop")
+    print("seconds: " + ", ".join(f"{name} {spent['wall']:.0f}" for name, spent in report["seconds"].items()))
+
+
+if __name__ == "__main__":
+    main()
