@@ -12,6 +12,7 @@ import platform
 import subprocess
 from collections.abc import Callable
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from time import process_time
@@ -70,7 +71,7 @@ class Ticks:
 
 def typical_step(times: list[float]) -> float:
     """The median time between tokens, without prefill and first steps."""
-    return median(later - sooner for sooner, later in zip(times[2:], times[3:], strict=False))
+    return median(later - sooner for sooner, later in pairwise(times[2:]))
 
 
 def plain_steps(model: Any, prompt: list[int], count: int) -> float:
@@ -147,7 +148,7 @@ def outside_forward(target: Target, drafter: Any, prompt: list[int], temperature
 
 
 def growth(model: Any, target: Target, rounds: int) -> dict[str, Any]:
-    """What a cycle of 16 nodes gains in time from the short to the long context, against the untouched model's forward."""
+    """What a cycle of 16 nodes gains in time from short to long context, against the untouched model's forward."""
     drafter, times = RandomTrees(16, target.vocab_size), {}
     for context in CONTEXTS:
         prompt = random_prompt(target, context)
@@ -163,7 +164,7 @@ def growth(model: Any, target: Target, rounds: int) -> dict[str, Any]:
 def our_cycle(target: Target, drafter: RandomTrees, prompt: list[int]) -> float:
     """The median cycle with a random tree of 16 nodes."""
     times = [process_time() for _ in stream(target, drafter, prompt, max_new_tokens=16, stop=[], budget=Budget(15, 16))]
-    return median(later - sooner for sooner, later in zip(times[1:], times[2:], strict=False))
+    return median(later - sooner for sooner, later in pairwise(times[1:]))
 
 
 def bare_forward(model: Any, prompt: list[int], shape: tuple[torch.Tensor, torch.Tensor]) -> Callable[[], float]:
@@ -224,7 +225,10 @@ def repeating_prompts(target: Target, tokenizer: Any) -> dict[str, list[int]]:
     """A summary and a code edit where there is a tokenizer, else random text that repeats."""
     if tokenizer is None:
         return {"repeating random text": random_prompt(target, 60) * 5}
-    code = "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n    return area(width, height) * depth\n"
+    code = (
+        "def area(width, height):\n    return width * height\n\n\n"
+        "def volume(width, height, depth):\n    return area(width, height) * depth\n"
+    )
     story = (
         "The river rose in the night and took the bridge with it. In the morning the village stood on both sides "
         "and called across. Nobody could remember who had built the bridge, and nobody knew how to build another. "
@@ -252,6 +256,27 @@ def random_llama() -> Any:
     shape = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 12, "vocab_size": 8192}
     heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 4096}
     return LlamaForCausalLM(LlamaConfig(**shape, **heads)).eval()
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    rows = [("what", "transformers", "here", "ratio")]
+    for context, row in results["none_over_generate"].items():
+        rows.append((f"one token, {context} tokens of context", *_figures(row)))
+    growth = results["growth_of_a_16_node_cycle"]
+    rows.append(("what 16 nodes cost more at 3,000 tokens than at 300", *_figures(growth["gain"]), growth["ratio"]))
+    for name, row in results["ngram_over_prompt_lookup"].items():
+        rows.append((f"prompt lookup, 10 drafts, 120 tokens, {name}", *_figures(row)))
+    for name, share in results["share_outside_forward"].items():
+        rows.append((f"share of a cycle outside the forward, {name}", "", f"{share:.1%}", ""))
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+    made = ", ".join(f"{key} {value}" for key, value in results["machine"].items())
+    return "\n".join([lines[0], "|---|---|---|---|", *lines[1:], "", f"<sub>{made}</sub>"])
+
+
+def _figures(row: dict[str, Any]) -> list[Any]:
+    figures = [f"{row['transformers_ms']:.1f} ms", f"{row['ours_ms']:.1f} ms"]
+    return [*figures, row["ratio"]] if "ratio" in row else figures
 
 
 def main() -> None:
@@ -284,7 +309,7 @@ def main() -> None:
         "growth_of_a_16_node_cycle": growth(model, target, args.rounds),
         "ngram_over_prompt_lookup": lookup(chat, Target(chat, tokenizer), tokenizer, args.rounds),
     }
-    print(json.dumps(results, indent=2))
+    print(table(results))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(results, indent=2) + "\n")
 

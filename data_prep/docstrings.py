@@ -92,15 +92,13 @@ def documented(held_out: bool, tally: Counter[str]) -> Iterator[Documented]:
 def source_files(package: str) -> Iterator[tuple[str, Path]]:
     """Dotted name and path of every Python source of an installed package or module, sorted; nothing if absent."""
     spec = importlib.util.find_spec(package)
-    if spec is None or not (spec.origin or "").endswith(".py"):
-        return
-    origin = Path(str(spec.origin))
-    if not spec.submodule_search_locations:
+    origin = Path(spec.origin or "") if spec else Path()
+    if origin.name == "__init__.py":
+        for path in sorted(origin.parent.rglob("*.py")):
+            inner = path.relative_to(origin.parent).with_suffix("").parts
+            yield ".".join((package, *(part for part in inner if part != "__init__"))), path
+    elif origin.suffix == ".py":
         yield package, origin
-        return
-    for path in sorted(origin.parent.rglob("*.py")):
-        inner = path.relative_to(origin.parent).with_suffix("").parts
-        yield ".".join((package, *(part for part in inner if part != "__init__"))), path
 
 
 def parsed(module: str, source: bytes) -> Iterator[Documented]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.decode_speed import table as speed_table
 from eagle import DraftTree
 from eval.draw import svg
 from eval.report import loops, markdown, summary
@@ -21,6 +22,12 @@ PLACED = [(page, file, text) for page in ROOT.glob("*.md") for file, text in TAB
 def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> None:
     """What stands on the page is what `python -m eval.report FILE` prints."""
     assert text.strip() == markdown(ROOT / file).strip()
+
+
+def test_the_speed_page_shows_the_result_file() -> None:
+    """The table in docs/speed.md is what `bench/decode_speed.py` prints for the committed results."""
+    page, results = ROOT / "docs/speed.md", ROOT / "docs/results/decode_speed.json"
+    assert speed_table(json.loads(results.read_text())) in page.read_text()
 
 
 def test_summary_pools_cycles_and_compares_with_none() -> None:

@@ -32,7 +32,7 @@ from data_prep.conversations import ROLES
 from eval.report import loops
 
 STEPS, BATCH, WINDOW, WARMUP = 400, 4, 512, 40
-MATRIX_LR, LR, WEIGHT_DECAY = 0.02, 1e-2, 0.1
+MATRIX_LR, LR, WEIGHT_DECAY = 0.02, 1.5e-2, 0.1
 PROMPT_EVERY, NEW_TOKENS = 13, 160  # of the greedy answers whose loops are counted
 SYSTEM, SYSTEM_EVERY = "You answer questions about Python's libraries.", 8
 END, SPECIAL = "<|end|>", ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
@@ -54,7 +54,7 @@ MODEL: dict[str, Any] = {
 }
 SENTENCEPIECE: dict[str, Any] = {  # no normalisation and no added space, so that decoding gives back what was encoded
     "model_type": "bpe",
-    "vocab_size": 2048,
+    "vocab_size": 3072,
     "byte_fallback": True,
     "normalization_rule_name": "identity",
     "remove_extra_whitespaces": False,
@@ -108,8 +108,8 @@ def made_with() -> dict[str, str]:
 def finished(out: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     """The report of an earlier run with these settings; it is published last, so its target is whole."""
     path = out / "target_report.json"
-    report = json.loads(path.read_text()) if path.exists() and (out / "target").is_dir() else {}
-    return report if report.get("settings") == settings else None
+    report = json.loads(path.read_text()) if path.exists() else {}
+    return report if report.get("settings") == settings and (out / "target").is_dir() else None
 
 
 def publish(aside: Path, out: Path) -> None:
@@ -141,14 +141,12 @@ def build(folder: Path, steps: int, seed: int, max_conversations: int | None) ->
         model.save_pretrained(folder / "target")
     with phase(seconds, "measuring"):
         answers = greedy_answers(model, tokenizer, splits["heldout"])
-        figures = {
-            "perplexity": perplexity(model, heldout_rows),
-            "bigram_perplexity": bigram_perplexity(train_rows, heldout_rows, len(tokenizer)),
-            "loop_share": sum(map(loops, answers)) / len(answers),
-            "mean_answer_tokens": sum(map(len, answers)) / len(answers),
-        }
+        measured, bigram = perplexity(model, heldout_rows), bigram_perplexity(train_rows, heldout_rows, len(tokenizer))
     return {
-        **figures,
+        "perplexity": measured,
+        "bigram_perplexity": bigram,
+        "loop_share": sum(map(loops, answers)) / len(answers),
+        "mean_answer_tokens": sum(map(len, answers)) / len(answers),
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "tokens": {"in_corpus": train_rows.numel(), "seen": steps * BATCH * WINDOW},
         "conversations": {split: len(records) for split, records in splits.items()},
@@ -215,11 +213,9 @@ def new_model(tokenizer: Any) -> Any:
 
 def bf16_is_faster() -> bool:
     """Whether this processor multiplies matrices faster in bfloat16 than in float32."""
-
-    def seconds(dtype: torch.dtype) -> float:
-        return Timer("a @ a", globals={"a": torch.ones(1024, 1024, dtype=dtype)}).timeit(5).mean
-
-    return seconds(torch.bfloat16) < seconds(torch.float32)
+    matrices = [torch.ones(1024, 1024, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    bf16, fp32 = (Timer("a @ a", globals={"a": matrix}).timeit(5).mean for matrix in matrices)
+    return bf16 < fp32
 
 
 def optimizers(model: Any) -> list[Any]:
@@ -228,19 +224,16 @@ def optimizers(model: Any) -> list[Any]:
     inside = {id(weight) for weight in matrices}
     others = [weight for weight in model.parameters() if id(weight) not in inside]
     return [
-        torch.optim.Muon(matrices, lr=MATRIX_LR, weight_decay=WEIGHT_DECAY),
+        torch.optim.Muon(matrices, lr=MATRIX_LR, weight_decay=WEIGHT_DECAY, ns_steps=3),
         torch.optim.AdamW(others, lr=LR, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY, fused=True),
     ]
 
 
 def train(model: Any, rows: torch.Tensor, steps: int, seed: int, bf16: bool) -> None:
     """Train in place on all tokens of the rows, each row once an epoch, with warmup and linear decay to zero."""
-
-    def rate(step: int) -> float:
-        return min((step + 1) / WARMUP, (steps - step) / max(1, steps - WARMUP))
-
+    rates = [min((step + 1) / WARMUP, (steps - step) / max(1, steps - WARMUP)) for step in range(steps + 1)]
     parts = optimizers(model)
-    parts += [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in parts]
+    parts += [torch.optim.lr_scheduler.LambdaLR(optimizer, rates.__getitem__) for optimizer in parts]
     generator = torch.Generator().manual_seed(seed)
     order = torch.cat([torch.randperm(len(rows), generator=generator) for _ in range(steps * BATCH // len(rows) + 1)])
     for chosen in (bar := tqdm(order[: steps * BATCH].split(BATCH), desc="training", unit="step")):
