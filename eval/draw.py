@@ -18,10 +18,12 @@ KEPT, DROPPED, CHOSEN, LINE = "#1a7f37", "#8c959f", "#0969da", "#d0d7de"
 
 def svg(tree: DraftTree, words: list[str], path: list[int], choice: str) -> str:
     """The tree from left to right: the accepted path in green, the target's own next token in blue."""
-    depths, rows = tree.depths(), _rows(tree)
+    depths, rows = tree.depths(), _rows(tree, path)
     place = {node: (MARGIN + depths[node] * COLUMN, MARGIN + row * ROW) for node, row in rows.items()}
-    end = (place[path[-1]][0] + COLUMN, MARGIN + (max(rows.values()) + 1) * ROW)
-    width, height = max(max(x for x, _ in place.values()), end[0]) + COLUMN, end[1] + ROW + MARGIN
+    below = depths.count(len(path))  # drafted where the target's own token stands, and not chosen
+    end = (place[path[-1]][0] + COLUMN, MARGIN + below * ROW)
+    places = [*place.values(), end]
+    width, height = max(x for x, _ in places) + COLUMN, max(y for _, y in places) + ROW + MARGIN
     parts = [_edge(place[parent], place[node], node in path) for node, parent in _edges(tree)]
     parts.append(_edge(place[path[-1]], end, True, CHOSEN))
     parts += [_box(place[node], word, KEPT if node in path else DROPPED) for node, word in enumerate(words)]
@@ -39,16 +41,13 @@ def _edges(tree: DraftTree) -> list[tuple[int, int]]:
     return list(enumerate(tree.parents.tolist()))[1:]
 
 
-def _rows(tree: DraftTree) -> dict[int, int]:
-    """A row for every node: a first child goes on in its parent's, each further branch takes a new one."""
-    children, rows, used = tree.children(), {0: 0}, 0
-    stack = [0]
-    while stack:
-        node = stack.pop()
-        for number, child in enumerate(children[node]):
-            used += number > 0
-            rows[child] = rows[node] if number == 0 else used
-        stack += reversed(children[node])
+def _rows(tree: DraftTree, path: list[int]) -> dict[int, int]:
+    """A row for every node: each level from the top, the accepted node first, then by the parents' rows."""
+    depths, parents, rows = tree.depths(), tree.parents.tolist(), {0: 0}
+    for depth in range(1, max(depths) + 1):
+        level = [node for node, at in enumerate(depths) if at == depth]
+        level.sort(key=lambda node: (node not in path, rows[parents[node]]))
+        rows |= {node: row for row, node in enumerate(level)}
     return rows
 
 
