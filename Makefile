@@ -11,6 +11,8 @@ READY := $(VENV)/ready
 demo: $(READY)  ## the whole path on the embedded default: target, data, features, head, decoding, export
 	$(BIN)/python recipes/tiny/demo.py
 
+test test-slow: export OMP_NUM_THREADS = 1  # models this small run faster on one thread
+
 test: $(READY)  ## everything that is fast
 	$(BIN)/python -m pytest
 
