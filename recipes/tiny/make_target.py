@@ -32,7 +32,7 @@ from data_prep.conversations import ROLES
 from eval.report import loops
 
 STEPS, BATCH, WINDOW, WARMUP = 400, 4, 512, 40
-MATRIX_LR, LR, WEIGHT_DECAY = 0.02, 1.5e-2, 0.1
+MATRIX_LR, LR, WEIGHT_DECAY = 0.02, 2.5e-2, 0.1
 PROMPT_EVERY, NEW_TOKENS = 13, 160  # of the greedy answers whose loops are counted
 SYSTEM, SYSTEM_EVERY = "You answer questions about Python's libraries.", 8
 END, SPECIAL = "<|end|>", ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
@@ -54,7 +54,7 @@ MODEL: dict[str, Any] = {
 }
 SENTENCEPIECE: dict[str, Any] = {  # no normalisation and no added space, so that decoding gives back what was encoded
     "model_type": "bpe",
-    "vocab_size": 3072,
+    "vocab_size": 2048,
     "byte_fallback": True,
     "normalization_rule_name": "identity",
     "remove_extra_whitespaces": False,
@@ -224,7 +224,7 @@ def optimizers(model: Any) -> list[Any]:
     inside = {id(weight) for weight in matrices}
     others = [weight for weight in model.parameters() if id(weight) not in inside]
     return [
-        torch.optim.Muon(matrices, lr=MATRIX_LR, weight_decay=WEIGHT_DECAY, ns_steps=3),
+        torch.optim.Muon(matrices, lr=MATRIX_LR, weight_decay=WEIGHT_DECAY),
         torch.optim.AdamW(others, lr=LR, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY, fused=True),
     ]
 
