@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from sentencepiece import SentencePieceTrainer
 from torch.nn.functional import cross_entropy
-from torch.utils.benchmark import Timer
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LlamaTokenizer
 
 from data_prep import docstrings
 from data_prep.conversations import ROLES
+from eagle.target import fastest_dtype
 from eval.report import loops
 
 STEPS, BATCH, WINDOW, WARMUP = 400, 4, 512, 40
@@ -136,7 +136,7 @@ def build(folder: Path, steps: int, seed: int, max_conversations: int | None) ->
         train_rows, heldout_rows = (packed(records, tokenizer) for records in splits.values())
     with phase(seconds, "training"):
         torch.manual_seed(seed)
-        model, bf16 = new_model(tokenizer), bf16_is_faster()
+        model, bf16 = new_model(tokenizer), fastest_dtype("cpu") == torch.bfloat16
         train(model, train_rows, steps, seed, bf16)
         model.save_pretrained(folder / "target")
     with phase(seconds, "measuring"):
@@ -209,13 +209,6 @@ def new_model(tokenizer: Any) -> Any:
     ids["eos_token_id"] = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(END)]
     model.generation_config = GenerationConfig(**ids)
     return model
-
-
-def bf16_is_faster() -> bool:
-    """Whether this processor multiplies matrices faster in bfloat16 than in float32."""
-    matrices = [torch.ones(1024, 1024, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
-    bf16, fp32 = (Timer("a @ a", globals={"a": matrix}).timeit(5).mean for matrix in matrices)
-    return bf16 < fp32
 
 
 def optimizers(model: Any) -> list[Any]:
