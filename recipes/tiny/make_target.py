@@ -181,8 +181,8 @@ def train_tokenizer(records: Sequence[Record], folder: Path) -> Any:
     folder.mkdir()
     said = (turn["value"] for record in records for turn in record["conversations"])
     lines = (line for value in said for line in value.split("\n") if line)
-    SentencePieceTrainer.train(sentence_iterator=lines, model_prefix=str(folder / "tokenizer"), **SENTENCEPIECE)
-    (folder / "tokenizer.vocab").unlink()
+    with (folder / "tokenizer.model").open("wb") as file:  # written by a path, the model would hold that path
+        SentencePieceTrainer.train(sentence_iterator=lines, model_writer=file, **SENTENCEPIECE)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER, indent=2) + "\n")
     tokenizer = LlamaTokenizer.from_pretrained(folder)
