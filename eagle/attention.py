@@ -136,7 +136,7 @@ class Masks:
     """
 
     def __init__(self, model: Any, config: Any) -> None:
-        self.config, self.dtype, self.device = config, model.dtype, model.get_input_embeddings().weight.device
+        self.dtype, self.device = model.dtype, model.get_input_embeddings().weight.device
         self.settings = vars(config)
         types = set(getattr(config, "layer_types", None) or ["any"])
         window = getattr(config, "sliding_window", None)

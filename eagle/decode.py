@@ -105,6 +105,8 @@ class _Until:
         stop = target.stop_tokens if stop is None else stop
         self.tokens = {item for item in stop if isinstance(item, int)}
         self.strings = [item for item in stop if isinstance(item, str)]
+        # tokens that a stop string can span; some print nothing and take places too
+        self.reach = max((len(string.encode()) for string in self.strings), default=0) + 16
         self.tokenizer, self.limit = target.tokenizer, max_new_tokens
         if self.strings and self.tokenizer is None:
             raise ValueError(f"stop strings {self.strings} need a tokenizer: load the target with one, or pass ids")
@@ -125,10 +127,7 @@ class _Until:
     def _string_end(self, trace: Trace, new: list[int]) -> int | None:
         """How many of the new tokens it takes to complete a stop string, or None."""
         for end in range(1, len(new) + 1) if self.strings else ():
-            reach = (
-                max(len(string.encode()) for string in self.strings) + 16
-            )  # tokens that print nothing take places too
-            text = self.tokenizer.decode((trace.tokens + new[:end])[-reach:], skip_special_tokens=False)
+            text = self.tokenizer.decode((trace.tokens + new[:end])[-self.reach :], skip_special_tokens=False)
             found = [string for string in self.strings if string in text]
             if found:
                 trace.stop_string = min(found, key=text.find)  # the one that begins first

@@ -10,7 +10,7 @@ class NgramDrafter:
     """Chains copied from the most recent earlier occurrence of the text's last n tokens, longest n first.
 
     A match of n tokens is trusted for `trust` * n more: on 32 prompts of three kinds that made decoding 1.12 to 1.16
-    times faster than always copying ten, for 0.02 to 0.1 tokens per step less.
+    times faster in modelled time than always copying ten, for 0.02 to 0.07 tokens per step less.
     """
 
     taps: tuple[int, ...] = ()
