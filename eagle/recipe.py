@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -24,24 +24,46 @@ class TargetSection(Section):
     revision: str | None = None
     dtype: str = "auto"
     trust_remote_code: bool = False
+    adapter: str | None = None  # a LoRA adapter, merged at load
+    device_map: str | None = None  # "auto" spreads a target that no single device holds
 
 
 class DataSection(Section):
     """The conversations to learn from."""
 
-    train: str
+    train: str  # a file, a folder of files, or a hub dataset
     heldout: str | None = None
+    split: str = "train"  # of a hub dataset
+    revision: str | None = None  # of a hub dataset; pinned, a change of it is noticed
     limit: int | None = Field(None, ge=1)
     max_length: int = Field(2048, ge=8)
-    template_kwargs: dict[str, Any] = {}
+    turns: Literal["all", "last"] = "all"  # which answers are learned
+    template: str | None = None  # a Jinja file, for tokenizers without a chat template or with a wrong one
+    template_kwargs: dict[str, Any] = {}  # for every render: enable_thinking, reasoning_effort, a date
+
+
+class RegenerateSection(Section):
+    """The target's own answers in place of those of the data."""
+
+    source: str  # the conversations whose answers are replaced; `data.train` then names `out`
+    out: str
+    endpoint: str | None = None  # an OpenAI-compatible server, as http://localhost:8000/v1; without, decode here
+    in_flight: int = Field(32, ge=1)  # requests at a time
+    batch_size: int = Field(16, ge=1)  # conversations at a time, without an endpoint
+    max_new_tokens: int = Field(1024, ge=1)
+    temperature: float = Field(0.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    seed: int = 0
+    keep_truncated: bool = False  # learn from answers that were cut off, too
 
 
 class FeaturesSection(Section):
     """Where the target's hidden states are kept, and how."""
 
-    store: str
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    store: str | None = None  # without: computed while training
+    dtype: Literal["float32", "bfloat16", "float8"] = "bfloat16"
     shard_bytes: int = Field(1_000_000_000, ge=1)
+    batch_tokens: int | None = Field(None, ge=1)  # slots of one forward; by default what suits the device
 
 
 class DrafterSection(BaseModel):
@@ -82,6 +104,7 @@ class Recipe(Section):
 
     target: TargetSection
     data: DataSection
+    regenerate: RegenerateSection | None = None
     features: FeaturesSection
     drafter: DrafterSection
     train: TrainSection
@@ -119,9 +142,10 @@ def _explain(model: type[BaseModel], mistake: Any, source: str) -> str:
     where, name = ".".join(map(str, mistake["loc"])), str(mistake["loc"][-1]) if mistake["loc"] else ""
     if mistake["type"] != "extra_forbidden":
         return f"{source}: {where}: got {mistake['input']!r}; {mistake['msg']}"
-    owner = model
+    owner: Any = model
     for key in mistake["loc"][:-1]:
-        owner = owner.model_fields[key].annotation  # type: ignore[assignment]
+        annotation = owner.model_fields[key].annotation
+        owner = next((kind for kind in get_args(annotation) if kind is not type(None)), annotation)
     near = difflib.get_close_matches(name, owner.model_fields, n=1, cutoff=0.0)[0]
     return f"{source}: unknown key {where}: did you mean {near}? Known here are {', '.join(owner.model_fields)}"
 
