@@ -1,50 +1,126 @@
-"""Conversations -> feature store: `python -m data_prep.extract RECIPE [key=value ...]`."""
+"""Conversations -> feature store: `[accelerate launch -m | python -m] data_prep.extract RECIPE [key=value ...]`.
+
+A run that was killed goes on where it was when the same command is given again, with any number of processes.
+`--forecast` tells size and time and stops; `--verify` reads every byte back; `--repair` computes anew what is broken;
+`--strict` takes the first record that would be dropped as an error.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from pathlib import Path
 from typing import Any
 
-import torch
-
-from data_prep.conversations import read_conversations
-from data_prep.tokens import example_of
+from data_prep.tokens import load_tokenizer, tokenized
 from eagle.drafters import DRAFTERS, settings_of
-from eagle.examples import Example, FeatureStore
-from eagle.extract import identity, taps_of, with_features
+from eagle.examples import Example
+from eagle.extract import check_room, extract, forecast, planned, taps_of, world
+from eagle.identity import identity
 from eagle.log import progress
 from eagle.recipe import Recipe
+from eagle.store import Absent, Damaged, FeatureStore
 from eagle.target import Target
 
-
-def tokenized(recipe: Recipe, tokenizer: Any) -> tuple[list[Example], Counter[str]]:
-    """The recipe's training examples, and what was dropped for which reason."""
-    conversations, dropped = read_conversations(recipe.data.train, recipe.data.limit)
-    examples = []
-    for conversation in conversations:
-        example = example_of(conversation, tokenizer, recipe.data.max_length, **recipe.data.template_kwargs)
-        if isinstance(example, str):
-            dropped[example] += 1
-        else:
-            examples.append(example)
-    return examples, dropped
+FLAGS = ("--forecast", "--repair", "--strict", "--verify")
 
 
 def main(argv: list[str]) -> None:
-    """Tokenise, extract, store, and say what was kept."""
-    recipe = Recipe.load(argv[0], argv[1:])
-    settings = settings_of(recipe.drafter.model_dump(), argv[0])
-    target = Target.load(recipe.target.path, dtype=recipe.target.dtype, revision=recipe.target.revision)
-    examples, dropped = tokenized(recipe, target.tokenizer)
+    """Read the command, and let every launched process do its share."""
+    flags = {word for word in argv if word.startswith("--")}
+    path, *overrides = [word for word in argv if word not in flags]
+    if unknown := flags.difference(FLAGS):
+        raise ValueError(f"unknown option {', '.join(sorted(unknown))}: expected {', '.join(FLAGS)}")
+    recipe = Recipe.load(path, overrides)
+    taps = taps_of(DRAFTERS[settings_of(recipe.drafter.model_dump(), path).kind])
+    if "--forecast" in flags:
+        examples = read(recipe, strict="--strict" in flags)
+        target = load(recipe)
+        print(forecast(target, examples, planned(examples, target, taps, recipe.features), taps, recipe.features.dtype))
+    elif not recipe.features.store:
+        raise ValueError(f"{path} has no features.store: its features are computed while training, none are stored")
+    elif "--verify" in flags:
+        verify(Path(recipe.features.store))
+    else:
+        fill(recipe, Path(recipe.features.store), identity(recipe, taps), flags)
+
+
+def fill(recipe: Recipe, folder: Path, made: dict[str, Any], flags: set[str]) -> None:
+    """This process's share of the shards that are not there yet; the first process prepares the store for all."""
+    index, count, wait = world()
+    target = prepare(recipe, folder, made, flags) if index == 0 else None
+    wait()
+    store = FeatureStore(folder, made, partial=True)
+    todo = sorted(store.absent)
+    wait()  # nobody writes before everybody has seen what is to do
+    if mine := todo[index::count]:
+        target = target or load(recipe, store.index["made"]["precision"])
+        tokens = sum(store.index["shard_tokens"][shard] for shard in mine)
+        work = extract(target, store, mine)
+        for _ in progress(work, "extract", tokens, unit="tokens", size=int, show=index == 0):
+            pass
+    wait()
+    if index == 0:
+        store = FeatureStore(folder, made)
+        print(f"features of {len(store)} examples, taps {store.taps}, in {len(store.plan)} shards in {folder}")
+
+
+def prepare(recipe: Recipe, folder: Path, made: dict[str, Any], flags: set[str]) -> Target | None:
+    """Begin a store that is not there, and remove what a repair finds broken, so that it is computed again."""
+    target, repair = None, "--repair" in flags
+    try:
+        FeatureStore(folder, made, partial=True)
+    except Damaged as error:
+        if not repair:
+            raise
+        print(f"{error}; this is done now")
+        target = begin(recipe, folder, made, strict="--strict" in flags)
+    except Absent:
+        target = begin(recipe, folder, made, strict="--strict" in flags)
+    if repair:
+        store = examined(folder)
+        print(store.described() if store.absent else f"nothing is broken in {folder}")
+        store.discard(list(store.absent))
+    return target
+
+
+def begin(recipe: Recipe, folder: Path, made: dict[str, Any], *, strict: bool) -> Target:
+    """Tokenise, plan, and create the store without features yet."""
+    examples, target = read(recipe, strict=strict), load(recipe)
+    plan = planned(examples, target, tuple(made["taps"]), recipe.features)
+    width, precision = target.config.hidden_size, str(target.model.dtype).removeprefix("torch.")
+    store = FeatureStore.create(folder, examples, made, plan, width=width, precision=precision)
+    check_room(store)
+    return target
+
+
+def read(recipe: Recipe, *, strict: bool) -> list[Example]:
+    """The recipe's examples, after a table of what was kept and dropped."""
+    examples, tally = tokenized(recipe, load_tokenizer(recipe), strict=strict)
     total, supervised = sum(len(e.tokens) for e in examples), sum(int(e.loss_mask.sum()) for e in examples)
-    print(f"kept {len(examples)} conversations, dropped {sum(dropped.values())} {dict(dropped) or ''}")
-    print(f"{total} tokens, {supervised / total:.0%} supervised")
-    taps = taps_of(DRAFTERS[settings.kind])
-    features = with_features(target, examples, taps, getattr(torch, recipe.features.dtype))
-    bar = progress(features, "extract", len(examples))
-    store = FeatureStore.write(recipe.features.store, bar, identity(recipe, taps), recipe.features.shard_bytes)
-    print(f"features of {len(store)} conversations, taps {taps}, in {recipe.features.store}")
+    print(f"{tally.table()}\n{len(examples):,} examples, {total:,} tokens, {supervised / total:.0%} supervised")
+    return examples
+
+
+def load(recipe: Recipe, precision: str | None = None) -> Target:
+    """The recipe's target, in the precision of a store that was begun."""
+    section = recipe.target.model_dump()
+    return Target.load(**(section if precision is None else {**section, "dtype": precision}))
+
+
+def examined(folder: Path) -> FeatureStore:
+    """The store, serving only the shards whose every byte is right."""
+    store = FeatureStore(folder, partial=True)
+    faults = progress(store.faults(read=True), "verify", len(store.plan), unit="shards")
+    store.serve_all_but({shard: fault for shard, fault in faults if fault})
+    return store
+
+
+def verify(folder: Path) -> None:
+    """Read every byte back; what is broken ends the command as an error that names it."""
+    store = examined(folder)
+    if store.absent:
+        raise ValueError(f"{store.described()}. The same command with --repair computes them anew, and only them")
+    print(f"all {len(store.plan)} shards in {folder} hold what was written")
 
 
 if __name__ == "__main__":

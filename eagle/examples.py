@@ -1,20 +1,14 @@
-"""Training examples, and the store of hidden features that they are read from."""
+"""Training examples, batches of them, and what a source of features offers."""
 
 # B batch, T tokens, L taps, D target width
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 
@@ -66,88 +60,14 @@ def collate(examples: Sequence[Example], taps: tuple[int, ...]) -> Batch:
     )
 
 
-class FeatureStore:
-    """Examples with features in safetensors shards; `index.json` says what made them and holds their checksums."""
+class Features(Protocol):
+    """Examples with features, stored or computed when they are read: training cannot tell."""
 
-    def __init__(self, folder: str | Path, expected: dict[str, Any] | None = None) -> None:
-        self.folder = Path(folder)
-        index = self.folder / "index.json"
-        if not index.is_file():
-            raise ValueError(f"no feature store at {folder}: run `python -m data_prep.extract RECIPE` first")
-        self.index = json.loads(index.read_text())
-        for key, value in (expected or {}).items():
-            if self.index["identity"].get(key) != value:
-                raise ValueError(
-                    f"the features in {folder} were made with {key} = {self.index['identity'].get(key)!r}, this run "
-                    f"needs {value!r}: extract again, or point features.store elsewhere"
-                )
-        self.taps: tuple[int, ...] = tuple(self.index["identity"]["taps"])
-        self.places = [(shard["file"], row) for shard in self.index["shards"] for row in range(shard["examples"])]
+    taps: tuple[int, ...]
+    identity: dict[str, Any]
 
-    def __len__(self) -> int:
-        return len(self.places)
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, place: int) -> Example:
-        file, row = self.places[place]
-        with safe_open(self.folder / file, "pt") as shard:
-            names = (f"{row}.tokens", f"{row}.loss_mask", f"{row}.features")
-            tokens, loss_mask, features = (shard.get_tensor(name) for name in names)
-        return Example(tokens.long(), loss_mask, features)
-
-    def verify(self) -> list[str]:
-        """The shards whose bytes are not those that were written."""
-        return [
-            shard["file"] for shard in self.index["shards"] if _digest(self.folder / shard["file"]) != shard["sha256"]
-        ]
-
-    @classmethod
-    def write(
-        cls, folder: str | Path, examples: Iterable[Example], identity: dict[str, Any], shard_bytes: int
-    ) -> FeatureStore:
-        """Write all examples in shards of about that size; the index comes last, so that half a store is none."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "index.json").unlink(missing_ok=True)
-        shards = [_write_shard(folder, number, part) for number, part in enumerate(_parts(examples, shard_bytes))]
-        _replace(folder / "index.json", json.dumps({"identity": identity, "shards": shards}, indent=1))
-        return cls(folder)
-
-
-def _parts(examples: Iterable[Example], size: int) -> Iterator[list[Example]]:
-    part: list[Example] = []
-    held = 0
-    for example in examples:
-        part.append(example)
-        held += example.features.nbytes if example.features is not None else 0
-        if held >= size:
-            yield part
-            part, held = [], 0
-    if part:
-        yield part
-
-
-def _write_shard(folder: Path, number: int, part: list[Example]) -> dict[str, Any]:
-    tensors = {}
-    for row, example in enumerate(part):
-        assert example.features is not None
-        tensors[f"{row}.tokens"] = example.tokens.int()
-        tensors[f"{row}.loss_mask"] = example.loss_mask
-        tensors[f"{row}.features"] = example.features.contiguous()
-    file = f"shard-{number:05d}.safetensors"
-    save_file(tensors, folder / f"{file}.part")
-    os.replace(folder / f"{file}.part", folder / file)
-    return {"file": file, "examples": len(part), "sha256": _digest(folder / file)}
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _replace(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    os.replace(part, path)
+    def read(self, places: Sequence[int]) -> list[Example]:
+        """Those examples, with their features."""
+        ...

@@ -3,21 +3,54 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 Item = TypeVar("Item")
 
 
-def progress(items: Iterable[Item], what: str, total: int, *, show: bool = True) -> Iterator[Item]:
-    """The items, with a bar that tells how far, how fast and how long still."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+class Rate(ProgressColumn):
+    """How much is done a second."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self.unit = unit
+
+    def render(self, task: Task) -> Text:
+        """The speed, once there is one."""
+        return Text(f"{task.speed:,.4g} {self.unit}/s" if task.speed else "")
+
+
+def progress(
+    items: Iterable[Item],
+    what: str,
+    total: int | None,
+    *,
+    unit: str = "items",
+    size: Callable[[Item], int] = lambda _: 1,
+    show: bool = True,
+) -> Iterator[Item]:
+    """The items, with a bar that tells how far, how fast and how long still; an item counts for its size."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Rate(unit), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not show) as bar:
-        yield from bar.track(items, total=total, description=what)
+        task = bar.add_task(what, total=total)
+        for item in items:
+            yield item
+            bar.advance(task, size(item))
 
 
 class Metrics:

@@ -50,12 +50,14 @@ class Target:
         device_map: str | dict[str, Any] | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
+        adapter: str | None = None,
     ) -> Target:
         """A target from a folder or a hub id; dtype "auto" takes bf16 only where it is faster on this device."""
         if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
             raise ValueError(f"{path} is no model: got a folder without config.json, expected one of save_pretrained")
         device = best_device() if device == "auto" else device
         dtype = fastest_dtype(device) if dtype == "auto" else dtype
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         source = {"revision": revision, "trust_remote_code": trust_remote_code}
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device_map, **source)
@@ -65,7 +67,12 @@ class Target:
             tokenizer = AutoTokenizer.from_pretrained(path, **source)
         except (OSError, ValueError):
             tokenizer = None  # ids are enough for all but text; `chat` and stop strings ask for one by name
-        return cls(model if device_map else model.to(device), tokenizer)
+        model = model if adapter is None else _merged(model, adapter)
+        if not getattr(model, "is_quantized", False):
+            mixed = model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict  # by design, not by dequantising
+            model = model if mixed else model.to(dtype)
+            model = model if device_map else model.to(device)
+        return cls(model, tokenizer)
 
     @property
     def max_positions(self) -> int | None:
@@ -140,12 +147,12 @@ class Target:
         self.text, self.cache.length = [], 0
 
     @torch.no_grad()
-    def features(self, tokens: Tensor, taps: tuple[int, ...]) -> Tensor:
+    def features(self, tokens: Tensor, taps: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """[B, T, L, D] of right-padded tokens [B, T] by a plain forward, which any causal model can do."""
         self._check_taps(taps)
         with self._tapping(taps) as tapped:
             tapped[-1] = self.model.base_model(input_ids=tokens.to(self.device), use_cache=False).last_hidden_state
-        return torch.stack([tapped[tap].to(self.device) for tap in taps], dim=2)
+        return torch.stack([tapped[tap].to(self.device, dtype) for tap in taps], dim=2)
 
     def _forward(self, tokens: Tensor, positions: list[int], tree: DraftTree | None) -> tuple[Tensor, Tensor | None]:
         """The LM head's input [N, D] and tapped states [N, L, D] at N tokens put after the text; no tree: a chain."""
@@ -232,6 +239,15 @@ class Target:
                 "its LM head cannot be borrowed; add its transform to TargetHead"
             )
         return head
+
+
+def _merged(model: Any, adapter: str) -> Any:
+    """The model with a LoRA adapter added into its weights."""
+    try:
+        from peft import PeftModel
+    except ImportError:
+        raise ValueError(f"the adapter {adapter} needs peft: `pip install peft`, or merge it beforehand") from None
+    return PeftModel.from_pretrained(model, adapter).merge_and_unload()
 
 
 def _close(got: Tensor, expected: Tensor) -> bool:

@@ -11,12 +11,12 @@ from accelerate import Accelerator
 
 from eagle.checkpoint import save_head
 from eagle.drafter import TargetHead, TrainableDrafter
-from eagle.examples import Batch, FeatureStore, collate
+from eagle.examples import Batch, Features, collate
 from eagle.log import Metrics, progress
 from eagle.recipe import Recipe
 
 
-def train(recipe: Recipe, head: TrainableDrafter, frozen: TargetHead, store: FeatureStore) -> Path:
+def train(recipe: Recipe, head: TrainableDrafter, frozen: TargetHead, store: Features) -> Path:
     """Train a head on stored features and save it; returns its folder."""
     settings, out = recipe.train, Path(recipe.train.out)
     accelerator = Accelerator()
@@ -46,13 +46,13 @@ def train(recipe: Recipe, head: TrainableDrafter, frozen: TargetHead, store: Fea
         if step % 10 == 0 or step == steps - 1:
             terms = {name: loss.item() for name, loss in losses.items()}
             metrics.write(step=step, lr=schedule.get_last_lr()[0], **terms)
-    save_head(out / "head", head, recipe.dump(), {"torch": torch.__version__, **store.index["identity"]})
+    save_head(out / "head", head, recipe.dump(), {"torch": torch.__version__, **store.identity})
     return out / "head"
 
 
-def _batches(store: FeatureStore, epochs: int, size: int, seed: int) -> Iterator[Batch]:
+def _batches(store: Features, epochs: int, size: int, seed: int) -> Iterator[Batch]:
     """Every epoch in an order of its own, that the seed decides."""
     for epoch in range(epochs):
         order = torch.randperm(len(store), generator=torch.Generator().manual_seed(seed + epoch)).tolist()
         for start in range(0, len(order), size):
-            yield collate([store[place] for place in order[start : start + size]], store.taps)
+            yield collate(store.read(order[start : start + size]), store.taps)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from data_prep.tokens import load_tokenizer
 from eagle.checkpoint import load_drafter
 from eagle.decode import generate
 from eagle.drafter import Budget
@@ -29,7 +30,7 @@ from eval.report import loops, markdown
 def rows(recipe: Recipe, target: Target, drafters: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """One row per temperature, prompt and drafter; the drafters take turns, so that a drifting machine hurts all."""
     budget = Budget(recipe.eval.nodes, recipe.eval.depth, recipe.eval.top_k)
-    prompts = first_turns(recipe.eval.prompts, target, recipe.eval.count)
+    prompts = first_turns(recipe, target)
     for temperature in recipe.eval.temperatures:
         for number, prompt in enumerate(progress(prompts, f"decode at T = {temperature:g}", len(prompts))):
             sampling, plain = Sampling(temperature=temperature, request=number), None
@@ -72,7 +73,8 @@ def what_ran(recipe: Recipe) -> dict[str, Any]:
 def main(argv: list[str]) -> None:
     """Measure `none`, `ngram` and the recipe's head; append the rows to results.jsonl and print the summary."""
     recipe = Recipe.load(argv[0], argv[1:])
-    target = Target.load(recipe.target.path, dtype="float32", revision=recipe.target.revision)
+    target = Target.load(**{**recipe.target.model_dump(), "dtype": "float32"})
+    target.tokenizer = load_tokenizer(recipe)
     head, kind = Path(recipe.train.out) / "head", recipe.drafter.kind
     drafters = {"none": load_drafter("none", target), "ngram": load_drafter("ngram", target)}
     drafters[kind] = load_drafter(head, target)

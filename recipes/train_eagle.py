@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
+from data_prep.tokens import load_tokenizer, tokenized
 from eagle.drafters import DRAFTERS, settings_of
-from eagle.examples import FeatureStore
-from eagle.extract import identity, taps_of
+from eagle.examples import Features
+from eagle.extract import LiveFeatures, taps_of
+from eagle.identity import identity
 from eagle.recipe import Recipe
+from eagle.store import FeatureStore
 from eagle.target import Target
 from eagle.train import train
 
@@ -21,10 +25,19 @@ def main(argv: list[str]) -> None:
     recipe = Recipe.load(path, argv)
     settings = settings_of(recipe.drafter.model_dump(), path)
     method = DRAFTERS[settings.kind]
-    store = FeatureStore(recipe.features.store, expected=identity(recipe, taps_of(method)))
-    target = Target.load(recipe.target.path, dtype="float32", revision=recipe.target.revision)
+    target = Target.load(**{**recipe.target.model_dump(), "dtype": "float32"})
+    store = source(recipe, identity(recipe, taps_of(method)))
     head = train(recipe, method.for_target(settings, target.config), target.head, store)
     print(f"head in {head}")
+
+
+def source(recipe: Recipe, made: dict[str, Any]) -> Features:
+    """The stored features, or such as are computed when they are read, where the recipe has no store."""
+    if recipe.features.store:
+        return FeatureStore(recipe.features.store, made)
+    examples, tally = tokenized(recipe, load_tokenizer(recipe))
+    print(tally.table())
+    return LiveFeatures(Target.load(**recipe.target.model_dump()), examples, made, recipe.features.batch_tokens)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from eagle.drafter import Committed, TrainableDrafter
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.examples import Batch, Example, collate
 from eagle.export import EXPORTERS
-from eagle.extract import taps_of, with_features
+from eagle.extract import LiveFeatures, taps_of
 from eagle.verify import Choose
 
 TRAINED = [name for name, method in DRAFTERS.items() if issubclass(method, TrainableDrafter)]
@@ -55,7 +55,8 @@ def batch(tiny_target: Target) -> Batch:
         tokens = torch.randint(5, tiny_target.vocab_size, (length,), generator=generator)
         examples.append(Example(tokens, torch.arange(length) >= 6))
     taps = tuple(sorted({tap for name in TRAINED for tap in taps_of(DRAFTERS[name])}))
-    return collate(list(with_features(tiny_target, examples, taps, torch.float32)), taps)
+    live = LiveFeatures(tiny_target, examples, {"taps": list(taps), "dtype": "float32"})
+    return collate(live.read(range(len(examples))), taps)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -12,7 +12,7 @@ from eagle.drafter import Committed
 from eagle.drafters.blocks import grow
 from eagle.drafters.eagle1 import Eagle1
 from eagle.examples import Batch, Example, collate
-from eagle.extract import with_features
+from eagle.extract import LiveFeatures
 from eagle.verify import Choose
 
 
@@ -30,7 +30,8 @@ def batch(tiny_target: Target) -> Batch:
     lengths = (30, 21)
     texts = [torch.randint(10, tiny_target.vocab_size, (length,), generator=generator) for length in lengths]
     examples = [Example(text, torch.rand(len(text), generator=generator) < 0.6) for text in texts]
-    return collate(list(with_features(tiny_target, examples, (-1,), torch.float32)), (-1,))
+    live = LiveFeatures(tiny_target, examples, {"taps": [-1], "dtype": "float32"})
+    return collate(live.read(range(len(examples))), live.taps)
 
 
 def test_drafting_sees_what_training_saw(head: Eagle1, tiny_target: Target) -> None:

@@ -10,8 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = {
-    **dict.fromkeys(("eagle.recipe", "eagle.tree", "eagle.noise", "eagle.examples", "eagle.log"), 0),
+    **dict.fromkeys(("eagle.recipe", "eagle.tree", "eagle.noise", "eagle.examples", "eagle.shards", "eagle.log"), 0),
     **dict.fromkeys(("eagle.drafter", "eagle.verify", "eagle.objectives", "eagle.attention"), 1),
+    **dict.fromkeys(("eagle.store", "eagle.identity"), 1),
     "eagle.target": 2,
     "eagle.drafters": 3,
     "eagle.decode": 3,
@@ -31,6 +32,8 @@ DOORS = {
     "datasets": {"data_prep.conversations", "eval.prompts"},
     "accelerate": {"eagle.train", "eagle.extract"},
     "wandb": {"eagle.log"},
+    "huggingface_hub": {"eagle.identity", "data_prep.draft_vocab"},
+    "peft": {"eagle.target"},
     "deepspeed": set(),
     **{engine: set() for engine in ("vllm", "sglang", "tensorrt_llm", "openvino", "openvino_genai", "llama_cpp")},
 }

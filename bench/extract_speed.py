@@ -1,0 +1,218 @@
+"""Speed, memory, padding and float8 error of extraction: `python bench/extract_speed.py --model DIR --data FILE`.
+
+Three ways take turns over the same conversations on one thread: the model's own forward that keeps nothing, extraction
+into a store, and one `torch.save` a conversation after a forward with `output_hidden_states=True`. The figures that
+count are ratios of medians of CPU seconds, in which the writing thread is included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from datetime import date
+from pathlib import Path
+from statistics import median
+from time import perf_counter, process_time
+from typing import Any
+
+import torch
+import transformers
+
+from data_prep.tokens import load_tokenizer, tokenized
+from eagle import Target
+from eagle.examples import Example
+from eagle.extract import extract
+from eagle.log import progress
+from eagle.recipe import Recipe
+from eagle.shards import packed, unpacked
+from eagle.store import FeatureStore, batches_of, plan_of
+
+DTYPE = "bfloat16"
+
+
+def read(model: Path, data: Path, limit: int) -> list[Example]:
+    """Real conversations as the target reads them."""
+    recipe = Recipe.load(
+        "recipes/tiny/eagle1.yaml",
+        [f"target.path={model}", f"data.train={data}", f"data.limit={limit}", "data.max_length=2048"],
+    )
+    return tokenized(recipe, load_tokenizer(recipe))[0]
+
+
+def bare(target: Target, examples: list[Example], folder: Path) -> None:
+    """The model's own forward; nothing is kept."""
+    with torch.no_grad():
+        for example in examples:
+            target.model.model(input_ids=example.tokens[None], use_cache=False)
+
+
+def stored(target: Target, examples: list[Example], folder: Path, dtype: str = DTYPE) -> None:
+    """Extraction as the script does it, with checksums and waiting for the disk."""
+    for _ in extracting(target, examples, folder, dtype):
+        pass
+
+
+def extracting(target: Target, examples: list[Example], folder: Path, dtype: str = DTYPE) -> Iterator[int]:
+    """The same, batch by batch."""
+    taps = taps_of(target)
+    plan = plan_of([len(example.tokens) for example in examples], 1, 1_000_000)
+    made = {"taps": list(taps), "dtype": dtype}
+    store = FeatureStore.create(folder, examples, made, plan, width=target.config.hidden_size)
+    return extract(target, store, range(len(plan)))
+
+
+def saved_one_by_one(target: Target, examples: list[Example], folder: Path) -> None:
+    """All hidden states of one conversation a forward, and one pickle a conversation."""
+    folder.mkdir()
+    with torch.no_grad():
+        for number, example in enumerate(examples):
+            states = target.model(input_ids=example.tokens[None], output_hidden_states=True).hidden_states
+            kept = torch.stack([states[tap][0] for tap in taps_of(target)]).to(torch.bfloat16)
+            row = {"input_ids": example.tokens, "loss_mask": example.loss_mask, "hidden_states": kept}
+            torch.save(row, folder / f"{number}.pt")
+
+
+def taps_of(target: Target) -> tuple[int, ...]:
+    """Three layers and the LM head's input, as EAGLE-3 reads them."""
+    count = target.config.num_hidden_layers
+    return (2, count // 2, count - 3, -1)
+
+
+def speeds(target: Target, examples: list[Example], rounds: int) -> dict[str, Any]:
+    """Tokens a second of each way, and each way's share of the bare forward."""
+    ways: dict[str, Callable[..., None]] = {"bare": bare, "stored": stored, "saved": saved_one_by_one}
+    cpu: dict[str, list[float]] = {name: [] for name in ways}
+    wall: dict[str, list[float]] = {name: [] for name in ways}
+    tokens = sum(len(example.tokens) for example in examples)
+    bare(target, examples[:4], Path())
+    for turn in progress(range(rounds), "rounds", rounds):
+        for name in [*ways][turn % 3 :] + [*ways][: turn % 3]:
+            with tempfile.TemporaryDirectory() as folder:
+                begun, clock = process_time(), perf_counter()
+                ways[name](target, examples, Path(folder) / "out")
+                cpu[name].append(process_time() - begun)
+                wall[name].append(perf_counter() - clock)
+    rows: dict[str, Any] = {"conversations": len(examples), "tokens": tokens, "rounds": rounds}
+    for name in ways:
+        rows[name] = {
+            "tokens_per_cpu_second": round(tokens / median(cpu[name])),
+            "wall": round(tokens / median(wall[name])),
+        }
+    for kind, times in (("cpu", cpu), ("wall", wall)):
+        rows[f"stored_over_bare_{kind}"] = round(median(times["bare"]) / median(times["stored"]), 3)
+        rows[f"stored_over_saved_{kind}"] = round(median(times["saved"]) / median(times["stored"]), 3)
+    return rows
+
+
+def memory(target: Target, examples: list[Example]) -> dict[str, float]:
+    """Resident megabytes after a tenth, a half and all of an extraction."""
+    with tempfile.TemporaryDirectory() as folder:
+        total, done, seen = sum(len(example.tokens) for example in examples), 0, {}
+        for tokens in progress(extracting(target, examples, Path(folder) / "out"), "memory", total, size=int):
+            done += tokens
+            for share in (0.1, 0.5, 1.0):
+                if done >= share * total and f"{share:.0%}" not in seen:
+                    pages = int(Path("/proc/self/statm").read_text().split()[1])
+                    seen[f"{share:.0%}"] = round(pages * os.sysconf("SC_PAGE_SIZE") / 1e6)
+    return seen
+
+
+def padding(lengths: list[int]) -> dict[str, float]:
+    """The share of computed slots that hold no token, for batches of several sizes."""
+    shares = {}
+    for size in (4096, 8192, 16384):
+        batches = batches_of(lengths, size)
+        slots = sum(len(batch) * lengths[batch[0]] for batch in batches)
+        shares[str(size)] = round(1 - sum(lengths) / slots, 4)
+    return shares
+
+
+def float8_error(target: Target, examples: list[Example]) -> dict[str, Any]:
+    """Relative error of each token's state, by tap, with a scale per token or per block of numbers; bf16 beside it."""
+    taps = tuple(range(target.config.num_hidden_layers))
+    states = torch.cat([target.features(example.tokens[None], (*taps, -1))[0].float() for example in examples])
+
+    def error(rebuilt: torch.Tensor) -> dict[str, list[float]]:
+        found = (rebuilt - states).norm(dim=-1) / states.norm(dim=-1)
+        return {
+            "mean": [round(x, 4) for x in found.mean(0).tolist()],
+            "max": [round(x, 4) for x in found.amax(0).tolist()],
+        }
+
+    def blocks(width: int) -> torch.Tensor:
+        cut = states.unflatten(-1, (-1, width))
+        return unpacked(*packed(cut, "float8")).float().flatten(-2)
+
+    ways = {"per token": unpacked(*packed(states, "float8")).float(), "bf16": states.bfloat16().float()}
+    ways |= {f"per {width}": blocks(width) for width in (128, 32)}
+    return {"tokens": len(states), "taps": [*taps, -1], **{name: error(rebuilt) for name, rebuilt in ways.items()}}
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    speed, error = results["speed"], results["float8_error"]
+    rows = [
+        ("a bare forward that keeps nothing, tokens per CPU second", speed["bare"]["tokens_per_cpu_second"]),
+        ("extraction of 4 taps in bf16 with checksums", speed["stored"]["tokens_per_cpu_second"]),
+        ("`output_hidden_states=True` and one `torch.save` a conversation", speed["saved"]["tokens_per_cpu_second"]),
+        ("extraction / bare, CPU (wall)", f"{speed['stored_over_bare_cpu']} ({speed['stored_over_bare_wall']})"),
+        (
+            "extraction / one by one, CPU (wall)",
+            f"{speed['stored_over_saved_cpu']} ({speed['stored_over_saved_wall']})",
+        ),
+        ("memory after 10%, 50%, 100% of a run, MB", ", ".join(map(str, results["memory_mb"].values()))),
+        *((f"padding, batches of {size} slots", f"{share:.1%}") for size, share in results["padding"].items()),
+        *(
+            (f"float8 error of a state, scale {name}, mean over taps (largest)", _error(error[name]))
+            for name in ("per token", "per 128", "per 32")
+        ),
+        ("bf16 error of a state, mean over taps (largest)", _error(error["bf16"])),
+    ]
+    made = ", ".join(f"{key} {value}" for key, value in results["machine"].items())
+    lines = [f"| {what} | {figure} |" for what, figure in rows]
+    return "\n".join(["| what | figure |", "|---|---|", *lines, "", f"<sub>{made}</sub>"])
+
+
+def _error(row: dict[str, list[float]]) -> str:
+    return f"{sum(row['mean']) / len(row['mean']):.2%} ({max(row['max']):.2%})"
+
+
+def main() -> None:
+    """Measure, print the table, and write the result file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--data", type=Path, required=True, help="ShareGPT-style conversations")
+    parser.add_argument("--dtype", default="bfloat16", help="of the model")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=Path("docs/results/extract_speed.json"))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    target = Target.load(args.model, dtype=args.dtype)
+    examples = read(args.model, args.data, 400)
+    commit = ["git", "rev-parse", "--short", "HEAD"]
+    results = {
+        "machine": {
+            "model": f"{args.model.name} in {args.dtype}",
+            "cpu": platform.processor() or platform.machine(),
+            "threads": 1,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "date": str(date.today()),
+            "commit": subprocess.run(commit, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip(),
+        },
+        "speed": speeds(target, examples[:24], args.rounds),
+        "memory_mb": memory(target, examples),
+        "padding": padding([len(example.tokens) for example in examples]),
+        "float8_error": float8_error(Target.load(args.model, dtype="float32"), examples[:24]),
+    }
+    print(table(results))
+    args.out.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""What made a set of features: fingerprints of the files behind a recipe, so that stale ones cannot be mixed in."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+
+from eagle.recipe import Recipe, TargetSection
+from eagle.shards import sha256
+
+WEIGHTS = ("*.safetensors", "*.bin")
+TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model")
+TEMPLATE = ("chat_template*", "tokenizer_config.json")
+
+
+def identity(recipe: Recipe, taps: tuple[int, ...]) -> dict[str, Any]:
+    """Everything that decides the features of a recipe; a reader that expects anything else refuses them."""
+    return {
+        "target": target_identity(recipe.target),
+        **data_identity(recipe),
+        "taps": list(taps),
+        "dtype": recipe.features.dtype,
+    }
+
+
+def target_identity(section: TargetSection) -> dict[str, Any]:
+    """The target's weights, config, precision, quantisation and adapter."""
+    folder = _folder(section.path, section.revision, (*WEIGHTS, "config.json"))
+    weights = [path for pattern in WEIGHTS if (path := sorted(folder.glob(pattern)))][:1]  # .bin only without the other
+    config = json.loads((folder / "config.json").read_text())
+    return {
+        "weights": fingerprint(weights[0] if weights else ()),
+        "config": fingerprint([folder / "config.json"]),
+        "dtype": section.dtype,
+        "quantization": config.get("quantization_config"),
+        "adapter": fingerprint(_matching(section.adapter, None, (*WEIGHTS, "adapter_config.json")))
+        if section.adapter
+        else None,
+    }
+
+
+def data_identity(recipe: Recipe) -> dict[str, Any]:
+    """The conversations, and the tokenizer and template that turn them into tokens and masks."""
+    data, target = recipe.data, recipe.target
+    own_template = _matching(target.path, target.revision, TEMPLATE)
+    return {
+        "tokenizer": fingerprint(_matching(target.path, target.revision, TOKENIZER)),
+        "template": fingerprint([Path(data.template)] if data.template else own_template),
+        "data": {
+            "source": fingerprint(_files(Path(data.train))) if Path(data.train).exists() else data.train,
+            **data.model_dump(mode="json", exclude={"train", "heldout", "template"}),
+        },
+    }
+
+
+def fingerprint(files: Iterable[Path]) -> str:
+    """One checksum for the names and bytes of some files."""
+    return hashlib.sha256("\n".join(f"{path.name} {_checksum(path)}" for path in files).encode()).hexdigest()[:16]
+
+
+def _checksum(path: Path) -> str:
+    """A file's sha256; a hub's cache already names large files by theirs."""
+    name = path.resolve().name
+    return name if path.is_symlink() and len(name) == 64 else sha256(path)
+
+
+def _matching(path: str | None, revision: str | None, patterns: tuple[str, ...]) -> list[Path]:
+    folder = _folder(str(path), revision, patterns)
+    return sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
+
+
+def _folder(path: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+    if Path(path).is_dir():
+        return Path(path)
+    return Path(snapshot_download(path, revision=revision, allow_patterns=list(patterns)))
+
+
+def _files(source: Path) -> list[Path]:
+    return sorted(path for path in source.iterdir() if path.is_file()) if source.is_dir() else [source]

@@ -1,0 +1,231 @@
+"""Hidden features on disk: what made them, which examples they belong to, and the shards that hold them."""
+
+# T tokens, L taps, D target width
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from eagle.examples import Example
+from eagle.shards import (
+    ShardWriter,
+    checksum_file,
+    sha256,
+    shard_fault,
+    shard_header,
+    token_bytes,
+    unpacked,
+    write_whole,
+)
+
+Plan = list[list[list[int]]]  # shards of batches of example numbers
+
+
+def batches_of(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Example numbers, longest first, in batches that fill at most `batch_tokens` slots with their padding."""
+    batches: list[list[int]] = []
+    for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= batch_tokens:
+            batches[-1].append(number)
+        else:
+            batches.append([number])
+    return batches
+
+
+def plan_of(lengths: Sequence[int], batch_tokens: int, shard_tokens: int) -> Plan:
+    """The batches in shards of about that many tokens; it depends on the lengths alone, not on who computes."""
+    shards: Plan = []
+    held = shard_tokens
+    for batch in batches_of(lengths, batch_tokens):
+        if held >= shard_tokens:
+            shards.append([])
+            held = 0
+        shards[-1].append(batch)
+        held += sum(lengths[number] for number in batch)
+    return shards
+
+
+def differences(found: Any, expected: Any, name: str = "") -> Iterator[str]:
+    """Every leaf in which two identities differ, by its dotted name."""
+    if isinstance(found, dict) and isinstance(expected, dict):
+        for key in sorted({*found, *expected}):
+            yield from differences(found.get(key), expected.get(key), f"{name}.{key}" if name else key)
+    elif name == "taps" and found and set(expected) <= set(found):
+        return  # a store of more taps serves a reader of some
+    elif found != expected:
+        yield f"{name}: the store has {found!r}, this run needs {expected!r}"
+
+
+class Absent(ValueError):
+    """There is no store."""
+
+
+class Damaged(ValueError):
+    """The examples of a store cannot be read; its shards may be whole."""
+
+
+class FeatureStore:
+    """Examples with features: `index.json`, `examples.safetensors`, and shards that carry a `.sha256` each."""
+
+    def __init__(self, folder: str | Path, expected: dict[str, Any] | None = None, *, partial: bool = False) -> None:
+        self.folder = Path(folder)
+        if not (self.folder / "index.json").is_file():
+            raise Absent(f"no feature store at {folder}: run `python -m data_prep.extract RECIPE` first")
+        try:
+            self.index: dict[str, Any] = json.loads((self.folder / "index.json").read_text())
+        except ValueError as error:
+            raise Damaged(f"{self.folder / 'index.json'} is damaged ({error}): --repair makes it anew") from None
+        self.identity: dict[str, Any] = self.index["identity"]
+        if expected is not None and (wrong := list(differences(self.identity, expected))):
+            raise ValueError(
+                f"the features in {folder} are not those that this run needs: {'; '.join(wrong)}. "
+                "Point features.store at another folder, or remove this one"
+            )
+        self.taps: tuple[int, ...] = tuple(self.identity["taps"])
+        self.dtype: str = self.identity["dtype"]
+        self._load_examples()
+        self.look()
+        if self.absent and not partial:
+            raise ValueError(f"{self.described()}. Run `python -m data_prep.extract RECIPE` to complete it")
+
+    @classmethod
+    def create(
+        cls, folder: str | Path, examples: Sequence[Example], identity: dict[str, Any], plan: Plan, **made: Any
+    ) -> FeatureStore:
+        """A store without features yet; `made` holds the target's `width` and what else is of interest."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        lengths = [len(example.tokens) for example in examples]
+        batches = [batch for shard in plan for batch in shard]
+        tensors = {
+            "tokens": torch.cat([example.tokens.int() for example in examples]),
+            "loss_mask": torch.cat([example.loss_mask for example in examples]),
+            "lengths": torch.tensor(lengths),
+            "order": torch.tensor([number for batch in batches for number in batch]),
+            "batch_sizes": torch.tensor([len(batch) for batch in batches]),
+            "shard_batches": torch.tensor([len(shard) for shard in plan]),
+        }
+        path = folder / "examples.safetensors"
+        save_file(tensors, f"{path}.part")
+        os.replace(f"{path}.part", path)
+        index = {
+            "identity": identity,
+            "examples": {"count": len(lengths), "tokens": sum(lengths), "sha256": sha256(path)},
+            "shard_tokens": [sum(lengths[number] for batch in shard for number in batch) for shard in plan],
+            "made": {"torch": torch.__version__, "machine": platform.machine(), **made},
+        }
+        write_whole(folder / "index.json", json.dumps(index, indent=1))
+        return cls(folder, partial=True)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, place: int) -> Example:
+        return self.read([place])[0]
+
+    def read(self, places: Sequence[int]) -> list[Example]:
+        """Those examples with their features, read from memory-mapped shards."""
+        return [self._read(*self.places[place]) for place in places]
+
+    def _read(self, number: int, shard: int, start: int) -> Example:
+        stop = start + self.lengths[number]
+        with safe_open(self.path(shard), "pt") as file:
+            values = file.get_slice("features")[start:stop]
+            scales = [file.get_slice("scales")[start:stop]] if self.dtype == "float8" else []
+        return Example(*self.text(number), unpacked(values, *scales))
+
+    def text(self, number: int) -> tuple[Tensor, Tensor]:
+        """Tokens and loss mask of an example, by its number in the data."""
+        begin, end = self.ends[number] - self.lengths[number], self.ends[number]
+        return self.tokens[begin:end].long(), self.loss_mask[begin:end]
+
+    def path(self, shard: int) -> Path:
+        """The file of a shard."""
+        return self.folder / f"shard-{shard:05d}.safetensors"
+
+    def faults(self, *, read: bool = False) -> Iterator[tuple[int, str | None]]:
+        """Every shard and what is wrong with it: by a look at its start and size or, with `read`, at every byte."""
+        for shard, tokens in enumerate(self.index["shard_tokens"]):
+            header = self._header(shard)
+            size = len(header) + tokens * self.bytes_per_token
+            yield shard, shard_fault(self.path(shard), header, size, read=read)
+
+    def look(self) -> None:
+        """Serve the shards that are there."""
+        self.serve_all_but({shard: fault for shard, fault in self.faults() if fault})
+
+    def described(self) -> str:
+        """The absent shards in one sentence."""
+        listed = [f"{self.path(shard).name} ({fault})" for shard, fault in list(self.absent.items())[:5]]
+        more = f" and {len(self.absent) - 5} more" if len(self.absent) > 5 else ""
+        return (
+            f"{len(self.absent)} of {len(self.plan)} shards in {self.folder} are not whole: {', '.join(listed)}{more}"
+        )
+
+    def serve_all_but(self, absent: dict[int, str]) -> None:
+        """Serve the examples of all other shards, in the data's order."""
+        self.absent = absent
+        self.places: list[tuple[int, int, int]] = []  # (example number, shard, its first token there)
+        for shard, batches in enumerate(self.plan):
+            start = 0
+            for number in (number for batch in batches for number in batch):
+                if shard not in absent:
+                    self.places.append((number, shard, start))
+                start += self.lengths[number]
+        self.places.sort()
+
+    def discard(self, shards: Sequence[int]) -> None:
+        """Remove those shards, so that they are computed again."""
+        for shard in shards:
+            checksum_file(self.path(shard)).unlink(missing_ok=True)
+            self.path(shard).unlink(missing_ok=True)
+        self.look()
+
+    def writer(self, shard: int) -> ShardWriter:
+        """Opens a shard for its examples, in the order of the plan."""
+        return ShardWriter(self.path(shard), self._header(shard))
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What the features of one token take on disk."""
+        return token_bytes(self.dtype, len(self.taps), self.index["made"]["width"])
+
+    def _header(self, shard: int) -> bytes:
+        metadata = {"store": self._name, "shard": str(shard)}  # so that a shard of another store is seen
+        width, tokens = self.index["made"]["width"], self.index["shard_tokens"][shard]
+        return shard_header(self.dtype, tokens, len(self.taps), width, metadata)
+
+    @cached_property
+    def _name(self) -> str:
+        made_of = json.dumps([self.identity, self.index["examples"], self.index["shard_tokens"]], sort_keys=True)
+        return hashlib.sha256(made_of.encode()).hexdigest()
+
+    def _load_examples(self) -> None:
+        path = self.folder / "examples.safetensors"
+        if not path.is_file() or sha256(path) != self.index["examples"]["sha256"]:
+            raise Damaged(
+                f"{path} is missing or damaged: `python -m data_prep.extract RECIPE --repair` makes it anew from the "
+                "conversations and keeps the shards"
+            )
+        with safe_open(path, "pt") as file:
+            held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
+        self.tokens, self.loss_mask, self.lengths = held["tokens"], held["loss_mask"], held["lengths"].tolist()
+        self.ends = list(accumulate(self.lengths))
+        order, batch_sizes = iter(held["order"].tolist()), iter(held["batch_sizes"].tolist())
+        self.plan: Plan = [
+            [[next(order) for _ in range(next(batch_sizes))] for _ in range(batches)]
+            for batches in held["shard_batches"].tolist()
+        ]

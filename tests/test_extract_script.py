@@ -1,0 +1,114 @@
+"""`data_prep.extract` as a user runs it: launched, killed, damaged, repaired."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from data_prep.extract import main
+from eagle.store import FeatureStore
+
+RECIPE = str(Path(__file__).parent.parent / "recipes/tiny/eagle1.yaml")
+
+
+@pytest.fixture
+def command(tiny_target_dir: Path, tmp_path: Path) -> list[str]:
+    """The recipe on the suite's target and conversations, with a store of about two dozen shards."""
+    return [
+        RECIPE,
+        f"target.path={tiny_target_dir / 'target'}",
+        f"data.train={tiny_target_dir / 'data/train.jsonl'}",
+        f"features.store={tmp_path / 'store'}",
+        "target.dtype=float32",
+        "data.limit=80",
+        "features.dtype=float32",
+        "features.shard_bytes=120000",
+    ]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Every file of a store."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_extract_verify_repair(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A store is made, found whole, damaged, named, and mended; a finished one is not made again."""
+    folder = tmp_path / "store"
+    main([*command, "--forecast"])
+    assert "forecast: " in capsys.readouterr().out and not folder.exists()
+    main(command)
+    said = capsys.readouterr().out
+    assert "80 examples" in said and "% supervised" in said and f"in {folder}" in said
+    whole, when = files(folder), {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    main(command)
+    main([*command, "--verify"])
+    assert "hold what was written" in capsys.readouterr().out
+    assert when == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    damaged = bytearray(whole["shard-00002.safetensors"])
+    damaged[-7] ^= 4
+    (folder / "shard-00002.safetensors").write_bytes(damaged)
+    (folder / "examples.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match=r"examples\.safetensors is missing or damaged"):
+        main([*command, "--verify"])
+    main([*command, "--repair"])
+    assert files(folder) == whole
+    (folder / "shard-00002.safetensors").write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"shard-00002.*its bytes"):
+        main([*command, "--verify"])
+    main([*command, "--repair"])
+    assert files(folder) == whole and "shard-00002" in capsys.readouterr().out
+
+
+def test_a_changed_recipe_is_refused(command: list[str]) -> None:
+    """Another max_length or other taps do not mix into a store that is there."""
+    main(command)
+    with pytest.raises(ValueError, match=r"data\.max_length: the store has 512, this run needs 100"):
+        main([*command, "data.max_length=100"])
+
+
+def test_unknown_options_and_missing_stores_are_refused(command: list[str]) -> None:
+    """Each says what was expected."""
+    with pytest.raises(ValueError, match="unknown option --forcast: expected --forecast"):
+        main([*command, "--forcast"])
+    with pytest.raises(ValueError, match="computed while training"):
+        main([*command, "features.store=null"])
+
+
+def launched(command: list[str], processes: int) -> list[str]:
+    """The command line that a user gives for several processes."""
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(processes)]
+    return [*launch, "-m", "data_prep.extract", *command]
+
+
+@pytest.mark.slow
+def test_one_two_and_three_processes_make_equal_stores(command: list[str], tmp_path: Path) -> None:
+    """Bit for bit, index included, with no step that merges anything."""
+    made = {}
+    for processes in (1, 2, 3):
+        subprocess.run([*launched(command, processes), f"features.store={tmp_path / str(processes)}"], check=True)
+        made[processes] = files(tmp_path / str(processes))
+    assert made[1] == made[2] == made[3]
+    assert len(FeatureStore(tmp_path / "3").plan) >= 20
+
+
+@pytest.mark.slow
+def test_a_killed_script_goes_on_with_any_number_of_processes(command: list[str], tmp_path: Path) -> None:
+    """Started by two, killed whole, ended by three: the store that one process makes."""
+    subprocess.run([*launched(command, 1), f"features.store={tmp_path / 'one'}"], check=True)
+    folder = tmp_path / "store"
+    run = subprocess.Popen(launched(command, 2), start_new_session=True)
+    while len(list(folder.glob("*.sha256"))) < 5:
+        time.sleep(0.005)
+    os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
+    kept = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.sha256")}
+    assert 5 <= len(kept) < len(FeatureStore(folder, partial=True).plan)
+    subprocess.run(launched(command, 3), check=True)
+    assert files(folder) == files(tmp_path / "one")
+    assert all((folder / name).stat().st_mtime_ns == when for name, when in kept.items())
