@@ -206,7 +206,7 @@ def main() -> None:
             "commit": subprocess.run(commit, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip(),
         },
         "speed": speeds(target, examples[:24], args.rounds),
-        "memory_mb": memory(target, examples),
+        "memory_mb": memory(target, examples[:150]),
         "padding": padding([len(example.tokens) for example in examples]),
         "float8_error": float8_error(Target.load(args.model, dtype="float32"), examples[:24]),
     }

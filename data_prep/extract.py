@@ -51,6 +51,8 @@ def fill(recipe: Recipe, folder: Path, made: dict[str, Any], flags: set[str]) ->
     wait()
     store = FeatureStore(folder, made, partial=True)
     todo = sorted(store.absent)
+    if index == 0:
+        print(f"{len(todo)} of {len(store.plan)} shards to compute, {count} process{'es' * (count > 1)}")
     wait()  # nobody writes before everybody has seen what is to do
     if mine := todo[index::count]:
         target = target or load(recipe, store.index["made"]["precision"])

@@ -32,7 +32,8 @@ CALIBRATION = 5.0  # seconds of computing behind a forecast
 
 def world() -> tuple[int, int, Callable[[], None]]:
     """Which of the launched processes this is, how many there are, and how to wait for all."""
-    state = PartialState(timeout=timedelta(days=1))  # tokenising alone may take hours
+    # without cpu=True processes on a CPU take themselves for one each; tokenising alone may take hours
+    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=1))
     return state.process_index, state.num_processes, state.wait_for_everyone
 
 

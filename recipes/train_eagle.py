@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from data_prep.tokens import load_tokenizer, tokenized
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.examples import Features
@@ -27,6 +29,7 @@ def main(argv: list[str]) -> None:
     method = DRAFTERS[settings.kind]
     target = Target.load(**{**recipe.target.model_dump(), "dtype": "float32"})
     store = source(recipe, identity(recipe, taps_of(method)))
+    torch.manual_seed(recipe.train.seed)  # the head's first weights are part of the run
     head = train(recipe, method.for_target(settings, target.config), target.head, store)
     print(f"head in {head}")
 

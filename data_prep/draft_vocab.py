@@ -1,0 +1,115 @@
+"""The tokens that a head may say: `python -m data_prep.draft_vocab RECIPE [key=value ...] --size D --out PATH`."""
+
+# D draft vocabulary, V target vocabulary
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import hf_hub_download
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from data_prep.tokens import load_tokenizer, tokenized
+from eagle.examples import Example
+from eagle.identity import data_identity
+from eagle.recipe import Recipe, TargetSection
+
+
+def counts_of(examples: Iterable[Example], vocab_size: int) -> Tensor:
+    """[V], how often each token is supervised."""
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for example in examples:
+        found = torch.bincount(example.tokens[example.loss_mask], minlength=vocab_size)
+        if len(found) > vocab_size:
+            raise ValueError(
+                f"token {len(found) - 1} is supervised, the target's vocabulary has {vocab_size}: "
+                "the tokenizer is not this target's"
+            )
+        counts += found
+    return counts
+
+
+def most_frequent(counts: Tensor, size: int) -> Tensor:
+    """[D], the most frequent tokens in ascending order; of equally frequent ones the lower."""
+    if not 0 < size <= len(counts):
+        raise ValueError(f"--size is {size}, expected 1 to {len(counts)}, the target's vocabulary")
+    return counts.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def coverage(counts: Tensor, size: int) -> float:
+    """The share of supervised tokens that the `size` most frequent ones make up."""
+    return float(counts[most_frequent(counts, size)].sum() / counts.sum())
+
+
+def save_draft_vocab(path: str | Path, counts: Tensor, size: int, identity: dict[str, Any]) -> None:
+    """Write `d2t` (what to add to a draft id to get the target's) and `t2d` (whether a target id can be drafted)."""
+    kept = most_frequent(counts, size)
+    tensors = {"d2t": kept - torch.arange(size), "t2d": torch.zeros(len(counts), dtype=torch.bool)}
+    tensors["t2d"][kept] = True
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path, {"identity": json.dumps({**identity, "size": size})})
+
+
+def load_draft_vocab(path: str | Path, expected: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:
+    """`d2t` [D] and `t2d` [V]; refused if made from anything but the expected tokenizer and data."""
+    if not Path(path).is_file():
+        raise ValueError(f"no draft vocabulary at {path}: run `python -m data_prep.draft_vocab RECIPE` first")
+    with safe_open(path, "pt") as file:
+        made = json.loads((file.metadata() or {}).get("identity", "{}"))
+        for key, value in (expected or {}).items():
+            if made.get(key) != value:
+                raise ValueError(
+                    f"the draft vocabulary {path} was made with {key} = {made.get(key)!r}, this run needs {value!r}: "
+                    "make it again, or name another file"
+                )
+        return file.get_tensor("d2t"), file.get_tensor("t2d")
+
+
+def vocab_size_of(target: TargetSection) -> int:
+    """The rows of the target's LM head by its config, which may be more than its tokenizer knows."""
+    file = Path(target.path) / "config.json"
+    if not Path(target.path).is_dir():
+        file = Path(hf_hub_download(target.path, "config.json", revision=target.revision))
+    config = json.loads(file.read_text())
+    size = config.get("text_config", config).get("vocab_size")
+    if not isinstance(size, int):
+        raise ValueError(f"the config of {target.path} has vocab_size {size!r}, expected a number")
+    return size
+
+
+def report(counts: Tensor, size: int) -> str:
+    """How much of what is supervised this size, and others beside it, can say."""
+    vocab_size, distinct = len(counts), int((counts > 0).sum())
+    sizes = sorted({size, *(max(1, vocab_size // part) for part in (16, 8, 4, 2))})
+    lines = [f"{counts.sum()} supervised tokens, {distinct} distinct of {vocab_size}"]
+    lines += [f"{each:>9} tokens cover {coverage(counts, each):8.3%}{' <-' * (each == size)}" for each in sizes]
+    if distinct < size:
+        lines.append(f"only {distinct} tokens occur: the other {size - distinct} are the lowest ids that do not")
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> None:
+    """Count, choose, write and say how much is covered."""
+    parser = argparse.ArgumentParser(prog="python -m data_prep.draft_vocab", description=__doc__)
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the recipe")
+    parser.add_argument("--size", type=int, required=True, help="tokens that the head may say")
+    parser.add_argument("--out", required=True, help="the file to write, as runs/tiny/draft_vocab.safetensors")
+    said = parser.parse_intermixed_args(argv)
+    recipe = Recipe.load(said.recipe, said.overrides)
+    examples, tally = tokenized(recipe, load_tokenizer(recipe))
+    counts = counts_of(examples, vocab_size_of(recipe.target))
+    save_draft_vocab(said.out, counts, said.size, data_identity(recipe))
+    print(tally.table(), report(counts, said.size), f"the draft vocabulary is in {said.out}", sep="\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

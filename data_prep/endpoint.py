@@ -1,0 +1,155 @@
+"""Answers of an OpenAI-compatible server, once it has shown that it runs the recipe's target."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from http.client import HTTPException
+from pathlib import Path
+from threading import Lock
+from typing import Any
+from urllib.error import HTTPError
+
+from data_prep.answers import Answer, Outcome, Prompt, Walk
+from eagle.noise import mix64
+from eagle.recipe import RegenerateSection, TargetSection
+
+TIMEOUT = 1800  # seconds that one answer may take
+WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before a request is tried again
+PROBE = [
+    {
+        "role": "user",
+        "content": "Hello, wörld!  Count:\t1234567890 3.14\n\n\nПривет, 世界 こんにちは 안녕 مرحبا 🙂👩‍👩‍👧",
+    },
+    {"role": "assistant", "content": "def f(x_1: int) -> str:\n        return f'{x_1 ** 2:>10}'  # snake_case"},
+    {"role": "user", "content": "  CamelCase, ÅNGSTRÖM, e\u0301, http://a.b/c?d=%20&e     and the rest?  "},
+]
+
+
+class Endpoint:
+    """An OpenAI-compatible server that runs the recipe's target, with `in_flight` requests at a time."""
+
+    def __init__(
+        self,
+        target: TargetSection,
+        section: RegenerateSection,
+        template_kwargs: dict[str, Any],
+        waits: tuple[float, ...] = WAITS,
+    ) -> None:
+        assert section.endpoint is not None
+        self.url, self.section, self.at_once, self.waits = (
+            section.endpoint.rstrip("/"),
+            section,
+            section.in_flight,
+            waits,
+        )
+        self.kwargs = {"chat_template_kwargs": template_kwargs} if template_kwargs else {}
+        self.patience, self.streak, self.lock = max(20, 2 * section.in_flight), 0, Lock()
+        served = self._served(target)
+        self.model: str = served["id"]
+        self.positions: int | None = served.get("max_model_len")
+
+    def check_tokenizer(self, ids: list[int]) -> None:
+        """Refuse a server that reads the probe as another number of tokens than our tokenizer."""
+        reply = self._post("/chat/completions", self._request(Prompt(PROBE, None, ids, 1, 0)))
+        counted = (reply.get("usage") or {}).get("prompt_tokens")
+        if counted != len(ids):
+            raise ValueError(
+                f"{self.url} reads the probe conversation as {counted} tokens, the recipe's tokenizer and template as "
+                f"{len(ids)}: start the server with the recipe's model, tokenizer and chat template, or correct "
+                "target.path, data.template and data.template_kwargs"
+            )
+
+    def run(self, walks: Iterator[tuple[str, Walk]]) -> Iterator[Outcome]:
+        """Every conversation's outcome, as they end."""
+        pool = ThreadPoolExecutor(self.at_once)
+        try:
+            futures = {pool.submit(self._finish, walk): name for name, walk in walks}
+            for future in as_completed(futures):
+                yield futures.pop(future), future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _finish(self, walk: Walk) -> dict[str, Any] | str:
+        if self.streak >= self.patience:
+            return f"not tried, after {self.patience} failures in a row"
+        answer: Any = None
+        try:
+            while True:
+                with self.lock:  # tokenizers are not safe to share
+                    prompt = walk.send(answer)
+                answer, self.streak = self._answer(prompt), 0
+        except StopIteration as end:
+            return end.value
+        except ConnectionError as error:
+            self.streak += 1
+            return str(error)
+
+    def _answer(self, prompt: Prompt) -> Answer:
+        reply = self._post("/chat/completions", self._request(prompt))
+        try:
+            choice = reply["choices"][0]
+            said = choice["message"]
+        except (KeyError, IndexError, TypeError):
+            raise ConnectionError(f"{self.url} sent no answer: {str(reply)[:200]}") from None
+        message = {"role": "assistant", "content": said.get("content") or ""}
+        reasoning = said.get("reasoning_content") or said.get("reasoning")
+        message |= {"reasoning_content": reasoning} if reasoning else {}
+        message |= {"tool_calls": said["tool_calls"]} if said.get("tool_calls") else {}
+        return Answer(message, str(choice.get("finish_reason")), (reply.get("usage") or {}).get("completion_tokens", 0))
+
+    def _request(self, prompt: Prompt) -> dict[str, Any]:
+        section = self.section
+        return {
+            "model": self.model,
+            "messages": prompt.messages,
+            **({"tools": prompt.tools} if prompt.tools else {}),
+            "max_tokens": prompt.room,
+            "temperature": section.temperature,
+            "top_p": section.top_p,
+            "seed": mix64(mix64(section.seed) ^ prompt.request) % 2**31,
+            **self.kwargs,
+        }
+
+    def _served(self, target: TargetSection) -> dict[str, Any]:
+        """The server's entry of the recipe's target."""
+        path = target.adapter or target.path
+        wanted = {path, Path(path).name, str(Path(path).resolve())}
+        try:
+            models = self._post("/models").get("data") or []
+        except ConnectionError as error:
+            raise ValueError(
+                f"no answer from {error}: start a server of {path} there, correct regenerate.endpoint, or leave it out "
+                "to decode here"
+            ) from None
+        for model in models:
+            if wanted & {model.get("id"), model.get("root")}:
+                return model
+        raise ValueError(
+            f"{self.url} serves {[model.get('id') for model in models]}, expected {path} or {Path(path).name}: start "
+            "it with the recipe's target, or correct target.path or regenerate.endpoint"
+        )
+
+    def _post(self, path: str, payload: dict[str, Any] | None = None) -> Any:
+        """The server's reply, asked for again while it is busy or away; a GET without payload."""
+        body = None if payload is None else json.dumps(payload).encode()
+        request = urllib.request.Request(self.url + path, body, {"Content-Type": "application/json"})
+        for wait in (*self.waits, None):
+            try:
+                with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
+                    return json.load(reply)
+            except HTTPError as error:
+                reason = f"{error.code} {error.reason}"
+                with suppress(OSError, HTTPException):
+                    reason += f" {error.read(200).decode(errors='replace')}"
+                if error.code < 500 and error.code != 429:
+                    break
+            except (OSError, HTTPException, ValueError) as error:
+                reason = f"{type(error).__name__}: {error}"
+            if wait is not None:
+                time.sleep(wait)
+        raise ConnectionError(f"{self.url}{path}: {reason}")
