@@ -1,6 +1,6 @@
 """Speed, memory, padding and float8 error of extraction: `python bench/extract_speed.py --model DIR --data FILE`.
 
-Three ways take turns over the same conversations on one thread: the model's own forward that keeps nothing, extraction
+The ways take turns over the same conversations on one thread: the model's own forward that keeps nothing, extraction
 into a store, and one `torch.save` a conversation after a forward with `output_hidden_states=True`. The figures that
 count are ratios of medians of CPU seconds, in which the writing thread is included.
 """
@@ -33,6 +33,12 @@ from eagle.shards import packed, unpacked
 from eagle.store import FeatureStore, batches_of, plan_of
 
 DTYPE = "bfloat16"
+WAYS = {
+    "bare": "bare: a forward that keeps nothing",
+    "stored": "extraction of 4 taps in bf16 with checksums",
+    "saved": "saved: `output_hidden_states=True` and a `torch.save` a conversation",
+    "reference": "reference: the same, with the argmax and softmax that EAGLE's script computes and drops",
+}
 
 
 def read(model: Path, data: Path, limit: int) -> list[Example]:
@@ -66,15 +72,23 @@ def extracting(target: Target, examples: list[Example], folder: Path, dtype: str
     return extract(target, store, range(len(plan)))
 
 
-def saved_one_by_one(target: Target, examples: list[Example], folder: Path) -> None:
+def saved_one_by_one(target: Target, examples: list[Example], folder: Path, probabilities: bool = False) -> None:
     """All hidden states of one conversation a forward, and one pickle a conversation."""
     folder.mkdir()
     with torch.no_grad():
         for number, example in enumerate(examples):
-            states = target.model(input_ids=example.tokens[None], output_hidden_states=True).hidden_states
-            kept = torch.stack([states[tap][0] for tap in taps_of(target)]).to(torch.bfloat16)
+            read = target.model(input_ids=example.tokens[None], output_hidden_states=True)
+            if probabilities:
+                read.logits.argmax(-1)
+                read.logits.softmax(-1)[0].amax(-1)
+            kept = torch.stack([read.hidden_states[tap][0] for tap in taps_of(target)]).to(torch.bfloat16)
             row = {"input_ids": example.tokens, "loss_mask": example.loss_mask, "hidden_states": kept}
             torch.save(row, folder / f"{number}.pt")
+
+
+def reference(target: Target, examples: list[Example], folder: Path) -> None:
+    """The same with what EAGLE's reference script computes besides and drops: the likeliest tokens and their odds."""
+    saved_one_by_one(target, examples, folder, probabilities=True)
 
 
 def taps_of(target: Target) -> tuple[int, ...]:
@@ -85,13 +99,18 @@ def taps_of(target: Target) -> tuple[int, ...]:
 
 def speeds(target: Target, examples: list[Example], rounds: int) -> dict[str, Any]:
     """Tokens a second of each way, and each way's share of the bare forward."""
-    ways: dict[str, Callable[..., None]] = {"bare": bare, "stored": stored, "saved": saved_one_by_one}
+    ways: dict[str, Callable[..., None]] = {
+        "bare": bare,
+        "stored": stored,
+        "saved": saved_one_by_one,
+        "reference": reference,
+    }
     cpu: dict[str, list[float]] = {name: [] for name in ways}
     wall: dict[str, list[float]] = {name: [] for name in ways}
     tokens = sum(len(example.tokens) for example in examples)
     bare(target, examples[:4], Path())
     for turn in progress(range(rounds), "rounds", rounds):
-        for name in [*ways][turn % 3 :] + [*ways][: turn % 3]:
+        for name in [*ways][turn % 4 :] + [*ways][: turn % 4]:
             with tempfile.TemporaryDirectory() as folder:
                 begun, clock = process_time(), perf_counter()
                 ways[name](target, examples, Path(folder) / "out")
@@ -106,11 +125,16 @@ def speeds(target: Target, examples: list[Example], rounds: int) -> dict[str, An
     for kind, times in (("cpu", cpu), ("wall", wall)):
         rows[f"stored_over_bare_{kind}"] = round(median(times["bare"]) / median(times["stored"]), 3)
         rows[f"stored_over_saved_{kind}"] = round(median(times["saved"]) / median(times["stored"]), 3)
+        rows[f"stored_over_reference_{kind}"] = round(median(times["reference"]) / median(times["stored"]), 3)
     return rows
 
 
 def memory(target: Target, examples: list[Example]) -> dict[str, float]:
-    """Resident megabytes after a tenth, a half and all of an extraction."""
+    """Resident megabytes after a tenth, a half and all of an extraction, once every length was seen.
+
+    The kernels keep something for each new length, with or without an extraction.
+    """
+    bare(target, examples, Path())
     with tempfile.TemporaryDirectory() as folder:
         total, done, seen = sum(len(example.tokens) for example in examples), 0, {}
         for tokens in progress(extracting(target, examples, Path(folder) / "out"), "memory", total, size=int):
@@ -157,14 +181,8 @@ def table(results: dict[str, Any]) -> str:
     """The results as Markdown."""
     speed, error = results["speed"], results["float8_error"]
     rows = [
-        ("a bare forward that keeps nothing, tokens per CPU second", speed["bare"]["tokens_per_cpu_second"]),
-        ("extraction of 4 taps in bf16 with checksums", speed["stored"]["tokens_per_cpu_second"]),
-        ("`output_hidden_states=True` and one `torch.save` a conversation", speed["saved"]["tokens_per_cpu_second"]),
-        ("extraction / bare, CPU (wall)", f"{speed['stored_over_bare_cpu']} ({speed['stored_over_bare_wall']})"),
-        (
-            "extraction / one by one, CPU (wall)",
-            f"{speed['stored_over_saved_cpu']} ({speed['stored_over_saved_wall']})",
-        ),
+        *((f"{what}, tokens per CPU second", speed[way]["tokens_per_cpu_second"]) for way, what in WAYS.items()),
+        *((f"extraction / {way}, CPU (wall)", _ratio(speed, way)) for way in ("bare", "saved", "reference")),
         ("memory after 10%, 50%, 100% of a run, MB", ", ".join(map(str, results["memory_mb"].values()))),
         *((f"padding, batches of {size} slots", f"{share:.1%}") for size, share in results["padding"].items()),
         *(
@@ -176,6 +194,10 @@ def table(results: dict[str, Any]) -> str:
     made = ", ".join(f"{key} {value}" for key, value in results["machine"].items())
     lines = [f"| {what} | {figure} |" for what, figure in rows]
     return "\n".join(["| what | figure |", "|---|---|", *lines, "", f"<sub>{made}</sub>"])
+
+
+def _ratio(speed: dict[str, Any], way: str) -> str:
+    return f"{speed[f'stored_over_{way}_cpu']} ({speed[f'stored_over_{way}_wall']})"
 
 
 def _error(row: dict[str, list[float]]) -> str:
@@ -206,7 +228,7 @@ def main() -> None:
             "commit": subprocess.run(commit, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip(),
         },
         "speed": speeds(target, examples[:24], args.rounds),
-        "memory_mb": memory(target, examples[:150]),
+        "memory_mb": memory(target, examples[:80]),
         "padding": padding([len(example.tokens) for example in examples]),
         "float8_error": float8_error(Target.load(args.model, dtype="float32"), examples[:24]),
     }

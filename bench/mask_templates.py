@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import subprocess
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import date
@@ -35,6 +36,7 @@ from eagle.recipe import DataSection
 EXACT, STRADDLING_START, STRADDLING_END = "exact", "token straddles the start", "token straddles the end"
 MARKER = "\ue002marker\ue002"
 DATA = DataSection(train="given", max_length=10_000_000)
+PUBLISHED, OWN = "published templates × tokenizers", "tokenizers with their own template"
 FASTCHAT = {  # its families, and the special tokens that it prints
     "vicuna_v1.1": {"bos_token": "", "eos_token": "</s>"},
     "llama-2": {"bos_token": "<s>", "eos_token": "</s>"},
@@ -198,6 +200,27 @@ def totals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**found, "share_served": found["served"] / max(1, found["renders"]), "answers": dict(answers)}
 
 
+def table(results: dict[str, Any]) -> str:
+    """The summary as Markdown."""
+    lines = [
+        "| conversations × | render | served | exact | answers | a token straddles their start / end |",
+        "|---" * 6 + "|",
+    ]
+    for name, row in results["summary"].items():
+        answers, straddling = row["answers"], (row["answers"].get(key, 0) for key in (STRADDLING_START, STRADDLING_END))
+        figures = (
+            name,
+            row["renders"],
+            row["served"],
+            row["exact"],
+            sum(answers.values()),
+            " / ".join(map(str, straddling)),
+        )
+        lines.append("| " + " | ".join(map(str, figures)) + " |")
+    made = ", ".join(f"{key} {value}" for key, value in results["made_with"].items())
+    return "\n".join([*lines, "", f"<sub>{made}</sub>"])
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -224,13 +247,21 @@ def main() -> None:
             tagged += generation_tags(name, folder.name, tokenizer, some)
     rendered = fastchat(options.templates, files, tokenizer)
     Console(width=200).print(shown([*own, *rows]))
-    summary = {"templates": len(files), "published": totals(rows), "their own": totals(own)}
+    summary = {PUBLISHED: totals(rows), OWN: totals(own)}
     versions = {"transformers": transformers.__version__, "tokenizers": tokenizers.__version__}
-    told = {"date": str(date.today()), "python": platform.python_version(), **versions}
+    commit = ["git", "rev-parse", "--short", "HEAD"]
+    told = {
+        "templates": len(files),
+        "cpu": platform.processor() or platform.machine(),
+        "commit": subprocess.run(commit, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip(),
+        "date": str(date.today()),
+        "python": platform.python_version(),
+        **versions,
+    }
     result = {"made_with": told, "summary": summary, "generation_tags": tagged, "fastchat": rendered}
     result["rows"] = [*own, *rows]
     options.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    print(json.dumps({key: result[key] for key in ("summary", "generation_tags", "fastchat")}, indent=1))
+    print(json.dumps({key: result[key] for key in ("generation_tags", "fastchat")}, indent=1), table(result), sep="\n")
 
 
 if __name__ == "__main__":

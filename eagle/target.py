@@ -68,10 +68,9 @@ class Target:
         except (OSError, ValueError):
             tokenizer = None  # ids are enough for all but text; `chat` and stop strings ask for one by name
         model = model if adapter is None else _merged(model, adapter)
-        if not getattr(model, "is_quantized", False):
+        if device_map is None and not getattr(model, "is_quantized", False):
             mixed = model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict  # by design, not by dequantising
-            model = model if mixed else model.to(dtype)
-            model = model if device_map else model.to(device)
+            model = (model if mixed else model.to(dtype)).to(device)
         return cls(model, tokenizer)
 
     @property

@@ -121,6 +121,17 @@ def test_identity_holds_everything_that_decides_the_features(recipe: Recipe, tmp
     assert identity(other, (-1,))["data"] != before["data"]
 
 
+def test_a_spread_target_gives_the_same_features(recipe: Recipe) -> None:
+    """What accelerate places by itself is read like any other, here with a part of it on the disk."""
+    text = torch.arange(20, 60)[None]
+    rest = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    layers = {f"model.layers.{layer}": "disk" if layer > 6 else "cpu" for layer in range(10)}
+    whole = Target.load(recipe.target.path, dtype="float32").features(text, (0, 7, -1))
+    for device_map in ("auto", {**rest, **layers}):
+        spread = Target.load(recipe.target.path, dtype="float32", device_map=device_map)
+        assert torch.equal(spread.features(text, (0, 7, -1)), whole)
+
+
 def test_a_lora_adapter_is_part_of_the_target(recipe: Recipe, tmp_path: Path) -> None:
     """Merged at load: the features are those of W + scale * B A, and the identity knows it."""
     pytest.importorskip("peft", reason="peft is not installed")

@@ -36,6 +36,7 @@ def test_overrides_are_laid_over_and_numbers_read_as_numbers() -> None:
         ("train.learning_rate=1", "did you mean"),
         ("tarin.lr=1", "did you mean train"),
         ("train.batch_sise=1", "did you mean batch_size"),
+        ("regenerate.temprature=1", "did you mean temperature"),
         ("train.lr=-1", "train.lr: got -1"),
         ("train.lr.x=1", "holds a value, not a section"),
         ("nonsense", "expected key.sub=value"),

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bench.decode_speed import table as speed_table
+from bench.decode_speed import table as decode_table
+from bench.extract_speed import table as extract_table
+from bench.mask_templates import table as mask_table
 from eagle import DraftTree
 from eval.draw import svg
 from eval.report import loops, markdown, summary
@@ -24,10 +28,18 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
     assert text.strip() == markdown(ROOT / file).strip()
 
 
-def test_the_speed_page_shows_the_result_file() -> None:
-    """The table in docs/speed.md is what `bench/decode_speed.py` prints for the committed results."""
-    page, results = ROOT / "docs/speed.md", ROOT / "docs/results/decode_speed.json"
-    assert speed_table(json.loads(results.read_text())) in page.read_text()
+@pytest.mark.parametrize(
+    ("page", "file", "table"),
+    [
+        ("speed.md", "decode_speed.json", decode_table),
+        ("data.md", "extract_speed.json", extract_table),
+        ("data.md", "mask_templates.json", mask_table),
+    ],
+)
+def test_a_page_shows_the_result_file(page: str, file: str, table: Callable[[Any], str]) -> None:
+    """The tables of the documents are what the benchmarks print for the committed results."""
+    results = json.loads((ROOT / "docs/results" / file).read_text())
+    assert table(results) in (ROOT / "docs" / page).read_text()
 
 
 def test_summary_pools_cycles_and_compares_with_none() -> None:

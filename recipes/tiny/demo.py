@@ -10,10 +10,14 @@ from time import perf_counter
 RECIPE = str(Path(__file__).with_name("eagle1.yaml"))
 HERE = Path(__file__).parent
 TARGET, HEAD = "runs/tiny/target", "runs/tiny/eagle1/head"
+MASKS, VOCABULARY = "runs/tiny/mask.html", "runs/tiny/draft_vocab.safetensors"
 
 STAGES = {
     "A small chat target, trained on the documentation that is installed here": [str(HERE / "make_target.py")],
-    "Its hidden features on 200 conversations": ["-m", "data_prep.extract", RECIPE],
+    "Its own answers to the questions of 200 conversations": ["-m", "data_prep.regenerate", RECIPE],
+    "What of them is learned": ["-m", "data_prep.inspect_mask", RECIPE, "--count", "1", "--html", MASKS],
+    "The tokens that it says most": ["-m", "data_prep.draft_vocab", RECIPE, "--size", "512", "--out", VOCABULARY],
+    "Its hidden features on these conversations": ["-m", "data_prep.extract", RECIPE],
     "An EAGLE-1 head": ["-m", "accelerate.commands.launch", str(HERE.parent / "train_eagle.py"), RECIPE],
     "Decoding with it, beside plain decoding": ["-m", "eval.measure", RECIPE],
     "The head in vLLM's layout": ["-m", "eagle", "export", HEAD, "--target", TARGET, "--to", "vllm", "runs/tiny/vllm"],
