@@ -41,15 +41,15 @@ def main(argv: list[str]) -> None:
     elif "--verify" in flags:
         verify(Path(recipe.features.store))
     else:
-        fill(recipe, Path(recipe.features.store), identity(recipe, taps), flags)
+        fill(recipe, Path(recipe.features.store), taps, flags)
 
 
-def fill(recipe: Recipe, folder: Path, made: dict[str, Any], flags: set[str]) -> None:
+def fill(recipe: Recipe, folder: Path, taps: tuple[int, ...], flags: set[str]) -> None:
     """This process's share of the shards that are not there yet; the first process prepares the store for all."""
     index, count, wait = world()
-    target = prepare(recipe, folder, made, flags) if index == 0 else None
+    target = prepare(recipe, folder, identity(recipe, taps), flags) if index == 0 else None
     wait()
-    store = FeatureStore(folder, made, partial=True)
+    store = FeatureStore(folder, partial=True)
     todo = sorted(store.absent)
     if index == 0:
         print(f"{len(todo)} of {len(store.plan)} shards to compute, {count} process{'es' * (count > 1)}")
@@ -62,7 +62,7 @@ def fill(recipe: Recipe, folder: Path, made: dict[str, Any], flags: set[str]) ->
             pass
     wait()
     if index == 0:
-        store = FeatureStore(folder, made)
+        store = FeatureStore(folder)
         print(f"features of {len(store)} examples, taps {store.taps}, in {len(store.plan)} shards in {folder}")
 
 

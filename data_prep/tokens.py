@@ -77,7 +77,9 @@ def each(
     recipe: Recipe, tokenizer: Any, tally: Tally, *, strict: bool = False
 ) -> Iterator[tuple[Conversation, list[Example]]]:
     """Every conversation of the recipe with its examples; one that gives none is counted as dropped, not as kept."""
-    data = recipe.data
+    data, regenerated = recipe.data, recipe.regenerate
+    if regenerated and data.train == regenerated.out and not Path(data.train).exists():
+        raise ValueError(f"{data.train} is not there: run `python -m data_prep.regenerate RECIPE` first, which makes it")
     read = list(
         read_conversations(data.train, tally, limit=data.limit, strict=strict, split=data.split, revision=data.revision)
     )

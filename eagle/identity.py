@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
 
+from eagle.log import progress
 from eagle.recipe import Recipe, TargetSection
 from eagle.shards import sha256
 
 WEIGHTS = ("*.safetensors", "*.bin")
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model")
+LONG = 5_000_000_000  # bytes whose reading takes long enough for a bar
 TEMPLATE = ("chat_template*", "tokenizer_config.json")
 
 
@@ -34,7 +36,7 @@ def target_identity(section: TargetSection) -> dict[str, Any]:
     weights = [path for pattern in WEIGHTS if (path := sorted(folder.glob(pattern)))][:1]  # .bin only without the other
     config = json.loads((folder / "config.json").read_text())
     return {
-        "weights": fingerprint(weights[0] if weights else ()),
+        "weights": fingerprint(weights[0] if weights else []),
         "config": fingerprint([folder / "config.json"]),
         "dtype": section.dtype,
         "quantization": config.get("quantization_config"),
@@ -58,9 +60,11 @@ def data_identity(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def fingerprint(files: Iterable[Path]) -> str:
+def fingerprint(files: Sequence[Path]) -> str:
     """One checksum for the names and bytes of some files."""
-    return hashlib.sha256("\n".join(f"{path.name} {_checksum(path)}" for path in files).encode()).hexdigest()[:16]
+    long = sum(path.stat().st_size for path in files) > LONG
+    checked = [f"{path.name} {_checksum(path)}" for path in progress(files, "fingerprint", len(files), show=long)]
+    return hashlib.sha256("\n".join(checked).encode()).hexdigest()[:16]
 
 
 def _checksum(path: Path) -> str:

@@ -426,3 +426,11 @@ def test_real_templates_are_served_without_a_fault(folder: str) -> None:
             wrong += [f"{file.name}: {refused}"] if refused and "template refuses" not in refused else []
             wrong += [f"{file.name}: {one}" for one in (examples and faults(conversation, examples, tokenizer, data))]
     assert wrong == [] and printed >= 250
+
+
+def test_answers_that_are_not_there_yet_are_asked_for(tmp_path: Path) -> None:
+    """Who skips a stage is told which."""
+    missing = str(tmp_path / "answers.jsonl")
+    recipe = Recipe.load("recipes/tiny/eagle1.yaml", [f"data.train={missing}", f"regenerate.out={missing}"])
+    with pytest.raises(ValueError, match=r"answers\.jsonl is not there: run `python -m data_prep\.regenerate"):
+        tokenized(recipe, None)
