@@ -13,6 +13,7 @@ import pytest
 from bench.decode_speed import table as decode_table
 from bench.extract_speed import table as extract_table
 from bench.mask_templates import table as mask_table
+from bench.regenerated_data import table as regenerated_table
 from eagle import DraftTree
 from eval.draw import svg
 from eval.report import loops, markdown, summary
@@ -34,6 +35,7 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("speed.md", "decode_speed.json", decode_table),
         ("data.md", "extract_speed.json", extract_table),
         ("data.md", "mask_templates.json", mask_table),
+        ("data.md", "regenerated_data.json", regenerated_table),
     ],
 )
 def test_a_page_shows_the_result_file(page: str, file: str, table: Callable[[Any], str]) -> None:
