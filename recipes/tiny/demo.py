@@ -14,7 +14,7 @@ MASKS, VOCABULARY = "runs/tiny/mask.html", "runs/tiny/draft_vocab.safetensors"
 
 STAGES = {
     "A small chat target, trained on the documentation that is installed here": [str(HERE / "make_target.py")],
-    "Its own answers to the questions of 200 conversations": ["-m", "data_prep.regenerate", RECIPE],
+    "Its own answers to the questions of 300 conversations": ["-m", "data_prep.regenerate", RECIPE],
     "What of them is learned": ["-m", "data_prep.inspect_mask", RECIPE, "--count", "1", "--html", MASKS],
     "The tokens that it says most": ["-m", "data_prep.draft_vocab", RECIPE, "--size", "512", "--out", VOCABULARY],
     "Its hidden features on these conversations": ["-m", "data_prep.extract", RECIPE],
