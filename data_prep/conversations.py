@@ -6,7 +6,6 @@ import codecs
 import gzip
 import json
 import re
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from data_prep.records import ROLES, Conversation, Dropped, conversation_of, layout_of
+from eagle.log import script
 
 __all__ = ["ROLES", "Conversation", "Tally", "read_conversations"]
 
@@ -293,4 +293,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    script(main)

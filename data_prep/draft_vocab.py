@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 from data_prep.tokens import load_tokenizer, tokenized
 from eagle.examples import Example
 from eagle.identity import data_identity
+from eagle.log import script
 from eagle.recipe import Recipe, TargetSection
 
 
@@ -112,4 +112,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    script(main)

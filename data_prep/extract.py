@@ -7,7 +7,7 @@ A run that was killed goes on where it was when the same command is given again,
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +16,45 @@ from eagle.drafters import DRAFTERS, settings_of
 from eagle.examples import Example
 from eagle.extract import check_room, extract, forecast, planned, taps_of, world
 from eagle.identity import identity
-from eagle.log import progress
+from eagle.log import progress, script
 from eagle.recipe import Recipe
 from eagle.store import Absent, Damaged, FeatureStore
 from eagle.target import Target
 
-FLAGS = ("--forecast", "--repair", "--strict", "--verify")
-
 
 def main(argv: list[str]) -> None:
     """Read the command, and let every launched process do its share."""
-    flags = {word for word in argv if word.startswith("--")}
-    path, *overrides = [word for word in argv if word not in flags]
-    if unknown := flags.difference(FLAGS):
-        raise ValueError(f"unknown option {', '.join(sorted(unknown))}: expected {', '.join(FLAGS)}")
-    recipe = Recipe.load(path, overrides)
-    taps = taps_of(DRAFTERS[settings_of(recipe.drafter.model_dump(), path).kind])
-    if "--forecast" in flags:
-        examples = read(recipe, strict="--strict" in flags)
+    said = arguments(argv)
+    recipe = Recipe.load(said.recipe, said.overrides)
+    taps = taps_of(DRAFTERS[settings_of(recipe.drafter.model_dump(), said.recipe).kind])
+    if said.forecast:
+        examples = read(recipe, strict=said.strict)
         target = load(recipe)
         print(forecast(target, examples, planned(examples, target, taps, recipe.features), taps, recipe.features.dtype))
     elif not recipe.features.store:
-        raise ValueError(f"{path} has no features.store: its features are computed while training, none are stored")
-    elif "--verify" in flags:
+        raise ValueError(f"{said.recipe} has no features.store: features are computed while training, none are stored")
+    elif said.verify:
         verify(Path(recipe.features.store))
     else:
-        fill(recipe, Path(recipe.features.store), taps, flags)
+        fill(recipe, Path(recipe.features.store), taps, repair=said.repair, strict=said.strict)
 
 
-def fill(recipe: Recipe, folder: Path, taps: tuple[int, ...], flags: set[str]) -> None:
+def arguments(argv: list[str]) -> argparse.Namespace:
+    """What the command line says."""
+    parser = argparse.ArgumentParser(prog="python -m data_prep.extract", description=__doc__.splitlines()[0])
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the recipe")
+    parser.add_argument("--forecast", action="store_true", help="tell tokens, bytes and time, and stop")
+    parser.add_argument("--verify", action="store_true", help="read every byte back")
+    parser.add_argument("--repair", action="store_true", help="compute anew what is broken, and only that")
+    parser.add_argument("--strict", action="store_true", help="take the first record that would be dropped as an error")
+    return parser.parse_intermixed_args(argv)
+
+
+def fill(recipe: Recipe, folder: Path, taps: tuple[int, ...], *, repair: bool, strict: bool) -> None:
     """This process's share of the shards that are not there yet; the first process prepares the store for all."""
     index, count, wait = world()
-    target = prepare(recipe, folder, identity(recipe, taps), flags) if index == 0 else None
+    target = prepare(recipe, folder, identity(recipe, taps), repair, strict) if index == 0 else None
     wait()
     store = FeatureStore(folder, partial=True)
     todo = sorted(store.absent)
@@ -66,18 +73,18 @@ def fill(recipe: Recipe, folder: Path, taps: tuple[int, ...], flags: set[str]) -
         print(f"features of {len(store)} examples, taps {store.taps}, in {len(store.plan)} shards in {folder}")
 
 
-def prepare(recipe: Recipe, folder: Path, made: dict[str, Any], flags: set[str]) -> Target | None:
+def prepare(recipe: Recipe, folder: Path, made: dict[str, Any], repair: bool, strict: bool) -> Target | None:
     """Begin a store that is not there, and remove what a repair finds broken, so that it is computed again."""
-    target, repair = None, "--repair" in flags
+    target = None
     try:
         FeatureStore(folder, made, partial=True)
     except Damaged as error:
         if not repair:
             raise
         print(f"{error}; this is done now")
-        target = begin(recipe, folder, made, strict="--strict" in flags)
+        target = begin(recipe, folder, made, strict=strict)
     except Absent:
-        target = begin(recipe, folder, made, strict="--strict" in flags)
+        target = begin(recipe, folder, made, strict=strict)
     if repair:
         store = examined(folder)
         print(store.described() if store.absent else f"nothing is broken in {folder}")
@@ -126,4 +133,4 @@ def verify(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    script(main)

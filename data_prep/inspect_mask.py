@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import html
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby, zip_longest
 from pathlib import Path
@@ -18,6 +17,7 @@ from rich.text import Text
 from data_prep.conversations import Conversation, Tally
 from data_prep.tokens import each, load_tokenizer
 from eagle.examples import Example
+from eagle.log import script
 from eagle.recipe import DataSection, Recipe
 
 PLACEHOLDER = "\ue001answer\ue001"
@@ -245,4 +245,4 @@ def show(rows: Sequence[tuple[str, str]], console: Console) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    script(main)

@@ -21,7 +21,7 @@ from data_prep.parts import begin, finished, is_whole, lines_of, open_part, put_
 from data_prep.tokens import load_tokenizer
 from eagle.extract import world
 from eagle.identity import data_identity
-from eagle.log import progress
+from eagle.log import progress, script
 from eagle.recipe import DataSection, Recipe, RegenerateSection
 from eagle.target import Target
 
@@ -270,4 +270,4 @@ def conclude(out: Path, names: list[str], without_failed: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    script(main)

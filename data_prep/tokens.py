@@ -79,7 +79,9 @@ def each(
     """Every conversation of the recipe with its examples; one that gives none is counted as dropped, not as kept."""
     data, regenerated = recipe.data, recipe.regenerate
     if regenerated and data.train == regenerated.out and not Path(data.train).exists():
-        raise ValueError(f"{data.train} is not there: run `python -m data_prep.regenerate RECIPE` first, which makes it")
+        raise ValueError(
+            f"{data.train} is not there: run `python -m data_prep.regenerate RECIPE` first, which makes it"
+        )
     read = list(
         read_conversations(data.train, tally, limit=data.limit, strict=strict, split=data.split, revision=data.revision)
     )

@@ -57,6 +57,7 @@ class LiveFeatures:
         self.target, self.examples, self.identity = target, examples, identity
         self.taps, self.dtype = tuple(identity["taps"]), identity["dtype"]
         self.slots = batch_slots(target, batch_tokens)
+        check_lengths(target, examples)
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -132,8 +133,19 @@ def batch_slots(target: Target, asked: int | None) -> int:
 def planned(examples: Sequence[Example], target: Target, taps: tuple[int, ...], features: FeaturesSection) -> Plan:
     """The batches and shards that a recipe asks for."""
     size = token_bytes(features.dtype, len(taps), target.config.hidden_size)
+    check_lengths(target, examples)
     slots, lengths = batch_slots(target, features.batch_tokens), [len(example.tokens) for example in examples]
     return plan_of(lengths, slots, max(features.shard_bytes // size, 1))
+
+
+def check_lengths(target: Target, examples: Sequence[Example]) -> None:
+    """Refuses texts longer than the target was built for: its states there are of no use, or depend on other texts."""
+    longest = max(len(example.tokens) for example in examples)
+    if target.max_positions is not None and longest > target.max_positions:
+        raise ValueError(
+            f"the longest text has {longest} tokens, this target has {target.max_positions} positions: "
+            f"set data.max_length to at most {target.max_positions}"
+        )
 
 
 def check_room(store: FeatureStore) -> None:

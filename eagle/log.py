@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any, TextIO, TypeVar
 
 from rich.console import Console
@@ -21,6 +23,18 @@ from rich.progress import (
 from rich.text import Text
 
 Item = TypeVar("Item")
+OURS = {"eagle", "data_prep", "eval", "recipes", "__main__"}
+
+
+def script(main: Callable[[list[str]], None]) -> None:
+    """A script's `main` on its arguments; what its user can mend ends it with a message instead of a traceback."""
+    try:
+        main(sys.argv[1:])
+    except ValueError as error:
+        *_, (frame, _) = walk_tb(error.__traceback__)
+        if frame.f_globals["__name__"].split(".")[0] not in OURS:  # not said by us: a fault
+            raise
+        sys.exit(f"error: {error}")
 
 
 class Rate(ProgressColumn):

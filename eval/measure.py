@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
-import sys
 from collections.abc import Iterator
 from datetime import date
 from importlib.metadata import version
@@ -19,7 +18,7 @@ from data_prep.tokens import load_tokenizer
 from eagle.checkpoint import load_drafter
 from eagle.decode import generate
 from eagle.drafter import Budget
-from eagle.log import progress
+from eagle.log import progress, script
 from eagle.recipe import Recipe
 from eagle.target import Target
 from eagle.verify import Sampling
@@ -87,4 +86,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    script(main)

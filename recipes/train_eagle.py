@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from eagle.drafters import DRAFTERS, settings_of
 from eagle.examples import Features
 from eagle.extract import LiveFeatures, taps_of
 from eagle.identity import identity
+from eagle.log import script
 from eagle.recipe import Recipe
 from eagle.store import FeatureStore
 from eagle.target import Target
@@ -44,4 +44,4 @@ def source(recipe: Recipe, made: dict[str, Any]) -> Features:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    script(main)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle import Target
 from eagle.examples import Example
-from eagle.extract import LiveFeatures, batch_slots, features_of, forecast, plan_of
+from eagle.extract import LiveFeatures, batch_slots, features_of, forecast, plan_of, planned
 from eagle.identity import identity
 from eagle.recipe import Recipe
 
@@ -62,6 +62,17 @@ def test_one_text_at_a_time_where_batches_would_change_it() -> None:
     assert batch_slots(target, None) == 1 and batch_slots(target, 512) == 512
     target.border = 64
     assert batch_slots(target, 512) == 1
+
+
+def test_texts_beyond_the_targets_positions_are_refused() -> None:
+    """Such states would be of no use, and nobody would see why."""
+    target = Target(build("llama"))
+    examples = [Example(torch.ones(257, dtype=torch.long), torch.ones(257, dtype=torch.bool))]
+    with pytest.raises(ValueError, match=r"257 tokens, this target has 256 positions: set data\.max_length"):
+        LiveFeatures(target, examples, {"taps": [-1], "dtype": "float32"})
+    section = Recipe.load("recipes/tiny/eagle1.yaml").features
+    with pytest.raises(ValueError, match=r"set data\.max_length to at most 256"):
+        planned(examples, target, (-1,), section)
 
 
 def test_a_forecast_tells_size_and_time() -> None:

@@ -15,7 +15,8 @@ from data_prep.extract import main
 from eagle.store import FeatureStore
 from recipes.train_eagle import main as train
 
-RECIPE = str(Path(__file__).parent.parent / "recipes/tiny/eagle1.yaml")
+ROOT = Path(__file__).parent.parent
+RECIPE = str(ROOT / "recipes/tiny/eagle1.yaml")
 
 
 @pytest.fixture
@@ -73,12 +74,24 @@ def test_a_changed_recipe_is_refused(command: list[str]) -> None:
         main([*command, "data.max_length=100"])
 
 
-def test_unknown_options_and_missing_stores_are_refused(command: list[str]) -> None:
-    """Each says what was expected."""
-    with pytest.raises(ValueError, match="unknown option --forcast: expected --forecast"):
+def test_what_cannot_be_meant_is_refused(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A mistyped option and a recipe without a store."""
+    with pytest.raises(SystemExit):
         main([*command, "--forcast"])
+    assert "--forcast" in capsys.readouterr().err
     with pytest.raises(ValueError, match="computed while training"):
         main([*command, "features.store=null"])
+
+
+def test_a_mistake_ends_in_a_message_and_a_fault_in_a_traceback(command: list[str]) -> None:
+    """Who can mend it is told how; who cannot, needs to report it whole."""
+    script = [sys.executable, "-m", "data_prep.extract", *command, "data.train=nowhere.jsonl"]
+    done = subprocess.run(script, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1 and "\nerror: no file or folder at nowhere.jsonl" in "\n" + done.stderr
+    assert "Traceback" not in done.stderr
+    fault = "import eagle.log, json; eagle.log.script(lambda argv: json.loads('{'))"
+    done = subprocess.run([sys.executable, "-c", fault], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1 and "Traceback" in done.stderr
 
 
 def launched(command: list[str], processes: int) -> list[str]:
