@@ -36,7 +36,7 @@ def examples(tiny_target: Target) -> list[Example]:
 
 def begun(folder: Path, examples: list[Example], **identity: object) -> FeatureStore:
     """A store of about two dozen shards, without features yet."""
-    plan = plan_of([len(example.tokens) for example in examples], 1, 128)
+    plan = plan_of([len(example.tokens) for example in examples], 1, 90)
     return FeatureStore.create(folder, examples, {**IDENTITY, **identity}, plan, width=128, precision="float32")
 
 
@@ -131,10 +131,10 @@ def test_twenty_kills_leave_no_trace(whole: Path, examples: list[Example], tiny_
     inside = kills = 0
     while kills < 20:
         pid = child(lambda: fill(tmp_path, tiny_target))
-        wanted = len(written) + (kills % 2)  # so that all shards suffice for twenty kills
+        wanted = kills * len(store.plan) // 20  # from the first shard to the last
         while len(list(tmp_path.glob("*.sha256"))) < wanted or not list(tmp_path.glob("*.safetensors.part")):
             time.sleep(0.0005)
-        time.sleep(chance.random() * 0.02)
+        time.sleep(chance.random() * 0.01)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         kills += 1
@@ -144,7 +144,7 @@ def test_twenty_kills_leave_no_trace(whole: Path, examples: list[Example], tiny_
         now = {path.name: (tmp_path / path.stem).stat().st_mtime_ns for path in tmp_path.glob("*.sha256")}
         assert all(now[name] == when for name, when in written.items())
         written = now
-    assert len(store.plan) > len(written) >= 8 and inside >= 5
+    assert len(written) >= 0.8 * len(store.plan) >= 16 and inside >= 5
     fill(tmp_path, tiny_target)
     assert contents(tmp_path) == contents(whole)
 
