@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 from collections.abc import Callable
 from datetime import date
 from itertools import pairwise
@@ -26,6 +25,7 @@ from eagle import Budget, DraftTree, Sampling, Target, generate, stream
 from eagle.drafter import Committed, Noise
 from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
+from eval.report import commit
 
 CONTEXTS = (300, 3000)
 
@@ -300,9 +300,7 @@ def main() -> None:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "date": str(date.today()),
-            "commit": subprocess.run(
-                ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-            ).stdout.strip(),
+            "commit": commit(),
         },
         "none_over_generate": plain_decoding(model, target, args.rounds),
         "share_outside_forward": overhead(target, args.rounds),

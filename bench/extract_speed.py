@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from datetime import date
@@ -31,6 +30,7 @@ from eagle.log import progress
 from eagle.recipe import Recipe
 from eagle.shards import packed, unpacked
 from eagle.store import FeatureStore, batches_of, plan_of
+from eval.report import commit
 
 DTYPE = "bfloat16"
 WAYS = {
@@ -216,7 +216,6 @@ def main() -> None:
     torch.set_num_threads(1)
     target = Target.load(args.model, dtype=args.dtype)
     examples = read(args.model, args.data, 400)
-    commit = ["git", "rev-parse", "--short", "HEAD"]
     results = {
         "machine": {
             "model": f"{args.model.name} in {args.dtype}",
@@ -225,7 +224,7 @@ def main() -> None:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "date": str(date.today()),
-            "commit": subprocess.run(commit, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip(),
+            "commit": commit(),
         },
         "speed": speeds(target, examples[:24], args.rounds),
         "memory_mb": memory(target, examples[:80]),

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import date
@@ -32,6 +31,7 @@ from data_prep.tokens import examples_of
 from eagle.examples import Example
 from eagle.log import progress
 from eagle.recipe import DataSection
+from eval.report import commit
 
 EXACT, STRADDLING_START, STRADDLING_END = "exact", "token straddles the start", "token straddles the end"
 MARKER = "\ue002marker\ue002"
@@ -249,11 +249,10 @@ def main() -> None:
     Console(width=200).print(shown([*own, *rows]))
     summary = {PUBLISHED: totals(rows), OWN: totals(own)}
     versions = {"transformers": transformers.__version__, "tokenizers": tokenizers.__version__}
-    commit = ["git", "rev-parse", "--short", "HEAD"]
     told = {
         "templates": len(files),
         "cpu": platform.processor() or platform.machine(),
-        "commit": subprocess.run(commit, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip(),
+        "commit": commit(),
         "date": str(date.today()),
         "python": platform.python_version(),
         **versions,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from eagle.store import FeatureStore
-from eval.report import summary
+from eval.report import commit, summary
 
 RECIPE = "recipes/tiny/eagle1.yaml"
 ANSWERS: dict[str, list[str]] = {
@@ -64,14 +64,13 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--out", type=Path, default=Path("docs/results/regenerated_data.json"))
     args = parser.parse_args()
-    commit = ["git", "rev-parse", "--short", "HEAD"]
     results = {
         "machine": {
             "cpu": platform.processor() or platform.machine(),
             "prompts": args.prompts,
             "torch": torch.__version__,
             "date": str(date.today()),
-            "commit": subprocess.run(commit, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip(),
+            "commit": commit(),
         },
         "answers": {name: measured(overrides, args.conversations, args.prompts) for name, overrides in ANSWERS.items()},
     }

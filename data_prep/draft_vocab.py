@@ -4,23 +4,21 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from data_prep.tokens import load_tokenizer, tokenized
 from eagle.examples import Example
-from eagle.identity import data_identity
+from eagle.identity import data_identity, folder_of
 from eagle.log import script
-from eagle.recipe import Recipe, TargetSection
+from eagle.recipe import Recipe, TargetSection, command_line
 
 
 def counts_of(examples: Iterable[Example], vocab_size: int) -> Tensor:
@@ -75,10 +73,7 @@ def load_draft_vocab(path: str | Path, expected: dict[str, Any] | None = None) -
 
 def vocab_size_of(target: TargetSection) -> int:
     """The rows of the target's LM head by its config, which may be more than its tokenizer knows."""
-    file = Path(target.path) / "config.json"
-    if not Path(target.path).is_dir():
-        file = Path(hf_hub_download(target.path, "config.json", revision=target.revision))
-    config = json.loads(file.read_text())
+    config = json.loads((folder_of(target.path, target.revision, ("config.json",)) / "config.json").read_text())
     size = config.get("text_config", config).get("vocab_size")
     if not isinstance(size, int):
         raise ValueError(f"the config of {target.path} has vocab_size {size!r}, expected a number")
@@ -98,9 +93,7 @@ def report(counts: Tensor, size: int) -> str:
 
 def main(argv: list[str]) -> None:
     """Count, choose, write and say how much is covered."""
-    parser = argparse.ArgumentParser(prog="python -m data_prep.draft_vocab", description=__doc__)
-    parser.add_argument("recipe")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the recipe")
+    parser = command_line("data_prep.draft_vocab", __doc__)
     parser.add_argument("--size", type=int, required=True, help="tokens that the head may say")
     parser.add_argument("--out", required=True, help="the file to write, as runs/tiny/draft_vocab.safetensors")
     said = parser.parse_intermixed_args(argv)

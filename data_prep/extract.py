@@ -17,7 +17,7 @@ from eagle.examples import Example
 from eagle.extract import check_room, extract, forecast, planned, taps_of, world
 from eagle.identity import identity
 from eagle.log import progress, script
-from eagle.recipe import Recipe
+from eagle.recipe import Recipe, command_line
 from eagle.store import Absent, Damaged, FeatureStore
 from eagle.target import Target
 
@@ -41,9 +41,7 @@ def main(argv: list[str]) -> None:
 
 def arguments(argv: list[str]) -> argparse.Namespace:
     """What the command line says."""
-    parser = argparse.ArgumentParser(prog="python -m data_prep.extract", description=__doc__.splitlines()[0])
-    parser.add_argument("recipe")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the recipe")
+    parser = command_line("data_prep.extract", __doc__.splitlines()[0])
     parser.add_argument("--forecast", action="store_true", help="tell tokens, bytes and time, and stop")
     parser.add_argument("--verify", action="store_true", help="read every byte back")
     parser.add_argument("--repair", action="store_true", help="compute anew what is broken, and only that")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import html
 from collections.abc import Iterator, Sequence
 from itertools import groupby, zip_longest
@@ -18,7 +17,7 @@ from data_prep.conversations import Conversation, Tally
 from data_prep.tokens import each, load_tokenizer
 from eagle.examples import Example
 from eagle.log import script
-from eagle.recipe import DataSection, Recipe
+from eagle.recipe import DataSection, Recipe, command_line
 
 PLACEHOLDER = "\ue001answer\ue001"
 STYLE = """
@@ -207,9 +206,7 @@ def spread(lengths: Sequence[int]) -> str:
 
 def main(argv: list[str]) -> None:
     """Print and write what the recipe's data teach; end with an error if a check fails."""
-    parser = argparse.ArgumentParser(prog="data_prep.inspect_mask", description=__doc__)
-    parser.add_argument("recipe")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser = command_line("data_prep.inspect_mask", __doc__)
     parser.add_argument("--count", type=int, default=3, help="conversations to show")
     parser.add_argument("--html", metavar="PATH", help="write them there, too")
     options = parser.parse_intermixed_args(argv)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
+
+from eagle.shards import write_whole
+from eagle.store import differences
 
 
 def is_whole(out: Path, settings: dict[str, Any]) -> bool:
@@ -14,7 +16,7 @@ def is_whole(out: Path, settings: dict[str, Any]) -> bool:
     note, parts = Path(f"{out}.settings"), Path(f"{out}.parts")
     if out.exists() or parts.exists():
         made = json.loads(note.read_text()) if note.is_file() else {}
-        if wrong := _differences(made, settings):
+        if wrong := [f"{name} was {old!r}, is {new!r}" for name, old, new in differences(made, settings)]:
             raise ValueError(
                 f"{out if out.exists() else parts} was made with other settings: {'; '.join(wrong)}. Give "
                 f"regenerate.out another name, or remove {out}, {note} and {parts}"
@@ -22,24 +24,11 @@ def is_whole(out: Path, settings: dict[str, Any]) -> bool:
     return out.exists()
 
 
-def _differences(made: Any, wanted: Any, where: str = "") -> list[str]:
-    if isinstance(made, dict) and isinstance(wanted, dict):
-        keys = dict.fromkeys([*made, *wanted])
-        return [line for key in keys for line in _differences(made.get(key), wanted.get(key), f"{where}.{key}")]
-    return [] if made == wanted else [f"{where.lstrip('.')} was {made!r}, is {wanted!r}"]
-
-
-def begin(out: Path, settings: dict[str, Any], index: int) -> None:
-    """Make room for the parts, and note what makes them."""
-    Path(f"{out}.parts").mkdir(parents=True, exist_ok=True)
-    _replace(Path(f"{out}.settings"), [json.dumps(settings, indent=1).encode()], index)
-
-
-def _replace(path: Path, lines: Iterable[bytes], index: int = 0) -> None:
-    half = path.with_name(f"{path.name}.half-{index}")
-    with half.open("wb") as file:
-        file.writelines(lines)
-    os.replace(half, path)
+def begin(out: Path, settings: dict[str, Any]) -> None:
+    """Note what makes the parts, then make room for them: parts without such a note are refused."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(Path(f"{out}.settings"), [json.dumps(settings, indent=1).encode()])
+    Path(f"{out}.parts").mkdir(exist_ok=True)
 
 
 def finished(out: Path) -> dict[str, tuple[Path, int]]:
@@ -82,7 +71,7 @@ def lines_of(out: Path, names: Iterable[str]) -> Iterator[dict[str, Any]]:
 def put_together(out: Path, names: list[str]) -> None:
     """All records in source order, in one file that is whole from its first moment; the parts go."""
     records = (line["record"] for line in lines_of(out, names) if line["record"])
-    _replace(out, ((json.dumps(record) + "\n").encode() for record in records))
+    write_whole(out, ((json.dumps(record) + "\n").encode() for record in records))
     for path in Path(f"{out}.parts").iterdir():
         path.unlink()
     Path(f"{out}.parts").rmdir()

@@ -22,7 +22,7 @@ from data_prep.tokens import load_tokenizer
 from eagle.extract import world
 from eagle.identity import data_identity
 from eagle.log import progress, script
-from eagle.recipe import DataSection, Recipe, RegenerateSection
+from eagle.recipe import DataSection, Recipe, RegenerateSection, command_line
 from eagle.target import Target
 
 SHORTEST_ANSWER = 8  # tokens of data.max_length that a prompt must leave
@@ -204,9 +204,7 @@ def _answers(conversation: Conversation) -> int:
 
 def arguments(argv: list[str]) -> argparse.Namespace:
     """What the command line says."""
-    parser = argparse.ArgumentParser(prog="python -m data_prep.regenerate", description=__doc__)
-    parser.add_argument("recipe")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the recipe")
+    parser = command_line("data_prep.regenerate", __doc__)
     parser.add_argument("--forecast", action="store_true", help="say how long it would take, and stop")
     parser.add_argument("--without-failed", action="store_true", help="finish without the conversations that failed")
     return parser.parse_intermixed_args(argv)
@@ -221,8 +219,7 @@ def prepared(recipe: Recipe, section: RegenerateSection) -> tuple[Endpoint | Loc
         probed = Reader(tokenizer, recipe.data).render(PROBE, None, add_generation_prompt=True)
         answerer.check_tokenizer(probed)
     else:
-        source = recipe.target.model_dump(exclude={"path"})
-        answerer = Local(Target.load(recipe.target.path, **source), tokenizer, section)
+        answerer = Local(Target.load(**recipe.target.model_dump()), tokenizer, section)
     return answerer, Reader(tokenizer, recipe.data, answerer.positions)
 
 
@@ -241,12 +238,14 @@ def main(argv: list[str]) -> None:
     if is_whole(out, settings):
         return say(f"{out} is whole already, with the same settings: nothing to do")
     tally = Tally()
-    jobs = list(named(read_conversations(section.source, tally, limit=recipe.data.limit, split=recipe.data.split)))
+    limit, split, revision = recipe.data.limit, recipe.data.split, recipe.data.revision
+    jobs = list(named(read_conversations(section.source, tally, limit=limit, split=split, revision=revision)))
     say(tally.table())
     answerer, reader = prepared(recipe, section)
     if said.forecast:
         return say(forecast([job for job in jobs if job[0] not in finished(out)], answerer, reader, section))
-    begin(out, settings, index)
+    if index == 0:
+        begin(out, settings)
     failed = answer_all(out, jobs, answerer, reader, section, index, count, wait)
     for name, reason in list(failed.items())[:5]:
         print(f"failed: {name}: {reason}", file=sys.stderr)

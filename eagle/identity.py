@@ -32,7 +32,7 @@ def identity(recipe: Recipe, taps: tuple[int, ...]) -> dict[str, Any]:
 
 def target_identity(section: TargetSection) -> dict[str, Any]:
     """The target's weights, config, precision, quantisation and adapter."""
-    folder = _folder(section.path, section.revision, (*WEIGHTS, "config.json"))
+    folder = folder_of(section.path, section.revision, (*WEIGHTS, "config.json"))
     weights = [path for pattern in WEIGHTS if (path := sorted(folder.glob(pattern)))][:1]  # .bin only without the other
     config = json.loads((folder / "config.json").read_text())
     return {
@@ -73,12 +73,13 @@ def _checksum(path: Path) -> str:
     return name if path.is_symlink() and len(name) == 64 else sha256(path)
 
 
-def _matching(path: str | None, revision: str | None, patterns: tuple[str, ...]) -> list[Path]:
-    folder = _folder(str(path), revision, patterns)
+def _matching(path: str, revision: str | None, patterns: tuple[str, ...]) -> list[Path]:
+    folder = folder_of(path, revision, patterns)
     return sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
 
 
-def _folder(path: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+def folder_of(path: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+    """The folder of a model, or that of a hub's cache once it holds the files of these names."""
     if Path(path).is_dir():
         return Path(path)
     return Path(snapshot_download(path, revision=revision, allow_patterns=list(patterns)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
@@ -128,6 +129,14 @@ class Recipe(Section):
     def dump(self) -> str:
         """The recipe with every default written out, as YAML."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def command_line(module: str, about: str | None) -> argparse.ArgumentParser:
+    """The command line that all stages share: a recipe, and what is laid over it."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the recipe")
+    return parser
 
 
 def validated(model: type[BaseModel], values: Any, source: str) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,8 @@ class ShardWriter:
         os.fsync(self.file.fileno())
         self.file.close()
         os.replace(self.part, self.path)
-        write_whole(checksum_file(self.path), f"{self.digest.hexdigest()}  {self.path.name}\n")
+        line = f"{self.digest.hexdigest()}  {self.path.name}\n"
+        write_whole(checksum_file(self.path), [line.encode()])
 
     def _write(self, data: Any) -> None:
         view = memoryview(data).cast("B")
@@ -123,10 +125,10 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
     """Write a file so that it is there whole or not at all."""
-    with part_file(path).open("w") as file:
-        file.write(text)
+    with part_file(path).open("wb") as file:
+        file.writelines(pieces)
         file.flush()
         os.fsync(file.fileno())
     os.replace(part_file(path), path)

@@ -58,15 +58,13 @@ def plan_of(lengths: Sequence[int], batch_tokens: int, shard_tokens: int) -> Pla
     return shards
 
 
-def differences(found: Any, expected: Any, name: str = "") -> Iterator[str]:
-    """Every leaf in which two identities differ, by its dotted name."""
+def differences(found: Any, expected: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Every leaf in which two identities differ: its dotted name, what was found, what was expected."""
     if isinstance(found, dict) and isinstance(expected, dict):
         for key in sorted({*found, *expected}):
             yield from differences(found.get(key), expected.get(key), f"{name}.{key}" if name else key)
-    elif name == "taps" and found and set(expected) <= set(found):
-        return  # a store of more taps serves a reader of some
     elif found != expected:
-        yield f"{name}: the store has {found!r}, this run needs {expected!r}"
+        yield name, found, expected
 
 
 class Absent(ValueError):
@@ -89,7 +87,12 @@ class FeatureStore:
         except ValueError as error:
             raise Damaged(f"{self.folder / 'index.json'} is damaged ({error}): --repair makes it anew") from None
         self.identity: dict[str, Any] = self.index["identity"]
-        if expected is not None and (wrong := list(differences(self.identity, expected))):
+        wrong = [
+            f"{name}: the store has {found!r}, this run needs {needed!r}"
+            for name, found, needed in (differences(self.identity, expected) if expected is not None else ())
+            if name != "taps" or not set(needed) <= set(found)  # a store of more taps serves a reader of some
+        ]
+        if wrong:
             raise ValueError(
                 f"the features in {folder} are not those that this run needs: {'; '.join(wrong)}. "
                 "Point features.store at another folder, or remove this one"
@@ -127,7 +130,7 @@ class FeatureStore:
             "shard_tokens": [sum(lengths[number] for batch in shard for number in batch) for shard in plan],
             "made": {"torch": torch.__version__, "machine": platform.machine(), **made},
         }
-        write_whole(folder / "index.json", json.dumps(index, indent=1))
+        write_whole(folder / "index.json", [json.dumps(index, indent=1).encode()])
         return cls(folder, partial=True)
 
     def __len__(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import subprocess
 from collections.abc import Iterator
 from datetime import date
 from importlib.metadata import version
@@ -23,7 +22,7 @@ from eagle.recipe import Recipe
 from eagle.target import Target
 from eagle.verify import Sampling
 from eval.prompts import first_turns
-from eval.report import loops, markdown
+from eval.report import commit, loops, markdown
 
 
 def rows(recipe: Recipe, target: Target, drafters: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -55,13 +54,11 @@ def rows(recipe: Recipe, target: Target, drafters: dict[str, Any]) -> Iterator[d
 
 def what_ran(recipe: Recipe) -> dict[str, Any]:
     """What the figures belong to: project, packages, machine."""
-    here = Path(__file__).parent
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True)
     return {
         "target": recipe.target.path,
         "prompts": recipe.eval.count,
         "tree": f"{recipe.eval.nodes} nodes / {recipe.eval.depth} levels / top {recipe.eval.top_k}",
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+
+def commit() -> str:
+    """The commit that figures were measured at."""
+    asked = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() or "unknown"
 
 
 def loops(tokens: Sequence[int], window: int = 64, period: int = 16) -> bool:

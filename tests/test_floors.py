@@ -32,7 +32,7 @@ DOORS = {
     "datasets": {"data_prep.conversations", "eval.prompts"},
     "accelerate": {"eagle.train", "eagle.extract"},
     "wandb": {"eagle.log"},
-    "huggingface_hub": {"eagle.identity", "data_prep.draft_vocab"},
+    "huggingface_hub": {"eagle.identity"},
     "peft": {"eagle.target"},
     "deepspeed": set(),
     **{engine: set() for engine in ("vllm", "sglang", "tensorrt_llm", "openvino", "openvino_genai", "llama_cpp")},

@@ -169,7 +169,7 @@ def run_echo(
     with serving(reply) as (url, _):
         section = section_of(out, endpoint=url, in_flight=2)
         endpoint = Endpoint(TargetSection(path="some/target"), section, {}, waits=(0, 0, 0))
-        begin(out, {}, index)
+        begin(out, {})
         return answer_all(out, jobs, endpoint, Reader(target.tokenizer, DataSection(train="-")), section, index, count)
 
 
@@ -492,7 +492,7 @@ def test_what_other_settings_made_is_refused(tmp_path: Path) -> None:
     """Parts and whole files, by the name of the difference, and files of which nothing is known."""
     out, made = tmp_path / "out", {"target": {"path": "a"}, "sampling": {"temperature": 0.0}}
     assert not is_whole(out, made)
-    begin(out, made, 0)
+    begin(out, made)
     assert not is_whole(out, made)
     for wanted, named_so in (
         ({**made, "sampling": {"temperature": 1.0}}, r"sampling.temperature was 0.0, is 1.0"),
