@@ -1,13 +1,19 @@
-"""One tiny target, trained at a fraction of its steps, for the whole suite."""
+"""One tiny target, trained at a fraction of its steps, for the whole suite; its tokenizer, and a recipe for it."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from chats import TEMPLATES
+from transformers import AutoTokenizer
 
 from eagle import Target
+from eagle.recipe import Recipe
 
 STEPS = 40
 
@@ -26,3 +32,30 @@ def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_target(tiny_target_dir: Path) -> Target:
     """That target in fp32, shared by all tests: each `generate` begins anew."""
     return Target.load(tiny_target_dir / "target", dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def base(tiny_target_dir: Path) -> Any:
+    """The tiny tokenizer."""
+    return AutoTokenizer.from_pretrained(tiny_target_dir / "target")
+
+
+@pytest.fixture
+def using(base: Any) -> Callable[[str], Any]:
+    """The tiny tokenizer with one of the templates of chats.py."""
+
+    def chosen(name: str) -> Any:
+        base.chat_template = TEMPLATES[name]
+        return base
+
+    return chosen
+
+
+@pytest.fixture
+def recipe(tiny_target_dir: Path, tmp_path: Path) -> Recipe:
+    """The tiny recipe over three short records of its own."""
+    turns = [[("human", "Who?"), ("gpt", text)] for text in ("One <b>&</b>.", "日本語 😀 ü \u202b שלום", "Three.")]
+    lines = [{"conversations": [{"from": role, "value": said} for role, said in record]} for record in turns]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    where = [f"target.path={tiny_target_dir / 'target'}", f"data.train={tmp_path / 'data.jsonl'}"]
+    return Recipe.load(Path(__file__).parent.parent / "recipes/tiny/eagle1.yaml", where)

@@ -1,52 +1,24 @@
-"""The loss mask marks what the template prints for the assistant, and the inspector notices when it does not."""
+"""The loss mask marks what the template prints for the assistant."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from chats import ASK, TEMPLATES, TWO, changed, chat, section
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
-from data_prep import inspect_mask, tokens
-from data_prep.conversations import Conversation, Tally, read_conversations
-from data_prep.inspect_mask import faults, pieces
+from data_prep import tokens
+from data_prep.conversations import Conversation, Tally
+from data_prep.inspect_mask import faults
 from data_prep.tokens import examples_of, load_tokenizer, tokenized
 from eagle.examples import Example
-from eagle.recipe import DataSection, Recipe
+from eagle.recipe import Recipe
 
-ROOT = Path(__file__).parent.parent
-REAL = ROOT.parent / "shared/data"
-ASK = "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
-TEMPLATES = {
-    "chatml": "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
-    + ASK,
-    "trims": "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content | trim + '<|end|>\n' }}{% endfor %}" + ASK,
-    "vicuna": "{% for m in messages %}{{ 'USER: ' + m.content + ' ' if m.role == 'user' else "
-    "'ASSISTANT: ' + m.content + eos_token }}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}",
-    "no mark": "{% for m in messages %}{{ '### ' + m.role + ':\n' + m.content + '\n\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '### assistant:\n' }}{% endif %}",
-    "thinks": "{% for m in messages %}{{ '<|' + m.role + '|>\n' }}{% if loop.last and m.role == 'assistant' %}"
-    "{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ m.content + '<|end|>\n' }}{% endfor %}" + ASK,
-    "opens a thought": "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|><think>\n' }}{% endif %}",
-    "dated": "{{ 'Today: ' + date + '\n' }}{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>' }}"
-    "{% endfor %}" + ASK,
-    "alternates": "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate') }}{% endif %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>' }}"
-    "{% endfor %}" + ASK,
-    "tags": "{% for m in messages %}{{ '<|' + m.role + '|>\n' }}{% if m.role == 'assistant' %}{% generation %}"
-    "{{ m.content + '<|end|>' }}{% endgeneration %}{{ '\n' }}{% else %}{{ m.content + '<|end|>\n' }}{% endif %}"
-    "{% endfor %}" + ASK,
-    "calls": "{% for t in tools %}{{ 'Tool: ' + t.function.name + '\n' }}{% endfor %}{% for m in messages %}"
-    "{{ '<|' + m.role + '|>\n' + m.content }}{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + "
-    "(c.function.arguments | tojson) + '</call>' }}{% endfor %}{{ '<|end|>\n' }}{% endfor %}" + ASK,
-}
 SPOKEN = {  # what each template makes of answers " One. \n" and "Two.", an example a list
     "chatml": [[" One. \n<|end|>", "Two.<|end|>"]],
     "trims": [["One.<|end|>", "Two.<|end|>"]],
@@ -58,37 +30,6 @@ SPOKEN = {  # what each template makes of answers " One. \n" and "Two.", an exam
     "alternates": [[" One. \n<|end|>", "Two.<|end|>"]],
     "tags": [[" One. \n<|end|>", "Two.<|end|>"]],
 }
-DATED: dict[str, Any] = {"template_kwargs": {"date": "Monday"}}
-
-
-@pytest.fixture(scope="module")
-def base(tiny_target_dir: Path) -> Any:
-    return AutoTokenizer.from_pretrained(tiny_target_dir / "target")
-
-
-@pytest.fixture
-def using(base: Any) -> Callable[[str], Any]:
-    """The tiny tokenizer with one of the templates above."""
-
-    def chosen(name: str) -> Any:
-        base.chat_template = TEMPLATES[name]
-        return base
-
-    return chosen
-
-
-def chat(*said: str, **more: Any) -> Conversation:
-    """A conversation of alternating turns."""
-    turns = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(said)]
-    return Conversation("c", turns, **more)
-
-
-TWO = chat("Who?", " One. \n", "And?", "Two.")
-
-
-def section(**values: Any) -> DataSection:
-    """Settings of the data."""
-    return DataSection(train="-", **{**DATED, **values})
 
 
 def spoken(examples: list[Example], tokenizer: Any) -> list[list[str]]:
@@ -255,24 +196,6 @@ def test_slow_tokenizers_are_refused() -> None:
         examples_of(TWO, ByT5Tokenizer(), section(), Tally())
 
 
-# ---- the whole data of a recipe
-
-
-@pytest.fixture
-def recipe(tiny_target_dir: Path, tmp_path: Path) -> Recipe:
-    """The tiny recipe over three short records of its own."""
-    turns = [[("human", "Who?"), ("gpt", text)] for text in ("One <b>&</b>.", "日本語 😀 ü \u202b שלום", "Three.")]
-    lines = [{"conversations": [{"from": role, "value": said} for role, said in record]} for record in turns]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    where = [f"target.path={tiny_target_dir / 'target'}", f"data.train={tmp_path / 'data.jsonl'}"]
-    return Recipe.load(ROOT / "recipes/tiny/eagle1.yaml", where)
-
-
-def changed(recipe: Recipe, **data: Any) -> Recipe:
-    """The recipe with other settings of its data."""
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update=data)})
-
-
 def test_a_recipe_names_the_template(recipe: Recipe, tmp_path: Path) -> None:
     """A file replaces the tokenizer's own; none at all, or no such file, is refused."""
     assert "<|" in load_tokenizer(recipe).chat_template
@@ -303,129 +226,6 @@ def test_all_data_become_examples_or_reasons(recipe: Recipe, capsys: pytest.Capt
     tokenizer.chat_template = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
     tokenized(recipe, tokenizer)
     assert "every token is supervised" in capsys.readouterr().out
-
-
-# ---- the inspector
-
-
-def shifted(mask: torch.Tensor, by: int) -> torch.Tensor:
-    """The mask some tokens further on."""
-    return mask.roll(by)
-
-
-def without_last_of_runs(mask: torch.Tensor) -> torch.Tensor:
-    """Each run without its end-of-turn mark."""
-    return mask & torch.cat([mask[1:], mask[-1:] & False])
-
-
-def without_first_run(mask: torch.Tensor) -> torch.Tensor:
-    """One answer lost."""
-    start = int(mask.int().argmax())
-    end = start + int((~mask[start:]).int().argmax()) if not mask[start:].all() else len(mask)
-    return mask & ((torch.arange(len(mask)) < start) | (torch.arange(len(mask)) >= end))
-
-
-PLANTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "shifted left": lambda mask: shifted(mask, -1),
-    "shifted right": lambda mask: shifted(mask, 1),
-    "end-of-turn mark lost": without_last_of_runs,
-    "first token lost": lambda mask: without_last_of_runs(mask.flip(0)).flip(0),
-    "header supervised": lambda mask: mask | shifted(mask, -1),
-    "next turn's beginning supervised": lambda mask: mask | shifted(mask, 1),
-    "one turn lost": without_first_run,
-    "user supervised": lambda mask: ~mask,
-    "everything supervised": torch.ones_like,
-}
-
-
-@pytest.mark.parametrize("planted", PLANTED)
-@pytest.mark.parametrize("name", ["chatml", "vicuna", "thinks", "no mark"])
-def test_planted_faults_are_caught(using: Callable[[str], Any], name: str, planted: str) -> None:
-    """Every way in which masks are known to have gone wrong."""
-    conversation = chat("Who is it?", "It is one of them.", "And then who?", "Two of them.", "Why?", "For fun.")
-    tokenizer, data = using(name), section()
-    examples = examples_of(conversation, tokenizer, data, Tally())
-    assert faults(conversation, examples, tokenizer, data) == []
-    wrong = [Example(one.tokens, PLANTED[planted](one.loss_mask)) for one in examples]
-    assert any(not torch.equal(one.loss_mask, other.loss_mask) for one, other in zip(examples, wrong, strict=True))
-    assert faults(conversation, wrong, tokenizer, data)
-
-
-def test_an_answer_lost_before_the_cut_is_a_fault(using: Callable[[str], Any]) -> None:
-    """An answer beyond `max_length` is excused, one before it is not."""
-    conversation, data = chat("Who?", "One.", "And?", "Two. " * 20, "Then?", "Three."), section(max_length=40)
-    tokenizer = using("chatml")
-    (example,) = examples_of(conversation, tokenizer, data, Tally())
-    assert faults(conversation, [example], tokenizer, data) == []
-    assert faults(conversation, [Example(example.tokens, without_first_run(example.loss_mask))], tokenizer, data)
-
-
-def test_pieces_hold_whole_characters(base: Any) -> None:
-    """Characters of several tokens come in one piece, and all pieces together are the text."""
-    text = "ok 日本語 😀 👩‍👩‍👧 שלום é e\u0301 \ufffd end"
-    ids = torch.tensor(base(text, add_special_tokens=False)["input_ids"])
-    found = list(pieces(Example(ids, torch.zeros(len(ids), dtype=torch.bool)), base))
-    assert "".join(piece for _, piece, _ in found) == text
-    assert [one for part, _, _ in found for one in part] == ids.tolist()
-    assert sum("\ufffd" in piece for _, piece, _ in found) == 1
-
-
-def test_the_inspector_shows_and_escapes(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The script over a recipe: pages, ids, a table; nothing said becomes markup."""
-    source = tmp_path / "recipe.yaml"
-    source.write_text(recipe.dump())
-    inspect_mask.main([str(source), "data.limit=2", "--count", "2", "--html", str(tmp_path / "mask.html")])
-    page = (tmp_path / "mask.html").read_text(encoding="utf-8")
-    assert "&lt;" in page and "<b>" not in page and "\ufffd" not in page
-    assert all(text in page for text in ("日", "😀", "<mark title=", "conversations</td><td>2<"))
-    shown = capsys.readouterr().out
-    assert all(text in shown for text in ("日本語 😀", "supervised", "tokens of an example"))
-
-
-def test_the_inspector_fails_on_a_wrong_mask(
-    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The faults are listed, and the exit status tells."""
-    right = tokens.example_of
-
-    def wrong(*given: Any) -> Example | None:
-        example = right(*given)
-        return example and Example(example.tokens, example.loss_mask.roll(1))
-
-    monkeypatch.setattr(tokens, "example_of", wrong)
-    (tmp_path / "recipe.yaml").write_text(recipe.dump())
-    with pytest.raises(SystemExit, match=r"data.jsonl:1: message 2: supervised is .*, expected 'One"):
-        inspect_mask.main([str(tmp_path / "recipe.yaml")])
-
-
-# ---- real templates, where they are at hand
-
-real = pytest.mark.skipif(
-    not REAL.is_dir(), reason="no folder of real templates and conversations beside this checkout"
-)
-
-
-@real
-@pytest.mark.parametrize("folder", ["vicuna", pytest.param("llama3.1-instruct", marks=pytest.mark.slow)])
-def test_real_templates_are_served_without_a_fault(folder: str) -> None:
-    """Every published template that prints a conversation gives examples that pass the inspector's checks."""
-    tokenizer, data = (
-        AutoTokenizer.from_pretrained(REAL / "tokenizers" / folder),
-        DataSection(train="-", max_length=4000),
-    )
-    conversations = [*read_conversations(REAL / "train/sharegpt_real_train.jsonl", limit=40)]
-    conversations = sorted(conversations, key=lambda one: len(str(one.messages)))[5:30:5]
-    printed, wrong = 0, []
-    for file in sorted((REAL / "chat_templates").rglob("*.jinja")):
-        tokenizer.chat_template = file.read_text(encoding="utf-8")
-        for conversation in conversations:
-            tally = Tally()
-            examples = examples_of(conversation, tokenizer, data, tally)
-            printed += bool(examples)
-            refused = str(next(iter(tally.dropped), ""))
-            wrong += [f"{file.name}: {refused}"] if refused and "template refuses" not in refused else []
-            wrong += [f"{file.name}: {one}" for one in (examples and faults(conversation, examples, tokenizer, data))]
-    assert wrong == [] and printed >= 250
 
 
 def test_answers_that_are_not_there_yet_are_asked_for(tmp_path: Path) -> None:

@@ -1,0 +1,54 @@
+"""Chat templates of every kind that a mask has to fit, and conversations to print with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from data_prep.conversations import Conversation
+from eagle.recipe import DataSection, Recipe
+
+ASK = "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+TEMPLATES = {
+    "chatml": "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    + ASK,
+    "trims": "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content | trim + '<|end|>\n' }}{% endfor %}" + ASK,
+    "vicuna": "{% for m in messages %}{{ 'USER: ' + m.content + ' ' if m.role == 'user' else "
+    "'ASSISTANT: ' + m.content + eos_token }}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}",
+    "no mark": "{% for m in messages %}{{ '### ' + m.role + ':\n' + m.content + '\n\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '### assistant:\n' }}{% endif %}",
+    "thinks": "{% for m in messages %}{{ '<|' + m.role + '|>\n' }}{% if loop.last and m.role == 'assistant' %}"
+    "{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ m.content + '<|end|>\n' }}{% endfor %}" + ASK,
+    "opens a thought": "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|><think>\n' }}{% endif %}",
+    "dated": "{{ 'Today: ' + date + '\n' }}{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>' }}"
+    "{% endfor %}" + ASK,
+    "alternates": "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>' }}"
+    "{% endfor %}" + ASK,
+    "tags": "{% for m in messages %}{{ '<|' + m.role + '|>\n' }}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content + '<|end|>' }}{% endgeneration %}{{ '\n' }}{% else %}{{ m.content + '<|end|>\n' }}{% endif %}"
+    "{% endfor %}" + ASK,
+    "calls": "{% for t in tools %}{{ 'Tool: ' + t.function.name + '\n' }}{% endfor %}{% for m in messages %}"
+    "{{ '<|' + m.role + '|>\n' + m.content }}{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + "
+    "(c.function.arguments | tojson) + '</call>' }}{% endfor %}{{ '<|end|>\n' }}{% endfor %}" + ASK,
+}
+DATED: dict[str, Any] = {"template_kwargs": {"date": "Monday"}}
+
+
+def chat(*said: str, **more: Any) -> Conversation:
+    """A conversation of alternating turns."""
+    turns = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(said)]
+    return Conversation("c", turns, **more)
+
+
+TWO = chat("Who?", " One. \n", "And?", "Two.")
+
+
+def section(**values: Any) -> DataSection:
+    """Settings of the data."""
+    return DataSection(train="-", **{**DATED, **values})
+
+
+def changed(recipe: Recipe, **data: Any) -> Recipe:
+    """The recipe with other settings of its data."""
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update=data)})
