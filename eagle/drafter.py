@@ -4,17 +4,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from eagle.examples import Batch
-from eagle.tree import DraftTree
+from eagle.tree import DraftTree, Paths
 
 Noise = Callable[[list[int]], Tensor]
-"""Positions -> [P, V], what the target will add to its warped logits when it chooses the tokens standing there."""
+"""Positions -> [P, V], what the target adds when it chooses the tokens standing there, in units of its plain logits.
+
+A drafter that adds it to its own scores (logits or log-probabilities, no temperature applied) ranks as the target does.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +38,29 @@ class Budget:
     nodes: int = 10
     depth: int = 10
     top_k: int = 10
+    paths: Paths | None = None  # a shape that the tree has whatever the drafter believes; see `fixed`
 
     def __post_init__(self) -> None:
         for name in ("nodes", "depth", "top_k"):
             if getattr(self, name) < 0:
                 raise ValueError(f"Budget.{name} is {getattr(self, name)}, expected 0 or more")
+        known = {(), *(self.paths or ())}
+        for path in known - {()}:
+            if path[:-1] not in known or path[-1] not in range(self.top_k):
+                raise ValueError(
+                    f"Budget.paths holds {path}, expected {path[:-1]} too and ranks below top_k = {self.top_k}: "
+                    "name every node by the ranks on its way; Budget.fixed(paths) sets the rest"
+                )
+        if len(known) - 1 > self.nodes:
+            raise ValueError(
+                f"Budget.paths holds {len(known) - 1} nodes, expected {self.nodes}: use Budget.fixed(paths)"
+            )
+
+    @classmethod
+    def fixed(cls, paths: Paths) -> Budget:
+        """A tree of this shape, as EAGLE-1 published one (`eagle.tree.PUBLISHED_TREE`)."""
+        top_k = 1 + max((rank for path in paths for rank in path), default=-1)
+        return cls(len(set(paths)), max(map(len, paths), default=0), top_k, tuple(paths))
 
     def within(self, levels: int) -> Budget:
         """The same budget, at most `levels` deep."""
@@ -79,6 +102,12 @@ class TrainableDrafter(nn.Module):
         """Loss terms: "total" is minimised, the rest is logged."""
         raise NotImplementedError(f"{type(self).__name__} does not define its loss: write forward(batch, frozen)")
 
+    def judge(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
+        """Sums that add up over batches and processes; `eagle.judge.figures` makes figures of them."""
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot be validated: write judge(batch, frozen, trees) with eagle.judge"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TargetHead:
@@ -103,6 +132,20 @@ class TargetHead:
         if self.softcap is not None:
             logits = (logits / self.softcap).tanh() * self.softcap
         return logits
+
+    def pull_back(self, gradient: Tensor, logits: Tensor) -> Tensor:
+        """[.., D], the gradient at the hidden states from that at their logits [.., V]."""
+        if self.softcap is not None:
+            gradient = gradient * (1 - (logits / self.softcap) ** 2)
+        hidden = gradient.to(self.weight.dtype) @ self.weight
+        return hidden if self.logit_scale == 1.0 else hidden * self.logit_scale
+
+    def cast(self, dtype: torch.dtype) -> TargetHead:
+        """The same in another precision: itself, or a copy."""
+        if self.weight.dtype == dtype:
+            return self
+        embedding, output = (copy.deepcopy(module).to(dtype) for module in (self.embedding, self.output))
+        return replace(self, embedding=embedding, output=output)
 
     @property
     def weight(self) -> Tensor:

@@ -1,11 +1,11 @@
 """Training examples, batches of them, and what a source of features offers."""
 
-# B batch, T tokens, L taps, D target width
+# N tokens of all texts, T of one, L taps, D target width
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -23,40 +23,55 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Examples side by side, padded on the right with unsupervised slots."""
+    """Texts end to end, nothing padded."""
 
-    tokens: Tensor  # [B, T]
-    loss_mask: Tensor  # [B, T] bool
-    features: Tensor  # [B, T, L, D]
-    lengths: Tensor  # [B]
+    tokens: Tensor  # [N]
+    loss_mask: Tensor  # [N] bool, on the host: which slots count decides shapes
+    features: Tensor  # [N, L, D]
+    lengths: tuple[int, ...]  # of the texts
     taps: tuple[int, ...]  # which target state each of the L is
+    seeds: tuple[int, ...]  # of all that is drawn at random for each text
+
+    @property
+    def slots(self) -> int:
+        """How many tokens are supervised."""
+        return int(self.loss_mask.sum())
 
     def tapped(self, taps: tuple[int, ...]) -> Tensor:
-        """[B, T, len(taps), D], the states of those taps."""
-        return self.features[:, :, [self.taps.index(tap) for tap in taps]]
+        """[N, len(taps), D], the states of those taps."""
+        if taps == self.taps:
+            return self.features
+        return self.features[:, [self.taps.index(tap) for tap in taps]]
+
+    def pinned(self) -> Batch:
+        """The same batch where an accelerator can fetch it while it computes."""
+        return replace(self, tokens=self.tokens.pin_memory(), features=self.features.pin_memory())
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on another device."""
-        tokens, loss_mask, features, lengths = (
-            tensor.to(device) for tensor in (self.tokens, self.loss_mask, self.features, self.lengths)
-        )
-        return Batch(tokens, loss_mask, features, lengths, self.taps)
+        tokens, features = (tensor.to(device, non_blocking=True) for tensor in (self.tokens, self.features))
+        return replace(self, tokens=tokens, features=features)
 
 
-def collate(examples: Sequence[Example], taps: tuple[int, ...]) -> Batch:
-    """One batch of examples that carry features."""
+def supervised(loss_mask: Tensor) -> Tensor:
+    """The loss mask without a text's first two tokens, which no drafter writes, up to its last supervised one."""
+    mask = loss_mask.clone()
+    mask[:2] = False
+    where = mask.nonzero()
+    return mask[: int(where[-1]) + 1] if len(where) else mask[:0]
 
-    def side_by_side(tensors: list[Tensor]) -> Tensor:
-        return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
 
-    features = [example.features for example in examples]
-    assert all(feature is not None for feature in features), "collate needs examples with features"
+def collate(examples: Sequence[Example], taps: tuple[int, ...], seeds: Sequence[int] | None = None) -> Batch:
+    """One batch of examples that carry features; what follows the last supervised token of a text is left out."""
+    masks = [supervised(example.loss_mask) for example in examples]
+    features = [example.features[: len(mask)] for example, mask in zip(examples, masks, strict=True)]  # type: ignore[index]
     return Batch(
-        side_by_side([example.tokens for example in examples]),
-        side_by_side([example.loss_mask for example in examples]),
-        side_by_side(features),  # type: ignore[arg-type]
-        torch.tensor([len(example.tokens) for example in examples]),
+        torch.cat([example.tokens[: len(mask)] for example, mask in zip(examples, masks, strict=True)]),
+        torch.cat(masks),
+        torch.cat(features),
+        tuple(len(mask) for mask in masks),
         taps,
+        tuple(seeds or range(len(examples))),
     )
 
 
@@ -65,9 +80,14 @@ class Features(Protocol):
 
     taps: tuple[int, ...]
     identity: dict[str, Any]
+    together: bool  # whether all processes must read at once, each as often as the others
 
     def __len__(self) -> int: ...
 
     def read(self, places: Sequence[int]) -> list[Example]:
         """Those examples, with their features."""
+        ...
+
+    def mask(self, place: int) -> Tensor:
+        """[T], the loss mask of an example."""
         ...

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -56,11 +57,17 @@ class LiveFeatures:
     ) -> None:
         self.target, self.examples, self.identity = target, examples, identity
         self.taps, self.dtype = tuple(identity["taps"]), identity["dtype"]
-        self.slots = batch_slots(target, batch_tokens)
+        self.together = target.sharded
+        # together, processes must compute equally often: one forward for whatever is read at once
+        self.slots = sys.maxsize if self.together else batch_slots(target, batch_tokens)
         check_lengths(target, examples)
 
     def __len__(self) -> int:
         return len(self.examples)
+
+    def mask(self, place: int) -> Tensor:
+        """The loss mask of an example."""
+        return self.examples[place].loss_mask
 
     def read(self, places: Sequence[int]) -> list[Example]:
         """Those examples with their features."""

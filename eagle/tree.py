@@ -11,6 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+Paths = tuple[tuple[int, ...], ...]
+"""The shape of a tree: for every node but the root, the ranks of the children on the way to it."""
+
+# the fixed tree of EAGLE-1 (Li et al. 2024, arXiv 2401.15077): 25 draft nodes on 5 levels
+LEVELS = ("0 1 2 3", "00 01 02 10 11 20 21 30", "000 001 002 010 011 020 021 100", "0000 0001 0002", "00000 00001")
+PUBLISHED_TREE: Paths = tuple(tuple(map(int, path)) for level in LEVELS for path in level.split())
+
+
+def chain_paths(length: int) -> Paths:
+    """The shape of a chain."""
+    return tuple((0,) * depth for depth in range(1, length + 1))
+
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:

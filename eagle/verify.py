@@ -124,9 +124,9 @@ class Choose:
         return (warp(logits, self.sampling) + noise).argmax(-1).tolist()
 
     def offer(self, vocab_size: int, device: torch.device) -> Callable[[list[int]], Tensor] | None:
-        """The noise as a drafter may use it: positions -> [P, V]; None when the target is greedy."""
-        noise = self.noise
-        return None if noise is None else lambda positions: noise(positions, vocab_size, device)
+        """The noise as a drafter may use it: positions -> [P, V] in units of plain logits; None for a greedy target."""
+        noise, scale = self.noise, self.sampling.temperature
+        return None if noise is None else lambda positions: noise(positions, vocab_size, device) * scale
 
     def law(self, reading: Reading, node: int) -> Tensor:
         """[V], the law that the token after `node` has."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from eagle import Budget, Sampling, Target, generate, load_drafter
 from eagle.checkpoint import load_head, save_head
@@ -15,10 +17,13 @@ from eagle.drafters import DRAFTERS, settings_of
 from eagle.examples import Batch, Example, collate
 from eagle.export import EXPORTERS
 from eagle.extract import LiveFeatures, taps_of
+from eagle.judge import added, figures
+from eagle.tree import PUBLISHED_TREE, chain_paths
 from eagle.verify import Choose
 
 TRAINED = [name for name, method in DRAFTERS.items() if issubclass(method, TrainableDrafter)]
-BUDGETS = [Budget(8, 4, 3), Budget(3, 1, 3), Budget(5, 5, 1), Budget(0, 0, 0)]
+BUDGETS = [Budget(8, 4, 3), Budget(3, 1, 3), Budget(5, 5, 1), Budget(0, 0, 0), Budget.fixed(PUBLISHED_TREE)]
+TREES = {"chain": chain_paths(3), "tree": PUBLISHED_TREE}
 ASKED = "What does copy do?"
 
 
@@ -41,25 +46,30 @@ def reference(target: Target, prompt: list[int], sampling: Sampling, count: int)
     for _ in range(count):
         with torch.no_grad():
             logits = target.model(torch.tensor([text]), use_cache=False).logits[0, -1]
-        scores = logits if offered is None else logits / sampling.temperature + offered([len(text)])[0]
+        scores = logits if offered is None else logits + offered([len(text)])[0]
         text.append(int(scores.argmax()))
     return text[len(prompt) :]
 
 
 @pytest.fixture(scope="session")
-def batch(tiny_target: Target) -> Batch:
+def examples(tiny_target: Target) -> LiveFeatures:
     """Two short texts of different length with the target's features at all taps."""
     generator = torch.Generator().manual_seed(1)
     examples = []
     for length in (24, 17):
         tokens = torch.randint(5, tiny_target.vocab_size, (length,), generator=generator)
         examples.append(Example(tokens, torch.arange(length) >= 6))
-    taps = tuple(sorted({tap for name in TRAINED for tap in taps_of(DRAFTERS[name])}))
-    live = LiveFeatures(tiny_target, examples, {"taps": list(taps), "dtype": "float32"})
-    return collate(live.read(range(len(examples))), taps)
+    taps = sorted({tap for name in TRAINED for tap in taps_of(DRAFTERS[name])})
+    return LiveFeatures(tiny_target, examples, {"taps": taps, "dtype": "float32"})
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.fixture(scope="session")
+def batch(examples: LiveFeatures) -> Batch:
+    """Both texts in one."""
+    return collate(examples.read([0, 1]), examples.taps)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_output_is_the_untouched_models_own(name: str, temperature: float, tiny_target: Target) -> None:
     """Whatever is drafted, under whatever budget, the output is what plain decoding says."""
@@ -122,14 +132,16 @@ def test_loss_falls_on_one_batch(name: str, tiny_target: Target, batch: Batch) -
 def test_loss_counts_supervised_tokens_alone(name: str, tiny_target: Target, batch: Batch) -> None:
     """What follows the last supervised token of a text changes neither the loss nor a gradient."""
     head = new_head(name, tiny_target).eval()
-    mask = batch.loss_mask & (torch.arange(batch.tokens.shape[1]) < 12)
+    places = torch.cat([torch.arange(length) for length in batch.lengths])
+    mask = batch.loss_mask & (places < 12)
     changed_tokens, changed_features = batch.tokens.clone(), batch.features.clone()
-    changed_tokens[:, 13:] = 9
-    changed_features[:, 13:] += 1
+    changed_tokens[places >= 13] = 9
+    changed_features[places >= 13] += 1
     results = []
     for tokens, features in ((batch.tokens, batch.features), (changed_tokens, changed_features)):
         head.zero_grad()
-        loss = head(Batch(tokens, mask, features, batch.lengths, batch.taps), tiny_target.head)["total"]
+        changed = replace(batch, tokens=tokens, features=features, loss_mask=mask)
+        loss = head(changed, tiny_target.head)["total"]
         loss.backward()
         results.append((loss.item(), [p.grad.clone() for p in head.parameters()]))
     assert results[0][0] == results[1][0]
@@ -141,9 +153,29 @@ def test_loss_depends_on_what_is_supervised(name: str, tiny_target: Target, batc
     """The same change inside the supervised part does change the loss: the test above can fail."""
     head = new_head(name, tiny_target).eval()
     features = batch.features.clone()
-    features[:, 8] += 1
-    changed = Batch(batch.tokens, batch.loss_mask, features, batch.lengths, batch.taps)
+    features[8] += 1
+    changed = replace(batch, features=features)
     assert head(changed, tiny_target.head)["total"] != head(batch, tiny_target.head)["total"]
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_what_is_judged_adds_up(name: str, tiny_target: Target, batch: Batch, examples: LiveFeatures) -> None:
+    """Sums of two texts are those of each; the loss terms are those of training; nothing is drawn at random."""
+    head = new_head(name, tiny_target)
+    whole = head.train().judge(batch, tiny_target.head, TREES)
+    sums: dict[str, Tensor] = {}
+    for place in (0, 1):
+        alone = collate(examples.read([place]), examples.taps)
+        sums = added(sums, head.eval().judge(alone, tiny_target.head, TREES))
+    assert sums.keys() == whole.keys()
+    for key, value in whole.items():
+        torch.testing.assert_close(sums[key], value, rtol=1e-6, atol=1e-6)
+    found, losses = figures(whole), head(batch, tiny_target.head)
+    for term in found.keys() & losses.keys():
+        assert found[term] == pytest.approx(losses[term].item(), rel=1e-5)
+    assert int(whole["slots"]) == batch.slots
+    assert {"cross_entropy", "agreement", "overlap", "chain/tau", "tree/5"} <= found.keys()
+    assert 1 <= found["chain/tau"] <= found["tree/tau"] <= 6
 
 
 @pytest.mark.parametrize("name", TRAINED)

@@ -1,18 +1,25 @@
-"""EAGLE-1: what it is trained on is what it sees when drafting, and its loss is the plain one."""
+"""EAGLE-1: what it is trained on is what it sees when drafting, its loss is the plain one, and its trees are right."""
 
 from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle import Budget, DraftTree, Sampling, Target
-from eagle.drafter import Committed
+from eagle import Budget, DraftTree, Sampling, Target, spans
+from eagle.drafter import Committed, TargetHead
+from eagle.drafters import blocks, eagle1
 from eagle.drafters.blocks import grow
 from eagle.drafters.eagle1 import Eagle1
-from eagle.examples import Batch, Example, collate
-from eagle.extract import LiveFeatures
+from eagle.examples import Batch
+from eagle.objectives import soft_cross_entropy
+from eagle.tree import PUBLISHED_TREE, chain_paths
 from eagle.verify import Choose
 
 
@@ -23,80 +30,303 @@ def head(tiny_target: Target) -> Eagle1:
     return Eagle1.for_target(Eagle1.Settings(noise=0.0), tiny_target.config).bind(tiny_target.head)
 
 
+def random_text(target: Target, length: int, seed: int) -> Tensor:
+    """Tokens that say nothing."""
+    return torch.randint(10, target.vocab_size, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def batch_of(target: Target, texts: list[Tensor], masks: list[Tensor]) -> Batch:
+    """These very texts with the target's features: no token is left out, whatever is supervised."""
+    features = [target.features(text[None], (-1,))[0] for text in texts]
+    lengths = tuple(len(text) for text in texts)
+    return Batch(torch.cat(texts), torch.cat(masks), torch.cat(features), lengths, (-1,), tuple(range(len(texts))))
+
+
 @pytest.fixture(scope="module")
 def batch(tiny_target: Target) -> Batch:
-    """Two random texts of different length."""
-    generator = torch.Generator().manual_seed(4)
-    lengths = (30, 21)
-    texts = [torch.randint(10, tiny_target.vocab_size, (length,), generator=generator) for length in lengths]
-    examples = [Example(text, torch.rand(len(text), generator=generator) < 0.6) for text in texts]
-    live = LiveFeatures(tiny_target, examples, {"taps": [-1], "dtype": "float32"})
-    return collate(live.read(range(len(examples))), live.taps)
+    """Two random texts of different length, supervised here and there."""
+    texts = [random_text(tiny_target, length, length) for length in (30, 21)]
+    masks = [torch.rand(len(text), generator=torch.Generator().manual_seed(1)) < 0.6 for text in texts]
+    for mask in masks:
+        mask[:2] = False
+    return batch_of(tiny_target, texts, masks)
 
 
-def test_drafting_sees_what_training_saw(head: Eagle1, tiny_target: Target) -> None:
-    """The law of the first drafted token equals that of a plain causal pass, however the text came in pieces."""
-    text = torch.randint(10, tiny_target.vocab_size, (40,), generator=torch.Generator().manual_seed(2))
-    features = tiny_target.features(text[None], (-1,))[0]
-    plain = tiny_target.head.logits(head.states(text[None, 1:], features[None, :-1, 0], 0, tiny_target.head))[0]
-    head.begin()
-    for start, end in ((0, 12), (12, 13), (13, 20), (20, 39)):
-        news = Committed(text[start:end], features[start:end], int(text[end]))
-        tree = head.propose(news, Budget(6, 1, 6))
-        assert set(tree.tokens[1:].tolist()) == set(plain[end - 1].topk(6).indices.tolist())
+def trained_logits(head: Eagle1, batch: Batch, target: Target, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """[S, V], what the head says at the supervised slots while its loss is computed."""
+    kept = []
+
+    def keep(student: Tensor, teacher: Tensor, frozen: TargetHead) -> Tensor:
+        kept.append(frozen.logits(student).detach())
+        return soft_cross_entropy(student, teacher, frozen)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(eagle1, "soft_cross_entropy", keep)
+        head(batch, target.head)
+    return kept[0]
 
 
-def test_a_drafted_chain_continues_its_own_features(head: Eagle1, tiny_target: Target) -> None:
-    """Level by level with a cache equals one causal pass over the text and the head's own predictions."""
-    prompt = tiny_target.chat("What does copy do?")
-    head.begin()
-    news = tiny_target.begin(prompt, Choose(Sampling()), (-1,))
-    drafted = head.propose(news, Budget(5, 5, 1)).tokens.tolist()
-    tokens, states = torch.tensor([*prompt[1:], news.root]), news.features[:, 0]
-    for token in drafted[1:]:
-        predicted = head.states(tokens[None], states[None], 0, tiny_target.head)[0, -1]
-        assert int(tiny_target.head.logits(predicted).argmax()) == token
-        tokens, states = torch.cat([tokens, torch.tensor([token])]), torch.cat([states, predicted[None]])
+slots, spans_of = eagle1._slots, spans.Spans.of  # what faults are planted in
 
 
-def plain_loss(head: Eagle1, batch: Batch, target: Target) -> Tensor:
+# -- alignment --------------------------------------------------------------------------------------------------------
+
+
+def drafted_logits(head: Eagle1, text: Tensor, features: Tensor, pieces: list[int], patch: Any) -> dict[int, Tensor]:
+    """By committed length, the logits after the root when the text comes in these pieces."""
+    kept: list[Tensor] = []
+
+    def keep(root: int, scores: Tensor, *rest: Any) -> DraftTree:
+        kept.append(scores)
+        return grow(root, scores, *rest)
+
+    with patch.context() as inner:
+        inner.setattr(eagle1, "grow", keep)
+        head.begin()
+        for start, end in pairwise(pieces):
+            head.propose(Committed(text[start:end], features[start:end], int(text[end])), Budget(8, 3, 3))
+    return dict(zip(pieces[1:], kept, strict=True))
+
+
+def drafting_is_training(head: Eagle1, target: Target, patch: pytest.MonkeyPatch) -> None:
+    """Slot i's logits in training are those drafted when i + 1 tokens are committed."""
+    text, everywhere = random_text(target, 40, 2), torch.arange(40) >= 2
+    batch = batch_of(target, [random_text(target, 9, 3), text], [torch.arange(9) >= 5, everywhere])
+    trained = trained_logits(head, batch, target, patch)[4:]  # of the second text, slot by slot
+    drafted = drafted_logits(head, text, batch.features[9:], [0, 12, 13, 20, 33, 38], patch)
+    for committed, logits in drafted.items():
+        torch.testing.assert_close(trained[committed - 1], logits, rtol=0, atol=1e-5)
+
+
+def test_train_time_logits_are_those_of_drafting(
+    head: Eagle1, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within 1e-5 on the same prefix, however the text came in pieces and whatever was drafted in between."""
+    drafting_is_training(head, tiny_target, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("home", "name", "fault"),
+    [
+        (eagle1, "_slots", lambda lengths: (slots(lengths)[0], torch.arange(sum(lengths) - 2 * len(lengths)) * 2)),
+        (spans, "causal_lower_right", lambda *_: None),
+    ],
+    ids=["positions", "mask"],
+)
+def test_training_on_something_else_is_seen(
+    head: Eagle1, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, home: Any, name: str, fault: Any
+) -> None:
+    """Planted faults: slots that stand elsewhere, and attention without a mask."""
+    monkeypatch.setattr(home, name, fault)
+    with pytest.raises(AssertionError, match="not close"):
+        drafting_is_training(head, tiny_target, monkeypatch)
+
+
+def leak(head: Eagle1, target: Target, patch: pytest.MonkeyPatch) -> None:
+    """Another token t leaves what slots <= t - 2 say of tokens <= t bit-equal, and changes slot t - 1."""
+    texts, everywhere = [random_text(target, 30, 5), random_text(target, 20, 6)], [torch.arange(30) >= 2]
+    everywhere.append(torch.arange(20) >= 2)
+    before = trained_logits(head, batch_of(target, texts, everywhere), target, patch)
+    for token in (2, 11, 12, 28):
+        changed = texts[0].clone()
+        changed[token] = (changed[token] + 1) % target.vocab_size
+        after = trained_logits(head, batch_of(target, [changed, texts[1]], everywhere), target, patch)
+        assert after[: token - 1].equal(before[: token - 1]), "a slot saw what it names"
+        assert not after[token - 1].equal(before[token - 1])
+        assert after[28:].equal(before[28:]), "a slot saw another text"
+
+
+def test_no_slot_sees_what_it_names(head: Eagle1, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With features that the target recomputes from the changed text."""
+    leak(head, tiny_target, monkeypatch)
+
+
+def from_the_first_text(masks: list[Tensor], device: torch.device) -> spans.Spans:
+    """Pieces that begin where the first text does."""
+    found = spans_of(masks, device)
+    return spans.Spans(found.rows, [(0, first, end) for _, first, end in found.pieces])
+
+
+@pytest.mark.parametrize(
+    ("home", "name", "fault", "seen"),
+    [
+        (spans, "causal_lower_right", lambda *_: None, "what it names"),
+        (eagle1, "_slots", lambda lengths: (slots(lengths)[0] + 1, slots(lengths)[1]), "what it names"),
+        (spans.Spans, "of", from_the_first_text, "another text"),
+    ],
+    ids=["mask", "one further", "other text"],
+)
+def test_a_leak_is_seen(
+    head: Eagle1, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, home: Any, name: str, fault: Any, seen: str
+) -> None:
+    """Planted faults: attention without a mask, slots that read one token further, texts that see one another."""
+    monkeypatch.setattr(home, name, fault)
+    with pytest.raises(AssertionError, match=f"a slot saw {seen}"):
+        leak(head, tiny_target, monkeypatch)
+
+
+# -- loss -------------------------------------------------------------------------------------------------------------
+
+
+def plain_loss(head: Eagle1, batch: Batch, frozen: TargetHead, named: int = 2) -> Tensor:
     """The published loss, slot by slot: Smooth-L1 of the feature plus 0.1 cross-entropy of the laws."""
     losses = []
-    for row in range(len(batch.tokens)):
-        length = int(batch.lengths[row])
-        tokens, features = batch.tokens[row, :length], batch.features[row, :length, 0]
-        for slot in range(length - 2):
-            if not batch.loss_mask[row, slot + 2]:
+    columns = (batch.tokens, batch.features[:, 0], batch.loss_mask)
+    for tokens, features, mask in zip(*(column.split(batch.lengths) for column in columns), strict=True):
+        for slot in range(len(tokens) - 2):
+            if not mask[slot + named]:
                 continue
             seen = slice(0, slot + 1)
-            predicted = head.states(tokens[1:][seen][None], features[seen][None], 0, target.head)[0, -1]
+            predicted = head.states(tokens[1:][seen][None], features[seen][None], 0, frozen)[0, -1]
             regression = F.smooth_l1_loss(predicted, features[slot + 1])
-            law = target.head.logits(features[slot + 1]).softmax(-1)
-            entropy = -(law * target.head.logits(predicted).log_softmax(-1)).sum()
+            law = frozen.logits(features[slot + 1]).softmax(-1)
+            entropy = -(law * frozen.logits(predicted).log_softmax(-1)).sum()
             losses.append(regression + 0.1 * entropy)
     return torch.stack(losses).mean()
 
 
-def test_loss_and_gradients_equal_the_plain_rendering(head: Eagle1, batch: Batch, tiny_target: Target) -> None:
-    """The batched loss is the mean over supervised slots of a loop that sees nothing but the past."""
-    gradients = []
-    for loss in (head(batch, tiny_target.head)["total"], plain_loss(head, batch, tiny_target)):
+def same_gradients(head: Eagle1, first: Callable[[], Tensor], second: Callable[[], Tensor], rtol: float) -> None:
+    """Two losses of one head are equal, and so are the gradients of every weight."""
+    results = []
+    for loss in (first, second):
         head.zero_grad()
-        loss.backward()
-        gradients.append([loss.detach(), *(weight.grad.clone() for weight in head.parameters())])
-    for ours, plain in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
+        value = loss()
+        value.backward()
+        results.append([value.detach(), *(weight.grad.clone() for weight in head.parameters())])
+    for one, other in zip(*results, strict=True):
+        scale = other.abs().max().item()
+        torch.testing.assert_close(one, other, rtol=0, atol=rtol * scale)
+
+
+def in_double(head: Eagle1, batch: Batch, target: Target) -> tuple[Eagle1, Batch, TargetHead]:
+    """The same in fp64, but for what the norms do in fp32."""
+    frozen = target.head
+    double = (copy.deepcopy(part).double() for part in (frozen.embedding, frozen.output))
+    wide = Batch(batch.tokens, batch.loss_mask, batch.features.double(), batch.lengths, batch.taps, batch.seeds)
+    return copy.deepcopy(head).double(), wide, TargetHead(*double)
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_loss_and_gradients_equal_the_plain_rendering(
+    head: Eagle1, batch: Batch, tiny_target: Target, double: bool
+) -> None:
+    """The batched loss is the mean over supervised slots of a loop that sees nothing but the past."""
+    frozen, rtol = tiny_target.head, 1e-5
+    if double:
+        (head, batch, frozen), rtol = in_double(head, batch, tiny_target), 1e-6
+    same_gradients(head, lambda: head(batch, frozen)["total"], lambda: plain_loss(head, batch, frozen), rtol)
+    with pytest.raises(AssertionError, match="not close"):  # the gate that public implementations have: t_i
+        same_gradients(head, lambda: head(batch, frozen)["total"], lambda: plain_loss(head, batch, frozen, 0), rtol)
+
+
+def test_an_unsupervised_label_changes_no_gradient(head: Eagle1, batch: Batch, tiny_target: Target) -> None:
+    """The first label behind the last supervised one counts for nothing; the last one counts."""
+
+    def loss(place: int) -> Tensor:
+        tokens, features = batch.tokens.clone(), batch.features.clone()
+        tokens[place] = (tokens[place] + 1) % tiny_target.vocab_size
+        features[place - 1] += 1  # what names the token
+        changed = Batch(tokens, mask, features, batch.lengths, batch.taps, batch.seeds)
+        return head(changed, tiny_target.head)["total"]
+
+    mask = batch.loss_mask.clone()
+    mask[13:30] = False
+    mask[12] = True
+    unchanged = Batch(batch.tokens, mask, batch.features, batch.lengths, batch.taps, batch.seeds)
+    same_gradients(head, lambda: loss(13), lambda: head(unchanged, tiny_target.head)["total"], 0.0)
+    with pytest.raises(AssertionError, match="not equal"):
+        same_gradients(head, lambda: loss(12), lambda: head(unchanged, tiny_target.head)["total"], 0.0)
+
+
+# -- trees ------------------------------------------------------------------------------------------------------------
+
+
+def drafted(head: Eagle1, target: Target, budget: Budget, noise: Any = None) -> tuple[Tensor, Tensor, DraftTree]:
+    """The tokens and features that the head has read after a prompt, and its tree."""
+    prompt = target.chat("What does copy do?")
+    news = target.begin(prompt, Choose(Sampling()), (-1,))
+    head.begin(noise)
+    tree = head.propose(news, budget)
+    return torch.tensor([*prompt[1:], news.root]), news.features[:, 0], tree
+
+
+def own_scores(head: Eagle1, target: Target, tokens: Tensor, states: Tensor, path: list[int]) -> Tensor:
+    """[V] after a drafted path by plain causal passes over the text and the head's own predictions."""
+    for token in [*path, None]:
+        predicted = head.states(tokens[None], states[None], 0, target.head)[0, -1]
+        if token is not None:
+            tokens, states = torch.cat([tokens, torch.tensor([token])]), torch.cat([states, predicted[None]])
+    return target.head.logits(predicted)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("paths", [chain_paths(5), PUBLISHED_TREE], ids=["chain", "published"])
+def test_a_fixed_tree_holds_the_ranked_children(
+    head: Eagle1, tiny_target: Target, paths: tuple[tuple[int, ...], ...], temperature: float
+) -> None:
+    """Each node is the child of its rank by a plain pass over its own path, plus the noise of its place at T > 0."""
+    choose = Choose(Sampling(temperature=temperature, seed=4))
+    offered = choose.offer(tiny_target.vocab_size, tiny_target.device)
+    tokens, states, tree = drafted(head, tiny_target, Budget.fixed(paths), offered)
+    named: dict[tuple[int, ...], list[int]] = {(): []}
+    for path in sorted(paths, key=len):
+        above = named[path[:-1]]
+        with torch.no_grad():
+            scores = own_scores(head, tiny_target, tokens, states, above)
+        if choose.noise is not None:
+            place = len(tokens) + 1 + len(above)
+            scores = scores + temperature * choose.noise([place], len(scores), scores.device)[0]
+        named[path] = [*above, int(scores.sort(descending=True).indices[path[-1]])]
+    assert paths_of(tree) == {tuple(path) for path in named.values()} - {()}
+    assert len(tree) == len(paths) + 1
+
+
+def test_a_fixed_tree_is_cut_at_the_depth_allowed(head: Eagle1, tiny_target: Target) -> None:
+    """What lies deeper is left out, the rest stays."""
+    whole, *cut = (
+        paths_of(drafted(head, tiny_target, Budget.fixed(PUBLISHED_TREE).within(levels))[2]) for levels in (9, 3, 1, 0)
+    )
+    for levels, paths in zip((3, 1, 0), cut, strict=True):
+        assert paths == {path for path in whole if len(path) <= levels}
+
+
+@pytest.mark.parametrize("paths", [((0, 0),), ((0,), (1,), (2, 0)), ((-1,),)])
+def test_shapes_with_holes_are_refused(paths: tuple[tuple[int, ...], ...]) -> None:
+    """A node needs its parent and a rank."""
+    with pytest.raises(ValueError, match="name every node by the ranks on its way"):
+        Budget.fixed(paths)
+
+
+def test_a_shape_beyond_the_budget_is_refused() -> None:
+    """The nodes allowed and the children allowed hold for shapes too."""
+    with pytest.raises(ValueError, match=r"holds 25 nodes, expected 10: use Budget\.fixed"):
+        Budget(paths=PUBLISHED_TREE)
+    with pytest.raises(ValueError, match="ranks below top_k = 1"):
+        Budget(2, 2, 1, ((0,), (1,)))
+
+
+def test_a_level_costs_one_reading_of_the_nodes_with_children() -> None:
+    """What is read of the published tree, level by level, and whom it sees."""
+    asked = []
+
+    def level(depth: int, tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
+        asked.append((depth, len(tokens), seen.sum(1).tolist(), seen.shape[1]))
+        return torch.rand(len(tokens), 9)
+
+    grow(7, torch.rand(9), level, Budget.fixed(PUBLISHED_TREE))
+    assert asked == [(1, 4, [1] * 4, 4), (2, 4, [2] * 4, 8), (3, 1, [3], 9), (4, 1, [4], 10)]
 
 
 def test_a_grown_tree_holds_the_likeliest_paths() -> None:
     """With every path within reach, the nodes kept are the most probable prefixes, by enumeration."""
     vocabulary, depth, nodes = 4, 3, 9
-    laws = torch.rand(vocabulary + 1, vocabulary, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
+    scores = torch.rand(vocabulary + 1, vocabulary, generator=torch.Generator().manual_seed(1)).log()
+    laws = (blocks.SURENESS * scores).softmax(-1).log()
 
     def level(_: int, tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
-        return laws[tokens]
+        return scores[tokens]
 
-    tree = grow(vocabulary, laws[vocabulary], level, Budget(nodes, depth, vocabulary**depth))
+    tree = grow(vocabulary, scores[vocabulary], level, Budget(nodes, depth, vocabulary**depth))
     likelihood, frontier = {(): 0.0}, [()]
     for _ in range(depth):
         frontier = [(*path, token) for path in frontier for token in range(vocabulary)]

@@ -8,7 +8,7 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from eagle.tree import DraftTree, Reading
+from eagle.tree import PUBLISHED_TREE, DraftTree, Reading, chain_paths
 from eagle.verify import walk
 
 EVERY_TREE_OF_FIVE = [(-1, *parents) for parents in product(*(range(node) for node in range(1, 5)))]
@@ -65,6 +65,21 @@ def test_a_chain_has_one_branch() -> None:
     laws = torch.rand(3, 4)
     tree = DraftTree.chain([5, 5, 6], laws)
     assert (tree.tokens.tolist(), tree.parents.tolist(), tree.laws) == ([5, 5, 6], [-1, 0, 1], laws)
+
+
+def test_the_published_tree_has_25_nodes_on_5_levels() -> None:
+    """EAGLE-1's: every node has its parent and the siblings before it, and the widths of its levels are known."""
+    assert len(set(PUBLISHED_TREE)) == 25
+    assert [sum(len(path) == depth for path in PUBLISHED_TREE) for depth in range(1, 7)] == [4, 8, 8, 3, 2, 0]
+    for *above, rank in PUBLISHED_TREE:
+        assert not above or tuple(above) in PUBLISHED_TREE
+        assert rank == 0 or (*above, rank - 1) in PUBLISHED_TREE
+
+
+def test_a_chains_shape_is_the_first_child_of_the_first_child() -> None:
+    """One node a level."""
+    assert chain_paths(3) == ((0,), (0, 0), (0, 0, 0))
+    assert chain_paths(0) == ()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -11,10 +14,11 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from eagle.drafter import Budget, Committed, Noise, TargetHead, TrainableDrafter
-from eagle.drafters.blocks import Block, Cache, Rotary, grow, head_shape, level_mask
+from eagle.drafters.blocks import Block, Cache, Rotary, Spans, grow, head_shape, level_mask
 from eagle.examples import Batch
+from eagle.judge import added, judged
 from eagle.objectives import feature_regression, soft_cross_entropy
-from eagle.tree import DraftTree
+from eagle.tree import DraftTree, Paths
 
 
 class Eagle1Settings(BaseModel):
@@ -24,6 +28,8 @@ class Eagle1Settings(BaseModel):
     kind: Literal["eagle1"] = "eagle1"
     fc_bias: bool = True
     noise: float = 0.1  # features are trained with U(-noise, noise) * 512 / T, T held at 512 or more
+    noise_as_published: bool = False  # T not held: texts of 16 tokens under 32 times the noise
+    intermediate_size: int | None = None  # of its MLP; that of the target, but for a mixture of experts
     regression: float = 1.0
     cross_entropy: float = 0.1
 
@@ -46,7 +52,8 @@ class Eagle1(TrainableDrafter):
     @classmethod
     def for_target(cls, settings: Eagle1Settings, target_config: Any) -> Eagle1:
         """A new head of the target's width."""
-        return cls(settings, head_shape(target_config))
+        own = {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
+        return cls(settings, head_shape(target_config, **own))
 
     def states(self, tokens: Tensor, features: Tensor, start: int, frozen: TargetHead) -> Tensor:
         """[B, T, H], predicted features in a causal pass over slots that begin at position `start`."""
@@ -69,22 +76,67 @@ class Eagle1(TrainableDrafter):
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
         """Smooth-L1 of the features plus cross-entropy of the laws, at slots whose predicted token is supervised."""
-        features = batch.tapped(self.taps)[:, :, 0].to(self.fc.weight.dtype)
-        known, true = features[:, :-2], features[:, 1:-1]
-        if self.training and self.settings.noise:
-            spread = self.settings.noise * 512 / batch.lengths.clamp(min=512)
-            known = known + (2 * torch.rand_like(known) - 1) * spread[:, None, None].to(known)
-        predicted = self.states(batch.tokens[:, 1:-1], known, 0, frozen)
-        counted = batch.loss_mask[:, 2:]
-        predicted, true = predicted[counted], true[counted]
-        student, teacher = frozen.logits(predicted), frozen.logits(true)
-        regression, entropy = feature_regression(predicted, true), soft_cross_entropy(student, teacher)
+        features, device = batch.tapped(self.taps)[:, 0], self.fc.weight.device
+        # slot i reads (feature i, token i + 1) and predicts feature i + 1, whose logits name token i + 2
+        known, positions = _slots(batch.lengths)
+        spans = Spans.of([mask[2:] for mask in batch.loss_mask.split(batch.lengths)], device)
+        known = known.to(device, non_blocking=True)
+        seen = self._noised(features[known].to(self.fc.weight.dtype), batch)
+        fused = self.fc(torch.cat([frozen.embed(batch.tokens[known + 1]).to(seen.dtype), seen], dim=-1))
+        block: Any = self.layers[0]
+        predicted = block.at(fused, self.rotary(fused, positions.to(device, non_blocking=True)[None]), spans)
+        true = features[known[spans.rows] + 1]
+        regression, entropy = feature_regression(predicted, true), soft_cross_entropy(predicted, true, frozen)
         return {
             "total": self.settings.regression * regression + self.settings.cross_entropy * entropy,
-            "regression": regression,
-            "cross_entropy": entropy,
-            "agreement": (student.argmax(-1) == teacher.argmax(-1)).float().mean(),
+            "regression": regression.detach(),
+            "cross_entropy": entropy.detach(),
         }
+
+    def _noised(self, features: Tensor, batch: Batch) -> Tensor:
+        """Features [N, H] plus noise that each text's seed decides; weaker in long texts."""
+        if not (self.training and self.settings.noise):
+            return features
+        noise = torch.empty_like(features, dtype=torch.float32)
+        lengths = [max(length - 2, 0) for length in batch.lengths]
+        for part, length, seed in zip(noise.split(lengths), batch.lengths, batch.seeds, strict=True):
+            spread = self.settings.noise * 512 / (length if self.settings.noise_as_published else max(length, 512))
+            part.uniform_(-spread, spread, generator=torch.Generator(noise.device).manual_seed(seed))
+        return features + noise.to(features.dtype)
+
+    # -- validation ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def judge(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
+        """Sums of the loss terms and of what each tree would have kept, over the slots that train."""
+        steps = max(len(path) for paths in trees.values() for path in paths)
+        law = partial(_law, frozen)
+        columns = (batch.tokens, batch.tapped(self.taps)[:, 0], batch.loss_mask)
+        sums: dict[str, Tensor] = {}
+        for tokens, true, counted in zip(*(column.split(batch.lengths) for column in columns), strict=True):
+            if not counted.any():
+                continue
+            slots = counted[2:].nonzero()[:, 0].to(tokens.device)
+            states = self._unrolled(tokens, true.to(self.fc.weight.dtype), slots, steps, frozen)
+            found = judged(states, true, tokens, counted, (law, law), trees)
+            found["regression"] = len(slots) * feature_regression(states[0], true[slots + 1]).double().cpu()
+            sums = added(sums, found)
+        return sums
+
+    def _unrolled(
+        self, tokens: Tensor, features: Tensor, slots: Tensor, steps: int, frozen: TargetHead
+    ) -> list[Tensor]:
+        """[S, H] for each step: what a slot makes of its own state of the step before, and of the text's next token."""
+        cache, positions = Cache(), torch.arange(len(tokens) - 2, device=tokens.device)
+        first = self._block(tokens[None, 1:-1], features[None, :-2], positions[None], None, cache, frozen)
+        states, seen = [first[0, slots]], positions <= slots[:, None]
+        own = torch.eye(len(slots), dtype=torch.bool, device=tokens.device)
+        for step in range(1, steps):
+            seen, place = torch.cat([seen, own], dim=1), slots + step
+            read = tokens[(place + 1).clamp(max=len(tokens) - 1)]
+            mask = level_mask(0, seen, features.dtype)
+            states.append(self._block(read[None], states[-1][None], place[None], mask, cache, frozen)[0])
+        return states
 
     # -- drafting -----------------------------------------------------------------------------------------------------
 
@@ -96,11 +148,14 @@ class Eagle1(TrainableDrafter):
 
     def begin(self, noise: Noise | None = None) -> None:
         """Forget the previous sequence."""
-        self.cache = Cache()
+        self.cache, self.noise = Cache(), noise
 
     @torch.inference_mode()
     def propose(self, news: Committed, budget: Budget) -> DraftTree:
-        """A tree grown from the target's features of the committed tokens, then from the head's own."""
+        """A tree grown from the target's features of the committed tokens, then from the head's own.
+
+        Where the target samples, children are ranked with the noise that it will choose with.
+        """
         assert news.features is not None
         (frozen,), device, dtype = self.frozen, self.fc.weight.device, self.fc.weight.dtype
         start, count = self.cache.length, len(news.tokens)
@@ -117,8 +172,24 @@ class Eagle1(TrainableDrafter):
             positions = torch.full((1, len(tokens)), committed + depth - 1, device=device)
             mask = level_mask(committed, seen, dtype)
             hidden = self._block(tokens[None], hidden[None, before], positions, mask, self.cache, frozen)[0]
-            return frozen.logits(hidden).log_softmax(-1)
+            return scores(depth)
 
-        tree = grow(news.root, frozen.logits(hidden)[0].log_softmax(-1), level, budget)
+        def scores(depth: int) -> Tensor:
+            logits = _law(frozen, hidden)  # of tokens that will stand behind the root and `depth` more
+            return logits if self.noise is None else logits.float() + self.noise([committed + 1 + depth])
+
+        tree = grow(news.root, scores(0)[0], level, budget)
         self.cache.length = committed
         return tree
+
+
+def _law(frozen: TargetHead, hidden: Tensor) -> Tensor:
+    """Logits of states that may have another dtype than the target: a head in training has."""
+    return frozen.logits(hidden.to(frozen.weight.dtype))
+
+
+def _slots(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Of texts that lie end to end: the places of all tokens but each text's last two, and their positions in it."""
+    spans = [torch.arange(max(length - 2, 0)) for length in lengths]
+    starts = accumulate(lengths, initial=0)
+    return torch.cat([span + start for span, start in zip(spans, starts, strict=False)]), torch.cat(spans)
