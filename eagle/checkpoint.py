@@ -1,4 +1,4 @@
-"""A head on disk: config.json, model.safetensors, and where they came from."""
+"""A head on disk and on the hub: config.json, model.safetensors, and where they came from."""
 
 from __future__ import annotations
 
@@ -8,27 +8,36 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi, snapshot_download
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
+from eagle.card import model_card
 from eagle.drafter import Drafter, TrainableDrafter
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.target import Target
 
+ON_HUB = ("config.json", "model.safetensors", "recipe.yaml", "provenance.json", "README.md")
+
+
+def save_pretrained(head: TrainableDrafter, folder: str | Path) -> None:
+    """Write what a head is and its weights into a folder."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"settings": head.settings.model_dump(mode="json"), "shape": head.shape.to_dict()}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    weights = {name: tensor.contiguous().cpu() for name, tensor in head.state_dict().items()}
+    save_file(weights, folder / "model.safetensors")
+
 
 def save_head(folder: str | Path, head: TrainableDrafter, recipe: str, provenance: dict[str, Any]) -> None:
-    """Write a head aside, then put it in place whole."""
+    """Write a head and what made it aside, then put it in place whole."""
     folder = Path(folder)
     aside = folder.with_name(folder.name + ".part")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    config = {"settings": head.settings.model_dump(mode="json"), "shape": head.shape.to_dict()}
-    (aside / "config.json").write_text(json.dumps(config, indent=2))
+    save_pretrained(head, aside)
     (aside / "recipe.yaml").write_text(recipe)
     (aside / "provenance.json").write_text(json.dumps(provenance, indent=2))
-    save_file(
-        {name: tensor.contiguous().cpu() for name, tensor in head.state_dict().items()}, aside / "model.safetensors"
-    )
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(aside, folder)
 
@@ -38,7 +47,7 @@ def load_head(folder: str | Path) -> TrainableDrafter:
     folder = Path(folder)
     config = json.loads((folder / "config.json").read_text())
     settings = settings_of(config["settings"], str(folder / "config.json"))
-    head = DRAFTERS[settings.kind](settings, LlamaConfig(**config["shape"]))
+    head: TrainableDrafter = DRAFTERS[settings.kind](settings, LlamaConfig(**config["shape"]))
     weights = load_file(folder / "model.safetensors")
     missing, unknown = head.state_dict().keys() - weights.keys(), weights.keys() - head.state_dict().keys()
     if missing or unknown:
@@ -47,15 +56,47 @@ def load_head(folder: str | Path) -> TrainableDrafter:
     return head
 
 
-def load_drafter(name_or_folder: str | Path, target: Target) -> Drafter:
-    """A trained head from its folder, or a method without weights by its name, ready to draft for a target."""
+def from_pretrained(path: str | Path, revision: str | None = None) -> TrainableDrafter:
+    """A trained head from its folder, or from a hub's repository by its id."""
+    folder = Path(path)
+    if not folder.is_dir():
+        folder = _from_hub(str(path), revision)
+    if absent := [name for name in ON_HUB[:2] if not (folder / name).is_file()]:
+        raise ValueError(f"no head in {path}: {', '.join(absent)} missing; expected a folder that save_head wrote")
+    if "settings" not in json.loads((folder / "config.json").read_text()):
+        raise ValueError(f"the config.json in {path} is none of this project's: expected the keys settings and shape")
+    return load_head(folder)
+
+
+def _from_hub(name: str, revision: str | None) -> Path:
+    """The files of a head that a hub holds, in its cache; weights in other formats stay there."""
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(ON_HUB)))
+    except Exception as error:  # of many kinds: not an id, no such repository, no network
+        raise ValueError(f"no head at {name}: expected a folder, or a hub id as owner/name: {error}") from error
+
+
+def push_to_hub(folder: str | Path, repo_id: str, private: bool = False) -> str:
+    """Upload a head that `save_head` wrote, with a model card; returns its address."""
+    folder = Path(folder)
+    from_pretrained(folder)  # what does not load is not published
+    if not (folder / "README.md").exists():  # a card that someone has edited stays
+        (folder / "README.md").write_text(model_card(folder, repo_id))
+    api = HfApi()
+    address = api.create_repo(repo_id, private=private, exist_ok=True)
+    api.upload_folder(repo_id=repo_id, folder_path=folder, allow_patterns=list(ON_HUB))
+    return str(address)
+
+
+def load_drafter(name_or_folder: str | Path, target: Target, revision: str | None = None) -> Drafter:
+    """A trained head from a folder or the hub, or a method without weights by its name, ready to draft for a target."""
     method = DRAFTERS.get(str(name_or_folder))
     if method is not None and not issubclass(method, TrainableDrafter):
         return method()
-    if not (Path(name_or_folder) / "config.json").is_file():
+    if not Path(name_or_folder).is_dir() and str(name_or_folder).count("/") != 1:
         names = [name for name, known in DRAFTERS.items() if not issubclass(known, TrainableDrafter)]
         raise ValueError(f"no drafter {name_or_folder}: expected a folder with a trained head, or one of {names}")
-    head = load_head(name_or_folder).to(target.device, target.model.dtype)
+    head = from_pretrained(name_or_folder, revision).to(target.device, target.model.dtype)
     if head.shape.hidden_size != target.config.hidden_size:
         raise ValueError(
             f"{name_or_folder} was made for a target {head.shape.hidden_size} wide, this one is "

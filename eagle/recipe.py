@@ -65,6 +65,7 @@ class FeaturesSection(Section):
     dtype: Literal["float32", "bfloat16", "float8"] = "bfloat16"
     shard_bytes: int = Field(1_000_000_000, ge=1)
     batch_tokens: int | None = Field(None, ge=1)  # slots of one forward; by default what suits the device
+    shard_target: bool = False  # computed while training: by a target whose layers are spread over all processes
 
 
 class DrafterSection(BaseModel):
@@ -78,14 +79,28 @@ class TrainSection(Section):
     """One training run."""
 
     out: str
+    init: str | None = None  # a head to start from, instead of fresh weights
+    processes: int | None = Field(None, ge=1)  # refused if another number was started
     epochs: int = Field(1, ge=1)
-    batch_size: int = Field(4, ge=1)
+    max_steps: int | None = Field(None, ge=1)
+    batch_size: int = Field(4, ge=1)  # conversations a step, over all processes
+    accumulation: int = Field(1, ge=1)  # parts in which a process takes its share of a step
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the products; weights stay fp32
     lr: float = Field(3e-5, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0)
     clip: float = Field(0.5, gt=0)
-    warmup: float = Field(0.05, ge=0, le=1)
+    clip_by: Literal["norm", "value"] = "norm"
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    warmup: float = Field(0.05, ge=0)  # a share of the steps below 1, else steps
+    gate: Literal["predicted", "read"] = "predicted"  # a slot counts if the token that it predicts (or reads) does
     seed: int = 0
+    validation: float = Field(0.05, ge=0, lt=1)  # share of the conversations that is held out
+    validate_every: int | None = Field(None, ge=1)  # steps; without, once an epoch
+    decode: int = Field(0, ge=0)  # prompts of eval.prompts that are decoded at each validation
+    checkpoint_every: int | None = Field(None, ge=1)  # steps; without, once an epoch
+    keep: int = Field(2, ge=1)  # checkpoints
+    wandb: str | None = None  # a project
 
 
 class EvalSection(Section):

@@ -1,0 +1,96 @@
+"""The model card of a head: target, data, settings, curves, acceptance, and how to load it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+POINTS = 8  # of a curve
+
+
+def model_card(folder: Path, name: str) -> str:
+    """README.md for the head in a folder; curves and acceptance come from files beside the folder, if any."""
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+    made = json.loads((folder / "provenance.json").read_text())
+    target, kind = recipe["target"]["path"], recipe["drafter"]["kind"]
+    front: dict[str, Any] = {"library_name": "eagle", "tags": ["speculative-decoding", "draft-head", kind]}
+    if not Path(target).exists():  # a folder of this machine is no model of a hub
+        front["base_model"] = target
+    sections = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# {name.split('/')[-1]}",
+        f"A draft head of the kind `{kind}` for `{target}`. The output is the target's own: a draft only saves time.",
+        f"## How to load it\n\n{_loading(name, target)}",
+        f"## Data\n\n{_keys(recipe['data'])}",
+        f"## Settings\n\n{_keys({**recipe['drafter'], **recipe['train']})}",
+    ]
+    if curve := _curve(_rows(folder.parent / "metrics.jsonl")):
+        sections.append(f"## Curve\n\n{curve}")
+    if validation := made.pop("validation", None):
+        sections.append(f"## On held-out conversations\n\n{_keys(validation)}")
+    if acceptance := _acceptance(_rows(folder.parent / "results.jsonl")):
+        sections.append(f"## Acceptance\n\nTokens committed per forward of the target.\n\n{acceptance}")
+    sections.append(f"## What made it\n\n```json\n{json.dumps(made, indent=2)}\n```")
+    return "\n\n".join(sections) + "\n"
+
+
+def _loading(name: str, target: str) -> str:
+    return "\n".join(
+        [
+            "```python",
+            "from eagle import Target, generate, load_drafter",
+            "",
+            f'target = Target.load("{target}")',
+            f'drafter = load_drafter("{name}", target)',
+            'print(generate(target, drafter, target.chat("What is a draft head?"), max_new_tokens=128).text)',
+            "```",
+        ]
+    )
+
+
+def _table(head: list[str], rows: list[list[Any]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return shown.replace("|", "\\|").replace("\n", " ")
+
+
+def _keys(values: dict[str, Any]) -> str:
+    return _table(["key", "value"], [[f"`{key}`", value] for key, value in values.items() if value is not None])
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _curve(rows: list[dict[str, Any]]) -> str:
+    """Some steps, evenly spread, the first and the last among them."""
+    steps = [row for row in rows if "total" in row]
+    if not steps:
+        return ""
+    count = min(POINTS, len(steps))
+    chosen = [steps[place * (len(steps) - 1) // max(count - 1, 1)] for place in range(count)]
+    names = [name for name in ("total", "regression", "cross_entropy") if name in steps[0]]
+    return _table(["step", *names], [[row["step"], *(row[name] for name in names)] for row in chosen])
+
+
+def _acceptance(rows: list[dict[str, Any]]) -> str:
+    """The newest measurement: per temperature and drafter, pooled over prompts."""
+    begins = [place for place, row in enumerate(rows) if "run" in row]
+    run, measured = (rows[begins[-1]]["run"], rows[begins[-1] + 1 :]) if begins else ({}, rows)
+    groups: dict[tuple[float, str], list[dict[str, Any]]] = {}
+    for row in measured:
+        groups.setdefault((row["temperature"], row["drafter"]), []).append(row)
+    if not groups:
+        return ""
+    lines = [
+        [temperature, f"`{drafter}`", sum(row["committed"] for row in group) / sum(row["cycles"] for row in group)]
+        for (temperature, drafter), group in groups.items()
+    ]
+    made = ", ".join(f"{key} {run[key]}" for key in ("prompts", "tree", "torch", "machine", "date") if key in run)
+    return f"{_table(['T', 'drafter', 'acceptance length'], lines)}\n\n<sub>{made}</sub>"

@@ -1,0 +1,168 @@
+"""Two batches through every stage of a recipe, then what the whole run will need: `train_eagle.py RECIPE --check`."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from data_prep.conversations import Tally, read_conversations
+from data_prep.tokens import each, load_tokenizer
+from eagle.checkpoint import load_head, save_head
+from eagle.decode import generate
+from eagle.drafter import Budget, TrainableDrafter
+from eagle.drafters import DRAFTERS, settings_of
+from eagle.drafters.none import NoDrafter
+from eagle.examples import Batch, Example, collate
+from eagle.export import EXPORTERS, export
+from eagle.extract import LiveFeatures, taps_of
+from eagle.identity import identity
+from eagle.recipe import Recipe
+from eagle.shards import token_bytes
+from eagle.target import Target
+from recipes.forecast import GB, parameters, training_bytes
+
+STEPS = 2
+
+
+def check(recipe: Recipe) -> None:
+    """Every stage on a little data, each with its time; what is wrong in one of them ends it with a message."""
+    settings = settings_of(recipe.drafter.model_dump(), "recipe")
+    method = DRAFTERS[settings.kind]
+    recipe = with_data_that_is_there(recipe)
+    with stage("conversations"):
+        data = recipe.data
+        found = read_conversations(data.train, limit=data.limit, split=data.split, revision=data.revision)
+        count = sum(1 for _ in found)
+        say(f"{count:,} in {data.train}")
+    with stage("tokens and masks"):
+        examples, read = first_examples(recipe)
+        lengths = [len(example.tokens) for example in examples]
+        share = sum(int(example.loss_mask.sum()) for example in examples) / sum(lengths)
+        say(f"{len(examples)} examples of {read} conversations, {sum(lengths):,} tokens, {share:.0%} supervised")
+    with stage("target"):
+        target = Target.load(**recipe.target.model_dump())
+        say(f"{parameters(target.model) / 1e9:.3f} B parameters on {target.device} in {target.model.dtype}")
+    with stage("features") as timed:
+        live = LiveFeatures(target, examples, identity(recipe, taps_of(method)), recipe.features.batch_tokens)
+        size = recipe.train.batch_size
+        batches = [collate(live.read(range(at, at + size)), live.taps) for at in range(0, STEPS * size, size)]
+    extracting = sum(lengths) / timed["seconds"]
+    with stage("loss and update"):
+        torch.manual_seed(recipe.train.seed)
+        head = method.for_target(settings, target.config).to(target.device)
+        training = trained(recipe, head, target, batches)
+    with stage("save and load"), tempfile.TemporaryDirectory() as folder:
+        save_head(Path(folder) / "head", head, recipe.dump(), live.identity)
+        again = load_head(Path(folder) / "head")
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(head.parameters(), again.parameters(), strict=True))
+    with stage("decode"):
+        decoded(target, head, examples[0])
+    with stage("export"), tempfile.TemporaryDirectory() as folder:
+        for engine in EXPORTERS:
+            try:
+                export(head, target.config, engine, folder)
+                say(f"{engine}: ready")
+            except ValueError as error:
+                say(f"not for {engine}: {error}")
+    tokens = round(count * sum(lengths) / read)
+    for line in forecast(recipe, head, target, tokens, extracting, training):
+        say(line)
+
+
+def with_data_that_is_there(recipe: Recipe) -> Recipe:
+    """The recipe on the conversations that will be regenerated, as long as their new answers are not there."""
+    again = recipe.regenerate
+    if again is None or Path(recipe.data.train).exists() or recipe.data.train != again.out:
+        return recipe
+    say(f"{again.out} is not there yet: checked with the answers of {again.source}")
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"train": again.source})})
+
+
+def first_examples(recipe: Recipe) -> tuple[list[Example], int]:
+    """Enough examples for two batches, and how many conversations it took."""
+    wanted, found = STEPS * recipe.train.batch_size, []
+    plain = recipe.model_copy(update={"regenerate": None})
+    for read, (_, more) in enumerate(each(plain, load_tokenizer(recipe), Tally()), start=1):
+        found += [example for example in more if example.loss_mask[2:].any()]
+        if len(found) >= wanted:
+            return found[:wanted], read
+    raise ValueError(
+        f"{recipe.data.train} gives {len(found)} usable examples, {STEPS} steps need {wanted}: lower train.batch_size, "
+        "or look at `python -m data_prep.inspect_mask RECIPE`"
+    )
+
+
+def trained(recipe: Recipe, head: TrainableDrafter, target: Target, batches: list[Batch]) -> float:
+    """Tokens a second of the last step; the losses of each are shown and must be finite."""
+    dtype = getattr(torch, recipe.train.dtype)
+    frozen = target.head.cast(dtype)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=recipe.train.lr, fused=True)
+    for batch in batches:
+        begun = perf_counter()
+        with torch.autocast(target.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+            losses = head.train()(batch.to(target.device), frozen)
+        losses["total"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        shown = {name: loss.item() for name, loss in losses.items()}
+        say(", ".join(f"{name} {value:.3f}" for name, value in shown.items()))
+        if not losses["total"].isfinite():
+            raise ValueError(f"the loss is {shown['total']}: set train.dtype=float32, or look at the target's features")
+    return len(batches[-1].tokens) / (perf_counter() - begun)
+
+
+def decoded(target: Target, head: TrainableDrafter, example: Example) -> None:
+    """Sixteen tokens with the head and without."""
+    drafter: Any = copy.deepcopy(head).to(target.device, target.model.dtype).bind(target.head)
+    prompt = example.tokens[: max(int(example.loss_mask.nonzero()[0]), 1)]
+    traces = [
+        generate(target, each_drafter, prompt, budget=Budget(4, 4, 1), max_new_tokens=16, stop=[])
+        for each_drafter in (drafter, NoDrafter())
+    ]
+    same = traces[0].tokens == traces[1].tokens
+    exact = target.model.dtype == torch.float32
+    if exact and not same:
+        raise ValueError("drafting changed what this target says: report it with the target's config")
+    near = "identical" if same else f"differs, as near-ties may in {target.model.dtype}"
+    say(f"{len(traces[0].tokens)} tokens with an untrained head, {near}")
+
+
+def forecast(
+    recipe: Recipe, head: TrainableDrafter, target: Target, tokens: int, extracting: float, training: float
+) -> Iterator[str]:
+    """The whole run, at the rates that were just measured."""
+    features, settings = recipe.features, recipe.train
+    disk = tokens * token_bytes(features.dtype, len(taps_of(type(head))), target.config.hidden_size)
+    step = -(-settings.batch_size // settings.accumulation) * recipe.data.max_length
+    itemsize = 2 if settings.dtype == "bfloat16" else 4
+    weights = sum({module: parameters(module) for module in (target.head.embedding, target.head.output)}.values())
+    memory = training_bytes(head, weights, step, itemsize)
+    yield f"the whole run: {tokens:,} tokens, {settings.epochs} epochs; one process of this machine needs"
+    if features.store:
+        yield f"  {disk / GB:,.2f} GB of disk for the features, {tokens / extracting / 3600:,.2f} h to make them"
+    yield f"  {memory / GB:,.2f} GB of memory while training, at steps of {step:,} tokens at most"
+    each_epoch = tokens / training + (0 if features.store else tokens / extracting)
+    yield f"  {settings.epochs * each_epoch / 3600:,.2f} h to train; divide by the number of processes"
+
+
+@contextmanager
+def stage(name: str) -> Iterator[dict[str, float]]:
+    """Say what is being checked, and how long it took."""
+    print(f"{name} ...", flush=True)
+    timed: dict[str, float] = {}
+    begun = perf_counter()
+    yield timed
+    timed["seconds"] = perf_counter() - begun
+    say(f"{timed['seconds']:.1f} s")
+
+
+def say(line: str) -> None:
+    """One line of a stage."""
+    print(f"  {line}", flush=True)
