@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.tokens import load_tokenizer, tokenized
+from eagle.borrowed import save_borrowed
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.examples import Example
 from eagle.extract import check_room, extract, forecast, planned, taps_of, world
@@ -75,7 +76,7 @@ def prepare(recipe: Recipe, folder: Path, made: dict[str, Any], repair: bool, st
     """Begin a store that is not there, and remove what a repair finds broken, so that it is computed again."""
     target = None
     try:
-        FeatureStore(folder, made, partial=True)
+        FeatureStore(folder, made, partial=True).borrowed()
     except Damaged as error:
         if not repair:
             raise
@@ -95,7 +96,9 @@ def begin(recipe: Recipe, folder: Path, made: dict[str, Any], *, strict: bool) -
     examples, target = read(recipe, strict=strict), load(recipe)
     plan = planned(examples, target, tuple(made["taps"]), recipe.features)
     width, precision = target.config.hidden_size, str(target.model.dtype).removeprefix("torch.")
-    store = FeatureStore.create(folder, examples, made, plan, width=width, precision=precision)
+    about: dict[str, Any] = {"width": width, "precision": precision, "target": name_of(recipe)}
+    about["borrowed"] = save_borrowed(folder, target.head, target.config)
+    store = FeatureStore.create(folder, examples, made, plan, **about)
     check_room(store)
     return target
 
@@ -114,6 +117,11 @@ def load(recipe: Recipe, precision: str | None = None) -> Target:
     return Target.load(**(section if precision is None else {**section, "dtype": precision}))
 
 
+def name_of(recipe: Recipe) -> dict[str, Any]:
+    """What a recipe calls its target: all that can be compared where the target's files are not."""
+    return recipe.target.model_dump(include={"path", "revision", "adapter"})
+
+
 def examined(folder: Path) -> FeatureStore:
     """The store, serving only the shards whose every byte is right."""
     store = FeatureStore(folder, partial=True)
@@ -127,6 +135,7 @@ def verify(folder: Path) -> None:
     store = examined(folder)
     if store.absent:
         raise ValueError(f"{store.described()}. The same command with --repair computes them anew, and only them")
+    store.borrowed()
     print(f"all {len(store.plan)} shards in {folder} hold what was written")
 
 

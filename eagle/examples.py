@@ -4,12 +4,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+Result = TypeVar("Result")
+READ_AHEAD = 2  # batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +96,15 @@ class Features(Protocol):
     def mask(self, place: int) -> Tensor:
         """[T], the loss mask of an example."""
         ...
+
+
+def ahead(jobs: Iterable[Callable[[], Result]]) -> Iterator[Result]:
+    """The results in order; a thread works on the next ones meanwhile."""
+    waiting: deque[Future[Result]] = deque()
+    with ThreadPoolExecutor(1) as reader:
+        for job in jobs:
+            waiting.append(reader.submit(job))
+            if len(waiting) > READ_AHEAD:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROWS = 64  # of a chunk at least: fewer make poor matrix products
-LOGITS = {"cpu": 1 << 21}  # of a chunk at most, on a CPU such as stay in its cache
+LOGITS = {"cpu": 1 << 20}  # of a chunk at most, on a CPU such as stay in its cache
 LOGITS_ELSEWHERE = 1 << 27
-AT_ONCE = {"cpu": 1 << 19}  # of them in fp32 at a time, for all that is no product
+AT_ONCE = {"cpu": 1 << 18}  # of them in fp32 at a time, for all that is no product
 
 
 class LanguageHead(Protocol):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-PIECE = 256  # rows of one attention call: a piece is read under a mask, half of whose square is wasted
+PIECE = 128  # rows of one attention call: a piece is read under a mask, half of whose square is wasted
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,11 +72,16 @@ class Absent(ValueError):
 
 
 class Damaged(ValueError):
-    """The examples of a store cannot be read; its shards may be whole."""
+    """A file of a store cannot be read; its shards may be whole."""
 
 
 class FeatureStore:
-    """Examples with features: `index.json`, `examples.safetensors`, and shards that carry a `.sha256` each."""
+    """Examples with features: `index.json`, `examples.safetensors`, and shards that carry a `.sha256` each.
+
+    Beside them may lie what a head borrows of the target: `head.safetensors` and `config.json`.
+    """
+
+    together = False
 
     def __init__(self, folder: str | Path, expected: dict[str, Any] | None = None, *, partial: bool = False) -> None:
         self.folder = Path(folder)
@@ -87,16 +92,8 @@ class FeatureStore:
         except ValueError as error:
             raise Damaged(f"{self.folder / 'index.json'} is damaged ({error}): --repair makes it anew") from None
         self.identity: dict[str, Any] = self.index["identity"]
-        wrong = [
-            f"{name}: the store has {found!r}, this run needs {needed!r}"
-            for name, found, needed in (differences(self.identity, expected) if expected is not None else ())
-            if name != "taps" or not set(needed) <= set(found)  # a store of more taps serves a reader of some
-        ]
-        if wrong:
-            raise ValueError(
-                f"the features in {folder} are not those that this run needs: {'; '.join(wrong)}. "
-                "Point features.store at another folder, or remove this one"
-            )
+        if expected is not None:
+            self.expect(expected)
         self.taps: tuple[int, ...] = tuple(self.identity["taps"])
         self.dtype: str = self.identity["dtype"]
         self._load_examples()
@@ -108,7 +105,10 @@ class FeatureStore:
     def create(
         cls, folder: str | Path, examples: Sequence[Example], identity: dict[str, Any], plan: Plan, **made: Any
     ) -> FeatureStore:
-        """A store without features yet; `made` holds the target's `width` and what else is of interest."""
+        """A store without features yet; `made` holds the target's `width` and what else is of interest.
+
+        Of it, `borrowed` names files that lie in the folder already, with their checksums.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         lengths = [len(example.tokens) for example in examples]
@@ -133,6 +133,26 @@ class FeatureStore:
         write_whole(folder / "index.json", [json.dumps(index, indent=1).encode()])
         return cls(folder, partial=True)
 
+    def expect(self, identity: dict[str, Any]) -> None:
+        """Refuses features that another identity made, and names every difference."""
+        wrong = [
+            f"{name}: the store has {found!r}, this run needs {needed!r}"
+            for name, found, needed in differences(self.identity, identity)
+            if name != "taps" or not set(needed) <= set(found)  # a store of more taps serves a reader of some
+        ]
+        if wrong:
+            raise ValueError(
+                f"the features in {self.folder} are not those that this run needs: {'; '.join(wrong)}. "
+                "Point features.store at another folder, or remove this one"
+            )
+
+    def borrowed(self) -> Path | None:
+        """Where the target's config, embedding and LM head lie, every byte checked; None in a store without them."""
+        files = self.index["made"].get("borrowed", {})
+        for name, checksum in files.items():
+            self._checked(name, checksum)
+        return self.folder if files else None
+
     def __len__(self) -> int:
         return len(self.places)
 
@@ -149,6 +169,10 @@ class FeatureStore:
             values = file.get_slice("features")[start:stop]
             scales = [file.get_slice("scales")[start:stop]] if self.dtype == "float8" else []
         return Example(*self.text(number), unpacked(values, *scales))
+
+    def mask(self, place: int) -> Tensor:
+        """The loss mask of an example."""
+        return self.text(self.places[place][0])[1]
 
     def text(self, number: int) -> tuple[Tensor, Tensor]:
         """Tokens and loss mask of an example, by its number in the data."""
@@ -216,14 +240,18 @@ class FeatureStore:
         made_of = json.dumps([self.identity, self.index["examples"], self.index["shard_tokens"]], sort_keys=True)
         return hashlib.sha256(made_of.encode()).hexdigest()
 
-    def _load_examples(self) -> None:
-        path = self.folder / "examples.safetensors"
-        if not path.is_file() or sha256(path) != self.index["examples"]["sha256"]:
+    def _checked(self, name: str, checksum: str) -> Path:
+        """A file of the store that is no shard, if its bytes are those that were written."""
+        path = self.folder / name
+        if not path.is_file() or sha256(path) != checksum:
             raise Damaged(
-                f"{path} is missing or damaged: `python -m data_prep.extract RECIPE --repair` makes it anew from the "
-                "conversations and keeps the shards"
+                f"{path} is missing or damaged: `python -m data_prep.extract RECIPE --repair` makes it anew and keeps "
+                "the shards"
             )
-        with safe_open(path, "pt") as file:
+        return path
+
+    def _load_examples(self) -> None:
+        with safe_open(self._checked("examples.safetensors", self.index["examples"]["sha256"]), "pt") as file:
             held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
         self.tokens, self.loss_mask, self.lengths = held["tokens"], held["loss_mask"], held["lengths"].tolist()
         self.ends = list(accumulate(self.lengths))

@@ -13,7 +13,10 @@ from time import perf_counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle.attention import Masks, TreeCache, rope_border, why_no_trees
@@ -36,6 +39,7 @@ class Target:
         self.head = self._borrow_head()
         self.masks = Masks(model, self.config)
         self.border = rope_border(self.config)
+        self.sharded = False
         self.taps: tuple[int, ...] = ()
         self.text: list[int] = []
         self.cache = TreeCache(self.config.num_hidden_layers)
@@ -72,6 +76,18 @@ class Target:
             mixed = model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict  # by design, not by dequantising
             model = (model if mixed else model.to(dtype)).to(device)
         return cls(model, tokenizer)
+
+    def shard(self) -> Target:
+        """The same target, its layers spread over the devices of all processes, which must then compute together."""
+        if not dist.is_initialized():  # one process
+            return self
+        self.device = torch.device(best_device())
+        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
+        for layer in self.layers:  # one at a time goes from the host to the device, of which its share stays
+            fully_shard(layer, mesh=mesh)
+        self.model.to(self.device)
+        self.sharded = True
+        return self
 
     @property
     def max_positions(self) -> int | None:

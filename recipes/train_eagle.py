@@ -1,46 +1,150 @@
-"""Train a head: `accelerate launch recipes/train_eagle.py [RECIPE] [key=value ...]`; without a recipe, the tiny one."""
+"""Train a head: `accelerate launch recipes/train_eagle.py [RECIPE] [key=value ...] [--check]`; else the tiny one."""
 
 from __future__ import annotations
 
+import copy
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from data_prep.extract import name_of
 from data_prep.tokens import load_tokenizer, tokenized
+from eagle.borrowed import Borrowed, is_here, load_borrowed
+from eagle.checkpoint import load_head
+from eagle.decode import generate
+from eagle.drafter import Budget, TrainableDrafter
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.examples import Features
 from eagle.extract import LiveFeatures, taps_of
-from eagle.identity import identity
+from eagle.identity import data_identity, identity
+from eagle.launch import launch
 from eagle.log import script
 from eagle.recipe import Recipe
-from eagle.store import FeatureStore
-from eagle.target import Target
+from eagle.store import FeatureStore, differences
+from eagle.target import Target, best_device, fastest_dtype
 from eagle.train import train
+from eagle.tree import PUBLISHED_TREE, chain_paths
+from eval.prompts import first_turns
+from eval.report import commit
+from recipes.check import check
+from recipes.tiny import demo
 
-TINY = Path(__file__).parent / "tiny" / "eagle1.yaml"
+SHAPES = {"chain": chain_paths(4), "tree": PUBLISHED_TREE}
 
 
 def main(argv: list[str]) -> None:
-    """Read the recipe, open its features, train."""
-    path = argv.pop(0) if argv and "=" not in argv[0] else str(TINY)
-    recipe = Recipe.load(path, argv)
-    settings = settings_of(recipe.drafter.model_dump(), path)
-    method = DRAFTERS[settings.kind]
-    target = Target.load(**{**recipe.target.model_dump(), "dtype": "float32"})
-    store = source(recipe, identity(recipe, taps_of(method)))
+    """Read the recipe, open its features, train; with `--check`, try every stage on a little data and start nothing."""
+    checking = "--check" in argv
+    argv = [word for word in argv if word != "--check"]
+    path = argv.pop(0) if argv and "=" not in argv[0] else None
+    if path is None:
+        os.chdir(demo.ROOT)
+    recipe = resolved(Recipe.load(path or demo.RECIPE, argv))
+    if path is None and not Path(recipe.target.path).exists() and "LOCAL_RANK" not in os.environ:
+        demo.run(demo.TO_TRAIN)
+    if checking:
+        check(recipe)
+        return
+    accelerator = launch(recipe.train)
+    settings = settings_of(recipe.drafter.model_dump(), path or demo.RECIPE)
+    target, features = opened(recipe, taps_of(DRAFTERS[settings.kind]), main=accelerator.is_main_process)
     torch.manual_seed(recipe.train.seed)  # the head's first weights are part of the run
-    head = train(recipe, method.for_target(settings, target.config), target.head, store)
-    print(f"head in {head}")
+    head = first_head(recipe, settings, target)
+    frozen = target.head.cast(getattr(torch, recipe.train.dtype))
+    decode = partial(decoded, recipe, target) if isinstance(target, Target) and recipe.train.decode else None
+    if decode is None and recipe.features.store:
+        del target  # only its embedding and LM head are needed
+    folder = train(accelerator, recipe, head, frozen, features, decode, commit())
+    accelerator.print(f"head in {folder.resolve()}")
+    accelerator.end_training()
 
 
-def source(recipe: Recipe, made: dict[str, Any]) -> Features:
+def resolved(recipe: Recipe) -> Recipe:
+    """The recipe with the precision that suits this device written out."""
+    if recipe.train.decode and recipe.features.shard_target:
+        raise ValueError("a sharded target cannot decode while a head is trained: set train.decode=0")
+    if recipe.train.dtype != "auto":
+        return recipe
+    dtype = str(fastest_dtype(best_device())).removeprefix("torch.")
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"dtype": dtype})})
+
+
+def opened(recipe: Recipe, taps: tuple[int, ...], *, main: bool = True) -> tuple[Target | Borrowed, Features]:
+    """What a head borrows from, and the features; the target itself only where it must compute or decode."""
+    if recipe.features.store and not recipe.train.decode:
+        store = FeatureStore(recipe.features.store)
+        if folder := store.borrowed():
+            if main:  # its reading of all weights is enough for all processes
+                store.expect(needed(recipe, taps, store))
+            return load_borrowed(folder, best_device()), store
+    shard = recipe.features.shard_target
+    target = Target.load(**recipe.target.model_dump(), device="cpu" if shard else "auto")
+    if shard:
+        target.shard()
+    return target, source(recipe, target, identity(recipe, taps))
+
+
+def needed(recipe: Recipe, taps: tuple[int, ...], store: FeatureStore) -> dict[str, Any]:
+    """The identity that a store must have; of a target whose files are not here only the name can be compared."""
+    if is_here(recipe.target.path, recipe.target.revision):
+        return identity(recipe, taps)
+    named, made_from = name_of(recipe), store.index["made"]["target"]
+    if named != made_from:
+        raise ValueError(
+            f"the target {named} is not here, and {store.folder} was made from {made_from}: name that one, or the "
+            "folder where this one lies"
+        )
+    print(f"no target at {recipe.target.path}: its files could not be compared with what made {store.folder}")
+    told = store.identity
+    elsewhere = recipe.target.model_copy(update={"path": str(store.folder)})  # where no tokenizer lies
+    untold = ["tokenizer"] if recipe.data.template else ["tokenizer", "template"]
+    return {
+        **data_identity(recipe.model_copy(update={"target": elsewhere})),
+        **{name: told[name] for name in untold},
+        "target": {**told["target"], "dtype": recipe.target.dtype},
+        "taps": list(taps),
+        "dtype": recipe.features.dtype,
+    }
+
+
+def source(recipe: Recipe, target: Target, made: dict[str, Any]) -> Features:
     """The stored features, or such as are computed when they are read, where the recipe has no store."""
     if recipe.features.store:
         return FeatureStore(recipe.features.store, made)
     examples, tally = tokenized(recipe, load_tokenizer(recipe))
     print(tally.table())
-    return LiveFeatures(Target.load(**recipe.target.model_dump()), examples, made, recipe.features.batch_tokens)
+    return LiveFeatures(target, examples, made, recipe.features.batch_tokens)
+
+
+def first_head(recipe: Recipe, settings: Any, target: Target | Borrowed) -> TrainableDrafter:
+    """A new head, or the one that `train.init` names, which must be of the same method and sizes."""
+    head: TrainableDrafter = DRAFTERS[settings.kind].for_target(settings, target.config)
+    if recipe.train.init is None:
+        return head
+    given = load_head(recipe.train.init)
+    had, needed = ({"kind": made.settings.kind, **made.shape.to_dict()} for made in (given, head))
+    if wrong := [f"{name}: {found!r}, needed {new!r}" for name, found, new in differences(had, needed)]:
+        raise ValueError(f"the head in {recipe.train.init} does not fit: {'; '.join(wrong)}. Train without train.init")
+    head.load_state_dict(given.state_dict())
+    return head
+
+
+def decoded(recipe: Recipe, target: Target, head: TrainableDrafter) -> dict[str, float]:
+    """The acceptance lengths that the decoder reaches with a chain of 4 and with the published tree, greedily."""
+    asked = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"count": recipe.train.decode})})
+    drafter: Any = copy.deepcopy(head).to(target.device, target.model.dtype).bind(target.head)
+    found = {}
+    for name, paths in SHAPES.items():
+        traces = [
+            generate(target, drafter, prompt, budget=Budget.fixed(paths), max_new_tokens=recipe.eval.max_new_tokens)
+            for prompt in first_turns(asked, target)
+        ]
+        cycles = [cycle for trace in traces for cycle in trace.cycles]
+        found[f"decoded_{name}_tau"] = sum(cycle.committed for cycle in cycles) / max(len(cycles), 1)
+    return found
 
 
 if __name__ == "__main__":

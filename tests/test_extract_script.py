@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +33,7 @@ def command(tiny_target_dir: Path, tmp_path: Path) -> list[str]:
         "data.limit=80",
         "features.dtype=float32",
         "features.shard_bytes=120000",
+        "train.dtype=float32",
     ]
 
 
@@ -143,3 +146,87 @@ def test_training_cannot_tell_live_features_from_stored_ones(command: list[str],
         (tmp_path / name / "head/model.safetensors").read_bytes() for name in ("stored", "live", "other")
     )
     assert stored == live != other
+
+
+@pytest.fixture
+def short(command: list[str], tiny_target_dir: Path, tmp_path: Path) -> list[str]:
+    """A store of twelve examples of a target that a test may take away, and one epoch."""
+    shutil.copytree(tiny_target_dir / "target", tmp_path / "target")
+    asked = [f"target.path={tmp_path / 'target'}", "data.limit=12", "train.epochs=1", "train.lr=1e-3"]
+    main([*command, *asked])
+    return [*command, *asked]
+
+
+def trained(command: list[str], out: Path) -> bytes:
+    """The weights of the head that a run leaves."""
+    train([*command, f"train.out={out}"])
+    return (out / "head/model.safetensors").read_bytes()
+
+
+def without_head(folder: Path) -> None:
+    """Make of a store one that was made before stores held what a head borrows."""
+    index = json.loads((folder / "index.json").read_text())
+    del index["made"]["borrowed"], index["made"]["target"]
+    (folder / "index.json").write_text(json.dumps(index))
+    for name in ("head.safetensors", "config.json"):
+        (folder / name).unlink()
+
+
+def test_a_store_trains_without_its_target(
+    short: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same head, bit for bit, with the target there, taken away, and loaded, as an older store needs it."""
+    there = trained(short, tmp_path / "there")
+    assert "could not be compared" not in capsys.readouterr().out
+    (tmp_path / "target").rename(tmp_path / "moved")
+    away = trained(short, tmp_path / "away")
+    assert capsys.readouterr().out.count("could not be compared") == 1
+    without_head(tmp_path / "store")
+    with pytest.raises(ValueError, match="no model at"):
+        trained(short, tmp_path / "lost")
+    (tmp_path / "moved").rename(tmp_path / "target")
+    assert there == away == trained(short, tmp_path / "loaded")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.max_length=100", r"data\.max_length: the store has 512, this run needs 100"),
+        ("target.dtype=bfloat16", r"target\.dtype: the store has 'float32'"),
+        ("target.path=nobody/has-this", r"nobody/has-this.* is not here, and .* was made from .*: name that one"),
+        ("data.template=TEMPLATE", "template: the store has"),
+    ],
+)
+def test_another_run_is_refused_without_the_target_too(
+    override: str, message: str, short: list[str], tmp_path: Path
+) -> None:
+    """All that the recipe itself decides is compared, and the target's name."""
+    (tmp_path / "template.jinja").write_text("{{ messages }}")
+    (tmp_path / "target").rename(tmp_path / "moved")
+    override = override.replace("TEMPLATE", str(tmp_path / "template.jinja"))
+    with pytest.raises(ValueError, match=message):
+        trained([*short, override], tmp_path / "run")
+
+
+def test_a_changed_target_is_refused(short: list[str], tmp_path: Path) -> None:
+    """Where its files are there they are compared, though nothing of them is loaded."""
+    config = json.loads((tmp_path / "target/config.json").read_text())
+    (tmp_path / "target/config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    with pytest.raises(ValueError, match=r"target\.config: the store has"):
+        trained(short, tmp_path / "run")
+
+
+def test_what_a_head_borrows_is_mended(short: list[str], tmp_path: Path) -> None:
+    """Damaged, it is refused by every command that would read it, until a repair makes it anew, and it alone."""
+    folder = tmp_path / "store"
+    whole = files(folder)
+    when = {path: path.stat().st_mtime_ns for path in folder.glob("shard*")}
+    damaged = bytearray(whole["head.safetensors"])
+    damaged[len(damaged) // 2] ^= 1
+    (folder / "head.safetensors").write_bytes(damaged)
+    for refused in (main, train, lambda argv: main([*argv, "--verify"])):
+        with pytest.raises(ValueError, match=r"head\.safetensors is missing or damaged: .*--repair"):
+            refused([*short, f"train.out={tmp_path / 'run'}"])
+    main([*short, "--repair"])
+    assert files(folder) == whole
+    assert when == {path: path.stat().st_mtime_ns for path in folder.glob("shard*")}

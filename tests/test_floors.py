@@ -11,13 +11,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FLOORS = {
     **dict.fromkeys(("eagle.recipe", "eagle.tree", "eagle.noise", "eagle.examples", "eagle.shards", "eagle.log"), 0),
+    **dict.fromkeys(("eagle.card", "eagle.spans"), 0),
     **dict.fromkeys(("eagle.drafter", "eagle.verify", "eagle.objectives", "eagle.attention"), 1),
-    **dict.fromkeys(("eagle.store", "eagle.identity"), 1),
-    "eagle.target": 2,
+    **dict.fromkeys(("eagle.store", "eagle.identity", "eagle.judge", "eagle.plan"), 1),
+    **dict.fromkeys(("eagle.target", "eagle.borrowed"), 2),
     "eagle.drafters": 3,
     "eagle.decode": 3,
-    "eagle.checkpoint": 4,
-    "eagle.extract": 4,
+    **dict.fromkeys(("eagle.checkpoint", "eagle.extract", "eagle.resume", "eagle.launch"), 4),
     "eagle.train": 5,
     "eagle.export": 5,
     "data_prep": 6,
@@ -28,11 +28,11 @@ FLOORS = {
 }
 ROOMS = ("eagle.drafters", "eagle.export")  # folders inside which files may import each other
 DOORS = {
-    "transformers": {"eagle.target", "eagle.attention", "eagle.drafters.blocks", "data_prep.tokens"},
+    "transformers": {"eagle.target", "eagle.attention", "eagle.borrowed", "eagle.drafters.blocks", "data_prep.tokens"},
     "datasets": {"data_prep.conversations", "eval.prompts"},
-    "accelerate": {"eagle.train", "eagle.extract"},
+    "accelerate": {"eagle.train", "eagle.extract", "eagle.launch", "eagle.resume"},
     "wandb": {"eagle.log"},
-    "huggingface_hub": {"eagle.identity"},
+    "huggingface_hub": {"eagle.identity", "eagle.checkpoint"},
     "peft": {"eagle.target"},
     "deepspeed": set(),
     **{engine: set() for engine in ("vllm", "sglang", "tensorrt_llm", "openvino", "openvino_genai", "llama_cpp")},
@@ -134,6 +134,6 @@ def test_files_stay_short_and_names_do_not_shadow(path: Path) -> None:
 
 
 def test_only_entry_points_read_the_environment() -> None:
-    """Settings come from recipes; `train` alone compares the world it got with the one that was asked for."""
+    """Settings come from recipes; `launch` alone compares the world it got with the one that was asked for."""
     readers = {name_of(path) for path in SOURCES if "os.environ" in path.read_text()}
-    assert readers <= {"eagle.log", "eagle.train", "eagle.__main__"} | {m for m in readers if m.startswith("recipes")}
+    assert readers <= {"eagle.log", "eagle.launch", "eagle.__main__"} | {m for m in readers if m.startswith("recipes")}

@@ -76,7 +76,7 @@ def exists(words: list[str]) -> bool:
     """Whether all modules and files of a long command exist; recipes are parsed with their overrides."""
     modules = [words[place + 1] for place, word in enumerate(words) if word == "-m"]
     files = [word for word in words if word.endswith((".py", ".yaml"))]
-    for recipe in (word for word in files if word.endswith(".yaml")):
+    for recipe in (word for word in files if word.endswith(".yaml") and "/accelerate/" not in word):
         Recipe.load(ROOT / recipe, [word for word in words if "=" in word and not word.startswith("-")])
     return all((ROOT / (module.replace(".", "/") + ".py")).exists() for module in modules) and all(
         (ROOT / file).exists() for file in files

@@ -117,7 +117,8 @@ class Block(nn.Module):
 
     def at(self, x: Tensor, rotary: tuple[Tensor, Tensor], spans: Spans) -> Tensor:
         """[S, H] at the rows of the spans: all others are needed as keys and values alone."""
-        x = x.index_select(0, spans.rows) + self.self_attn.at(x, rotary, spans)  # whose gradient is faster than of x[rows]
+        # the gradient of index_select is faster than that of x[rows]
+        x = x.index_select(0, spans.rows) + self.self_attn.at(x, rotary, spans)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

@@ -9,29 +9,38 @@ from time import perf_counter
 
 RECIPE = str(Path(__file__).with_name("eagle1.yaml"))
 HERE = Path(__file__).parent
+ROOT = HERE.parent.parent  # which the recipe's paths start from
 TARGET, HEAD = "runs/tiny/target", "runs/tiny/eagle1/head"
 MASKS, VOCABULARY = "runs/tiny/mask.html", "runs/tiny/draft_vocab.safetensors"
 
-STAGES = {
+TO_TRAIN = {
     "A small chat target, trained on the documentation that is installed here": [str(HERE / "make_target.py")],
     "Its own answers to the questions of 300 conversations": ["-m", "data_prep.regenerate", RECIPE],
     "What of them is learned": ["-m", "data_prep.inspect_mask", RECIPE, "--count", "1", "--html", MASKS],
     "The tokens that it says most": ["-m", "data_prep.draft_vocab", RECIPE, "--size", "512", "--out", VOCABULARY],
     "Its hidden features on these conversations": ["-m", "data_prep.extract", RECIPE],
+}
+STAGES = {
+    **TO_TRAIN,
     "An EAGLE-1 head": ["-m", "accelerate.commands.launch", str(HERE.parent / "train_eagle.py"), RECIPE],
     "Decoding with it, beside plain decoding": ["-m", "eval.measure", RECIPE],
     "The head in vLLM's layout": ["-m", "eagle", "export", HEAD, "--target", TARGET, "--to", "vllm", "runs/tiny/vllm"],
 }
 
 
-def main() -> None:
-    """Run the stages in order; the first that fails ends the demo."""
-    begun = perf_counter()
-    for number, (what, command) in enumerate(STAGES.items(), start=1):
-        print(f"\n[{number}/{len(STAGES)}] {what}", flush=True)
-        done = subprocess.run([sys.executable, *command])
+def run(stages: dict[str, list[str]]) -> None:
+    """Run the stages in order; the first that fails ends it."""
+    for number, (what, command) in enumerate(stages.items(), start=1):
+        print(f"\n[{number}/{len(stages)}] {what}", flush=True)
+        done = subprocess.run([sys.executable, *command], cwd=ROOT)
         if done.returncode:
             sys.exit(f"stage {number} failed: {' '.join(command)}")
+
+
+def main() -> None:
+    """All stages, timed."""
+    begun = perf_counter()
+    run(STAGES)
     print(f"\nDone in {perf_counter() - begun:.0f} s. Everything is in runs/tiny.")
 
 

@@ -1,0 +1,242 @@
+"""Heads of this project beside such as the published loop trains: `python bench/head_quality.py --target FOLDER ...`.
+
+Same conversations, same first weights, same order, same learning rate; what differs is what each does by itself. Both
+are compared at equal tokens and at equal time, decoded greedily with a chain of 4 and with the published tree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import date
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from bench.published_eagle1 import PublishedHead, padded, published_loss, published_optimizer, published_step
+from eagle.checkpoint import load_drafter, save_head
+from eagle.decode import generate
+from eagle.drafter import Budget
+from eagle.drafters.eagle1 import Eagle1
+from eagle.examples import supervised
+from eagle.log import progress
+from eagle.plan import Plan
+from eagle.recipe import Recipe
+from eagle.store import FeatureStore
+from eagle.target import Target
+from eagle.tree import PUBLISHED_TREE, chain_paths
+from eval.prompts import first_turns
+from eval.report import commit
+
+TINY = "recipes/tiny/eagle1.yaml"
+SHAPES = {"chain of 4": chain_paths(4), "tree of 25": PUBLISHED_TREE}
+ARMS = ("ours", "published, equal tokens", "published, equal time")
+NEW_TOKENS = 64
+
+
+def recipe_of(args: argparse.Namespace, seed: int) -> tuple[Recipe, list[str]]:
+    """The recipe of one run, and how to say it on a command line."""
+    work = Path(args.work)
+    overrides = [
+        f"target.path={args.target}",
+        "target.dtype=bfloat16",
+        f"data.train={work / 'train.jsonl'}",
+        "data.limit=null",
+        "data.max_length=1024",
+        f"features.store={work / 'features'}",
+        f"train.out={work / f'ours-{seed}'}",
+        f"train.epochs={args.epochs}",
+        "train.lr=1e-3",
+        "train.dtype=bfloat16",
+        f"train.seed={seed}",
+        "train.validate_every=80",
+        "train.checkpoint_every=100000",
+        f"eval.prompts={work / 'prompts.jsonl'}",
+        f"eval.count={args.prompts}",
+    ]
+    return Recipe.load(TINY, overrides), overrides
+
+
+def prepared(args: argparse.Namespace) -> None:
+    """One file of conversations, one of prompts, and the target's features."""
+    work = Path(args.work)
+    work.mkdir(parents=True, exist_ok=True)
+    lines = [line for path in args.train for line in Path(path).read_text().splitlines() if line.strip()]
+    random.Random(0).shuffle(lines)
+    (work / "train.jsonl").write_text("\n".join(lines[: args.conversations]) + "\n")
+    asked = [
+        json.loads(line)["turns"][0]
+        for path in args.questions
+        for line in Path(path).read_text().splitlines()[: -(-args.prompts // len(args.questions))]
+    ]
+    talks = [{"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": "-"}]} for text in asked]
+    (work / "prompts.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    subprocess.run([sys.executable, "-m", "data_prep.extract", TINY, *recipe_of(args, 0)[1]], check=True)
+
+
+def trained_here(args: argparse.Namespace, seed: int) -> tuple[Path, dict[str, Any]]:
+    """A head by this project's training command, with its learning curve."""
+    recipe, overrides = recipe_of(args, seed)
+    subprocess.run([sys.executable, "recipes/train_eagle.py", TINY, *overrides], check=True)
+    out = Path(recipe.train.out)
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    curve = [{"step": row["step"] + 1, **row["validation"]} for row in rows if "validation" in row]
+    tokens = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
+    return out / "last", {"curve": curve, "tokens_per_second": sorted(tokens)[len(tokens) // 2]}
+
+
+def trained_as_published(
+    args: argparse.Namespace, seed: int, target: Target, steps: int, name: str
+) -> tuple[Path, dict[str, Any]]:
+    """A head by the plain rendering of the published loop, from the same first weights."""
+    recipe, _ = recipe_of(args, seed)
+    settings = recipe.train.model_copy(update={"max_steps": steps})
+    store = FeatureStore(recipe.features.store or "")
+    plan = Plan([int(supervised(store.mask(place)).sum()) for place in range(len(store))], settings)
+    torch.manual_seed(seed)
+    ours = Eagle1.for_target(Eagle1.Settings(fc_bias=False), target.config)
+    head = PublishedHead(ours.shape, bias=False)
+    head.load_state_dict(ours.state_dict())
+    optimizer = published_optimizer(head)
+    frozen = target.head.cast(torch.bfloat16)
+    embedding, weight = frozen.embedding.get_parameter("weight"), frozen.weight
+    begun, tokens = perf_counter(), 0
+    for number in progress(range(len(plan)), name, len(plan)):
+        optimizer.param_groups[0]["lr"] = plan.lr(number)
+        examples = store.read(plan.step(number))
+        tokens += sum(len(example.tokens) for example in examples)
+        batch = padded(examples)
+        loss = partial(published_loss, head, batch, embedding, weight, noise_seed=number)
+        published_step(loss, optimizer)
+    seconds = perf_counter() - begun
+    ours.load_state_dict(head.state_dict())
+    folder = Path(args.work) / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
+    save_head(folder, ours, recipe.dump(), {"rendering": name, "steps": steps})
+    return folder, {"steps": len(plan), "tokens_per_second": tokens / seconds}
+
+
+def decoded(args: argparse.Namespace, target: Target, folder: Path) -> Iterator[dict[str, Any]]:
+    """One row per shape and prompt."""
+    drafter = load_drafter(folder, target)
+    prompts = first_turns(recipe_of(args, 0)[0], target)
+    for shape, paths in SHAPES.items():
+        for number, prompt in enumerate(progress(prompts, f"{folder.name}, {shape}", len(prompts))):
+            trace = generate(target, drafter, prompt, budget=Budget.fixed(paths), max_new_tokens=NEW_TOKENS)
+            committed = sum(cycle.committed for cycle in trace.cycles)
+            yield {"shape": shape, "prompt": number, "committed": committed, "cycles": len(trace.cycles)}
+
+
+def compared(args: argparse.Namespace) -> dict[str, Any]:
+    """All arms and seeds, decoded."""
+    target = Target.load(args.target, dtype="float32")
+    runs: list[dict[str, Any]] = []
+    for seed in range(args.seeds):
+        folder, made = trained_here(args, seed)
+        steps = made["curve"][-1]["step"]
+        heads = [(ARMS[0], folder, made)]
+        folder, plain = trained_as_published(args, seed, target, steps, ARMS[1])
+        heads.append((ARMS[1], folder, plain))
+        equal_time = round(steps * plain["tokens_per_second"] / made["tokens_per_second"])
+        heads.append((ARMS[2], *trained_as_published(args, seed, target, equal_time, ARMS[2])))
+        for arm, folder, about in heads:
+            runs.append({"arm": arm, "seed": seed, **about, "rows": list(decoded(args, target, folder))})
+            Path(args.out).write_text(json.dumps({"runs": runs}) + "\n")
+    machine = {
+        "target": Path(args.target).name,
+        "conversations": args.conversations,
+        "epochs": args.epochs,
+        "prompts": args.prompts,
+        "commit": commit(),
+        "torch": torch.__version__,
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "date": str(date.today()),
+    }
+    return {"machine": machine, "runs": runs}
+
+
+def lengths(runs: list[dict[str, Any]], arm: str, shape: str) -> dict[tuple[int, int], float]:
+    """The acceptance length of each seed and prompt."""
+    return {
+        (run["seed"], row["prompt"]): row["committed"] / row["cycles"]
+        for run in runs
+        if run["arm"] == arm
+        for row in run["rows"]
+        if row["shape"] == shape and row["cycles"]
+    }
+
+
+def paired(runs: list[dict[str, Any]], arm: str, shape: str) -> tuple[float, float]:
+    """The mean difference of ours to an arm, by seed and prompt, and its standard error over prompts."""
+    ours, theirs = lengths(runs, ARMS[0], shape), lengths(runs, arm, shape)
+    by_prompt: dict[int, list[float]] = {}
+    for seed, prompt in ours.keys() & theirs.keys():
+        by_prompt.setdefault(prompt, []).append(ours[seed, prompt] - theirs[seed, prompt])
+    means = torch.tensor([sum(values) / len(values) for values in by_prompt.values()])
+    return float(means.mean()), float(means.std() / len(means) ** 0.5)
+
+
+def pooled(run: dict[str, Any], shape: str) -> float:
+    """Tokens per target forward over all prompts."""
+    rows = [row for row in run["rows"] if row["shape"] == shape]
+    return sum(row["committed"] for row in rows) / sum(row["cycles"] for row in rows)
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    runs = results["runs"]
+    lines = [
+        "| trained by | steps | tokens per second | shape | τ per seed | mean τ | ours better by, per prompt |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for arm in ARMS:
+        mine = [run for run in runs if run["arm"] == arm]
+        steps = mine[0]["curve"][-1]["step"] if arm == ARMS[0] else mine[0]["steps"]
+        speed = sorted(run["tokens_per_second"] for run in mine)[len(mine) // 2]
+        for shape in SHAPES:
+            found = [pooled(run, shape) for run in mine]
+            better = "" if arm == ARMS[0] else "{:+.3f} ± {:.3f}".format(*paired(runs, arm, shape))
+            each = ", ".join(f"{value:.3f}" for value in found)
+            mean = sum(found) / len(found)
+            lines.append(f"| {arm} | {steps:,} | {speed:,.0f} | {shape} | {each} | {mean:.3f} | {better} |")
+    made = ", ".join(f"{key} {value}" for key, value in results["machine"].items())
+    return "\n".join([*lines, "", f"<sub>{made}</sub>"])
+
+
+def curve(results: dict[str, Any]) -> str:
+    """The learning curve of the first seed as Markdown."""
+    rows = results["runs"][0]["curve"]
+    names = ["cross_entropy", "agreement", "overlap", "chain/tau", "tree/tau"]
+    lines = [f"| step | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    lines += [f"| {row['step']} | {' | '.join(f'{row[name]:.3f}' for name in names)} |" for row in rows]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Prepare, train, decode, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--train", nargs="+", required=True, help="files of conversations")
+    parser.add_argument("--questions", nargs="+", required=True, help="files of prompts, with `turns`")
+    parser.add_argument("--work", default="runs/head_quality")
+    parser.add_argument("--out", default="docs/results/head_quality.json")
+    parser.add_argument("--conversations", type=int, default=2500)
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=40)
+    args = parser.parse_args()
+    prepared(args)
+    results = compared(args)
+    Path(args.out).write_text(json.dumps(results) + "\n")
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()

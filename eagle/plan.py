@@ -1,0 +1,80 @@
+"""Which examples a step reads: the seed and the step's number alone decide, whoever asks and whenever."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from eagle.recipe import TrainSection
+
+EPOCHS, EXAMPLES = 1_000_003, 1_000_000_007  # more than a run has: no two draws share a seed
+
+
+class Plan:
+    """The steps of a run over examples of `slots` supervised tokens each; those without any are left out."""
+
+    def __init__(self, slots: Sequence[int], settings: TrainSection) -> None:
+        self.slots, self.settings = slots, settings
+        usable = [place for place, count in enumerate(slots) if count]
+        self.unusable = len(slots) - len(usable)
+        held_out = min(math.ceil(settings.validation * len(usable)), len(usable) - 1)
+        order = _shuffled(len(usable), settings.seed * EPOCHS)
+        self.validation = sorted(usable[place] for place in order[:held_out])
+        self.training = sorted(usable[place] for place in order[held_out:])
+        self.steps_an_epoch = math.ceil(len(self.training) / settings.batch_size)
+        self.epoch = lru_cache(2)(lambda number: _shuffled(len(self.training), settings.seed * EPOCHS + 1 + number))
+
+    def __len__(self) -> int:
+        steps = self.settings.epochs * self.steps_an_epoch
+        return min(steps, self.settings.max_steps or steps)
+
+    def step(self, number: int) -> list[int]:
+        """The examples of a step."""
+        epoch, place = divmod(number, self.steps_an_epoch)
+        size = self.settings.batch_size
+        return [self.training[i] for i in self.epoch(epoch)[place * size : (place + 1) * size]]
+
+    def parts(self, number: int, count: int) -> list[list[int]]:
+        """A step's examples in that many parts of about equal work; a part without any of its own repeats one."""
+        examples = sorted(self.step(number), key=lambda place: -self.slots[place])
+        parts: list[list[int]] = [[] for _ in range(count)]
+        for place in examples:
+            min(parts, key=lambda part: sum(self.slots[held] for held in part)).append(place)
+        return [part or examples[:1] for part in parts]
+
+    def weights(self, number: int, parts: Sequence[Sequence[int]]) -> list[float]:
+        """What share of a step's slots lies in each part; a repeated example weighs nothing."""
+        left, weights = set(self.step(number)), []
+        whole = sum(self.slots[place] for place in left)
+        for part in parts:
+            weights.append(sum(self.slots[place] for place in part if place in left) / whole)
+            left -= set(part)
+        return weights
+
+    def seeds(self, number: int, part: Sequence[int]) -> list[int]:
+        """A seed for each example, another one in each epoch."""
+        epoch = number // self.steps_an_epoch
+        return [((self.settings.seed * EPOCHS + epoch) * EXAMPLES + place) % 2**63 for place in part]
+
+    def lr(self, number: int) -> float:
+        """The learning rate of a step: a linear warm-up, then the schedule."""
+        settings, steps = self.settings, len(self)
+        warmup = settings.warmup * steps if settings.warmup < 1 else settings.warmup
+        if number + 1 < warmup:
+            return settings.lr * (number + 1) / warmup
+        left = (steps - number) / max(steps - warmup, 1)
+        shapes = {"constant": 1.0, "linear": min(left, 1.0), "cosine": 0.5 - 0.5 * math.cos(math.pi * min(left, 1.0))}
+        return settings.lr * shapes[settings.schedule]
+
+
+def gated(mask: Tensor, gate: str) -> Tensor:
+    """The loss mask; with "read", as published: a slot counts if the token that it reads does, two before the other."""
+    return torch.cat([mask.new_zeros(2), mask[:-2]]) if gate == "read" else mask
+
+
+def _shuffled(count: int, seed: int) -> list[int]:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed % 2**63)).tolist()

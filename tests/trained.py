@@ -1,0 +1,112 @@
+"""Real training runs on a store of 24 short conversations, which the suite's tiny target has read."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from data_prep.extract import main as extract
+from eagle.store import FeatureStore
+from recipes.train_eagle import main as train
+
+ROOT = Path(__file__).parent.parent
+RECIPE = str(ROOT / "recipes/tiny/eagle1.yaml")
+SPEEDS = ("tokens_per_second", "memory_gb")
+
+
+def prepared(target_dir: Path, folder: Path) -> list[str]:
+    """The tiny recipe in fp32 over a store that is made here: six steps of four conversations an epoch."""
+    command = [
+        RECIPE,
+        f"target.path={target_dir / 'target'}",
+        "target.dtype=float32",
+        f"data.train={target_dir / 'data/train.jsonl'}",
+        "data.limit=24",
+        "data.max_length=96",
+        f"features.store={folder / 'store'}",
+        "features.dtype=float32",
+        "train.dtype=float32",
+        "train.epochs=2",
+        "train.validation=0",
+        "train.lr=1e-3",
+    ]
+    extract(list(command))
+    return command
+
+
+def run(command: Sequence[str], out: Path, *overrides: str) -> Path:
+    """A run of one process, here."""
+    train([*command, f"train.out={out}", *overrides])
+    return out
+
+
+def weights(out: Path, name: str = "last") -> dict[str, Tensor]:
+    """The tensors of a head that a run has left."""
+    return load_file(out / name / "model.safetensors")
+
+
+def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The largest difference of any weight."""
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def equal(one: Path, other: Path, name: str = "last") -> bool:
+    """Whether two runs have left the same bytes."""
+    return (one / name / "model.safetensors").read_bytes() == (other / name / "model.safetensors").read_bytes()
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    """The metrics of a run without what depends on the machine."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in SPEEDS} for line in lines]
+
+
+def poison(folder: Path, place: int) -> None:
+    """One NaN in the features of an example of a store, which the store does not notice."""
+    store = FeatureStore(folder)
+    number, shard, start = store.places[place]
+    path = store.path(shard)
+    data = bytearray(path.read_bytes())
+    header = 8 + int.from_bytes(data[:8], "little")
+    at = header + (start + store.lengths[number] // 2) * store.bytes_per_token
+    data[at : at + 4] = torch.tensor([float("nan")]).numpy().tobytes()
+    path.write_bytes(data)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def launched(config: str, *arguments: str, processes: int = 2) -> list[str]:
+    """The command line that a user gives for several processes."""
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    where = ["--num_processes", str(processes), "--main_process_port", str(free_port())]
+    return [*accelerate, str(ROOT / f"recipes/accelerate/{config}.yaml"), *where, *arguments]
+
+
+def finished(command: Sequence[str], *, seconds: int = 150, **env: str) -> subprocess.CompletedProcess[str]:
+    """A command that has ended, with all that it said; after its time its whole group is killed."""
+    given = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=given, cwd=ROOT, start_new_session=True, **pipes) as started:
+        try:
+            said, _ = started.communicate(timeout=seconds)
+        except BaseException:
+            os.killpg(started.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(list(command), started.returncode, said)
