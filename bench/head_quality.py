@@ -32,12 +32,12 @@ from eagle.plan import Plan
 from eagle.recipe import Recipe
 from eagle.store import FeatureStore
 from eagle.target import Target
-from eagle.tree import PUBLISHED_TREE, chain_paths
+from eagle.train import TREES
 from eval.prompts import first_turns
 from eval.report import commit
 
 TINY = "recipes/tiny/eagle1.yaml"
-SHAPES = {"chain of 4": chain_paths(4), "tree of 25": PUBLISHED_TREE}
+SHAPES = {"chain of 4": TREES["chain"], "tree of 25": TREES["tree"]}
 ARMS = ("ours", "published, equal tokens", "published, equal time")
 NEW_TOKENS = 64
 

@@ -40,7 +40,6 @@ from recipes.train_eagle import decoded, first_head
 TINY, FIRST = "recipes/tiny/eagle1.yaml", Path("runs/tiny")
 PART = "torch"  # the package whose documentation the sibling has read again
 LR, STEPS, WARMUP, SEED = 1e-3, 150, 10, 1  # of the sibling
-SHAPES = ("chain", "tree")
 FIGURES = ("agreement", "overlap", "chain/1", "chain/tau", "tree/tau")
 
 
@@ -175,7 +174,7 @@ def table(results: dict[str, Any]) -> str:
         "|---" * 10 + "|",
     ]
     for seed, (anew, kept) in enumerate(zip(cold, warm, strict=True)):
-        for shape in SHAPES:
+        for shape in TREES:
             name = f"{shape}/tau"
             values = [kept["curve"][0][name], anew["curve"][-1][name], kept["curve"][-1][name]]
             there = reached(anew, kept, name)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROWS = 64  # of a chunk at least: fewer make poor matrix products
+ROWS = 96  # of a chunk at least: fewer make poor matrix products
 LOGITS = {"cpu": 1 << 20}  # of a chunk at most, on a CPU such as stay in its cache
 LOGITS_ELSEWHERE = 1 << 27
 AT_ONCE = {"cpu": 1 << 18}  # of them in fp32 at a time, for all that is no product

@@ -25,14 +25,11 @@ from eagle.log import script
 from eagle.recipe import Recipe
 from eagle.store import FeatureStore, differences
 from eagle.target import Target, best_device, fastest_dtype
-from eagle.train import train
-from eagle.tree import PUBLISHED_TREE, chain_paths
+from eagle.train import TREES, train
 from eval.prompts import first_turns
 from eval.report import commit
 from recipes.check import check
 from recipes.tiny import demo
-
-SHAPES = {"chain": chain_paths(4), "tree": PUBLISHED_TREE}
 
 
 def main(argv: list[str]) -> None:
@@ -137,7 +134,7 @@ def decoded(recipe: Recipe, target: Target, head: TrainableDrafter) -> dict[str,
     asked = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"count": recipe.train.decode})})
     drafter: Any = copy.deepcopy(head).to(target.device, target.model.dtype).bind(target.head)
     found = {}
-    for name, paths in SHAPES.items():
+    for name, paths in TREES.items():
         traces = [
             generate(target, drafter, prompt, budget=Budget.fixed(paths), max_new_tokens=recipe.eval.max_new_tokens)
             for prompt in first_turns(asked, target)

@@ -14,7 +14,9 @@ from bench.decode_speed import table as decode_table
 from bench.extract_speed import table as extract_table
 from bench.mask_templates import table as mask_table
 from bench.regenerated_data import table as regenerated_table
+from bench.train_report import table as train_table
 from bench.vllm_acceptance import table as vllm_table
+from bench.warm_start import table as warm_table
 from eagle import DraftTree
 from eval.draw import svg
 from eval.report import loops, markdown, summary
@@ -38,6 +40,8 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("data.md", "mask_templates.json", mask_table),
         ("data.md", "regenerated_data.json", regenerated_table),
         ("export.md", "vllm_eagle1.json", vllm_table),
+        ("benchmarks.md", "train_speed.json", train_table),
+        ("benchmarks.md", "warm_start.json", warm_table),
     ],
 )
 def test_a_page_shows_the_result_file(page: str, file: str, table: Callable[[Any], str]) -> None:
