@@ -12,11 +12,11 @@ import platform
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import date
 from functools import partial
 from pathlib import Path
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from eagle.checkpoint import load_drafter, save_head
 from eagle.decode import generate
 from eagle.drafter import Budget
 from eagle.drafters.eagle1 import Eagle1
-from eagle.examples import supervised
+from eagle.examples import collate, supervised
 from eagle.log import progress
 from eagle.plan import Plan
 from eagle.recipe import Recipe
@@ -82,45 +82,91 @@ def prepared(args: argparse.Namespace) -> None:
     subprocess.run([sys.executable, "-m", "data_prep.extract", TINY, *recipe_of(args, 0)[1]], check=True)
 
 
-def trained_here(args: argparse.Namespace, seed: int) -> tuple[Path, dict[str, Any]]:
+def trained_here(args: argparse.Namespace, seed: int) -> tuple[Path, list[dict[str, Any]]]:
     """A head by this project's training command, with its learning curve."""
     recipe, overrides = recipe_of(args, seed)
     subprocess.run([sys.executable, "recipes/train_eagle.py", TINY, *overrides], check=True)
     out = Path(recipe.train.out)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     curve = [{"step": row["step"] + 1, **row["validation"]} for row in rows if "validation" in row]
-    tokens = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
-    return out / "last", {"curve": curve, "tokens_per_second": sorted(tokens)[len(tokens) // 2]}
+    return out / "last", curve
 
 
-def trained_as_published(
-    args: argparse.Namespace, seed: int, target: Target, steps: int, name: str
-) -> tuple[Path, dict[str, Any]]:
-    """A head by the plain rendering of the published loop, from the same first weights."""
-    recipe, _ = recipe_of(args, seed)
-    settings = recipe.train.model_copy(update={"max_steps": steps})
-    store = FeatureStore(recipe.features.store or "")
-    plan = Plan([int(supervised(store.mask(place)).sum()) for place in range(len(store))], settings)
-    torch.manual_seed(seed)
+def published_trainer(
+    recipe: Recipe, target: Target, store: FeatureStore, plan: Plan
+) -> tuple[Eagle1, Callable[[int], int]]:
+    """A head that the steps of the published loop train, from the first weights of ours; a step tells its tokens."""
+    torch.manual_seed(recipe.train.seed)
     ours = Eagle1.for_target(Eagle1.Settings(fc_bias=False), target.config)
     head = PublishedHead(ours.shape, bias=False)
     head.load_state_dict(ours.state_dict())
+    ours.load_state_dict(head.state_dict(), assign=True)  # one storage: what trains the one trains the other
     optimizer = published_optimizer(head)
     frozen = target.head.cast(torch.bfloat16)
     embedding, weight = frozen.embedding.get_parameter("weight"), frozen.weight
-    begun, tokens = perf_counter(), 0
-    for number in progress(range(len(plan)), name, len(plan)):
+
+    def step(number: int) -> int:
         optimizer.param_groups[0]["lr"] = plan.lr(number)
         examples = store.read(plan.step(number))
-        tokens += sum(len(example.tokens) for example in examples)
-        batch = padded(examples)
-        loss = partial(published_loss, head, batch, embedding, weight, noise_seed=number)
+        loss = partial(published_loss, head, padded(examples), embedding, weight, noise_seed=number)
         published_step(loss, optimizer)
-    seconds = perf_counter() - begun
-    ours.load_state_dict(head.state_dict())
+        return sum(len(example.tokens) for example in examples)
+
+    return ours, step
+
+
+def our_trainer(recipe: Recipe, target: Target, store: FeatureStore, plan: Plan) -> Callable[[int], int]:
+    """A step of this project's, for the clock alone: heads to compare are trained by the command."""
+    head = Eagle1.for_target(Eagle1.Settings(), target.config)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=recipe.train.lr, betas=recipe.train.betas, fused=True)
+    frozen = target.head.cast(torch.bfloat16)
+
+    def step(number: int) -> int:
+        examples = store.read(plan.step(number))
+        batch = collate(examples, store.taps, plan.seeds(number, plan.step(number)))
+        with torch.autocast("cpu", torch.bfloat16):
+            total = head(batch, frozen)["total"]
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(head.parameters(), recipe.train.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return sum(len(example.tokens) for example in examples)
+
+    return step
+
+
+def opened(args: argparse.Namespace, seed: int, steps: int | None = None) -> tuple[Recipe, FeatureStore, Plan]:
+    """What both loops read, in which order."""
+    recipe, _ = recipe_of(args, seed)
+    store = FeatureStore(recipe.features.store or "")
+    settings = recipe.train.model_copy(update={"max_steps": steps})
+    return recipe, store, Plan([int(supervised(store.mask(place)).sum()) for place in range(len(store))], settings)
+
+
+def clocked(args: argparse.Namespace, target: Target) -> dict[str, float]:
+    """Tokens per CPU second of both steps, which take turns on the same conversations; reading is counted."""
+    recipe, store, plan = opened(args, 0)
+    steps = {ARMS[0]: our_trainer(recipe, target, store, plan)}
+    steps[ARMS[1]] = published_trainer(recipe, target, store, plan)[1]
+    seconds, tokens = dict.fromkeys(steps, 0.0), dict.fromkeys(steps, 0)
+    for number in progress(range(args.clocked), "clock", args.clocked):
+        for name, step in steps.items():
+            begun = process_time()
+            read = step(number)
+            if number >= args.clocked // 10:  # the first are warm-up
+                seconds[name], tokens[name] = seconds[name] + process_time() - begun, tokens[name] + read
+    return {name: tokens[name] / seconds[name] for name in steps}
+
+
+def trained_as_published(args: argparse.Namespace, seed: int, target: Target, steps: int, name: str) -> Path:
+    """A head by the plain rendering of the published loop."""
+    recipe, store, plan = opened(args, seed, steps)
+    head, step = published_trainer(recipe, target, store, plan)
+    for number in progress(range(len(plan)), name, len(plan)):
+        step(number)
     folder = Path(args.work) / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
-    save_head(folder, ours, recipe.dump(), {"rendering": name, "steps": steps})
-    return folder, {"steps": len(plan), "tokens_per_second": tokens / seconds}
+    save_head(folder, head, recipe.dump(), {"rendering": name, "steps": steps})
+    return folder
 
 
 def decoded(args: argparse.Namespace, target: Target, folder: Path) -> Iterator[dict[str, Any]]:
@@ -137,18 +183,16 @@ def decoded(args: argparse.Namespace, target: Target, folder: Path) -> Iterator[
 def compared(args: argparse.Namespace) -> dict[str, Any]:
     """All arms and seeds, decoded."""
     target = Target.load(args.target, dtype="float32")
-    runs: list[dict[str, Any]] = []
+    speeds, runs = clocked(args, target), []
     for seed in range(args.seeds):
-        folder, made = trained_here(args, seed)
-        steps = made["curve"][-1]["step"]
-        heads = [(ARMS[0], folder, made)]
-        folder, plain = trained_as_published(args, seed, target, steps, ARMS[1])
-        heads.append((ARMS[1], folder, plain))
-        equal_time = round(steps * plain["tokens_per_second"] / made["tokens_per_second"])
-        heads.append((ARMS[2], *trained_as_published(args, seed, target, equal_time, ARMS[2])))
-        for arm, folder, about in heads:
-            runs.append({"arm": arm, "seed": seed, **about, "rows": list(decoded(args, target, folder))})
-            Path(args.out).write_text(json.dumps({"runs": runs}) + "\n")
+        folder, curve = trained_here(args, seed)
+        steps = curve[-1]["step"]
+        runs.append({"arm": ARMS[0], "seed": seed, "steps": steps, "curve": curve})
+        runs[-1]["rows"] = list(decoded(args, target, folder))
+        equal_time = round(steps * speeds[ARMS[1]] / speeds[ARMS[0]])
+        for arm, count in zip(ARMS[1:], (steps, equal_time), strict=True):
+            folder = trained_as_published(args, seed, target, count, arm)
+            runs.append({"arm": arm, "seed": seed, "steps": count, "rows": list(decoded(args, target, folder))})
     machine = {
         "target": Path(args.target).name,
         "conversations": args.conversations,
@@ -159,7 +203,7 @@ def compared(args: argparse.Namespace) -> dict[str, Any]:
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
         "date": str(date.today()),
     }
-    return {"machine": machine, "runs": runs}
+    return {"machine": machine, "speeds": speeds, "runs": runs}
 
 
 def lengths(runs: list[dict[str, Any]], arm: str, shape: str) -> dict[tuple[int, int], float]:
@@ -193,13 +237,12 @@ def table(results: dict[str, Any]) -> str:
     """The results as Markdown."""
     runs = results["runs"]
     lines = [
-        "| trained by | steps | tokens per second | shape | τ per seed | mean τ | ours better by, per prompt |",
+        "| trained by | steps | tokens per CPU second | shape | τ per seed | mean τ | ours better by, per prompt |",
         "|---|---|---|---|---|---|---|",
     ]
     for arm in ARMS:
         mine = [run for run in runs if run["arm"] == arm]
-        steps = mine[0]["curve"][-1]["step"] if arm == ARMS[0] else mine[0]["steps"]
-        speed = sorted(run["tokens_per_second"] for run in mine)[len(mine) // 2]
+        steps, speed = mine[0]["steps"], results["speeds"][arm if arm in results["speeds"] else ARMS[1]]
         for shape in SHAPES:
             found = [pooled(run, shape) for run in mine]
             better = "" if arm == ARMS[0] else "{:+.3f} ± {:.3f}".format(*paired(runs, arm, shape))
@@ -231,6 +274,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=40)
+    parser.add_argument("--clocked", type=int, default=60, help="steps in which both loops are timed in turns")
     args = parser.parse_args()
     prepared(args)
     results = compared(args)

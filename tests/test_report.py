@@ -12,6 +12,8 @@ import pytest
 
 from bench.decode_speed import table as decode_table
 from bench.extract_speed import table as extract_table
+from bench.head_quality import curve as quality_curve
+from bench.head_quality import table as quality_table
 from bench.mask_templates import table as mask_table
 from bench.regenerated_data import table as regenerated_table
 from bench.train_report import table as train_table
@@ -41,6 +43,8 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("data.md", "regenerated_data.json", regenerated_table),
         ("export.md", "vllm_eagle1.json", vllm_table),
         ("benchmarks.md", "train_speed.json", train_table),
+        ("benchmarks.md", "head_quality.json", quality_table),
+        ("benchmarks.md", "head_quality.json", quality_curve),
         ("benchmarks.md", "warm_start.json", warm_table),
     ],
 )
