@@ -1,13 +1,12 @@
 """What every drafting method agrees on: what it reads, what it answers, and what it may borrow."""
 
-# A committed tokens, L taps, D target width, V vocabulary
+# A committed tokens, L taps, D target width, K rows, P positions, V vocabulary
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +14,26 @@ from torch import Tensor, nn
 from eagle.examples import Batch
 from eagle.tree import DraftTree, Paths
 
-Noise = Callable[[list[int]], Tensor]
-"""Positions -> [P, V], what the target adds when it chooses the tokens standing there, in units of its plain logits.
+Draw = Literal["noise", "likeliest", "sampled"]
+"""Where the target samples: children ranked as it will choose, by the head's law alone, or drawn from that law."""
 
-A drafter that adds it to its own scores (logits or log-probabilities, no temperature applied) ranks as the target does.
-"""
+
+class Noise(Protocol):
+    """What a drafter may know of a target that samples, all in units of its plain logits."""
+
+    temperature: float
+
+    def __call__(self, positions: list[int]) -> Tensor:
+        """[P, V], what the target adds to its logits when it chooses the tokens standing there."""
+        ...
+
+    def own(self, rows: int) -> Tensor:
+        """[rows, V], noise of the same kind that the target never sees, and new in every call."""
+        ...
+
+    def filtered(self, logits: Tensor) -> Tensor:
+        """[K, V], the logits, far lower where a target with these logits would not sample, so that no law is left."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +53,19 @@ class Budget:
     depth: int = 10
     top_k: int = 10
     paths: Paths | None = None  # a shape that the tree has whatever the drafter believes; see `fixed`
+    draw: Draw = "noise"  # greedy targets know the likeliest children alone
 
     def __post_init__(self) -> None:
         for name in ("nodes", "depth", "top_k"):
             if getattr(self, name) < 0:
                 raise ValueError(f"Budget.{name} is {getattr(self, name)}, expected 0 or more")
+        if self.draw not in get_args(Draw):
+            raise ValueError(f"Budget.draw is {self.draw!r}, expected one of {', '.join(get_args(Draw))}")
+        if self.draw == "sampled" and self.paths is None:
+            raise ValueError(
+                "Budget.draw is 'sampled', which needs a fixed shape: children kept for being likely do not follow the "
+                "law that they were drawn from; use Budget.fixed(paths, 'sampled'), for a chain with chain_paths"
+            )
         known = {(), *(self.paths or ())}
         for path in known - {()}:
             if path[:-1] not in known or path[-1] not in range(self.top_k):
@@ -51,16 +73,20 @@ class Budget:
                     f"Budget.paths holds {path}, expected {path[:-1]} too and ranks below top_k = {self.top_k}: "
                     "name every node by the ranks on its way; Budget.fixed(paths) sets the rest"
                 )
+            if self.draw == "sampled" and path[-1] > 0 and (*path[:-1], path[-1] - 1) not in known:
+                raise ValueError(
+                    f"Budget.paths holds {path}, expected all siblings drawn before it: give them ranks 0, 1, 2, ..."
+                )
         if len(known) - 1 > self.nodes:
             raise ValueError(
                 f"Budget.paths holds {len(known) - 1} nodes, expected {self.nodes}: use Budget.fixed(paths)"
             )
 
     @classmethod
-    def fixed(cls, paths: Paths) -> Budget:
+    def fixed(cls, paths: Paths, draw: Draw = "noise") -> Budget:
         """A tree of this shape, as EAGLE-1 published one (`eagle.tree.PUBLISHED_TREE`)."""
         top_k = 1 + max((rank for path in paths for rank in path), default=-1)
-        return cls(len(set(paths)), max(map(len, paths), default=0), top_k, tuple(paths))
+        return cls(len(set(paths)), max(map(len, paths), default=0), top_k, tuple(paths), draw)
 
     def within(self, levels: int) -> Budget:
         """The same budget, at most `levels` deep."""
@@ -88,6 +114,7 @@ class TrainableDrafter(nn.Module):
     Settings: type  # what a recipe may say about it
     settings: Any
     shape: Any  # a LlamaConfig: the sizes of its block
+    budget: Budget | None = None  # what it was tuned to
 
     @classmethod
     def for_target(cls, settings: Any, target_config: Any) -> TrainableDrafter:

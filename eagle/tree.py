@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
 import torch
@@ -24,6 +25,27 @@ def chain_paths(length: int) -> Paths:
     return tuple((0,) * depth for depth in range(1, length + 1))
 
 
+def best_tree(rates: Sequence[Sequence[float]], nodes: int, depth: int) -> Paths:
+    """The shape of at most `nodes` nodes on `depth` levels of which the target accepts most on average.
+
+    `rates[d][r]` is how often, after an accepted node of depth d, the target chooses its child of rank r; the last row
+    holds for all deeper levels. A node adds the product of the rates on its way (Sequoia, Chen et al. 2024, arXiv
+    2402.12374). None adds more than its parent does: so the nodes that add most are a tree, and no other tree can add
+    more. What Sequoia finds by dynamic programming is found by always taking the best node in reach.
+    """
+    if not rates or not all(0 <= rate <= 1 for row in rates for rate in row):
+        raise ValueError(f"rates are probabilities by depth and rank, expected rows of 0..1: got {rates}")
+    found: list[tuple[int, ...]] = []
+    reach: list[tuple[float, int, tuple[int, ...]]] = [(-1.0, 0, ())]  # at a tie the shallow node, the lower rank
+    while reach and len(found) <= nodes:
+        weight, level, path = heappop(reach)
+        found.append(path)
+        for rank, rate in enumerate(rates[min(level, len(rates) - 1)] if level < depth else ()):
+            if rate > 0:
+                heappush(reach, (weight * rate, level + 1, (*path, rank)))
+    return tuple(sorted(found[1:], key=lambda path: (len(path), path)))
+
+
 @dataclass(frozen=True, slots=True)
 class DraftTree:
     """Proposed continuations, kept on the host. Node 0 is the last committed token; parents precede children."""
@@ -31,6 +53,7 @@ class DraftTree:
     tokens: Tensor  # [N]
     parents: Tensor  # [N], parents[0] == -1
     laws: Tensor | None = None  # [N, V], what each node was drawn from (row 0 unused); siblings without replacement
+    likelihoods: Tensor | None = None  # [N], log, of each node's whole path in the drafter's eyes; 0 at the root
 
     def __post_init__(self) -> None:
         tokens, parents = self.tokens.tolist(), self.parents.tolist()

@@ -123,10 +123,9 @@ class Choose:
         noise = self.noise(positions, logits.shape[-1], logits.device)
         return (warp(logits, self.sampling) + noise).argmax(-1).tolist()
 
-    def offer(self, vocab_size: int, device: torch.device) -> Callable[[list[int]], Tensor] | None:
-        """The noise as a drafter may use it: positions -> [P, V] in units of plain logits; None for a greedy target."""
-        noise, scale = self.noise, self.sampling.temperature
-        return None if noise is None else lambda positions: noise(positions, vocab_size, device) * scale
+    def offer(self, vocab_size: int, device: torch.device) -> Offer | None:
+        """What a drafter may know of the noise and the filters; None for a greedy target."""
+        return None if self.noise is None else Offer(self.sampling, self.noise, vocab_size, device)
 
     def law(self, reading: Reading, node: int) -> Tensor:
         """[V], the law that the token after `node` has."""
@@ -158,6 +157,38 @@ class Choose:
             return logits
         rows = [penalise(row, reading.prefix(node), penalty) for row, node in zip(logits, nodes, strict=True)]
         return torch.stack(rows)
+
+
+class Offer:
+    """What a drafter may know of a target that samples (`eagle.drafter.Noise`), in units of its plain logits."""
+
+    def __init__(self, sampling: Sampling, noise: Noise, vocab_size: int, device: torch.device) -> None:
+        self.sampling, self.temperature, self.noise = sampling, sampling.temperature, noise
+        self.vocab_size, self.device = vocab_size, device
+        # a stream of its own: drafts that share the coins of their verification would bend the law
+        self.private, self.drawn = Noise(mix64(sampling.seed), sampling.request), 0
+
+    def __call__(self, positions: list[int]) -> Tensor:
+        """[P, V], what the target adds to its logits when it chooses the tokens standing there."""
+        return self.noise(positions, self.vocab_size, self.device) * self.temperature
+
+    def own(self, rows: int) -> Tensor:
+        """[rows, V], noise of the same kind that the target never sees, and new in every call."""
+        # counted, not by position: what a place was drawn with may have decided that it is drafted again
+        first, self.drawn = self.drawn, self.drawn + rows
+        self.private.forget(first)
+        return self.private(range(first, self.drawn), self.vocab_size, self.device) * self.temperature
+
+    def filtered(self, logits: Tensor) -> Tensor:
+        """[K, V], the logits, far lower where a target with these logits would not sample, so that no law is left."""
+        sampling = self.sampling
+        if sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0:
+            return logits
+        # to sort whole vocabularies at all nodes would cost more than a small head does
+        best = logits.topk(min(256, logits.shape[-1]))
+        outside = torch.ones_like(logits, dtype=torch.bool)
+        outside.scatter_(1, best.indices, warp(best.values, sampling).isinf())
+        return torch.where(outside, logits - 1000, logits)
 
 
 def walk(tree: DraftTree, choices: Sequence[int] | dict[int, int]) -> list[int]:

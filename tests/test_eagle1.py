@@ -14,13 +14,14 @@ from torch import Tensor
 
 from eagle import Budget, DraftTree, Sampling, Target, spans
 from eagle.drafter import Committed, TargetHead
-from eagle.drafters import blocks, eagle1
+from eagle.drafters import eagle1
 from eagle.drafters.blocks import grow
 from eagle.drafters.eagle1 import Eagle1
 from eagle.examples import Batch
 from eagle.objectives import soft_cross_entropy
 from eagle.tree import PUBLISHED_TREE, chain_paths
-from eagle.verify import Choose
+from eagle.verify import Choose, warp
+from tests.enumerate_law import texts_of
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +77,9 @@ def drafted_logits(head: Eagle1, text: Tensor, features: Tensor, pieces: list[in
     """By committed length, the logits after the root when the text comes in these pieces."""
     kept: list[Tensor] = []
 
-    def keep(root: int, scores: Tensor, *rest: Any) -> DraftTree:
-        kept.append(scores)
-        return grow(root, scores, *rest)
+    def keep(root: int, logits: Tensor, *rest: Any) -> DraftTree:
+        kept.append(logits)
+        return grow(root, logits, *rest)
 
     with patch.context() as inner:
         inner.setattr(eagle1, "grow", keep)
@@ -277,66 +278,31 @@ def test_a_fixed_tree_holds_the_ranked_children(
             place = len(tokens) + 1 + len(above)
             scores = scores + temperature * choose.noise([place], len(scores), scores.device)[0]
         named[path] = [*above, int(scores.sort(descending=True).indices[path[-1]])]
-    assert paths_of(tree) == {tuple(path) for path in named.values()} - {()}
+    assert set(texts_of(tree)) == {tuple(path) for path in named.values()}
     assert len(tree) == len(paths) + 1
 
 
 def test_a_fixed_tree_is_cut_at_the_depth_allowed(head: Eagle1, tiny_target: Target) -> None:
     """What lies deeper is left out, the rest stays."""
     whole, *cut = (
-        paths_of(drafted(head, tiny_target, Budget.fixed(PUBLISHED_TREE).within(levels))[2]) for levels in (9, 3, 1, 0)
+        set(texts_of(drafted(head, tiny_target, Budget.fixed(PUBLISHED_TREE).within(levels))[2]))
+        for levels in (9, 3, 1, 0)
     )
     for levels, paths in zip((3, 1, 0), cut, strict=True):
         assert paths == {path for path in whole if len(path) <= levels}
 
 
-@pytest.mark.parametrize("paths", [((0, 0),), ((0,), (1,), (2, 0)), ((-1,),)])
-def test_shapes_with_holes_are_refused(paths: tuple[tuple[int, ...], ...]) -> None:
-    """A node needs its parent and a rank."""
-    with pytest.raises(ValueError, match="name every node by the ranks on its way"):
-        Budget.fixed(paths)
-
-
-def test_a_shape_beyond_the_budget_is_refused() -> None:
-    """The nodes allowed and the children allowed hold for shapes too."""
-    with pytest.raises(ValueError, match=r"holds 25 nodes, expected 10: use Budget\.fixed"):
-        Budget(paths=PUBLISHED_TREE)
-    with pytest.raises(ValueError, match="ranks below top_k = 1"):
-        Budget(2, 2, 1, ((0,), (1,)))
-
-
-def test_a_level_costs_one_reading_of_the_nodes_with_children() -> None:
-    """What is read of the published tree, level by level, and whom it sees."""
-    asked = []
-
-    def level(depth: int, tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
-        asked.append((depth, len(tokens), seen.sum(1).tolist(), seen.shape[1]))
-        return torch.rand(len(tokens), 9)
-
-    grow(7, torch.rand(9), level, Budget.fixed(PUBLISHED_TREE))
-    assert asked == [(1, 4, [1] * 4, 4), (2, 4, [2] * 4, 8), (3, 1, [3], 9), (4, 1, [4], 10)]
-
-
-def test_a_grown_tree_holds_the_likeliest_paths() -> None:
-    """With every path within reach, the nodes kept are the most probable prefixes, by enumeration."""
-    vocabulary, depth, nodes = 4, 3, 9
-    scores = torch.rand(vocabulary + 1, vocabulary, generator=torch.Generator().manual_seed(1)).log()
-    laws = (blocks.SURENESS * scores).softmax(-1).log()
-
-    def level(_: int, tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
-        return scores[tokens]
-
-    tree = grow(vocabulary, scores[vocabulary], level, Budget(nodes, depth, vocabulary**depth))
-    likelihood, frontier = {(): 0.0}, [()]
-    for _ in range(depth):
-        frontier = [(*path, token) for path in frontier for token in range(vocabulary)]
-        for path in frontier:
-            likelihood[path] = likelihood[path[:-1]] + float(laws[path[-2] if len(path) > 1 else vocabulary, path[-1]])
-    best = sorted(likelihood, key=lambda path: -likelihood[path])[1 : nodes + 1]
-    assert paths_of(tree) == set(best)
-
-
-def paths_of(tree: DraftTree) -> set[tuple[int, ...]]:
-    """The token paths that a tree holds, without the root."""
-    tokens = tree.tokens.tolist()
-    return {tuple(tokens[node] for node in tree.path(end)[1:]) for end in range(1, len(tree))}
+@pytest.mark.parametrize("paths", [chain_paths(4), PUBLISHED_TREE], ids=["chain", "published"])
+def test_a_drawn_tree_carries_the_law_of_every_node(
+    head: Eagle1, tiny_target: Target, paths: tuple[tuple[int, ...], ...]
+) -> None:
+    """What a plain pass over the path above says, under the target's own filters; and none was impossible."""
+    sampling = Sampling(temperature=0.7, top_k=9, seed=4)
+    offered = Choose(sampling).offer(tiny_target.vocab_size, tiny_target.device)
+    tokens, states, tree = drafted(head, tiny_target, Budget.fixed(paths, "sampled"), offered)
+    assert tree.laws is not None and tree.laws.dtype == torch.float32
+    for node in range(1, len(tree)):
+        with torch.no_grad():
+            scores = own_scores(head, tiny_target, tokens, states, tree.tokens[tree.path(node)[1:-1]].tolist())
+        torch.testing.assert_close(tree.laws[node], warp(scores[None], sampling).softmax(-1)[0], rtol=0, atol=1e-5)
+        assert tree.laws[node][tree.tokens[node]] > 0

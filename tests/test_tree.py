@@ -1,14 +1,20 @@
-"""Draft trees: relations between nodes agree with brute force, malformed trees are refused, walks follow the target."""
+"""Draft trees: relations agree with brute force, bad trees are refused, walks follow the target, shapes are best."""
 
 from __future__ import annotations
 
+import random
 import re
+from collections.abc import Iterable, Iterator
+from functools import cache
 from itertools import pairwise, product
+from math import prod
+from time import perf_counter
 
 import pytest
 import torch
 
-from eagle.tree import PUBLISHED_TREE, DraftTree, Reading, chain_paths
+from eagle.drafter import Budget
+from eagle.tree import PUBLISHED_TREE, DraftTree, Reading, best_tree, chain_paths
 from eagle.verify import walk
 
 EVERY_TREE_OF_FIVE = [(-1, *parents) for parents in product(*(range(node) for node in range(1, 5)))]
@@ -134,3 +140,102 @@ def test_a_reading_knows_the_whole_text_of_a_node() -> None:
     assert [reading.prefix(node) for node in range(4)] == [[1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 5, 6]]
     assert reading.features_at([0, 2]).equal(features[[0, 2]])
     assert Reading(tree, torch.zeros(4, 9), None, [3, 4, 4, 5], [1, 2]).features_at([0]) is None
+
+
+# -- the best shape ---------------------------------------------------------------------------------------------------
+
+Rates = list[list[float]]
+
+
+def random_rates(seed: int, levels: int, ranks: int) -> Rates:
+    """Rates by depth and rank that a target may have: no more than certain together, in any order."""
+    dice = random.Random(seed)
+    rows = [[dice.random() ** 3 for _ in range(ranks)] for _ in range(levels)]
+    return [[rate / max(1.0, sum(row)) for rate in row] for row in rows]
+
+
+def every_shape(ranks: int, depth: int, nodes: int) -> Iterator[frozenset[tuple[int, ...]]]:
+    """All sets of at most `nodes` paths that hold every path's beginning."""
+    shapes = {frozenset[tuple[int, ...]]()}
+    for _ in range(nodes + 1):
+        yield from shapes
+        shapes = {
+            shape | {(*path, rank)}
+            for shape in shapes
+            for path in ((), *shape)
+            for rank in range(ranks)
+            if len(path) < depth and (*path, rank) not in shape
+        }
+
+
+def summed(rates: Rates, paths: Iterable[tuple[int, ...]]) -> float:
+    """The expected number of accepted nodes: a node is when all choices on its way are."""
+    return sum(prod(rates[level][rank] for level, rank in enumerate(path)) for path in paths)
+
+
+def walked(rates: Rates, paths: Iterable[tuple[int, ...]]) -> float:
+    """The same by playing through everything that the target may choose, level by level, until it leaves the tree."""
+    inside = set(paths)
+
+    def below(path: tuple[int, ...]) -> float:
+        row = rates[len(path)] if len(path) < len(rates) else []
+        children = ((rate, (*path, rank)) for rank, rate in enumerate(row))
+        return sum(rate * (1 + below(child)) for rate, child in children if child in inside)
+
+    return below(())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_best_tree_is_the_best_of_all_trees(seed: int) -> None:
+    """Of all shapes with up to four nodes on up to three levels, at rates by depth, none keeps more."""
+    rates = random_rates(seed, levels=3, ranks=3)
+    for nodes, depth in product((1, 2, 3, 4), (1, 2, 3)):
+        found = best_tree(rates, nodes, depth)
+        assert len(set(found)) == len(found) == min(nodes, 3 if depth == 1 else nodes)
+        assert max(map(len, found)) <= depth
+        best = max(walked(rates, shape) for shape in every_shape(3, depth, nodes))
+        assert walked(rates, found) == pytest.approx(best, abs=1e-12)
+        assert summed(rates, found) == pytest.approx(walked(rates, found), abs=1e-12)
+
+
+def sequoia(rates: Rates, nodes: int, depth: int) -> float:
+    """The published dynamic programme: the most that is kept below a level by siblings of `rank` and above."""
+
+    @cache
+    def most(left: int, level: int, rank: int) -> float:
+        if left == 0 or level == depth or rank == len(rates[0]):
+            return 0.0
+        row = rates[min(level, len(rates) - 1)]
+        shares = (
+            row[rank] * (1 + most(below, level + 1, 0)) + most(left - 1 - below, level, rank + 1)
+            for below in range(left)
+        )
+        return max(shares)
+
+    return most(nodes, 0, 0)
+
+
+@pytest.mark.parametrize(("nodes", "depth", "levels"), [(8, 6, 6), (25, 6, 1), (25, 3, 3), (60, 8, 8)])
+def test_the_best_tree_is_sequoias(nodes: int, depth: int, levels: int) -> None:
+    """Where rates fall with the rank it keeps what the dynamic programme says, at once, and can be drafted."""
+    rates = [sorted(row, reverse=True) for row in random_rates(nodes, levels, 10)]
+    begun = perf_counter()
+    found = best_tree(rates, nodes, depth)
+    assert perf_counter() - begun < 0.3
+    everywhere = [rates[min(level, levels - 1)] for level in range(depth)]
+    assert summed(everywhere, found) == pytest.approx(sequoia(rates, nodes, depth), rel=1e-9)
+    assert Budget.fixed(found, "sampled").nodes == nodes
+
+
+def test_ties_of_the_best_tree_go_to_shallow_nodes_and_low_ranks() -> None:
+    """And what is never chosen is left out."""
+    assert best_tree([[0.5, 0.5, 0.0]], 3, 9) == ((0,), (1,), (0, 0))
+    assert best_tree([[1.0, 0.0]], 5, 3) == chain_paths(3)
+    assert best_tree([[0.9]], 0, 3) == best_tree([[0.9]], 3, 0) == best_tree([[0.0, 0.0]], 3, 3) == ()
+
+
+@pytest.mark.parametrize("rates", [[], [[0.5, 1.1]], [[-0.1]], [[float("nan")]]])
+def test_rates_that_are_no_probabilities_are_refused(rates: Rates) -> None:
+    """Counts, for one."""
+    with pytest.raises(ValueError, match=r"probabilities by depth and rank, expected rows of 0\.\.1"):
+        best_tree(rates, 3, 3)

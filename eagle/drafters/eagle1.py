@@ -152,10 +152,7 @@ class Eagle1(TrainableDrafter):
 
     @torch.inference_mode()
     def propose(self, news: Committed, budget: Budget) -> DraftTree:
-        """A tree grown from the target's features of the committed tokens, then from the head's own.
-
-        Where the target samples, children are ranked with the noise that it will choose with.
-        """
+        """A tree grown from the target's features of the committed tokens, then from the head's own."""
         assert news.features is not None
         (frozen,), device, dtype = self.frozen, self.fc.weight.device, self.fc.weight.dtype
         start, count = self.cache.length, len(news.tokens)
@@ -172,13 +169,9 @@ class Eagle1(TrainableDrafter):
             positions = torch.full((1, len(tokens)), committed + depth - 1, device=device)
             mask = level_mask(committed, seen, dtype)
             hidden = self._block(tokens[None], hidden[None, before], positions, mask, self.cache, frozen)[0]
-            return scores(depth)
+            return _law(frozen, hidden)
 
-        def scores(depth: int) -> Tensor:
-            logits = _law(frozen, hidden)  # of tokens that will stand behind the root and `depth` more
-            return logits if self.noise is None else logits.float() + self.noise([committed + 1 + depth])
-
-        tree = grow(news.root, scores(0)[0], level, budget)
+        tree = grow(news.root, _law(frozen, hidden)[0], level, budget, self.noise, committed + 1)
         self.cache.length = committed
         return tree
 
