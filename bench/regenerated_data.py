@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from eagle.store import FeatureStore
-from eval.report import commit, summary
+from eval.report import commit, newest_run, summary
 
 RECIPE = "recipes/tiny/eagle1.yaml"
 ANSWERS: dict[str, list[str]] = {
@@ -40,8 +40,7 @@ def measured(overrides: list[str], conversations: int, prompts: int) -> dict[str
         for stage in stages:
             subprocess.run([sys.executable, *stage, *command], check=True)
         store = FeatureStore(f"{folder}/features")
-        lines = [json.loads(line) for line in Path(f"{folder}/head/results.jsonl").read_text().splitlines()]
-        rows = summary([line for line in lines if "run" not in line])
+        rows = summary(newest_run(f"{folder}/head/results.jsonl")[1])
         lengths = {f"{row['temperature']:g}": row["acceptance_length"] for row in rows if row["drafter"] == "eagle1"}
         supervised = int(store.loss_mask.sum())
         return {"examples": len(store), "supervised": supervised, "acceptance_length": lengths}

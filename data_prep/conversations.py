@@ -17,7 +17,7 @@ from typing import IO, Any, cast
 from data_prep.records import ROLES, Conversation, Dropped, conversation_of, layout_of
 from eagle.log import script
 
-__all__ = ["ROLES", "Conversation", "Tally", "read_conversations"]
+__all__ = ["ROLES", "Conversation", "Tally", "read_conversations", "read_records"]
 
 JSON = (".json", ".jsonl", ".ndjson")
 TABLES = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}  # read by the datasets library
@@ -59,7 +59,7 @@ def read_conversations(
 ) -> Iterator[Conversation]:
     """The conversations of a file, a folder of files or a hub dataset, counted in `tally` as they are read."""
     tally = Tally() if tally is None else tally
-    opened = _opened(source, split, revision)
+    opened = read_records(source, split, revision)
     return islice((one for name, records in opened for one in _kept(name, records, tally, strict)), limit)
 
 
@@ -90,7 +90,7 @@ def _or_raise(record: Any) -> Any:
     return record
 
 
-def _opened(source: str | Path, split: str, revision: str | None) -> list[tuple[str, Numbered]]:
+def read_records(source: str | Path, split: str, revision: str | None) -> list[tuple[str, Numbered]]:
     """Name and records of each file, or of the hub dataset."""
     path = Path(source)
     if path.is_dir():

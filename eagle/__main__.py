@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, TextIO
 
 from eagle.checkpoint import load_drafter, load_head
-from eagle.decode import stream
+from eagle.decode import Spelling, Trace, generate, stream
+from eagle.drafter import Drafter
 from eagle.export import EXPORTERS, export
 from eagle.target import Target
 from eagle.verify import Sampling
+
+GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
+# what a model says must not move a cursor or set a title
+HARMLESS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+Say = Callable[[str, bool], None]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -22,6 +34,8 @@ def main(argv: list[str] | None = None) -> None:
     saying.add_argument("--target", required=True)
     saying.add_argument("--temperature", type=float, default=0.0)
     saying.add_argument("--max-new-tokens", type=int, default=128)
+    saying.add_argument("--compare", action="store_true", help="decode without drafts too: how much faster, and equal?")
+    saying.add_argument("--dtype", help="of the target; by default what is fastest here, and to compare float32")
     shipping = verbs.add_parser("export", help="write a head as an engine reads it")
     shipping.add_argument("head")
     shipping.add_argument("--target", required=True)
@@ -34,23 +48,87 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"eagle: {error}")
 
 
+@dataclass(frozen=True)
+class Said:
+    """An answer, and the seconds that decoding it took."""
+
+    trace: Trace
+    seconds: float
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second, the prompt's reading included."""
+        return len(self.trace.tokens) / self.seconds
+
+    def __str__(self) -> str:
+        tokens, forwards = len(self.trace.tokens), len(self.trace.cycles)
+        return (
+            f"{tokens} tokens, {self.speed:.1f} tokens/s; {forwards} forwards after the prompt's, "
+            f"acceptance length {self.trace.acceptance_length:.2f}"
+        )
+
+
+def speak(target: Target, drafter: Drafter, prompt: list[int], say: Say, **options: Any) -> Said:
+    """Decode, and say every piece of the text as soon as it is there, with whether it was drafted."""
+    spell, trace, seconds = Spelling(target.tokenizer), Trace([]), 0.0
+    target.forget()
+    pieces = stream(target, drafter, prompt, trace=trace, **options)
+    while trace.finish == "running":
+        begun = perf_counter()
+        new = next(pieces)
+        seconds += perf_counter() - begun
+        for token, drafted in zip(new, trace.drafted[-len(new) :], strict=True):
+            if text := spell(token):
+                say(text, drafted)
+    if text := spell.rest():
+        say(text, False)
+    return Said(trace, seconds)
+
+
+def on(out: TextIO, coloured: bool) -> Say:
+    """Write pieces of an answer: on a terminal drafted ones in green and nothing that would steer it."""
+
+    def say(text: str, drafted: bool) -> None:
+        if out.isatty():
+            text = text.translate(HARMLESS)
+        out.write(f"{GREEN}{text}{PLAIN}" if drafted and coloured else text)
+        out.flush()
+
+    return say
+
+
+def takes_colour(out: TextIO) -> bool:
+    """Whether this is a terminal that shows colours, and whose user wants them."""
+    return out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+
+
 def _generate(args: argparse.Namespace) -> None:
-    target = Target.load(args.target)
-    drafter, tokens = load_drafter(args.drafter, target), []
-    shown = ""
-    for new in stream(
-        target,
-        drafter,
-        target.chat(args.prompt),
-        sampling=Sampling(temperature=args.temperature),
-        max_new_tokens=args.max_new_tokens,
-    ):
-        tokens += new
-        text = target.tokenizer.decode(tokens, skip_special_tokens=True)
-        if not text.endswith("\ufffd"):  # a character whose bytes are not all there yet
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
+    target = Target.load(args.target, dtype=args.dtype or ("float32" if args.compare else "auto"))
+    drafter, none, prompt = load_drafter(args.drafter, target), load_drafter("none", target), target.chat(args.prompt)
+    options: dict[str, Any] = {"sampling": Sampling(args.temperature), "max_new_tokens": args.max_new_tokens}
+    if args.compare:  # so that neither pays for what happens once
+        for one in (drafter, none):
+            generate(target, one, prompt, **{**options, "max_new_tokens": min(8, args.max_new_tokens)})
+    coloured = takes_colour(sys.stdout)
+    drafted = speak(target, drafter, prompt, on(sys.stdout, coloured), **options)
     print()
+    legend = f" ({GREEN}green{PLAIN}: drafted)" if coloured else ""
+    print(f"{args.drafter}: {drafted}{legend}", file=sys.stderr)
+    if args.compare:
+        plain = speak(target, none, prompt, lambda *_: None, **options)
+        print(f"none: {plain}", file=sys.stderr)
+        same = _difference(drafted.trace, plain.trace, str(target.model.dtype).removeprefix("torch."))
+        print(f"{drafted.speed / plain.speed:.2f} × as fast, {same}", file=sys.stderr)
+
+
+def _difference(drafted: Trace, plain: Trace, dtype: str) -> str:
+    """Whether two answers are the same, and from where on they are not."""
+    if drafted.tokens == plain.tokens:
+        return "and the output is the same"
+    pairs = enumerate(zip(drafted.tokens, plain.tokens, strict=False), start=1)
+    first = next((place for place, (one, other) in pairs if one != other), len(drafted.tokens))
+    why = "which must not be" if dtype in ("float32", "float64") else f"as it may in {dtype}: --dtype float32 is exact"
+    return f"but the output differs from token {first} on, {why}"
 
 
 def _export(args: argparse.Namespace) -> None:

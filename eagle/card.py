@@ -81,16 +81,22 @@ def _curve(rows: list[dict[str, Any]]) -> str:
 
 def _acceptance(rows: list[dict[str, Any]]) -> str:
     """The newest measurement: per temperature and drafter, pooled over prompts."""
-    begins = [place for place, row in enumerate(rows) if "run" in row]
+    begins = [place for place, row in enumerate(rows) if isinstance(row.get("run"), dict)]
     run, measured = (rows[begins[-1]]["run"], rows[begins[-1] + 1 :]) if begins else ({}, rows)
+    if "id" in run:  # a run that was resumed has several beginnings, and its rows name it
+        measured = [row for row in rows if row["run"] == run["id"]]
     groups: dict[tuple[float, str], list[dict[str, Any]]] = {}
     for row in measured:
         groups.setdefault((row["temperature"], row["drafter"]), []).append(row)
     if not groups:
         return ""
-    lines = [
-        [temperature, f"`{drafter}`", sum(row["committed"] for row in group) / sum(row["cycles"] for row in group)]
-        for (temperature, drafter), group in groups.items()
-    ]
+    lines = [[temperature, f"`{drafter}`", _length(group)] for (temperature, drafter), group in groups.items()]
     made = ", ".join(f"{key} {run[key]}" for key in ("prompts", "tree", "torch", "machine", "date") if key in run)
     return f"{_table(['T', 'drafter', 'acceptance length'], lines)}\n\n<sub>{made}</sub>"
+
+
+def _length(rows: list[dict[str, Any]]) -> float:
+    """Tokens per cycle, of rows that count their cycles or list them."""
+    counted = [(row["committed"], row["cycles"]) for row in rows if isinstance(row["cycles"], int)]
+    listed = [cycle["committed"] for row in rows if isinstance(row["cycles"], list) for cycle in row["cycles"]]
+    return (sum(listed) + sum(tokens for tokens, _ in counted)) / max(len(listed) + sum(n for _, n in counted), 1)

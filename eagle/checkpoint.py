@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from eagle.card import model_card
-from eagle.drafter import Drafter, TrainableDrafter
+from eagle.drafter import Budget, Drafter, TrainableDrafter
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.target import Target
 
@@ -53,7 +54,25 @@ def load_head(folder: str | Path) -> TrainableDrafter:
     if missing or unknown:
         raise ValueError(f"{folder} is not this head: missing tensors {sorted(missing)}, unknown {sorted(unknown)}")
     head.load_state_dict(weights)
+    head.budget = _budget_of(config.get("budget"))
     return head
+
+
+def _budget_of(values: dict[str, Any] | None) -> Budget | None:
+    """How much the head drafts where its user does not say, or None if it was never tuned."""
+    if values is None:
+        return None
+    paths = values["paths"] and tuple(map(tuple, values["paths"]))
+    return Budget(**{**values, "paths": paths})
+
+
+def write_budget(folder: str | Path, budget: Budget) -> None:
+    """Put into a head's folder what `load_head` hands out as its `budget`."""
+    file = Path(folder) / "config.json"
+    config = json.loads(file.read_text()) | {"budget": asdict(budget)}
+    aside = file.with_suffix(".part")
+    aside.write_text(json.dumps(config, indent=2))
+    os.replace(aside, file)
 
 
 def from_pretrained(path: str | Path, revision: str | None = None) -> TrainableDrafter:

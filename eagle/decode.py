@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import exp
 from time import perf_counter
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from eagle.drafter import Budget, Committed, Drafter
 from eagle.target import Target
+from eagle.tree import DraftTree
 from eagle.verify import Choose, Sampling, verify
 
 
@@ -19,10 +22,41 @@ from eagle.verify import Choose, Sampling, verify
 class Cycle:
     """One target forward: what was proposed, what came of it, and the seconds of draft, target, verify and other."""
 
-    nodes: int  # proposed, root not counted
-    accepted: int  # drafted tokens that the target confirmed
+    tree: DraftTree = field(compare=False, repr=False)  # proposed; the laws it was drawn from are not kept
+    kept: tuple[int, ...]  # nodes of the tree that the target confirmed
     committed: int  # new tokens of the output, after cutting at a stop
+    context: int  # tokens that the target had read before
     seconds: dict[str, float] | None = None
+
+    @property
+    def nodes(self) -> int:
+        """Proposed tokens, root not counted."""
+        return len(self.tree) - 1
+
+    @property
+    def depth(self) -> int:
+        """Levels of the proposed tree."""
+        return max(self.tree.depths())
+
+    @property
+    def accepted(self) -> int:
+        """Drafted tokens that the target confirmed."""
+        return len(self.kept)
+
+    @property
+    def path(self) -> list[int]:
+        """The rank of each accepted token among its siblings."""
+        children = self.tree.children()
+        return [children[parent].index(node) for parent, node in pairwise((0, *self.kept))]
+
+    @property
+    def confidence(self) -> list[tuple[float, bool]]:
+        """Of each drafted token whose parent was accepted: how likely the drafter thought it, and whether it was."""
+        if self.tree.likelihoods is None:
+            return []
+        likely, children = self.tree.likelihoods.tolist(), self.tree.children()
+        asked = [(parent, child) for parent in (0, *self.kept) for child in children[parent]]
+        return [(min(exp(likely[child] - likely[parent]), 1.0), child in self.kept) for parent, child in asked]
 
 
 @dataclass(slots=True)
@@ -49,6 +83,48 @@ class Trace:
         text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
         return text.partition(self.stop_string)[0] if self.stop_string else text
 
+    @property
+    def drafted(self) -> list[bool]:
+        """For every token, whether it was drafted; the others are the target's own."""
+        marks = [False] * min(len(self.tokens), 1)  # the prompt's own next token
+        for cycle in self.cycles:
+            kept = min(cycle.accepted, cycle.committed)
+            marks += [True] * kept + [False] * (cycle.committed - kept)
+        return marks
+
+    def pieces(self) -> list[tuple[str, bool]]:
+        """The text in pieces, each with whether the token that completes it was drafted."""
+        spell, marks = Spelling(self.tokenizer), self.drafted
+        said = [(spell(token), mark) for token, mark in zip(self.tokens, marks, strict=True)]
+        return [(text, mark) for text, mark in [*said, (spell.rest(), marks[-1])] if text]
+
+
+class Spelling:
+    """Tokens as text, one by one; a character whose bytes are not all there yet waits for them."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.tokens: list[int] = []
+        # spelt before, and up to which: what stands in front decides whether a token begins with a space
+        self.begin = self.end = 0
+
+    def __call__(self, token: int) -> str:
+        """What can be said once this token is there."""
+        self.tokens.append(token)
+        new = self.rest()
+        if not new or new.endswith("\ufffd"):
+            return ""
+        self.begin, self.end = self.end, len(self.tokens)
+        return new
+
+    def rest(self) -> str:
+        """What waits."""
+        said, text = (self._text(end) for end in (self.end, len(self.tokens)))
+        return text[len(said) :]
+
+    def _text(self, end: int) -> str:
+        return self.tokenizer.decode(self.tokens[self.begin : end], skip_special_tokens=True)
+
 
 def generate(target: Target, drafter: Drafter, prompt: Sequence[int] | Tensor, **options: Any) -> Trace:
     """The target's own answer to a prompt, drafted by `drafter`; the options are those of `stream`."""
@@ -71,7 +147,8 @@ def stream(
     trace: Trace | None = None,
 ) -> Iterator[list[int]]:
     """Yield new tokens as they are committed. `stop` holds token ids and strings; None means the target's own."""
-    trace, budget, choose = trace or Trace([]), budget or Budget(), Choose(sampling or Sampling())
+    trace, choose = trace or Trace([]), Choose(sampling or Sampling())
+    budget = budget or getattr(drafter, "budget", None) or Budget()  # its own, where it was tuned
     trace.prompt = prompt = _token_ids(prompt)
     trace.tokenizer = target.tokenizer
     _check_length(target, len(prompt), max_new_tokens)
@@ -94,7 +171,8 @@ def stream(
         news = Committed(tree.tokens[path], reading.features_at(path), root)
         new = until.commit(trace, [*news.tokens.tolist()[1:], root])
         clock.lap("other")
-        trace.cycles.append(Cycle(len(tree) - 1, len(path) - 1, len(new), clock.seconds))
+        shape, context = replace(tree, laws=None), reading.positions[0] - 1
+        trace.cycles.append(Cycle(shape, tuple(path[1:]), len(new), context, clock.seconds))
         yield new
 
 

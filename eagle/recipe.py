@@ -6,7 +6,7 @@ import argparse
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -103,16 +103,37 @@ class TrainSection(Section):
     wandb: str | None = None  # a project
 
 
-class EvalSection(Section):
-    """What to decode, and under which limits."""
+class BudgetSection(Section):
+    """How much is drafted in a cycle; what is left out follows from `paths`, else from the defaults of `Budget`."""
 
-    prompts: str
-    count: int = Field(8, ge=1)
+    nodes: int | None = Field(None, ge=0)
+    depth: int | None = Field(None, ge=0)
+    top_k: int | None = Field(None, ge=0)
+    paths: tuple[tuple[int, ...], ...] | None = None  # a fixed shape: for every node the ranks on its way
+    draw: Literal["noise", "likeliest", "sampled"] | None = None  # of children, where the target samples
+
+
+class MeasuredSection(Section):
+    """A drafter that is measured."""
+
+    head: str | None = None  # a folder, a hub id, or the name of a method without weights; without, the run's own
+    budget: BudgetSection | None = None  # without, that of the head, else nodes, depth and top_k of `eval`
+
+
+class EvalSection(Section):
+    """What to decode, with which drafters, and under which limits."""
+
+    prompts: str | dict[str, str]  # conversations or questions: a file, a folder or a hub dataset; several by name
+    split: str = "train"  # of a hub dataset
+    count: int = Field(8, ge=1)  # of each set, evenly over its tasks
     max_new_tokens: int = Field(64, ge=1)
-    temperatures: tuple[float, ...] = (0.0,)
+    temperatures: tuple[float, ...] = Field((0.0,), min_length=1)
+    seeds: tuple[int, ...] = Field((0,), min_length=1)  # where the target samples
+    drafters: dict[str, MeasuredSection] = {}  # beside `none`; by default ngram and the head of the run
     nodes: int = Field(8, ge=0)
     depth: int = Field(4, ge=0)
     top_k: int = Field(4, ge=0)
+    costs: bool = False  # measure bare forwards too, for modelled time
 
 
 class Recipe(Section):
@@ -168,10 +189,17 @@ def _explain(model: type[BaseModel], mistake: Any, source: str) -> str:
         return f"{source}: {where}: got {mistake['input']!r}; {mistake['msg']}"
     owner: Any = model
     for key in mistake["loc"][:-1]:
-        annotation = owner.model_fields[key].annotation
-        owner = next((kind for kind in get_args(annotation) if kind is not type(None)), annotation)
+        owner = _below(owner, key)
     near = difflib.get_close_matches(name, owner.model_fields, n=1, cutoff=0.0)[0]
     return f"{source}: unknown key {where}: did you mean {near}? Known here are {', '.join(owner.model_fields)}"
+
+
+def _below(owner: Any, key: Any) -> Any:
+    """What a section or a mapping holds under this key."""
+    annotation = get_args(owner)[1] if get_origin(owner) is dict else owner.model_fields[key].annotation
+    if get_origin(annotation) is dict:
+        return annotation
+    return next((kind for kind in get_args(annotation) if kind is not type(None)), annotation)
 
 
 def _lay_over(values: dict[str, Any], override: str) -> None:

@@ -1,81 +1,64 @@
-"""Measured rows -> tables: `python -m eval.report RESULTS.jsonl` prints the newest run as Markdown."""
+"""Results as a page or as a table: `python -m eval.report RESULTS.jsonl [MORE.jsonl ...] [--html OUT] [--markdown]`."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Sequence
+import argparse
 from pathlib import Path
 from typing import Any
 
+from eval.figures import number
+from eval.page import page
+from eval.results import Group, beside, commit, loops, newest_run, pace, read, speed_up, summary, taken
 
-def commit() -> str:
-    """The commit that figures were measured at."""
-    asked = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() or "unknown"
-
-
-def loops(tokens: Sequence[int], window: int = 64, period: int = 16) -> bool:
-    """Whether the last `window` tokens repeat with a period of at most `period`."""
-    tail = list(tokens[-window:])
-    return len(tail) == window and any(tail[step:] == tail[:-step] for step in range(1, period + 1))
-
-
-def newest_run(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What made the last run in a results file, and its rows."""
-    run: dict[str, Any] = {}
-    rows: list[dict[str, Any]] = []
-    for line in Path(path).read_text().splitlines():
-        row = json.loads(line)
-        if "run" in row:
-            run, rows = row["run"], []
-        else:
-            rows.append(row)
-    return run, rows
-
-
-def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per temperature and drafter: acceptance length, speed, speed-up over `none`, and whether nothing was lost."""
-    groups: dict[tuple[float, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault((row["temperature"], row["drafter"]), []).append(row)
-    speed = {key: _total(group, "tokens") / _total(group, "seconds") for key, group in groups.items()}
-    return [
-        {
-            "temperature": temperature,
-            "drafter": name,
-            "acceptance_length": _total(group, "committed") / max(_total(group, "cycles"), 1),
-            "tokens_per_second": speed[temperature, name],
-            "speed_up": speed[temperature, name] / speed[temperature, "none"],
-            "identical": all(row["identical"] for row in group),
-            "loops": sum(row["loops"] for row in group) / len(group),
-        }
-        for (temperature, name), group in groups.items()
-    ]
-
-
-def _total(rows: list[dict[str, Any]], key: str) -> float:
-    return sum(row[key] for row in rows)
+__all__ = ["commit", "loops", "main", "markdown", "newest_run", "summary"]
+COLUMNS = "| T | drafter | acceptance length τ | tokens/s | speed-up | output | answers that loop |\n|" + "---|" * 7
 
 
 def markdown(path: str | Path) -> str:
-    """The newest run as a table, with what made it."""
-    run, rows = newest_run(path)
-    lines = [
-        "| T | drafter | acceptance length τ | tokens/s | speed-up | output | answers that loop |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in summary(rows):
-        lines.append(
-            f"| {row['temperature']:g} | `{row['drafter']}` | {row['acceptance_length']:.2f} | "
-            f"{row['tokens_per_second']:.0f} | {row['speed_up']:.2f} × | "
-            f"{'identical' if row['identical'] else '**differs**'} | {row['loops']:.0%} |"
-        )
-    lines.append("")
-    lines.append(f"<sub>{', '.join(f'{key} {value}' for key, value in run.items())}</sub>")
-    return "\n".join(lines)
+    """The newest run as a table, with what made it; with intervals where rows name their conversation."""
+    results = read(path)
+    known = bool(results.answers) and all("conversation" in answer for answer in results.answers)
+    rows = list(map(_sure, results.groups())) if known else list(map(_plain, summary(results.answers)))
+    made = {key: value for key, value in results.header.items() if key != "id" and not isinstance(value, dict | list)}
+    return "\n".join([COLUMNS, *rows, "", f"<sub>{', '.join(f'{key} {value}' for key, value in made.items())}</sub>"])
+
+
+def _plain(row: dict[str, Any]) -> str:
+    return (
+        f"| {row['temperature']:g} | `{row['drafter']}` | {row['acceptance_length']:.2f} | "
+        f"{row['tokens_per_second']:.0f} | {row['speed_up']:.2f} × | "
+        f"{'identical' if row['identical'] else '**differs**'} | {row['loops']:.0%} |"
+    )
+
+
+def _sure(group: Group) -> str:
+    speed = "1.00 ×" if group.drafter == "none" else number(group.estimate(beside, speed_up), " ×")
+    return (
+        f"| {group.temperature:g} | `{group.drafter}` | {number(group.estimate(taken))} | "
+        f"{number(group.estimate(pace), digits=0)} | {speed} | {_output(group)} | {group.looping:.0%} |"
+    )
+
+
+def _output(group: Group) -> str:
+    return "**differs**" if group.differing else "identical" if group.identical else "same law"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Write the page, print the table, or both; the page lies beside the first file unless told otherwise."""
+    parser = argparse.ArgumentParser(prog="python -m eval.report", description=__doc__)
+    parser.add_argument("results", nargs="+", type=Path, help="what eval.measure wrote; several are compared by prompt")
+    parser.add_argument("--html", type=Path, metavar="OUT", help="where the page goes (default: beside the first file)")
+    parser.add_argument("--markdown", action="store_true", help="print a table for a README, and write no page")
+    args = parser.parse_args(argv)
+    if args.markdown:
+        for path in args.results:
+            print(markdown(path))
+    if args.html or not args.markdown:
+        out = args.html or args.results[0].with_name("report.html")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(page(args.results), encoding="utf-8")
+        print(f"report: {out}")
 
 
 if __name__ == "__main__":
-    print(markdown(sys.argv[1]))
+    main()

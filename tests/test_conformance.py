@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import scipy.stats
 import torch
 from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from eagle import Budget, Sampling, Target, generate, load_drafter
 from eagle.checkpoint import load_head, save_head
@@ -18,11 +30,22 @@ from eagle.examples import Batch, Example, collate
 from eagle.export import EXPORTERS
 from eagle.extract import LiveFeatures, taps_of
 from eagle.judge import added, figures
-from eagle.tree import PUBLISHED_TREE, chain_paths
-from eagle.verify import Choose
+from eagle.tree import PUBLISHED_TREE, best_tree, chain_paths
+from eagle.verify import Choose, warp
+from tests.families import own_answer, own_logits
 
 TRAINED = [name for name, method in DRAFTERS.items() if issubclass(method, TrainableDrafter)]
-BUDGETS = [Budget(8, 4, 3), Budget(3, 1, 3), Budget(5, 5, 1), Budget(0, 0, 0), Budget.fixed(PUBLISHED_TREE)]
+DYNAMIC = [Budget(8, 4, 3), Budget(3, 1, 3), Budget(5, 5, 1), Budget(0, 0, 0), Budget(8, 4, 3, draw="likeliest")]
+SHAPES = [chain_paths(4), PUBLISHED_TREE, best_tree([[0.5, 0.2, 0.1], [0.4, 0.3]], 12, 4)]
+RANKED = [*DYNAMIC, *map(Budget.fixed, SHAPES), Budget.fixed(PUBLISHED_TREE, "likeliest")]
+DRAWN = [Budget.fixed(shape, "sampled") for shape in SHAPES]
+SAMPLINGS = [
+    Sampling(seed=3),
+    Sampling(temperature=0.5, seed=3),
+    Sampling(temperature=1.0, seed=3),
+    Sampling(temperature=1.0, top_p=0.8, seed=3),
+    Sampling(temperature=0.5, top_k=5, seed=3),
+]
 TREES = {"chain": chain_paths(3), "tree": PUBLISHED_TREE}
 ASKED = "What does copy do?"
 
@@ -40,15 +63,15 @@ def drafter_of(name: str, target: Target) -> Any:
 
 
 def reference(target: Target, prompt: list[int], sampling: Sampling, count: int) -> list[int]:
-    """The untouched model's own uncached continuation, with the noise of the position at T > 0."""
-    choose, text = Choose(sampling), list(prompt)
-    offered = choose.offer(target.vocab_size, target.device)
-    for _ in range(count):
-        with torch.no_grad():
-            logits = target.model(torch.tensor([text]), use_cache=False).logits[0, -1]
-        scores = logits if offered is None else logits + offered([len(text)])[0]
-        text.append(int(scores.argmax()))
-    return text[len(prompt) :]
+    """The untouched model's own uncached continuation, warped by transformers, with the noise of the place at T > 0."""
+    noise = Choose(sampling).noise
+    if noise is None:
+        return own_answer(target.model, prompt, count)
+    warpers = [TemperatureLogitsWarper(sampling.temperature)]
+    warpers += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+    warpers += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+    place = partial(noise, vocab_size=target.vocab_size, device=target.device)
+    return own_answer(target.model, prompt, count, LogitsProcessorList(warpers), lambda position: place([position])[0])
 
 
 @pytest.fixture(scope="session")
@@ -69,23 +92,45 @@ def batch(examples: LiveFeatures) -> Batch:
     return collate(examples.read([0, 1]), examples.taps)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "T=0.5", "T=1", "top-p", "top-k"])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_output_is_the_untouched_models_own(name: str, temperature: float, tiny_target: Target) -> None:
-    """Whatever is drafted, under whatever budget, the output is what plain decoding says."""
-    prompt, sampling = tiny_target.chat(ASKED), Sampling(temperature=temperature, seed=3)
-    expected = reference(tiny_target, prompt, sampling, 24)
-    for budget in BUDGETS:
-        trace = generate(
-            tiny_target,
-            drafter_of(name, tiny_target),
-            prompt,
-            sampling=sampling,
-            budget=budget,
-            max_new_tokens=24,
-            stop=[],
-        )
-        assert trace.tokens == expected
+def test_output_is_the_untouched_models_own(name: str, sampling: Sampling, tiny_target: Target) -> None:
+    """Whatever is drafted, in whatever tree, the output is plain decoding's; drawn drafts keep its law alone."""
+    prompt, drafter = tiny_target.chat(ASKED), drafter_of(name, tiny_target)
+    expected = reference(tiny_target, prompt, sampling, 16)
+    drawn_too = sampling.temperature == 0  # what is drawn above it has the target's law, not its tokens
+    for budget in RANKED + DRAWN * drawn_too if name in TRAINED else DYNAMIC:
+        options = {"sampling": sampling, "budget": budget, "max_new_tokens": 16, "stop": []}
+        assert generate(tiny_target, drafter, prompt, **options).tokens == expected
+
+
+@pytest.fixture(scope="module")
+def letters() -> Target:
+    """A target of four tokens, whose laws are neither flat nor certain."""
+    torch.manual_seed(0)
+    sizes = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=4, hidden_size=16, intermediate_size=32, bos_token_id=0, **sizes))
+    torch.nn.init.normal_(model.lm_head.weight, std=0.4)
+    return Target(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", SAMPLINGS[2:4], ids=["T=1", "top-p"])
+@pytest.mark.parametrize("budget", DRAWN[:2], ids=["chain", "published"])
+@pytest.mark.parametrize("name", TRAINED)
+def test_drawn_drafts_have_the_targets_law(name: str, budget: Budget, sampling: Sampling, letters: Target) -> None:
+    """The first three tokens of 600 requests, against the law by which the untouched model says them."""
+    prompt, drafter, counts = [1, 2, 3, 0, 1], drafter_of(name, letters), np.zeros([4] * 3)
+    for request in range(600):
+        options = {"sampling": replace(sampling, request=request), "budget": budget, "max_new_tokens": 4, "stop": []}
+        counts[tuple(generate(letters, drafter, prompt, **options).tokens[:3])] += 1
+    law = np.ones_like(counts)
+    for said in product(range(4), repeat=3):
+        for end in range(3):
+            scores = warp(own_logits(letters.model, [*prompt, *said[:end]])[-1:], sampling)
+            law[said] *= scores.softmax(-1)[0, said[end]].item()
+    assert counts[law == 0].sum() == 0
+    assert scipy.stats.chisquare(counts[law > 0], 600 * law[law > 0] / law.sum()).pvalue > 1e-4
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -100,7 +145,7 @@ def test_begin_forgets(name: str, tiny_target: Target) -> None:
     assert traces[0].cycles == traces[1].cycles
 
 
-@pytest.mark.parametrize("budget", BUDGETS, ids=str)
+@pytest.mark.parametrize("budget", RANKED + DRAWN, ids=str)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_trees_are_rooted_and_within_budget(name: str, budget: Budget, tiny_target: Target) -> None:
     """The root is the token that the target chose; nodes, levels and children stay within the budget."""

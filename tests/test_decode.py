@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from math import log
+
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from eagle import Budget, Target, generate, stream
+from eagle.decode import Cycle
 from eagle.drafter import Committed
 from eagle.drafters.none import NoDrafter
 from eagle.tree import DraftTree
@@ -140,3 +144,16 @@ def test_without_drafts_each_forward_commits_one_token(target: Target) -> None:
     assert trace.tokens == ANSWER and trace.prompt == PROMPT
     assert trace.acceptance_length == 1.0 and len(trace.cycles) == 47
     assert all(cycle.nodes == cycle.accepted == 0 for cycle in trace.cycles)
+
+
+def test_a_cycle_knows_ranks_and_confidence() -> None:
+    """By hand: a root with three children, the second of them kept, and the first of its two."""
+    half, third = log(0.5), log(0.3)
+    likely = torch.tensor([0.0, half, third, log(0.1), third + half, third + log(0.25)])
+    tree = DraftTree(torch.tensor([9, 1, 2, 3, 4, 5]), torch.tensor([-1, 0, 0, 0, 2, 2]), likelihoods=likely)
+    cycle = Cycle(tree, (2, 4), 3, 7)
+    assert (cycle.nodes, cycle.depth, cycle.accepted, cycle.path) == (5, 2, 2, [1, 0])
+    sure, kept = zip(*cycle.confidence, strict=True)
+    assert sure == pytest.approx((0.5, 0.3, 0.1, 0.5, 0.25))
+    assert kept == (False, True, False, True, False)
+    assert Cycle(DraftTree.chain([9, 1]), (1,), 2, 7).confidence == []  # a drafter that has no opinion

@@ -15,6 +15,7 @@ from eagle.checkpoint import save_head
 from eagle.drafters.eagle1 import Eagle1
 from eagle.recipe import Recipe
 from eagle.target import Target
+from eval.measure import measure
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -35,7 +36,7 @@ def commands() -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def checkout(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory in which `make demo` seems to have run: `runs/tiny` holds a target, data and a head."""
+    """A working directory in which `make demo` seems to have run: a target, data, a head and results in `runs/tiny`."""
     folder = tmp_path_factory.mktemp("checkout")
     (folder / "runs").mkdir()
     (folder / "runs/tiny").symlink_to(tiny_target_dir)
@@ -43,6 +44,9 @@ def checkout(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytes
     save_head(tiny_target_dir / "eagle1/head", head, "", {})
     said = (tiny_target_dir / "data/train.jsonl").read_text().splitlines(keepends=True)
     (tiny_target_dir / "data/regenerated.jsonl").write_text("".join(said[:20]))
+    where = [f"target.path={tiny_target_dir / 'target'}", f"train.out={tiny_target_dir / 'eagle1'}"]
+    few = [f"eval.prompts={tiny_target_dir / 'data/heldout.jsonl'}", "eval.count=2", "eval.max_new_tokens=4"]
+    measure(Recipe.load(ROOT / "recipes/tiny/eagle1.yaml", [*where, *few]), "recipes/tiny/eagle1.yaml")
     for room in ("recipes", "eagle", "data_prep", "eval", "tests"):
         (folder / room).symlink_to(ROOT / room)
     return folder
@@ -67,8 +71,8 @@ def test_short_command_runs(page: str, line: str, checkout: Path) -> None:
 
 def is_long(words: list[str]) -> bool:
     """Whether a python command is a stage that takes minutes."""
-    stages = ("data_prep.extract", "data_prep.regenerate", "eval.measure", "recipes/tiny/make_target.py")
-    stages += ("recipes/tiny/demo.py", "bench/")
+    stages = ("data_prep.extract", "data_prep.regenerate", "eval.measure", "eval.lossless")
+    stages += ("eval.tune", "recipes/tiny/make_target.py", "recipes/tiny/demo.py", "bench/")
     return any(word.startswith(stages) for word in words)
 
 

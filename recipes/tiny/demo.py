@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 from time import perf_counter
+
+from eval.results import newest_run, summary
 
 RECIPE = str(Path(__file__).with_name("eagle1.yaml"))
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent  # which the recipe's paths start from
 TARGET, HEAD = "runs/tiny/target", "runs/tiny/eagle1/head"
 MASKS, VOCABULARY = "runs/tiny/mask.html", "runs/tiny/draft_vocab.safetensors"
+RESULTS, REPORT = "runs/tiny/eagle1/results.jsonl", "runs/tiny/report.html"
+CERTIFICATE = "runs/tiny/eagle1/lossless.json"
 
 TO_TRAIN = {
     "A small chat target, trained on the documentation that is installed here": [str(HERE / "make_target.py")],
@@ -24,6 +29,8 @@ STAGES = {
     **TO_TRAIN,
     "An EAGLE-1 head": ["-m", "accelerate.commands.launch", str(HERE.parent / "train_eagle.py"), RECIPE],
     "Decoding with it, beside plain decoding": ["-m", "eval.measure", RECIPE],
+    "Its output, beside the untouched model's own": ["-m", "eval.lossless", RECIPE],
+    "All of that as a page": ["-m", "eval.report", RESULTS, "--html", REPORT],
     "The head in vLLM's layout": ["-m", "eagle", "export", HEAD, "--target", TARGET, "--to", "vllm", "runs/tiny/vllm"],
 }
 
@@ -37,11 +44,27 @@ def run(stages: dict[str, list[str]]) -> None:
             sys.exit(f"stage {number} failed: {' '.join(command)}")
 
 
+def outcome(results: Path, certificate: Path) -> str:
+    """What drafting brought at each temperature, and whether it changed anything."""
+    head = [row for row in summary(newest_run(results)[1]) if row["drafter"] not in ("none", "ngram")]
+    lines = [
+        f"{row['drafter']} at T = {row['temperature']:g}: acceptance length τ {row['acceptance_length']:.2f}, "
+        f"{row['speed_up']:.2f} × the speed of plain decoding"
+        for row in head
+    ]
+    verdicts = json.loads(certificate.read_text())["verdicts"]
+    same, answers = (sum(verdict[key] for verdict in verdicts) for key in ("identical", "answers"))
+    lossless = "yes" if all(verdict["lossless"] for verdict in verdicts) else "NO"
+    return "\n".join([*lines, f"lossless: {lossless}, {same} of {answers} answers are the untouched model's own"])
+
+
 def main() -> None:
     """All stages, timed."""
     begun = perf_counter()
     run(STAGES)
-    print(f"\nDone in {perf_counter() - begun:.0f} s. Everything is in runs/tiny.")
+    print(f"\nDone in {perf_counter() - begun:.0f} s. Everything is in runs/tiny.\n")
+    print(outcome(ROOT / RESULTS, ROOT / CERTIFICATE))
+    print(f"report: {REPORT}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,120 @@
+"""What a drafter does along answers that are known already: decoding cycle by cycle, without the target's forwards."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle.decode import generate
+from eagle.drafter import Budget, Committed, Drafter
+from eagle.drafters.none import NoDrafter
+from eagle.target import Target
+from eagle.tree import DraftTree, Paths
+from eagle.verify import Choose, Sampling, walk
+
+NOWHERE = -1  # the token after the last: no draft equals it
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A prompt and the target's own answer to it, with the features that a drafter reads of both."""
+
+    task: str
+    tokens: list[int]
+    prompt: int  # tokens that are not the answer
+    features: Tensor | None  # [T, L, D]
+    sampling: Sampling
+    limit: int  # tokens that the answer might have had
+
+    @property
+    def length(self) -> int:
+        """Tokens of the answer."""
+        return len(self.tokens) - self.prompt
+
+
+def answer(
+    target: Target, taps: tuple[int, ...], prompt: list[int], *, limit: int, sampling: Sampling, task: str = ""
+) -> Answer:
+    """The target's own answer to a prompt."""
+    said = generate(target, NoDrafter(), prompt, sampling=sampling, max_new_tokens=limit).tokens
+    tokens = [*prompt, *said]
+    features = target.features(torch.tensor([tokens]), taps)[0] if taps else None
+    return Answer(task, tokens, len(prompt), features, sampling, limit)
+
+
+def replay(target: Target, drafter: Drafter, told: Answer, budget: Budget) -> list[tuple[DraftTree, list[int]]]:
+    """The trees that decoding this answer would verify, each with the path that would be accepted.
+
+    What is drafted follows from the committed text alone. So the cycles are those of decoding, for as long as nothing
+    is drafted by lot: of a budget that draws from the draft's law only the target's coins know what is kept.
+    """
+    if budget.draw == "sampled" and told.sampling.temperature > 0:
+        raise ValueError(f"draw is 'sampled': what is kept of such drafts is known by decoding alone; got {budget}")
+    drafter.begin(Choose(told.sampling).offer(target.vocab_size, target.device))
+    tokens, seen, root = told.tokens, 0, told.prompt
+    cycles = []
+    while root + 1 < len(tokens):
+        features = None if told.features is None else told.features[seen:root]
+        news = Committed(torch.tensor(tokens[seen:root]), features, tokens[root])
+        tree = drafter.propose(news, budget.within(told.limit - (root - told.prompt) - 2))
+        after = [root + 1 + depth for depth in tree.depths()]
+        path = walk(tree, [tokens[place] if place < len(tokens) else NOWHERE for place in after])
+        cycles.append((tree, path))
+        seen, root = root, root + len(path)
+    return cycles
+
+
+def recorded(told: Answer, cycles: Iterable[tuple[DraftTree, list[int]]]) -> list[dict[str, Any]]:
+    """The same as `eval.measure` writes cycles down."""
+    rows, context = [], told.prompt
+    for tree, path in cycles:
+        committed = min(len(path), len(told.tokens) - context - 1)
+        rows.append(
+            {
+                "nodes": len(tree) - 1,
+                "depth": max(tree.depths()),
+                "accepted": len(path) - 1,
+                "committed": committed,
+                "context": context,
+            }
+        )
+        context += len(path)
+    return rows
+
+
+def plain(told: Answer) -> list[dict[str, Any]]:
+    """The cycles of decoding without a draft."""
+    return [
+        {"nodes": 0, "depth": 0, "accepted": 0, "committed": 1, "context": place}
+        for place in range(told.prompt, len(told.tokens) - 1)
+    ]
+
+
+def rates_by_rank(cycles: Iterable[tuple[DraftTree, list[int]]]) -> list[list[float]]:
+    """How often, after an accepted node of each depth, the target chooses the child of each rank that it has."""
+    asked: list[Counter[int]] = []
+    kept: list[Counter[int]] = []
+    for tree, path in cycles:
+        children = tree.children()
+        for depth, node in enumerate(path):
+            if not children[node]:
+                break
+            if depth == len(asked):
+                asked.append(Counter())
+                kept.append(Counter())
+            asked[depth].update(range(len(children[node])))
+            kept[depth].update(children[node].index(child) for child in path[depth + 1 : depth + 2])
+    return [[kept[rank] / asked[rank] for rank in sorted(asked)] for kept, asked in zip(kept, asked, strict=True)]
+
+
+def bushy(widths: Sequence[int]) -> Paths:
+    """The shape in which every node of a level has as many children as that level says."""
+    levels: list[list[tuple[int, ...]]] = [[()]]
+    for width in widths:
+        levels.append([(*path, rank) for path in levels[-1] for rank in range(width)])
+    return tuple(path for level in levels[1:] for path in level)

@@ -1,0 +1,117 @@
+"""How sure a figure is: bootstrap intervals over conversations, and differences paired by prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import lru_cache
+from math import inf, sqrt
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Row = Sequence[float]  # what one answer adds: cycles, tokens, seconds
+Clusters = Mapping[Any, Sequence[Row]]  # the rows of every conversation
+Statistic = Callable[[Any], Any]  # of the sums of the columns; a sum is a number, or a tensor [draws]
+
+
+class Estimate(NamedTuple):
+    """A figure and the ends of its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def sign(self) -> int:
+        """The sign of a difference that was shown: 0 where the interval holds zero."""
+        return (self.low > 0) - (self.high < 0)
+
+
+class Difference(NamedTuple):
+    """How much more the second of two has than the first, over the prompts that both answered."""
+
+    estimate: Estimate
+    pairs: int
+
+
+def ratio(sums: Any) -> Any:
+    """The first column over the second: tokens per cycle, tokens per second."""
+    return sums[0] / sums[1]
+
+
+def interval(
+    values_by_cluster: Clusters, statistic: Statistic = ratio, draws: int = 2000, seed: int = 0, level: float = 0.95
+) -> tuple[float, float]:
+    """Bootstrap interval of a statistic of column sums; whole clusters are drawn, for their rows are not independent.
+
+    One cluster says nothing of how clusters differ: its interval is everything.
+    """
+    number = len(values_by_cluster)
+    if number < 2:
+        return -inf, inf
+    drawn = statistic((_times_drawn(number, draws, seed) @ _sums(values_by_cluster)).T)
+    drawn = drawn[drawn.isfinite()]  # a draw in which nothing came so far as to be counted
+    if not len(drawn):
+        return -inf, inf
+    tail = _tail(number, level)
+    low, high = torch.quantile(drawn, torch.tensor([tail, 1 - tail], dtype=drawn.dtype)).tolist()
+    return low, high
+
+
+def estimate(values_by_cluster: Clusters, statistic: Statistic = ratio, draws: int = 2000, seed: int = 0) -> Estimate:
+    """The statistic of all rows, with its interval."""
+    value = statistic(_sums(values_by_cluster).sum(0))
+    return Estimate(float(value), *interval(values_by_cluster, statistic, draws, seed))
+
+
+def paired(
+    first: Mapping[Any, Row],
+    second: Mapping[Any, Row],
+    cluster: Callable[[Any], Hashable],
+    statistic: Statistic = ratio,
+    draws: int = 2000,
+    seed: int = 0,
+) -> Difference:
+    """The second's statistic less the first's, on the prompts that both have; `cluster` names a prompt's conversation.
+
+    Both are drawn together, so what makes a prompt easy for both cancels.
+    """
+    shared = [prompt for prompt in first if prompt in second]
+    if not shared:
+        raise ValueError(
+            f"the two share no prompt: {len(first)} and {len(second)} answers have no key in common; "
+            "measure both on the same prompt sets, temperatures and seeds"
+        )
+    width = len(first[shared[0]])
+    rows: dict[Hashable, list[Row]] = {}
+    for prompt in shared:
+        rows.setdefault(cluster(prompt), []).append([*first[prompt], *second[prompt]])
+    more = estimate(rows, lambda sums: statistic(sums[width:]) - statistic(sums[:width]), draws, seed)
+    return Difference(more, len(shared))
+
+
+def _sums(clusters: Clusters) -> Tensor:
+    """Column sums of every cluster  # [clusters, columns]"""
+    return torch.stack([torch.tensor(rows, dtype=torch.float64).sum(0) for rows in clusters.values()])
+
+
+@lru_cache(maxsize=8)
+def _times_drawn(number: int, draws: int, seed: int) -> Tensor:
+    """How often each cluster is in each draw  # [draws, clusters]"""
+    picks = torch.randint(number, (draws, number), generator=torch.Generator().manual_seed(seed))
+    times = torch.zeros(draws, number, dtype=torch.float64)
+    return times.scatter_add_(1, picks, torch.ones_like(times))
+
+
+def _tail(number: int, level: float) -> float:
+    """The share to cut off at each end, less than (1 - level) / 2 where clusters are few.
+
+    Percentiles of a bootstrap are too narrow by sqrt((n-1)/n) and by the normal law's thin tails; cutting at
+    Φ(-t sqrt(n/(n-1))) makes up for both (Hesterberg 2015, "expanded percentile"). t is Student's, by the expansion
+    in 1/df of Abramowitz and Stegun 26.7.5.
+    """
+    z, df = NormalDist().inv_cdf((1 + level) / 2), number - 1
+    student = z + (z**3 + z) / (4 * df) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
+    return NormalDist().cdf(-student * sqrt(number / df))

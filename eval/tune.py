@@ -1,0 +1,271 @@
+"""The fastest budget for a head on this machine: `python -m eval.tune RECIPE [key=value ...] [--write] [--exhaustive]`.
+
+Bare forwards are timed, the target answers the tuning prompts once, and every candidate is replayed along its answers:
+exactly the cycles that it would decode in. Tokens per second are those cycles at the prices of the bare forwards.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eagle.checkpoint import load_drafter, write_budget
+from eagle.drafter import Budget, Drafter
+from eagle.log import progress, script
+from eagle.recipe import Recipe, command_line
+from eagle.target import Target
+from eagle.tree import best_tree
+from eagle.verify import Sampling
+from eval.costs import Costs, bare_costs, level_rows
+from eval.drafters import load_target
+from eval.prompts import Question, questions
+from eval.replay import Answer, answer, bushy, plain, rates_by_rank, recorded, replay
+
+NODES, DEPTHS, TOP_K = (2, 3, 4, 6, 8, 12, 16, 25, 40, 60), (1, 2, 3, 4, 6, 8), (2, 3, 4, 6, 10)
+CHAINS = range(1, 9)
+WIDE = (8, 4, 3, 2, 1, 1)  # where acceptance by rank is looked for: good shapes narrow with depth
+MARGIN = 1.03  # growing and verifying take time beside the forwards: a smaller gain on paper may be none
+NOT_DRAFTING = Budget(0, 0, 0)
+
+
+def chain(length: int) -> Budget:
+    """A chain, which is what most engines serve."""
+    return Budget(length, length, 1)
+
+
+def dynamic() -> list[Budget]:
+    """The grid of dynamic trees; deeper than its nodes or narrower than a chain none can be."""
+    return [
+        Budget(nodes, depth, top_k)
+        for nodes in NODES
+        for depth in DEPTHS
+        for top_k in TOP_K
+        if max(depth, top_k) <= nodes <= top_k + (depth - 1) * top_k**2
+    ]
+
+
+def fixed(rates: Sequence[Sequence[float]]) -> list[Budget]:
+    """The best shapes of each size and depth for acceptance by rank."""
+    shapes = {best_tree(rates, nodes, depth): None for nodes in NODES for depth in DEPTHS}
+    return [Budget.fixed(shape) for shape in shapes if shape]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How a budget does on some answers."""
+
+    budget: Budget
+    cycles: int
+    committed: int
+    seconds: float  # modelled
+
+    @property
+    def acceptance_length(self) -> float:
+        """tau, of these answers."""
+        return self.committed / self.cycles
+
+    @property
+    def speed(self) -> float:
+        """Modelled tokens per second."""
+        return self.committed / self.seconds
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A drafter, the target's answers and the prices: all that a budget is judged by."""
+
+    target: Target
+    drafter: Drafter
+    answers: list[Answer]
+    costs: Costs
+    records: dict[Budget, list[list[dict[str, Any]]]] = field(default_factory=dict)  # cycles of the first few answers
+
+    def trial(self, budget: Budget, count: int | None = None, task: str | None = None) -> Trial:
+        """The budget along the first `count` answers, or those of them that belong to a task."""
+        answers = self.answers[:count]
+        records = self.records.setdefault(budget, [])
+        records += [self._replayed(told, budget) for told in answers[len(records) :]]
+        shown = [pair for pair in zip(answers, records, strict=False) if task in (None, pair[0].task)]
+        paid = budget if budget.nodes else None
+        return Trial(
+            budget,
+            sum(len(rows) for _, rows in shown),
+            sum(row["committed"] for _, rows in shown for row in rows),
+            sum(self.costs.modelled(rows, paid, told.limit) for told, rows in shown),
+        )
+
+    def _replayed(self, told: Answer, budget: Budget) -> list[dict[str, Any]]:
+        return recorded(told, replay(self.target, self.drafter, told, budget)) if budget.nodes else plain(told)
+
+    def break_even(self, budget: Budget, task: str | None = None) -> float:
+        """The acceptance length below which this budget is slower than no draft, at the answers' mean context."""
+        told = [one for one in self.answers if task in (None, one.task)]
+        context = sum(one.prompt + one.length // 2 for one in told) // len(told)
+        rows = [2, *level_rows(budget)] if budget.nodes else []
+        return self.costs.cycle(budget.nodes, rows, context) / self.costs.read(1, context)
+
+    def could_pay(self, budget: Budget) -> bool:
+        """Whether it would be faster than no draft if every level were accepted."""
+        return budget.depth + 1 > self.break_even(budget)
+
+
+def search(tuning: Tuning, candidates: Sequence[Budget], note: Callable[[str], None] = print) -> Trial:
+    """The fastest of candidates and no draft, by halving: all on a few answers, the better half on twice as many."""
+    left = [NOT_DRAFTING, *filter(tuning.could_pay, candidates)]
+    note(f"{len(candidates) + 1 - len(left)} of {len(candidates)} shapes cost more than they could ever bring")
+    count = min(max(len(tuning.answers) // 8, 2), len(tuning.answers))
+    while True:
+        trials = [tuning.trial(budget, count) for budget in progress(left, f"{count} answers", len(left))]
+        trials.sort(key=lambda trial: -trial.speed)
+        if count == len(tuning.answers):
+            return trials[0]
+        left = [trial.budget for trial in trials[: max(len(left) // 2, 8)]]
+        count = min(2 * count, len(tuning.answers))
+
+
+def acceptance_by_rank(tuning: Tuning) -> list[list[float]]:
+    """How often the target chooses each child, by depth and rank, along half of the answers."""
+    wide = Budget.fixed(bushy(WIDE))
+    few = tuning.answers[: max(len(tuning.answers) // 2, 8)]
+    return rates_by_rank(cycle for told in few for cycle in replay(tuning.target, tuning.drafter, told, wide))
+
+
+def tuning_questions(recipe: Recipe) -> list[Question]:
+    """The questions behind those that are measured, so that no tree is measured on what it was fitted to."""
+    measured = questions(recipe)
+    twice = recipe.eval.model_copy(update={"count": 2 * recipe.eval.count})
+    behind = [one for one in questions(recipe.model_copy(update={"eval": twice})) if one not in measured]
+    if not behind:
+        print(f"the sets have no more than the {len(measured)} questions that are measured: they are tuned on, too")
+    ranks: Counter[str] = Counter()
+    order = []
+    for one in behind or measured:
+        ranks[one.set] += 1
+        order.append((ranks[one.set], one))
+    return [one for _, one in sorted(order, key=lambda pair: pair[0])]  # the sets in turn: the first few are of all
+
+
+def answered(recipe: Recipe, target: Target, taps: tuple[int, ...]) -> list[Answer]:
+    """The target's own answers to the first turns of the tuning questions, at every temperature of the recipe."""
+    asked, limit = tuning_questions(recipe), recipe.eval.max_new_tokens
+    found = []
+    for number, one in enumerate(progress(asked, "answer the tuning questions", len(asked))):
+        prompt = target.chat([{"role": "user", "content": one.turns[0]}], **recipe.data.template_kwargs)
+        for temperature in recipe.eval.temperatures:
+            sampling = Sampling(temperature=temperature, request=number)
+            told = answer(target, taps, prompt, limit=limit, sampling=sampling, task=one.task or one.set)
+            found += [told] if told.length > 1 else []
+    if not found:
+        raise ValueError(f"the target answers none of the {len(asked)} tuning questions with more than one token")
+    return found
+
+
+def named(budget: Budget) -> str:
+    """A budget in a few words."""
+    if not budget.nodes:
+        return "no draft"
+    if budget.top_k == 1:
+        return f"chain of {budget.depth}"
+    kind = "dynamic" if budget.paths is None else "fixed"
+    return f"{kind}, {budget.nodes} nodes, {budget.depth} levels, top {budget.top_k}"
+
+
+def by_rank(rates: Sequence[Sequence[float]]) -> str:
+    """Acceptance by depth and rank as a table."""
+    lines = [f"{'chosen at':22}" + "".join(f"{f'rank {rank}':>9}" for rank in range(max(map(len, rates))))]
+    for depth, row in enumerate(rates, start=1):
+        lines.append(f"{f'level {depth}':22}" + "".join(f"{rate:9.3f}" for rate in row))
+    return "\n".join(lines)
+
+
+def chains_by_task(tuning: Tuning) -> str:
+    """tau and modelled speed-up of chains, per task and over all, as a table."""
+    tasks = dict.fromkeys(told.task for told in tuning.answers)
+    lines = [f"{'tau, speed-up':22}" + "".join(f"{f'k = {length}':>13}" for length in CHAINS)]
+    for task in [*tasks, None] if len(tasks) > 1 else [None]:
+        plain = tuning.trial(NOT_DRAFTING, task=task).speed
+        trials = [tuning.trial(chain(length), task=task) for length in CHAINS]
+        cells = [f"{trial.acceptance_length:.2f}, {trial.speed / plain:.2f} x" for trial in trials]
+        lines.append(f"{(task or 'all')[:22]:22}" + "".join(f"{cell:>13}" for cell in cells))
+    lines.append(f"{'break-even tau':22}" + "".join(f"{tuning.break_even(chain(length)):>13.2f}" for length in CHAINS))
+    return "\n".join(lines)
+
+
+def ranking(tuning: Tuning, count: int = 12) -> str:
+    """The fastest of the budgets that were replayed along every answer."""
+    whole = [one for one, rows in tuning.records.items() if len(rows) == len(tuning.answers)]
+    whole.sort(key=lambda budget: -tuning.trial(budget).speed)
+    return _table("fastest, modelled", [(named(budget), tuning, budget, None) for budget in whole[:count]])
+
+
+def choice_by_task(tuning: Tuning, budget: Budget) -> str:
+    """The chosen budget on each task."""
+    tasks = dict.fromkeys(told.task for told in tuning.answers)
+    return _table(f"{named(budget)}, by task", [(task, tuning, budget, task) for task in tasks])
+
+
+def _table(title: str, rows: Sequence[tuple[str, Tuning, Budget, str | None]]) -> str:
+    lines = [f"{title:44}{'tau':>8}{'break-even':>12}{'speed-up':>12}"]
+    for name, tuning, budget, task in rows:
+        trial, plain = tuning.trial(budget, task=task), tuning.trial(NOT_DRAFTING, task=task)
+        gain = trial.speed / plain.speed
+        figures = f"{trial.acceptance_length:8.2f}{tuning.break_even(budget, task):12.2f}{gain:10.2f} x"
+        lines.append(f"{name[:43]:44}{figures}{'  slower than no draft' * (gain < 1)}")
+    return "\n".join(lines)
+
+
+def verdict(tuning: Tuning, best: Trial) -> tuple[Budget, str]:
+    """What to decode with, and why."""
+    gain = best.speed / tuning.trial(NOT_DRAFTING).speed
+    reached = f"{named(best.budget)}: tau {best.acceptance_length:.2f}, modelled speed-up {gain:.2f} x"
+    if gain >= MARGIN:
+        return best.budget, f"decode with {reached}"
+    return NOT_DRAFTING, (
+        f"drafting with this head does not pay on this machine: decode with `none`. The best is {reached}, "
+        f"less than the {MARGIN:.2f} x that growing and verifying a tree may take back"
+    )
+
+
+def main(argv: list[str]) -> None:
+    """Time bare forwards, replay the candidates, print what they would bring, and say what to decode with."""
+    parser = command_line("eval.tune", __doc__)
+    parser.add_argument("--write", action="store_true", help="put the budget into the head's config.json")
+    parser.add_argument("--exhaustive", action="store_true", help="replay every candidate, and compare the choice")
+    args = parser.parse_intermixed_args(argv)
+    recipe = Recipe.load(args.recipe, args.overrides)
+    target, head = load_target(recipe), Path(recipe.train.out) / "head"
+    drafter = load_drafter(head, target)
+    answers = answered(recipe, target, drafter.taps)
+    tuning = Tuning(target, drafter, answers, bare_costs(target, drafter, contexts_of(answers)))
+    rates = acceptance_by_rank(tuning)
+    candidates = [*map(chain, CHAINS), *dynamic(), *fixed(rates)]
+    best = search(tuning, candidates)
+    print(by_rank(rates), chains_by_task(tuning), ranking(tuning), sep="\n\n")
+    chains = [tuning.trial(chain(length)) for length in CHAINS]
+    fastest = max(chains, key=lambda trial: trial.speed)
+    print(f"\nengines that serve chains: num_speculative_tokens = {fastest.budget.depth}")
+    budget, why = verdict(tuning, best)
+    print(f"\n{choice_by_task(tuning, best.budget)}\n\n{why}")
+    if args.exhaustive:
+        every = [tuning.trial(one) for one in [NOT_DRAFTING, *progress(candidates, "every shape", len(candidates))]]
+        top = max(every, key=lambda trial: trial.speed)
+        share = tuning.trial(budget).speed / top.speed
+        print(
+            f"the best of no draft and all {len(candidates)} is {named(top.budget)}; the choice has {share:.1%} of it"
+        )
+    if args.write:
+        write_budget(head, budget)
+        print(f"written into {head}/config.json")
+
+
+def contexts_of(answers: Sequence[Answer]) -> list[int]:
+    """Where to time forwards: from the shortest prompt to the end of the longest answer."""
+    low, high = min(told.prompt for told in answers), max(len(told.tokens) for told in answers)
+    return [low, (low + high) // 2, high]
+
+
+if __name__ == "__main__":
+    script(main)
