@@ -14,9 +14,11 @@ from bench.decode_speed import table as decode_table
 from bench.extract_speed import table as extract_table
 from bench.head_quality import curve as quality_curve
 from bench.head_quality import table as quality_table
+from bench.loop_overhead import table as overhead_table
 from bench.mask_templates import table as mask_table
 from bench.regenerated_data import table as regenerated_table
 from bench.train_report import table as train_table
+from bench.tree_kinds import draws_table, kinds_table
 from bench.vllm_acceptance import table as vllm_table
 from bench.warm_start import table as warm_table
 from eagle import DraftTree
@@ -46,6 +48,9 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("benchmarks.md", "head_quality.json", quality_table),
         ("benchmarks.md", "head_quality.json", quality_curve),
         ("benchmarks.md", "warm_start.json", warm_table),
+        ("trees.md", "tree_kinds.json", kinds_table),
+        ("trees.md", "tree_kinds.json", draws_table),
+        ("trees.md", "loop_overhead.json", overhead_table),
     ],
 )
 def test_a_page_shows_the_result_file(page: str, file: str, table: Callable[[Any], str]) -> None:
