@@ -27,13 +27,12 @@ from eagle.tree import PUBLISHED_TREE, best_tree, chain_paths
 from eagle.verify import Sampling
 from eval.drafters import load_target
 from eval.prompts import Question, questions
-from eval.replay import Answer, answer, bushy, rates_by_rank, recorded, replay
+from eval.replay import Answer, answer, rates_by_rank, recorded, replay
 from eval.report import commit
 from eval.statistics import Estimate, Row, estimate, paired
-from eval.tune import WIDE, tuning_questions
+from eval.tune import GUESS, WIDE, tuning_questions
 
 LEVELS, NODES = 6, (8, 25, 60)
-GUESS = [[0.6, 0.15, 0.07, 0.04, 0.03, 0.02]]  # acceptance by rank, set down before any measurement: of the fixed trees
 DRAWS = ("noise", "likeliest", "sampled")
 OUT = Path("docs/results/tree_kinds.json")
 Lengths = dict[int, Row]  # by prompt: tokens committed, and cycles
@@ -80,7 +79,7 @@ def shapes(rates: list[list[float]]) -> dict[str, Budget]:
 
 def kinds(target: Target, drafter: Drafter, fit: list[Answer], shown: list[Answer]) -> dict[str, Any]:
     """Every kind on every prompt, and the acceptance by rank that the fitted ones were made for."""
-    wide = Budget.fixed(bushy(WIDE))
+    wide = Budget.fixed(WIDE)
     told = progress(fit, "acceptance by rank", len(fit))
     rates = rates_by_rank(cycle for one in told for cycle in replay(target, drafter, one, wide))
     found = {

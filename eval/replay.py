@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from eagle.decode import generate
 from eagle.drafter import Budget, Committed, Drafter
 from eagle.drafters.none import NoDrafter
 from eagle.target import Target
-from eagle.tree import DraftTree, Paths
+from eagle.tree import DraftTree
 from eagle.verify import Choose, Sampling, walk
 
 NOWHERE = -1  # the token after the last: no draft equals it
@@ -110,11 +110,3 @@ def rates_by_rank(cycles: Iterable[tuple[DraftTree, list[int]]]) -> list[list[fl
             asked[depth].update(range(len(children[node])))
             kept[depth].update(children[node].index(child) for child in path[depth + 1 : depth + 2])
     return [[kept[rank] / asked[rank] for rank in sorted(asked)] for kept, asked in zip(kept, asked, strict=True)]
-
-
-def bushy(widths: Sequence[int]) -> Paths:
-    """The shape in which every node of a level has as many children as that level says."""
-    levels: list[list[tuple[int, ...]]] = [[()]]
-    for width in widths:
-        levels.append([(*path, rank) for path in levels[-1] for rank in range(width)])
-    return tuple(path for level in levels[1:] for path in level)

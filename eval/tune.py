@@ -22,11 +22,12 @@ from eagle.verify import Sampling
 from eval.costs import Costs, bare_costs, level_rows
 from eval.drafters import load_target
 from eval.prompts import Question, questions
-from eval.replay import Answer, answer, bushy, plain, rates_by_rank, recorded, replay
+from eval.replay import Answer, answer, plain, rates_by_rank, recorded, replay
 
 NODES, DEPTHS, TOP_K = (2, 3, 4, 6, 8, 12, 16, 25, 40, 60), (1, 2, 3, 4, 6, 8), (2, 3, 4, 6, 10)
 CHAINS = range(1, 9)
-WIDE = (8, 4, 3, 2, 1, 1)  # where acceptance by rank is looked for: good shapes narrow with depth
+GUESS = ((0.6, 0.15, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01),)  # acceptance by rank, before any is known
+WIDE = best_tree(GUESS, 500, 6)  # where it is looked for: many ranks behind likely nodes, few behind others
 MARGIN = 1.03  # growing and verifying take time beside the forwards: a smaller gain on paper may be none
 NOT_DRAFTING = Budget(0, 0, 0)
 
@@ -128,7 +129,7 @@ def search(tuning: Tuning, candidates: Sequence[Budget], note: Callable[[str], N
 
 def acceptance_by_rank(tuning: Tuning) -> list[list[float]]:
     """How often the target chooses each child, by depth and rank, along half of the answers."""
-    wide = Budget.fixed(bushy(WIDE))
+    wide = Budget.fixed(WIDE)
     few = tuning.answers[: max(len(tuning.answers) // 2, 8)]
     return rates_by_rank(cycle for told in few for cycle in replay(tuning.target, tuning.drafter, told, wide))
 

@@ -86,6 +86,7 @@ def test_what_cannot_be_meant_is_refused(command: list[str], capsys: pytest.Capt
         main([*command, "features.store=null"])
 
 
+@pytest.mark.slow
 def test_a_mistake_ends_in_a_message_and_a_fault_in_a_traceback(command: list[str]) -> None:
     """Who can mend it is told how; who cannot, needs to report it whole."""
     script = [sys.executable, "-m", "data_prep.extract", *command, "data.train=nowhere.jsonl"]

@@ -9,8 +9,10 @@ from operator import mul
 import pytest
 import torch
 
-from eagle.tree import DraftTree
-from eagle.verify import sample_tree, walk
+from eagle import Budget, Target, generate
+from eagle.drafters.eagle1 import Eagle1
+from eagle.tree import DraftTree, Reading, chain_paths
+from eagle.verify import Sampling, sample_tree, walk
 from eval.theory import (
     best_gamma,
     chain_accepted,
@@ -24,6 +26,7 @@ from eval.theory import (
     tree_tokens,
 )
 from tests.enumerate_law import Chance, every_outcome
+from tests.families import build, random_tokens
 
 RATES = (0.0, 0.1, 0.37, 0.5, 0.8, 0.95, 1.0)
 
@@ -170,3 +173,27 @@ def test_what_is_no_rate_is_refused(alpha: float, gamma: int) -> None:
     """With a word on what was expected."""
     with pytest.raises(ValueError, match="expected a probability"):
         expected_tokens(alpha, gamma)
+
+
+def test_a_sampled_chain_keeps_what_its_tokens_let_one_expect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop's mean over its coins lies in the 95% interval around the exact expectation, given what was drafted."""
+    target, read, readings = Target(build("llama")), Target.read, list[Reading]()
+    torch.manual_seed(0)
+    head = Eagle1.for_target(Eagle1.Settings(), target.config).bind(target.head)
+    monkeypatch.setattr(target, "read", lambda tree: readings.append(read(target, tree)) or readings[-1])
+    accepted, ratios = [], []
+    for request in range(12):
+        sampling, budget = Sampling(temperature=1.0, request=request), Budget.fixed(chain_paths(4), "sampled")
+        options = {"sampling": sampling, "budget": budget, "max_new_tokens": 48, "stop": []}
+        trace = generate(target, head, random_tokens(12, seed=request), **options)
+        accepted += [cycle.accepted for cycle in trace.cycles if cycle.nodes]
+    for reading in readings:
+        if reading.tree.laws is None:  # at the end of an answer nothing is drafted
+            continue
+        laws = zip(reading.logits.softmax(-1), reading.tree.laws[1:], reading.tree.tokens[1:].tolist(), strict=False)
+        ratios.append([float(own[token] / drawn[token]) for own, drawn, token in laws])
+    reached = [list(accumulate((min(1.0, ratio) for ratio in cycle), mul)) for cycle in ratios]
+    square = [sum((2 * place + 1) * chance for place, chance in enumerate(cycle)) for cycle in reached]
+    spread = sum(second - sum(cycle) ** 2 for second, cycle in zip(square, reached, strict=True)) ** 0.5 / len(ratios)
+    assert len(accepted) == len(ratios) > 100 and 0.3 < chain_accepted(ratios) < 3.7
+    assert abs(sum(accepted) / len(accepted) - chain_accepted(ratios)) < 1.96 * spread < 0.25

@@ -147,6 +147,7 @@ def test_a_finished_target_is_kept_and_an_unfinished_one_is_not(tiny_target_dir:
     assert finished(tmp_path, settings) is None
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_weights(tiny_target_dir: Path, tokenizer: Any) -> None:
     rows = packed(records(tiny_target_dir, "train"), tokenizer)
 

@@ -21,7 +21,7 @@ from eval import tune
 from eval.costs import Costs
 from eval.measure import cycle_of
 from eval.prompts import questions
-from eval.replay import Answer, answer, bushy, plain, rates_by_rank, recorded, replay
+from eval.replay import Answer, answer, plain, rates_by_rank, recorded, replay
 from eval.tune import NOT_DRAFTING, Tuning, chain, search
 from tests.families import build, random_tokens
 from tests.test_eagle1 import head as head  # the untrained head of the suite's tiny target
@@ -114,8 +114,9 @@ def test_rates_count_the_child_that_was_chosen() -> None:
 def test_rates_at_the_root_are_the_heads_ranks(target: Target, guesser: Eagle1, answers: list[Answer]) -> None:
     """Of the head's own causal pass over the greedy answers: where do the target's tokens stand in its logits."""
     cycles, ranks = [], []
+    wide = Budget.fixed(tuple(path for rank in range(40) for path in ((rank,), (rank, 0), (rank, 1))))
     for told in answers[::2]:
-        found = replay(target, guesser, told, Budget.fixed(bushy((40, 2))))
+        found = replay(target, guesser, told, wide)
         with torch.inference_mode():
             tokens = torch.tensor(told.tokens)
             states = guesser.states(tokens[None, 1:], told.features[None, :-1, 0], 0, target.head)[0]
@@ -126,12 +127,6 @@ def test_rates_at_the_root_are_the_heads_ranks(target: Target, guesser: Eagle1, 
         cycles += found
     rates = rates_by_rank(cycles)[0]
     assert rates == [ranks.count(rank) / len(ranks) for rank in range(40)] and sum(rates) > 0.3
-
-
-def test_bushy_shapes_have_all_children() -> None:
-    """Every combination of ranks, level by level."""
-    assert bushy((2, 1)) == ((0,), (1,), (0, 0), (1, 0))
-    assert len(bushy((3, 2, 2))) == 3 + 6 + 12
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +184,13 @@ def test_the_command_says_what_pays_and_writes_it(
     tuned: list[str], tiny_target: Target, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An untrained head does not pay: the command says so, and what it writes is what the head is loaded with."""
-    for name, few in (("NODES", (2, 4)), ("DEPTHS", (1, 2)), ("TOP_K", (2,)), ("CHAINS", (1, 2)), ("WIDE", (2, 1))):
+    for name, few in (
+        ("NODES", (2, 4)),
+        ("DEPTHS", (1, 2)),
+        ("TOP_K", (2,)),
+        ("CHAINS", (1, 2)),
+        ("WIDE", ((0,), (1,), (0, 0))),
+    ):
         monkeypatch.setattr(tune, name, few)
     tune.main([*tuned, "--write", "--exhaustive"])
     said = capsys.readouterr().out
