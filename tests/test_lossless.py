@@ -92,9 +92,9 @@ def last_node_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Target, "keep", keep)
 
 
-def siblings_seen(patch: pytest.MonkeyPatch) -> None:
-    """Every node sees all nodes before it."""
-    patch.setattr(DraftTree, "ancestors", lambda tree: torch.ones(len(tree), len(tree), dtype=torch.bool).tril())
+def whole_tree_seen(patch: pytest.MonkeyPatch) -> None:
+    """Every node sees the whole tree."""
+    patch.setattr(DraftTree, "ancestors", lambda tree: torch.ones(len(tree), len(tree), dtype=torch.bool))
 
 
 def noise_of_the_next_place(patch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def noise_of_the_next_place(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", [last_node_kept, pytest.param(siblings_seen, marks=pytest.mark.slow), noise_of_the_next_place]
+    "fault", [last_node_kept, pytest.param(whole_tree_seen, marks=pytest.mark.slow), noise_of_the_next_place]
 )
 def test_a_planted_fault_is_named(
     fault: Callable[[pytest.MonkeyPatch], None],

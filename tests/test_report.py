@@ -27,7 +27,11 @@ from eval.report import loops, markdown, summary
 
 ROOT = Path(__file__).parent.parent
 TABLE = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
-PLACED = [(page, file, text) for page in ROOT.glob("*.md") for file, text in TABLE.findall(page.read_text())]
+PLACED = [
+    (page, file, text)
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    for file, text in TABLE.findall(page.read_text())
+]
 
 
 @pytest.mark.parametrize(("page", "file", "text"), PLACED, ids=lambda value: getattr(value, "name", "")[:20])

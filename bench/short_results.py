@@ -1,0 +1,30 @@
+"""A results file of `eval.measure` without texts and cycles: `python bench/short_results.py RESULTS.jsonl OUT.jsonl`.
+
+What is left makes the same table, and is small enough to be committed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from eval.results import read, taken
+
+DROPPED = {"text", "pieces", "digest", "finish"}
+
+
+def short(path: Path) -> list[str]:
+    """What the header says in a word, and the rows with their cycles counted, as lines."""
+    results = read(path)
+    header = {key: value for key, value in results.header.items() if not isinstance(value, dict | list)}
+    lines = [{"run": {**header, "target": Path(header["target"]).name}}]
+    for answer in results.answers:
+        committed, cycles = taken(answer)
+        kept = {key: value for key, value in answer.items() if key not in DROPPED}
+        lines.append({**kept, "cycles": cycles, "committed": committed})
+    return [json.dumps(line) for line in lines]
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text("\n".join(short(Path(sys.argv[1]))) + "\n")
