@@ -129,8 +129,9 @@ class Rotary(LlamaRotaryEmbedding):
 
 def level_mask(cached: int, seen: Tensor, dtype: torch.dtype) -> Tensor:
     """[1, 1, K, cached + rows so far]: a level's rows see the committed text and, of the draft, their own path."""
-    visible = F.pad(seen, (cached, 0), value=True)
-    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)[None, None]
+    mask = torch.zeros(len(seen), cached + seen.shape[1], dtype=dtype, device=seen.device)
+    mask[:, cached:].masked_fill_(~seen, torch.finfo(dtype).min)
+    return mask[None, None]
 
 
 Level = Callable[[int, Tensor, Tensor, Tensor], Tensor]
