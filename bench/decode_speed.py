@@ -8,9 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 from collections.abc import Callable
-from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -18,14 +16,13 @@ from time import process_time
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, StaticCache
 
+from bench.machine import made_on
 from eagle import Budget, DraftTree, Sampling, Target, generate, stream
 from eagle.drafter import Committed, Noise
 from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
-from eval.report import commit
 
 CONTEXTS = (300, 3000)
 
@@ -294,14 +291,7 @@ def main() -> None:
         chat = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(args.model)
     results: dict[str, Any] = {
-        "machine": {
-            "cpu": platform.processor() or platform.machine(),
-            "threads": 1,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "date": str(date.today()),
-            "commit": commit(),
-        },
+        "machine": made_on(),
         "none_over_generate": plain_decoding(model, target, args.rounds),
         "share_outside_forward": overhead(target, args.rounds),
         "growth_of_a_16_node_cycle": growth(model, target, args.rounds),

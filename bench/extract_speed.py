@@ -10,18 +10,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import tempfile
 from collections.abc import Callable, Iterator
-from datetime import date
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
 from typing import Any
 
 import torch
-import transformers
 
+from bench.machine import made_on
 from data_prep.tokens import load_tokenizer, tokenized
 from eagle import Target
 from eagle.examples import Example
@@ -30,7 +28,6 @@ from eagle.log import progress
 from eagle.recipe import Recipe
 from eagle.shards import packed, unpacked
 from eagle.store import FeatureStore, batches_of, plan_of
-from eval.report import commit
 
 DTYPE = "bfloat16"
 WAYS = {
@@ -217,15 +214,7 @@ def main() -> None:
     target = Target.load(args.model, dtype=args.dtype)
     examples = read(args.model, args.data, 400)
     results = {
-        "machine": {
-            "model": f"{args.model.name} in {args.dtype}",
-            "cpu": platform.processor() or platform.machine(),
-            "threads": 1,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "date": str(date.today()),
-            "commit": commit(),
-        },
+        "machine": made_on(model=f"{args.model.name} in {args.dtype}"),
         "speed": speeds(target, examples[:24], args.rounds),
         "memory_mb": memory(target, examples[:80]),
         "padding": padding([len(example.tokens) for example in examples]),

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from datetime import date
 from functools import partial
 from pathlib import Path
 from time import process_time
@@ -21,7 +19,9 @@ from typing import Any
 
 import torch
 
+from bench.machine import made_on
 from bench.published_eagle1 import PublishedHead, padded, published_loss, published_optimizer, published_step
+from bench.train_speed import our_step
 from eagle.checkpoint import load_drafter, save_head
 from eagle.decode import generate
 from eagle.drafter import Budget
@@ -34,7 +34,6 @@ from eagle.store import FeatureStore
 from eagle.target import Target
 from eagle.train import TREES
 from eval.prompts import first_turns
-from eval.report import commit
 
 TINY = "recipes/tiny/eagle1.yaml"
 SHAPES = {"chain of 4": TREES["chain"], "tree of 25": TREES["tree"]}
@@ -124,12 +123,7 @@ def our_trainer(recipe: Recipe, target: Target, store: FeatureStore, plan: Plan)
     def step(number: int) -> int:
         examples = store.read(plan.step(number))
         batch = collate(examples, store.taps, plan.seeds(number, plan.step(number)))
-        with torch.autocast("cpu", torch.bfloat16):
-            total = head(batch, frozen)["total"]
-        total.backward()
-        torch.nn.utils.clip_grad_norm_(head.parameters(), recipe.train.clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        our_step(head, batch, frozen, optimizer, bf16=True)
         return sum(len(example.tokens) for example in examples)
 
     return step
@@ -193,16 +187,9 @@ def compared(args: argparse.Namespace) -> dict[str, Any]:
         for arm, count in zip(ARMS[1:], (steps, equal_time), strict=True):
             folder = trained_as_published(args, seed, target, count, arm)
             runs.append({"arm": arm, "seed": seed, "steps": count, "rows": list(decoded(args, target, folder))})
-    machine = {
-        "target": Path(args.target).name,
-        "conversations": args.conversations,
-        "epochs": args.epochs,
-        "prompts": args.prompts,
-        "commit": commit(),
-        "torch": torch.__version__,
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
-        "date": str(date.today()),
-    }
+    machine = made_on(
+        target=Path(args.target).name, conversations=args.conversations, epochs=args.epochs, prompts=args.prompts
+    )
     return {"machine": machine, "speeds": speeds, "runs": runs}
 
 

@@ -9,23 +9,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 from collections import defaultdict
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 from statistics import fmean, median
 from time import process_time
 from typing import Any
 
 import torch
-import transformers
 
+from bench.machine import made_on
 from eagle import Budget, DraftTree, Target, load_drafter, stream
 from eagle.decode import Trace
 from eagle.drafter import Committed, Drafter, Noise
 from eval.costs import Costs, bare_costs, level_rows
-from eval.results import commit
 
 CONTEXTS, NODES, DEPTH, TOP_K = (128, 1024), (8, 25, 60), 6, 10
 CYCLES = 8  # of one answer: few, so that the context stays what it was timed for
@@ -129,15 +126,7 @@ def main() -> None:
     torch.set_num_threads(1)
     target = Target.load(args.target, dtype="float32")
     results = {
-        "machine": {
-            "target": Path(args.target).name,
-            "cpu": platform.processor() or platform.machine(),
-            "threads": 1,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "date": str(date.today()),
-            "commit": commit(),
-        },
+        "machine": made_on(target=Path(args.target).name),
         "rows": measured(target, load_drafter(args.head, target), args.rounds),
     }
     print(table(results))

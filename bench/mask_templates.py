@@ -31,7 +31,7 @@ from data_prep.tokens import examples_of
 from eagle.examples import Example
 from eagle.log import progress
 from eagle.recipe import DataSection
-from eval.report import commit
+from eval.results import commit
 
 EXACT, STRADDLING_START, STRADDLING_END = "exact", "token straddles the start", "token straddles the end"
 MARKER = "\ue002marker\ue002"

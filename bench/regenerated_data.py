@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from eagle.store import FeatureStore
-from eval.report import commit, newest_run, summary
+from eval.results import commit, newest_run, summary
 
 RECIPE = "recipes/tiny/eagle1.yaml"
 ANSWERS: dict[str, list[str]] = {

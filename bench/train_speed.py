@@ -35,9 +35,9 @@ from bench.train_report import plot, table
 from data_prep.tokens import load_tokenizer, tokenized
 from eagle.drafter import TargetHead
 from eagle.drafters.eagle1 import Eagle1
-from eagle.examples import Example, collate
+from eagle.examples import Batch, Example, collate
 from eagle.recipe import Recipe
-from eval.report import commit
+from eval.results import commit
 
 Text = tuple[int, list[list[int]]]  # how long, and where the assistant speaks
 SMALL: tuple[Text, ...] = ((64, [[8, 60]]),)
@@ -125,15 +125,17 @@ def ours(case: Case) -> Callable[[int], None]:
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-5, betas=(0.9, 0.95), fused=True)
     inputs = [collate(batch, (-1,)).to(torch.device(case.device)) for batch in batches]
 
-    def step(i: int) -> None:
-        with torch.autocast(case.device, torch.bfloat16, enabled=case.dtype == "bf16"):
-            total = head(inputs[i], frozen)["total"]
-        total.backward()
-        nn.utils.clip_grad_norm_(head.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+    return lambda i: our_step(head, inputs[i], frozen, optimizer, bf16=case.dtype == "bf16")
 
-    return step
+
+def our_step(head: Eagle1, batch: Batch, frozen: TargetHead, optimizer: torch.optim.Optimizer, *, bf16: bool) -> None:
+    """One update as the training loop makes it."""
+    with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=bf16):
+        total = head(batch, frozen)["total"]
+    total.backward()
+    nn.utils.clip_grad_norm_(head.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 SIDES = {"published": published, "ours": ours}
@@ -294,10 +296,8 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, default=Path("docs/images/train_speed.svg"))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.data:
-        texts = read(args.data, args.tokenizer, 16)
-    else:
-        texts = json.loads(Path("docs/results/train_speed.json").read_text())["texts"]
+    last = Path("docs/results/train_speed.json")
+    texts = read(args.data, args.tokenizer, 16) if args.data else json.loads(last.read_text())["texts"]
     results = {
         "machine": {
             "device": platform.machine() if args.device == "cpu" else torch.cuda.get_device_name(),

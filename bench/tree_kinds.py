@@ -8,15 +8,12 @@ the same cycles.
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from bench.machine import made_on
 from eagle.checkpoint import load_drafter
 from eagle.decode import generate
 from eagle.drafter import Budget, Drafter
@@ -28,7 +25,6 @@ from eagle.verify import Sampling
 from eval.drafters import load_target
 from eval.prompts import Question, questions
 from eval.replay import Answer, answer, rates_by_rank, recorded, replay
-from eval.report import commit
 from eval.statistics import Estimate, Row, estimate, paired
 from eval.tune import GUESS, WIDE, tuning_questions
 
@@ -164,16 +160,12 @@ def main(argv: list[str]) -> None:
         found["kinds"][f"{heat:g}"] = kinds(target, drafter, fit, shown)
         if heat:
             found["draws"][f"{heat:g}"] = draws(target, drafter, shown)
-    found["machine"] = {
-        "target": Path(recipe.target.path).name,
-        "prompts": len(questions(recipe)),
-        "fitted on": len(tuning_questions(recipe)),
-        "new tokens": recipe.eval.max_new_tokens,
-        "commit": commit(),
-        "torch": torch.__version__,
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
-        "date": str(date.today()),
-    }
+    found["machine"] = made_on(
+        target=Path(recipe.target.path).name,
+        prompts=len(questions(recipe)),
+        fitted_on=len(tuning_questions(recipe)),
+        new_tokens=recipe.eval.max_new_tokens,
+    )
     OUT.write_text(json.dumps(found) + "\n")
     found = json.loads(OUT.read_text())
     print(kinds_table(found), draws_table(found), sep="\n\n")

@@ -25,7 +25,7 @@ from data_prep.conversations import read_conversations
 from eagle import Budget, Target, generate, load_drafter
 from eagle.checkpoint import load_head
 from eagle.export import export
-from eval.report import commit
+from eval.results import commit
 
 ENGINE = Path(__file__).with_name("vllm_engine.py")
 HERE, THERE = "this decoder", "vLLM"

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import shutil
 import subprocess
 import sys
-from datetime import date
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from bench.machine import made_on
 from eagle.drafter import TrainableDrafter
 from eagle.drafters import settings_of
 from eagle.examples import collate, supervised
@@ -33,7 +32,6 @@ from eagle.recipe import Recipe
 from eagle.store import FeatureStore
 from eagle.target import Target
 from eagle.train import TREES, train
-from eval.report import commit
 from recipes.tiny.make_target import BATCH, packed, perplexity
 from recipes.train_eagle import decoded, first_head
 
@@ -211,14 +209,7 @@ def compared(args: argparse.Namespace) -> dict[str, Any]:
         for name, own in arms(args).items():
             out = [f"train.out={work / f'{name}-{seed}'}", f"train.seed={seed}", f"train.decode={args.prompts}"]
             runs[name].append(trained(recipe_of(work, args.conversations, *own, *out)[0], target, store))
-    machine = {
-        "conversations": len(store),
-        "prompts": args.prompts,
-        "commit": commit(),
-        "torch": torch.__version__,
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
-        "date": str(date.today()),
-    }
+    machine = made_on(conversations=len(store), prompts=args.prompts)
     return {"machine": machine, "sibling": moved, "runs": runs}
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 from eval.figures import number
 from eval.page import page
-from eval.results import Group, beside, commit, loops, newest_run, pace, read, speed_up, summary, taken
+from eval.results import Group, beside, pace, read, speed_up, summary, taken
 
-__all__ = ["commit", "loops", "main", "markdown", "newest_run", "summary"]
 COLUMNS = "| T | drafter | acceptance length τ | tokens/s | speed-up | output | answers that loop |\n|" + "---|" * 7
 
 

@@ -27,7 +27,7 @@ from eagle.store import FeatureStore, differences
 from eagle.target import Target, best_device, fastest_dtype
 from eagle.train import TREES, train
 from eval.prompts import first_turns
-from eval.report import commit
+from eval.results import commit
 from recipes.check import check
 from recipes.tiny import demo
 
@@ -133,11 +133,11 @@ def decoded(recipe: Recipe, target: Target, head: TrainableDrafter) -> dict[str,
     """The acceptance lengths that the decoder reaches with a chain of 4 and with the published tree, greedily."""
     asked = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"count": recipe.train.decode})})
     drafter: Any = copy.deepcopy(head).to(target.device, target.model.dtype).bind(target.head)
-    found = {}
+    prompts, found = first_turns(asked, target), {}
     for name, paths in TREES.items():
         traces = [
             generate(target, drafter, prompt, budget=Budget.fixed(paths), max_new_tokens=recipe.eval.max_new_tokens)
-            for prompt in first_turns(asked, target)
+            for prompt in prompts
         ]
         cycles = [cycle for trace in traces for cycle in trace.cycles]
         found[f"decoded_{name}_tau"] = sum(cycle.committed for cycle in cycles) / max(len(cycles), 1)

@@ -20,7 +20,7 @@ from eagle.checkpoint import from_pretrained, push_to_hub, save_head, save_pretr
 from eagle.drafter import TrainableDrafter
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.recipe import Recipe
-from eval.report import summary
+from eval.results import summary
 
 
 @pytest.fixture

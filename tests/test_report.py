@@ -23,7 +23,8 @@ from bench.vllm_acceptance import table as vllm_table
 from bench.warm_start import table as warm_table
 from eagle import DraftTree
 from eval.draw import svg
-from eval.report import loops, markdown, summary
+from eval.report import markdown
+from eval.results import loops, summary
 
 ROOT = Path(__file__).parent.parent
 TABLE = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)

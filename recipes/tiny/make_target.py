@@ -29,7 +29,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LlamaT
 from data_prep import docstrings
 from data_prep.conversations import ROLES
 from eagle.target import fastest_dtype
-from eval.report import loops
+from eval.results import loops
 
 STEPS, BATCH, WINDOW, WARMUP = 400, 4, 512, 40
 MATRIX_LR, LR, WEIGHT_DECAY = 0.02, 2.5e-2, 0.1
