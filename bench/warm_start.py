@@ -127,7 +127,7 @@ def trained(recipe: Recipe, target: Target, store: FeatureStore) -> dict[str, An
     """One run from its first head to its last: its curve from step 0 on, and what the decoder reaches at both ends."""
     shutil.rmtree(recipe.train.out, ignore_errors=True)
     torch.manual_seed(recipe.train.seed)
-    head = first_head(recipe, settings_of(recipe.drafter.model_dump(), TINY), target)
+    head = first_head(recipe, settings_of(recipe.drafter.model_dump(), TINY), target, store)
     given = judged(recipe, head.eval(), target, store)
     start = decoded(recipe, target, head)
     train(launch(recipe.train), recipe, head, target.head, store)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data_prep.tokens import load_tokenizer, tokenized
-from eagle.examples import Example
+from eagle.examples import Example, most_frequent, token_counts
 from eagle.identity import data_identity, folder_of
 from eagle.log import script
 from eagle.recipe import Recipe, TargetSection, command_line
@@ -23,23 +23,7 @@ from eagle.recipe import Recipe, TargetSection, command_line
 
 def counts_of(examples: Iterable[Example], vocab_size: int) -> Tensor:
     """[V], how often each token is supervised."""
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    for example in examples:
-        found = torch.bincount(example.tokens[example.loss_mask], minlength=vocab_size)
-        if len(found) > vocab_size:
-            raise ValueError(
-                f"token {len(found) - 1} is supervised, the target's vocabulary has {vocab_size}: "
-                "the tokenizer is not this target's"
-            )
-        counts += found
-    return counts
-
-
-def most_frequent(counts: Tensor, size: int) -> Tensor:
-    """[D], the most frequent tokens in ascending order; of equally frequent ones the lower."""
-    if not 0 < size <= len(counts):
-        raise ValueError(f"--size is {size}, expected 1 to {len(counts)}, the target's vocabulary")
-    return counts.sort(descending=True, stable=True).indices[:size].sort().values
+    return token_counts((example.tokens[example.loss_mask] for example in examples), vocab_size)
 
 
 def coverage(counts: Tensor, size: int) -> float:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.tokens import load_tokenizer, tokenized
-from eagle.borrowed import save_borrowed
-from eagle.drafters import DRAFTERS, settings_of
+from eagle.borrowed import save_borrowed, target_config
+from eagle.drafters import settings_of
 from eagle.examples import Example
 from eagle.extract import check_room, extract, forecast, planned, taps_of, world
 from eagle.identity import identity
@@ -27,7 +27,8 @@ def main(argv: list[str]) -> None:
     """Read the command, and let every launched process do its share."""
     said = arguments(argv)
     recipe = Recipe.load(said.recipe, said.overrides)
-    taps = taps_of(DRAFTERS[settings_of(recipe.drafter.model_dump(), said.recipe).kind])
+    settings, of = settings_of(recipe.drafter.model_dump(), said.recipe), recipe.target
+    taps = taps_of(settings, target_config(of.path, of.revision, trust_remote_code=of.trust_remote_code))
     if said.forecast:
         examples = read(recipe, strict=said.strict)
         target = load(recipe)

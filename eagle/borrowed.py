@@ -56,6 +56,11 @@ def load_borrowed(folder: str | Path, device: str = "cpu") -> Borrowed:
     return Borrowed(AutoConfig.from_pretrained(folder), _plain(tensors, scales))
 
 
+def target_config(path: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Any:
+    """The text config of a target, without its weights."""
+    return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code).get_text_config()
+
+
 def is_here(path: str, revision: str | None = None) -> bool:
     """Whether a target's files can be read without a download: from its folder, or from a hub's cache."""
     if Path(path).exists():

@@ -46,6 +46,8 @@ def save_head(folder: str | Path, head: TrainableDrafter, recipe: str, provenanc
 def load_head(folder: str | Path) -> TrainableDrafter:
     """A trained head; a tensor too many or too few is refused."""
     folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"no head at {folder}: expected the folder that training leaves in train.out, head or last")
     config = json.loads((folder / "config.json").read_text())
     settings = settings_of(config["settings"], str(folder / "config.json"))
     head: TrainableDrafter = DRAFTERS[settings.kind](settings, LlamaConfig(**config["shape"]))

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, get_args
 
@@ -117,8 +118,24 @@ class TrainableDrafter(nn.Module):
     budget: Budget | None = None  # what it was tuned to
 
     @classmethod
-    def for_target(cls, settings: Any, target_config: Any) -> TrainableDrafter:
-        """A new head of the right sizes."""
+    def taps_for(cls, settings: Any, target_config: Any) -> tuple[int, ...]:
+        """What a head with these settings reads of this target when it drafts."""
+        return cls.taps
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """All that decides what its weights mean, beside their sizes; heads that agree can start from one another."""
+        return {"kind": self.settings.kind}
+
+    @classmethod
+    def for_target(
+        cls,
+        settings: Any,
+        target_config: Any,
+        frozen: TargetHead | None = None,
+        said: Iterable[Tensor] | None = None,
+    ) -> TrainableDrafter:
+        """A new head of the right sizes, from parts of the target and the supervised tokens of each text, if needed."""
         raise NotImplementedError(f"{cls.__name__} cannot be made for a target: write for_target")
 
     def bind(self, frozen: TargetHead) -> TrainableDrafter:
@@ -146,6 +163,10 @@ class TargetHead:
     logit_scale: float = 1.0
     softcap: float | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TargetHead:
+        """Itself: what borrows of a target is copied without it."""
+        return self
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Token embeddings as the target's first layer sees them, without learned positions."""
         embedded = self.embedding(tokens)
@@ -160,12 +181,23 @@ class TargetHead:
             logits = (logits / self.softcap).tanh() * self.softcap
         return logits
 
-    def pull_back(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """[.., D], the gradient at the hidden states from that at their logits [.., V]."""
-        if self.softcap is not None:
-            gradient = gradient * (1 - (logits / self.softcap) ** 2)
+    def slope(self, logits: Tensor) -> Tensor | None:
+        """[.., V], how far the logits move with what the softcap bends; None without one."""
+        return None if self.softcap is None else 1 - (logits / self.softcap) ** 2
+
+    def pull_back(self, gradient: Tensor) -> Tensor:
+        """[.., D], the gradient at the hidden states from that before the softcap [.., V]."""
         hidden = gradient.to(self.weight.dtype) @ self.weight
         return hidden if self.logit_scale == 1.0 else hidden * self.logit_scale
+
+    def narrowed(self, tokens: Tensor) -> TargetHead:
+        """The same for some tokens of the vocabulary alone."""
+        bias, rows = getattr(self.output, "bias", None), self.weight[tokens]
+        output = nn.Linear(rows.shape[1], rows.shape[0], bias=bias is not None, device="meta")
+        output.weight = nn.Parameter(rows, requires_grad=False)
+        if bias is not None:
+            output.bias = nn.Parameter(bias[tokens], requires_grad=False)
+        return replace(self, output=output)
 
     def cast(self, dtype: torch.dtype) -> TargetHead:
         """The same in another precision: itself, or a copy."""

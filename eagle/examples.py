@@ -80,6 +80,27 @@ def collate(examples: Sequence[Example], taps: tuple[int, ...], seeds: Sequence[
     )
 
 
+def token_counts(said: Iterable[Tensor], vocab_size: int) -> Tensor:
+    """[V], how often each token stands in these texts."""
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for tokens in said:
+        found = torch.bincount(tokens, minlength=vocab_size)
+        if len(found) > vocab_size:
+            raise ValueError(
+                f"token {len(found) - 1} is supervised, the target's vocabulary has {vocab_size}: "
+                "the tokenizer is not this target's"
+            )
+        counts += found
+    return counts
+
+
+def most_frequent(counts: Tensor, size: int) -> Tensor:
+    """[D], the most frequent tokens in ascending order; of equally frequent ones the lower."""
+    if not 0 < size <= len(counts):
+        raise ValueError(f"a draft vocabulary of {size} was asked for, expected 1 to {len(counts)}, the target's own")
+    return counts.sort(descending=True, stable=True).indices[:size].sort().values
+
+
 class Features(Protocol):
     """Examples with features, stored or computed when they are read: training cannot tell."""
 
@@ -95,6 +116,10 @@ class Features(Protocol):
 
     def mask(self, place: int) -> Tensor:
         """[T], the loss mask of an example."""
+        ...
+
+    def said(self, place: int) -> Tensor:
+        """The supervised tokens of an example."""
         ...
 
 

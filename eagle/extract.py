@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from eagle.drafter import TrainableDrafter
+from eagle.drafters import DRAFTERS
 from eagle.examples import Example
 from eagle.recipe import FeaturesSection
 from eagle.shards import ShardWriter, packed, part_file, token_bytes, unpacked
@@ -38,9 +39,11 @@ def world() -> tuple[int, int, Callable[[], None]]:
     return state.process_index, state.num_processes, state.wait_for_everyone
 
 
-def taps_of(method: type[TrainableDrafter]) -> tuple[int, ...]:
-    """All that a method reads: when drafting, and in its loss."""
-    return tuple(sorted({*method.taps, *method.teacher_taps}, key=lambda tap: (tap == -1, tap)))
+def taps_of(settings: Any, target_config: Any) -> tuple[int, ...]:
+    """All that a head with these settings reads of a target: when drafting, and in its loss."""
+    method: type[TrainableDrafter] = DRAFTERS[settings.kind]
+    taps = {*method.taps_for(settings, target_config), *method.teacher_taps}
+    return tuple(sorted(taps, key=lambda tap: (tap == -1, tap)))
 
 
 def features_of(target: Target, texts: Sequence[Tensor], taps: tuple[int, ...], dtype: str) -> tuple[Tensor, ...]:
@@ -68,6 +71,10 @@ class LiveFeatures:
     def mask(self, place: int) -> Tensor:
         """The loss mask of an example."""
         return self.examples[place].loss_mask
+
+    def said(self, place: int) -> Tensor:
+        """The supervised tokens of an example."""
+        return self.examples[place].tokens[self.examples[place].loss_mask]
 
     def read(self, places: Sequence[int]) -> list[Example]:
         """Those examples with their features."""

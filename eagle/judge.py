@@ -81,12 +81,14 @@ def _rank(logits: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _laws(state: Tensor, true: Tensor, student: Logits, teacher: Logits) -> dict[str, Tensor]:
-    """Sums of cross-entropy, top-1 agreement and overlap of the two laws."""
+    """Sums of top-1 agreement, overlap and cross-entropy, the last for tokens that the student can say."""
 
     def compare(state: Tensor, true: Tensor) -> Tensor:
         own, law = student(state).float().log_softmax(-1), teacher(true).float().softmax(-1)
-        agreement = own.argmax(-1) == law.argmax(-1)
-        return torch.stack([-(law * own).sum(-1), agreement.float(), torch.minimum(own.exp(), law).sum(-1)], dim=1)
+        agreement, overlap = own.argmax(-1) == law.argmax(-1), torch.minimum(own.exp(), law).sum(-1)
+        law = law.masked_fill(own.isneginf(), 0)
+        entropy = -(law * own.clamp(min=torch.finfo(own.dtype).min)).sum(-1) / law.sum(-1)
+        return torch.stack([entropy, agreement.float(), overlap], dim=1)
 
     sums = _rows(compare, state, true).double().sum(0).cpu()
     return dict(zip(("cross_entropy", "agreement", "overlap"), sums, strict=True))

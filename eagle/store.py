@@ -174,6 +174,11 @@ class FeatureStore:
         """The loss mask of an example."""
         return self.text(self.places[place][0])[1]
 
+    def said(self, place: int) -> Tensor:
+        """The supervised tokens of an example."""
+        tokens, mask = self.text(self.places[place][0])
+        return tokens[mask]
+
     def text(self, number: int) -> tuple[Tensor, Tensor]:
         """Tokens and loss mask of an example, by its number in the data."""
         begin, end = self.ends[number] - self.lengths[number], self.ends[number]

@@ -84,7 +84,7 @@ class _Run:
         self.deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
         self.mirror = copy.deepcopy(self.head) if self.deepspeed else self.head  # whole weights outside of the engine
         self.optimizer = torch.optim.AdamW(
-            self.head.parameters(),
+            self._learned(),
             lr=recipe.train.lr,
             betas=recipe.train.betas,
             weight_decay=recipe.train.weight_decay,
@@ -153,7 +153,7 @@ class _Run:
         """Clip and step, unless the gradients are not finite; says their norm."""
         if self.deepspeed:  # the engine has done all of that within backward
             return torch.tensor(float(self.model.get_global_grad_norm()))
-        weights = list(self.head.parameters())
+        weights = self._learned()
         if self.settings.clip_by == "value":
             norm = torch.nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
             torch.nn.utils.clip_grad_value_(weights, self.settings.clip)
@@ -164,6 +164,9 @@ class _Run:
         self.prepared.step()
         self.prepared.zero_grad()
         return norm.float()
+
+    def _learned(self) -> list[Tensor]:
+        return [weight for weight in self.head.parameters() if weight.requires_grad]
 
     # -- reading ------------------------------------------------------------------------------------------------------
 

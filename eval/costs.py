@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from eagle.drafter import Budget, TrainableDrafter
-from eagle.drafters.blocks import Cache, level_mask
+from eagle.drafters.blocks import Cache
+from eagle.drafters.growth import level_mask
 from eagle.target import Target
 from eagle.verify import Choose, Sampling
 
@@ -153,7 +154,7 @@ def bare_read(target: Target, size: int) -> Callable[[], Any]:
 def bare_draft(head: Any, context: int, size: int, scored: int | None) -> Callable[[], Any]:
     """A head's own forward of so many rows behind so much text, the last `scored` of them (or all) made into logits."""
     (frozen,), cache = head.frozen, Cache()
-    weight, every = head.fc.weight, context + size
+    weight, every = head.fc.weight, context + size  # of whatever is fused
     tokens = torch.ones(1, every, dtype=torch.long, device=weight.device)
     features = torch.zeros(1, every, head.shape.hidden_size, device=weight.device, dtype=weight.dtype)
     positions = torch.arange(every, device=weight.device)[None]
@@ -163,14 +164,14 @@ def bare_draft(head: Any, context: int, size: int, scored: int | None) -> Callab
     def rows(start: int, end: int, mask: Tensor | None) -> Tensor:
         cache.length = start
         part = slice(start, end)
-        return head._block(tokens[:, part], features[:, part], positions[:, part], mask, cache, frozen)
+        return head.read(tokens[:, part], features[:, part], positions[:, part], mask, cache, frozen)
 
     with torch.inference_mode():
         rows(0, context, None)
 
     @torch.inference_mode()
     def run() -> Any:
-        return frozen.logits(rows(context, every, mask)[0, -(scored or size) :])
+        return head.law(rows(context, every, mask)[0, -(scored or size) :], frozen)
 
     return run
 

@@ -17,8 +17,9 @@ from data_prep.tokens import each, load_tokenizer
 from eagle.checkpoint import load_head, save_head
 from eagle.decode import generate
 from eagle.drafter import Budget, TrainableDrafter
-from eagle.drafters import DRAFTERS, settings_of
+from eagle.drafters import settings_of
 from eagle.drafters.none import NoDrafter
+from eagle.drafters.unrolled import UnrolledDrafter
 from eagle.examples import Batch, Example, collate
 from eagle.export import EXPORTERS, export
 from eagle.extract import LiveFeatures, taps_of
@@ -33,9 +34,10 @@ STEPS = 2
 
 def check(recipe: Recipe) -> None:
     """Every stage on a little data, each with its time; what is wrong in one of them ends it with a message."""
+    from recipes.train_eagle import first_head  # of the script that calls this
+
     settings = settings_of(recipe.drafter.model_dump(), "recipe")
-    method = DRAFTERS[settings.kind]
-    recipe = with_data_that_is_there(recipe)
+    recipe = with_head_that_is_there(with_data_that_is_there(recipe))
     with stage("conversations"):
         data = recipe.data
         found = read_conversations(data.train, limit=data.limit, split=data.split, revision=data.revision)
@@ -50,13 +52,14 @@ def check(recipe: Recipe) -> None:
         target = Target.load(**recipe.target.model_dump())
         say(f"{parameters(target.model) / 1e9:.3f} B parameters on {target.device} in {target.model.dtype}")
     with stage("features") as timed:
-        live = LiveFeatures(target, examples, identity(recipe, taps_of(method)), recipe.features.batch_tokens)
+        made = identity(recipe, taps_of(settings, target.config))
+        live = LiveFeatures(target, examples, made, recipe.features.batch_tokens)
         size = recipe.train.batch_size
         batches = [collate(live.read(range(at, at + size)), live.taps) for at in range(0, STEPS * size, size)]
     extracting = sum(lengths) / timed["seconds"]
     with stage("loss and update"):
         torch.manual_seed(recipe.train.seed)
-        head = method.for_target(settings, target.config).to(target.device)
+        head: Any = first_head(recipe, settings, target, live).to(target.device)
         training = trained(recipe, head, target, batches)
     with stage("save and load"), tempfile.TemporaryDirectory() as folder:
         save_head(Path(folder) / "head", head, recipe.dump(), live.identity)
@@ -83,6 +86,15 @@ def with_data_that_is_there(recipe: Recipe) -> Recipe:
         return recipe
     say(f"{again.out} is not there yet: checked with the answers of {again.source}")
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"train": again.source})})
+
+
+def with_head_that_is_there(recipe: Recipe) -> Recipe:
+    """The recipe with fresh weights, as long as the head that it starts from is not there."""
+    init = recipe.train.init
+    if init is None or Path(init).exists():
+        return recipe
+    say(f"{init} is not there yet: checked with fresh weights")
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"init": None})})
 
 
 def first_examples(recipe: Recipe) -> tuple[list[Example], int]:
@@ -135,14 +147,15 @@ def decoded(target: Target, head: TrainableDrafter, example: Example) -> None:
 
 
 def forecast(
-    recipe: Recipe, head: TrainableDrafter, target: Target, tokens: int, extracting: float, training: float
+    recipe: Recipe, head: UnrolledDrafter, target: Target, tokens: int, extracting: float, training: float
 ) -> Iterator[str]:
     """The whole run, at the rates that were just measured."""
     features, settings = recipe.features, recipe.train
-    disk = tokens * token_bytes(features.dtype, len(taps_of(type(head))), target.config.hidden_size)
+    disk = tokens * token_bytes(features.dtype, len(taps_of(head.settings, target.config)), target.config.hidden_size)
     step = -(-settings.batch_size // settings.accumulation) * recipe.data.max_length
     itemsize = 2 if settings.dtype == "bfloat16" else 4
-    weights = sum({module: parameters(module) for module in (target.head.embedding, target.head.output)}.values())
+    used = (target.head.embedding, target.head.output) if features.store else (target.model,)
+    weights = sum({module: parameters(module) for module in used}.values())
     memory = training_bytes(head, weights, step, itemsize)
     yield f"the whole run: {tokens:,} tokens, {settings.epochs} epochs; one process of this machine needs"
     if features.store:

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from eagle.drafter import TrainableDrafter
+from eagle.drafter import TargetHead
 from eagle.drafters import DRAFTERS, settings_of
+from eagle.drafters.unrolled import UnrolledDrafter
 from eagle.extract import taps_of
 from eagle.log import script
 from eagle.objectives import LOGITS_ELSEWHERE
@@ -21,7 +24,8 @@ from eagle.shards import token_bytes
 
 ROOT = Path(__file__).parent.parent
 KNOWN = ROOT / "docs/results/sizes.json"
-SHIPPED = ("vicuna-7b", "llama-3.1-8b", "llama-3.1-70b", "qwen3-8b", "qwen3-30b-a3b")
+SHIPPED = ("vicuna-7b", "llama-3.1-8b", "llama-3.1-70b", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b")
+METHODS = ("eagle1", "hass", "eagle3", "eagle3.1")
 CONVERSATIONS = {"Aeala/ShareGPT_Vicuna_unfiltered": 68_000}
 TOKENS = 1_330  # of a ShareGPT conversation cut at 2,048: its published 740 GB at a width of 4,096 in bf16
 SUPERVISED = 0.75  # share of these tokens
@@ -39,6 +43,7 @@ class Sizes:
     intermediate_size: int
     num_attention_heads: int
     num_key_value_heads: int
+    num_hidden_layers: int
     head_dim: int
     tie_word_embeddings: bool
     parameters: int
@@ -47,7 +52,7 @@ class Sizes:
     @property
     def config(self) -> LlamaConfig:
         """As much of the target's config as a head is made from."""
-        return LlamaConfig(**{field.name: getattr(self, field.name) for field in fields(self)[:7]})
+        return LlamaConfig(**{field.name: getattr(self, field.name) for field in fields(self)[:8]})
 
     @property
     def frozen(self) -> int:
@@ -74,52 +79,104 @@ def forecast(recipe: Recipe, sizes: Sizes, conversations: int, cards: int = CARD
     settings, train = settings_of(recipe.drafter.model_dump(), "recipe"), recipe.train
     head = empty_head(settings, sizes.config)
     tokens = min(conversations, recipe.data.limit or conversations) * min(TOKENS, recipe.data.max_length)
-    taps = taps_of(DRAFTERS[settings.kind])
+    stored, target = recipe.features.store is not None, 2 * sizes.parameters
     # a step of texts that are all as long as may be
     step = -(-train.batch_size // (cards * train.accumulation)) * recipe.data.max_length
+    memory = training_bytes(head, stored * sizes.frozen, step, 2 if train.dtype != "float32" else 4)
     hours = 3600 * tflops * 1e12
     return Forecast(
         parameters(head),
         head.shape.intermediate_size,
         tokens,
-        tokens * token_bytes(recipe.features.dtype, len(taps), sizes.hidden_size),
-        training_bytes(head, sizes.frozen, step, 2 if train.dtype != "float32" else 4),
-        2 * sizes.parameters,
-        2 * sizes.active * tokens / hours,
+        stored * tokens * token_bytes(recipe.features.dtype, len(taps_of(settings, sizes.config)), sizes.hidden_size),
+        memory if stored else memory + target // (cards if recipe.features.shard_target else 1),
+        target,
+        (1 if stored else train.epochs) * 2 * sizes.active * tokens / hours,
         train.epochs * training_flops(head, tokens) / hours,
     )
 
 
-def empty_head(settings: Any, config: Any) -> TrainableDrafter:
+def empty_head(settings: Any, config: Any) -> UnrolledDrafter:
     """The head without its numbers."""
     with torch.device("meta"):
-        return DRAFTERS[settings.kind].for_target(settings, config)
+        embedding, output = nn.Embedding(config.vocab_size, 1), nn.Linear(config.hidden_size, config.vocab_size)
+        return DRAFTERS[settings.kind].for_target(settings, config, TargetHead(embedding, output), said=())
 
 
-def parameters(module: torch.nn.Module) -> int:
-    """How many numbers a module learns."""
+def parameters(module: nn.Module) -> int:
+    """How many numbers a module has."""
     return sum(tensor.numel() for tensor in module.parameters())
 
 
-def training_bytes(head: TrainableDrafter, frozen: int, tokens: int, itemsize: int = 2) -> int:
+def training_bytes(head: UnrolledDrafter, frozen: int, tokens: int, itemsize: int = 2) -> int:
     """On one card, for steps of so many tokens: the head, what it borrows, activations, and the logits of a chunk."""
-    # weights, gradients and two moments in fp32, and a copy in which products are computed
-    learned = parameters(head) * (16 + (itemsize if itemsize < 4 else 0))
-    logits = min(LOGITS_ELSEWHERE, tokens * head.shape.vocab_size) * (2 * itemsize + 2 * 4)
-    return learned + frozen * itemsize + activation_bytes(head.shape, tokens, itemsize) + logits
+    steps, said = steps_of(head), said_of(head)
+    # weights in fp32 and a copy in which products are computed; gradients and two moments of what is learned
+    learned = sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
+    weights = parameters(head) * (4 + (itemsize if itemsize < 4 else 0)) + learned * 12
+    # rows of the target's LM head cut out for those tokens; the gradient at its own that the forward pass finds
+    heads = said * head.shape.hidden_size
+    cut = heads * itemsize * (said < head.shape.vocab_size) + heads * 4 * trains_lm_head(head)
+    # of all steps the student's, of one the teacher's, and in fp32 both laws and what lies between them
+    logits = min(LOGITS_ELSEWHERE, steps * tokens * said) * (itemsize + (itemsize + 4 * 4) / steps)
+    return weights + frozen * itemsize + cut + activation_bytes(head, tokens, itemsize) + round(logits)
 
 
-def activation_bytes(shape: Any, tokens: int, itemsize: int = 2) -> int:
-    """What one block keeps for its backward pass, all of the tokens supervised."""
-    attention = (2 * shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim
-    # features, embedding and both side by side, residual stream, norm, predicted and true states; MLP
-    return tokens * itemsize * (14 * shape.hidden_size + 2 * attention + 4 * shape.intermediate_size)
+def activation_bytes(head: UnrolledDrafter, tokens: int, itemsize: int = 2) -> int:
+    """What the unroll keeps for its backward pass, all of the tokens supervised."""
+    shape, width, settings = head.shape, head.shape.hidden_size, head.settings
+    attention, taps = head.layers[0].self_attn, len(head.taps)
+    heads = 2 * attention.q_proj.out_features + 2 * attention.k_proj.out_features
+    # what attention and the MLP read, the state that is left, and the gradient at it
+    vectors, rotary = 4 + getattr(settings, "norm_output", False), 2 * shape.head_dim * 4
+    if attention.q_proj.in_features == width:  # features are compared, too
+        once, vectors, compared = (taps + 2) * itemsize + 4 - itemsize, vectors + 1, width * (4 - itemsize)
+    else:  # embedding and first state before and behind their norms, the taps, and the teacher's states
+        once, compared = (taps * (1 + settings.fc_norm) + 3) * itemsize + 4, 0
+    step = (vectors * width + heads + 2 * shape.intermediate_size) * itemsize + rotary + compared
+    return tokens * (once * width + steps_of(head) * step)
 
 
-def training_flops(head: TrainableDrafter, tokens: int) -> float:
-    """Of one pass over the data: every weight at every token, the LM head at supervised ones; attention is left out."""
-    # of the LM head the teacher's logits, the student's, and the gradient at the student's states
-    return tokens * (6.0 * parameters(head) + SUPERVISED * 6.0 * head.shape.vocab_size * head.shape.hidden_size)
+def training_flops(head: UnrolledDrafter, tokens: int, supervised: float = SUPERVISED) -> float:
+    """Of one pass over the data: products with weights; those of attention with its keys are left out."""
+    steps, (once, known, drafted) = steps_of(head), token_flops(head)
+    # the first step reads all tokens and drafts at supervised ones; the others do both there
+    block = 3 * (known + supervised * (steps * drafted + (steps - 1) * known))
+    # of LM heads the teacher's logits, and each step's with the gradient at its states, and at the matrix
+    laws = (2 + steps * (4 + 2 * trains_lm_head(head))) * said_of(head) * head.shape.hidden_size
+    # what is read is not learned, so that no gradient flows on
+    return tokens * (2 * once + block + supervised * laws)
+
+
+def token_flops(head: UnrolledDrafter) -> tuple[int, int, int]:
+    """Of the forward at one token: what all steps share, what is behind a level's keys, and the rest of the level."""
+    width, block = head.shape.hidden_size, head.layers[0]
+    taps = block.self_attn.q_proj.weight.new_zeros(1, len(head.taps), width)
+    with torch.no_grad():
+        with FlopCounterMode(display=False) as once:
+            tokens, hidden = head.tokens(taps[:, 0]), head.first(taps)
+        with FlopCounterMode(display=False) as known:
+            entered = head.entered(tokens, hidden)
+            head.keys(entered)
+        with FlopCounterMode(display=False) as drafted:
+            query, kept = head.queries(entered)
+            block.ended(kept + block.self_attn.o_proj(query))
+    return once.get_total_flops(), known.get_total_flops(), drafted.get_total_flops()
+
+
+def steps_of(head: UnrolledDrafter) -> int:
+    """How many steps it is trained over."""
+    return getattr(head.settings, "steps", 1)
+
+
+def said_of(head: UnrolledDrafter) -> int:
+    """How many tokens it may say."""
+    return getattr(head.shape, "draft_vocab_size", None) or head.shape.vocab_size
+
+
+def trains_lm_head(head: UnrolledDrafter) -> bool:
+    """Whether it learns an LM head of its own."""
+    return any(name == "lm_head.weight" and weight.requires_grad for name, weight in head.named_parameters())
 
 
 def sizes_of(path: str, revision: str | None = None) -> Sizes:
@@ -144,6 +201,7 @@ def sizes_of_config(config: Any) -> Sizes:
         config.intermediate_size,
         config.num_attention_heads,
         config.num_key_value_heads,
+        config.num_hidden_layers,
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         bool(config.tie_word_embeddings),
         parameters(model),
@@ -167,10 +225,10 @@ def table(rows: dict[str, Forecast]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, run in rows.items():
+        disk = f"{run.features / GB:,.0f} GB" if run.features else "none"
         lines.append(
-            f"| {name} | {run.parameters / 1e9:.3f} B | {run.width:,} | {run.tokens / 1e6:.0f} M | "
-            f"{run.features / GB:,.0f} GB | {run.memory / GB:.1f} GB | {run.target / GB:.0f} GB | "
-            f"{run.extract_hours:.1f} | {run.train_hours:.1f} |"
+            f"| {name} | {run.parameters / 1e9:.3f} B | {run.width:,} | {run.tokens / 1e6:.0f} M | {disk} | "
+            f"{run.memory / GB:.1f} GB | {run.target / GB:.0f} GB | {run.extract_hours:.1f} | {run.train_hours:.1f} |"
         )
     return "\n".join(lines)
 
@@ -200,7 +258,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--tflops", type=float, default=TFLOPS, help="that a card computes a second")
     parser.add_argument("--conversations", type=int, help="of the data, where that is not known")
     asked = parser.parse_args(argv)
-    paths = asked.recipes or [f"recipes/{name}/eagle1.yaml" for name in SHIPPED]
+    shipped = [f"recipes/{name}/{method}.yaml" for name in SHIPPED for method in METHODS]
+    paths = asked.recipes or [path for path in shipped if (ROOT / path).exists()]
     print(of_recipes(paths, asked.cards, asked.tflops, asked.conversations))
     if not asked.recipes:
         print(f"\n{of_targets()}")

@@ -47,9 +47,9 @@ def main(argv: list[str]) -> None:
         return
     accelerator = launch(recipe.train)
     settings = settings_of(recipe.drafter.model_dump(), path or demo.RECIPE)
-    target, features = opened(recipe, taps_of(DRAFTERS[settings.kind]), main=accelerator.is_main_process)
+    target, features = opened(recipe, settings, main=accelerator.is_main_process)
     torch.manual_seed(recipe.train.seed)  # the head's first weights are part of the run
-    head = first_head(recipe, settings, target)
+    head = first_head(recipe, settings, target, features)
     frozen = target.head.cast(getattr(torch, recipe.train.dtype))
     decode = partial(decoded, recipe, target) if isinstance(target, Target) and recipe.train.decode else None
     if decode is None and recipe.features.store:
@@ -69,19 +69,20 @@ def resolved(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"dtype": dtype})})
 
 
-def opened(recipe: Recipe, taps: tuple[int, ...], *, main: bool = True) -> tuple[Target | Borrowed, Features]:
+def opened(recipe: Recipe, settings: Any, *, main: bool = True) -> tuple[Target | Borrowed, Features]:
     """What a head borrows from, and the features; the target itself only where it must compute or decode."""
     if recipe.features.store and not recipe.train.decode:
         store = FeatureStore(recipe.features.store)
         if folder := store.borrowed():
+            borrowed = load_borrowed(folder, best_device())
             if main:  # its reading of all weights is enough for all processes
-                store.expect(needed(recipe, taps, store))
-            return load_borrowed(folder, best_device()), store
+                store.expect(needed(recipe, taps_of(settings, borrowed.config), store))
+            return borrowed, store
     shard = recipe.features.shard_target
     target = Target.load(**recipe.target.model_dump(), device="cpu" if shard else "auto")
     if shard:
         target.shard()
-    return target, source(recipe, target, identity(recipe, taps))
+    return target, source(recipe, target, identity(recipe, taps_of(settings, target.config)))
 
 
 def needed(recipe: Recipe, taps: tuple[int, ...], store: FeatureStore) -> dict[str, Any]:
@@ -116,13 +117,18 @@ def source(recipe: Recipe, target: Target, made: dict[str, Any]) -> Features:
     return LiveFeatures(target, examples, made, recipe.features.batch_tokens)
 
 
-def first_head(recipe: Recipe, settings: Any, target: Target | Borrowed) -> TrainableDrafter:
-    """A new head, or the one that `train.init` names, which must be of the same method and sizes."""
-    head: TrainableDrafter = DRAFTERS[settings.kind].for_target(settings, target.config)
+def first_head(recipe: Recipe, settings: Any, target: Target | Borrowed, features: Features) -> TrainableDrafter:
+    """A new head, or the one that `train.init` names, which must be of the same network and sizes."""
+    head: TrainableDrafter = DRAFTERS[settings.kind].for_target(
+        settings, target.config, target.head, (features.said(place) for place in range(len(features)))
+    )
     if recipe.train.init is None:
         return head
     given = load_head(recipe.train.init)
-    had, needed = ({"kind": made.settings.kind, **made.shape.to_dict()} for made in (given, head))
+    shapes = [{name: tuple(part.shape) for name, part in made.state_dict().items()} for made in (given, head)]
+    had, needed = (
+        {**made.network, **made.shape.to_dict(), **shape} for made, shape in zip((given, head), shapes, strict=True)
+    )
     if wrong := [f"{name}: {found!r}, needed {new!r}" for name, found, new in differences(had, needed)]:
         raise ValueError(f"the head in {recipe.train.init} does not fit: {'; '.join(wrong)}. Train without train.init")
     head.load_state_dict(given.state_dict())

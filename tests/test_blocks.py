@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eagle import Budget, DraftTree, Sampling
-from eagle.drafters.blocks import SURENESS, grow
+from eagle.drafters.growth import SURENESS, grow
 from eagle.tree import PUBLISHED_TREE
 from eagle.verify import Choose
 from tests.enumerate_law import Laws, Text, random_logits, texts_of

@@ -6,16 +6,19 @@ from pathlib import Path
 
 import pytest
 
+from eagle.checkpoint import save_head
+from eagle.drafters import DRAFTERS, settings_of
 from eagle.recipe import Recipe
+from eagle.target import Target
 from recipes.check import check
 
 
-def with_data(tiny_target_dir: Path, tmp_path: Path, *overrides: str) -> Recipe:
-    """The tiny recipe on the suite's own target and conversations."""
+def with_data(tiny_target_dir: Path, tmp_path: Path, *overrides: str, method: str = "eagle1") -> Recipe:
+    """The tiny recipe of a method on the suite's own target and conversations."""
     data = tiny_target_dir / "data/train.jsonl"
     where = [f"target.path={tiny_target_dir / 'target'}", f"data.train={data}", f"train.out={tmp_path / 'out'}"]
     where += [f"features.store={tmp_path / 'features'}", "target.dtype=float32", "train.dtype=float32"]
-    return Recipe.load(Path(__file__).parent.parent / "recipes/tiny/eagle1.yaml", [*where, *overrides])
+    return Recipe.load(Path(__file__).parent.parent / f"recipes/tiny/{method}.yaml", [*where, *overrides])
 
 
 def test_every_stage_runs_and_nothing_is_left(
@@ -38,6 +41,39 @@ def test_an_engine_that_cannot_serve_the_head_is_named(
     """What would only be noticed after days of training is said before."""
     check(with_data(tiny_target_dir, tmp_path, "drafter.fc_bias=true", "data.limit=40"))
     assert "not for vllm" in capsys.readouterr().out
+
+
+def test_a_head_that_is_not_there_yet_is_said(
+    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """HASS starts from the head of another recipe; one of another network is refused."""
+    few, head = ["data.limit=40"], tmp_path / "head"
+    check(with_data(tiny_target_dir, tmp_path, *few, f"train.init={head}", method="hass"))
+    said = capsys.readouterr().out
+    assert f"{head} is not there yet: checked with fresh weights" in said and "laws/2" in said
+    other = with_data(tiny_target_dir, tmp_path, *few, method="eagle3")
+    target = Target.load(**other.target.model_dump())
+    settings = settings_of(other.drafter.model_dump(), "test")
+    save_head(head, DRAFTERS["eagle3"].for_target(settings, target.config, target.head, said=()), "", {})
+    with pytest.raises(ValueError, match=r"the head in .*head does not fit"):
+        check(with_data(tiny_target_dir, tmp_path, *few, f"train.init={head}", method="hass"))
+
+
+def test_what_is_computed_while_training_needs_the_target_in_memory(
+    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three taps and the teacher's states on no disk, seven steps, a draft vocabulary counted from the examples."""
+    monkeypatch.setattr("recipes.check.GB", 1)
+    needs = []
+    for store in ("null", "somewhere"):
+        check(with_data(tiny_target_dir, tmp_path, "data.limit=40", f"features.store={store}", method="eagle3"))
+        said = capsys.readouterr().out
+        assert "laws/6" in said and ("GB of disk" in said) == (store == "somewhere")
+        needs.append(float(said.split(" GB of memory")[0].rpartition(" ")[2].replace(",", "")))
+    weights = Target.load(str(tiny_target_dir / "target")).model
+    borrowed = {weights.get_input_embeddings(), weights.get_output_embeddings()}
+    rest = sum(part.numel() for part in weights.parameters()) - sum(part.weight.numel() for part in borrowed)
+    assert needs[0] - needs[1] == 4 * rest > 0
 
 
 def test_data_that_are_too_few_are_refused(tiny_target_dir: Path, tmp_path: Path) -> None:

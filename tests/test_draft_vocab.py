@@ -13,9 +13,9 @@ import torch
 from safetensors import safe_open
 
 from data_prep import draft_vocab
-from data_prep.draft_vocab import counts_of, coverage, load_draft_vocab, most_frequent, save_draft_vocab
+from data_prep.draft_vocab import counts_of, coverage, load_draft_vocab, save_draft_vocab
 from data_prep.tokens import load_tokenizer, tokenized
-from eagle.examples import Example
+from eagle.examples import Example, most_frequent
 from eagle.identity import data_identity
 from eagle.recipe import Recipe
 
@@ -85,7 +85,7 @@ def test_a_stale_map_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [0, VOCAB + 1])
 def test_an_impossible_size_is_refused(size: int) -> None:
     """With what would be possible."""
-    with pytest.raises(ValueError, match=f"--size is {size}, expected 1 to {VOCAB}"):
+    with pytest.raises(ValueError, match=f"vocabulary of {size} was asked for, expected 1 to {VOCAB}"):
         most_frequent(torch.ones(VOCAB), size)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,11 +15,12 @@ from torch import Tensor
 
 from eagle import Budget, DraftTree, Sampling, Target, spans
 from eagle.drafter import Committed, TargetHead
-from eagle.drafters import eagle1
-from eagle.drafters.blocks import grow
+from eagle.drafters import features as network
+from eagle.drafters import unrolled
 from eagle.drafters.eagle1 import Eagle1
+from eagle.drafters.growth import grow
 from eagle.examples import Batch
-from eagle.objectives import soft_cross_entropy
+from eagle.objectives import distilled
 from eagle.tree import PUBLISHED_TREE, chain_paths
 from eagle.verify import Choose, warp
 from tests.enumerate_law import texts_of
@@ -57,17 +59,32 @@ def trained_logits(head: Eagle1, batch: Batch, target: Target, monkeypatch: pyte
     """[S, V], what the head says at the supervised slots while its loss is computed."""
     kept = []
 
-    def keep(student: Tensor, teacher: Tensor, frozen: TargetHead) -> Tensor:
-        kept.append(frozen.logits(student).detach())
-        return soft_cross_entropy(student, teacher, frozen)
+    def keep(student: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        kept.append(target.head.logits(student[0]).detach())
+        return distilled(student, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(eagle1, "soft_cross_entropy", keep)
+        patch.setattr(network, "distilled", keep)
         head(batch, target.head)
     return kept[0]
 
 
-slots, spans_of = eagle1._slots, spans.Spans.of  # what faults are planted in
+slots, spans_of = unrolled._slots, spans.Spans.of  # what faults are planted in
+
+
+def moved(place: int, slower: int) -> Callable[..., Any]:
+    """Slots that read so many tokens further, and whose positions advance so many times slower."""
+
+    def wrong(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, spans.Spans]:
+        places, positions, found = slots(batch, device)
+        return places + place, positions // slower, found
+
+    return wrong
+
+
+def unmasked(count: int, dtype: torch.dtype) -> Tensor:
+    """No future is hidden."""
+    return torch.zeros(count, count, dtype=dtype)
 
 
 # -- alignment --------------------------------------------------------------------------------------------------------
@@ -82,7 +99,7 @@ def drafted_logits(head: Eagle1, text: Tensor, features: Tensor, pieces: list[in
         return grow(root, logits, *rest)
 
     with patch.context() as inner:
-        inner.setattr(eagle1, "grow", keep)
+        inner.setattr(unrolled, "grow", keep)
         head.begin()
         for start, end in pairwise(pieces):
             head.propose(Committed(text[start:end], features[start:end], int(text[end])), Budget(8, 3, 3))
@@ -109,8 +126,8 @@ def test_train_time_logits_are_those_of_drafting(
 @pytest.mark.parametrize(
     ("home", "name", "fault"),
     [
-        (eagle1, "_slots", lambda lengths: (slots(lengths)[0], torch.arange(sum(lengths) - 2 * len(lengths)) * 2)),
-        (spans, "causal_lower_right", lambda *_: None),
+        (unrolled, "_slots", moved(0, 2)),
+        (spans, "_future", unmasked),
     ],
     ids=["positions", "mask"],
 )
@@ -143,16 +160,16 @@ def test_no_slot_sees_what_it_names(head: Eagle1, tiny_target: Target, monkeypat
 
 
 def from_the_first_text(masks: list[Tensor], device: torch.device) -> spans.Spans:
-    """Pieces that begin where the first text does."""
+    """Runs that begin where the first text does."""
     found = spans_of(masks, device)
-    return spans.Spans(found.rows, [(0, first, end) for _, first, end in found.pieces])
+    return replace(found, runs=[(0, first, end) for _, first, end in found.runs])
 
 
 @pytest.mark.parametrize(
     ("home", "name", "fault", "seen"),
     [
-        (spans, "causal_lower_right", lambda *_: None, "what it names"),
-        (eagle1, "_slots", lambda lengths: (slots(lengths)[0] + 1, slots(lengths)[1]), "what it names"),
+        (spans, "_future", unmasked, "what it names"),
+        (unrolled, "_slots", moved(1, 1), "what it names"),
         (spans.Spans, "of", from_the_first_text, "another text"),
     ],
     ids=["mask", "one further", "other text"],

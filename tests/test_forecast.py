@@ -4,22 +4,51 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from eagle import Target
+from eagle.drafter import TargetHead
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.examples import Example, collate
 from eagle.recipe import Recipe
 from recipes import forecast as module
-from recipes.forecast import activation_bytes, conversations_of, forecast, sizes_of, sizes_of_config, training_flops
+from recipes.forecast import (
+    activation_bytes,
+    conversations_of,
+    empty_head,
+    forecast,
+    sizes_of,
+    sizes_of_config,
+    token_flops,
+    training_bytes,
+    training_flops,
+)
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT.parent / "shared/data/configs"
 VICUNA = ROOT / "recipes/vicuna-7b/eagle1.yaml"
-SETTINGS = settings_of({"kind": "eagle1", "fc_bias": False}, "test")
+LLAMA = ROOT / "recipes/llama-3.1-8b/eagle3.yaml"
+SHAPE = LlamaConfig(
+    vocab_size=512,
+    hidden_size=256,
+    intermediate_size=768,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+)
+HEADS: dict[str, dict[str, Any]] = {
+    "eagle1": {"kind": "eagle1", "fc_bias": False},
+    "hass": {"kind": "hass"},
+    "eagle3": {"kind": "eagle3", "draft_vocab": 128},
+    "eagle3, two steps": {"kind": "eagle3", "steps": 2, "train_lm_head": False},
+}
+NORMED = {"kind": "eagle3", "fc_norm": True, "norm_output": True}
 
 
 def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,48 +70,104 @@ def test_the_published_run_needs_what_its_authors_report() -> None:
     assert forecast(recipe, sizes_of(recipe.target.path), 34_000).features == pytest.approx(run.features / 2)
 
 
-def test_activations_are_what_autograd_keeps() -> None:
-    """Distinct storages that a real step saves for its backward pass, within a quarter."""
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=1,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-    )
-    torch.manual_seed(0)
-    target, head = Target(LlamaForCausalLM(config)), DRAFTERS["eagle1"].for_target(SETTINGS, config).train()
-    tokens = torch.randint(512, (400,))
-    features = target.features(tokens[None], (-1,))[0]
-    batch = collate([Example(tokens, torch.ones(400, dtype=torch.bool), features)], (-1,))
-    weights = {tensor.untyped_storage().data_ptr() for tensor in [*head.parameters(), *target.model.parameters()]}
-    kept: dict[int, torch.UntypedStorage] = {}
+def test_what_is_not_stored_lies_on_the_card_and_is_made_every_epoch() -> None:
+    """Four states of a token in two bytes each; or the target, once for all that a head borrows of it."""
+    sizes = sizes_of("meta-llama/Llama-3.1-8B-Instruct")
+    stored = forecast(Recipe.load(LLAMA, ["features.store=somewhere"]), sizes, 68_000)
+    live = forecast(Recipe.load(LLAMA), sizes, 68_000)
+    shared = forecast(Recipe.load(LLAMA, ["features.shard_target=true"]), sizes, 68_000)
+    assert (stored.features, live.features) == (stored.tokens * 4 * 4_096 * 2, 0)
+    assert live.memory - stored.memory == live.target - 2 * sizes.frozen
+    assert live.memory - shared.memory == live.target - live.target // 8
+    assert live.extract_hours == pytest.approx(10 * stored.extract_hours)
+    assert live.train_hours == stored.train_hours
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage
+
+def stepped(section: dict[str, Any], count: int, share: float = 1.0, dtype: torch.dtype = torch.float32) -> Any:
+    """A small head, a text of which so many slots have a future, and what it borrows."""
+    torch.manual_seed(0)
+    settings = settings_of(section, "test")
+    embedding, output = nn.Embedding(512, 256), nn.Linear(256, 512, bias=False)
+    frozen = TargetHead(embedding.requires_grad_(False), output.requires_grad_(False))
+    head = DRAFTERS[settings.kind].for_target(settings, SHAPE, frozen, said=()).train()
+    features = torch.randn(count + 2, len(head.taps) + (-1 not in head.taps), 256, dtype=dtype)
+    taps = head.taps if -1 in head.taps else (*head.taps, -1)
+    mask = torch.arange(count + 2) >= 2 + round(count * (1 - share))
+    batch = collate([Example(torch.randint(512, (count + 2,)), mask, features)], taps)
+    return head, batch, frozen.cast(dtype)
+
+
+def kept(section: dict[str, Any], count: int, dtype: torch.dtype) -> int:
+    """Bytes of the distinct storages that a real step saves for its backward pass, in the precision of `dtype`."""
+    head, batch, frozen = stepped(section, count, dtype=dtype)
+    found: dict[int, Any] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        head(batch, target.head)["total"]
-    measured = sum(storage.nbytes() for storage in kept.values())
-    assert activation_bytes(head.shape, 398, 4) == pytest.approx(measured, rel=0.25)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            head(batch, frozen)["total"]
+    return sum(storage.nbytes() for storage in found.values())
 
 
-def test_flops_are_what_torch_counts() -> None:
-    """Three times the forward of the weights, at every token, by torch's own counter."""
-    from torch.utils.flop_counter import FlopCounterMode
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("section", "within"), [*((section, 0.1) for section in HEADS.values()), (NORMED, 0.25)])
+def test_activations_are_what_autograd_keeps(section: dict[str, Any], within: float, dtype: torch.dtype) -> None:
+    """What each further token adds to it, so that copies of weights do not count."""
+    measured = kept(section, 500, dtype) - kept(section, 100, dtype)
+    head = empty_head(settings_of(section, "test"), SHAPE)
+    assert activation_bytes(head, 400, dtype.itemsize) == pytest.approx(measured, rel=within)
 
-    head = module.empty_head(SETTINGS, sizes_of("lmsys/vicuna-7b-v1.3").config)
-    tokens, width, vocabulary = 100, head.shape.hidden_size, head.shape.vocab_size
-    matrices = [tensor for tensor in head.parameters() if tensor.dim() == 2]
-    with FlopCounterMode(display=False) as counter, torch.device("meta"):
-        for matrix in matrices:
-            torch.zeros(tokens, matrix.shape[1]) @ matrix.detach().T
-    rest = training_flops(head, tokens) - 3 * counter.get_total_flops()
-    assert rest == pytest.approx(0.75 * tokens * 6 * width * vocabulary, rel=1e-3)
+
+def test_memory_grows_with_the_steps_and_what_may_be_said() -> None:
+    """Linear in the steps but for the logits, of which a chunk is made of all steps."""
+
+    def needed(**changes: Any) -> int:
+        return training_bytes(empty_head(settings_of({"kind": "eagle3", **changes}, "test"), SHAPE), 0, 1_000)
+
+    one, three, five = (
+        activation_bytes(empty_head(settings_of({"kind": "hass", "steps": steps}, "test"), SHAPE), 1)
+        for steps in (1, 3, 5)
+    )
+    assert five - three == three - one > 0
+    learned = needed() - needed(train_lm_head=False)
+    assert learned == 512 * 256 * (12 + 4)  # gradient and moments; the gradient that the forward pass finds
+    logits = 7 * 1_000 * (2 + 18 / 7) + 256 * (4 + 2 + 12 + 4)  # of each token that may be said, and its row
+    assert needed() - needed(draft_vocab=128) == pytest.approx(384 * logits - 128 * 256 * 2, abs=2)
+
+
+class Counted(TorchDispatchMode):
+    """Sums the FLOPs of all products, those of autograd's own functions and of the backward pass too."""
+
+    total = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Computes, and counts by torch's own formulas."""
+        output = function(*args, **(kwargs or {}))
+        if count := flop_registry.get(function.overloadpacket):
+            self.total += count(*args, **(kwargs or {}), out_val=output)
+        return output
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("section", [*HEADS.values(), NORMED])
+def test_flops_are_what_a_step_computes(section: dict[str, Any], share: float) -> None:
+    """Of a short text, whose attention hardly counts."""
+    head, batch, frozen = stepped(section, 32, share)
+    with Counted() as counted:
+        head(batch, frozen)["total"].backward()
+    expected = training_flops(empty_head(settings_of(section, "test"), SHAPE), 32, share)
+    assert expected == pytest.approx(counted.total, rel=0.06)
+
+
+def test_a_token_meets_every_weight_once() -> None:
+    """The three parts of a forward together are all matrices."""
+    for section in (*HEADS.values(), NORMED):
+        head = empty_head(settings_of(section, "test"), SHAPE)
+        matrices = {name: tensor.numel() for name, tensor in head.named_parameters() if tensor.ndim == 2}
+        assert sum(token_flops(head)) == 2 * sum(count for name, count in matrices.items() if name != "lm_head.weight")
 
 
 def test_unknown_data_asks_for_its_size() -> None:

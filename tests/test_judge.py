@@ -10,6 +10,7 @@ from torch import Tensor
 
 from eagle import Budget, Target, generate
 from eagle.drafter import Committed
+from eagle.drafters import unrolled
 from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.none import NoDrafter
 from eagle.examples import Batch, Example, collate
@@ -128,18 +129,26 @@ def test_another_unroll_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Planted faults: steps that do not see themselves, stand one place too early, or read another slot's token."""
-    block = Eagle1._block
+    attend, rotated, entered = unrolled.attend, unrolled.rotated, Eagle1.entered
+    turned: list[Tensor] = []
 
-    def wrong(self: Any, tokens: Tensor, features: Tensor, positions: Tensor, mask: Any, *rest: Any) -> Tensor:
-        if mask is not None and fault == "keys":
-            mask[..., -tokens.shape[1] :] = torch.finfo(mask.dtype).min
-        elif mask is not None and fault == "position":
-            positions = positions - 1
-        elif mask is not None:
-            tokens = tokens.roll(1, dims=1)
-        return block(self, tokens, features, positions, mask, *rest)
+    def forgetful(query: Tensor, key: Tensor, value: Tensor, spans: Any, own: Any) -> Tensor:
+        return attend(query, key, value, spans, own[:-1])
 
-    monkeypatch.setattr(Eagle1, "_block", wrong)
+    def behind(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        turned.append(rotary[0])
+        return rotated(x, rotary if len(turned) < 3 else tuple(table.roll(1, 0) for table in rotary))
+
+    def mistaken(self: Any, tokens: Tensor, hidden: Tensor) -> Any:
+        step = hidden.shape[0] == mixed.slots
+        return entered(self, tokens.roll(1, dims=0) if step else tokens, hidden)
+
+    home, name, wrong = {
+        "keys": (unrolled, "attend", forgetful),
+        "position": (unrolled, "rotated", behind),
+        "token": (Eagle1, "entered", mistaken),
+    }[fault]
+    monkeypatch.setattr(home, name, wrong)
     assert judged_counts(head, target, mixed) != drafted
 
 

@@ -11,9 +11,9 @@ from transformers import LlamaConfig
 
 from bench.published_eagle1 import PublishedHead, padded, published_loss, published_optimizer, published_step
 from eagle.drafter import TargetHead
-from eagle.drafters.blocks import Spans
 from eagle.drafters.eagle1 import Eagle1
 from eagle.examples import Batch, Example, collate
+from eagle.spans import Spans
 
 # heads of 16 in groups of two; 300 tokens make a text of more than one piece
 SHAPE = LlamaConfig(
@@ -115,10 +115,8 @@ def test_a_leaking_mask_is_seen(
         spans = honest(masks, device)
         end = sum(len(mask) for mask in masks)
         if by == "begin":
-            return replace(spans, pieces=[(0, start, stop) for _, start, stop in spans.pieces])
-        return replace(
-            spans, pieces=[(b, start + (stop < end), stop + (stop < end)) for b, start, stop in spans.pieces]
-        )
+            return replace(spans, runs=[(0, start, stop) for _, start, stop in spans.runs])
+        return replace(spans, runs=[(b, start + (stop < end), stop + (stop < end)) for b, start, stop in spans.runs])
 
     monkeypatch.setattr(Spans, "of", leaking)
     assert largest_difference(ours, head, batch, frozen, truth) > 1e-3

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from eagle import Target
 from eagle.drafter import TrainableDrafter
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.examples import Example, collate
+from eagle.extract import taps_of
 from eagle.recipe import Recipe
+from recipes.forecast import Sizes, empty_head, parameters
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name != "accelerate")
 TINY = ROOT / "recipes/tiny/eagle1.yaml"
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
+def named(path: Path) -> str:
+    """A recipe as a test shows it."""
+    return f"{path.parent.name}/{path.stem}"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=named)
 def test_recipe_parses_and_survives_a_round_trip(path: Path, tmp_path: Path) -> None:
     """A shipped recipe is valid, its drafter section too, and its dump is the same recipe."""
     recipe = Recipe.load(path)
@@ -65,38 +73,48 @@ def test_the_drafter_section_is_checked_by_its_method() -> None:
         Recipe.load("nowhere.yaml")
 
 
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_every_method_has_a_row_among_the_papers_and_a_recipe(kind: str) -> None:
+    """The row names its file, and recipes that are there; a method with weights has a tiny one."""
+    rows = [line for line in (ROOT / "docs/papers.md").read_text().splitlines() if line.startswith(f"| `{kind}` |")]
+    assert len(rows) == 1 and (ROOT / rows[0].split("|")[3].strip(" `")).is_file()
+    for pattern in re.findall(r"`(recipes/[^`]+)`", rows[0]):
+        assert list(ROOT.glob(pattern)), pattern
+    if issubclass(DRAFTERS[kind], TrainableDrafter):
+        assert Recipe.load(ROOT / f"recipes/tiny/{kind}.yaml").drafter.kind == kind
+
+
 SIZES = json.loads((ROOT / "docs/results/sizes.json").read_text())
-EAGLE1 = sorted(path for path in RECIPES if path.name == "eagle1.yaml" and path.parent.name != "tiny")
-FAMILY = {"qwen3-8b": "qwen3", "qwen3-30b-a3b": "qwen3_moe"}
+LARGE = [path for path in RECIPES if path.parent.name != "tiny"]
+FAMILY = {"qwen3-8b": "qwen3", "qwen3-30b-a3b": "qwen3_moe", "gpt-oss-20b": "gpt_oss"}
 
 
-def meta_head(settings: Any, sizes: dict[str, Any]) -> TrainableDrafter:
-    """A head of a target's sizes, without numbers."""
-    with torch.device("meta"):
-        return DRAFTERS["eagle1"].for_target(settings, LlamaConfig(**sizes))
+def settings_in(path: Path, *overrides: str) -> Any:
+    """The drafter section of a recipe."""
+    return settings_of(Recipe.load(path, overrides).drafter.model_dump(), str(path))
 
 
-def by_hand(sizes: dict[str, Any], mlp: int, fc_bias: bool) -> int:
-    """The parameters of an EAGLE-1 head: fc, attention, MLP, one norm."""
+def learned(settings: Any, target: str) -> int:
+    """The parameters of a head for a published target, counted without their numbers."""
+    return parameters(empty_head(settings, Sizes(**SIZES[target]).config))
+
+
+def by_hand(settings: Any, sizes: dict[str, Any]) -> int:
+    """The same from the sizes: what fuses, attention, MLP, norms and an LM head of its own."""
     width, head = sizes["hidden_size"], sizes["head_dim"]
     queries, keys = sizes["num_attention_heads"] * head, sizes["num_key_value_heads"] * head
-    fc = 2 * width * width + (width if fc_bias else 0)
-    return fc + 2 * width * queries + 2 * width * keys + 3 * width * mlp + width
+    block = queries * width + 3 * width * (settings.intermediate_size or sizes["intermediate_size"])
+    if settings.kind != "eagle3":
+        return 2 * width * width + settings.fc_bias * width + width * (queries + 2 * keys) + block + width
+    norms = 4 + 3 * settings.fc_norm
+    return 3 * width * width + 2 * width * (queries + 2 * keys) + block + norms * width + 32_000 * width
 
 
-def settings_in(path: Path) -> Any:
-    """The drafter section of a recipe."""
-    return settings_of(Recipe.load(path).drafter.model_dump(), str(path))
-
-
-@pytest.mark.parametrize("path", EAGLE1, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", LARGE, ids=named)
 def test_a_head_has_the_parameters_that_its_recipe_asks_for(path: Path) -> None:
-    """Counted on the meta device, and by hand."""
-    recipe, settings = Recipe.load(path), settings_in(path)
-    sizes = SIZES[recipe.target.path]
-    mlp = settings.intermediate_size or sizes["intermediate_size"]
-    counted = sum(tensor.numel() for tensor in meta_head(settings, sizes).parameters())
-    assert counted == by_hand(sizes, mlp, settings.fc_bias)
+    """Counted, and by hand."""
+    settings, target = settings_in(path), Recipe.load(path).target.path
+    assert learned(settings, target) == by_hand(settings, SIZES[target])
 
 
 @pytest.mark.parametrize(
@@ -109,41 +127,79 @@ def test_a_head_has_the_parameters_that_its_recipe_asks_for(path: Path) -> None:
 )
 def test_published_sizes_are_met(target: str, published: float) -> None:
     """The authors' README gives billions of parameters, to two digits."""
-    head = meta_head(settings_in(ROOT / "recipes/vicuna-7b/eagle1.yaml"), SIZES[target])
-    assert round(sum(tensor.numel() for tensor in head.parameters()) / 1e9, 2) == published
+    settings = settings_in(ROOT / "recipes/vicuna-7b/eagle1.yaml")
+    assert round(learned(settings, target) / 1e9, 2) == published
+
+
+def test_the_published_head_of_a_mixture_is_as_wide() -> None:
+    """lmsys/EAGLE3-gpt-oss-120b-bf16 holds 0.9 billion parameters, the target's embedding among them."""
+    target = "openai/gpt-oss-120b"
+    embedding = SIZES[target]["vocab_size"] * SIZES[target]["hidden_size"]
+    path = ROOT / "recipes/gpt-oss-20b/eagle3.yaml"
+    assert round((learned(settings_in(path), target) + embedding) / 1e9, 1) == 0.9
+    as_one_expert = settings_in(path, "drafter.intermediate_size=2880")
+    assert round((learned(as_one_expert, target) + embedding) / 1e9, 1) == 0.8
+
+
+STARTED = [path for path in RECIPES if Recipe.load(path).train.init]
+ANY = Sizes(**SIZES["Qwen/Qwen3-8B"]).config
+
+
+@pytest.mark.parametrize("path", STARTED, ids=named)
+def test_a_recipe_starts_from_the_head_of_another(path: Path) -> None:
+    """One for the same target, of the same network, which decides what weights mean."""
+    recipe, other = Recipe.load(path), Recipe.load(path.with_name("eagle1.yaml"))
+    assert (recipe.train.init, recipe.target) == (f"{other.train.out}/head", other.target)
+    one, two = (empty_head(settings_in(path.with_name(name)), ANY) for name in (path.name, "eagle1.yaml"))
+    assert one.network == two.network and one.state_dict().keys() == two.state_dict().keys()
+
+
+def test_recipes_that_share_features_agree_on_what_makes_them() -> None:
+    """Target, data, precision and taps."""
+    made: dict[str, Any] = {}
+    for path in RECIPES:
+        recipe = Recipe.load(path)
+        if store := recipe.features.store:
+            ours = (recipe.target, recipe.data, recipe.features, taps_of(settings_in(path), ANY))
+            assert made.setdefault(store, ours) == ours, path
+    assert len(made) < sum(Recipe.load(path).features.store is not None for path in RECIPES)
 
 
 def sixteenth(sizes: dict[str, Any], family: str) -> Target:
     """A target with every size divided by 16: the width of a head of attention, not how many there are."""
     small = {key: sizes[key] // 16 for key in ("vocab_size", "hidden_size", "intermediate_size", "head_dim")}
+    small["hidden_size"] += -small["hidden_size"] % sizes["num_attention_heads"]  # a head's config must divide it
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": small["intermediate_size"] // 8}
+    experts |= {"num_local_experts": 4} if family == "gpt_oss" else {}
     config = AutoConfig.for_model(
         family,
         **{key: sizes[key] for key in ("num_attention_heads", "num_key_value_heads")},
         **small,
-        **(experts if family == "qwen3_moe" else {}),
-        num_hidden_layers=2,
+        **(experts if family in ("qwen3_moe", "gpt_oss") else {}),
+        num_hidden_layers=4,
     )
     torch.manual_seed(0)
     return Target(AutoModelForCausalLM.from_config(config))
 
 
-@pytest.mark.parametrize("path", EAGLE1, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", LARGE, ids=named)
 def test_a_recipe_takes_a_step_at_a_sixteenth_of_its_size(path: Path) -> None:
     """Features of a real forward, the recipe's loss and optimizer: every weight moves, and the loss falls."""
     recipe, settings = Recipe.load(path), settings_in(path)
     target = sixteenth(SIZES[recipe.target.path], FAMILY.get(path.parent.name, "llama"))
-    if settings.intermediate_size:
-        settings = settings.model_copy(update={"intermediate_size": settings.intermediate_size // 16})
-    head = DRAFTERS["eagle1"].for_target(settings, target.config).train()
+    small = {name: getattr(settings, name, None) for name in ("intermediate_size", "draft_vocab")}
+    settings = settings.model_copy(update={name: size // 16 for name, size in small.items() if size})
     texts = [torch.randint(target.config.vocab_size, (length,)) for length in (40, 24)]
-    read = [target.features(tokens[None], (-1,))[0] for tokens in texts]
+    head = DRAFTERS[settings.kind].for_target(settings, target.config, target.head, said=texts).train()
+    assert head.shape.rope_parameters == target.config.rope_parameters
+    taps = taps_of(settings, target.config)
+    read = [target.features(tokens[None], taps)[0] for tokens in texts]
     batch = collate(
         [
             Example(tokens, torch.arange(len(tokens)) >= 8, features)
             for tokens, features in zip(texts, read, strict=True)
         ],
-        (-1,),
+        taps,
     )
     before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
     optimizer = torch.optim.AdamW(

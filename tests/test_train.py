@@ -62,13 +62,14 @@ def orders(seed: int = 0) -> list[list[int]]:
     return torch.stack(drawn).reshape(12, 4).tolist()
 
 
-@pytest.mark.parametrize(("accumulation", "tolerance"), [(1, 1e-6), (2, 5e-6), (8, 5e-6)])
-def test_the_loop_is_the_naive_one(
-    accumulation: int, tolerance: float, command: list[str], tiny_target: Target, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("accumulation", [1, 2, 8])
+def test_the_loop_is_the_naive_one(accumulation: int, command: list[str], tiny_target: Target, tmp_path: Path) -> None:
     """Parts of a step add up to it, a part that repeats an example too; in another order the weights differ."""
     trained = weights(run(command, tmp_path / "run", f"train.accumulation={accumulation}"))
-    assert apart(trained, naive(command, tiny_target, orders())) < tolerance
+    expected = naive(command, tiny_target, orders())
+    assert apart(trained, expected) < 5e-6  # where a gradient is about as small as AdamW's epsilon
+    distances = torch.cat([(trained[name] - weight).abs().flatten() for name, weight in expected.items()])
+    assert distances.mean() < 1e-8
     assert apart(trained, naive(command, tiny_target, orders(1))) > 1e-4
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from eagle import Budget, DraftTree, Sampling
-from eagle.drafters.blocks import grow
+from eagle.drafters.growth import grow
 from eagle.noise import mix64
 from eagle.tree import Paths, Reading, best_tree, chain_paths
 from eagle.verify import Choose, Offer, verify, warp

@@ -25,7 +25,7 @@ RECIPE = str(ROOT / "recipes/tiny/eagle1.yaml")
 SPEEDS = ("tokens_per_second", "memory_gb")
 
 
-def prepared(target_dir: Path, folder: Path) -> list[str]:
+def prepared(target_dir: Path, folder: Path, *drafter: str) -> list[str]:
     """The tiny recipe in fp32 over a store that is made here: six steps of four conversations an epoch."""
     command = [
         RECIPE,
@@ -40,6 +40,7 @@ def prepared(target_dir: Path, folder: Path) -> list[str]:
         "train.epochs=2",
         "train.validation=0",
         "train.lr=1e-3",
+        *drafter,
     ]
     extract(list(command))
     return command
@@ -59,7 +60,7 @@ def weights(out: Path, name: str = "last") -> dict[str, Tensor]:
 def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """The largest difference of any weight."""
     assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
 
 
 def equal(one: Path, other: Path, name: str = "last") -> bool:

@@ -4,6 +4,8 @@ from typing import Any
 
 from eagle.drafter import TrainableDrafter
 from eagle.drafters.eagle1 import Eagle1
+from eagle.drafters.eagle3 import Eagle3
+from eagle.drafters.hass import Hass
 from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
 from eagle.recipe import validated
@@ -12,6 +14,8 @@ DRAFTERS: dict[str, type[Any]] = {
     "none": NoDrafter,
     "ngram": NgramDrafter,
     "eagle1": Eagle1,
+    "hass": Hass,
+    "eagle3": Eagle3,
 }
 
 

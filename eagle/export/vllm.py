@@ -12,8 +12,8 @@ from eagle.export.layout import Layout
 
 def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:
     """The head's tensors without a prefix; vLLM drops the bias of `fc`, so a head that learned one is refused."""
-    if drafter.settings.kind != "eagle1":
-        raise ValueError(f"vllm: no layout for {drafter.settings.kind!r} yet, expected 'eagle1'")
+    if drafter.network != {"network": "features"}:
+        raise ValueError(f"vllm: no layout for {drafter.settings.kind!r} yet, expected a head with EAGLE-1's network")
     tensors = {name: tensor.detach().cpu() for name, tensor in drafter.state_dict().items()}
     bias = tensors.get("fc.bias")
     if bias is not None and bool(bias.any()):

@@ -1,0 +1,205 @@
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): three layers of the target fused, laws alone as loss, own LM head."""
+
+# N rows, S supervised slots, K steps, H width, D tokens that can be drafted, V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from eagle.drafter import TargetHead
+from eagle.drafters.blocks import Cache, Norm, Rotary, TwoNormBlock, head_shape
+from eagle.drafters.unrolled import UnrolledDrafter
+from eagle.examples import Batch, most_frequent, token_counts
+from eagle.objectives import Kind, Objective, OwnHead, distilled, shares, shifted
+
+
+class Eagle3Settings(BaseModel):
+    """What a recipe may say about the head."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    kind: Literal["eagle3"] = "eagle3"
+    taps: tuple[int, ...] | None = None  # inputs of which layers it reads; 2, the middle one, the last but two
+    steps: int = Field(7, ge=1)  # that it is trained to go on from its own states
+    decay: float = Field(0.8, gt=0, le=1)  # of a step's weight
+    draft_vocab: int | str | None = None  # how many of the most frequent tokens it may say, or a file that tells which
+    lm_head: Literal["target", "random"] = "target"  # from where its LM head starts
+    train_lm_head: bool = True
+    fc_norm: bool = False  # EAGLE-3.1: a norm on each tap
+    norm_output: bool = False  # EAGLE-3.1: the next level reads the normed state
+    norm_before_residual: bool = False  # attention is added to the normed state
+    loss: Kind = "cross_entropy"
+    intermediate_size: int | None = None  # of its MLP; that of the target, but for a mixture of experts
+
+
+class Eagle3(UnrolledDrafter):
+    """(three states of token i, token i + 1) -> a state whose logits name token i + 2, and that the next step reads."""
+
+    teacher_taps = (-1,)
+    d2t: Tensor  # [D], what to add to the number of a token that it may say; there is none where it may say all
+    t2d: Tensor  # [V], which those are
+    Settings = Eagle3Settings
+
+    def __init__(self, settings: Eagle3Settings, shape: Any) -> None:
+        super().__init__()
+        assert settings.taps is not None
+        self.settings, self.shape, self.taps = settings, shape, settings.taps
+        width, norm = shape.hidden_size, lambda: Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
+        self.fc_norm = nn.ModuleList([norm() for _ in self.taps if settings.fc_norm])
+        self.layers = nn.ModuleList([TwoNormBlock(shape, settings.norm_before_residual)])
+        self.norm = norm()
+        said = getattr(shape, "draft_vocab_size", None) or shape.vocab_size
+        self.lm_head = nn.Linear(width, said, bias=False)
+        self.lm_head.weight.requires_grad_(settings.train_lm_head)
+        if said < shape.vocab_size:
+            self.register_buffer("d2t", torch.zeros(said, dtype=torch.long))
+            self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
+        self.rotary = Rotary(shape)
+        self.cut: tuple[TargetHead, ...] = ()  # the target's head and its rows of those tokens, no part of this one
+
+    @classmethod
+    def taps_for(cls, settings: Eagle3Settings, target_config: Any) -> tuple[int, ...]:
+        """Those of the settings, else an early, a middle and a late layer, of which a shallow target may lack some."""
+        layers = target_config.num_hidden_layers
+        usual = (2, layers // 2, layers - 3) if layers > 6 else (1, layers // 2, layers - 1)
+        taps = settings.taps or usual
+        if len(set(taps)) < len(taps) or not all(-1 <= tap < layers for tap in taps):
+            raise ValueError(
+                f"drafter.taps is {taps} for a target of {layers} layers, expected different ones of 0 (the embedding) "
+                f"to {layers - 1}, or -1 (behind the final norm): name them in the recipe"
+            )
+        return taps
+
+    @classmethod
+    def for_target(
+        cls,
+        settings: Eagle3Settings,
+        target_config: Any,
+        frozen: TargetHead | None = None,
+        said: Iterable[Tensor] | None = None,
+    ) -> Eagle3:
+        """A new head; its LM head starts from the target's rows of the tokens that it may say."""
+        own = {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
+        drafts = _draft_vocabulary(settings.draft_vocab, said, target_config.vocab_size)
+        shape = head_shape(target_config, draft_vocab_size=len(drafts), **own)
+        head = cls(settings.model_copy(update={"taps": cls.taps_for(settings, target_config)}), shape)
+        if head.drafts is not None:
+            head.d2t.copy_(drafts - torch.arange(len(drafts)))
+            head.t2d[drafts] = True
+        if settings.lm_head == "target":
+            if frozen is None:
+                raise ValueError("drafter.lm_head is 'target', whose head was not given: call for_target with `frozen`")
+            rows = frozen.weight if head.drafts is None else frozen.weight[drafts.to(frozen.weight.device)]
+            head.lm_head.weight.data.copy_(rows * frozen.logit_scale)
+        return head
+
+    @property
+    def drafts(self) -> Tensor | None:  # type: ignore[override]
+        """[D], the tokens that it may say; None for all."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device) if "d2t" in self._buffers else None
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """What it reads, and where its norms stand."""
+        named = ("kind", "taps", "norm_output", "norm_before_residual")
+        return {name: getattr(self.settings, name) for name in named}
+
+    # -- one level ----------------------------------------------------------------------------------------------------
+
+    def first(self, features: Tensor) -> Tensor:
+        """The taps fused."""
+        if self.fc_norm:
+            normed = [norm(features[..., tap, :]) for tap, norm in enumerate(self.fc_norm)]
+            return self.fc(torch.cat(normed, dim=-1))
+        return self.fc(features.flatten(-2))
+
+    def level(
+        self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        """The block over token and state."""
+        return self.layers[0].over(embedded, hidden, rotary, mask, cache)
+
+    def tokens(self, embedded: Tensor) -> Tensor:
+        """The token's half of queries, keys and values."""
+        block = self.layers[0]
+        matrix = torch.cat([part.weight[:, : embedded.shape[-1]] for part in _projections(block)])
+        return F.linear(block.input_layernorm(embedded), matrix)
+
+    def entered(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+        """The token's half, the state that attention reads, and the one that it is added to."""
+        return tokens, *self.layers[0].entered(hidden)
+
+    def keys(self, entered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Both halves together."""
+        query, key, value = _projections(self.layers[0])
+        tokens, normed, _ = entered
+        matrix = torch.cat([part.weight[:, normed.shape[-1] :] for part in (key, value)])
+        both = tokens[:, query.out_features :] + F.linear(normed, matrix)
+        return both[:, : key.out_features], both[:, key.out_features :]
+
+    def queries(self, entered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Both halves together."""
+        query, tokens, normed, kept = self.layers[0].self_attn.q_proj, *entered
+        return tokens[:, : query.out_features] + F.linear(normed, query.weight[:, normed.shape[-1] :]), kept
+
+    def handed(self, state: Tensor) -> Tensor:
+        """The state as it left the block, or normed."""
+        return self.norm(state) if self.settings.norm_output else state
+
+    def law(self, state: Tensor, frozen: TargetHead) -> Tensor:
+        """Its own LM head's logits."""
+        return self.lm_head(self.norm(state))
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+        """What its laws lack of the target's in every step, at the slots that a draft can reach."""
+        settings = self.settings
+        found = self.unrolled(batch, frozen, settings.steps)
+        said = self.t2d[batch.tokens[found.places + 2]] if self.drafts is not None else None
+        weights = shares(found.places, settings.steps, said, settings.decay)
+        student = shifted(self.norm(state) for state in found.states)
+        true = batch.tapped((-1,))[:, 0].index_select(0, found.places + 1)
+        own = OwnHead(self.lm_head.weight.to(frozen.weight.dtype))  # that of the products, which autocast makes so
+        total, each = distilled(student, true, weights, (own, self._taught(frozen)), Objective(settings.loss))
+        return {"total": total, **{f"laws/{step}": value for step, value in enumerate(each)}}
+
+    def _taught(self, frozen: TargetHead) -> TargetHead:
+        """The target's head for the tokens that this one may say, cut out once."""
+        if self.drafts is None:
+            return frozen
+        if not self.cut or self.cut[0] is not frozen:
+            self.cut = frozen, frozen.narrowed(self.drafts)
+        return self.cut[1]
+
+
+def _draft_vocabulary(asked: int | str | None, said: Iterable[Tensor] | None, vocab_size: int) -> Tensor:
+    """[D], the tokens that a head may say, in ascending order."""
+    if asked is None:
+        return torch.arange(vocab_size)
+    if isinstance(asked, int):
+        if said is None:
+            raise ValueError(f"drafter.draft_vocab is {asked}, but no texts were given: call for_target with `said`")
+        return most_frequent(token_counts(said, vocab_size), asked)
+    if not Path(asked).is_file():
+        raise ValueError(f"no draft vocabulary at {asked}: run `python -m data_prep.draft_vocab RECIPE` first")
+    t2d = load_file(asked)["t2d"]
+    if len(t2d) != vocab_size:
+        raise ValueError(
+            f"{asked} was made for a vocabulary of {len(t2d)}, this target has {vocab_size}: make it again with "
+            "`python -m data_prep.draft_vocab`"
+        )
+    return t2d.nonzero()[:, 0]
+
+
+def _projections(block: TwoNormBlock) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+    attention = block.self_attn
+    return attention.q_proj, attention.k_proj, attention.v_proj

@@ -1,0 +1,39 @@
+"""HASS (Zhang et al. 2024, arXiv 2408.15766): EAGLE-1's head, trained on the features that it predicts itself too."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from eagle.drafter import TargetHead
+from eagle.drafters.features import FeatureHead, FeatureSettings
+from eagle.examples import Batch
+from eagle.objectives import Objective
+
+
+class HassSettings(FeatureSettings):
+    """What a recipe may say about the head."""
+
+    kind: Literal["hass"] = "hass"
+    steps: int = Field(3, ge=1)  # in step s the last s features that a slot sees are its own
+    top_k: int = Field(10, ge=1)
+    top: float = 1.0  # weight of the likeliest `top_k` tokens of the target, beside that of all
+
+
+class Hass(FeatureHead):
+    """Each step reads what the one before predicted, as given: no gradient flows through it."""
+
+    Settings = HassSettings
+
+    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+        """EAGLE-1's loss and that of the likeliest tokens, summed over the steps."""
+        settings = self.settings
+        objective = Objective(weight=settings.cross_entropy, top=settings.top, top_k=settings.top_k)
+        regression, lacking, each = self.compared(batch, frozen, objective, settings.steps)
+        return {
+            "total": settings.regression * regression + lacking,
+            "regression": regression.detach(),
+            **{f"laws/{step}": value for step, value in enumerate(each)},
+        }

@@ -1,0 +1,141 @@
+"""Small heads of EAGLE-3 and HASS with every switch, random texts for them, and their losses by the loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from data_prep.draft_vocab import save_draft_vocab
+from eagle.drafter import TargetHead
+from eagle.drafters.eagle3 import Eagle3
+from eagle.drafters.hass import Hass
+from eagle.examples import Batch, Example, collate
+from tests import naive_unroll
+
+# four heads in groups of two, together wider than the state; 97 tokens, of which a head may say 70
+SHAPE = LlamaConfig(
+    vocab_size=97,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+)
+TAPS = (2, 4, 5, -1)
+# answers of many tokens, of one, at the end of a text, and none that a drafter could write
+SPANS = {17: [(3, 5), (6, 7), (8, 17)], 9: [(2, 4), (8, 9)], 8: [(0, 1)], 12: [(2, 12)]}
+ONE, ONE_FIRST = {30: [(6, 20), (29, 30)]}, 4  # what no draft reaches stands between; the first anchor
+LONG = {310: [(5, 8), (30, 175), (306, 310)], 12: [(4, 12)]}  # one run of more rows than attention reads at once
+VARIANTS: dict[str, dict[str, Any]] = {
+    "eagle3": {"kind": "eagle3"},
+    "eagle3 draft vocabulary": {"kind": "eagle3", "draft_vocab": True},
+    "eagle3 frozen": {"kind": "eagle3", "train_lm_head": False, "intermediate_size": 64},
+    "eagle3 random": {"kind": "eagle3", "draft_vocab": True, "lm_head": "random", "decay": 0.6},
+    "eagle3 normed residual": {"kind": "eagle3", "norm_before_residual": True},
+    "eagle3.1": {"kind": "eagle3", "draft_vocab": True, "fc_norm": True, "norm_output": True},
+    "eagle3 acceptance": {"kind": "eagle3", "draft_vocab": True, "loss": "acceptance", "fc_norm": True},
+    "eagle3 hybrid": {"kind": "eagle3", "loss": "hybrid", "norm_output": True, "norm_before_residual": True},
+    "hass": {"kind": "hass", "noise": 0.0},
+    "hass weighted": {
+        "kind": "hass",
+        "noise": 0.0,
+        "fc_bias": False,
+        "regression": 0.4,
+        "cross_entropy": 0.7,
+        "top": 0.3,
+        "top_k": 3,
+    },
+}
+Weights = dict[str, Tensor]
+
+
+def texts_of(spans: dict[int, list[tuple[int, int]]], dtype: torch.dtype) -> list[Example]:
+    """Random texts with random states of the target, answers where they are said."""
+    generator, made = torch.Generator().manual_seed(3), []
+    for length, answers in spans.items():
+        mask = torch.zeros(length, dtype=torch.bool)
+        for start, stop in answers:
+            mask[start:stop] = True
+        features = torch.randn(length, len(TAPS), SHAPE.hidden_size, generator=generator, dtype=dtype)
+        # often of the low ids, so that the draft vocabulary covers much and not all
+        tokens = (torch.rand(length, generator=generator) ** 3 * SHAPE.vocab_size).long()
+        made.append(Example(tokens, mask, features))
+    return made
+
+
+def frozen_head(dtype: torch.dtype) -> TargetHead:
+    """A random embedding and LM head, such that laws are neither flat nor certain."""
+    torch.manual_seed(1)
+    parts = nn.Embedding(97, 48, dtype=dtype), nn.Linear(48, 97, bias=False, dtype=dtype)
+    nn.init.normal_(parts[1].weight, std=0.3)
+    return TargetHead(*(part.requires_grad_(False) for part in parts))
+
+
+def everywhere(lengths: list[int]) -> list[Example]:
+    """Such texts in fp32, all of them supervised."""
+    texts = texts_of({length: [] for length in lengths}, torch.float32)
+    return [replace(text, loss_mask=torch.arange(len(text.tokens)) >= 2) for text in texts]
+
+
+def draft_vocab(path: Path, vocab_size: int, size: int) -> Path:
+    """A file of so many tokens, more of the low ids, with gaps."""
+    spread = torch.randint(vocab_size, (vocab_size,), generator=torch.Generator().manual_seed(4))
+    save_draft_vocab(path, torch.arange(vocab_size, 0, -1) + spread, size, {})
+    return path
+
+
+def moved(head: Any) -> Any:
+    """The head with all its weights away from where they start."""
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.3 if weight.ndim == 1 else 0.03)
+    return head
+
+
+def new_head(folder: Path, name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A head of a variant, ready to train."""
+    values = {**VARIANTS[name], **changes}
+    method: Any = Hass if values["kind"] == "hass" else Eagle3
+    if values.get("draft_vocab"):
+        values["draft_vocab"] = str(draft_vocab(folder / "draft_vocab.safetensors", SHAPE.vocab_size, 70))
+    torch.manual_seed(2)
+    return moved(method.for_target(method.Settings(**values), SHAPE, frozen_head(torch.float32))).to(dtype).train()
+
+
+def rendered(head: Any, texts: list[Example], frozen: TargetHead) -> Weights:
+    """The total loss and the gradients of all weights by the loop."""
+    weights = {name: tensor.detach().clone() for name, tensor in head.state_dict().items()}
+    learned = {name: tensor.requires_grad_() for name, tensor in weights.items() if tensor.is_floating_point()}
+    loss = naive_unroll.LOSSES[head.settings.kind](weights, head.settings, head.shape, texts, frozen)
+    gradients = torch.autograd.grad(loss, list(learned.values()))
+    return {"total": loss.detach(), **dict(zip(learned, gradients, strict=True))}
+
+
+def computed(head: Any, batch: Batch, frozen: TargetHead) -> Weights:
+    """The same as training computes them."""
+    head.zero_grad()
+    loss = head(batch, frozen)["total"]
+    loss.backward()
+    learned = {name: weight.grad for name, weight in head.named_parameters() if weight.requires_grad}
+    return {"total": loss.detach(), **learned}
+
+
+def apart(head: Any, own: Weights, true: Weights) -> float:
+    """The largest difference of loss and gradients, each relative to its largest number."""
+    if not getattr(head.settings, "train_lm_head", True):
+        true = {name: value for name, value in true.items() if name != "lm_head.weight"}
+    assert own.keys() == true.keys()
+    found = [(own[name] - value).abs().max() / value.abs().max() for name, value in true.items()]
+    return float(torch.stack(found).max())  # which is not a number where one of them is not
+
+
+def difference(head: Any, spans: dict[int, list[tuple[int, int]]], dtype: torch.dtype) -> float:
+    """Of training's loss and gradients from the loop's."""
+    texts, frozen = texts_of(spans, dtype), frozen_head(dtype)
+    return apart(head, computed(head, collate(texts, TAPS), frozen), rendered(head, texts, frozen))
