@@ -16,6 +16,15 @@ from bench.head_quality import curve as quality_curve
 from bench.head_quality import table as quality_table
 from bench.loop_overhead import table as overhead_table
 from bench.mask_templates import table as mask_table
+from bench.methods_report import (
+    ablations_table,
+    curve_table,
+    levels_table,
+    methods_table,
+    pairs_table,
+    plot,
+    seeds_table,
+)
 from bench.regenerated_data import table as regenerated_table
 from bench.train_report import table as train_table
 from bench.tree_kinds import draws_table, kinds_table
@@ -56,12 +65,26 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("trees.md", "tree_kinds.json", kinds_table),
         ("trees.md", "tree_kinds.json", draws_table),
         ("trees.md", "loop_overhead.json", overhead_table),
+        ("results.md", "methods.json", methods_table),
+        ("results.md", "methods.json", pairs_table),
+        ("results.md", "methods_tiny.json", methods_table),
+        ("results.md", "methods_tiny.json", pairs_table),
+        ("results.md", "methods_tiny.json", seeds_table),
+        ("results.md", "methods_tiny.json", levels_table),
+        ("results.md", "methods_tiny.json", curve_table),
+        ("results.md", "methods_tiny.json", ablations_table),
     ],
 )
 def test_a_page_shows_the_result_file(page: str, file: str, table: Callable[[Any], str]) -> None:
     """The tables of the documents are what the benchmarks print for the committed results."""
     results = json.loads((ROOT / "docs/results" / file).read_text())
     assert table(results) in (ROOT / "docs" / page).read_text()
+
+
+def test_the_picture_of_methods_is_the_result_files_own() -> None:
+    """The curves on the page are those that the committed results give."""
+    results = json.loads((ROOT / "docs/results/methods_tiny.json").read_text())
+    assert plot(results) == (ROOT / "docs/images/methods.svg").read_text()
 
 
 def test_summary_pools_cycles_and_compares_with_none() -> None:
