@@ -8,11 +8,9 @@ llama-3.1-8b`) seconds are those of the clock, after all work is done.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import multiprocessing
 import platform
-import re
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -31,9 +29,10 @@ from torch import nn
 from transformers import LlamaConfig
 
 from bench.published_eagle1 import PublishedHead, padded, published_loss, published_optimizer, published_step
+from bench.resident import beyond
 from bench.train_report import plot, table
 from data_prep.tokens import load_tokenizer, tokenized
-from eagle.drafter import TargetHead
+from eagle.drafter import TargetHead, TrainableDrafter
 from eagle.drafters.eagle1 import Eagle1
 from eagle.examples import Batch, Example, collate
 from eagle.recipe import Recipe
@@ -128,7 +127,9 @@ def ours(case: Case) -> Callable[[int], None]:
     return lambda i: our_step(head, inputs[i], frozen, optimizer, bf16=case.dtype == "bf16")
 
 
-def our_step(head: Eagle1, batch: Batch, frozen: TargetHead, optimizer: torch.optim.Optimizer, *, bf16: bool) -> None:
+def our_step(
+    head: TrainableDrafter, batch: Batch, frozen: TargetHead, optimizer: torch.optim.Optimizer, *, bf16: bool
+) -> None:
     """One update as the training loop makes it."""
     with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=bf16):
         total = head(batch, frozen)["total"]
@@ -200,17 +201,7 @@ def memory(case: Case, name: str) -> float:
         torch.accelerator.reset_peak_memory_stats()
         step(1)
         return (torch.accelerator.max_memory_allocated() - held) / 1e6
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    held = _resident("VmRSS")
-    step(1)
-    return (_resident("VmHWM") - held) / 1e3
-
-
-def _resident(line: str) -> int:
-    found = re.search(rf"{line}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1])
+    return beyond(lambda: step(1))
 
 
 def both(case: Case, rounds: int) -> dict[str, Any]:
