@@ -295,9 +295,8 @@ def main() -> None:
     """Prepare, then train, replay and write arm by arm."""
     args = arguments()
     prepared(args, args.arms)
-    about = made_on(
-        target=Path(args.target).name, tokens=args.tokens, prompts=args.prompts, new_tokens=NEW_TOKENS, lr=args.lr
-    )
+    said = {"tokens": args.tokens, "lr": args.lr, "prompts": args.prompts, "new_tokens": NEW_TOKENS}
+    about = made_on(target=Path(args.target).name, **said)
     results: dict[str, Any] = {"runs": []}
     if args.out.exists():
         results = json.loads(args.out.read_text())
