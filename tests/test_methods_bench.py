@@ -82,7 +82,7 @@ class Knowing:
 def test_what_is_kept_is_what_decoding_keeps(tiny_target: Target, heat: float) -> None:
     """Tokens, cycles and the levels asked for and kept, against a loop over the cycles of `generate`."""
     budget, samplings = Budget.fixed(chain_paths(3)), [Sampling(heat, request=number) for number in (0, 1)]
-    prompts = [[5, 9, 5, 9, 5], [7, 7, 7, 7]]
+    prompts = [tiny_target.chat(text) for text in ("What does copy do?", "And a list?")]
     answers = [
         answer(tiny_target, (), prompt, limit=24, sampling=sampling)
         for prompt, sampling in zip(prompts, samplings, strict=True)
