@@ -174,7 +174,7 @@ class TargetHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The target's logits from the input of its LM head, in the weights' own dtype."""
-        logits = self.output(hidden)
+        logits = self.output(hidden.to(self.weight.dtype))
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         if self.softcap is not None:

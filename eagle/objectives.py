@@ -131,7 +131,7 @@ class _Distilled(torch.autograd.Function):
                 hidden, share = student[:, rows].flatten(0, 1).to(matrix.dtype), weights[:, rows]
                 logits = own.logits(hidden)
                 slope = own.slope(logits)
-                taught = frozen.logits(teacher[rows].to(frozen.weight.dtype))
+                taught = frozen.logits(teacher[rows])
                 found = _between(logits.unflatten(0, share.shape), taught, wide, objective)
                 sums += (found * share).sum(-1)
                 back, share = logits if slope is None else logits.mul_(slope), share.reshape(-1, 1)

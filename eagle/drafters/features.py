@@ -93,7 +93,7 @@ class FeatureHead(UnrolledDrafter):
 
     def law(self, state: Tensor, frozen: TargetHead) -> Tensor:
         """What the target would say of the feature."""
-        return frozen.logits(state.to(frozen.weight.dtype))
+        return frozen.logits(state)
 
     # -- training -----------------------------------------------------------------------------------------------------
 

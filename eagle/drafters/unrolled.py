@@ -135,7 +135,7 @@ class UnrolledDrafter(TrainableDrafter):
             zip(*(column.split(batch.lengths) for column in columns), strict=True), states, strict=True
         ):
             if len(mine[0]):
-                laws = (lambda state: self._everywhere(self.law(state, frozen)), lambda state: _logits(frozen, state))
+                laws = (lambda state: self._everywhere(self.law(state, frozen)), frozen.logits)
                 sums = added(sums, judged(mine, true, tokens, counted, laws, trees))
         return sums
 
@@ -202,11 +202,6 @@ class UnrolledDrafter(TrainableDrafter):
         tree = grow(news.root, self.law(hidden, frozen)[0], level, budget, self.noise, committed + 1, self.drafts)
         self.cache.length = committed
         return tree
-
-
-def _logits(frozen: TargetHead, hidden: Tensor) -> Tensor:
-    """Logits of states that may have another dtype than the target: a head in training has."""
-    return frozen.logits(hidden.to(frozen.weight.dtype))
 
 
 def _slots(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Spans]:
