@@ -135,8 +135,8 @@ def test_a_bare_draft_is_the_heads_forward(target: Target, head: Eagle1, size: i
 def test_what_is_measured_is_a_table_of_seconds(target: Target, head: Eagle1) -> None:
     """Contexts that the model has no positions for are shortened; many rows cost more than one."""
     longest = target.max_positions
-    costs = bare_costs(target, head, (16, 10**6), (64, 1), rounds=3)
-    assert costs.contexts == (16, longest - 64) and costs.sizes == (1, 64)
+    costs = bare_costs(target, head, (16, 10**6), (192, 1), rounds=3)
+    assert costs.contexts == (16, longest - 192) and costs.sizes == (1, 192)
     for table in (costs.target, costs.first, costs.level):
         assert len(table) == 2 and all(0 < row[0] < row[1] for row in table)
     assert bare_costs(target, NoDrafter(), (16,), (1,), rounds=1).level is None
