@@ -109,8 +109,8 @@ def test_output_is_the_untouched_models_own(name: str, sampling: Sampling, tiny_
 def letters() -> Target:
     """A target of four tokens, whose laws are neither flat nor certain."""
     torch.manual_seed(0)
-    sizes = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=4, hidden_size=16, intermediate_size=32, bos_token_id=0, **sizes))
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=4, num_hidden_layers=4, bos_token_id=0, **sizes))
     torch.nn.init.normal_(model.lm_head.weight, std=0.4)
     return Target(model)
 
@@ -131,7 +131,10 @@ def test_drawn_drafts_have_the_targets_law(name: str, budget: Budget, sampling: 
             scores = warp(own_logits(letters.model, [*prompt, *said[:end]])[-1:], sampling)
             law[said] *= scores.softmax(-1)[0, said[end]].item()
     assert counts[law == 0].sum() == 0
-    assert scipy.stats.chisquare(counts[law > 0], 600 * law[law > 0] / law.sum()).pvalue > 1e-4
+    expected = 600 * law / law.sum()
+    rare = expected < 5  # for which together the statistic is what it is taken for
+    seen, due = (np.array([*cells[~rare], cells[rare].sum()]) for cells in (counts, expected))
+    assert scipy.stats.chisquare(seen[due > 0], due[due > 0]).pvalue > 1e-4
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
