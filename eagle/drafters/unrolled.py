@@ -130,10 +130,9 @@ class UnrolledDrafter(TrainableDrafter):
         counts = [int(mask[2:].sum()) for mask in batch.loss_mask.split(batch.lengths)]
         states = zip(*(state.split(counts) for state in found.states), strict=True)
         columns = (batch.tokens, batch.tapped((-1,))[:, 0], batch.loss_mask)
+        texts = zip(*(column.split(batch.lengths) for column in columns), states, strict=True)
         sums: dict[str, Tensor] = {}
-        for (tokens, true, counted), mine in zip(
-            zip(*(column.split(batch.lengths) for column in columns), strict=True), states, strict=True
-        ):
+        for tokens, true, counted, mine in texts:
             if len(mine[0]):
                 laws = (lambda state: self._everywhere(self.law(state, frozen)), frozen.logits)
                 sums = added(sums, judged(mine, true, tokens, counted, laws, trees))
