@@ -133,8 +133,8 @@ def _difference(drafted: Trace, plain: Trace, dtype: str) -> str:
 
 def _export(args: argparse.Namespace) -> None:
     target = Target.load(args.target)
-    export(load_head(args.head), target.config, args.to, args.out)
-    print(f"{args.out} is ready for {args.to}")
+    export(load_head(args.head).bind(target.head), target.config, args.to, args.out, args.head)
+    print(f"{args.out} is ready for {args.to}; its README.md tells how to serve it")
 
 
 if __name__ == "__main__":

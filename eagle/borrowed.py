@@ -82,9 +82,7 @@ def _parts(head: TargetHead) -> tuple[dict[str, Tensor], dict[str, float | None]
         tensors["output"] = head.weight.data
     if bias is not None:
         tensors["bias"] = bias.data
-    scales: dict[str, float | None] = {name: getattr(head, name) for name in SCALES}
-    own = torch.as_tensor(getattr(head.embedding, "embed_scale", 1.0)).to(embedding.dtype)  # of Gemma's embeddings
-    return tensors, {**scales, "embed_scale": head.embed_scale * own.item()}
+    return tensors, {**{name: getattr(head, name) for name in SCALES}, "embed_scale": head.scale}
 
 
 def _plain(tensors: dict[str, Tensor], scales: dict[str, Any]) -> TargetHead:

@@ -30,7 +30,7 @@ def model_card(folder: Path, name: str) -> str:
         sections.append(f"## Curve\n\n{curve}")
     if validation := made.pop("validation", None):
         sections.append(f"## On held-out conversations\n\n{_keys(validation)}")
-    if acceptance := _acceptance(_rows(folder.parent / "results.jsonl")):
+    if acceptance := acceptance_of(folder.parent):
         sections.append(f"## Acceptance\n\nTokens committed per forward of the target.\n\n{acceptance}")
     sections.append(f"## What made it\n\n```json\n{json.dumps(made, indent=2)}\n```")
     return "\n\n".join(sections) + "\n"
@@ -79,19 +79,20 @@ def _curve(rows: list[dict[str, Any]]) -> str:
     return _table(["step", *names], [[row["step"], *(row[name] for name in names)] for row in chosen])
 
 
-def _acceptance(rows: list[dict[str, Any]]) -> str:
-    """The newest measurement: per temperature and drafter, pooled over prompts."""
+def acceptance_of(run: Path) -> str:
+    """The newest measurement in a run's folder: per temperature and drafter, pooled over prompts; "" without one."""
+    rows = _rows(run / "results.jsonl")
     begins = [place for place, row in enumerate(rows) if isinstance(row.get("run"), dict)]
-    run, measured = (rows[begins[-1]]["run"], rows[begins[-1] + 1 :]) if begins else ({}, rows)
-    if "id" in run:  # a run that was resumed has several beginnings, and its rows name it
-        measured = [row for row in rows if row["run"] == run["id"]]
+    about, measured = (rows[begins[-1]]["run"], rows[begins[-1] + 1 :]) if begins else ({}, rows)
+    if "id" in about:  # a run that was resumed has several beginnings, and its rows name it
+        measured = [row for row in rows if row["run"] == about["id"]]
     groups: dict[tuple[float, str], list[dict[str, Any]]] = {}
     for row in measured:
         groups.setdefault((row["temperature"], row["drafter"]), []).append(row)
     if not groups:
         return ""
     lines = [[temperature, f"`{drafter}`", _length(group)] for (temperature, drafter), group in groups.items()]
-    made = ", ".join(f"{key} {run[key]}" for key in ("prompts", "tree", "torch", "machine", "date") if key in run)
+    made = ", ".join(f"{key} {about[key]}" for key in ("prompts", "tree", "torch", "machine", "date") if key in about)
     return f"{_table(['T', 'drafter', 'acceptance length'], lines)}\n\n<sub>{made}</sub>"
 
 

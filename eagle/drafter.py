@@ -167,6 +167,12 @@ class TargetHead:
         """Itself: what borrows of a target is copied without it."""
         return self
 
+    @property
+    def scale(self) -> float:
+        """What the rows of the embedding's matrix are multiplied with, the module's own factor (Gemma's) included."""
+        own = torch.as_tensor(getattr(self.embedding, "embed_scale", 1.0))
+        return self.embed_scale * own.to(self.embedding.get_parameter("weight").dtype).item()
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Token embeddings as the target's first layer sees them, without learned positions."""
         embedded = self.embedding(tokens)

@@ -19,14 +19,15 @@ FLOORS = {
     "eagle.decode": 3,
     **dict.fromkeys(("eagle.checkpoint", "eagle.extract", "eagle.resume", "eagle.launch"), 4),
     "eagle.train": 5,
-    "eagle.export": 5,
+    **dict.fromkeys(("eagle.export", "eagle.foreign"), 5),
+    "eagle.doctor": 6,
     "data_prep": 6,
     "eval": 6,
     "eagle.__main__": 7,
     "recipes": 7,
     "eagle": 8,  # the public names
 }
-ROOMS = ("eagle.drafters", "eagle.export")  # folders inside which files may import each other
+ROOMS = ("eagle.drafters", "eagle.export", "eagle.foreign", "eagle.doctor")  # folders inside which files may import each other
 DOORS = {
     "transformers": {"eagle.target", "eagle.attention", "eagle.borrowed", "eagle.drafters.blocks", "data_prep.tokens"},
     "datasets": {"data_prep.conversations", "eval.prompts"},
@@ -38,7 +39,7 @@ DOORS = {
     **{engine: set() for engine in ("vllm", "sglang", "tensorrt_llm", "openvino", "openvino_genai", "llama_cpp")},
 }
 # a head's shape is a LlamaConfig, which a checkpoint reads
-CONFIG_READERS = {"eagle.checkpoint"}
+CONFIG_READERS = {"eagle.checkpoint", "eagle.foreign.head"}
 METHODS_UNKNOWN_TO = ("eagle.verify", "eagle.decode", "eagle.train", "eagle.export")
 SOURCES = sorted(path for room in ("eagle", "data_prep", "eval", "recipes") for path in (ROOT / room).rglob("*.py"))
 

@@ -1,0 +1,96 @@
+"""What stands beside an exported head: how it is served, what it was trained under, what it is known to accept."""
+
+from __future__ import annotations
+
+import json
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from eagle.card import acceptance_of
+from eagle.drafter import TrainableDrafter
+from eagle.export.layout import Layout
+
+USUAL = 3  # tokens of a chain where nothing is known
+WORTH = 1 / 8  # of all drafts must be kept whole, lest a level costs more than it saves
+
+
+def notes(layout: Layout, drafter: TrainableDrafter, engine: str, out: Path, head: Path | None) -> dict[str, str]:
+    """The texts of README.md and provenance.json; `head` is the folder that the drafter came from."""
+    recipe = _yaml(head / "recipe.yaml") if head else {}
+    made = _json(head / "provenance.json") if head else {}
+    levels = _levels(made.get("validation", {}))
+    depth, why = _chain(drafter, levels)
+    serve = layout.serve.replace("DEPTH", str(depth)).replace("NODES", str(depth + 1)).replace("HEAD", str(out))
+    target = recipe.get("target", {}).get("path")
+    sections = [
+        f"# A draft head for {target or 'its target'}",
+        f"Layout: {engine}. What comes out is the target’s own, whatever it guesses: a wrong export costs acceptance alone.",
+        f"## How to serve it\n\n{serve.replace('TARGET', target or 'TARGET')}",
+        f"## How long a chain\n\n{depth} tokens: {why}.",
+        f"## What it was trained under\n\n{_template(recipe)}",
+        f"## What it accepts\n\n{_accepted(levels, head)}",
+    ]
+    provenance = {"engine": engine, "settings": drafter.settings.model_dump(mode="json"), **made}
+    if levels:
+        tau = 1 + sum(accumulate(levels, mul))
+        provenance["acceptance"] = {"tau": tau, "per_position": list(accumulate(levels, mul)), "by": "validation"}
+    return {"README.md": "\n\n".join(sections) + "\n", "provenance.json": json.dumps(provenance, indent=2) + "\n"}
+
+
+def _levels(validation: dict[str, float]) -> list[float]:
+    """How often each token of a chain is kept where the one before was."""
+    names = [f"chain/{depth}" for depth in range(1, len(validation) + 1)]
+    return [validation[name] for name in names if name in validation]
+
+
+def _chain(drafter: TrainableDrafter, levels: list[float]) -> tuple[int, str]:
+    """A chain's length, and why."""
+    if drafter.budget is not None:
+        return drafter.budget.depth, "as deep as the tree that the head was tuned to"
+    if levels:
+        kept = list(accumulate(levels, mul))
+        depth = max(sum(share >= WORTH for share in kept), 1)
+        return depth, f"on held-out texts {kept[depth - 1]:.0%} of such drafts are kept whole; longer ones rarely pay"
+    return USUAL, "the usual length; nothing was measured with this head"
+
+
+def _template(recipe: dict[str, Any]) -> str:
+    """What the server must be told so that prompts look as in training."""
+    data = recipe.get("data", {})
+    if not data:
+        return "Unknown: the head's folder holds no recipe."
+    template, given = data.get("template"), data.get("template_kwargs") or {}
+    lines = [f"The chat template: {f'the one of `{template}`' if template else 'the target’s own'}."]
+    if given:
+        lines.append(f"Its arguments, which requests must repeat (`chat_template_kwargs`): `{json.dumps(given)}`.")
+    else:
+        lines.append("It was given no arguments; requests that give some (`chat_template_kwargs`) change the prompts.")
+    return " ".join(lines)
+
+
+def _accepted(levels: list[float], head: Path | None) -> str:
+    """What validation predicted, and what was measured beside the head."""
+    parts = []
+    if levels:
+        shares = ", ".join(f"{share:.2f}" for share in accumulate(levels, mul))
+        tau = 1 + sum(accumulate(levels, mul))
+        parts.append(
+            f"On held-out texts, chains of {len(levels)}: the first n tokens are kept in {shares} of the drafts, "
+            f"τ = {tau:.2f} tokens per forward of the target, its own included. Engines that do not count that one say "
+            f"{tau - 1:.2f}."
+        )
+    if head and (measured := acceptance_of(head.parent)):
+        parts.append(f"Decoded by this project:\n\n{measured}")
+    return "\n\n".join(parts) or "Nothing was measured: `python -m eagle doctor` tells."
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    return (yaml.safe_load(path.read_text()) or {}) if path.is_file() else {}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text())) if path.is_file() else {}
