@@ -36,7 +36,9 @@ DOORS = {
     "huggingface_hub": {"eagle.identity", "eagle.checkpoint"},
     "peft": {"eagle.target"},
     "deepspeed": set(),
-    **{engine: set() for engine in ("vllm", "sglang", "tensorrt_llm", "openvino", "openvino_genai", "llama_cpp")},
+    # scripts that an engine's own Python runs, and that import nothing of this project
+    **{engine: {f"eval.engine_{engine.partition('_')[0]}"} for engine in ("vllm", "openvino", "openvino_genai")},
+    **{engine: set() for engine in ("sglang", "tensorrt_llm", "llama_cpp")},
 }
 # a head's shape is a LlamaConfig, which a checkpoint reads
 CONFIG_READERS = {"eagle.checkpoint", "eagle.foreign.head"}

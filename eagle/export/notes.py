@@ -28,7 +28,7 @@ def notes(layout: Layout, drafter: TrainableDrafter, engine: str, out: Path, hea
     target = recipe.get("target", {}).get("path")
     sections = [
         f"# A draft head for {target or 'its target'}",
-        f"Layout: {engine}. What comes out is the target’s own, whatever it guesses: a wrong export costs acceptance alone.",
+        f"Layout: {engine}. A wrong export changes no word that the target says: it shows in acceptance alone.",
         f"## How to serve it\n\n{serve.replace('TARGET', target or 'TARGET')}",
         f"## How long a chain\n\n{depth} tokens: {why}.",
         f"## What it was trained under\n\n{_template(recipe)}",

@@ -1,0 +1,74 @@
+"""A random EAGLE-3 head of `nvidia-modelopt`, as it exports it, and its logits; see `bench.rivals.foreign`."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from itertools import count
+from typing import Any
+
+import modelopt.torch.speculative as mtsp
+import torch
+from modelopt.torch.export import export_speculative_decoding
+from modelopt.torch.speculative.config import EAGLE3_DEFAULT_CFG
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from bench.rivals.foreign import Asked, heard, scatter, told
+
+
+def as_exported(model: Any) -> None:
+    """Turn by the YaRN that their exporter writes, and norm the state once, as engines do."""
+    head = model.eagle_module
+    scaled = deepcopy(head.config)
+    scaled.rope_parameters = {"rope_theta": 10000.0, **model.eagle_export_rope_scaling}
+    head.rotary_emb = LlamaRotaryEmbedding(scaled)
+    norm, calls = head.layers[0].input_layernorm, count()
+    normed = norm.forward
+    norm.forward = lambda x: normed(x) if next(calls) % 2 else x  # it meets the state, then the token
+
+
+def main() -> None:
+    """Their model in the steps of their training on stored features; step s stands s places further on there.
+
+    Switches: `input_layernorm` moves the norm that they use twice, `as_exported` computes what the export says.
+    """
+    asked, said = Asked.here(), []
+    tokens, features, drafts = asked.text()
+    model = AutoModelForCausalLM.from_pretrained(asked.target, dtype=torch.float32)
+    config = model.config
+    config.num_orig_hidden_layers = config.num_hidden_layers
+    settings = deepcopy(EAGLE3_DEFAULT_CFG["config"])
+    settings |= {"eagle_offline": True, "eagle_use_torch_compile": False, "eagle_ttt_steps": asked.steps}
+    shape = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"]
+    architecture = {name: getattr(config, name) for name in shape}
+    architecture |= {"draft_vocab_size": len(drafts), "num_hidden_layers": 1, "has_lm_head": True}
+    settings["eagle_architecture_config"] |= architecture
+    if not asked.switches.get("as_exported"):  # which they write into what they export, and do not train with
+        settings["eagle_export_rope_scaling"] = {}
+    mtsp.convert(model, mode=[("eagle", settings)])
+    head = model.eagle_module
+    scatter(head.parameters(), asked.moved)
+    if not asked.switches.get("input_layernorm"):  # on the token, and on the state before its own norm
+        torch.nn.init.ones_(head.layers[0].input_layernorm.weight)
+    if len(drafts) < config.vocab_size:
+        head.d2t.copy_(drafts - torch.arange(len(drafts)))
+    if asked.switches.get("as_exported"):
+        as_exported(model)
+    heard(head.lm_head, said)
+    with torch.no_grad():
+        model.train()(
+            input_ids=tokens[None],
+            labels=tokens[None],
+            loss_mask=torch.ones(1, len(tokens), dtype=torch.long),
+            attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
+            base_model_outputs={
+                "base_model_hidden_states": torch.randn(1, len(tokens), config.hidden_size),
+                "aux_hidden_states": features[None],
+            },
+        )
+    export_speculative_decoding(model, export_dir=asked.out)
+    told(asked, [one.roll(-step, 0) for step, one in enumerate(said)], "nvidia-modelopt")
+
+
+if __name__ == "__main__":
+    main()

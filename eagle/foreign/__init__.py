@@ -1,0 +1,69 @@
+"""Heads that other tools wrote: what they are, what is wrong with them, and the same as heads of this project."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+
+import yaml
+
+from eagle.checkpoint import save_head
+from eagle.drafter import TrainableDrafter
+from eagle.foreign.files import folder_at, weight_files
+from eagle.foreign.head import Served, converted, folder_for
+from eagle.foreign.layouts import read
+from eagle.foreign.lint import lint
+from eagle.foreign.reading import OWN, UNKNOWN, Finding, Reading
+from eagle.foreign.report import Inspection, facts, kind_of
+from eagle.identity import fingerprint
+
+__all__ = ["Finding", "Inspection", "imported", "inspect", "read_head"]
+
+
+def inspect(folder: str | Path, target: str | None = None) -> Inspection:
+    """What a checkpoint is and what is wrong with it; a broken one is described as far as it can be read."""
+    found, served = folder_at(folder), None if target is None else Served.at(target)
+    try:
+        reading = read(found)
+    except ValueError as error:
+        return Inspection(str(folder), "unreadable", UNKNOWN, {}, (Finding(str(error), fix="Copy or export it again"),))
+    kind = kind_of(reading)
+    return Inspection(
+        str(folder), kind, reading.layout, facts(reading), tuple(lint(reading, served)), tuple(reading.notes)
+    )
+
+
+def read_head(folder: str | Path, target: str | None = None, taps: tuple[int, ...] | None = None) -> TrainableDrafter:
+    """The head of a checkpoint; ValueError with all that is missing, unknown or without counterpart here."""
+    return converted(read(folder_at(folder)), None if target is None else Served.at(target), taps)[0]
+
+
+def imported(
+    folder: str | Path, out: str | Path, target: str | None = None, taps: tuple[int, ...] | None = None
+) -> str:
+    """Write a checkpoint as a head of this project, and say all that was taken, left out or assumed."""
+    source = folder_at(folder)
+    place, reading = folder_for(out, source), read(source)
+    if reading.layout == OWN:
+        raise ValueError(f"{folder} is a head of this project already: copy it")
+    head, notes = converted(reading, None if target is None else Served.at(target), taps)
+    files = [source / name for name in weight_files(source)]
+    made = {
+        "eagle": version("eagle"),
+        "imported": {"layout": reading.layout, "weights": fingerprint(files), "notes": notes},
+    }
+    recipe = {
+        "target": {"path": target or _verifier(reading) or "unknown"},
+        "data": {"train": "unknown: the head was imported"},
+        "drafter": head.settings.model_dump(mode="json"),
+        "train": {"out": place.name, "imported_from": reading.layout},
+    }
+    save_head(place, head, yaml.safe_dump(recipe, sort_keys=False), made)
+    said = [f"{folder}: {kind_of(reading)}, {reading.layout}; every tensor was used or is named here", *notes]
+    return "\n".join([*said, f"{out} is a head of this project"])
+
+
+def _verifier(reading: Reading) -> str | None:
+    """The target that a config names."""
+    section = reading.keys.section("speculators_config").section("verifier")
+    return section.text("name_or_path")

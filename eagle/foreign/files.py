@@ -1,0 +1,304 @@
+"""Reading a folder that somebody else wrote: nothing in it is run, no link leads out, sizes come before memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import stat
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+CONFIG_BYTES, INDEX_BYTES, HEADER_BYTES = 1_000_000, 16_000_000, 4_000_000
+LARGEST = 40_000_000_000  # of all tensors together
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+PLAIN = re.compile(r"[\w][\w.\-+]*")  # a name that leads nowhere else
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor that lies in a file: what it is, before it is read."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: Path
+
+    @property
+    def bytes(self) -> int:
+        """How many it takes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """All tensors of a folder by name, each read when it is asked for."""
+
+    stored: dict[str, Stored] = field(default_factory=dict)
+    held: dict[Path, dict[str, Tensor]] = field(default_factory=dict)  # of a .bin file, mapped and not read
+
+    def load(self, name: str) -> Tensor:
+        """One of them."""
+        path = self.stored[name].file
+        if path in self.held:
+            return self.held[path][name]
+        with safe_open(path, framework="pt") as opened:
+            return opened.get_tensor(name)
+
+
+def folder_at(path: str | Path) -> Path:
+    """A folder without links on its way."""
+    try:
+        folder = Path(path).resolve(strict=True)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ValueError(f"no folder at {path}: {error}; expected one with config.json and weights") from None
+    if not folder.is_dir():
+        raise ValueError(f"{path} is no folder: expected one with config.json and weights")
+    return folder
+
+
+def plain_file(folder: Path, name: str) -> Path:
+    """A regular file of a folder; a link may lead elsewhere in it, or into the store of the hub's cache around it."""
+    if not PLAIN.fullmatch(name):
+        raise ValueError(f"{name!r} is not the name of a file in {folder}: expected letters, digits, dots and dashes")
+    try:
+        real = (folder / name).resolve(strict=True)
+        kind = real.stat().st_mode
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"{folder / name} cannot be read: {error}") from None
+    if not any(real.is_relative_to(root) for root in (folder, *_cached(folder))):
+        raise ValueError(
+            f"{folder / name} is a link to {real}, outside of the folder: copy the file there if it is meant"
+        )
+    if not stat.S_ISREG(kind):
+        raise ValueError(f"{folder / name} is not a file: expected one with data")
+    return real
+
+
+def _cached(folder: Path) -> Iterable[Path]:
+    """Where the files of a hub's cache lie to which its snapshots link."""
+    for parent in folder.parents:
+        if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
+            yield parent.parent / "blobs"
+
+
+def has(folder: Path, name: str) -> bool:
+    """Whether something of this name stands in a folder, be it what it may."""
+    return (folder / name).exists() or (folder / name).is_symlink()
+
+
+def read_json(folder: Path, name: str, most: int = CONFIG_BYTES) -> dict[str, Any]:
+    """A mapping of plain values; numbers that are none are refused, and so are keys that stand twice."""
+    path = plain_file(folder, name)
+    if (size := path.stat().st_size) > most:
+        raise ValueError(f"{folder / name} has {size:,} bytes, expected at most {most:,}: none is that long")
+    return parsed(_bytes(path, size), str(folder / name))
+
+
+def parsed(text: bytes, source: str) -> dict[str, Any]:
+    """The mapping that some bytes of JSON stand for."""
+    try:
+        found = json.loads(
+            text.decode("utf-8"), parse_constant=_refused, parse_float=_finite, object_pairs_hook=_each_once
+        )
+    except (ValueError, RecursionError) as error:  # a decoding error is a ValueError
+        raise ValueError(f"{source} is not JSON: {_short(error)}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{source} holds {type(found).__name__}, expected a mapping")
+    return found
+
+
+def _refused(constant: str) -> Any:
+    raise ValueError(f"{constant} is not a number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refused(text)
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice")
+    return found
+
+
+def _bytes(path: Path, count: int) -> bytes:
+    try:
+        with path.open("rb") as opened:
+            return opened.read(count)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+def _short(error: object) -> str:
+    """What an error says, without pages of it, and without what would steer a terminal."""
+    said = str(error).strip().splitlines() or [type(error).__name__]
+    return "".join(letter if letter.isprintable() else "?" for letter in said[0][:200])
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The names of the files that hold the weights; safetensors go before pickles."""
+    return sorted(set(_weight_map(folder).values()))
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """The file of each tensor, as an index says; without one, the file that holds all."""
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        if has(folder, single):
+            return {"": single}
+        if has(folder, f"{single}.index.json"):
+            named = read_json(folder, f"{single}.index.json", INDEX_BYTES).get("weight_map")
+            if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+                raise ValueError(f"{folder / single}.index.json: weight_map must map each tensor to a file")
+            return named
+        if (
+            single == "model.safetensors"
+            and len(others := sorted(path.name for path in folder.glob("*.safetensors"))) == 1
+        ):
+            return {"": others[0]}
+    raise ValueError(f"no weights in {folder}: expected model.safetensors or pytorch_model.bin, whole or with an index")
+
+
+def read_tensors(folder: Path, most: int | None = LARGEST) -> Tensors:
+    """What lies in the weight files, checked against their sizes, none of it read yet."""
+    found, total, named = Tensors(), 0, _weight_map(folder)
+    for name in sorted(set(named.values())):
+        path, shown = plain_file(folder, name), folder / name
+        _not_hollow(path, shown)
+        if name.endswith(".safetensors"):
+            stored = _safetensors(path, shown)
+        elif name.endswith(".bin"):
+            found.held[path] = _pickled(path, shown)
+            stored = {key: Stored(value.dtype, tuple(value.shape), path) for key, value in found.held[path].items()}
+        else:
+            raise ValueError(f"{shown}: expected weights in .safetensors or .bin")
+        if odd := [key for key in stored if not key.isprintable() or len(key) > 200]:
+            raise ValueError(f"{shown} holds a tensor called {odd[0]!r:.200}: this is no name")
+        if twice := sorted(stored.keys() & found.stored.keys()):
+            raise ValueError(f"{shown} holds {twice[0]}, which another file holds too")
+        found.stored.update(stored)
+        total += sum(tensor.bytes for tensor in stored.values())
+    if "" not in named and (wrong := sorted(named.keys() ^ found.stored.keys())):
+        raise ValueError(
+            f"{folder}: index and files differ in {', '.join(map(repr, wrong[:4])):.300}: copy them all again"
+        )
+    if most is not None and total > most:
+        raise ValueError(
+            f"the tensors in {folder} take {total:,} bytes, expected at most {LARGEST:,}: this is no draft head"
+        )
+    return found
+
+
+def _not_hollow(path: Path, shown: Path) -> None:
+    """A file that says to be long and has nothing on the disk would fill the memory with zeros."""
+    found = path.stat()
+    if getattr(found, "st_blocks", found.st_size) * 512 * 8 < found.st_size - 4096:
+        raise ValueError(
+            f"{shown} says to have {found.st_size:,} bytes, and almost none are on the disk: copy it again"
+        )
+
+
+def _safetensors(path: Path, shown: Path) -> dict[str, Stored]:
+    """The header of a file whose parts must cover it exactly, one behind the other."""
+    size = path.stat().st_size
+    length = int.from_bytes(_bytes(path, 8), "little")
+    if size < 8 or length > size - 8 or length > HEADER_BYTES:
+        raise ValueError(
+            f"{shown} has {size:,} bytes and a header of {length:,}: it is cut short, or no safetensors file"
+        )
+    header = parsed(_bytes(path, 8 + length)[8:], f"the header of {shown}")
+    header.pop("__metadata__", None)
+    found, spans = {}, []
+    for name, entry in header.items():
+        dtype, shape, start, stop = _entry(entry, f"{shown}: {name!r:.100}")
+        found[name] = Stored(dtype, shape, path)
+        if stop - start != found[name].bytes:
+            needed = f"needs {found[name].bytes:,} bytes, it has {stop - start:,}"
+            raise ValueError(f"{shown}: {name!r:.100} of shape {list(shape)} in {dtype} {needed}")
+        spans.append((start, stop))
+    end = 0
+    for start, stop in sorted(spans):
+        if start != end:
+            raise ValueError(f"{shown}: its tensors overlap or leave gaps at byte {min(start, end):,}")
+        end = stop
+    if end != size - 8 - length:
+        raise ValueError(f"{shown}: its tensors take {end:,} bytes and the file has {size - 8 - length:,} for them")
+    return found
+
+
+def _entry(entry: Any, where: str) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+    """One line of a header."""
+    try:
+        dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except (TypeError, KeyError, ValueError):
+        raise ValueError(f"{where} does not say dtype, shape and two data_offsets") from None
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"{where} has dtype {dtype!r:.50}, expected one of {', '.join(DTYPES)}")
+    if not isinstance(shape, list) or len(shape) > 8 or not all(type(n) is int and 0 <= n < 2**40 for n in shape):
+        raise ValueError(f"{where} has shape {shape!r:.100}, expected up to 8 sizes")
+    if not all(type(place) is int and 0 <= place < 2**50 for place in (start, stop)):
+        raise ValueError(f"{where} has offsets {start!r:.30}, {stop!r:.30}, expected two places in the file")
+    return DTYPES[dtype], tuple(shape), start, stop
+
+
+def _pickled(path: Path, shown: Path) -> dict[str, Tensor]:
+    """A .bin file's tensors, mapped; what its pickle wants to call is not called."""
+    size = path.stat().st_size
+    _uncompressed(path, shown, size)
+    try:  # on the device without memory first, for the sizes that the pickle claims
+        claimed = torch.load(path, map_location="meta", weights_only=True)
+        _check_claims(claimed, size)
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # of many kinds: code in the pickle, a torn file, sizes that nothing holds
+        raise ValueError(
+            f"{shown} cannot be read as weights alone (torch.load, weights_only=True): {_short(error)}"
+        ) from None
+    return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def _uncompressed(path: Path, shown: Path, size: int) -> None:
+    """An archive that grows when it is read is refused before it is."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            parts = archive.infolist()
+    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        raise ValueError(
+            f"{shown} is not what torch.save has written since 1.6: {_short(error)}. Save it again, or as safetensors"
+        ) from None
+    if any(part.compress_type != zipfile.ZIP_STORED for part in parts) or sum(part.file_size for part in parts) > size:
+        raise ValueError(f"{shown} holds compressed parts, expected what torch.save writes: save it again")
+
+
+def _check_claims(claimed: Any, size: int) -> None:
+    if not isinstance(claimed, dict) or not all(isinstance(name, str) for name in claimed):
+        raise ValueError(f"it holds {type(claimed).__name__}, expected a mapping of names to tensors")
+    for name, tensor in claimed.items():
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_quantized:
+            raise ValueError(f"{name[:100]} is {type(tensor).__name__}, expected a plain tensor")
+        if not tensor.is_contiguous() or tensor.numel() * tensor.dtype.itemsize > size:
+            raise ValueError(f"{name[:100]} of shape {list(tensor.shape)} does not lie whole in {size:,} bytes")
