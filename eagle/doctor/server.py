@@ -1,0 +1,90 @@
+"""What a running engine counted, from its /metrics page."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from urllib.error import URLError
+from urllib.request import urlopen
+
+ENOUGH = 0.9  # of what drafts were expected to add
+SECONDS = 10  # until a server that says nothing is given up
+LINE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
+POSITION = re.compile(r'position="(\d+)"')
+DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
+PLACES = "vllm:spec_decode_num_accepted_tokens_per_pos"
+LENGTH = "sglang:spec_accept_length"
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Acceptance as an engine counted it since it was started, over all who asked it."""
+
+    engine: str
+    tau: float
+    per_position: tuple[float, ...] = ()  # how often a draft was accepted up to there
+    drafts: int = 0
+
+    def __str__(self) -> str:
+        places = ", ".join(f"{rate:.3f}" for rate in self.per_position)
+        counted = f" over {self.drafts:,} drafts" if self.drafts else ""
+        told = f"{self.engine} accepts {self.tau:.3f} tokens a step{counted}"
+        return f"{told}, up to each place {places}" if places else told
+
+    def beside(self, per_position: list[float], source: str) -> str:
+        """Whether it is what was expected of a chain that is kept so often up to each place."""
+        depth = len(self.per_position)
+        expected = 1 + sum(per_position[:depth] if 0 < depth <= len(per_position) else per_position)
+        ratio = (self.tau - 1) / max(expected - 1, 1e-9)
+        told = f"{self}; {source} said {expected:.3f}: drafts add {ratio:.0%} of what they should"
+        if ratio >= ENOUGH:
+            return told
+        return (
+            f"{told}. Other prompts, or a temperature, explain some of it; else the server runs something else than "
+            "this head: look there at the layer ids, fc, d2t and the norms' switches"
+        )
+
+
+def served(url: str) -> Served:
+    """Read a vLLM's or an SGLang's counters."""
+    address = url if url.rstrip("/").endswith("/metrics") else f"{url.rstrip('/')}/metrics"
+    if not address.startswith(("http://", "https://")):
+        raise ValueError(f"the server is {url!r}, expected an address such as http://localhost:8000")
+    try:
+        with urlopen(address, timeout=SECONDS) as answer:
+            text = answer.read().decode("utf-8", "replace")
+    except (URLError, OSError) as error:
+        raise ValueError(f"no metrics at {address}: {error}; SGLang shows them with --enable-metrics") from None
+    return counted(text, address)
+
+
+def counted(text: str, source: str) -> Served:
+    """The acceptance that a page of Prometheus' text format tells, all models and ranks together."""
+    samples = [(name.removesuffix("_total"), labels or "", float(value)) for name, labels, value in _samples(text)]
+    total = {name: sum(value for own, _, value in samples if own == name) for name in (DRAFTS, ACCEPTED)}
+    if total[DRAFTS]:
+        places: dict[int, float] = {}
+        for name, labels, value in samples:
+            if name == PLACES and (place := POSITION.search(labels)):
+                places[int(place[1])] = places.get(int(place[1]), 0.0) + value
+        rates = tuple(places[place] / total[DRAFTS] for place in sorted(places))
+        return Served("vLLM", 1 + total[ACCEPTED] / total[DRAFTS], rates, int(total[DRAFTS]))
+    lengths = [value for name, _, value in samples if name == LENGTH and value > 0]
+    if lengths:
+        return Served("SGLang", sum(lengths) / len(lengths))
+    raise ValueError(
+        f"{source} counts no drafts: expected {DRAFTS}_total of a vLLM or {LENGTH} of an SGLang that has answered "
+        "something with speculative decoding on; SGLang's is 0 while it is idle"
+    )
+
+
+def _samples(text: str) -> list[tuple[str, str | None, str]]:
+    found = (LINE.match(line) for line in text.splitlines())
+    return [(one[1], one[2], one[3]) for one in found if one and _is_number(one[3])]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return float(text) == float(text)
+    except ValueError:
+        return False
