@@ -6,18 +6,51 @@ export GOMP_SPINCOUNT ?= 10000
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo test test-slow lint format clean
+.PHONY: demo test test-slow test-engines lint format clean
 
 demo: $(READY)  ## the whole path on the embedded default: target, data, features, head, decoding, export
 	$(BIN)/python recipes/tiny/demo.py
 
-test test-slow: export OMP_NUM_THREADS = 1  # models this small run faster on one thread
+test test-slow test-engines: export OMP_NUM_THREADS = 1  # models this small run faster on one thread
 
 test: $(READY)  ## everything that is fast
 	$(BIN)/python -m pytest
 
 test-slow: $(READY)  ## what takes longer
 	$(BIN)/python -m pytest -m "slow and not engine"
+
+# each in an environment of its own, of the versions that docs/results/engines.json belongs to
+ENGINES ?= build/engines
+HEADS := $(patsubst %,runs/tiny/%/head,eagle1 hass eagle3 eagle3-full eagle3.1 eagle3-normed)
+
+test-engines: $(READY) $(HEADS)  ## exported heads in real engines, which are made first: 10 GB, most of an hour
+	$(BIN)/python -m eval.engine_builds $(ENGINES)
+	EAGLE_VLLM=$(ENGINES)/vllm EAGLE_OPENVINO=$(ENGINES)/openvino EAGLE_LLAMACPP=$(ENGINES)/llamacpp \
+		$(BIN)/python -m pytest -m engine
+
+TRAIN := $(BIN)/python recipes/train_eagle.py
+EAGLE3 := recipes/tiny/eagle3.yaml train.lr=3e-3
+
+runs/tiny/eagle1/head: | $(READY)
+	$(BIN)/python recipes/tiny/demo.py
+
+runs/tiny/features3: | runs/tiny/eagle1/head
+	$(BIN)/python -m data_prep.extract $(EAGLE3)
+
+runs/tiny/hass/head: | runs/tiny/eagle1/head
+	$(TRAIN) recipes/tiny/hass.yaml
+
+runs/tiny/eagle3/head: | runs/tiny/features3
+	$(TRAIN) $(EAGLE3)
+
+runs/tiny/eagle3-full/head: | runs/tiny/features3
+	$(TRAIN) $(EAGLE3) drafter.draft_vocab=null train.out=runs/tiny/eagle3-full
+
+runs/tiny/eagle3.1/head: | runs/tiny/features3
+	$(TRAIN) $(EAGLE3) drafter.fc_norm=true drafter.norm_output=true train.out=runs/tiny/eagle3.1
+
+runs/tiny/eagle3-normed/head: | runs/tiny/features3
+	$(TRAIN) $(EAGLE3) drafter.draft_vocab=null drafter.norm_before_residual=true train.out=runs/tiny/eagle3-normed
 
 lint: $(READY)  ## style and types
 	$(BIN)/ruff check .

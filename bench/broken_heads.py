@@ -264,6 +264,17 @@ def untrained(target: Target, texts: Batch, out: Path) -> list[Path]:
     return folders
 
 
+def table(results: dict[str, Any]) -> str:
+    """Who names each fault, and what is said of healthy heads, as Markdown."""
+    lines = ["| fault | head | named by |", "|---|---|---|"]
+    for row in results["faults"]:
+        lines.append(f"| {row['fault']} | {row['head']} | {' and '.join(row['named_by']) or '**nobody**'} |")
+    said = f"{results['named']} of {results['broken']} faults are named"
+    right = f"of {results['healthy']} healthy heads {results['falsely_called_broken']} are called broken"
+    made = ", ".join(f"{key} {results[key]}" for key in ("answers", "places", "cpu", "torch", "date", "commit"))
+    return "\n".join([*lines, "", f"{said}; {right}.", "", f"<sub>{made}</sub>"])
+
+
 def arguments(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -300,8 +311,9 @@ def main(argv: list[str]) -> None:
     }
     texts = asked["target"][1]
     about = made_on(target=Path(args.target).name, answers=len(texts.lengths), places=texts.slots, seeds=args.seeds)
-    args.out.write_text(json.dumps({**about, **counts, "faults": broken, "healthy_heads": healthy}, indent=2) + "\n")
-    print(counts)
+    results = {**about, **counts, "faults": broken, "healthy_heads": healthy}
+    args.out.write_text(json.dumps(results, indent=2) + "\n")
+    print(table(results))
 
 
 if __name__ == "__main__":

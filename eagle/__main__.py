@@ -12,8 +12,10 @@ from typing import Any, TextIO
 
 from eagle.checkpoint import load_drafter, load_head
 from eagle.decode import Spelling, Trace, generate, stream
+from eagle.doctor import examine
 from eagle.drafter import Drafter
 from eagle.export import EXPORTERS, export
+from eagle.foreign import imported, inspect
 from eagle.target import Target
 from eagle.verify import Sampling
 
@@ -41,9 +43,23 @@ def main(argv: list[str] | None = None) -> None:
     shipping.add_argument("--target", required=True)
     shipping.add_argument("--to", required=True, choices=list(EXPORTERS))
     shipping.add_argument("out")
+    taking = verbs.add_parser("import", help="make a head of this project of one that another tool or an export wrote")
+    taking.add_argument("folder")
+    taking.add_argument("out")
+    taking.add_argument("--target")
+    taking.add_argument("--taps", help="inputs of which layers it reads, as 2,16,29, where its config does not tell")
+    looking = verbs.add_parser("inspect", help="what a checkpoint is, and which traps it holds")
+    looking.add_argument("folder")
+    looking.add_argument("--target")
+    curing = verbs.add_parser("doctor", help="why a head accepts as little as it does")
+    curing.add_argument("head")
+    curing.add_argument("--target", required=True)
+    curing.add_argument("--prompts", help="a file of conversations; by default a few questions")
+    curing.add_argument("--server", help="address of a running vLLM or SGLang, whose acceptance is compared")
     args = parser.parse_args(argv)
+    does = {"generate": _generate, "export": _export, "import": _import, "inspect": _inspect, "doctor": _doctor}
     try:
-        {"generate": _generate, "export": _export}[args.verb](args)
+        does[args.verb](args)
     except ValueError as error:
         sys.exit(f"eagle: {error}")
 
@@ -135,6 +151,25 @@ def _export(args: argparse.Namespace) -> None:
     target = Target.load(args.target)
     export(load_head(args.head).bind(target.head), target.config, args.to, args.out, args.head)
     print(f"{args.out} is ready for {args.to}; its README.md tells how to serve it")
+
+
+def _import(args: argparse.Namespace) -> None:
+    try:
+        taps = tuple(map(int, args.taps.split(","))) if args.taps else None
+    except ValueError:
+        raise ValueError(f"--taps is {args.taps!r}, expected numbers as 2,16,29: the inputs of layers") from None
+    print(imported(args.folder, args.out, args.target, taps))
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    found = inspect(args.folder, args.target)
+    print(found)
+    if any(one.fatal for one in found.findings):
+        sys.exit(1)
+
+
+def _doctor(args: argparse.Namespace) -> None:
+    print(examine(args.head, args.target, args.prompts, args.server))
 
 
 if __name__ == "__main__":

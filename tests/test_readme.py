@@ -72,7 +72,7 @@ def test_short_command_runs(page: str, line: str, checkout: Path) -> None:
 def is_long(words: list[str]) -> bool:
     """Whether a python command is a stage that takes minutes."""
     stages = ("data_prep.extract", "data_prep.regenerate", "eval.measure", "eval.lossless")
-    stages += ("eval.tune", "recipes/tiny/make_target.py", "recipes/tiny/demo.py", "bench/")
+    stages += ("eval.tune", "eval.engines", "recipes/tiny/make_target.py", "recipes/tiny/demo.py", "bench/")
     return any(word.startswith(stages) for word in words)
 
 

