@@ -27,7 +27,12 @@ FLOORS = {
     "recipes": 7,
     "eagle": 8,  # the public names
 }
-ROOMS = ("eagle.drafters", "eagle.export", "eagle.foreign", "eagle.doctor")  # folders inside which files may import each other
+ROOMS = (
+    "eagle.drafters",
+    "eagle.export",
+    "eagle.foreign",
+    "eagle.doctor",
+)  # folders inside which files may import each other
 DOORS = {
     "transformers": {"eagle.target", "eagle.attention", "eagle.borrowed", "eagle.drafters.blocks", "data_prep.tokens"},
     "datasets": {"data_prep.conversations", "eval.prompts"},

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bench.broken_heads import table as broken_table
 from bench.decode_speed import table as decode_table
 from bench.extract_speed import table as extract_table
 from bench.head_quality import curve as quality_curve
@@ -57,6 +58,7 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("data.md", "mask_templates.json", mask_table),
         ("data.md", "regenerated_data.json", regenerated_table),
         ("serving.md", "engines.json", engines_table),
+        ("serving.md", "broken_heads.json", broken_table),
         ("benchmarks.md", "train_speed.json", train_table),
         ("benchmarks.md", "head_quality.json", quality_table),
         ("benchmarks.md", "head_quality.json", quality_curve),
