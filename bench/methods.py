@@ -92,7 +92,8 @@ def prepared(args: argparse.Namespace, names: Sequence[str]) -> None:
             answers = [f"regenerate.source={work / 'few.jsonl'}", f"regenerate.out={work / 'regenerated.jsonl'}"]
             answers += ["regenerate.temperature=1", "regenerate.max_new_tokens=256"]
             stage(args, arm, "-m", "data_prep.regenerate", more=answers)
-        stage(args, replace(plain, overrides=arm.overrides, store=arm.store), "-m", "data_prep.extract")
+        read = tuple(one for one in arm.overrides if not one.startswith(("drafter.", "train.")))
+        stage(args, replace(plain, overrides=read, store=arm.store), "-m", "data_prep.extract")
 
 
 def stage(args: argparse.Namespace, arm: Arm, *command: str, seed: int = 0, more: Sequence[str] = ()) -> float:

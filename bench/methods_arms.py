@@ -49,6 +49,8 @@ METHODS = {
     "HASS": Arm("hass", share=0.5, start="EAGLE-1, half the tokens"),
     "HASS, from the first step": Arm("hass", ("train.init=null",)),
     "EAGLE-3": Arm("eagle3", EAGLE3),
+    "EAGLE-3, residual as published": Arm("eagle3", EAGLE3[:1]),
+    "HASS, no top-10 term": Arm("hass", ("drafter.top=0",), share=0.5, start="EAGLE-1, half the tokens"),
     "EAGLE-3, 1/4 of the vocabulary": Arm("eagle3", (*EAGLE3, part(4))),
     "EAGLE-1, equal time": Arm("eagle1", as_long_as="EAGLE-3", shapes=FEW),
     "HASS, equal time": Arm("hass", start="EAGLE-1", as_long_as="EAGLE-3", shapes=FEW),

@@ -12,7 +12,9 @@ BASE, ABLATED = "EAGLE-1", "as it is"  # against whom the methods stand, and the
 PAIRS = (  # what should be no better, and what should be no worse
     ("EAGLE-1", "HASS"),
     ("EAGLE-1", "HASS, from the first step"),
+    ("EAGLE-1", "HASS, no top-10 term"),
     ("EAGLE-1", "EAGLE-3"),
+    ("EAGLE-1", "EAGLE-3, residual as published"),
     ("EAGLE-1", "EAGLE-3, 1/4 of the vocabulary"),
     ("HASS", "EAGLE-3"),
     ("EAGLE-1, equal time", "EAGLE-3"),
@@ -25,7 +27,9 @@ COLOURS = {
     "EAGLE-1": "#b0413e",
     "HASS": "#8a6d1b",
     "HASS, from the first step": "#e0a030",
+    "HASS, no top-10 term": "#c9a227",
     "EAGLE-3": "#2d6a4f",
+    "EAGLE-3, residual as published": "#52b788",
 }
 HIGH, WIDE = 220, 280  # of a panel
 

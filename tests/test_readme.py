@@ -29,9 +29,10 @@ def fenced(language: str) -> list[tuple[str, str]]:
 
 
 def commands() -> list[tuple[str, str]]:
-    """(page, command) of every line of every shell block, without comments."""
+    """(page, command) of every line of every shell block, without comments; each once, by its first page."""
     lines = [(page, line.partition(" #")[0].strip()) for page, text in fenced("bash") for line in text.splitlines()]
-    return [(page, line) for page, line in lines if line and not line.startswith("#")]
+    first = {line: page for page, line in reversed(lines)}
+    return [(page, line) for page, line in lines if line and not line.startswith("#") and first.pop(line, None)]
 
 
 @pytest.fixture(scope="module")
