@@ -23,10 +23,9 @@ from typing import Any
 import torch
 
 from bench.machine import made_on
-from bench.methods_arms import ARMS, METHODS, SHAPES, Arm
+from bench.methods_arms import ARMS, METHODS, Arm
+from bench.methods_replay import NEW_TOKENS, decoded, told, top_ten
 from bench.train_speed import our_step
-from eagle.checkpoint import load_drafter
-from eagle.drafter import Budget, Drafter
 from eagle.drafters import settings_of
 from eagle.examples import collate, supervised
 from eagle.log import progress
@@ -34,12 +33,10 @@ from eagle.plan import Plan
 from eagle.recipe import Recipe
 from eagle.store import FeatureStore
 from eagle.target import Target
-from eagle.verify import Sampling
-from eval.prompts import Question, questions
-from eval.replay import Answer, answer, recorded, replay
+from eval.prompts import questions
 from recipes.train_eagle import first_head
 
-BATCH, NEW_TOKENS, HEATS = 4, 64, (0.0, 1.0)
+BATCH, HEATS = 4, (0.0, 1.0)
 CURVE = ("agreement", "overlap", "chain/tau", "tree/tau")  # of what validation tells
 
 
@@ -103,28 +100,6 @@ def stage(args: argparse.Namespace, arm: Arm, *command: str, seed: int = 0, more
     subprocess.run([sys.executable, *command, path, *overrides, *more], check=True)
     ended = getrusage(RUSAGE_CHILDREN)
     return ended.ru_utime + ended.ru_stime - begun.ru_utime - begun.ru_stime
-
-
-def told(
-    args: argparse.Namespace, target: Target, asked: Sequence[Question], taps: tuple[int, ...], heat: float
-) -> list[Answer]:
-    """The target's own answers with these taps, kept for the next time."""
-    path = Path(args.work) / f"answers-{len(asked)}-{heat:g}.pt"
-    if path.exists():
-        return list(torch.load(path, weights_only=False))
-    found = [
-        answer(
-            target,
-            taps,
-            target.chat(one.turns[0]),
-            limit=NEW_TOKENS,
-            sampling=Sampling(heat, request=number),
-            task=one.task or "",
-        )
-        for number, one in enumerate(progress(asked, f"answers at T = {heat:g}", len(asked)))
-    ]
-    torch.save(found, path)
-    return found
 
 
 # -- how long ---------------------------------------------------------------------------------------------------------
@@ -206,33 +181,6 @@ def trained(args: argparse.Namespace, name: str, seed: int, steps: int) -> dict[
     return {"arm": name, "seed": seed, "steps": steps, "cpu_seconds": json.loads(told.read_text()), "curve": curve}
 
 
-def along(target: Target, drafter: Drafter, answers: Sequence[Answer], budget: Budget) -> dict[str, Any]:
-    """What a drafter keeps of every answer, and how often each level was asked for and kept."""
-    rows, asked, kept = [], [0] * budget.depth, [0] * budget.depth
-    for one in answers:
-        cycles = recorded(one, replay(target, drafter, one, budget))
-        rows.append([sum(cycle["committed"] for cycle in cycles), len(cycles)])
-        for cycle in cycles:
-            for level in range(min(cycle["accepted"] + 1, cycle["depth"])):
-                asked[level] += 1
-                kept[level] += cycle["accepted"] > level
-    return {"rows": rows, "asked": asked, "kept": kept}
-
-
-def decoded(
-    target: Target, folder: Path, answers: dict[float, list[Answer]], taps: Sequence[int], shapes: Sequence[str]
-) -> dict[str, Any]:
-    """Every shape at every temperature, along answers with these taps."""
-    drafter = load_drafter(folder, target)
-    places = [taps.index(tap) for tap in drafter.taps]
-    found = {}
-    for heat, all_taps in answers.items():
-        mine = [replace(one, features=one.features[:, places]) for one in all_taps if one.features is not None]
-        for shape in shapes:
-            found[f"{shape}, T = {heat:g}"] = along(target, drafter, mine, SHAPES[shape])
-    return found
-
-
 def compared(args: argparse.Namespace, results: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The results after every arm and seed that they did not hold."""
     target = Target.load(args.target, dtype="float32")
@@ -240,6 +188,7 @@ def compared(args: argparse.Namespace, results: dict[str, Any]) -> Iterator[dict
     taps = FeatureStore(Path(args.work) / "features").taps  # all that any method reads
     answers = {heat: told(args, target, asked, taps, heat) for heat in HEATS}
     results["tasks"] = [one.task for one in asked]
+    results["top_ten"] = {f"T = {heat:g}": top_ten(target, said) for heat, said in answers.items()}
 
     def clock() -> dict[str, float]:
         results["clock"] = results.get("clock") or clocked(args, target)

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from bench.methods import along, seconds_of, steps_of, written
+from bench.methods import seconds_of, steps_of, written
 from bench.methods_arms import ARMS, METHODS, TWICE
+from bench.methods_replay import along
 from bench.methods_report import ABLATION_SHAPES, difference, length, pairs_table, rates
 from eagle import DraftTree, Target
 from eagle.decode import generate
