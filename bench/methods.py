@@ -255,6 +255,7 @@ def main() -> None:
         latest = found["runs"][-1]
         print(told_of(latest), flush=True)
         written(args.out, found)
+    written(args.out, results)
 
 
 def told_of(run: dict[str, Any]) -> str:

@@ -24,6 +24,7 @@ from bench.methods_report import (
     methods_table,
     pairs_table,
     plot,
+    seeds_table,
 )
 from bench.regenerated_data import table as regenerated_table
 from bench.train_report import table as train_table
@@ -69,6 +70,9 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("results.md", "methods.json", methods_table),
         ("results.md", "methods.json", pairs_table),
         ("results.md", "methods_tiny.json", methods_table),
+        *(("results.md", "methods_own.json", table) for table in (methods_table, pairs_table, seeds_table)),
+        *(("results.md", "methods_long.json", table) for table in (methods_table, pairs_table, levels_table)),
+        ("results.md", "methods_long.json", curve_table),
         ("results.md", "methods_tiny.json", pairs_table),
         ("results.md", "methods.json", levels_table),
         ("results.md", "methods_tiny.json", levels_table),
