@@ -214,9 +214,8 @@ def test_another_store_is_refused(whole: Path, command: list[str], tmp_path: Pat
         run([*command, f"features.store={tmp_path / 'store'}"], out, *EVERY)
 
 
-@pytest.mark.parametrize(
-    "server", [pytest.param("closed", marks=pytest.mark.slow), pytest.param("silent", marks=pytest.mark.slow), "no key"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["closed", "silent", "no key"])
 def test_wandb_out_of_reach_costs_seconds(
     server: str, whole: Path, command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

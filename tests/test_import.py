@@ -17,6 +17,7 @@ print(time.process_time() - begun)
 """
 
 
+@pytest.mark.slow
 def test_import_takes_under_a_second_and_a_half() -> None:
     """Beyond what torch and transformers take; deepspeed and wandb stay out."""
     done = subprocess.run([sys.executable, "-c", TIMED], capture_output=True, text=True, check=True)

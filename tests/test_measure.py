@@ -155,6 +155,7 @@ def killed(work: Callable[[], object], when: Callable[[], bool]) -> None:
     os.waitpid(pid, 0)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_where_it_was(small: Recipe, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Killed, and torn in its last line: what was whole stays, the rest is measured once, as if never killed."""
     path = tmp_path / "run/results.jsonl"

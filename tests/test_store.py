@@ -124,6 +124,7 @@ def test_float8_is_within_its_rounding() -> None:
     assert not error[0].any()
 
 
+@pytest.mark.slow
 def test_twenty_kills_leave_no_trace(whole: Path, examples: list[Example], tiny_target: Target, tmp_path: Path) -> None:
     """Killed at any moment and run again: the same bytes, and nothing that was whole is written twice."""
     store, chance = begun(tmp_path, examples), random.Random(5)
