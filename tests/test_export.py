@@ -273,6 +273,14 @@ def test_what_stands_beside_an_export(target: Target, tmp_path: Path) -> None:
     assert (made["engine"], made["target"]["weights"], made["acceptance"]["tau"]) == ("vllm", "abc", pytest.approx(2.5))
 
 
+def test_a_head_is_not_overwritten_by_its_export(target: Target, tmp_path: Path) -> None:
+    """Its own folder is refused."""
+    (tmp_path / "recipe.yaml").write_text("")
+    with pytest.raises(ValueError, match="name another folder"):
+        export(head_of(PLAIN, target), target.config, "vllm", tmp_path, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
+
+
 def test_an_unknown_engine_is_named(target: Target, tmp_path: Path) -> None:
     """With those that are known."""
     with pytest.raises(ValueError, match="no exporter for 'vlm': expected one of portable, vllm"):

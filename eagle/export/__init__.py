@@ -37,6 +37,8 @@ def export(drafter: Any, target_config: Any, engine: str, out: str | Path, head:
     if engine not in EXPORTERS:
         raise ValueError(f"no exporter for {engine!r}: expected one of {', '.join(EXPORTERS)}")
     layout, out = EXPORTERS[engine](drafter, target_config), Path(out)
+    if (out / "recipe.yaml").exists():
+        raise ValueError(f"{out} holds a head of this project, which an export would overwrite: name another folder")
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(layout.config, indent=2) + "\n")
     save_file({name: tensor.contiguous() for name, tensor in layout.tensors.items()}, out / "model.safetensors")
