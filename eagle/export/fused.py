@@ -14,11 +14,6 @@ from eagle.export.layout import Layout, embedding_of, llama_config, scale_of, te
 SWITCHES = ("norm_before_residual", "fc_norm", "norm_output")
 
 
-def is_fused(drafter: TrainableDrafter) -> bool:
-    """Whether a head reads several layers of the target and has an LM head of its own."""
-    return all(hasattr(drafter.settings, switch) for switch in SWITCHES)
-
-
 def fused_layout(
     drafter: TrainableDrafter,
     target_config: Any,
@@ -31,8 +26,8 @@ def fused_layout(
 
     `serves` are the switches that the engine knows; `own_embedding` says whether it reads one that the head brings.
     """
-    taps = drafter.taps
     _refuse(drafter, target_config, engine, serves)
+    taps = drafter.taps
     order = sorted(range(len(taps)), key=taps.__getitem__)  # engines sort them
     tensors = tensors_of(drafter)
     tensors["fc.weight"] = torch.cat([tensors["fc.weight"].chunk(len(taps), dim=1)[tap] for tap in order], dim=1)
@@ -68,6 +63,8 @@ def _midlayer(name: str) -> str:
 
 def _refuse(drafter: TrainableDrafter, target_config: Any, engine: str, serves: tuple[str, ...]) -> None:
     """Say what keeps a head from being served."""
+    if not all(hasattr(drafter.settings, switch) for switch in SWITCHES):
+        raise ValueError(f"{engine}: no layout for {drafter.settings.kind!r}: docs/serving.md lists what it serves")
     for switch in SWITCHES:
         if getattr(drafter.settings, switch) and switch not in serves:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from eagle.drafter import TrainableDrafter
-from eagle.export.fused import fused_layout, is_fused
+from eagle.export.fused import fused_layout
 from eagle.export.layout import Layout
 
 SERVE = """```sh
@@ -20,7 +20,5 @@ and accepted."""
 
 def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:
     """Of EAGLE-3's switches it knows the normed residual."""
-    if not is_fused(drafter):
-        raise ValueError(f"llamacpp: no layout for {drafter.settings.kind!r}, expected the network of EAGLE-3")
     made = fused_layout(drafter, target_config, "llamacpp", ("norm_before_residual",), own_embedding=True)
     return made.of(SERVE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from eagle.drafter import TrainableDrafter
-from eagle.export.fused import fused_layout, is_fused, with_offsets
+from eagle.export.fused import fused_layout, with_offsets
 from eagle.export.layout import Layout
 
 SERVE = """Convert, say which layers the head reads, counted by their *outputs* (left out, OpenVINO reads each one too
@@ -33,8 +33,6 @@ OpenVINO GenAI 2026.4.1 with optimum-intel 2.2.0, greedy decoding only. A tree i
 
 def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:
     """None of EAGLE-3's switches is known there."""
-    if not is_fused(drafter):
-        raise ValueError(f"openvino: no layout for {drafter.settings.kind!r}, expected the network of EAGLE-3")
     made = with_offsets(fused_layout(drafter, target_config, "openvino"))
     layers = made.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     return made.of(SERVE.replace("LAYERS", " ".join(map(str, layers))))

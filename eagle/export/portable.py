@@ -6,7 +6,7 @@ from typing import Any
 
 from eagle.drafter import TrainableDrafter
 from eagle.export.features import features_layout, is_features, without_bias
-from eagle.export.fused import fused_layout, is_fused
+from eagle.export.fused import fused_layout
 from eagle.export.layout import Layout
 from eagle.export.llamacpp import layout as llamacpp
 from eagle.export.openvino import layout as openvino
@@ -22,16 +22,12 @@ def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:
     """EAGLE-1's for vLLM and SGLang; EAGLE-3's for all engines, with a draft vocabulary and without its switches."""
     if is_features(drafter):
         made, engines = without_bias(features_layout(drafter, target_config), "portable"), FEATURES
-    elif is_fused(drafter):
+    else:
         made, engines = fused_layout(drafter, target_config, "portable"), FUSED
         if made.config["draft_vocab_size"] == made.config["vocab_size"]:
             raise ValueError(
                 "portable: vLLM refuses `d2t` where the head may say all tokens, and OpenVINO needs it: export to vllm "
                 "(right for SGLang, TensorRT-LLM and llama.cpp too) or to openvino, or train with drafter.draft_vocab"
             )
-    else:
-        raise ValueError(
-            f"portable: no layout for {drafter.settings.kind!r}, expected the network of EAGLE-1 or EAGLE-3"
-        )
     serve = [f"### {name}\n\n{layout(drafter, target_config).serve}" for name, layout in engines.items()]
     return made.of("\n\n".join(serve))

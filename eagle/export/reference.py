@@ -6,7 +6,7 @@ from typing import Any
 
 from eagle.drafter import TrainableDrafter
 from eagle.export.features import features_layout, is_features
-from eagle.export.fused import fused_layout, is_fused
+from eagle.export.fused import fused_layout
 from eagle.export.layout import Layout, embedding_of, scale_of
 
 SERVE = """```python
@@ -26,7 +26,7 @@ def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:
         embedding = embedding_of(drafter, "eagle") / scale_of(drafter)  # which went into `fc`
         made = made if bias else made.without("fc.bias")
         made = made.of(SERVE.replace("EAGLE3", "False"), architectures=["LlamaForCausalLM"], bias=bias)
-    elif is_fused(drafter):
+    else:
         layers = target_config.num_hidden_layers
         made = fused_layout(drafter, target_config, "eagle")
         if made.config["eagle_aux_hidden_state_layer_ids"] != [2, layers // 2, layers - 3]:
@@ -36,6 +36,4 @@ def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:
             )
         embedding = embedding_of(drafter, "eagle")
         made = made.of(SERVE.replace("EAGLE3", "True"), architectures=["LlamaForCausalLM"])
-    else:
-        raise ValueError(f"eagle: no layout for {drafter.settings.kind!r}, expected the network of EAGLE-1 or EAGLE-3")
     return Layout(made.config, {**made.tensors, "embed_tokens.weight": embedding}, made.serve)

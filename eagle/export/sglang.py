@@ -6,7 +6,7 @@ from typing import Any
 
 from eagle.drafter import TrainableDrafter
 from eagle.export.features import features_layout, is_features
-from eagle.export.fused import fused_layout, is_fused
+from eagle.export.fused import fused_layout
 from eagle.export.layout import Layout
 
 SERVE = """```sh
@@ -24,7 +24,5 @@ def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:
     if is_features(drafter):
         made = features_layout(drafter, target_config)
         return made.of(SERVE.replace("METHOD", "EAGLE"), architectures=["LlamaForCausalLMEagle"])
-    if is_fused(drafter):
-        made = fused_layout(drafter, target_config, "sglang", ("fc_norm", "norm_output"))
-        return made.of(SERVE.replace("METHOD", "EAGLE3"))
-    raise ValueError(f"sglang: no layout for {drafter.settings.kind!r}, expected the network of EAGLE-1 or EAGLE-3")
+    made = fused_layout(drafter, target_config, "sglang", ("fc_norm", "norm_output"))
+    return made.of(SERVE.replace("METHOD", "EAGLE3"))

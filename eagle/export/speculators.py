@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from eagle.drafter import TrainableDrafter
-from eagle.export.fused import SWITCHES, fused_layout, is_fused
+from eagle.export.fused import SWITCHES, fused_layout
 from eagle.export.layout import Layout, embedding_of
 
 DEPTH = 3  # which the config wants to be told; a server may be told otherwise
@@ -19,8 +19,6 @@ converter read too."""
 
 def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:
     """The block's config is nested in the head's; every switch is written, since readers assume different things."""
-    if not is_fused(drafter):
-        raise ValueError(f"speculators: no layout for {drafter.settings.kind!r}, expected the network of EAGLE-3")
     made = fused_layout(drafter, target_config, "speculators", SWITCHES, own_embedding=True)
     own = (*SWITCHES, "architectures", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "eagle_config")
     block = {key: value for key, value in made.config.items() if key not in own}

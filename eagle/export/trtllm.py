@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from eagle.drafter import TrainableDrafter
-from eagle.export.fused import fused_layout, is_fused
+from eagle.export.fused import fused_layout
 from eagle.export.layout import Layout
 
 SERVE = """```sh
@@ -27,8 +27,6 @@ TensorRT-LLM reads no layer ids from the head: these count the *outputs* of laye
 
 def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:
     """A residual that is normed is not known there; whether heads of EAGLE-1 still are was not found out."""
-    if not is_fused(drafter):
-        raise ValueError(f"trtllm: no layout for {drafter.settings.kind!r}, expected the network of EAGLE-3")
     made = fused_layout(drafter, target_config, "trtllm", ("fc_norm", "norm_output"))
     nested = made.config["eagle_config"]
     nested |= {switch: made.config[switch] for switch in ("fc_norm", "norm_output")}

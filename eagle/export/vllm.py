@@ -6,7 +6,7 @@ from typing import Any
 
 from eagle.drafter import TrainableDrafter
 from eagle.export.features import features_layout, is_features, without_bias
-from eagle.export.fused import SWITCHES, fused_layout, is_fused
+from eagle.export.fused import SWITCHES, fused_layout
 from eagle.export.layout import Layout
 
 SERVE = """```sh
@@ -23,9 +23,6 @@ def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:
     if is_features(drafter):
         made = without_bias(features_layout(drafter, target_config), "vllm")
         return made.of(SERVE.replace("METHOD", "eagle"))
-    if is_fused(drafter):
-        # offsets for a full vocabulary are refused there
-        return fused_layout(drafter, target_config, "vllm", SWITCHES, own_embedding=True).of(
-            SERVE.replace("METHOD", "eagle3")
-        )
-    raise ValueError(f"vllm: no layout for {drafter.settings.kind!r}, expected the network of EAGLE-1 or EAGLE-3")
+    # offsets for a full vocabulary are refused there
+    made = fused_layout(drafter, target_config, "vllm", SWITCHES, own_embedding=True)
+    return made.of(SERVE.replace("METHOD", "eagle3"))
