@@ -164,7 +164,7 @@ def _import(args: argparse.Namespace) -> None:
 def _inspect(args: argparse.Namespace) -> None:
     found = inspect(args.folder, args.target)
     print(found)
-    if any(one.fatal for one in found.findings):
+    if found.fatal:
         sys.exit(1)
 
 

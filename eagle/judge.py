@@ -70,6 +70,12 @@ def figures(sums: dict[str, Tensor]) -> dict[str, float]:
     return found
 
 
+def kept(found: dict[str, float]) -> list[float]:
+    """How often a chain is kept up to each level, from such figures; nothing where they hold no chain."""
+    names = [f"chain/{depth}" for depth in range(1, len(found) + 1)]
+    return list(accumulate((found[name] for name in names if name in found), mul))
+
+
 def _rows(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
     """The function of a few rows at a time: what lies between is as wide as the vocabulary."""
     return torch.cat([function(*parts) for parts in zip(*(tensor.split(ROWS) for tensor in rows), strict=True)])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import accumulate
-from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import yaml
 from eagle.card import acceptance_of
 from eagle.drafter import TrainableDrafter
 from eagle.export.layout import Layout
+from eagle.judge import kept
 
 USUAL = 3  # tokens of a chain where nothing is known
 WORTH = 1 / 8  # of all drafts must be kept whole, lest a level costs more than it saves
@@ -22,8 +21,8 @@ def notes(layout: Layout, drafter: TrainableDrafter, engine: str, out: Path, hea
     """The texts of README.md and provenance.json; `head` is the folder that the drafter came from."""
     recipe = _yaml(head / "recipe.yaml") if head else {}
     made = _json(head / "provenance.json") if head else {}
-    levels = _levels(made.get("validation", {}))
-    depth, why = _chain(drafter, levels)
+    shares = kept(made.get("validation", {}))
+    depth, why = _chain(drafter, shares)
     serve = layout.serve.replace("DEPTH", str(depth)).replace("NODES", str(depth + 1)).replace("HEAD", str(out))
     target = recipe.get("target", {}).get("path")
     sections = [
@@ -32,29 +31,21 @@ def notes(layout: Layout, drafter: TrainableDrafter, engine: str, out: Path, hea
         f"## How to serve it\n\n{serve.replace('TARGET', target or 'TARGET')}",
         f"## How long a chain\n\n{depth} tokens: {why}.",
         f"## What it was trained under\n\n{_template(recipe)}",
-        f"## What it accepts\n\n{_accepted(levels, head)}",
+        f"## What it accepts\n\n{_accepted(shares, head)}",
     ]
     provenance = {"engine": engine, "settings": drafter.settings.model_dump(mode="json"), **made}
-    if levels:
-        tau = 1 + sum(accumulate(levels, mul))
-        provenance["acceptance"] = {"tau": tau, "per_position": list(accumulate(levels, mul)), "by": "validation"}
+    if shares:
+        provenance["acceptance"] = {"tau": 1 + sum(shares), "per_position": shares, "by": "validation"}
     return {"README.md": "\n\n".join(sections) + "\n", "provenance.json": json.dumps(provenance, indent=2) + "\n"}
 
 
-def _levels(validation: dict[str, float]) -> list[float]:
-    """How often each token of a chain is kept where the one before was."""
-    names = [f"chain/{depth}" for depth in range(1, len(validation) + 1)]
-    return [validation[name] for name in names if name in validation]
-
-
-def _chain(drafter: TrainableDrafter, levels: list[float]) -> tuple[int, str]:
+def _chain(drafter: TrainableDrafter, shares: list[float]) -> tuple[int, str]:
     """A chain's length, and why."""
     if drafter.budget is not None:
         return drafter.budget.depth, "as deep as the tree that the head was tuned to"
-    if levels:
-        kept = list(accumulate(levels, mul))
-        depth = max(sum(share >= WORTH for share in kept), 1)
-        return depth, f"on held-out texts {kept[depth - 1]:.0%} of such drafts are kept whole; longer ones rarely pay"
+    if shares:
+        depth = max(sum(share >= WORTH for share in shares), 1)
+        return depth, f"on held-out texts {shares[depth - 1]:.0%} of such drafts are kept whole; longer ones rarely pay"
     return USUAL, "the usual length; nothing was measured with this head"
 
 
@@ -72,16 +63,15 @@ def _template(recipe: dict[str, Any]) -> str:
     return " ".join(lines)
 
 
-def _accepted(levels: list[float], head: Path | None) -> str:
+def _accepted(shares: list[float], head: Path | None) -> str:
     """What validation predicted, and what was measured beside the head."""
     parts = []
-    if levels:
-        shares = ", ".join(f"{share:.2f}" for share in accumulate(levels, mul))
-        tau = 1 + sum(accumulate(levels, mul))
+    if shares:
+        told = ", ".join(f"{share:.2f}" for share in shares)
         parts.append(
-            f"On held-out texts, chains of {len(levels)}: the first n tokens are kept in {shares} of the drafts, "
-            f"τ = {tau:.2f} tokens per forward of the target, its own included. Engines that do not count that one say "
-            f"{tau - 1:.2f}."
+            f"On held-out texts, chains of {len(shares)}: the first n tokens are kept in {told} of the drafts, "
+            f"τ = {1 + sum(shares):.2f} tokens per forward of the target, its own included. Engines that do not count "
+            f"that one say {sum(shares):.2f}."
         )
     if head and (measured := acceptance_of(head.parent)):
         parts.append(f"Decoded by this project:\n\n{measured}")
