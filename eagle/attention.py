@@ -1,6 +1,6 @@
 """What lets a stock model read a tree: a cache that drops rejected nodes in place, masks, and grouped attention."""
 
-# N new tokens, S committed tokens, H heads, K key/value heads, D head width
+# N new tokens, R rows behind S committed tokens, H heads, K key/value heads, D head width
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
-
-from eagle.tree import DraftTree
 
 
 class Rows:
@@ -109,16 +107,18 @@ def grouped_attention(
     """Stock attention without copying keys and values for grouped heads: a group's queries become rows of one head."""
     _, heads, count, width = query.shape
     groups = heads // key.shape[1]
-    if count > 1 and attention_mask.shape[-1] == 1:  # the sign for "causal, and nothing before"
+    unmasked = attention_mask.shape[-1] == 1  # the sign for "all that was before", or "causal, and nothing before"
+    if count > 1 and unmasked:
         output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
         return output.transpose(1, 2).contiguous(), None
     rows = query.reshape(1, heads // groups, groups * count, width)
     if count == 1 and query.dtype == torch.float32 and query.device.type == "cpu":
         # two plain products: 0.6 to 0.9 ms a token less than the fused kernel at 3,000 tokens and 12 layers
         scores = torch.bmm(rows[0] * (scaling or width**-0.5), key[0].transpose(1, 2))
+        scores = scores if unmasked else scores + attention_mask[0]
         output = torch.bmm(scores.softmax(-1), value[0])
     else:
-        mask = None if count == 1 else attention_mask.repeat(1, 1, groups, 1)
+        mask = None if unmasked else attention_mask.repeat(1, 1, groups, 1)
         output = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
     return output.view(1, heads, count, -1).transpose(1, 2).contiguous(), None
 
@@ -146,24 +146,26 @@ class Masks:
         )
         self.unmasked = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
 
-    def __call__(self, start: int, positions: list[int], tree: DraftTree | None) -> Tensor | dict[str, Tensor]:
-        """What N new tokens at these positions see of `start` committed ones and of each other; no tree: a chain."""
+    def __call__(self, start: int, positions: list[int], seen: Tensor | None) -> Tensor | dict[str, Tensor]:
+        """What new tokens see of `start` committed ones and of the rows at these positions behind them.
+
+        `seen` [N, R] tells it of the last N of R rows, which are the new ones; None: all rows are new, and a chain.
+        """
         count = len(positions)
-        if self.grouped and (count == 1 or (tree is None and start == 0)):
+        if self.grouped and (count == 1 or (seen is None and start == 0)):
             return self.unmasked
-        ancestors = torch.ones(count, count, dtype=torch.bool).tril() if tree is None else tree.ancestors()
-        masks = {kind: self._additive(start, positions, ancestors, window) for kind, window in self.windows.items()}
+        seen = torch.ones(count, count, dtype=torch.bool).tril() if seen is None else seen
+        masks = {kind: self._additive(start, positions, seen, window) for kind, window in self.windows.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _additive(self, start: int, positions: list[int], ancestors: Tensor, window: int | None) -> Tensor:
-        """[1, 1, N, S + N]: 0 where a key is seen, the lowest number where it is not."""
+    def _additive(self, start: int, positions: list[int], seen: Tensor, window: int | None) -> Tensor:
+        """[1, 1, N, S + R]: 0 where a key is seen, the lowest number where it is not."""
         lowest = torch.finfo(self.dtype).min
-        mask = torch.zeros(len(positions), start + len(positions), dtype=self.dtype)
-        mask[:, start:].masked_fill_(~ancestors, lowest)
-        if window is not None:
-            here = torch.tensor(positions)
-            places = torch.cat([torch.arange(start), here])  # distance counts positions: siblings share one
-            mask.masked_fill_(here[:, None] - places >= window, lowest)
+        mask = torch.zeros(len(seen), start + len(positions), dtype=self.dtype, device=seen.device)
+        mask[:, start:].masked_fill_(~seen, lowest)
+        if window is not None:  # distance counts positions: siblings share one
+            places = torch.tensor([*range(start), *positions], device=seen.device)
+            mask.masked_fill_(places[-len(seen) :, None] - places >= window, lowest)
         return mask[None, None].to(self.device)
 
     def __enter__(self) -> None:

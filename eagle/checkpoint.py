@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, snapshot_download
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
+from transformers import AutoConfig
 
 from eagle.card import model_card
+from eagle.device import in_dtype
 from eagle.drafter import Budget, Drafter, TrainableDrafter
 from eagle.drafters import DRAFTERS, settings_of
+from eagle.drafters.several import FirstOf
 from eagle.target import Target
 
 ON_HUB = ("config.json", "model.safetensors", "recipe.yaml", "provenance.json", "README.md")
@@ -50,7 +53,7 @@ def load_head(folder: str | Path) -> TrainableDrafter:
         raise ValueError(f"no head at {folder}: expected the folder that training leaves in train.out, head or last")
     config = json.loads((folder / "config.json").read_text())
     settings = settings_of(config["settings"], str(folder / "config.json"))
-    head: TrainableDrafter = DRAFTERS[settings.kind](settings, LlamaConfig(**config["shape"]))
+    head: TrainableDrafter = DRAFTERS[settings.kind](settings, AutoConfig.for_model(**config["shape"]))
     weights = load_file(folder / "model.safetensors")
     missing, unknown = head.state_dict().keys() - weights.keys(), weights.keys() - head.state_dict().keys()
     if missing or unknown:
@@ -109,18 +112,51 @@ def push_to_hub(folder: str | Path, repo_id: str, private: bool = False) -> str:
     return str(address)
 
 
-def load_drafter(name_or_folder: str | Path, target: Target, revision: str | None = None) -> Drafter:
-    """A trained head from a folder or the hub, or a method without weights by its name, ready to draft for a target."""
-    method = DRAFTERS.get(str(name_or_folder))
-    if method is not None and not issubclass(method, TrainableDrafter):
-        return method()
-    if not Path(name_or_folder).is_dir() and str(name_or_folder).count("/") != 1:
-        names = [name for name, known in DRAFTERS.items() if not issubclass(known, TrainableDrafter)]
-        raise ValueError(f"no drafter {name_or_folder}: expected a folder with a trained head, or one of {names}")
-    head = from_pretrained(name_or_folder, revision).to(target.device, target.model.dtype)
-    if head.shape.hidden_size != target.config.hidden_size:
+def _reader(folder: Path) -> Any:
+    """The method that reads a folder which is none of a head: of its kind, or any causal language model."""
+    config = json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else {}
+    kind = config.get("kind", "draft_model" if "model_type" in config else None)
+    if "settings" in config or kind is None:
+        return None
+    if not hasattr(DRAFTERS.get(kind), "load"):
+        known = [name for name, method in DRAFTERS.items() if hasattr(method, "load")]
+        raise ValueError(f"{folder / 'config.json'}: kind is {kind!r}, expected one of {', '.join(known)}")
+    return DRAFTERS[kind]
+
+
+def load_drafter(
+    name: str | Path | Sequence[str | Path], target: Target, revision: str | None = None, **options: Any
+) -> Drafter:
+    """A drafter that is ready to draft for a target.
+
+    It comes from a folder or the hub (a trained head, a table of counts, a language model), or from the name of a
+    method that needs neither, to which the options go. Several, in a list or with commas between them, are asked in
+    turn, until one of them has a draft.
+    """
+    names = str(name).split(",") if isinstance(name, str | Path) else [str(one) for one in name]
+    if len(names) > 1:
+        return FirstOf([load_drafter(one, target, revision) for one in names])
+    free = {
+        kind: method
+        for kind, method in DRAFTERS.items()
+        if not issubclass(method, TrainableDrafter) and not hasattr(method, "load")
+    }
+    if names[0] in free:
+        return free[names[0]](**options)
+    folder = Path(names[0])
+    if options:
+        raise ValueError(f"{folder} takes no options, which belong to {', '.join(free)}: got {', '.join(options)}")
+    if not folder.is_dir() and names[0].count("/") != 1:
         raise ValueError(
-            f"{name_or_folder} was made for a target {head.shape.hidden_size} wide, this one is "
+            f"no drafter {folder}: expected a folder with a trained head, counted tables or a language model, or one "
+            f"of {', '.join(free)}"
+        )
+    if (method := _reader(folder)) is not None:
+        return method.load(folder, target)
+    head = in_dtype(from_pretrained(folder, revision).to(target.device), target.model.dtype)
+    if head.taps and head.shape.hidden_size != target.config.hidden_size:
+        raise ValueError(
+            f"{folder} was made for a target {head.shape.hidden_size} wide, this one is "
             f"{target.config.hidden_size}: load the target that its recipe.yaml names"
         )
-    return head.bind(target.head)  # type: ignore[return-value]
+    return head.bind(target.head)

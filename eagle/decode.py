@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle.drafter import Budget, Committed, Drafter
+from eagle.drafter import Budget, Committed, Drafter, Policy
 from eagle.target import Target
 from eagle.tree import DraftTree
 from eagle.verify import Choose, Sampling, verify
@@ -142,7 +142,7 @@ def stream(
     sampling: Sampling | None = None,
     max_new_tokens: int = 128,
     stop: Sequence[int | str] | None = None,
-    budget: Budget | None = None,
+    budget: Budget | Policy | None = None,
     timing: bool = False,
     trace: Trace | None = None,
 ) -> Iterator[list[int]]:
@@ -154,25 +154,31 @@ def stream(
     _check_length(target, len(prompt), max_new_tokens)
     until = _Until(target, stop, max_new_tokens)
     clock = _Clock(target.device, timing)
+    learn = getattr(budget, "learn", None)
 
     drafter.begin(choose.offer(target.vocab_size, target.device))
-    news = target.begin(prompt, choose, drafter.taps, room=max_new_tokens + budget.nodes + 1)
-    yield until.commit(trace, [news.root])
+    news = [target.begin(prompt, choose, drafter.taps, room=max_new_tokens + budget.nodes + 1)]  # not told yet
+    yield until.commit(trace, [news[0].root])
     while trace.finish == "running":
         clock.start()
         # what lies deeper than the last token wanted could only be cut off again
-        tree = drafter.propose(news, budget.within(max_new_tokens - len(trace.tokens) - 1))
+        here = budget.within(max_new_tokens - len(trace.tokens) - 1)
+        tree = DraftTree.chain([news[-1].root])
+        if min(here.nodes, here.depth) > 0:
+            tree, news = drafter.propose(Committed.joined(news), here), []
         clock.lap("draft")
         reading = target.read(tree)
         clock.lap("target")
         path, root = verify(reading, choose)
         clock.lap("verify")
         target.keep(tree, path)
-        news = Committed(tree.tokens[path], reading.features_at(path), root)
-        new = until.commit(trace, [*news.tokens.tolist()[1:], root])
+        news.append(Committed(tree.tokens[path], reading.features_at(path), root))
+        new = until.commit(trace, [*news[-1].tokens.tolist()[1:], root])
         clock.lap("other")
         shape, context = replace(tree, laws=None), reading.positions[0] - 1
         trace.cycles.append(Cycle(shape, tuple(path[1:]), len(new), context, clock.seconds))
+        if learn is not None:
+            learn(trace.cycles[-1])
         yield new
 
 

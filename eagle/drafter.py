@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 
+from eagle.device import in_dtype
 from eagle.examples import Batch
 from eagle.tree import DraftTree, Paths
 
@@ -44,6 +45,15 @@ class Committed:
     tokens: Tensor  # [A]
     features: Tensor | None  # [A, L, D], the taps that the drafter asked for
     root: int  # chosen by the target, not yet read by it
+
+    @classmethod
+    def joined(cls, pieces: Sequence[Committed]) -> Committed:
+        """Pieces of news as one, for a drafter that was not asked in between."""
+        if len(pieces) == 1:
+            return pieces[0]
+        features = [piece.features for piece in pieces if piece.features is not None]
+        tokens = torch.cat([piece.tokens for piece in pieces])
+        return cls(tokens, torch.cat(features) if features else None, pieces[-1].root)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +102,20 @@ class Budget:
     def within(self, levels: int) -> Budget:
         """The same budget, at most `levels` deep."""
         return self if self.depth <= levels else replace(self, depth=max(levels, 0))
+
+
+class Policy(Protocol):
+    """What may stand in the place of a budget: another one in every cycle, after what came of those before."""
+
+    nodes: int  # the most that it asks for
+
+    def within(self, levels: int) -> Budget:
+        """The next cycle's budget, at most `levels` deep; one of nothing where drafting does not pay."""
+        ...
+
+    def learn(self, cycle: Any) -> None:
+        """What came of it, an `eagle.decode.Cycle`."""
+        ...
 
 
 class Drafter(Protocol):
@@ -209,7 +233,7 @@ class TargetHead:
         """The same in another precision: itself, or a copy."""
         if self.weight.dtype == dtype:
             return self
-        embedding, output = (copy.deepcopy(module).to(dtype) for module in (self.embedding, self.output))
+        embedding, output = (in_dtype(copy.deepcopy(module), dtype) for module in (self.embedding, self.output))
         return replace(self, embedding=embedding, output=output)
 
     @property

@@ -19,10 +19,15 @@ AT_ONCE = {"cpu": 1 << 18}  # of them in fp32 at a time, for all that is no prod
 AT_ONCE_ELSEWHERE = 1 << 25
 
 EVEN = 16  # of which a chunk's rows are a multiple
-TINY = 1e-20  # an overlap has a logarithm
+TINY = 1e-20  # no logarithm is taken of less: an overlap, and what the teacher never says, have one
 
-Kind = Literal["cross_entropy", "acceptance", "hybrid"]
-"""Of laws p and q: -sum p log q; -log of their overlap a = sum min(p, q); l KL(p, q) + (1 - l) (1 - a), l = e^-3a."""
+Kind = Literal["cross_entropy", "reverse_kl", "jsd", "tv", "acceptance", "hybrid"]
+"""Of the teacher's law p and the student's q, with a = sum min(p, q) what they have in common:
+
+- cross_entropy: -sum p log q, which is KL(p, q) but for what no student changes
+- reverse_kl: KL(q, p); jsd: (KL(p, m) + KL(q, m)) / 2 with m = (p + q) / 2; tv: 1 - a, half the sum of |p - q|
+- acceptance: -log a; hybrid: l KL(p, q) + (1 - l) (1 - a), where l = e^-3a is taken as given
+"""
 
 
 class LanguageHead(Protocol):
@@ -156,7 +161,7 @@ def _between(logits: Tensor, taught: Tensor, wide: torch.dtype, objective: Objec
     for first in range(0, len(taught), few):
         rows = slice(first, first + few)
         law = taught[rows].softmax(-1, dtype=wide)
-        compare = _entropy(law, objective) if objective.kind == "cross_entropy" else _overlap(law, objective)
+        compare = COMPARE.get(objective.kind, _overlap)(law, objective)
         for step in range(len(logits)):
             own = logits[step, rows].to(wide)
             losses[step, rows], found = compare(own, own.softmax(-1))
@@ -179,7 +184,7 @@ def _entropy(law: Tensor, objective: Objective) -> Any:
         # the sum of exponentials, known from the likeliest token alone
         norm = logits.amax(-1) - own.amax(-1).log()
         loss = mass * norm - (wanted * logits).sum(-1)
-        scaled = own if isinstance(mass, float) and mass == 1 else own.mul_(torch.as_tensor(mass)[..., None])
+        scaled = own.mul_(mass[..., None]) if isinstance(mass, Tensor) else own if mass == 1 else own.mul_(mass)
         return loss, scaled.sub_(wanted)
 
     return compare
@@ -193,6 +198,8 @@ def _overlap(law: Tensor, objective: Objective) -> Any:
         overlap = torch.minimum(own, law).sum(-1, keepdim=True).clamp(min=TINY)
         # of the overlap, by the logits
         rise = own * (below - (own * below).sum(-1, keepdim=True))
+        if objective.kind == "tv":
+            return objective.weight * (1 - overlap[..., 0]), rise.mul_(-objective.weight)
         if objective.kind == "acceptance":
             return objective.weight * -overlap[..., 0].log(), rise.mul_(-objective.weight / overlap)
         blend = (-3 * overlap).exp()
@@ -201,6 +208,27 @@ def _overlap(law: Tensor, objective: Objective) -> Any:
         return objective.weight * loss, (blend * (own - law) - (1 - blend) * rise).mul_(objective.weight)
 
     return compare
+
+
+def _relative(law: Tensor, objective: Objective) -> Any:
+    """Losses of how the student's law lies to another: the teacher's own, or the middle between both."""
+    middle = objective.kind == "jsd"
+    weight = objective.weight / 2 if middle else objective.weight
+
+    def compare(logits: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+        other = (own + law).div_(2) if middle else law.clamp(min=TINY)
+        # each logarithm for itself: a ratio of two zeros has none
+        apart = torch.xlogy(own, own) - torch.xlogy(own, other)
+        divergence = apart.sum(-1, keepdim=True)
+        loss = divergence[..., 0]
+        if middle:
+            loss = loss + (torch.xlogy(law, law) - torch.xlogy(law, other)).sum(-1)
+        return weight * loss, apart.sub_(own * divergence).mul_(weight)
+
+    return compare
+
+
+COMPARE = {"cross_entropy": _entropy, "reverse_kl": _relative, "jsd": _relative}  # others are functions of the overlap
 
 
 def _chunks(count: int, steps: int, weight: Tensor) -> list[slice]:

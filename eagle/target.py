@@ -7,9 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle.attention import Masks, TreeCache, rope_border, why_no_trees
+from eagle.device import best_device, fastest_dtype, in_dtype
 from eagle.drafter import Committed, TargetHead
 from eagle.tree import DraftTree, Reading
 from eagle.verify import Choose, Sampling
@@ -67,15 +66,11 @@ class Target:
             model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device_map, **source)
         except OSError as error:
             raise ValueError(f"no model at {path}: expected a folder of save_pretrained, or a hub id") from error
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path, **source)
-        except (OSError, ValueError):
-            tokenizer = None  # ids are enough for all but text; `chat` and stop strings ask for one by name
         model = model if adapter is None else _merged(model, adapter)
         if device_map is None and not getattr(model, "is_quantized", False):
             mixed = model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict  # by design, not by dequantising
-            model = (model if mixed else model.to(dtype)).to(device)
-        return cls(model, tokenizer)
+            model = (model if mixed else in_dtype(model, dtype)).to(device)
+        return cls(model, tokenizer_of(path, **source))
 
     def shard(self) -> Target:
         """The same target, its layers spread over the devices of all processes, which must then compute together."""
@@ -125,21 +120,49 @@ class Target:
         if reason := why_no_trees(self.model, self.config):
             raise ValueError(reason)
         self._check_taps(taps)
-        beyond = len(prompt) > self.border
-        if taps != self.taps or beyond != (len(self.text) > self.border):
-            self.taps, self.text, self.cache = taps, [], TreeCache(self.config.num_hidden_layers)
-        shared = min(_common_prefix(self.text, prompt), len(prompt) - 1)
-        self.text, self.cache.length = self.text[:shared], shared
-        self.cache.reserve(len(prompt) + room)
-        step = len(prompt) if beyond else PREFILL_CHUNK
-        for start in range(shared, len(prompt), step):
-            chunk = prompt[start : start + step]
-            hidden, _ = self._forward(torch.tensor(chunk), list(range(start, start + len(chunk))), None)
-            self.text += chunk
-            self.cache.length += len(chunk)
+        hidden = self._extended(prompt[self.rewind(prompt, taps, room) :])
         last = Reading(DraftTree.chain(prompt[-1:]), self.head.logits(hidden[-1:]), None, [len(prompt)], prompt[:-1])
         features = self.cache.tapped.buffer[0, :, : len(prompt)].transpose(0, 1).clone() if taps else None
         return Committed(torch.tensor(prompt), features, choose(last, [0])[0])
+
+    def rewind(self, text: list[int], taps: tuple[int, ...] = (), room: int = 0) -> int:
+        """Drop of the cached text what is not the start of this one; how many of its tokens need not be read again."""
+        beyond = len(text) > self.border
+        if taps != self.taps or beyond != (len(self.text) > self.border):
+            self.taps, self.text, self.cache = taps, [], TreeCache(self.config.num_hidden_layers)
+        shared = min(_common_prefix(self.text, text), len(text) - 1)
+        self.text, self.cache.length = self.text[:shared], shared
+        self.cache.reserve(len(text) + room)
+        return shared
+
+    @torch.inference_mode()
+    def extend(self, tokens: list[int]) -> Tensor:
+        """Commit these tokens; [V], the logits after the last of them."""
+        self._check_border(len(self.text), len(self.text) + len(tokens))
+        return self.head.logits(self._extended(tokens)[-1])
+
+    def _extended(self, tokens: list[int]) -> Tensor:
+        """The LM head's input at the last tokens committed."""
+        step = len(tokens) if len(self.text) + len(tokens) > self.border else PREFILL_CHUNK
+        for first in range(0, len(tokens), step):
+            chunk, start = tokens[first : first + step], len(self.text)
+            hidden, _ = self._forward(torch.tensor(chunk), list(range(start, start + len(chunk))), None)
+            self.text += chunk
+            self.cache.length += len(chunk)
+        return hidden
+
+    @torch.inference_mode()
+    def ahead(self, tokens: Tensor, depths: list[int], seen: Tensor) -> Tensor:
+        """[K, V] logits of one more level of a draft behind the text: all its R rows stand `depths` deep.
+
+        The new rows are the last K; `seen` [K, R] tells which rows they see. None is committed.
+        """
+        start = len(self.text)
+        self.cache.length = start + len(depths) - len(tokens)
+        try:
+            return self.head.logits(self._forward(tokens, [start + depth for depth in depths], seen)[0])
+        finally:
+            self.cache.length = start
 
     @torch.inference_mode()
     def read(self, tree: DraftTree) -> Reading:
@@ -147,7 +170,7 @@ class Target:
         start = len(self.text)
         positions = [start + depth for depth in tree.depths()]
         self._check_border(start, max(positions) + 1)
-        hidden, states = self._forward(tree.tokens, positions, tree)
+        hidden, states = self._forward(tree.tokens, positions, None if len(tree) == 1 else tree.ancestors())
         after = [position + 1 for position in positions]
         return Reading(tree, self.head.logits(hidden), states, after, self.text)
 
@@ -169,14 +192,14 @@ class Target:
             tapped[-1] = self.model.base_model(input_ids=tokens.to(self.device), use_cache=False).last_hidden_state
         return torch.stack([tapped[tap].to(self.device, dtype) for tap in taps], dim=2)
 
-    def _forward(self, tokens: Tensor, positions: list[int], tree: DraftTree | None) -> tuple[Tensor, Tensor | None]:
-        """The LM head's input [N, D] and tapped states [N, L, D] at N tokens put after the text; no tree: a chain."""
+    def _forward(self, tokens: Tensor, positions: list[int], seen: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The LM head's input [N, D] and tapped states [N, L, D] at N tokens behind the text; `seen` as in Masks."""
         tapping: Any = self._tapping(self.taps) if self.taps else nullcontext({})
         with tapping as tapped, self.masks:
             tapped[-1] = self.model.base_model(
                 input_ids=tokens[None].to(self.device),
-                position_ids=torch.tensor([positions], device=self.device),
-                attention_mask=self.masks(len(self.text), positions, tree),
+                position_ids=torch.tensor([positions[-len(tokens) :]], device=self.device),
+                attention_mask=self.masks(len(self.text), positions, seen),
                 past_key_values=self.cache,
                 use_cache=True,
             ).last_hidden_state
@@ -256,6 +279,14 @@ class Target:
         return head
 
 
+def tokenizer_of(path: str | Path, **source: Any) -> Any:
+    """The tokenizer beside a model, or None: ids are enough for all but text; `chat` and stop strings ask for it."""
+    try:
+        return AutoTokenizer.from_pretrained(path, **source)
+    except (OSError, ValueError):
+        return None
+
+
 def _merged(model: Any, adapter: str) -> Any:
     """The model with a LoRA adapter added into its weights."""
     try:
@@ -282,31 +313,3 @@ def _decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
 
 def _common_prefix(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def best_device() -> str:
-    """An accelerator where there is one, else the CPU."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator.type if accelerator else "cpu"
-
-
-@cache
-def fastest_dtype(device: str) -> torch.dtype:
-    """bf16 where a matrix product in it is clearly faster than in fp32, timed once per process."""
-
-    def seconds(dtype: torch.dtype) -> float:
-        left, right = (
-            torch.ones(64, 1024, dtype=dtype, device=device),
-            torch.ones(1024, 1024, dtype=dtype, device=device),
-        )
-        times = []
-        for _ in range(5):
-            start = perf_counter()
-            (left @ right).sum().item()  # waits for the device
-            times.append(perf_counter() - start)
-        return min(times)
-
-    try:
-        return torch.bfloat16 if seconds(torch.bfloat16) < 0.8 * seconds(torch.float32) else torch.float32
-    except (RuntimeError, TypeError):  # a device without bf16
-        return torch.float32

@@ -62,12 +62,13 @@ class Costs:
 
         With the answer's limit of tokens, levels that were left out at its end are not charged.
         """
-        total, before, done = 0.0, 0, 1
+        total, untold, done = 0.0, 1, 1
         for cycle in cycles:
             here = None if budget is None else budget if limit is None else budget.within(limit - done - 1)
-            rows = () if here is None else (before + 1, *level_rows(here))
+            asked = here if here is not None and min(here.nodes, here.depth) > 0 else None
+            rows = () if asked is None else (untold, *level_rows(asked))
             total += self.cycle(cycle["nodes"], rows, cycle["context"])
-            before, done = cycle["accepted"], done + cycle["committed"]
+            untold, done = cycle["accepted"] + 1 + (untold if asked is None else 0), done + cycle["committed"]
         return total
 
     def _between(self, table: Table, size: int, context: int) -> float:

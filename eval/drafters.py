@@ -13,11 +13,12 @@ import torch
 
 from data_prep.tokens import load_tokenizer
 from eagle.checkpoint import load_drafter
+from eagle.device import best_device
 from eagle.drafter import Budget, Drafter
 from eagle.drafters import DRAFTERS
 from eagle.identity import fingerprint, folder_of, target_identity
 from eagle.recipe import BudgetSection, MeasuredSection, Recipe
-from eagle.target import Target, best_device
+from eagle.target import Target
 from eval.prompts import question_sets
 from eval.results import commit
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle.decode import generate
-from eagle.drafter import Budget, Committed, Drafter
+from eagle.decode import Cycle, generate
+from eagle.drafter import Budget, Committed, Drafter, Policy
 from eagle.drafters.none import NoDrafter
 from eagle.target import Target
 from eagle.tree import DraftTree
@@ -47,13 +47,16 @@ def answer(
     return Answer(task, tokens, len(prompt), features, sampling, limit)
 
 
-def replay(target: Target, drafter: Drafter, told: Answer, budget: Budget) -> list[tuple[DraftTree, list[int]]]:
+def replay(
+    target: Target, drafter: Drafter, told: Answer, budget: Budget | Policy
+) -> list[tuple[DraftTree, list[int]]]:
     """The trees that decoding this answer would verify, each with the path that would be accepted.
 
     What is drafted follows from the committed text alone. So the cycles are those of decoding, for as long as nothing
     is drafted by lot: of a budget that draws from the draft's law only the target's coins know what is kept.
     """
-    if budget.draw == "sampled" and told.sampling.temperature > 0:
+    learn = getattr(budget, "learn", None)
+    if getattr(budget, "draw", None) == "sampled" and told.sampling.temperature > 0:
         raise ValueError(f"draw is 'sampled': what is kept of such drafts is known by decoding alone; got {budget}")
     drafter.begin(Choose(told.sampling).offer(target.vocab_size, target.device))
     tokens, seen, root = told.tokens, 0, told.prompt
@@ -65,6 +68,8 @@ def replay(target: Target, drafter: Drafter, told: Answer, budget: Budget) -> li
         after = [root + 1 + depth for depth in tree.depths()]
         path = walk(tree, [tokens[place] if place < len(tokens) else NOWHERE for place in after])
         cycles.append((tree, path))
+        if learn is not None:
+            learn(Cycle(tree, tuple(path[1:]), min(len(path), len(tokens) - root - 1), root))
         seen, root = root, root + len(path)
     return cycles
 

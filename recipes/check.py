@@ -16,6 +16,7 @@ from data_prep.conversations import Tally, read_conversations
 from data_prep.tokens import each, load_tokenizer
 from eagle.checkpoint import load_head, save_head
 from eagle.decode import generate
+from eagle.device import in_dtype
 from eagle.drafter import Budget, TrainableDrafter
 from eagle.drafters import settings_of
 from eagle.drafters.none import NoDrafter
@@ -132,7 +133,7 @@ def trained(recipe: Recipe, head: TrainableDrafter, target: Target, batches: lis
 
 def decoded(target: Target, head: TrainableDrafter, example: Example) -> None:
     """Sixteen tokens with the head and without."""
-    drafter: Any = copy.deepcopy(head).to(target.device, target.model.dtype).bind(target.head)
+    drafter: Any = in_dtype(copy.deepcopy(head).to(target.device), target.model.dtype).bind(target.head)
     prompt = example.tokens[: max(int(example.loss_mask.nonzero()[0]), 1)]
     traces = [
         generate(target, each_drafter, prompt, budget=Budget(4, 4, 1), max_new_tokens=16, stop=[])
@@ -147,7 +148,7 @@ def decoded(target: Target, head: TrainableDrafter, example: Example) -> None:
 
 
 def forecast(
-    recipe: Recipe, head: UnrolledDrafter, target: Target, tokens: int, extracting: float, training: float
+    recipe: Recipe, head: TrainableDrafter, target: Target, tokens: int, extracting: float, training: float
 ) -> Iterator[str]:
     """The whole run, at the rates that were just measured."""
     features, settings = recipe.features, recipe.train
@@ -156,11 +157,12 @@ def forecast(
     itemsize = 2 if settings.dtype == "bfloat16" else 4
     used = (target.head.embedding, target.head.output) if features.store else (target.model,)
     weights = sum({module: parameters(module) for module in used}.values())
-    memory = training_bytes(head, weights, step, itemsize)
     yield f"the whole run: {tokens:,} tokens, {settings.epochs} epochs; one process of this machine needs"
     if features.store:
         yield f"  {disk / GB:,.2f} GB of disk for the features, {tokens / extracting / 3600:,.2f} h to make them"
-    yield f"  {memory / GB:,.2f} GB of memory while training, at steps of {step:,} tokens at most"
+    if isinstance(head, UnrolledDrafter):  # what other models keep for their backward pass is their own affair
+        memory = training_bytes(head, weights, step, itemsize)
+        yield f"  {memory / GB:,.2f} GB of memory while training, at steps of {step:,} tokens at most"
     each_epoch = tokens / training + (0 if features.store else tokens / extracting)
     yield f"  {settings.epochs * each_epoch / 3600:,.2f} h to train; divide by the number of processes"
 

@@ -15,6 +15,7 @@ from data_prep.tokens import load_tokenizer, tokenized
 from eagle.borrowed import Borrowed, is_here, load_borrowed
 from eagle.checkpoint import load_head
 from eagle.decode import generate
+from eagle.device import best_device, fastest_dtype, in_dtype
 from eagle.drafter import Budget, TrainableDrafter
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.examples import Features
@@ -22,9 +23,10 @@ from eagle.extract import LiveFeatures, taps_of
 from eagle.identity import data_identity, identity
 from eagle.launch import launch
 from eagle.log import script
+from eagle.own_samples import OwnSamples
 from eagle.recipe import Recipe
 from eagle.store import FeatureStore, differences
-from eagle.target import Target, best_device, fastest_dtype
+from eagle.target import Target
 from eagle.train import TREES, train
 from eval.prompts import first_turns
 from eval.results import commit
@@ -50,6 +52,8 @@ def main(argv: list[str]) -> None:
     target, features = opened(recipe, settings, main=accelerator.is_main_process)
     torch.manual_seed(recipe.train.seed)  # the head's first weights are part of the run
     head = first_head(recipe, settings, target, features)
+    if getattr(settings, "samples", "data") == "own":
+        features = own_samples(recipe, features, head)
     frozen = target.head.cast(getattr(torch, recipe.train.dtype))
     decode = partial(decoded, recipe, target) if isinstance(target, Target) and recipe.train.decode else None
     if decode is None and recipe.features.store:
@@ -117,6 +121,16 @@ def source(recipe: Recipe, target: Target, made: dict[str, Any]) -> Features:
     return LiveFeatures(target, examples, made, recipe.features.batch_tokens)
 
 
+def own_samples(recipe: Recipe, features: Features, head: TrainableDrafter) -> Features:
+    """What the head says itself at every step, in place of the answers of the data."""
+    if not isinstance(features, LiveFeatures):
+        raise ValueError(
+            f"drafter.samples is own, and features.store is {recipe.features.store}: what the draft says changes with "
+            "every step, expected features.store=null, which computes features while training"
+        )
+    return OwnSamples(features, head)
+
+
 def first_head(recipe: Recipe, settings: Any, target: Target | Borrowed, features: Features) -> TrainableDrafter:
     """A new head, or the one that `train.init` names, which must be of the same network and sizes."""
     head: TrainableDrafter = DRAFTERS[settings.kind].for_target(
@@ -138,7 +152,7 @@ def first_head(recipe: Recipe, settings: Any, target: Target | Borrowed, feature
 def decoded(recipe: Recipe, target: Target, head: TrainableDrafter) -> dict[str, float]:
     """The acceptance lengths that the decoder reaches with a chain of 4 and with the published tree, greedily."""
     asked = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"count": recipe.train.decode})})
-    drafter: Any = copy.deepcopy(head).to(target.device, target.model.dtype).bind(target.head)
+    drafter: Any = in_dtype(copy.deepcopy(head).to(target.device), target.model.dtype).bind(target.head)
     prompts, found = first_turns(asked, target), {}
     for name, paths in TREES.items():
         traces = [

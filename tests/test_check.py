@@ -43,6 +43,16 @@ def test_an_engine_that_cannot_serve_the_head_is_named(
     assert "not for vllm" in capsys.readouterr().out
 
 
+def test_a_draft_model_goes_through_all_stages(
+    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model of its own has one exporter, and no forecast of its memory."""
+    check(with_data(tiny_target_dir, tmp_path, "data.limit=40", method="draft_model"))
+    said = capsys.readouterr().out
+    assert "identical" in said and "transformers: ready" in said and "not for vllm" in said
+    assert "h to train" in said and "GB of memory" not in said
+
+
 def test_a_head_that_is_not_there_yet_is_said(
     tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,7 @@ from eagle import Budget, Sampling, Target, generate, load_drafter
 from eagle.checkpoint import load_head, save_head
 from eagle.drafter import Committed, TrainableDrafter
 from eagle.drafters import DRAFTERS, settings_of
+from eagle.drafters.counts import CountDrafter
 from eagle.examples import Batch, Example, collate
 from eagle.export import EXPORTERS
 from eagle.extract import LiveFeatures, taps_of
@@ -33,8 +34,11 @@ from eagle.judge import added, figures
 from eagle.tree import PUBLISHED_TREE, best_tree, chain_paths
 from eagle.verify import Choose, warp
 from tests.families import own_answer, own_logits
+from tests.tables import some_tables
 
 TRAINED = [name for name, method in DRAFTERS.items() if issubclass(method, TrainableDrafter)]
+COUNTED = [name for name, method in DRAFTERS.items() if issubclass(method, CountDrafter)]
+LAWFUL = [*TRAINED, *COUNTED]  # which grow trees of their own law
 DYNAMIC = [Budget(8, 4, 3), Budget(3, 1, 3), Budget(5, 5, 1), Budget(0, 0, 0), Budget(8, 4, 3, draw="likeliest")]
 SHAPES = [chain_paths(4), PUBLISHED_TREE, best_tree([[0.5, 0.2, 0.1], [0.4, 0.3]], 12, 4)]
 RANKED = [*DYNAMIC, *map(Budget.fixed, SHAPES), Budget.fixed(PUBLISHED_TREE, "likeliest")]
@@ -59,6 +63,8 @@ def new_head(name: str, target: Target) -> Any:
 
 def drafter_of(name: str, target: Target) -> Any:
     """A drafter ready to draft."""
+    if name in COUNTED:
+        return DRAFTERS[name](some_tables(target.vocab_size))
     return new_head(name, target).bind(target.head) if name in TRAINED else load_drafter(name, target)
 
 
@@ -100,7 +106,7 @@ def test_output_is_the_untouched_models_own(name: str, sampling: Sampling, tiny_
     prompt, drafter = tiny_target.chat(ASKED), drafter_of(name, tiny_target)
     expected = reference(tiny_target, prompt, sampling, 16)
     drawn_too = sampling.temperature == 0  # what is drawn above it has the target's law, not its tokens
-    for budget in RANKED + DRAWN * drawn_too if name in TRAINED else DYNAMIC:
+    for budget in RANKED + DRAWN * drawn_too if name in LAWFUL else DYNAMIC:
         options = {"sampling": sampling, "budget": budget, "max_new_tokens": 16, "stop": []}
         assert generate(tiny_target, drafter, prompt, **options).tokens == expected
 
@@ -118,7 +124,7 @@ def letters() -> Target:
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", SAMPLINGS[2:4], ids=["T=1", "top-p"])
 @pytest.mark.parametrize("budget", DRAWN[:2], ids=["chain", "published"])
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", LAWFUL)
 def test_drawn_drafts_have_the_targets_law(name: str, budget: Budget, sampling: Sampling, letters: Target) -> None:
     """The first three tokens of 600 requests, against the law by which the untouched model says them."""
     prompt, drafter, counts = [1, 2, 3, 0, 1], drafter_of(name, letters), np.zeros([4] * 3)
@@ -256,6 +262,7 @@ def test_exports_hold_every_tensor_of_the_head(name: str, engine: str, tiny_targ
         assert f"{engine}: " in str(error)
         return
     held = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in layout.tensors.items()}
+    held |= {f"model.{name}": tensor for name, tensor in held.items()}  # a draft model is one part of its drafter
     for key, tensor in head.state_dict().items():
         assert torch.equal(held[key], tensor)
 

@@ -3,16 +3,24 @@
 from typing import Any
 
 from eagle.drafter import TrainableDrafter
+from eagle.drafters.bigram import BigramDrafter
+from eagle.drafters.draft_model import DraftModel
 from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.eagle3 import Eagle3
 from eagle.drafters.hass import Hass
 from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
+from eagle.drafters.suffix import SuffixDrafter
+from eagle.drafters.unigram import UnigramDrafter
 from eagle.recipe import validated
 
 DRAFTERS: dict[str, type[Any]] = {
     "none": NoDrafter,
     "ngram": NgramDrafter,
+    "suffix": SuffixDrafter,
+    "unigram": UnigramDrafter,
+    "bigram": BigramDrafter,
+    "draft_model": DraftModel,
     "eagle1": Eagle1,
     "hass": Hass,
     "eagle3": Eagle3,

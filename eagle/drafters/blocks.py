@@ -28,7 +28,7 @@ SHAPE_KEYS = [
 
 
 def head_shape(target_config: Any, **overrides: Any) -> LlamaConfig:
-    """The sizes of a one-layer Llama head for a target: engines load no other shape."""
+    """The sizes of a Llama head for a target, of one layer unless more are asked for: engines load no other shape."""
     width, heads = target_config.hidden_size, target_config.num_attention_heads
     defaults = {
         "num_key_value_heads": heads,
@@ -38,7 +38,7 @@ def head_shape(target_config: Any, **overrides: Any) -> LlamaConfig:
     }
     found = {key: getattr(target_config, key, None) for key in SHAPE_KEYS}
     found = {key: defaults.get(key) if value is None else value for key, value in found.items()}
-    return LlamaConfig(**{**found, **overrides}, num_hidden_layers=1, tie_word_embeddings=False)
+    return LlamaConfig(**{**found, "num_hidden_layers": 1, **overrides}, tie_word_embeddings=False)
 
 
 class Cache:

@@ -30,7 +30,8 @@ Level = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 # A choice is surer than its law: the target takes the likeliest token, at T > 0 once known noise is added, and only the
 # head's error in the logits, of about 1 / SURENESS at any T, leaves a doubt. EAGLE-2 has 1 here. With 25 nodes on 6
 # levels 1 / 2 / 3 / 4 keep on the tiny target 2.93 / 3.32 / 3.32 / 3.30 tokens per step, with noise at T = 1 3.47 /
-# 3.92 / 3.83 / 3.82 (40 prompts), and on a target of 25 M parameters 3.22 / 3.82 / 4.04 / 4.01 (20 prompts).
+# 3.92 / 3.83 / 3.82 (40 prompts), and on a target of 25 M parameters 3.22 / 3.82 / 4.04 / 4.01 (20 prompts). Tables of
+# counts are never that sure: those of bigrams keep with 0.7 / 1 / 2 / 3 there 2.07 / 2.08 / 1.97 / 1.90 (12 prompts).
 SURENESS = 3.0
 
 
@@ -42,6 +43,7 @@ def grow(
     noise: Noise | None = None,
     place: int = 0,
     drafts: Tensor | None = None,
+    sureness: float = SURENESS,
 ) -> DraftTree:
     """The tree under `root`, whose children the head gives these logits [D]; they will stand at position `place`.
 
@@ -50,7 +52,7 @@ def grow(
     """
     if min(budget.top_k, budget.nodes, budget.depth) == 0:
         return DraftTree.chain([root])
-    speaker = Speaker(budget.draw, noise, place, drafts)
+    speaker = Speaker(budget.draw, noise, place, drafts, sureness)
     if budget.paths is not None:
         return _shaped(root, logits[None], level, _plan(budget.paths, budget.depth, logits.device), speaker)
     return _likeliest(root, logits[None], level, budget, speaker)
@@ -64,6 +66,7 @@ class Speaker:
     noise: Noise | None
     place: int
     drafts: Tensor | None  # [D], of the target's tokens; None for all
+    sureness: float
 
     def ranked(self, depth: int, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """Log-odds [K, D] of being the target's choice, and the laws [K, V] that children are drawn by.
@@ -72,12 +75,12 @@ class Speaker:
         """
         logits, noise = logits.float(), self.noise
         if noise is None:
-            return SURENESS * logits, None
+            return self.sureness * logits, None
         logits = noise.filtered(logits)
         if self.draw == "noise":
-            return SURENESS * (logits + self._said(noise([self.place + depth]))), None
+            return self.sureness * (logits + self._said(noise([self.place + depth]))), None
         if self.draw == "likeliest":  # unknown noise is one more error, beside the head's own
-            return logits / math.hypot(noise.temperature, 1 / SURENESS), None
+            return logits / math.hypot(noise.temperature, 1 / self.sureness), None
         own = noise.own(len(logits))
         law = (logits / noise.temperature).softmax(-1)
         whole = law if self.drafts is None else torch.zeros_like(own).index_copy_(-1, self.drafts, law)

@@ -17,6 +17,7 @@ from eagle.export.portable import layout as portable
 from eagle.export.reference import layout as reference
 from eagle.export.sglang import layout as sglang
 from eagle.export.speculators import layout as speculators
+from eagle.export.transformers import layout as transformers
 from eagle.export.trtllm import layout as trtllm
 from eagle.export.vllm import layout as vllm
 
@@ -29,6 +30,7 @@ EXPORTERS: dict[str, Callable[[Any, Any], Layout]] = {
     "llamacpp": llamacpp,
     "speculators": speculators,
     "eagle": reference,
+    "transformers": transformers,
 }
 
 

@@ -64,7 +64,10 @@ def _midlayer(name: str) -> str:
 def _refuse(drafter: TrainableDrafter, target_config: Any, engine: str, serves: tuple[str, ...]) -> None:
     """Say what keeps a head from being served."""
     if not all(hasattr(drafter.settings, switch) for switch in SWITCHES):
-        raise ValueError(f"{engine}: no layout for {drafter.settings.kind!r}: docs/serving.md lists what it serves")
+        advice = "docs/serving.md lists what it serves"
+        if hasattr(drafter, "model"):
+            advice = "it is a model of its own: export to transformers, a folder that engines load as any other model"
+        raise ValueError(f"{engine}: no layout for {drafter.settings.kind!r}: {advice}")
     for switch in SWITCHES:
         if getattr(drafter.settings, switch) and switch not in serves:
             raise ValueError(

@@ -28,7 +28,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LlamaT
 
 from data_prep import docstrings
 from data_prep.conversations import ROLES
-from eagle.target import fastest_dtype
+from eagle.device import fastest_dtype
 from eval.results import loops
 
 STEPS, BATCH, WINDOW, WARMUP = 400, 4, 512, 40

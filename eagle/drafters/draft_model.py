@@ -1,0 +1,244 @@
+"""A smaller language model that drafts (Leviathan et al. 2023, arXiv 2211.17192), and learns to: DistillSpec.
+
+Distillation is that of Zhou et al. 2023, arXiv 2310.08461.
+"""
+
+# N tokens of all texts, S supervised slots, K rows of one level, R of all levels, H width, V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
+
+from eagle.drafter import Budget, Committed, Noise, TargetHead, TrainableDrafter
+from eagle.drafters.blocks import head_shape
+from eagle.drafters.growth import grow
+from eagle.examples import Batch
+from eagle.judge import added, judged
+from eagle.objectives import Kind, LanguageHead, Objective, OwnHead, distilled
+from eagle.target import Target, tokenizer_of
+from eagle.tree import DraftTree, Paths
+
+Divergence = Literal["tokens", "forward_kl", "reverse_kl", "jsd", "tv"]
+KINDS: dict[str, Kind] = {"tokens": "cross_entropy", "forward_kl": "cross_entropy"}  # the others have their own names
+NAMED = 5  # tokens of which a refusal tells
+
+
+class DraftModelSettings(BaseModel):
+    """What a recipe may say about the model."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    kind: Literal["draft_model"] = "draft_model"
+    model: str | None = None  # a causal language model to start from; without, fresh weights of the sizes below
+    layers: int = Field(2, ge=1)
+    hidden_size: int | None = None  # that of the target
+    intermediate_size: int | None = None
+    divergence: Divergence = "forward_kl"  # "tokens": what a text says next, whatever the target thinks of it
+    samples: Literal["data", "own"] = "data"  # "own": the model learns from what it says itself
+
+
+class DraftModel(TrainableDrafter):
+    """Reads the committed text as the target does, with keys and values of its own, and grows its tree from there."""
+
+    teacher_taps = (-1,)
+    Settings = DraftModelSettings
+    own: tuple[Target, ...] = ()  # in a tuple, as heads keep what they borrow
+
+    def __init__(self, settings: Any, shape: Any, model: Any = None) -> None:
+        super().__init__()
+        self.settings, self.shape = settings, shape
+        self.model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32) if model is None else model
+
+    @classmethod
+    def for_target(
+        cls,
+        settings: Any,
+        target_config: Any,
+        frozen: TargetHead | None = None,
+        said: Iterable[Tensor] | None = None,
+    ) -> DraftModel:
+        """A new model of the target's vocabulary, or the one that the settings name."""
+        if settings.model is None:
+            return cls(settings, _small(target_config, settings))
+        model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
+        known = tokenizer_of(settings.model), tokenizer_of(target_config._name_or_path)
+        check_vocabulary(*known, model.config.get_text_config().vocab_size, target_config.vocab_size)
+        return cls(settings, model.config, model)
+
+    @classmethod
+    def load(cls, folder: str | Path, target: Target) -> DraftModel:
+        """A causal language model that no recipe has made, ready to draft for a target."""
+        small = Target.load(folder, dtype=target.model.dtype, device=str(target.device))
+        check_vocabulary(small.tokenizer, target.tokenizer, small.vocab_size, target.vocab_size)
+        settings = DraftModelSettings(layers=small.config.num_hidden_layers)
+        return cls(settings, small.config, small.model).bind(target.head)
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """Which architecture it has."""
+        return {"kind": "draft_model", "model_type": self.shape.model_type}
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+        """What its laws lack of the target's, a mean over the supervised tokens; or of the text's own tokens."""
+        output, size = self.model.get_output_embeddings(), frozen.weight.shape[0]
+        if getattr(output, "bias", None) is not None or getattr(self.shape, "logit_scale", None):
+            raise ValueError(f"a {self.shape.model_type} cannot be distilled here: its LM head has a bias or a scale")
+        own = OwnHead(output.weight[:size].to(frozen.weight.dtype))
+        before = (batch.loss_mask.nonzero()[:, 0] - 1).to(batch.tokens.device, non_blocking=True)
+        student = self._states(batch).index_select(0, before)
+        divergence = self.settings.divergence
+        teacher, law = batch.tapped((-1,))[:, 0].index_select(0, before), self._narrowed(frozen)
+        if divergence == "tokens":
+            teacher, law = batch.tokens.index_select(0, before + 1), _Text(own.weight)
+        weights = torch.full((1, len(before)), 1 / max(len(before), 1), device=student.device)
+        objective = Objective(KINDS.get(divergence, divergence))
+        total, _ = distilled(student[None], teacher, weights, (own, law), objective)
+        return {"total": total, divergence: total.detach()}
+
+    def _states(self, batch: Batch) -> Tensor:
+        """[N, H], what its LM head reads at every token."""
+        slots = pad_sequence(list(batch.tokens.split(batch.lengths)), batch_first=True)
+        states = self.model.base_model(input_ids=self._known(slots), use_cache=False).last_hidden_state
+        return torch.cat([row[:length] for row, length in zip(states, batch.lengths, strict=True)])
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """Tokens as it can read them: targets have rows beyond the tokenizer's last token, which nobody says."""
+        return tokens.clamp(max=self.model.get_input_embeddings().weight.shape[0] - 1)
+
+    def _narrowed(self, frozen: TargetHead) -> LanguageHead:
+        size = self.model.get_output_embeddings().weight.shape[0]
+        if size >= frozen.weight.shape[0]:
+            return frozen
+        return frozen.narrowed(torch.arange(size, device=frozen.weight.device))
+
+    @torch.no_grad()
+    def judge(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
+        """Sums of what each tree would have kept, and of how its laws compare with the target's."""
+        steps = max(len(path) for paths in trees.values() for path in paths)
+        output, size = self.model.get_output_embeddings(), frozen.weight.shape[0]
+
+        def law(state: Tensor) -> Tensor:
+            logits = output(state.to(output.weight.dtype))[..., :size]
+            return torch.nn.functional.pad(logits, (0, size - logits.shape[-1]), value=-torch.inf)
+
+        columns = (self._states(batch), batch.tapped((-1,))[:, 0], batch.tokens, batch.loss_mask)
+        sums: dict[str, Tensor] = {}
+        for states, true, tokens, counted in zip(*(column.split(batch.lengths) for column in columns), strict=True):
+            slots = counted[2:].nonzero()[:, 0].to(tokens.device)
+            if len(slots):
+                mine = [states[(slots + 1 + step).clamp(max=len(tokens) - 1)] for step in range(steps)]
+                sums = added(sums, judged(mine, true, tokens, counted, (law, frozen.logits), trees))
+        return sums
+
+    # -- drafting -----------------------------------------------------------------------------------------------------
+
+    def bind(self, frozen: TargetHead) -> DraftModel:
+        """Make the model read trees; its weights stay as they are from here on."""
+        self.own, self.size = (Target(self.model),), frozen.weight.shape[0]
+        self.begin()
+        return self.eval()
+
+    def begin(self, noise: Noise | None = None) -> None:
+        """Forget the previous sequence."""
+        self.noise = noise
+        self.levels: list[tuple[Tensor, Tensor]] = []  # read of the last draft: tokens, and rows that they follow
+        self.confirmed = 0  # tokens, the root not counted
+        for own in self.own:
+            own.forget()
+
+    @torch.inference_mode()
+    def propose(self, news: Committed, budget: Budget) -> DraftTree:
+        """A tree grown from its own law; nothing where the text outgrows the positions that it was made for."""
+        (own,) = self.own
+        self.confirmed += len(news.tokens)
+        room = budget.depth if own.max_positions is None else own.max_positions - self.confirmed
+        if room <= 0:
+            return DraftTree.chain([news.root])
+        logits = self._told([*news.tokens.tolist(), news.root])
+        depths, known = list[int](), min(own.vocab_size, self.size)
+
+        def level(depth: int, tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
+            self.levels.append((tokens, before))
+            depths.extend([depth - 1] * len(tokens))
+            return own.ahead(self._known(tokens), depths, seen)[:, : self.size]
+
+        drafts = torch.arange(known, device=own.device) if known < self.size else None
+        logits = logits[: self.size]
+        return grow(news.root, logits, level, budget.within(room), self.noise, len(own.text), drafts)
+
+    def _told(self, tokens: list[int]) -> Tensor:
+        """[V], its logits once the tokens confirmed are read; rows of the last draft that were confirmed stay."""
+        (own,) = self.own
+        new = tokens[1:] if own.text else tokens  # the root was read already
+        rows = self._confirmed(new[:-1])
+        own.cache.keep(rows)
+        own.text += new[: len(rows)]
+        self.levels = []
+        return own.extend(self._known(torch.tensor(new[len(rows) :])).tolist())
+
+    def _confirmed(self, tokens: list[int]) -> list[int]:
+        """The rows of the last draft that read these tokens, as far as there are such."""
+        path, at, first = [], None, 0
+        for level, wanted in zip(self.levels, tokens, strict=False):
+            read, before = (column.tolist() for column in level)
+            rows = [row for row, token in enumerate(read) if token == wanted and (at is None or before[row] == at)]
+            if not rows:
+                break
+            at = rows[0]
+            path.append(first + at)
+            first += len(read)
+        return path
+
+
+class _Text(OwnHead):
+    """A teacher that is sure of the token that the text goes on with."""
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """[.., V] of tokens [..]."""
+        nothing = torch.full((*tokens.shape, len(self.weight)), -torch.inf, device=tokens.device)
+        return nothing.scatter_(-1, tokens[..., None], 0)
+
+
+def _small(target_config: Any, settings: Any) -> Any:
+    """The sizes of a fresh model: as many heads as fit in its width."""
+    whole: Any = head_shape(target_config, num_hidden_layers=settings.layers)
+    width = settings.hidden_size or whole.hidden_size
+    if width % whole.head_dim:
+        raise ValueError(f"drafter.hidden_size is {width}, expected a multiple of {whole.head_dim}, a head's width")
+    heads = width // whole.head_dim
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": settings.intermediate_size or whole.intermediate_size * width // whole.hidden_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads if heads % whole.num_key_value_heads else whole.num_key_value_heads,
+    }
+    return head_shape(target_config, num_hidden_layers=settings.layers, **sizes)
+
+
+def check_vocabulary(own: Any, its: Any, own_size: int, size: int) -> None:
+    """Refuses a model that means other words by the same numbers; rows behind the last word may differ in number."""
+    if own is None or its is None:
+        if own_size != size:
+            raise ValueError(
+                f"the draft model has {own_size} tokens, the target {size}, and without both tokenizers nobody knows "
+                "whether they mean the same: save the tokenizers beside the models"
+            )
+        return
+    words, meant = own.get_vocab(), its.get_vocab()
+    if words == meant:
+        return
+    differ = sorted(word for word in words.keys() | meant.keys() if words.get(word) != meant.get(word))
+    some = ", ".join(f"{word!r} is {words.get(word)} here and {meant.get(word)} there" for word in differ[:NAMED])
+    raise ValueError(
+        f"the draft model has another vocabulary than the target: {len(differ)} tokens differ ({some}); expected a "
+        "model with the target's tokenizer"
+    )

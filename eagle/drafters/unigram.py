@@ -1,0 +1,22 @@
+"""The most frequent tokens, whatever was said: the least that a law to draft from can know."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eagle.drafters.counts import CountDrafter, Tables
+
+
+class UnigramDrafter(CountDrafter):
+    """Drafts every token by how often it was counted."""
+
+    kind = "unigram"
+
+    def __init__(self, tables: Tables, device: torch.device | str = "cpu") -> None:
+        super().__init__(tables, device)
+        self.row = tables.unigram().log().float().to(device)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """[K, V], the same in every row."""
+        return self.row.expand(len(tokens), -1)
