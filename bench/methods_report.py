@@ -104,8 +104,8 @@ def pairs_table(results: dict[str, Any]) -> str:
     shapes = list(runs_of(results, BASE)[0]["decoded"])
     lines = [f"| difference in τ | {' | '.join(shapes)} |", "|---" * (len(shapes) + 1) + "|"]
     for less, more in PAIRS:
-        if runs_of(results, less) and (runs := runs_of(results, more)):
-            told = runs[0]["decoded"]
+        if (plain := runs_of(results, less)) and (runs := runs_of(results, more)):
+            told = runs[0]["decoded"].keys() & plain[0]["decoded"].keys()
             cells = [said(difference(results, less, more, shape).estimate) if shape in told else "" for shape in shapes]
             lines.append(f"| {more} over {less} | {' | '.join(cells)} |")
     return "\n".join(lines)

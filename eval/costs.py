@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle.drafter import Budget, TrainableDrafter
+from eagle.drafter import Budget
 from eagle.drafters.blocks import Cache
 from eagle.drafters.growth import level_mask
+from eagle.drafters.unrolled import UnrolledDrafter
 from eagle.target import Target
 from eagle.verify import Choose, Sampling
 
@@ -96,14 +97,14 @@ def bare_costs(
     sizes = tuple(sorted(set(sizes)))
     longest = (target.max_positions or max(contexts) + sizes[-1]) - sizes[-1]
     contexts = tuple(sorted({min(context, longest) for context in contexts}))
-    head = drafter if isinstance(drafter, TrainableDrafter) else None
+    head = drafter if isinstance(drafter, UnrolledDrafter) else None
     tables = [_at(target, head, context, sizes, rounds) for context in contexts]
     target.forget()
     return Costs(contexts, sizes, *(tuple(column) for column in zip(*tables, strict=True)))
 
 
 def _at(
-    target: Target, head: TrainableDrafter | None, context: int, sizes: Sequence[int], rounds: int
+    target: Target, head: UnrolledDrafter | None, context: int, sizes: Sequence[int], rounds: int
 ) -> list[tuple[float, ...]]:
     """At one context: the target's medians by size, then the head's first and later forwards'."""
     target.begin([1] * context, Choose(Sampling()), room=sizes[-1])

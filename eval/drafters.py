@@ -31,7 +31,7 @@ class Measured:
 
     drafter: Drafter
     budget: Budget
-    head: str  # where it comes from: a folder, a hub id, or the name of a method without weights
+    head: str  # where it comes from: a folder, a hub id, the name of a method without weights, or several of these
 
     @property
     def drawn(self) -> bool:
@@ -40,7 +40,8 @@ class Measured:
 
     def made(self) -> dict[str, Any]:
         """What decides its drafts."""
-        weights = None if self.head in DRAFTERS else fingerprint([folder_of(self.head, None, HEAD) / HEAD[1]])
+        folders = [name for name in self.head.split(",") if name not in DRAFTERS]
+        weights = fingerprint([folder_of(name, None, HEAD) / HEAD[1] for name in folders]) if folders else None
         return {"head": self.head, "weights": weights, "budget": asdict(self.budget)}
 
 

@@ -13,7 +13,7 @@ from time import perf_counter, process_time
 from typing import Any
 
 from eagle.decode import Cycle, Trace, generate
-from eagle.drafter import TrainableDrafter
+from eagle.drafters.unrolled import UnrolledDrafter
 from eagle.log import progress, script
 from eagle.recipe import Recipe, command_line
 from eagle.target import Target
@@ -216,7 +216,7 @@ def costs_of(measurement: Measurement) -> dict[str, Any]:
     costs: dict[str, Any] = {}
     measured: dict[int, Any] = {}
     for name, one in measurement.drafters.items():
-        head = one.drafter if isinstance(one.drafter, TrainableDrafter) else None
+        head = one.drafter if isinstance(one.drafter, UnrolledDrafter) else None
         if id(head) not in measured:
             measured[id(head)] = asdict(bare_costs(measurement.target, head, [low, (low + high) // 2, high]))
         costs[name] = measured[id(head)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
+from statistics import median
 
 from eagle.drafter import Budget
 from eval.costs import Costs
@@ -63,9 +65,20 @@ def price(run: Results, group: Group) -> None:
     costs, budget = Costs.parse(bare), run.settings(group.drafter)["budget"]
     paths = budget.get("paths")
     given = Budget(**{**budget, "paths": paths and tuple(map(tuple, paths))})
+    drafting = {} if costs.first or not given.nodes else draft_seconds(group)
     for answer in group.answers:
         spent = costs.modelled(cycles(answer), given, run.header.get("new_tokens"))
+        spent += sum(drafting.get((cycle["nodes"], cycle["depth"]), 0.0) for cycle in cycles(answer))
         answer["modelled"] = spent, costs.modelled(cycles(answer["plain"]))
+
+
+def draft_seconds(group: Group) -> dict[tuple[int, int], float]:
+    """Median seconds of the recorded drafts, by nodes and depth: of drafters whose forwards have no bare costs."""
+    found: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for cycle in (cycle for answer in group.answers for cycle in cycles(answer)):
+        if "draft" in cycle.get("seconds", {}):
+            found[cycle["nodes"], cycle["depth"]].append(cycle["seconds"]["draft"])
+    return {shape: median(seconds) for shape, seconds in found.items()}
 
 
 def is_modelled(group: Group) -> bool:

@@ -67,7 +67,7 @@ def test_the_drafter_section_is_checked_by_its_method() -> None:
     """A method refuses what it does not know, and an unknown method names the known ones."""
     with pytest.raises(ValueError, match="did you mean fc_bias"):
         settings_of({"kind": "eagle1", "fc_bais": True}, "test")
-    with pytest.raises(ValueError, match="expected a method with weights: .*eagle1"):
+    with pytest.raises(ValueError, match=r"expected a method with weights: .*eagle1"):
         settings_of({"kind": "eagle7"}, "test")
     with pytest.raises(ValueError, match="no recipe at"):
         Recipe.load("nowhere.yaml")
