@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.machine import made_on
+from bench.methods_report import made
 from eagle.checkpoint import load_drafter
 from eagle.decode import Cycle
 from eagle.drafter import Budget, Drafter, Draw, Policy
@@ -156,16 +157,16 @@ def one_set(target: Target, drafter: Drafter, answers: Sequence[Answer], draw: D
     }
 
 
-def table(sets: dict[str, Any]) -> str:
+def table(results: dict[str, Any]) -> str:
     """Speeds over no drafting, and the policy over the best and the worst, as Markdown."""
     lines = [f"| set | {' | '.join(map(str, FIXED))} | policy | over best | over worst |", "|---" * 9 + "|"]
-    for name, found in sets.items():
+    for name, found in results["sets"].items():
         speeds = [f"{found['fixed'][str(levels)][0]:.3f}" for levels in FIXED]
         ratios = [
             f"{value:.3f} ({low:.3f} to {high:.3f})" for value, low, high in (found["over_best"], found["over_worst"])
         ]
         lines.append(f"| {' | '.join([name, *speeds, format(found['policy'][0], '.3f'), *ratios])} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", made(results)])
 
 
 def main(argv: list[str]) -> None:
@@ -185,7 +186,7 @@ def main(argv: list[str]) -> None:
         answers = [one for task, heat in tasks for one in told(args.work, target, prompts[task], taps, task, heat)]
         sets[name] = one_set(target, drafters[drafter], answers, draw, name)
         OUT.write_text(json.dumps({"machine": machine, "sets": sets}) + "\n")  # what is there so far
-    print(table(json.loads(OUT.read_text())["sets"]))
+    print(table(json.loads(OUT.read_text())))
 
 
 if __name__ == "__main__":

@@ -12,9 +12,13 @@ import pytest
 
 from bench.broken_heads import table as broken_table
 from bench.decode_speed import table as decode_table
+from bench.distill import distill_table
+from bench.drafters import drafters_table, own_table, tasks_table
 from bench.extract_speed import table as extract_table
+from bench.goodput import table as goodput_table
 from bench.head_quality import curve as quality_curve
 from bench.head_quality import table as quality_table
+from bench.lookup_speed import kept_table, speed_table
 from bench.loop_overhead import table as overhead_table
 from bench.mask_templates import table as mask_table
 from bench.methods_report import (
@@ -64,6 +68,10 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("benchmarks.md", "head_quality.json", quality_table),
         ("benchmarks.md", "head_quality.json", quality_curve),
         ("benchmarks.md", "warm_start.json", warm_table),
+        *(("drafters.md", "drafters.json", table) for table in (drafters_table, tasks_table, own_table)),
+        *(("drafters.md", "lookup_speed.json", table) for table in (speed_table, kept_table)),
+        ("drafters.md", "distill.json", distill_table),
+        ("drafters.md", "goodput.json", goodput_table),
         ("trees.md", "tree_kinds.json", kinds_table),
         ("trees.md", "tree_kinds.json", draws_table),
         ("trees.md", "loop_overhead.json", overhead_table),
