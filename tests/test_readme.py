@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from eagle.checkpoint import save_head
+from eagle.drafters.draft_model import DraftModel
 from eagle.drafters.eagle1 import Eagle1
 from eagle.recipe import Recipe
 from eagle.target import Target
@@ -43,6 +44,8 @@ def checkout(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytes
     (folder / "runs/tiny").symlink_to(tiny_target_dir)
     head = Eagle1.for_target(Eagle1.Settings(fc_bias=False), tiny_target.config)
     save_head(tiny_target_dir / "eagle1/head", head, "", {})
+    small = DraftModel.for_target(DraftModel.Settings(), tiny_target.config)
+    save_head(tiny_target_dir / "draft_model/head", small, "", {})
     said = (tiny_target_dir / "data/train.jsonl").read_text().splitlines(keepends=True)
     (tiny_target_dir / "data/regenerated.jsonl").write_text("".join(said[:20]))
     where = [f"target.path={tiny_target_dir / 'target'}", f"train.out={tiny_target_dir / 'eagle1'}"]
