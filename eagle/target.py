@@ -120,12 +120,12 @@ class Target:
         if reason := why_no_trees(self.model, self.config):
             raise ValueError(reason)
         self._check_taps(taps)
-        hidden = self._extended(prompt[self.rewind(prompt, taps, room) :])
+        hidden = self._extended(prompt[self._rewind(prompt, taps, room) :])
         last = Reading(DraftTree.chain(prompt[-1:]), self.head.logits(hidden[-1:]), None, [len(prompt)], prompt[:-1])
         features = self.cache.tapped.buffer[0, :, : len(prompt)].transpose(0, 1).clone() if taps else None
         return Committed(torch.tensor(prompt), features, choose(last, [0])[0])
 
-    def rewind(self, text: list[int], taps: tuple[int, ...] = (), room: int = 0) -> int:
+    def _rewind(self, text: list[int], taps: tuple[int, ...] = (), room: int = 0) -> int:
         """Drop of the cached text what is not the start of this one; how many of its tokens need not be read again."""
         beyond = len(text) > self.border
         if taps != self.taps or beyond != (len(self.text) > self.border):

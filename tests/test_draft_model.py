@@ -11,7 +11,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, PreTrainedTokenizerFast
 
 from eagle import Budget, Sampling, Target, generate, load_drafter
+from eagle.checkpoint import save_head
 from eagle.device import in_dtype
+from eagle.doctor import examine
 from eagle.drafter import Committed
 from eagle.drafters.draft_model import DraftModel, DraftModelSettings, check_vocabulary
 from eagle.examples import Batch
@@ -262,6 +264,13 @@ def test_a_width_that_no_head_fits_is_refused(target: Target) -> None:
     assert DraftModel.for_target(settings, target.config).model.config.num_hidden_layers == 3
     with pytest.raises(ValueError, match="expected a multiple of 8"):
         DraftModel.for_target(DraftModelSettings(hidden_size=20), target.config)
+
+
+def test_the_doctor_examines_heads_alone(target: Target, alike: Any, tmp_path: Path) -> None:
+    """A draft model is not called broken for being none."""
+    save_head(tmp_path / "head", DraftModel(DraftModelSettings(), alike.config, alike), "", {})
+    with pytest.raises(ValueError, match="is a draft_model, expected a head"):
+        examine(tmp_path / "head", "any target")
 
 
 # -- precision --------------------------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ from eagle.doctor.probes import probes
 from eagle.doctor.server import served
 from eagle.doctor.texts import answers, prompts_of, rendered
 from eagle.doctor.verdict import Diagnosis, Effect, verdict
+from eagle.drafters import DRAFTERS
+from eagle.drafters.unrolled import UnrolledDrafter
 from eagle.examples import Batch
 from eagle.foreign import Finding, inspect, read_head
 from eagle.foreign.files import folder_at, read_json, read_tensors
@@ -37,6 +39,7 @@ HEATS = (0.0, 1.0, 1.0, 1.0, 1.0)  # of the answers to each prompt: greedy ones 
 def examine(head: str | Path, target: str, prompts: str | None = None, server: str | None = None) -> Diagnosis:
     """Read a head of any layout, let the target answer some prompts, and tell what keeps the head from agreeing."""
     counted, asked = served(server) if server else None, prompts_of(prompts)
+    _check_reads_features(head)
     found = inspect(head, target).findings
     drafter, refused = opened(head, target)
     if refused:
@@ -53,6 +56,19 @@ def examine(head: str | Path, target: str, prompts: str | None = None, server: s
     if counted:
         notes.append(counted.beside(*(expected or ([*accumulate(about.figures.rates(), mul)], "this examination"))))
     return replace(about, notes=(*about.notes, *notes))
+
+
+def _check_reads_features(head: str | Path) -> None:
+    """Refuses what this project trains and is no head: its faults are of another kind."""
+    folder = folder_at(head)
+    settings = read_json(folder, "config.json").get("settings") if (folder / "config.json").is_file() else None
+    kind = settings.get("kind") if isinstance(settings, dict) else None
+    method = DRAFTERS.get(kind) if isinstance(kind, str) else None
+    if method is not None and not issubclass(method, UnrolledDrafter):
+        raise ValueError(
+            f"{head} is a {kind}, expected a head that reads the target's features; eval.measure tells how "
+            f"often a {kind} is right"
+        )
 
 
 def opened(head: str | Path, target: str) -> tuple[Any, Diagnosis | None]:
