@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,11 @@ def commands() -> list[tuple[str, str]]:
     return [(page, line) for page, line in lines if line and not line.startswith("#") and first.pop(line, None)]
 
 
+def run(rows: list[tuple[str, str]]) -> list[Any]:
+    """What is run in a process of its own: of the first page always, of the others with the slow tests."""
+    return [pytest.param(*row, marks=() if row[0] == "README.md" else pytest.mark.slow) for row in rows]
+
+
 @pytest.fixture(scope="module")
 def checkout(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working directory in which `make demo` seems to have run: a target, data, a head and results in `runs/tiny`."""
@@ -56,13 +62,13 @@ def checkout(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytes
     return folder
 
 
-@pytest.mark.parametrize(("page", "text"), fenced("python"))
+@pytest.mark.parametrize(("page", "text"), run(fenced("python")))
 def test_snippet_runs(page: str, text: str, checkout: Path) -> None:
     """Every Python snippet runs as it stands, in a process of its own."""
     subprocess.run([sys.executable, "-c", text], cwd=checkout, check=True, timeout=120)
 
 
-@pytest.mark.parametrize(("page", "line"), [row for row in commands() if row[1].split()[0] not in LONG])
+@pytest.mark.parametrize(("page", "line"), run([row for row in commands() if row[1].split()[0] not in LONG]))
 def test_short_command_runs(page: str, line: str, checkout: Path) -> None:
     """Every short command runs as it stands."""
     words = shlex.split(line)
