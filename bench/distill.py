@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from bench.machine import made_on
+from bench.methods import folder_of
 from bench.methods_report import made
 from data_prep.extract import main as extract
 from data_prep.regenerate import main as regenerate
@@ -193,11 +194,6 @@ class Bench:
             "cpu_seconds": round(seconds, 1),
             **self.judged(out / "last"),
         }
-
-
-def folder_of(args: argparse.Namespace, name: str, seed: int) -> Path:
-    """Where an arm's run lies."""
-    return Path(args.work) / "runs" / f"{''.join(c if c.isalnum() else '-' for c in name)}-{seed}"
 
 
 # -- what it shows ----------------------------------------------------------------------------------------------------

@@ -133,7 +133,8 @@ def load_drafter(
     method that needs neither, to which the options go. Several, in a list or with commas between them, are asked in
     turn, until one of them has a draft.
     """
-    names = str(name).split(",") if isinstance(name, str | Path) else [str(one) for one in name]
+    several = name.split(",") if isinstance(name, str) else [name] if isinstance(name, Path) else name
+    names = [str(one) for one in several]
     if len(names) > 1:
         return FirstOf([load_drafter(one, target, revision) for one in names])
     free = {

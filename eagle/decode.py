@@ -164,7 +164,7 @@ def stream(
         # what lies deeper than the last token wanted could only be cut off again
         here = budget.within(max_new_tokens - len(trace.tokens) - 1)
         tree = DraftTree.chain([news[-1].root])
-        if min(here.nodes, here.depth) > 0:
+        if not here.is_empty:
             tree, news = drafter.propose(Committed.joined(news), here), []
         clock.lap("draft")
         reading = target.read(tree)

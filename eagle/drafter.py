@@ -99,6 +99,11 @@ class Budget:
         top_k = 1 + max((rank for path in paths for rank in path), default=-1)
         return cls(len(set(paths)), max(map(len, paths), default=0), top_k, tuple(paths), draw)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has room for the root alone."""
+        return min(self.nodes, self.depth, self.top_k) == 0
+
     def within(self, levels: int) -> Budget:
         """The same budget, at most `levels` deep."""
         return self if self.depth <= levels else replace(self, depth=max(levels, 0))
@@ -220,8 +225,8 @@ class TargetHead:
         hidden = gradient.to(self.weight.dtype) @ self.weight
         return hidden if self.logit_scale == 1.0 else hidden * self.logit_scale
 
-    def narrowed(self, tokens: Tensor) -> TargetHead:
-        """The same for some tokens of the vocabulary alone."""
+    def narrowed(self, tokens: Tensor | slice) -> TargetHead:
+        """The same for some tokens of the vocabulary alone; a slice of it is not copied."""
         bias, rows = getattr(self.output, "bias", None), self.weight[tokens]
         output = nn.Linear(rows.shape[1], rows.shape[0], bias=bias is not None, device="meta")
         output.weight = nn.Parameter(rows, requires_grad=False)

@@ -66,7 +66,7 @@ class Costs:
         total, untold, done = 0.0, 1, 1
         for cycle in cycles:
             here = None if budget is None else budget if limit is None else budget.within(limit - done - 1)
-            asked = here if here is not None and min(here.nodes, here.depth) > 0 else None
+            asked = None if here is None or here.is_empty else here
             rows = () if asked is None else (untold, *level_rows(asked))
             total += self.cycle(cycle["nodes"], rows, cycle["context"])
             untold, done = cycle["accepted"] + 1 + (untold if asked is None else 0), done + cycle["committed"]

@@ -239,6 +239,17 @@ def test_loss_and_gradients_are_those_of_a_plain_loop(divergence: Any, target: T
         torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-6)
 
 
+def test_fewer_rows_learn_the_law_of_the_words_that_they_have(target: Target, batch: Batch) -> None:
+    """The target's law without the words that the model does not know, by stock forwards."""
+    head = DraftModel(DraftModelSettings(), model_of(2, 5, 40).config, model_of(2, 5, 40))
+    found = []
+    for text, mask in zip(batch.tokens.split(batch.lengths), batch.loss_mask.split(batch.lengths), strict=True):
+        own = head.model(input_ids=text.clamp(max=39)[None]).logits[0, :-1][mask[1:]].log_softmax(-1)
+        law = own_logits(target.model, text.tolist())[:-1][mask[1:], :40].softmax(-1)
+        found.append(-(law * own).sum(-1))
+    torch.testing.assert_close(head(batch, target.head)["total"], torch.cat(found).mean(), rtol=1e-5, atol=1e-6)
+
+
 def test_what_is_judged_is_the_overlap_of_the_laws(target: Target, batch: Batch, alike: Any) -> None:
     """The mean of the smaller probabilities, of stock forwards."""
     head = DraftModel(DraftModelSettings(), alike.config, alike)

@@ -16,6 +16,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from eagle.device import in_dtype
 from eagle.doctor.measure import Measured, Reading, measured
 from eagle.doctor.probes import probes
 from eagle.doctor.server import served
@@ -74,7 +75,7 @@ def _check_reads_features(head: str | Path) -> None:
 def opened(head: str | Path, target: str) -> tuple[Any, Diagnosis | None]:
     """The head in the dtype that it is stored in, or what keeps it from being read."""
     try:
-        return read_head(head, target).to(_stored(head)), None
+        return in_dtype(read_head(head, target), _stored(head)), None
     except ValueError as error:
         found = inspect(head, target).findings
         named = "; ".join(one.what for one in found if one.fatal) or str(error)

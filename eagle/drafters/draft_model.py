@@ -94,11 +94,14 @@ class DraftModel(TrainableDrafter):
             raise ValueError(f"a {self.shape.model_type} cannot be distilled here: its LM head has a bias or a scale")
         own = OwnHead(output.weight[:size].to(frozen.weight.dtype))
         before = (batch.loss_mask.nonzero()[:, 0] - 1).to(batch.tokens.device, non_blocking=True)
-        student = self._states(batch).index_select(0, before)
-        divergence = self.settings.divergence
-        teacher, law = batch.tapped((-1,))[:, 0].index_select(0, before), self._narrowed(frozen)
+        student, divergence = self._states(batch).index_select(0, before), self.settings.divergence
+        teacher: Tensor
+        law: LanguageHead
         if divergence == "tokens":
             teacher, law = batch.tokens.index_select(0, before + 1), _Text(own.weight)
+        else:
+            known = slice(len(own.weight))
+            teacher, law = batch.tapped((-1,))[:, 0].index_select(0, before), frozen.narrowed(known)
         weights = torch.full((1, len(before)), 1 / max(len(before), 1), device=student.device)
         objective = Objective(KINDS.get(divergence, divergence))
         total, _ = distilled(student[None], teacher, weights, (own, law), objective)
@@ -113,12 +116,6 @@ class DraftModel(TrainableDrafter):
     def _known(self, tokens: Tensor) -> Tensor:
         """Tokens as it can read them: targets have rows beyond the tokenizer's last token, which nobody says."""
         return tokens.clamp(max=self.model.get_input_embeddings().weight.shape[0] - 1)
-
-    def _narrowed(self, frozen: TargetHead) -> LanguageHead:
-        size = self.model.get_output_embeddings().weight.shape[0]
-        if size >= frozen.weight.shape[0]:
-            return frozen
-        return frozen.narrowed(torch.arange(size, device=frozen.weight.device))
 
     @torch.no_grad()
     def judge(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:

@@ -50,7 +50,7 @@ def grow(
     A budget with a fixed shape gets that shape. Any other gets EAGLE-2's tree (Li et al. 2024, arXiv 2406.16858).
     `drafts` [D] are the tokens that the head may say, if not all.
     """
-    if min(budget.top_k, budget.nodes, budget.depth) == 0:
+    if budget.is_empty:
         return DraftTree.chain([root])
     speaker = Speaker(budget.draw, noise, place, drafts, sureness)
     if budget.paths is not None:
