@@ -14,8 +14,8 @@ SHAPES = {
     "tree of 25": Budget.fixed(PUBLISHED_TREE),
     "dynamic 25": Budget(25, 6, 6),
 }
-# the taps of targets this small are ten times as large as what a block adds; see docs/results.md
-EAGLE3 = ("drafter.draft_vocab=null", "drafter.norm_before_residual=true")
+WHOLE = "drafter.draft_vocab=null"  # small targets spread their words over all of their vocabulary
+RANDOM, NORMED = "drafter.queries=random", "drafter.norm_before_residual=true"
 FEW, DEEP = ("chain of 4", "tree of 25"), (LONG_CHAIN, "tree of 25")  # where not all shapes are wanted
 TWICE = "EAGLE-1, twice the tokens"
 
@@ -35,7 +35,7 @@ class Arm:
 
 def ablation(*overrides: str, store: str = "features") -> Arm:
     """EAGLE-3 on half of the tokens, but for what is overridden."""
-    return Arm("eagle3", (*EAGLE3, *overrides), share=0.5, store=store, shapes=DEEP)
+    return Arm("eagle3", (WHOLE, *overrides), share=0.5, store=store, shapes=DEEP)
 
 
 def part(denominator: int) -> str:
@@ -48,10 +48,12 @@ METHODS = {
     "EAGLE-1": Arm("eagle1"),
     "HASS": Arm("hass", share=0.5, start="EAGLE-1, half the tokens"),
     "HASS, from the first step": Arm("hass", ("train.init=null",)),
-    "EAGLE-3": Arm("eagle3", EAGLE3),
-    "EAGLE-3, residual as published": Arm("eagle3", EAGLE3[:1]),
+    "EAGLE-3": Arm("eagle3", (WHOLE,)),
+    "EAGLE-3, random queries": Arm("eagle3", (WHOLE, RANDOM)),
+    "EAGLE-3, residual normed": Arm("eagle3", (WHOLE, NORMED)),
+    "EAGLE-3, residual normed, random queries": Arm("eagle3", (WHOLE, NORMED, RANDOM)),
     "HASS, no top-10 term": Arm("hass", ("drafter.top=0",), share=0.5, start="EAGLE-1, half the tokens"),
-    "EAGLE-3, 1/4 of the vocabulary": Arm("eagle3", (*EAGLE3, part(4))),
+    "EAGLE-3, 1/4 of the vocabulary": Arm("eagle3", (WHOLE, part(4))),
     "EAGLE-1, equal time": Arm("eagle1", as_long_as="EAGLE-3", shapes=FEW),
     "HASS, equal time": Arm("hass", start="EAGLE-1", as_long_as="EAGLE-3", shapes=FEW),
     TWICE: Arm("eagle1", share=2, shapes=FEW),
@@ -76,7 +78,8 @@ ABLATIONS = {
     "norm on every tap": ablation("drafter.fc_norm=true"),
     "normed output handed on": ablation("drafter.norm_output=true"),
     "both norms (EAGLE-3.1)": ablation("drafter.fc_norm=true", "drafter.norm_output=true"),
-    "residual as it is": ablation("drafter.norm_before_residual=false"),
-    "residual as it is, norm on every tap": ablation("drafter.norm_before_residual=false", "drafter.fc_norm=true"),
+    "random queries": ablation(RANDOM),
+    "residual normed": ablation(NORMED),
+    "residual normed, random queries": ablation(NORMED, RANDOM),
 }
 ARMS = {**METHODS, **ABLATIONS}

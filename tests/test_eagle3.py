@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from data_prep.draft_vocab import load_draft_vocab
 from eagle import Budget, Target, generate
@@ -110,6 +111,22 @@ def test_the_lm_head_starts_as_the_targets_rows(tiny_target: Target, vocab_file:
     other = Eagle3.for_target(settings, tiny_target.config, tiny_target.head).lm_head.weight
     assert other.shape == started.lm_head.weight.shape
     assert not other.equal(started.lm_head.weight)
+
+
+@pytest.mark.parametrize(("queries", "groups"), [("keys", 1), ("keys", 2), ("random", 2)])
+def test_every_other_head_starts_by_finding_its_own_row(queries: Literal["keys", "random"], groups: int) -> None:
+    """Of 64 rows before it and itself, by stock attention."""
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=16, hidden_size=256, num_attention_heads=4, num_key_value_heads=4 // groups, num_hidden_layers=8
+    )
+    head = Eagle3.for_target(Eagle3.Settings(lm_head="random", queries=queries), shape)
+    read, part = torch.randn(1, 64, 512), head.layers[0].self_attn
+    query, key = (one(read).unflatten(-1, (-1, 64)).transpose(1, 2) for one in (part.q_proj, part.k_proj))
+    query, key = apply_rotary_pos_emb(query, key, *head.rotary(read, torch.arange(64)[None]))
+    scores = query @ key.repeat_interleave(groups, dim=1).transpose(-1, -2) / 8
+    itself = scores[0, :, -1].softmax(-1)[:, -1]
+    assert (itself > 0.5).tolist() == [queries == "keys", False] * 2
 
 
 def vocabulary_of(asked: Any, said: list[Tensor] | None = None, layers: int = 8) -> Eagle3:

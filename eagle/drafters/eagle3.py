@@ -32,6 +32,7 @@ class Eagle3Settings(BaseModel):
     draft_vocab: int | str | None = None  # how many of the most frequent tokens it may say, or a file that tells which
     lm_head: Literal["target", "random"] = "target"  # from where its LM head starts
     train_lm_head: bool = True
+    queries: Literal["keys", "random"] = "keys"  # what half of them start as: from random, few find their own token
     fc_norm: bool = False  # EAGLE-3.1: a norm on each tap
     norm_output: bool = False  # EAGLE-3.1: the next level reads the normed state
     norm_before_residual: bool = False  # attention is added to the normed state
@@ -94,6 +95,8 @@ class Eagle3(UnrolledDrafter):
         if head.drafts is not None:
             head.d2t.copy_(drafts - torch.arange(len(drafts)))
             head.t2d[drafts] = True
+        if settings.queries == "keys":
+            head.layers[0].self_attn.start_from_keys()
         if settings.lm_head == "target":
             if frozen is None:
                 raise ValueError("drafter.lm_head is 'target', whose head was not given: call for_target with `frozen`")
