@@ -1,0 +1,36 @@
+"""`bench/own_token.py`: what attention gives to its own row."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from bench.own_token import own_shares
+from eagle.drafters.blocks import Attention
+
+
+def turned(row: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """One head's row at its place."""
+    low, high = row.chunk(2)
+    return row * cosine + torch.cat([-high, low]) * sine
+
+
+def test_a_share_is_that_of_a_loop_over_queries() -> None:
+    """Two query heads over one key head, row by row."""
+    torch.manual_seed(0)
+    shape = LlamaConfig(hidden_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
+    attention, read = Attention(shape), torch.randn(1, 5, 16)
+    cosine, sine = LlamaRotaryEmbedding(shape)(read, torch.arange(5)[None])
+    found = own_shares(attention, read, (cosine, sine))
+    for head in range(2):
+        for place in range(5):
+            query = (attention.q_proj.weight @ read[0, place])[8 * head : 8 * head + 8]
+            query = turned(query, cosine[0, place], sine[0, place])
+            keys = [
+                turned(attention.k_proj.weight @ read[0, seen], cosine[0, seen], sine[0, seen])
+                for seen in range(place + 1)
+            ]
+            scores = torch.stack([query @ key / 8**0.5 for key in keys])
+            expected = scores.exp()[-1] / scores.exp().sum()
+            torch.testing.assert_close(found[head, place], expected, atol=1e-6, rtol=0)
