@@ -34,7 +34,7 @@ from eagle.recipe import Recipe
 from eagle.store import FeatureStore
 from eagle.target import Target
 from eval.prompts import questions
-from recipes.train_eagle import first_head
+from recipes.first_head import first_head
 
 BATCH, HEATS = 4, (0.0, 1.0)
 CURVE = ("agreement", "overlap", "chain/tau", "tree/tau")  # of what validation tells

@@ -32,8 +32,9 @@ from eagle.recipe import Recipe
 from eagle.store import FeatureStore
 from eagle.target import Target
 from eagle.train import TREES, train
+from recipes.first_head import first_head
 from recipes.tiny.make_target import BATCH, packed, perplexity
-from recipes.train_eagle import decoded, first_head
+from recipes.train_eagle import decoded
 
 TINY, FIRST = "recipes/tiny/eagle1.yaml", Path("runs/tiny")
 PART = "torch"  # the package whose documentation the sibling has read again

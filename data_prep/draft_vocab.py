@@ -6,15 +6,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from data_prep.tokens import load_tokenizer, tokenized
+from eagle.draft_vocab import save_draft_vocab
 from eagle.examples import Example, most_frequent, token_counts
 from eagle.identity import data_identity, folder_of
 from eagle.log import script
@@ -29,30 +25,6 @@ def counts_of(examples: Iterable[Example], vocab_size: int) -> Tensor:
 def coverage(counts: Tensor, size: int) -> float:
     """The share of supervised tokens that the `size` most frequent ones make up."""
     return float(counts[most_frequent(counts, size)].sum() / counts.sum())
-
-
-def save_draft_vocab(path: str | Path, counts: Tensor, size: int, identity: dict[str, Any]) -> None:
-    """Write `d2t` (what to add to a draft id to get the target's) and `t2d` (whether a target id can be drafted)."""
-    kept = most_frequent(counts, size)
-    tensors = {"d2t": kept - torch.arange(size), "t2d": torch.zeros(len(counts), dtype=torch.bool)}
-    tensors["t2d"][kept] = True
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path, {"identity": json.dumps({**identity, "size": size})})
-
-
-def load_draft_vocab(path: str | Path, expected: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:
-    """`d2t` [D] and `t2d` [V]; refused if made from anything but the expected tokenizer and data."""
-    if not Path(path).is_file():
-        raise ValueError(f"no draft vocabulary at {path}: run `python -m data_prep.draft_vocab RECIPE` first")
-    with safe_open(path, "pt") as file:
-        made = json.loads((file.metadata() or {}).get("identity", "{}"))
-        for key, value in (expected or {}).items():
-            if made.get(key) != value:
-                raise ValueError(
-                    f"the draft vocabulary {path} was made with {key} = {made.get(key)!r}, this run needs {value!r}: "
-                    "make it again, or name another file"
-                )
-        return file.get_tensor("d2t"), file.get_tensor("t2d")
 
 
 def vocab_size_of(target: TargetSection) -> int:

@@ -28,6 +28,7 @@ from eagle.identity import identity
 from eagle.recipe import Recipe
 from eagle.shards import token_bytes
 from eagle.target import Target
+from recipes.first_head import first_head
 from recipes.forecast import GB, parameters, training_bytes
 
 STEPS = 2
@@ -35,8 +36,6 @@ STEPS = 2
 
 def check(recipe: Recipe) -> None:
     """Every stage on a little data, each with its time; what is wrong in one of them ends it with a message."""
-    from recipes.train_eagle import first_head  # of the script that calls this
-
     settings = settings_of(recipe.drafter.model_dump(), "recipe")
     recipe = with_head_that_is_there(with_data_that_is_there(recipe))
     with stage("conversations"):

@@ -13,11 +13,10 @@ import torch
 from data_prep.extract import name_of
 from data_prep.tokens import load_tokenizer, tokenized
 from eagle.borrowed import Borrowed, is_here, load_borrowed
-from eagle.checkpoint import load_head
 from eagle.decode import generate
 from eagle.device import best_device, fastest_dtype, in_dtype
 from eagle.drafter import Budget, TrainableDrafter
-from eagle.drafters import DRAFTERS, settings_of
+from eagle.drafters import settings_of
 from eagle.examples import Features
 from eagle.extract import LiveFeatures, taps_of
 from eagle.identity import data_identity, identity
@@ -25,12 +24,13 @@ from eagle.launch import launch
 from eagle.log import script
 from eagle.own_samples import OwnSamples
 from eagle.recipe import Recipe
-from eagle.store import FeatureStore, differences
+from eagle.store import FeatureStore
 from eagle.target import Target
 from eagle.train import TREES, train
 from eval.prompts import first_turns
 from eval.results import commit
 from recipes.check import check
+from recipes.first_head import first_head
 from recipes.tiny import demo
 
 
@@ -129,24 +129,6 @@ def own_samples(recipe: Recipe, features: Features, head: TrainableDrafter) -> F
             "every step, expected features.store=null, which computes features while training"
         )
     return OwnSamples(features, head)
-
-
-def first_head(recipe: Recipe, settings: Any, target: Target | Borrowed, features: Features) -> TrainableDrafter:
-    """A new head, or the one that `train.init` names, which must be of the same network and sizes."""
-    head: TrainableDrafter = DRAFTERS[settings.kind].for_target(
-        settings, target.config, target.head, (features.said(place) for place in range(len(features)))
-    )
-    if recipe.train.init is None:
-        return head
-    given = load_head(recipe.train.init)
-    shapes = [{name: tuple(part.shape) for name, part in made.state_dict().items()} for made in (given, head)]
-    had, needed = (
-        {**made.network, **made.shape.to_dict(), **shape} for made, shape in zip((given, head), shapes, strict=True)
-    )
-    if wrong := [f"{name}: {found!r}, needed {new!r}" for name, found, new in differences(had, needed)]:
-        raise ValueError(f"the head in {recipe.train.init} does not fit: {'; '.join(wrong)}. Train without train.init")
-    head.load_state_dict(given.state_dict())
-    return head
 
 
 def decoded(recipe: Recipe, target: Target, head: TrainableDrafter) -> dict[str, float]:

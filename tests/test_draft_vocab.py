@@ -7,17 +7,22 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
+from transformers import LlamaConfig
 
 from data_prep import draft_vocab
-from data_prep.draft_vocab import counts_of, coverage, load_draft_vocab, save_draft_vocab
+from data_prep.draft_vocab import counts_of, coverage
 from data_prep.tokens import load_tokenizer, tokenized
+from eagle.draft_vocab import load_draft_vocab, save_draft_vocab
+from eagle.drafters.eagle3 import Eagle3
 from eagle.examples import Example, most_frequent
 from eagle.identity import data_identity
 from eagle.recipe import Recipe
+from recipes.first_head import first_head
 
 TINY = Path(__file__).parent.parent / "recipes/tiny/eagle1.yaml"
 VOCAB = 60
@@ -93,6 +98,27 @@ def test_a_tokenizer_of_another_target_is_refused() -> None:
     """A token beyond the vocabulary is named."""
     with pytest.raises(ValueError, match="token 12 is supervised, the target's vocabulary has 10"):
         counts_of([Example(torch.tensor([3, 12]), torch.ones(2).bool())], 10)
+
+
+def test_training_refuses_a_vocabulary_of_another_tokenizer(tmp_path: Path) -> None:
+    """And takes that of its own, whatever data it was counted on."""
+
+    class Given:
+        config = LlamaConfig(vocab_size=VOCAB, hidden_size=8, num_attention_heads=2, num_hidden_layers=8)
+        head, identity = None, {"tokenizer": "a"}
+
+        def __len__(self) -> int:
+            return 0
+
+    def started(tokenizer: str) -> Any:
+        made_of = {"tokenizer": tokenizer, "data": "other"}
+        save_draft_vocab(tmp_path / "vocab", counts_of(some_examples(), VOCAB), 20, made_of)
+        settings = Eagle3.Settings(lm_head="random", draft_vocab=str(tmp_path / "vocab"))
+        return first_head(Recipe.load(TINY, []), settings, Given(), Given())  # type: ignore[arg-type]
+
+    assert len(started("a").drafts) == 20
+    with pytest.raises(ValueError, match="was made with tokenizer = 'b', this run needs 'a'"):
+        started("b")
 
 
 def test_the_command_counts_the_recipes_own_data(tiny_target_dir: Path, tmp_path: Path, capsys: object) -> None:

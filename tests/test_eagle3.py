@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from data_prep.draft_vocab import load_draft_vocab
 from eagle import Budget, Target, generate
+from eagle.draft_vocab import load_draft_vocab
 from eagle.drafters.eagle3 import Eagle3
 from eagle.drafters.none import NoDrafter
 from eagle.examples import Example, collate

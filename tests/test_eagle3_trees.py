@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from data_prep.draft_vocab import load_draft_vocab
 from eagle import Budget, Sampling, Target
 from eagle.checkpoint import load_head, save_head
+from eagle.draft_vocab import load_draft_vocab
 from eagle.drafter import Committed
 from eagle.drafters.eagle3 import Eagle3
 from eagle.drafters.growth import SURENESS

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from data_prep.draft_vocab import save_draft_vocab
+from eagle.draft_vocab import save_draft_vocab
 from eagle.drafter import TargetHead
 from eagle.drafters.eagle3 import Eagle3
 from eagle.drafters.hass import Hass

@@ -5,15 +5,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from eagle.draft_vocab import load_draft_vocab
 from eagle.drafter import TargetHead
 from eagle.drafters.blocks import Cache, Norm, Rotary, TwoNormBlock, head_shape
 from eagle.drafters.unrolled import UnrolledDrafter
@@ -192,9 +191,7 @@ def _draft_vocabulary(asked: int | str | None, said: Iterable[Tensor] | None, vo
         if said is None:
             raise ValueError(f"drafter.draft_vocab is {asked}, but no texts were given: call for_target with `said`")
         return most_frequent(token_counts(said, vocab_size), asked)
-    if not Path(asked).is_file():
-        raise ValueError(f"no draft vocabulary at {asked}: run `python -m data_prep.draft_vocab RECIPE` first")
-    t2d = load_file(asked)["t2d"]
+    _, t2d = load_draft_vocab(asked)
     if len(t2d) != vocab_size:
         raise ValueError(
             f"{asked} was made for a vocabulary of {len(t2d)}, this target has {vocab_size}: make it again with "

@@ -1,0 +1,36 @@
+"""The head that training starts from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eagle.borrowed import Borrowed
+from eagle.checkpoint import load_head
+from eagle.draft_vocab import load_draft_vocab
+from eagle.drafter import TrainableDrafter
+from eagle.drafters import DRAFTERS
+from eagle.examples import Features
+from eagle.recipe import Recipe
+from eagle.store import differences
+from eagle.target import Target
+
+
+def first_head(recipe: Recipe, settings: Any, target: Target | Borrowed, features: Features) -> TrainableDrafter:
+    """A new head, or the one that `train.init` names, which must be of the same network and sizes."""
+    named = getattr(settings, "draft_vocab", None)
+    if isinstance(named, str):
+        load_draft_vocab(named, {"tokenizer": features.identity["tokenizer"]})  # refuses that of another
+    head: TrainableDrafter = DRAFTERS[settings.kind].for_target(
+        settings, target.config, target.head, (features.said(place) for place in range(len(features)))
+    )
+    if recipe.train.init is None:
+        return head
+    given = load_head(recipe.train.init)
+    shapes = [{name: tuple(part.shape) for name, part in made.state_dict().items()} for made in (given, head)]
+    had, needed = (
+        {**made.network, **made.shape.to_dict(), **shape} for made, shape in zip((given, head), shapes, strict=True)
+    )
+    if wrong := [f"{name}: {found!r}, needed {new!r}" for name, found, new in differences(had, needed)]:
+        raise ValueError(f"the head in {recipe.train.init} does not fit: {'; '.join(wrong)}. Train without train.init")
+    head.load_state_dict(given.state_dict())
+    return head
