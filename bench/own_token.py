@@ -11,59 +11,21 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
 from bench.machine import made_on
 from eagle.checkpoint import load_head
-from eagle.drafters.blocks import Attention
-from eagle.examples import Batch, collate
+from eagle.doctor.own_token import first_level
+from eagle.examples import collate
 from eagle.log import progress
 from eagle.store import FeatureStore
 from eagle.target import Target
 
 
-def own_shares(attention: Attention, read: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """[heads, T], what a query gives to its own row, of a causal pass over rows [1, T, width]."""
-    query, key = (
-        projection(read).unflatten(-1, (-1, attention.width)).transpose(1, 2)
-        for projection in (attention.q_proj, attention.k_proj)
-    )
-    query, key = apply_rotary_pos_emb(query, key, *rotary)
-    scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(-1, -2)
-    unseen = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    laws = (scores * attention.width**-0.5).masked_fill(unseen, -torch.inf).softmax(-1)
-    return laws[0].diagonal(dim1=-2, dim2=-1)
-
-
-@torch.no_grad()
-def of_text(head: Any, target: Target, batch: Batch) -> tuple[Tensor, Tensor]:
-    """[heads, S] and [S], the shares and whether the first level agrees, at the supervised slots of one text."""
-    caught: list[Tensor] = []
-
-    def catch(attention: Attention, given: tuple[Any, ...]) -> None:
-        caught.append(own_shares(attention, *given[:2]))
-
-    hook = head.layers[0].self_attn.register_forward_pre_hook(catch)
-    state = head.states(
-        batch.tokens[None, 1:-1], head.first(batch.tapped(head.taps)[None, :-2].float()), 0, target.head
-    )
-    hook.remove()
-    said = head.law(state[0], target.head).argmax(-1)
-    said = said if head.drafts is None else head.drafts[said]
-    true = target.head.logits(batch.tapped((-1,))[1:-1, 0].float()).argmax(-1)
-    counted = batch.loss_mask[2:]
-    return caught[0][:, counted], (said == true)[counted]
-
-
-def measured(target: Target, store: FeatureStore, folder: str, texts: int) -> dict[str, float]:
+def measured(target: Target, store: FeatureStore, folder: str, count: int) -> dict[str, float]:
     """Of one head: the share of the query head that has most, and its agreement."""
     head = load_head(folder).eval()
-    batches = (collate(store.read([place]), store.taps, [place]) for place in range(texts))
-    found = [of_text(head, target, batch) for batch in batches if len(batch.tokens) > 2]
-    shares, agreed = (torch.cat(columns, dim=-1).float() for columns in zip(*found, strict=True))
-    return {"own": shares.mean(-1).max().item(), "agreement": agreed.mean().item(), "slots": agreed.numel()}
+    texts = collate(store.read(range(count)), store.taps)
+    shares, agreed = first_level(head, target.head, texts)
+    return {"own": shares.mean(-1).max().item(), "agreement": agreed.float().mean().item(), "slots": agreed.numel()}
 
 
 def table(results: dict[str, Any]) -> str:

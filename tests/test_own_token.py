@@ -1,13 +1,20 @@
-"""`bench/own_token.py`: what attention gives to its own row."""
+"""What a head's attention gives to the row that asks."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from bench.own_token import own_shares
+from eagle.doctor.own_token import first_level, own_shares
 from eagle.drafters.blocks import Attention
+from eagle.examples import collate
+from eagle.judge import figures
+from eagle.tree import chain_paths
+from tests.unrolled_heads import SPANS, TAPS, frozen_head, new_head, texts_of
 
 
 def turned(row: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
@@ -34,3 +41,14 @@ def test_a_share_is_that_of_a_loop_over_queries() -> None:
             scores = torch.stack([query @ key / 8**0.5 for key in keys])
             expected = scores.exp()[-1] / scores.exp().sum()
             torch.testing.assert_close(found[head, place], expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle3 draft vocabulary"])
+def test_agreement_is_that_of_validation(name: str, tmp_path: Path) -> None:
+    """At every slot that counts, of texts of several lengths, and a share for each."""
+    head, frozen = new_head(tmp_path, name).eval(), frozen_head(torch.float32)
+    batch = collate(texts_of(SPANS, torch.float32), TAPS)
+    shares, agreed = first_level(head, frozen, batch)
+    sums = head.judge(batch, frozen, {"chain": chain_paths(1)})
+    assert shares.shape == (4, len(agreed)) and len(agreed) == int(sums["slots"])
+    assert float(agreed.float().mean()) == pytest.approx(figures(sums)["agreement"])

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from eagle.device import in_dtype
 from eagle.doctor.measure import Measured, Reading, measured
+from eagle.doctor.own_token import first_level
 from eagle.doctor.probes import probes
 from eagle.doctor.server import served
 from eagle.doctor.texts import answers, prompts_of, rendered
 from eagle.doctor.verdict import Diagnosis, Effect, verdict
 from eagle.drafters import DRAFTERS
+from eagle.drafters.blocks import TwoNormBlock
 from eagle.drafters.unrolled import UnrolledDrafter
 from eagle.examples import Batch
 from eagle.foreign import Finding, inspect, read_head
@@ -165,6 +167,12 @@ def _remarks(head: Any, target: Target, texts: Batch) -> list[str]:
         drafts = drafts.clamp(0, target.vocab_size - 1)
         said = torch.isin(texts.tokens[texts.loss_mask.to(texts.tokens.device)], drafts)
         notes.append(f"its {len(drafts)} draft tokens are {float(said.float().mean()):.1%} of what the target said")
+    if isinstance(head.layers[0], TwoNormBlock):
+        own = float(first_level(head, target.head, texts)[0].mean(-1).max())
+        notes.append(
+            f"the part of its attention that looks at its own token most spends {own:.0%} on it: what it knows of that "
+            "token comes from there, and heads that agree well spend half or more"
+        )
     if hasattr(head, "lm_head"):
         rows = target.head.weight if drafts is None else target.head.weight[drafts]
         alike = float(torch.cosine_similarity(head.lm_head.weight.float(), rows.float()).mean())
