@@ -13,6 +13,7 @@ PAIRS = (  # what should be no better, and what should be no worse
     ("EAGLE-1", "HASS"),
     ("EAGLE-1", "HASS, from the first step"),
     ("EAGLE-1", "HASS, no top-10 term"),
+    ("EAGLE-1, in two halves", "HASS, no top-10 term"),
     ("EAGLE-1", "EAGLE-3"),
     ("EAGLE-1", "EAGLE-3, 1/4 of the vocabulary"),
     ("HASS", "EAGLE-3"),
