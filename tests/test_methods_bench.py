@@ -42,14 +42,17 @@ def test_arms_read_equally_many_tokens_with_their_starts(args: Namespace) -> Non
 
 
 def test_arms_of_equal_time_are_within_a_step_of_it(args: Namespace) -> None:
-    """By a known clock: the 40 seconds of EAGLE-3 are 40 steps of EAGLE-1, or 10 and then 10 of HASS."""
+    """By a known clock: the 40 seconds of EAGLE-3 are 40 steps of EAGLE-1, or 10 and then 10 of HASS; EAGLE-1's are 10."""
     timed = {name: arm for name, arm in METHODS.items() if arm.as_long_as}
     assert {name: steps_of(args, arm, lambda: CLOCK) for name, arm in timed.items()} == {
         "EAGLE-1, equal time": 40,
         "HASS, equal time": 10,
+        "EAGLE-3, in EAGLE-1's time": 2,
+        "HASS, no top-10 term, in EAGLE-1's time": 2,
     }
     for name, arm in timed.items():
-        assert abs(seconds_of(args, name, lambda: CLOCK) - 40) <= CLOCK[arm.method]
+        seconds = 40 if arm.as_long_as == "EAGLE-3" else 10
+        assert abs(seconds_of(args, name, lambda: CLOCK) - seconds) <= CLOCK[arm.method]
 
 
 def test_no_arm_starts_from_one_that_comes_later() -> None:
