@@ -42,7 +42,7 @@ def test_arms_read_equally_many_tokens_with_their_starts(args: Namespace) -> Non
 
 
 def test_arms_of_equal_time_are_within_a_step_of_it(args: Namespace) -> None:
-    """By a known clock: the 40 seconds of EAGLE-3 are 40 steps of EAGLE-1 or 10 and 10 of HASS; its 10 are 2 of others."""
+    """By a known clock, in which EAGLE-3 takes 40 seconds and EAGLE-1 ten, each with its starts."""
     timed = {name: arm for name, arm in METHODS.items() if arm.as_long_as}
     assert {name: steps_of(args, arm, lambda: CLOCK) for name, arm in timed.items()} == {
         "EAGLE-1, equal time": 40,
