@@ -232,7 +232,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("docs/results/methods.json"))
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS), metavar="ARM")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=440_000, help="that an arm learns from")
+    parser.add_argument("--tokens", type=int, default=1_750_000, help="that an arm learns from")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--conversations", type=int, default=3500)
     parser.add_argument("--regenerated", type=int, default=500, help="conversations that are answered anew")

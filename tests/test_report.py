@@ -30,6 +30,7 @@ from bench.methods_report import (
     plot,
     seeds_table,
 )
+from bench.own_token import table as own_token_table
 from bench.regenerated_data import table as regenerated_table
 from bench.train_report import table as train_table
 from bench.tree_kinds import draws_table, kinds_table
@@ -75,17 +76,13 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("trees.md", "tree_kinds.json", kinds_table),
         ("trees.md", "tree_kinds.json", draws_table),
         ("trees.md", "loop_overhead.json", overhead_table),
-        ("results.md", "methods.json", methods_table),
-        ("results.md", "methods.json", pairs_table),
-        ("results.md", "methods_tiny.json", methods_table),
+        *(("results.md", "methods.json", table) for table in (methods_table, pairs_table, seeds_table)),
+        *(("results.md", "methods.json", table) for table in (levels_table, curve_table)),
         *(("results.md", "methods_own.json", table) for table in (methods_table, pairs_table, seeds_table)),
-        *(("results.md", "methods_long.json", table) for table in (methods_table, pairs_table, levels_table)),
-        ("results.md", "methods_long.json", curve_table),
-        ("results.md", "methods_tiny.json", pairs_table),
-        ("results.md", "methods.json", levels_table),
-        ("results.md", "methods_tiny.json", levels_table),
-        ("results.md", "methods_tiny.json", curve_table),
-        ("results.md", "methods_tiny.json", ablations_table),
+        *(("results.md", "methods_tiny.json", table) for table in (methods_table, pairs_table, levels_table)),
+        *(("results.md", "methods_tiny.json", table) for table in (curve_table, ablations_table)),
+        *(("results.md", "methods_long.json", table) for table in (methods_table, pairs_table)),
+        *(("results.md", file, own_token_table) for file in ("own_token.json", "own_token_chat.json")),
     ],
 )
 def test_a_page_shows_the_result_file(page: str, file: str, table: Callable[[Any], str]) -> None:
@@ -96,7 +93,7 @@ def test_a_page_shows_the_result_file(page: str, file: str, table: Callable[[Any
 
 def test_the_picture_of_methods_is_the_result_files_own() -> None:
     """The curves on the page are those that the committed results give."""
-    results = json.loads((ROOT / "docs/results/methods_tiny.json").read_text())
+    results = json.loads((ROOT / "docs/results/methods.json").read_text())
     assert plot(results) == (ROOT / "docs/images/methods.svg").read_text()
 
 
