@@ -142,9 +142,13 @@ class TrainableDrafter(nn.Module):
     taps: tuple[int, ...] = ()
     teacher_taps: tuple[int, ...] = (-1,)
     Settings: type  # what a recipe may say about it
-    settings: Any
-    shape: Any  # a LlamaConfig: the sizes of its block
     budget: Budget | None = None  # what it was tuned to
+    frozen: tuple[TargetHead, ...] = ()  # what it borrows once it is bound
+
+    def __init__(self, settings: Any, shape: Any) -> None:
+        """As a checkpoint makes it: from settings, and a config of transformers that holds its sizes."""
+        super().__init__()
+        self.settings, self.shape = settings, shape
 
     @classmethod
     def taps_for(cls, settings: Any, target_config: Any) -> tuple[int, ...]:
@@ -169,7 +173,17 @@ class TrainableDrafter(nn.Module):
 
     def bind(self, frozen: TargetHead) -> TrainableDrafter:
         """Lend the head what it needs to draft."""
-        raise NotImplementedError(f"{type(self).__name__} cannot draft: write bind, begin and propose")
+        self.frozen = (frozen,)
+        self.begin()
+        return self.eval()
+
+    def begin(self, noise: Noise | None = None) -> None:
+        """Forget the previous sequence."""
+        raise NotImplementedError(f"{type(self).__name__} cannot draft: write begin and propose")
+
+    def propose(self, news: Committed, budget: Budget) -> DraftTree:
+        """A tree after what was committed."""
+        raise NotImplementedError(f"{type(self).__name__} cannot draft: write begin and propose")
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
         """Loss terms: "total" is minimised, the rest is logged."""

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle.examples import Batch
 from eagle.tree import Paths
 
 Logits = Callable[[Tensor], Tensor]
@@ -53,6 +54,21 @@ def judged(
         ranks.append(_rows(lambda rows, wanted: _rank(student(rows), wanted), state, choices[place]))
     for name, paths in trees.items():
         sums[f"{name}/reached"], sums[f"{name}/accepted"] = _descent(ranks, seen[1:], paths)
+    return sums
+
+
+def judged_batch(
+    batch: Batch, states: Sequence[Tensor], laws: tuple[Logits, Logits], trees: dict[str, Paths]
+) -> dict[str, Tensor]:
+    """The same over the slots of all texts of a batch, for which `states` are K times [S, D]."""
+    counts = [int(mask[2:].sum()) for mask in batch.loss_mask.split(batch.lengths)]
+    columns = (batch.tapped((-1,))[:, 0], batch.tokens, batch.loss_mask)
+    texts = zip(*(column.split(batch.lengths) for column in columns), strict=True)
+    parts = zip(*(state.split(counts) for state in states), strict=True)
+    sums: dict[str, Tensor] = {}
+    for mine, (true, tokens, counted) in zip(parts, texts, strict=True):
+        if len(mine[0]):
+            sums = added(sums, judged(mine, true, tokens, counted, laws, trees))
     return sums
 
 

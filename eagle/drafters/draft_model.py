@@ -21,7 +21,7 @@ from eagle.drafter import Budget, Committed, Noise, TargetHead, TrainableDrafter
 from eagle.drafters.blocks import head_shape
 from eagle.drafters.growth import grow
 from eagle.examples import Batch
-from eagle.judge import added, judged
+from eagle.judge import judged_batch
 from eagle.objectives import Kind, LanguageHead, Objective, OwnHead, distilled
 from eagle.target import Target, tokenizer_of
 from eagle.tree import DraftTree, Paths
@@ -52,8 +52,7 @@ class DraftModel(TrainableDrafter):
     own: tuple[Target, ...] = ()  # in a tuple, as heads keep what they borrow
 
     def __init__(self, settings: Any, shape: Any, model: Any = None) -> None:
-        super().__init__()
-        self.settings, self.shape = settings, shape
+        super().__init__(settings, shape)
         self.model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32) if model is None else model
 
     @classmethod
@@ -127,14 +126,10 @@ class DraftModel(TrainableDrafter):
             logits = output(state.to(output.weight.dtype))[..., :size]
             return torch.nn.functional.pad(logits, (0, size - logits.shape[-1]), value=-torch.inf)
 
-        columns = (self._states(batch), batch.tapped((-1,))[:, 0], batch.tokens, batch.loss_mask)
-        sums: dict[str, Tensor] = {}
-        for states, true, tokens, counted in zip(*(column.split(batch.lengths) for column in columns), strict=True):
-            slots = counted[2:].nonzero()[:, 0].to(tokens.device)
-            if len(slots):
-                mine = [states[(slots + 1 + step).clamp(max=len(tokens) - 1)] for step in range(steps)]
-                sums = added(sums, judged(mine, true, tokens, counted, (law, frozen.logits), trees))
-        return sums
+        states, before = self._states(batch), (batch.loss_mask.nonzero()[:, 0] - 1).to(batch.tokens.device)
+        # what lies beyond a text counts for nothing
+        ahead = [states[(before + step).clamp(max=len(states) - 1)] for step in range(steps)]
+        return judged_batch(batch, ahead, (law, frozen.logits), trees)
 
     # -- drafting -----------------------------------------------------------------------------------------------------
 

@@ -48,9 +48,9 @@ class Eagle3(UnrolledDrafter):
     Settings = Eagle3Settings
 
     def __init__(self, settings: Eagle3Settings, shape: Any) -> None:
-        super().__init__()
+        super().__init__(settings, shape)
         assert settings.taps is not None
-        self.settings, self.shape, self.taps = settings, shape, settings.taps
+        self.taps = settings.taps
         width, norm = shape.hidden_size, lambda: Norm(shape.hidden_size, shape.rms_norm_eps)
         self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
         self.fc_norm = nn.ModuleList([norm() for _ in self.taps if settings.fc_norm])

@@ -39,8 +39,7 @@ class FeatureHead(UnrolledDrafter):
     teacher_taps = (-1,)
 
     def __init__(self, settings: Any, shape: Any) -> None:
-        super().__init__()
-        self.settings, self.shape = settings, shape
+        super().__init__(settings, shape)
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=settings.fc_bias)
         self.layers = nn.ModuleList([Block(shape)])
         self.rotary = Rotary(shape)

@@ -17,7 +17,7 @@ from eagle.drafter import Budget, Committed, Noise, TargetHead, TrainableDrafter
 from eagle.drafters.blocks import Block, Cache, Rotary, rotated
 from eagle.drafters.growth import grow, level_mask
 from eagle.examples import Batch
-from eagle.judge import added, judged
+from eagle.judge import judged_batch
 from eagle.spans import Spans, attend
 from eagle.tree import DraftTree, Paths
 
@@ -39,7 +39,6 @@ class UnrolledDrafter(TrainableDrafter):
     rotary: Rotary
     layers: Any  # one Block
     drafts: Tensor | None = None  # [D], the tokens that it may say, if not all
-    frozen: tuple[TargetHead, ...] = ()  # in a tuple, so that the target's weights are no part of the head
 
     @abstractmethod
     def first(self, features: Tensor) -> Tensor:
@@ -127,16 +126,8 @@ class UnrolledDrafter(TrainableDrafter):
         """Sums of the loss terms and of what each tree would have kept, over the slots that train."""
         steps = max(len(path) for paths in trees.values() for path in paths)
         found = self.unrolled(batch, frozen, steps)
-        counts = [int(mask[2:].sum()) for mask in batch.loss_mask.split(batch.lengths)]
-        states = zip(*(state.split(counts) for state in found.states), strict=True)
-        columns = (batch.tokens, batch.tapped((-1,))[:, 0], batch.loss_mask)
-        texts = zip(*(column.split(batch.lengths) for column in columns), states, strict=True)
-        sums: dict[str, Tensor] = {}
-        for tokens, true, counted, mine in texts:
-            if len(mine[0]):
-                laws = (lambda state: self._everywhere(self.law(state, frozen)), frozen.logits)
-                sums = added(sums, judged(mine, true, tokens, counted, laws, trees))
-        return sums
+        laws = (lambda state: self._everywhere(self.law(state, frozen)), frozen.logits)
+        return judged_batch(batch, found.states, laws, trees)
 
     def _everywhere(self, logits: Tensor) -> Tensor:
         """[.., V], impossible where the head says nothing."""
@@ -147,12 +138,6 @@ class UnrolledDrafter(TrainableDrafter):
         return whole
 
     # -- drafting -----------------------------------------------------------------------------------------------------
-
-    def bind(self, frozen: TargetHead) -> UnrolledDrafter:
-        """Lend the head what it needs to draft."""
-        self.frozen = (frozen,)
-        self.begin()
-        return self.eval()
 
     def begin(self, noise: Noise | None = None) -> None:
         """Forget the previous sequence."""
