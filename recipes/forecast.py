@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from eagle.drafter import TargetHead
+from eagle.drafter import TargetHead, TrainableDrafter
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.unrolled import UnrolledDrafter
 from eagle.extract import taps_of
@@ -78,6 +78,11 @@ def forecast(recipe: Recipe, sizes: Sizes, conversations: int, cards: int = CARD
     """What a recipe will need."""
     settings, train = settings_of(recipe.drafter.model_dump(), "recipe"), recipe.train
     head = empty_head(settings, sizes.config)
+    if not isinstance(head, UnrolledDrafter):
+        raise ValueError(
+            f"a {settings.kind} has other parts than blocks, whose memory is counted here: a step of it is measured by "
+            "`accelerate launch recipes/train_eagle.py RECIPE --check`"
+        )
     tokens = min(conversations, recipe.data.limit or conversations) * min(TOKENS, recipe.data.max_length)
     stored, target = recipe.features.store is not None, 2 * sizes.parameters
     # a step of texts that are all as long as may be
@@ -96,7 +101,7 @@ def forecast(recipe: Recipe, sizes: Sizes, conversations: int, cards: int = CARD
     )
 
 
-def empty_head(settings: Any, config: Any) -> UnrolledDrafter:
+def empty_head(settings: Any, config: Any) -> TrainableDrafter:
     """The head without its numbers."""
     with torch.device("meta"):
         embedding, output = nn.Embedding(config.vocab_size, 1), nn.Linear(config.hidden_size, config.vocab_size)

@@ -51,6 +51,12 @@ HEADS: dict[str, dict[str, Any]] = {
 NORMED = {"kind": "eagle3", "fc_norm": True, "norm_output": True}
 
 
+def test_a_method_of_other_parts_is_refused() -> None:
+    """The message says what measures it."""
+    with pytest.raises(ValueError, match="a draft_model has other parts"):
+        forecast(Recipe.load(ROOT / "recipes/tiny/draft_model.yaml"), sizes_of_config(SHAPE), 1_000)
+
+
 def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     """Both tables of docs/recipes.md."""
     module.main([])
