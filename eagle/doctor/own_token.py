@@ -34,18 +34,17 @@ def first_level(head: Any, frozen: TargetHead, texts: Batch) -> tuple[Tensor, Te
     def look(attention: Attention, given: tuple[Any, ...]) -> None:
         found.append(own_shares(attention, *given[:2]))
 
-    weight = head.layers[0].mlp.up_proj.weight
+    block, agreed = head.layers[0], []
+    weight = block.mlp.up_proj.weight
     columns = (texts.tokens, texts.tapped(head.taps), texts.tapped((-1,)), texts.loss_mask)
-    agreed = []
-    hook = head.layers[0].self_attn.register_forward_pre_hook(look)
-    for tokens, taps, true, counted in zip(*(column.split(texts.lengths) for column in columns), strict=True):
-        if len(tokens) > 2:
-            hidden = head.first(taps[None, :-2].to(weight.device, weight.dtype))
-            states = head.states(tokens[None, 1:-1].to(weight.device), hidden, 0, frozen)[0]
-            said = head.law(states, frozen).argmax(-1)
-            said = said if head.drafts is None else head.drafts[said]
-            mine = counted[2:].to(said.device)
-            agreed.append((said == frozen.logits(true[1:-1, 0].to(weight.device)).argmax(-1))[mine])
-            found[-1] = found[-1][:, mine]
-    hook.remove()
+    with block.self_attn.register_forward_pre_hook(look):
+        for tokens, taps, true, counted in zip(*(column.split(texts.lengths) for column in columns), strict=True):
+            if len(tokens) > 2:
+                hidden = head.first(taps[None, :-2].to(weight.device, weight.dtype))
+                states = head.states(tokens[None, 1:-1].to(weight.device), hidden, 0, frozen)[0]
+                said = head.law(states, frozen).argmax(-1)
+                said = said if head.drafts is None else head.drafts[said]
+                mine = counted[2:].to(said.device)
+                agreed.append((said == frozen.logits(true[1:-1, 0].to(weight.device)).argmax(-1))[mine])
+                found[-1] = found[-1][:, mine]
     return torch.cat(found, dim=-1), torch.cat(agreed)
