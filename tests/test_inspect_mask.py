@@ -120,7 +120,8 @@ real = pytest.mark.skipif(
 
 
 @real
-@pytest.mark.parametrize("folder", ["vicuna", pytest.param("llama3.1-instruct", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["vicuna", "llama3.1-instruct"])
 def test_real_templates_are_served_without_a_fault(folder: str) -> None:
     """Every published template that prints a conversation gives examples that pass the inspector's checks."""
     tokenizer, data = (

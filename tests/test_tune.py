@@ -148,6 +148,7 @@ def decoded(target: Target, guesser: Eagle1, answers: list[Answer]) -> dict[Budg
     return {budget: [cycles(told, budget) for told in answers] for budget in [NOT_DRAFTING, *CANDIDATES]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("costs", [FREE, GPU, CPU, DEAR], ids=["free", "gpu", "cpu", "dear"])
 def test_the_search_is_within_three_percent_of_trying_everything(
     tuning: Tuning, decoded: dict[Budget, list[list[dict[str, Any]]]], costs: Costs

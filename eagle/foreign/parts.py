@@ -149,7 +149,7 @@ def _fused_keys(reading: Reading) -> None:
         reading.taps = 3
     _fused_switches(reading)
     if reading.layout == OWN:
-        nested.taken |= {"kind", "steps", "decay", "draft_vocab", "lm_head", "train_lm_head", "loss"}
+        nested.taken |= {"kind", "steps", "decay", "draft_vocab", "lm_head", "train_lm_head", "loss", "queries"}
         nested.taken.add("intermediate_size")
         reading.inputs = nested.whole("taps", least=-1)
         return
