@@ -82,6 +82,7 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         *(("results.md", "methods_tiny.json", table) for table in (methods_table, pairs_table, levels_table)),
         *(("results.md", "methods_tiny.json", table) for table in (curve_table, ablations_table)),
         *(("results.md", "methods_long.json", table) for table in (methods_table, pairs_table)),
+        ("results.md", "methods_before.json", ablations_table),
         *(("results.md", file, own_token_table) for file in ("own_token.json", "own_token_chat.json")),
     ],
 )
