@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import made_on
+from bench.methods_report import made
 from eagle.checkpoint import load_head
 from eagle.doctor.own_token import first_level
 from eagle.examples import collate
@@ -33,8 +34,7 @@ def table(results: dict[str, Any]) -> str:
     lines = ["| head | attention on its own token | agreement |", "|---|---|---|"]
     for name, row in results["heads"].items():
         lines.append(f"| {name} | {row['own']:.2f} | {row['agreement']:.3f} |")
-    machine = ", ".join(f"{key} {value}" for key, value in results["machine"].items())
-    return "\n".join([*lines, "", f"<sub>{machine}</sub>"])
+    return "\n".join([*lines, "", made(results)])
 
 
 def main() -> None:
