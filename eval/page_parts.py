@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import ceil, isfinite
+from math import isfinite
 from pathlib import Path
-from statistics import mean
 
 from eagle.drafter import Budget
-from eval.costs import Costs
+from eval.costs import Costs, draft_seconds
 from eval.markup import Html, html, tag
 from eval.results import Answer, Group, Results, cycles, read, taken
 from eval.statistics import Estimate, Row
@@ -65,23 +63,12 @@ def price(run: Results, group: Group) -> None:
     costs, budget = Costs.parse(bare), run.settings(group.drafter)["budget"]
     paths = budget.get("paths")
     given = Budget(**{**budget, "paths": paths and tuple(map(tuple, paths))})
-    drafting = {} if costs.first or not given.nodes else draft_seconds(group)
+    recorded = (cycle for answer in group.answers for cycle in cycles(answer))
+    drafting = {} if costs.first or not given.nodes else draft_seconds(recorded)
     for answer in group.answers:
         spent = costs.modelled(cycles(answer), given, run.header.get("new_tokens"))
         spent += sum(drafting.get((cycle["nodes"], cycle["depth"]), 0.0) for cycle in cycles(answer))
         answer["modelled"] = spent, costs.modelled(cycles(answer["plain"]))
-
-
-def draft_seconds(group: Group) -> dict[tuple[int, int], float]:
-    """Mean seconds of the recorded drafts, by nodes and depth: of drafters whose forwards have no bare costs.
-
-    Not the median, as of several drafters in turn one may be far cheaper; without the slowest twentieth.
-    """
-    found: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for cycle in (cycle for answer in group.answers for cycle in cycles(answer)):
-        if "draft" in cycle.get("seconds", {}):
-            found[cycle["nodes"], cycle["depth"]].append(cycle["seconds"]["draft"])
-    return {shape: mean(sorted(seconds)[: ceil(0.95 * len(seconds))]) for shape, seconds in found.items()}
 
 
 def is_modelled(group: Group) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from eagle.drafters.none import NoDrafter
 from eagle.target import Target
 from eagle.tree import DraftTree
 from eagle.verify import Choose, Sampling, walk
+from eval.costs import clock_of
 
 NOWHERE = -1  # the token after the last: no draft equals it
 
@@ -48,36 +49,44 @@ def answer(
 
 
 def replay(
-    target: Target, drafter: Drafter, told: Answer, budget: Budget | Policy
+    target: Target, drafter: Drafter, told: Answer, budget: Budget | Policy, seconds: list[float] | None = None
 ) -> list[tuple[DraftTree, list[int]]]:
     """The trees that decoding this answer would verify, each with the path that would be accepted.
 
     What is drafted follows from the committed text alone. So the cycles are those of decoding, for as long as nothing
     is drafted by lot: of a budget that draws from the draft's law only the target's coins know what is kept.
+    The seconds of each draft are appended to `seconds`; a drafter is not asked where nothing may be drafted.
     """
     learn = getattr(budget, "learn", None)
     if getattr(budget, "draw", None) == "sampled" and told.sampling.temperature > 0:
         raise ValueError(f"draw is 'sampled': what is kept of such drafts is known by decoding alone; got {budget}")
     drafter.begin(Choose(told.sampling).offer(target.vocab_size, target.device))
     tokens, seen, root = told.tokens, 0, told.prompt
-    cycles = []
+    cycles, now = [], clock_of(target.device)
     while root + 1 < len(tokens):
-        features = None if told.features is None else told.features[seen:root]
-        news = Committed(torch.tensor(tokens[seen:root]), features, tokens[root])
-        tree = drafter.propose(news, budget.within(told.limit - (root - told.prompt) - 2))
+        here = budget.within(told.limit - (root - told.prompt) - 2)
+        tree, start = DraftTree.chain([tokens[root]]), now()
+        if not here.is_empty:
+            features = None if told.features is None else told.features[seen:root]
+            tree = drafter.propose(Committed(torch.tensor(tokens[seen:root]), features, tokens[root]), here)
+            seen = root
+        if seconds is not None:
+            seconds.append(now() - start)
         after = [root + 1 + depth for depth in tree.depths()]
         path = walk(tree, [tokens[place] if place < len(tokens) else NOWHERE for place in after])
         cycles.append((tree, path))
         if learn is not None:
             learn(Cycle(tree, tuple(path[1:]), min(len(path), len(tokens) - root - 1), root))
-        seen, root = root, root + len(path)
+        root += len(path)
     return cycles
 
 
-def recorded(told: Answer, cycles: Iterable[tuple[DraftTree, list[int]]]) -> list[dict[str, Any]]:
-    """The same as `eval.measure` writes cycles down."""
+def recorded(
+    told: Answer, cycles: Sequence[tuple[DraftTree, list[int]]], seconds: Sequence[float] = ()
+) -> list[dict[str, Any]]:
+    """The replayed cycles, and the seconds of their drafts if they are known, as `eval.measure` writes cycles down."""
     rows, context = [], told.prompt
-    for tree, path in cycles:
+    for number, (tree, path) in enumerate(cycles):
         committed = min(len(path), len(told.tokens) - context - 1)
         rows.append(
             {
@@ -86,6 +95,7 @@ def recorded(told: Answer, cycles: Iterable[tuple[DraftTree, list[int]]]) -> lis
                 "accepted": len(path) - 1,
                 "committed": committed,
                 "context": context,
+                **({"seconds": {"draft": seconds[number]}} if seconds else {}),
             }
         )
         context += len(path)

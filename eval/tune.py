@@ -1,7 +1,8 @@
 """The fastest budget for a head on this machine: `python -m eval.tune RECIPE [key=value ...] [--write] [--exhaustive]`.
 
 Bare forwards are timed, the target answers the tuning prompts once, and every candidate is replayed along its answers:
-exactly the cycles that it would decode in. Tokens per second are those cycles at the prices of the bare forwards.
+exactly the cycles that it would decode in. Tokens per second are those cycles at the prices of the bare forwards; a
+drafter that is no head pays for its drafts what they took in the replays.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from eagle.recipe import Recipe, command_line
 from eagle.target import Target
 from eagle.tree import best_tree
 from eagle.verify import Sampling
-from eval.costs import Costs, bare_costs, level_rows
+from eval.costs import Costs, bare_costs, draft_seconds, level_rows
 from eval.drafters import load_target
 from eval.prompts import Question, questions
 from eval.replay import Answer, answer, plain, rates_by_rank, recorded, replay
@@ -91,22 +92,37 @@ class Tuning:
         records += [self._replayed(told, budget) for told in answers[len(records) :]]
         shown = [pair for pair in zip(answers, records, strict=False) if task in (None, pair[0].task)]
         paid = budget if budget.nodes else None
+        cycles = [row for _, rows in shown for row in rows]
+        seconds = sum(self.costs.modelled(rows, paid, told.limit) for told, rows in shown)
         return Trial(
-            budget,
-            sum(len(rows) for _, rows in shown),
-            sum(row["committed"] for _, rows in shown for row in rows),
-            sum(self.costs.modelled(rows, paid, told.limit) for told, rows in shown),
+            budget, len(cycles), sum(row["committed"] for row in cycles), seconds + self._drafting(budget, cycles)
         )
 
     def _replayed(self, told: Answer, budget: Budget) -> list[dict[str, Any]]:
-        return recorded(told, replay(self.target, self.drafter, told, budget)) if budget.nodes else plain(told)
+        if not budget.nodes:
+            return plain(told)
+        seconds: list[float] = []
+        cycles = replay(self.target, self.drafter, told, budget, seconds)
+        return recorded(told, cycles, seconds)
+
+    def _drafting(self, budget: Budget, cycles: Sequence[dict[str, Any]]) -> float:
+        """Seconds of these cycles' drafts as the replays took them, where the drafter has no bare costs."""
+        if self.costs.first is not None:
+            return 0.0
+        seconds = draft_seconds(row for rows in self.records[budget] for row in rows)
+        return sum(seconds.get((cycle["nodes"], cycle["depth"]), 0.0) for cycle in cycles)
 
     def break_even(self, budget: Budget, task: str | None = None) -> float:
-        """The acceptance length below which this budget is slower than no draft, at the answers' mean context."""
+        """The acceptance length below which this budget is slower than no draft, at the answers' mean context.
+
+        Of a drafter without bare costs it holds the drafts that were replayed, so none before the first replay.
+        """
         told = [one for one in self.answers if task in (None, one.task)]
         context = sum(one.prompt + one.length // 2 for one in told) // len(told)
         rows = [2, *level_rows(budget)] if budget.nodes else []
-        return self.costs.cycle(budget.nodes, rows, context) / self.costs.read(1, context)
+        replayed = [row for cycles in self.records.get(budget, []) for row in cycles]
+        drafting = self._drafting(budget, replayed) / len(replayed) if replayed else 0.0
+        return (self.costs.cycle(budget.nodes, rows, context) + drafting) / self.costs.read(1, context)
 
     def could_pay(self, budget: Budget) -> bool:
         """Whether it would be faster than no draft if every level were accepted."""

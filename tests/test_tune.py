@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from time import process_time
 from typing import Any
 from unittest.mock import ANY
 
@@ -13,17 +14,21 @@ import torch
 
 from eagle import Budget, DraftTree, Sampling, Target, generate, load_drafter
 from eagle.checkpoint import save_head, write_budget
+from eagle.drafter import Committed
+from eagle.drafters.bigram import BigramDrafter
+from eagle.drafters.draft_model import DraftModel
 from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.ngram import NgramDrafter
 from eagle.recipe import Recipe
 from eagle.tree import PUBLISHED_TREE
 from eval import tune
-from eval.costs import Costs
+from eval.costs import Costs, bare_costs
 from eval.measure import cycle_of
 from eval.prompts import questions
 from eval.replay import Answer, answer, plain, rates_by_rank, recorded, replay
 from eval.tune import NOT_DRAFTING, Tuning, chain, search
 from tests.families import build, random_tokens
+from tests.tables import some_tables
 from tests.test_eagle1 import head as head  # the untrained head of the suite's tiny target
 from tests.trained import RECIPE
 
@@ -167,6 +172,53 @@ def test_the_search_is_within_three_percent_of_trying_everything(
         assert found.budget.nodes == 25
     if costs is DEAR:
         assert found.budget == NOT_DRAFTING and set(tuning.records) == {NOT_DRAFTING}
+
+
+class BusyDrafter(NgramDrafter):
+    """Prompt lookup that computes for a while before every draft."""
+
+    SECONDS = 0.002
+
+    def propose(self, news: Committed, budget: Budget) -> DraftTree:
+        """The same tree, later."""
+        end = process_time() + self.SECONDS
+        while process_time() < end:
+            pass
+        return super().propose(news, budget)
+
+
+@pytest.mark.parametrize("seconds_of_a_forward", [1.0, 1e-4])
+def test_a_drafter_that_is_no_head_pays_for_its_drafts(target: Target, seconds_of_a_forward: float) -> None:
+    """What its drafts took is in the modelled seconds, the break-even and the verdict; a dear target hides it."""
+    costs = Costs((0,), SIZES, ((seconds_of_a_forward,) * 4,))
+    loops, budget = [Answer("", [1, 2, 3] * 10, 9, None, Sampling(), 21)] * 3, chain(3)
+    tuning = Tuning(target, BusyDrafter(), loops, costs)
+    trial = tuning.trial(budget)
+    asked = trial.cycles - len(loops)  # at least: the last cycle of an answer may have no room for a draft
+    drafting = trial.seconds - trial.cycles * seconds_of_a_forward
+    assert BusyDrafter.SECONDS * asked <= drafting < 10 * BusyDrafter.SECONDS * trial.cycles
+    assert tuning.break_even(budget) == pytest.approx(trial.seconds / trial.cycles / seconds_of_a_forward)
+    best = search(tuning, [chain(1), budget], note=lambda _: None)
+    pays = tune.verdict(tuning, best)[0] != NOT_DRAFTING
+    assert pays == (seconds_of_a_forward == 1.0)
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "bigram", "suffix,ngram"])
+def test_every_kind_of_drafter_has_a_price(target: Target, answers: list[Answer], kind: str, tmp_path: Path) -> None:
+    """A draft model, a table and a list: none drafts for nothing."""
+    if kind == "draft_model":
+        torch.manual_seed(0)
+        drafter: Any = DraftModel.for_target(DraftModel.Settings(layers=1), target.config).bind(target.head)
+    elif kind == "bigram":
+        drafter = BigramDrafter(some_tables(target.vocab_size))
+    else:
+        drafter = load_drafter(kind, target)
+    tuning = Tuning(target, drafter, answers, bare_costs(target, drafter, (16,), (1, 4), rounds=1))
+    trial = tuning.trial(chain(2))
+    forwards = sum(
+        tuning.costs.read(row["nodes"] + 1, row["context"]) for rows in tuning.records[chain(2)] for row in rows
+    )
+    assert trial.seconds > forwards
 
 
 @pytest.fixture
