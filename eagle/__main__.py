@@ -7,11 +7,13 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any, TextIO
 
 from eagle.checkpoint import load_drafter, load_head
 from eagle.decode import Spelling, Trace, generate, stream
+from eagle.device import choose_threads
 from eagle.doctor import examine
 from eagle.drafter import Drafter
 from eagle.export import EXPORTERS, export
@@ -121,6 +123,8 @@ def takes_colour(out: TextIO) -> bool:
 def _generate(args: argparse.Namespace) -> None:
     target = Target.load(args.target, dtype=args.dtype or ("float32" if args.compare else "auto"))
     drafter, none, prompt = load_drafter(args.drafter, target), load_drafter("none", target), target.chat(args.prompt)
+    if target.device.type == "cpu":
+        choose_threads(partial(generate, target, none, prompt, max_new_tokens=2))
     options: dict[str, Any] = {"sampling": Sampling(args.temperature), "max_new_tokens": args.max_new_tokens}
     if args.compare:  # so that neither pays for what happens once
         for one in (drafter, none):

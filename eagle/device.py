@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -35,6 +37,30 @@ def fastest_dtype(device: str) -> torch.dtype:
         return torch.bfloat16 if seconds(torch.bfloat16) < 0.8 * seconds(torch.float32) else torch.float32
     except (RuntimeError, TypeError):  # a device without bf16
         return torch.float32
+
+
+def choose_threads(forward: Callable[[], Any], seconds: float = 1.0) -> int:
+    """Let torch compute with the number of threads that makes a forward fastest; returns that number.
+
+    Tried are 1, 2, 4, ... up to as many as torch has now, in turns, for about so many seconds. More threads have to be
+    clearly faster: on a busy machine they wait for one another.
+    """
+    most = torch.get_num_threads()
+    counts = [count for count in (2**power for power in range(most.bit_length())) if count < most] + [most]
+    times: dict[int, list[float]] = {count: [] for count in counts}
+    begun = perf_counter()
+    while len(counts) > 1 and (len(times[most]) < 2 or perf_counter() - begun < seconds):  # the first warms up
+        for count in counts:
+            torch.set_num_threads(count)
+            start = perf_counter()
+            forward()
+            times[count].append(perf_counter() - start)
+    best = 1
+    for count in counts[1:]:
+        if median(times[count][1:]) < 0.9 * median(times[best][1:]):
+            best = count
+    torch.set_num_threads(best)
+    return best
 
 
 def in_dtype(module: Any, dtype: torch.dtype) -> Any:

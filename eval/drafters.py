@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from importlib.metadata import version
@@ -13,7 +14,7 @@ import torch
 
 from data_prep.tokens import load_tokenizer
 from eagle.checkpoint import load_drafter
-from eagle.device import best_device
+from eagle.device import best_device, choose_threads
 from eagle.drafter import Budget, Drafter
 from eagle.drafters import DRAFTERS
 from eagle.identity import fingerprint, folder_of, target_identity
@@ -53,6 +54,17 @@ def load_target(recipe: Recipe) -> Target:
     target = Target.load(**section)
     target.tokenizer = load_tokenizer(recipe)
     return target
+
+
+def settle_threads(target: Target, header: dict[str, Any] | None = None) -> None:
+    """Compute with as many threads as make this target fastest on a CPU, or as made the rows under this header."""
+    earlier = re.search(r", (\d+) threads", str((header or {}).get("machine")))
+    if earlier:
+        torch.set_num_threads(int(earlier[1]))
+    elif target.device.type == "cpu":
+        tokens = torch.ones(1, 4, dtype=torch.long)
+        with torch.inference_mode():
+            choose_threads(lambda: target.model(input_ids=tokens, use_cache=False))
 
 
 def load_drafters(recipe: Recipe, target: Target) -> dict[str, Measured]:

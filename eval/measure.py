@@ -6,7 +6,7 @@ import hashlib
 import json
 import secrets
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter, process_time
@@ -19,7 +19,7 @@ from eagle.recipe import Recipe, command_line
 from eagle.target import Target
 from eagle.verify import Sampling
 from eval.costs import bare_costs
-from eval.drafters import Measured, load_drafters, load_target, made_by, started
+from eval.drafters import Measured, load_drafters, load_target, made_by, settle_threads, started
 from eval.prompts import Case, Key, Question, cases, key_of, prompt_of, questions, sampling_of
 from eval.report import markdown
 from eval.results import loops
@@ -39,7 +39,7 @@ class Results:
         self.rows: dict[Key, dict[str, Row]] = {}  # by key and drafter
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = [json.loads(line) for line in whole_lines(path)]
-        header = next((line["run"] for line in reversed(lines) if isinstance(line.get("run"), dict)), None)
+        header = last_header(lines)
         if header is not None and not again and self._same(header):
             self.id = header["id"]
             for row in lines:
@@ -75,6 +75,11 @@ class Results:
     def _append(self, line: Row) -> None:
         with self.path.open("a") as file:
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+
+def last_header(lines: Sequence[Row]) -> dict[str, Any] | None:
+    """What the newest run of a results file was made by."""
+    return next((line["run"] for line in reversed(lines) if isinstance(line.get("run"), dict)), None)
 
 
 def whole_lines(path: Path) -> list[str]:
@@ -225,9 +230,10 @@ def costs_of(measurement: Measurement) -> dict[str, Any]:
 
 def measure(recipe: Recipe, path: str, *, again: bool = False) -> Path:
     """Measure what a recipe asks for, as far as it is not there yet; returns where the rows are."""
-    target = load_target(recipe)
+    target, out = load_target(recipe), Path(recipe.train.out) / "results.jsonl"
+    settle_threads(target, None if again else last_header([json.loads(line) for line in whole_lines(out)]))
     drafters = load_drafters(recipe, target)
-    results = Results(Path(recipe.train.out) / "results.jsonl", made_by(recipe, target, drafters), again=again)
+    results = Results(out, made_by(recipe, target, drafters), again=again)
     measurement = Measurement(recipe, target, drafters, questions(recipe), results)
     if all(map(measurement.is_done, measurement.cases())):
         print(f"all answers are in {results.path} already: --again measures anew")

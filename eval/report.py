@@ -8,18 +8,25 @@ from typing import Any
 
 from eval.figures import number
 from eval.page import page
+from eval.page_parts import is_modelled, modelled, price
 from eval.results import Group, beside, pace, read, speed_up, summary, taken
 
-COLUMNS = "| T | drafter | acceptance length τ | tokens/s | speed-up | output | answers that loop |\n|" + "---|" * 7
+COLUMNS = ("T", "drafter", "acceptance length τ", "tokens/s", "speed-up", "output", "answers that loop")
 
 
 def markdown(path: str | Path) -> str:
     """The newest run as a table, with what made it; with intervals where rows name their conversation."""
     results = read(path)
     known = bool(results.answers) and all("conversation" in answer for answer in results.answers)
-    rows = list(map(_sure, results.groups())) if known else list(map(_plain, summary(results.answers)))
+    groups = results.groups() if known else []
+    for group in groups:
+        price(results, group)
+    priced = bool(groups) and all(map(is_modelled, groups))
+    columns = [*COLUMNS[:5], *["in modelled time"] * priced, *COLUMNS[5:]]
+    head = f"| {' | '.join(columns)} |\n|" + "---|" * len(columns)
+    rows = [_sure(group, priced) for group in groups] if known else list(map(_plain, summary(results.answers)))
     made = {key: value for key, value in results.header.items() if key != "id" and not isinstance(value, dict | list)}
-    return "\n".join([COLUMNS, *rows, "", f"<sub>{', '.join(f'{key} {value}' for key, value in made.items())}</sub>"])
+    return "\n".join([head, *rows, "", f"<sub>{', '.join(f'{key} {value}' for key, value in made.items())}</sub>"])
 
 
 def _plain(row: dict[str, Any]) -> str:
@@ -30,11 +37,13 @@ def _plain(row: dict[str, Any]) -> str:
     )
 
 
-def _sure(group: Group) -> str:
-    speed = "1.00 ×" if group.drafter == "none" else number(group.estimate(beside, speed_up), " ×")
+def _sure(group: Group, priced: bool) -> str:
+    measures = [beside, *[modelled] * priced]
+    speeds = [number(group.estimate(measure, speed_up), " ×") for measure in measures]
+    speeds = ["1.00 ×"] * len(measures) if group.drafter == "none" else speeds
     return (
         f"| {group.temperature:g} | `{group.drafter}` | {number(group.estimate(taken))} | "
-        f"{number(group.estimate(pace), digits=0)} | {speed} | {_output(group)} | {group.looping:.0%} |"
+        f"{number(group.estimate(pace), digits=0)} | {' | '.join(speeds)} | {_output(group)} | {group.looping:.0%} |"
     )
 
 

@@ -21,7 +21,7 @@ from eagle.target import Target
 from eagle.tree import best_tree
 from eagle.verify import Sampling
 from eval.costs import Costs, bare_costs, draft_seconds, level_rows
-from eval.drafters import load_target
+from eval.drafters import load_target, settle_threads
 from eval.prompts import Question, questions
 from eval.replay import Answer, answer, plain, rates_by_rank, recorded, replay
 
@@ -254,6 +254,7 @@ def main(argv: list[str]) -> None:
     args = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, args.overrides)
     target, head = load_target(recipe), Path(recipe.train.out) / "head"
+    settle_threads(target)
     drafter = load_drafter(head, target)
     answers = answered(recipe, target, drafter.taps)
     tuning = Tuning(target, drafter, answers, bare_costs(target, drafter, contexts_of(answers)))

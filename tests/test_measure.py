@@ -196,6 +196,23 @@ def test_a_run_grows_but_other_settings_begin_anew(
     assert len(lines_of(path)[1]) == 4 * 2 and len(list((tmp_path / "run").glob("results-*"))) == 2
 
 
+def test_a_resumed_run_keeps_its_threads(small: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timing chooses them once; rows that follow are measured on as many, whatever would be chosen now."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        monkeypatch.setattr("eval.drafters.choose_threads", lambda _: torch.set_num_threads(1) or 1)
+        path = measure(with_eval(small, count=1, temperatures=[0]), "small.yaml")
+        monkeypatch.setattr("eval.drafters.choose_threads", lambda _: torch.set_num_threads(2) or 2)
+        measure(with_eval(small, count=2, temperatures=[0]), "small.yaml")
+        headers, _ = lines_of(path)
+        assert len(headers) == 2 and {header["machine"].rpartition(", ")[2] for header in headers} == {"1 threads"}
+        measure(with_eval(small, count=1, temperatures=[0]), "small.yaml", again=True)
+        assert lines_of(path)[0][0]["machine"].endswith("2 threads")
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_the_second_turn_follows_the_answer_of_none(small: Recipe, tiny_target: Target, tmp_path: Path) -> None:
     """All drafters read the same second prompt, also where a resumed run has `none`'s answer from its file alone."""
     path = measure(with_eval(small, count=1), "small.yaml")

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from time import perf_counter
 
-from eval.results import newest_run, summary
+import torch
+
+from eagle.device import choose_threads
+from eval.page_parts import is_modelled, modelled, price
+from eval.results import beside, read, speed_up, taken
+from eval.statistics import Estimate
 
 RECIPE = str(Path(__file__).with_name("eagle1.yaml"))
 HERE = Path(__file__).parent
@@ -28,7 +34,7 @@ TO_TRAIN = {
 STAGES = {
     **TO_TRAIN,
     "An EAGLE-1 head": ["-m", "accelerate.commands.launch", str(HERE.parent / "train_eagle.py"), RECIPE],
-    "Decoding with it, beside plain decoding": ["-m", "eval.measure", RECIPE],
+    "Decoding with it, beside plain decoding": ["-m", "eval.measure", RECIPE, "eval.costs=true"],
     "Its output, beside the untouched model's own": ["-m", "eval.lossless", RECIPE],
     "All of that as a page": ["-m", "eval.report", RESULTS, "--html", REPORT],
     "The head in vLLM's layout": ["-m", "eagle", "export", HEAD, "--target", TARGET, "--to", "vllm", "runs/tiny/vllm"],
@@ -36,26 +42,43 @@ STAGES = {
 
 
 def run(stages: dict[str, list[str]]) -> None:
-    """Run the stages in order; the first that fails ends it."""
+    """Run the stages in order, all on the number of threads that is fastest now; the first that fails ends it."""
+    left, right = torch.ones(512, 256), torch.ones(256, 1024)  # as large as what is trained
+    threads = choose_threads(lambda: [left @ right for _ in range(8)])
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    print(f"threads: {threads}, by timing; OMP_NUM_THREADS sets the most that are tried")
     for number, (what, command) in enumerate(stages.items(), start=1):
         print(f"\n[{number}/{len(stages)}] {what}", flush=True)
-        done = subprocess.run([sys.executable, *command], cwd=ROOT)
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, env=env)
         if done.returncode:
             sys.exit(f"stage {number} failed: {' '.join(command)}")
 
 
 def outcome(results: Path, certificate: Path) -> str:
     """What drafting brought at each temperature, and whether it changed anything."""
-    head = [row for row in summary(newest_run(results)[1]) if row["drafter"] not in ("none", "ngram")]
-    lines = [
-        f"{row['drafter']} at T = {row['temperature']:g}: acceptance length τ {row['acceptance_length']:.2f}, "
-        f"{row['speed_up']:.2f} × the speed of plain decoding"
-        for row in head
-    ]
+    run, lines = read(results), []
+    for group in run.groups():
+        if group.drafter in ("none", "ngram"):
+            continue
+        price(run, group)
+        length, measured = group.estimate(taken), group.estimate(beside, speed_up)
+        speeds = [f"× {_reach(measured)} by the clock"]
+        if is_modelled(group):
+            speeds.insert(
+                0, f"× {_reach(group.estimate(modelled, speed_up))} in modelled time, which other work leaves alone"
+            )
+        lines.append(
+            f"{group.drafter} at T = {group.temperature:g}: acceptance length τ {length.value:.2f}; "
+            f"speed of plain decoding {', '.join(speeds)}"
+        )
     verdicts = json.loads(certificate.read_text())["verdicts"]
     same, answers = (sum(verdict[key] for verdict in verdicts) for key in ("identical", "answers"))
     lossless = "yes" if all(verdict["lossless"] for verdict in verdicts) else "NO"
     return "\n".join([*lines, f"lossless: {lossless}, {same} of {answers} answers are the untouched model's own"])
+
+
+def _reach(speed: Estimate) -> str:
+    return f"{speed.value:.2f} [{speed.low:.2f}, {speed.high:.2f}]"
 
 
 def main() -> None:

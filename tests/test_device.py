@@ -1,0 +1,48 @@
+"""The number of threads is the one that is fastest, whatever it is fastest at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from time import sleep
+
+import pytest
+import torch
+
+from eagle.device import choose_threads
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Leaves torch as it was."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def forward_of(seconds: Callable[[int], float]) -> Callable[[], None]:
+    """Work that takes so long on so many threads."""
+    return lambda: sleep(seconds(torch.get_num_threads()))
+
+
+@pytest.mark.parametrize(
+    ("most", "seconds", "expected"),
+    [
+        (4, lambda count: 0.012 / count, 4),  # an idle machine
+        (4, lambda count: 0.002 * count, 1),  # a busy one: threads wait for one another
+        (4, lambda count: 0.004 + 0.004 * abs(count - 2), 2),
+        (3, lambda count: 0.012 / count, 3),  # no power of two
+        (4, lambda count: 0.004, 1),  # more have to be clearly faster
+        (1, lambda count: 0.004, 1),
+    ],
+)
+def test_the_fastest_number_of_threads_is_chosen(most: int, seconds: Callable[[int], float], expected: int) -> None:
+    """Of work whose time is known for each number; no more threads than torch had."""
+    torch.set_num_threads(most)
+    assert choose_threads(forward_of(seconds), seconds=0.1) == expected
+    assert torch.get_num_threads() == expected
+
+
+def test_one_thread_is_not_timed() -> None:
+    """There is nothing to choose."""
+    torch.set_num_threads(1)
+    assert choose_threads(lambda: pytest.fail("timed")) == 1
