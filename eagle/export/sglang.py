@@ -22,7 +22,7 @@ SGLang 0.5.23. The last number counts the root too: one more than the steps of a
 def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:
     """A residual that is normed is not known there."""
     if is_features(drafter):
-        made = features_layout(drafter, target_config)
+        made = features_layout(drafter, target_config, "sglang")
         return made.of(SERVE.replace("METHOD", "EAGLE"), architectures=["LlamaForCausalLMEagle"])
     made = fused_layout(drafter, target_config, "sglang", ("fc_norm", "norm_output"))
     return made.of(SERVE.replace("METHOD", "EAGLE3"))

@@ -7,6 +7,7 @@ from typing import Any
 from eagle.drafter import TrainableDrafter
 from eagle.export.fused import SWITCHES, fused_layout
 from eagle.export.layout import Layout, embedding_of
+from eagle.export.rotary import rotary_of
 
 DEPTH = 3  # which the config wants to be told; a server may be told otherwise
 SERVE = """```sh
@@ -22,7 +23,7 @@ def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:
     made = fused_layout(drafter, target_config, "speculators", SWITCHES, own_embedding=True)
     own = (*SWITCHES, "architectures", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "eagle_config")
     block = {key: value for key, value in made.config.items() if key not in own}
-    block["rope_parameters"] = dict(drafter.shape.rope_parameters)
+    block["rope_parameters"] = rotary_of(drafter.shape)
     config = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",

@@ -21,7 +21,7 @@ The counts are on the server's `/metrics`: `vllm:spec_decode_num_drafts_total` a
 def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:
     """All of EAGLE-3's switches are known there; a bias of EAGLE-1's `fc` is not."""
     if is_features(drafter):
-        made = without_bias(features_layout(drafter, target_config), "vllm")
+        made = without_bias(features_layout(drafter, target_config, "vllm"), "vllm")
         return made.of(SERVE.replace("METHOD", "eagle"))
     # offsets for a full vocabulary are refused there
     made = fused_layout(drafter, target_config, "vllm", SWITCHES, own_embedding=True)
