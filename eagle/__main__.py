@@ -16,6 +16,7 @@ from eagle.doctor import examine
 from eagle.drafter import Drafter
 from eagle.export import EXPORTERS, export
 from eagle.foreign import imported, inspect
+from eagle.foreign.head import embedding_dtype
 from eagle.target import Target
 from eagle.verify import Sampling
 
@@ -148,8 +149,10 @@ def _difference(drafted: Trace, plain: Trace, dtype: str) -> str:
 
 
 def _export(args: argparse.Namespace) -> None:
-    target = Target.load(args.target)
-    export(load_head(args.head).bind(target.head), target.config, args.to, args.out, args.head)
+    head = load_head(args.head)
+    # the target does not decode here: its embedding may be written, which no timing may round
+    target = Target.load(args.target, dtype=embedding_dtype(args.target), device="cpu")
+    export(head.bind(target.head), target.config, args.to, args.out, args.head)
     print(f"{args.out} is ready for {args.to}; its README.md tells how to serve it")
 
 
