@@ -17,6 +17,7 @@ from eagle.drafter import Drafter
 from eagle.export import EXPORTERS, export
 from eagle.foreign import imported, inspect
 from eagle.foreign.head import embedding_dtype
+from eagle.foreign.norm_output import MEANINGS
 from eagle.target import Target
 from eagle.verify import Sampling
 
@@ -49,6 +50,7 @@ def main(argv: list[str] | None = None) -> None:
     taking.add_argument("out")
     taking.add_argument("--target")
     taking.add_argument("--taps", help="inputs of which layers it reads, as 2,16,29, where its config does not tell")
+    taking.add_argument("--norm-output", choices=list(MEANINGS), help="what reads the normed state, by norm_output")
     looking = verbs.add_parser("inspect", help="what a checkpoint is, and which traps it holds")
     looking.add_argument("folder")
     looking.add_argument("--target")
@@ -161,7 +163,7 @@ def _import(args: argparse.Namespace) -> None:
         taps = tuple(map(int, args.taps.split(","))) if args.taps else None
     except ValueError:
         raise ValueError(f"--taps is {args.taps!r}, expected numbers as 2,16,29: the inputs of layers") from None
-    print(imported(args.folder, args.out, args.target, taps))
+    print(imported(args.folder, args.out, args.target, taps, args.norm_output))
 
 
 def _inspect(args: argparse.Namespace) -> None:

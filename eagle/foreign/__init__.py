@@ -13,6 +13,7 @@ from eagle.foreign.files import folder_at, weight_files
 from eagle.foreign.head import Served, converted, folder_for
 from eagle.foreign.layouts import read
 from eagle.foreign.lint import lint
+from eagle.foreign.norm_output import settle
 from eagle.foreign.reading import OWN, UNKNOWN, Finding, Reading
 from eagle.foreign.report import Inspection, facts, kind_of
 from eagle.identity import fingerprint
@@ -39,13 +40,19 @@ def read_head(folder: str | Path, target: str | None = None, taps: tuple[int, ..
 
 
 def imported(
-    folder: str | Path, out: str | Path, target: str | None = None, taps: tuple[int, ...] | None = None
+    folder: str | Path,
+    out: str | Path,
+    target: str | None = None,
+    taps: tuple[int, ...] | None = None,
+    norm_output: str | None = None,
 ) -> str:
     """Write a checkpoint as a head of this project, and say all that was taken, left out or assumed."""
     source = folder_at(folder)
     place, reading = folder_for(out, source), read(source)
     if reading.layout == OWN:
         raise ValueError(f"{folder} is a head of this project already: copy it")
+    if not reading.problems:
+        settle(reading, norm_output)
     head, notes = converted(reading, None if target is None else Served.at(target), taps)
     files = [source / name for name in weight_files(source)]
     made = {
