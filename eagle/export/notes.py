@@ -79,8 +79,22 @@ def _accepted(shares: list[float], head: Path | None) -> str:
 
 
 def _yaml(path: Path) -> dict[str, Any]:
-    return (yaml.safe_load(path.read_text()) or {}) if path.is_file() else {}
+    """The mapping in a file of YAML, nothing where there is no file."""
+    try:
+        return _mapping(yaml.safe_load(path.read_text()) or {}, path) if path.is_file() else {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}; copy it again, or take it away") from None
 
 
 def _json(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text())) if path.is_file() else {}
+    """The mapping in a file of JSON, nothing where there is no file."""
+    try:
+        return _mapping(json.loads(path.read_text()), path) if path.is_file() else {}
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}; copy it again, or take it away") from None
+
+
+def _mapping(value: Any, path: Path) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds {type(value).__name__}, expected a mapping: copy it again, or take it away")
+    return value
