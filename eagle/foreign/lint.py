@@ -289,7 +289,5 @@ def lint(reading: Reading, served: Served | None) -> list[Finding]:
                     found += check(reading, served)
                 except (ValueError, OSError, RuntimeError) as error:  # a tensor that cannot be read after all
                     found.append(Finding(f"{check.__name__} could not be looked at: {error!r:.200}"))
-    elif reading.tensors.stored:
-        found += numbers(reading, served)
     unique = list({one.what: one for one in found}.values())
     return sorted(unique, key=lambda one: not one.fatal)
