@@ -14,6 +14,7 @@ from eagle.export.sglang import layout as sglang
 from eagle.export.trtllm import layout as trtllm
 from eagle.export.vllm import layout as vllm
 
+NOT_RUN = "SGLang and TensorRT-LLM were not run with it; the others were, with the layouts that this one is made of."
 FEATURES = {"vLLM": vllm, "SGLang": sglang}
 FUSED = {**FEATURES, "TensorRT-LLM": trtllm, "OpenVINO": openvino, "llama.cpp": llamacpp}
 
@@ -33,4 +34,4 @@ def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:
         serve = [f"### {name}\n\n{layout(drafter, target_config).serve}" for name, layout in engines.items()]
     except ValueError as error:
         raise ValueError(f"portable: {error}; such a head has no folder for all engines") from None
-    return made.of("\n\n".join(serve))
+    return made.of("\n\n".join([f"One folder for {', '.join(engines)}. {NOT_RUN}", *serve]))

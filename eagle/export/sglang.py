@@ -16,7 +16,9 @@ python -m sglang.launch_server --model-path TARGET --speculative-algorithm METHO
 ```
 
 SGLang 0.5.23. The last number counts the root too: one more than the steps of a chain. The server's log and `/metrics`
-(`--enable-metrics`) tell the accept length, in which the target's own token counts."""
+(`--enable-metrics`) tell the accept length, in which the target's own token counts.
+
+Not run by this project, for it needs a GPU: names, shapes and keys are those of SGLang's source."""
 
 
 def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:

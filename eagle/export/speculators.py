@@ -8,6 +8,7 @@ from eagle.drafter import TrainableDrafter
 from eagle.export.fused import SWITCHES, fused_layout
 from eagle.export.layout import Layout, embedding_of
 from eagle.export.rotary import rotary_of
+from eagle.export.vllm import ON_CPU
 
 DEPTH = 3  # which the config wants to be told; a server may be told otherwise
 SERVE = """```sh
@@ -15,7 +16,8 @@ vllm serve TARGET --speculative-config '{"method": "eagle3", "model": "HEAD", "n
 ```
 
 The folder is one of `speculators` 0.9.0 (`SpeculatorModel.from_pretrained`), which vLLM 0.32.0 and llama.cpp's
-converter read too."""
+converter read too. The loader of `speculators` was run with this layout; vLLM and llama.cpp were not run with it, but
+with layouts of their own.""" + ON_CPU.replace("METHOD", "eagle3")
 
 
 def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:
