@@ -18,6 +18,8 @@ from eagle.doctor import examine
 from eagle.drafter import Drafter
 from eagle.export import EXPORTERS, export
 from eagle.foreign import imported, inspect
+from eagle.foreign.head import embedding_dtype
+from eagle.foreign.norm_output import MEANINGS
 from eagle.target import Target
 from eagle.verify import Sampling
 
@@ -50,6 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     taking.add_argument("out")
     taking.add_argument("--target")
     taking.add_argument("--taps", help="inputs of which layers it reads, as 2,16,29, where its config does not tell")
+    taking.add_argument("--norm-output", choices=list(MEANINGS), help="what reads the normed state, by norm_output")
     looking = verbs.add_parser("inspect", help="what a checkpoint is, and which traps it holds")
     looking.add_argument("folder")
     looking.add_argument("--target")
@@ -152,8 +155,10 @@ def _difference(drafted: Trace, plain: Trace, dtype: str) -> str:
 
 
 def _export(args: argparse.Namespace) -> None:
-    target = Target.load(args.target)
-    export(load_head(args.head).bind(target.head), target.config, args.to, args.out, args.head)
+    head = load_head(args.head)
+    # the target does not decode here: its embedding may be written, which no timing may round
+    target = Target.load(args.target, dtype=embedding_dtype(args.target), device="cpu")
+    export(head.bind(target.head), target.config, args.to, args.out, args.head)
     print(f"{args.out} is ready for {args.to}; its README.md tells how to serve it")
 
 
@@ -162,7 +167,7 @@ def _import(args: argparse.Namespace) -> None:
         taps = tuple(map(int, args.taps.split(","))) if args.taps else None
     except ValueError:
         raise ValueError(f"--taps is {args.taps!r}, expected numbers as 2,16,29: the inputs of layers") from None
-    print(imported(args.folder, args.out, args.target, taps))
+    print(imported(args.folder, args.out, args.target, taps, args.norm_output))
 
 
 def _inspect(args: argparse.Namespace) -> None:

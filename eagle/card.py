@@ -13,6 +13,12 @@ POINTS = 8  # of a curve
 
 def model_card(folder: Path, name: str) -> str:
     """README.md for the head in a folder; curves and acceptance come from files beside the folder, if any."""
+    if absent := [part for part in ("recipe.yaml", "provenance.json") if not (folder / part).is_file()]:
+        verb = "are" if len(absent) > 1 else "is"
+        raise ValueError(
+            f"{folder}: {' and '.join(absent)} {verb} missing, of which its card is made: write a README.md there by "
+            "hand, or take the whole folder that training or `python -m eagle import` leaves"
+        )
     recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
     made = json.loads((folder / "provenance.json").read_text())
     target, kind = recipe["target"]["path"], recipe["drafter"]["kind"]

@@ -7,11 +7,14 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, snapshot_download
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoConfig
 
 from eagle.card import model_card
@@ -47,28 +50,72 @@ def save_head(folder: str | Path, head: TrainableDrafter, recipe: str, provenanc
 
 
 def load_head(folder: str | Path) -> TrainableDrafter:
-    """A trained head; a tensor too many or too few is refused."""
+    """A trained head; ValueError with the file for a torn one, or a tensor too many, too few or of another size."""
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(f"no head at {folder}: expected the folder that training leaves in train.out, head or last")
-    config = json.loads((folder / "config.json").read_text())
-    settings = settings_of(config["settings"], str(folder / "config.json"))
-    head: TrainableDrafter = DRAFTERS[settings.kind](settings, AutoConfig.for_model(**config["shape"]))
-    weights = load_file(folder / "model.safetensors")
-    missing, unknown = head.state_dict().keys() - weights.keys(), weights.keys() - head.state_dict().keys()
+    config = _read_config(folder)
+    if not isinstance(config.get("settings"), dict) or not isinstance(config.get("shape"), dict):
+        raise ValueError(
+            f"the config.json in {folder} is none of this project's: expected the keys settings and shape; "
+            f"`python -m eagle import {folder} OUT` makes a head of one that another tool or an export wrote"
+        )
+    head = _build(config, str(folder / "config.json"))
+    weights, shapes = _read_weights(folder / "model.safetensors"), head.state_dict()
+    missing, unknown = shapes.keys() - weights.keys(), weights.keys() - shapes.keys()
     if missing or unknown:
         raise ValueError(f"{folder} is not this head: missing tensors {sorted(missing)}, unknown {sorted(unknown)}")
+    for name, tensor in weights.items():
+        if tensor.shape != shapes[name].shape:
+            raise ValueError(
+                f"{folder} is not this head: {name} is {list(tensor.shape)}, expected {list(shapes[name].shape)} by "
+                "its config.json: copy both files again"
+            )
     head.load_state_dict(weights)
-    head.budget = _budget_of(config.get("budget"))
+    head.budget = _budget_of(config.get("budget"), str(folder / "config.json"))
     return head
 
 
-def _budget_of(values: dict[str, Any] | None) -> Budget | None:
+def _read_config(folder: Path) -> dict[str, Any]:
+    """The mapping in a folder's config.json, or ValueError with its name."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:  # text that is none, and JSON that is none, are ValueErrors
+        raise ValueError(f"{path} cannot be read: {error}; is it cut short? Copy it again") from None
+    return config if isinstance(config, dict) else {}
+
+
+def _build(config: dict[str, Any], source: str) -> TrainableDrafter:
+    """A head of these settings and sizes, with fresh weights."""
+    try:
+        settings = settings_of(config["settings"], source)
+    except ValueError as error:
+        raise ValueError(f"{error}; was the head made by a newer release? This one is {version('eagle')}") from None
+    try:
+        head: TrainableDrafter = DRAFTERS[settings.kind](settings, AutoConfig.for_model(**config["shape"]))
+    except Exception as error:  # of many kinds: transformers and torch judge the sizes
+        raise ValueError(f"{source}: no head of these sizes can be made: {error!r:.300}") from None
+    return head
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    """All tensors of a file, or ValueError with its name."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read: {error}; is it cut short? Copy it again") from None
+
+
+def _budget_of(values: dict[str, Any] | None, source: str) -> Budget | None:
     """How much the head drafts where its user does not say, or None if it was never tuned."""
     if values is None:
         return None
-    paths = values["paths"] and tuple(map(tuple, values["paths"]))
-    return Budget(**{**values, "paths": paths})
+    try:
+        paths = values["paths"] and tuple(map(tuple, values["paths"]))
+        return Budget(**{**values, "paths": paths})
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{source}: budget cannot be read: {error!r}; tune it again, or take the key out") from None
 
 
 def write_budget(folder: str | Path, budget: Budget) -> None:
@@ -87,8 +134,6 @@ def from_pretrained(path: str | Path, revision: str | None = None) -> TrainableD
         folder = _from_hub(str(path), revision)
     if absent := [name for name in ON_HUB[:2] if not (folder / name).is_file()]:
         raise ValueError(f"no head in {path}: {', '.join(absent)} missing; expected a folder that save_head wrote")
-    if "settings" not in json.loads((folder / "config.json").read_text()):
-        raise ValueError(f"the config.json in {path} is none of this project's: expected the keys settings and shape")
     return load_head(folder)
 
 
@@ -114,7 +159,7 @@ def push_to_hub(folder: str | Path, repo_id: str, private: bool = False) -> str:
 
 def _reader(folder: Path) -> Any:
     """The method that reads a folder which is none of a head: of its kind, or any causal language model."""
-    config = json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else {}
+    config = _read_config(folder) if (folder / "config.json").is_file() else {}
     kind = config.get("kind", "draft_model" if "model_type" in config else None)
     if "settings" in config or kind is None:
         return None

@@ -68,6 +68,7 @@ def check(recipe: Recipe) -> None:
     with stage("decode"):
         decoded(target, head, examples[0])
     with stage("export"), tempfile.TemporaryDirectory() as folder:
+        head.bind(target.head)  # some layouts hold the target's embedding, and all say so of a scaled one
         for engine in EXPORTERS:
             try:
                 export(head, target.config, engine, folder)

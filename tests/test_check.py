@@ -43,6 +43,18 @@ def test_an_engine_that_cannot_serve_the_head_is_named(
     assert "not for vllm" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("method", "taps"), [("eagle1", None), ("eagle3", "drafter.taps=[2,3,4]")])
+def test_every_engine_that_has_a_layout_is_ready(
+    method: str, taps: str | None, tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that hold a copy of the target's embedding too."""
+    wanted = ["vllm", "sglang", "eagle"] if method == "eagle1" else ["vllm", "speculators", "llamacpp"]
+    check(with_data(tiny_target_dir, tmp_path, "data.limit=40", *([taps] if taps else []), method=method))
+    said = capsys.readouterr().out
+    assert [engine for engine in wanted if f"{engine}: ready" not in said] == []
+    assert "bind" not in said
+
+
 def test_a_draft_model_goes_through_all_stages(
     tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

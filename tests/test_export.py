@@ -58,6 +58,18 @@ EMBEDDING, BIAS = {"embed_tokens.weight": (V, H)}, {"fc.bias": (H,)}
 NORMS = {f"fc_norm.{tap}.weight": (H,) for tap in range(3)}
 OFFSETS = {"d2t": (V,), "t2d": (V,)}
 SPECULATORS = {name.replace("midlayer.", "layers.0."): shape for name, shape in {**REDUCED, **EMBEDDING}.items()}
+
+
+def narrow(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The same with heads as wide as SafeAILab/EAGLE takes them: width / heads, half of those above."""
+    return {
+        name: (rows, *width)
+        if "self_attn" not in name
+        else ((rows, width[0] // 2) if "o_proj" in name else (rows // 2, *width))
+        for name, (rows, *width) in shapes.items()
+    }
+
+
 PLAIN = {"kind": "eagle3", "draft_vocab": D}
 WIDE = {"kind": "eagle3"}
 NEWER = {**PLAIN, "fc_norm": True, "norm_output": True}
@@ -69,13 +81,13 @@ GOLDEN: list[tuple[str, dict[str, Any], dict[str, tuple[int, ...]]]] = [
         for kind in ("eagle1", "hass")
     ),
     ("sglang", {"kind": "eagle1"}, {**EAGLE1, **BIAS}),
-    ("eagle", {"kind": "eagle1"}, {**EAGLE1, **BIAS, **EMBEDDING}),
-    ("eagle", {"kind": "hass", "fc_bias": False}, {**EAGLE1, **EMBEDDING}),
+    ("eagle", {"kind": "eagle1"}, narrow({**EAGLE1, **BIAS, **EMBEDDING})),
+    ("eagle", {"kind": "hass", "fc_bias": False}, narrow({**EAGLE1, **EMBEDDING})),
     *((engine, PLAIN, REDUCED) for engine in ("vllm", "sglang", "trtllm", "openvino", "llamacpp", "portable")),
     *((engine, WIDE, FULL) for engine in ("vllm", "sglang", "trtllm", "llamacpp")),
     ("openvino", WIDE, {**FULL, **OFFSETS}),
-    ("eagle", PLAIN, {**REDUCED, **EMBEDDING}),
-    ("eagle", WIDE, {**FULL, **EMBEDDING}),
+    ("eagle", PLAIN, narrow({**REDUCED, **EMBEDDING})),
+    ("eagle", WIDE, narrow({**FULL, **EMBEDDING})),
     ("speculators", PLAIN, SPECULATORS),
     *((engine, NEWER, {**REDUCED, **NORMS}) for engine in ("vllm", "sglang", "trtllm")),
     ("speculators", NEWER, {**SPECULATORS, **NORMS}),
@@ -102,11 +114,18 @@ def named(value: Any) -> str:
     return " ".join(map(str, value.values())) if isinstance(value, dict) and "kind" in value else str(value)[:24]
 
 
+def target_for(engine: str) -> Target:
+    """A random target of twelve layers, whose heads are as wide as the engine takes them."""
+    torch.manual_seed(0)
+    return Target(
+        LlamaForCausalLM(LlamaConfig(**{**SIZES, "head_dim": 8 if engine == "eagle" else 16}, rope_theta=5e5))
+    )
+
+
 @pytest.fixture(scope="module")
 def target() -> Target:
     """A random target of twelve layers."""
-    torch.manual_seed(0)
-    return Target(LlamaForCausalLM(LlamaConfig(**SIZES, rope_theta=5e5)))
+    return target_for("any")
 
 
 def head_of(settings: dict[str, Any], target: Target) -> Any:
@@ -121,9 +140,10 @@ def head_of(settings: dict[str, Any], target: Target) -> Any:
 
 @pytest.mark.parametrize(("engine", "settings", "expected"), GOLDEN, ids=named)
 def test_every_layout_has_the_names_and_shapes_of_its_engine(
-    engine: str, settings: dict[str, Any], expected: dict[str, tuple[int, ...]], target: Target
+    engine: str, settings: dict[str, Any], expected: dict[str, tuple[int, ...]]
 ) -> None:
     """No tensor more, none less; offsets are whole numbers, the rest as the head is."""
+    target = target_for(engine)
     layout = EXPORTERS[engine](head_of(settings, target), target.config)
     assert {name: tuple(tensor.shape) for name, tensor in layout.tensors.items()} == expected
     whole = {"d2t": torch.int64, "t2d": torch.bool}
@@ -142,11 +162,11 @@ def test_what_an_engine_cannot_serve_is_refused(
 
 def test_eagle1_configs() -> None:
     """Architectures and keys that the engines look for."""
-    target = Target(LlamaForCausalLM(LlamaConfig(**SIZES, rope_theta=5e5)))
-    head = head_of({"kind": "eagle1", "fc_bias": False}, target)
-    configs = {
-        engine: EXPORTERS[engine](head, target.config).config for engine in ("vllm", "sglang", "eagle", "portable")
-    }
+    configs = {}
+    for engine in ("vllm", "sglang", "eagle", "portable"):
+        target = target_for(engine)
+        head = head_of({"kind": "eagle1", "fc_bias": False}, target)
+        configs[engine] = EXPORTERS[engine](head, target.config).config
     both = ["LlamaForCausalLMEagle", "LlamaForCausalLM"]
     assert {engine: config["architectures"] for engine, config in configs.items()} == {
         "vllm": both,
@@ -158,9 +178,13 @@ def test_eagle1_configs() -> None:
     for config in configs.values():
         assert (config["rope_theta"], config["rope_scaling"], config["num_hidden_layers"]) == (5e5, None, 1)
         assert (config["tie_word_embeddings"], config["torch_dtype"]) == (False, "float32")
-        assert {key: config[key] for key in SIZES if key != "num_hidden_layers"} == {
-            key: value for key, value in SIZES.items() if key != "num_hidden_layers"
+        assert {key: config[key] for key in SIZES if key not in ("num_hidden_layers", "head_dim")} == {
+            key: value for key, value in SIZES.items() if key not in ("num_hidden_layers", "head_dim")
         }
+    assert {engine: config["head_dim"] for engine, config in configs.items()} == {
+        **dict.fromkeys(configs, 16),
+        "eagle": 8,
+    }
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm", "openvino", "llamacpp", "portable"])
@@ -231,7 +255,7 @@ def gemma() -> Target:
     return Target(GemmaForCausalLM(GemmaConfig(**SIZES)))
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "eagle", "portable"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "portable"])
 def test_the_scale_of_an_embedding_goes_into_fc(engine: str, gemma: Target) -> None:
     """Bare rows times the exported `fc` are scaled rows times the head's."""
     head = head_of({"kind": "eagle1", "fc_bias": False}, gemma)
@@ -239,8 +263,6 @@ def test_the_scale_of_an_embedding_goes_into_fc(engine: str, gemma: Target) -> N
     assert gemma.head.scale == pytest.approx(H**0.5, rel=1e-3)
     bare = rows @ tensors["fc.weight"][:, :H].T
     assert torch.allclose(bare, gemma.head.embed(torch.arange(V)) @ head.fc.weight[:, :H].T, rtol=1e-4, atol=1e-5)
-    if engine == "eagle":
-        assert torch.allclose(tensors["embed_tokens.weight"], rows, rtol=1e-6)
 
 
 def test_a_scaled_embedding_travels_with_eagle3_where_engines_read_it(gemma: Target) -> None:
@@ -249,8 +271,9 @@ def test_a_scaled_embedding_travels_with_eagle3_where_engines_read_it(gemma: Tar
     expected = gemma.head.embed(torch.arange(V))
     for engine in ("vllm", "llamacpp", "speculators"):
         assert torch.equal(EXPORTERS[engine](head, gemma.config).tensors["embed_tokens.weight"], expected)
-    with pytest.raises(ValueError, match="multiplies its embedding"):
-        EXPORTERS["sglang"](head, gemma.config)
+    for engine, why in (("sglang", "multiplies its embedding"), ("eagle", "multiplies its embedding|is a gemma")):
+        with pytest.raises(ValueError, match=why):
+            EXPORTERS[engine](head, gemma.config)
 
 
 def test_what_stands_beside_an_export(target: Target, tmp_path: Path) -> None:

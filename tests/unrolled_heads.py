@@ -27,6 +27,7 @@ SHAPE = LlamaConfig(
     num_key_value_heads=2,
     head_dim=16,
 )
+NARROW = LlamaConfig(**{**SHAPE.to_dict(), "head_dim": 12})  # heads that together are as wide as the state
 TAPS = (2, 4, 5, -1)
 # answers of many tokens, of one, at the end of a text, and none that a drafter could write
 SPANS = {17: [(3, 5), (6, 7), (8, 17)], 9: [(2, 4), (8, 9)], 8: [(0, 1)], 12: [(2, 12)]}
@@ -98,14 +99,16 @@ def moved(head: Any) -> Any:
     return head
 
 
-def new_head(folder: Path, name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+def new_head(
+    folder: Path, name: str, dtype: torch.dtype = torch.float32, shape: LlamaConfig = SHAPE, **changes: Any
+) -> Any:
     """A head of a variant, ready to train."""
     values = {**VARIANTS[name], **changes}
     method: Any = Hass if values["kind"] == "hass" else Eagle3
     if values.get("draft_vocab"):
         values["draft_vocab"] = str(draft_vocab(folder / "draft_vocab.safetensors", SHAPE.vocab_size, 70))
     torch.manual_seed(2)
-    return moved(method.for_target(method.Settings(**values), SHAPE, frozen_head(torch.float32))).to(dtype).train()
+    return moved(method.for_target(method.Settings(**values), shape, frozen_head(torch.float32))).to(dtype).train()
 
 
 def rendered(head: Any, texts: list[Example], frozen: TargetHead) -> Weights:

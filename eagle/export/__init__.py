@@ -41,8 +41,10 @@ def export(drafter: Any, target_config: Any, engine: str, out: str | Path, head:
     layout, out = EXPORTERS[engine](drafter, target_config), Path(out)
     if (out / "recipe.yaml").exists():
         raise ValueError(f"{out} holds a head of this project, which an export would overwrite: name another folder")
+    target = getattr(target_config, "name_or_path", "")
+    texts = notes(layout, drafter, engine, out, Path(head) if head else None, target)
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(layout.config, indent=2) + "\n")
     save_file({name: tensor.contiguous() for name, tensor in layout.tensors.items()}, out / "model.safetensors")
-    for name, text in notes(layout, drafter, engine, out, Path(head) if head else None).items():
+    for name, text in texts.items():
         (out / name).write_text(text)

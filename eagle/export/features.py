@@ -15,14 +15,15 @@ def is_features(drafter: TrainableDrafter) -> bool:
     return drafter.network == {"network": "features"}
 
 
-def features_layout(drafter: TrainableDrafter, target_config: Any) -> Layout:
+def features_layout(drafter: TrainableDrafter, target_config: Any, engine: str) -> Layout:
     """No prefix, no norms but one, neither embedding nor LM head; what the embedding is scaled with goes into `fc`."""
     tensors = tensors_of(drafter)
     weight = tensors["fc.weight"].clone()
     weight[:, : weight.shape[1] // 2] *= scale_of(drafter)
     # where there is none, an engine that has one would keep what it started from; others ignore zeros
     bias = tensors.get("fc.bias", torch.zeros_like(weight[:, 0]))
-    config = llama_config(drafter, target_config, architectures=["LlamaForCausalLMEagle", "LlamaForCausalLM"])
+    both = ["LlamaForCausalLMEagle", "LlamaForCausalLM"]
+    config = llama_config(drafter, target_config, engine, architectures=both)
     return Layout(config, {**tensors, "fc.weight": weight, "fc.bias": bias}, "")
 
 

@@ -44,6 +44,7 @@ def fused_layout(
     config = llama_config(
         drafter,
         target_config,
+        engine,
         architectures=["LlamaForCausalLMEagle3"],
         draft_vocab_size=drafter.lm_head.out_features,  # type: ignore[union-attr]
         **{switch: bool(getattr(drafter.settings, switch)) for switch in SWITCHES},

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from eagle.drafter import TrainableDrafter
+from eagle.export.rotary import check_rotary, rotary_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +31,11 @@ class Layout:
         return replace(self, tensors={name: tensor for name, tensor in self.tensors.items() if name not in names})
 
 
-def llama_config(drafter: TrainableDrafter, target_config: Any, **more: Any) -> dict[str, Any]:
+def llama_config(drafter: TrainableDrafter, target_config: Any, engine: str, **more: Any) -> dict[str, Any]:
     """The keys that any engine reads of a Llama block; older readers know the rotary ones by their first two names."""
-    shape, rope = drafter.shape, dict(drafter.shape.rope_parameters)
+    shape = drafter.shape
+    check_rotary(shape, engine)
+    rope = rotary_of(shape)
     scaled = {key: value for key, value in rope.items() if key != "rope_theta"}
     return {
         "model_type": "llama",
@@ -47,7 +50,7 @@ def llama_config(drafter: TrainableDrafter, target_config: Any, **more: Any) -> 
         "max_position_embeddings": shape.max_position_embeddings,
         "rms_norm_eps": shape.rms_norm_eps,
         "rope_theta": rope["rope_theta"],
-        "rope_scaling": None if rope.get("rope_type", "default") == "default" else scaled,
+        "rope_scaling": None if rope["rope_type"] == "default" else scaled,
         "tie_word_embeddings": False,
         "attention_bias": False,
         "mlp_bias": False,

@@ -14,6 +14,7 @@ from eagle.export.sglang import layout as sglang
 from eagle.export.trtllm import layout as trtllm
 from eagle.export.vllm import layout as vllm
 
+NOT_RUN = "SGLang and TensorRT-LLM were not run with it; the others were, with the layouts that this one is made of."
 FEATURES = {"vLLM": vllm, "SGLang": sglang}
 FUSED = {**FEATURES, "TensorRT-LLM": trtllm, "OpenVINO": openvino, "llama.cpp": llamacpp}
 
@@ -21,7 +22,7 @@ FUSED = {**FEATURES, "TensorRT-LLM": trtllm, "OpenVINO": openvino, "llama.cpp": 
 def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:
     """EAGLE-1's for vLLM and SGLang; EAGLE-3's for all engines, with a draft vocabulary and without its switches."""
     if is_features(drafter):
-        made, engines = without_bias(features_layout(drafter, target_config), "portable"), FEATURES
+        made, engines = without_bias(features_layout(drafter, target_config, "portable"), "portable"), FEATURES
     else:
         made, engines = fused_layout(drafter, target_config, "portable"), FUSED
         if made.config["draft_vocab_size"] == made.config["vocab_size"]:
@@ -29,5 +30,8 @@ def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:
                 "portable: vLLM refuses `d2t` where the head may say all tokens, and OpenVINO needs it: export to vllm "
                 "(right for SGLang, TensorRT-LLM and llama.cpp too) or to openvino, or train with drafter.draft_vocab"
             )
-    serve = [f"### {name}\n\n{layout(drafter, target_config).serve}" for name, layout in engines.items()]
-    return made.of("\n\n".join(serve))
+    try:
+        serve = [f"### {name}\n\n{layout(drafter, target_config).serve}" for name, layout in engines.items()]
+    except ValueError as error:
+        raise ValueError(f"portable: {error}; such a head has no folder for all engines") from None
+    return made.of("\n\n".join([f"One folder for {', '.join(engines)}. {NOT_RUN}", *serve]))

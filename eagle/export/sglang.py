@@ -16,13 +16,15 @@ python -m sglang.launch_server --model-path TARGET --speculative-algorithm METHO
 ```
 
 SGLang 0.5.23. The last number counts the root too: one more than the steps of a chain. The server's log and `/metrics`
-(`--enable-metrics`) tell the accept length, in which the target's own token counts."""
+(`--enable-metrics`) tell the accept length, in which the target's own token counts.
+
+Not run by this project, for it needs a GPU: names, shapes and keys are those of SGLang's source."""
 
 
 def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:
     """A residual that is normed is not known there."""
     if is_features(drafter):
-        made = features_layout(drafter, target_config)
+        made = features_layout(drafter, target_config, "sglang")
         return made.of(SERVE.replace("METHOD", "EAGLE"), architectures=["LlamaForCausalLMEagle"])
     made = fused_layout(drafter, target_config, "sglang", ("fc_norm", "norm_output"))
     return made.of(SERVE.replace("METHOD", "EAGLE3"))

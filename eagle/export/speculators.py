@@ -7,6 +7,8 @@ from typing import Any
 from eagle.drafter import TrainableDrafter
 from eagle.export.fused import SWITCHES, fused_layout
 from eagle.export.layout import Layout, embedding_of
+from eagle.export.rotary import rotary_of
+from eagle.export.vllm import ON_CPU
 
 DEPTH = 3  # which the config wants to be told; a server may be told otherwise
 SERVE = """```sh
@@ -14,7 +16,8 @@ vllm serve TARGET --speculative-config '{"method": "eagle3", "model": "HEAD", "n
 ```
 
 The folder is one of `speculators` 0.9.0 (`SpeculatorModel.from_pretrained`), which vLLM 0.32.0 and llama.cpp's
-converter read too."""
+converter read too. The loader of `speculators` was run with this layout; vLLM and llama.cpp were not run with it, but
+with layouts of their own.""" + ON_CPU.replace("METHOD", "eagle3")
 
 
 def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:
@@ -22,7 +25,7 @@ def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:
     made = fused_layout(drafter, target_config, "speculators", SWITCHES, own_embedding=True)
     own = (*SWITCHES, "architectures", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "eagle_config")
     block = {key: value for key, value in made.config.items() if key not in own}
-    block["rope_parameters"] = dict(drafter.shape.rope_parameters)
+    block["rope_parameters"] = rotary_of(drafter.shape)
     config = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",

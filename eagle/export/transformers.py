@@ -18,7 +18,8 @@ target.generate(..., assistant_model=draft)
 vllm serve TARGET --speculative-config '{"method": "draft_model", "model": "HEAD", "num_speculative_tokens": DEPTH}'
 ```
 
-It has no tokenizer of its own, for it speaks the target's: copy those files beside it for an engine that asks."""
+It has no tokenizer of its own, for it speaks the target's: copy those files beside it for an engine that asks.
+transformers was run with this layout, vLLM was not."""
 
 
 def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:

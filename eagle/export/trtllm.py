@@ -22,7 +22,9 @@ speculative_config:
   eagle3_layers_to_capture: LAYERS
 ```
 
-TensorRT-LLM reads no layer ids from the head: these count the *outputs* of layers, one less than `drafter.taps`."""
+TensorRT-LLM reads no layer ids from the head: these count the *outputs* of layers, one less than `drafter.taps`.
+
+Not run by this project, for it needs a GPU: names, shapes and keys are those of TensorRT-LLM's source."""
 
 
 def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:

@@ -9,10 +9,12 @@ import yaml
 
 from eagle.checkpoint import save_head
 from eagle.drafter import TrainableDrafter
-from eagle.foreign.files import folder_at, weight_files
+from eagle.foreign.files import folder_at, read_json, weight_files
 from eagle.foreign.head import Served, converted, folder_for
+from eagle.foreign.kinds import kind_by_config
 from eagle.foreign.layouts import read
 from eagle.foreign.lint import lint
+from eagle.foreign.norm_output import settle
 from eagle.foreign.reading import OWN, UNKNOWN, Finding, Reading
 from eagle.foreign.report import Inspection, facts, kind_of
 from eagle.identity import fingerprint
@@ -26,7 +28,9 @@ def inspect(folder: str | Path, target: str | None = None) -> Inspection:
     try:
         reading = read(found)
     except ValueError as error:
-        return Inspection(str(folder), "unreadable", UNKNOWN, {}, (Finding(str(error), fix="Copy or export it again"),))
+        kind = _said_kind(found)
+        kind = f"unreadable, by its config {kind}" if kind else "unreadable"
+        return Inspection(str(folder), kind, UNKNOWN, {}, (Finding(str(error), fix="Copy or export it again"),))
     kind = kind_of(reading)
     return Inspection(
         str(folder), kind, reading.layout, facts(reading), tuple(lint(reading, served)), tuple(reading.notes)
@@ -39,13 +43,19 @@ def read_head(folder: str | Path, target: str | None = None, taps: tuple[int, ..
 
 
 def imported(
-    folder: str | Path, out: str | Path, target: str | None = None, taps: tuple[int, ...] | None = None
+    folder: str | Path,
+    out: str | Path,
+    target: str | None = None,
+    taps: tuple[int, ...] | None = None,
+    norm_output: str | None = None,
 ) -> str:
     """Write a checkpoint as a head of this project, and say all that was taken, left out or assumed."""
     source = folder_at(folder)
     place, reading = folder_for(out, source), read(source)
     if reading.layout == OWN:
         raise ValueError(f"{folder} is a head of this project already: copy it")
+    if not reading.problems:
+        settle(reading, norm_output)
     head, notes = converted(reading, None if target is None else Served.at(target), taps)
     files = [source / name for name in weight_files(source)]
     made = {
@@ -61,6 +71,14 @@ def imported(
     save_head(place, head, yaml.safe_dump(recipe, sort_keys=False), made)
     said = [f"{folder}: {kind_of(reading)}, {reading.layout}; every tensor was used or is named here", *notes]
     return "\n".join([*said, f"{out} is a head of this project"])
+
+
+def _said_kind(folder: Path) -> str:
+    """What the config of a folder says that it is, if it can be read."""
+    try:
+        return kind_by_config(read_json(folder, "config.json"))
+    except ValueError:
+        return ""
 
 
 def _verifier(reading: Reading) -> str | None:

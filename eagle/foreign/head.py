@@ -64,6 +64,17 @@ class Served:
         return self.tensors.load(found[0]) if len(found) == 1 else None
 
 
+def embedding_dtype(path: str) -> torch.dtype:
+    """The precision in which a target's files hold its embedding; float32, which rounds none, if they do not tell."""
+    try:
+        folder = folder_at(folder_of(path, None, ("*.safetensors", "*.json")))
+        stored = read_tensors(folder, most=None).stored
+    except (OSError, ValueError):  # whoever loads the target says what is wrong with it
+        return torch.float32
+    dtypes = {tensor.dtype for name, tensor in stored.items() if name.endswith(EMBEDDINGS)}
+    return dtypes.pop() if len(dtypes) == 1 and dtypes <= {torch.bfloat16, torch.float16} else torch.float32
+
+
 def apart(own: Tensor, its: Tensor) -> int:
     """How many rows differ, both rounded to the coarser of their dtypes."""
     coarse = max(own.dtype, its.dtype, key=lambda dtype: torch.finfo(dtype).eps)

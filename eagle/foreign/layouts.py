@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from eagle.foreign.files import read_json, read_tensors
 from eagle.foreign.keys import Keys, short
+from eagle.foreign.kinds import kind_by_tensors
 from eagle.foreign.parts import FOREIGN_NAMES, check_tensors, sizes, switches
 from eagle.foreign.reading import (
     AUTOMODEL,
@@ -19,9 +21,12 @@ from eagle.foreign.reading import (
     OWN,
     REFERENCE,
     SPECULATORS,
+    UNKNOWN,
     Finding,
     Reading,
 )
+
+OWN_NETWORKS = {"eagle1": FEATURES, "hass": FEATURES, "eagle3": FUSED}
 
 
 def read(folder: Path) -> Reading:
@@ -34,11 +39,14 @@ def read(folder: Path) -> Reading:
     nested = keys.section("settings" if own else "eagle_config")
     reading = Reading(folder, config, read_tensors(folder), keys, block, nested)
     reading.names = _names(reading)
-    reading.layout, reading.network = _layout(reading, own), _network(reading, own)
+    reading.layout = _layout(reading, own)
+    reading.kind, advice = _own_kind(config) if own else kind_by_tensors(reading.names, config)
+    reading.network = _network(reading, own)
     if reading.network is None:
-        reading.problem(
-            f"this is no head of EAGLE's: {_guess(reading)}", "Import knows EAGLE-1, EAGLE-2, HASS, EAGLE-3, 3.1", False
-        )
+        reading.layout = OWN if own else UNKNOWN
+        reading.kind = reading.kind or "nothing that is known here"
+        advice = advice or "Import knows EAGLE-1, EAGLE-2, HASS, EAGLE-3, 3.1"
+        reading.problem(f"this is no head of EAGLE's: {reading.kind}; {_guess(reading)}", advice, False)
         return reading
     sizes(reading)
     switches(reading)
@@ -105,21 +113,18 @@ def _fused(reading: Reading) -> bool:
     )
 
 
+def _own_kind(config: dict[str, Any]) -> tuple[str, str]:
+    """What this project made that is none of the two networks, and what to do with it."""
+    kind = config["settings"].get("kind")
+    known = isinstance(kind, str) and kind in OWN_NETWORKS
+    return ("", "") if known else (f"a {short(kind)} of this project".replace("'", ""), "load_drafter reads it")
+
+
 def _network(reading: Reading, own: bool) -> str | None:
-    config = reading.config
     if own:
-        known = {"eagle1": FEATURES, "hass": FEATURES, "eagle3": FUSED}
-        kind = config["settings"].get("kind")
-        return known.get(kind) if isinstance(kind, str) else None
-    other = {"dflash_config", "block_size", "medusa_num_heads", "medusa_num_layers", "n_predict"} & config.keys()
-    if (
-        other
-        or config.get("speculators_model_type") not in (None, "eagle3")
-        or "dflash" in _architecture(reading).lower()
-    ):
-        return None
-    block = any(name.startswith("layers.0.") for name in reading.names)
-    if not block:
+        kind = reading.config["settings"].get("kind")
+        return OWN_NETWORKS.get(kind) if isinstance(kind, str) else None
+    if reading.kind or not any(name.startswith("layers.0.") for name in reading.names):
         return None
     return FUSED if _fused(reading) else FEATURES
 

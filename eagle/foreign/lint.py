@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from eagle.foreign.files import has, read_json
 from eagle.foreign.head import EMBEDDINGS, HEADS, Served, apart, drafted
 from eagle.foreign.layouts import architectures, prefixed
+from eagle.foreign.norm_output import ASK, describe, is_ambiguous
 from eagle.foreign.reading import FEATURES, FUSED, MODELOPT, OWN, SPECULATORS, Finding, Reading
 from eagle.identity import target_identity
 from eagle.recipe import TargetSection
@@ -150,6 +151,8 @@ def norms(reading: Reading, served: Served | None) -> Iterator[Finding]:
         )
     if on["norm_output"]:
         yield Finding("norm_output: these feed the state back un-normed", (LLAMACPP, OPENVINO), False, "As for fc_norm")
+    if is_ambiguous(reading):
+        yield Finding(describe(reading), (VLLM, SGLANG, TRTLLM), False, ASK)
     name = "layers.0.input_layernorm.weight"
     weight = reading.load(name) if reading.layout == MODELOPT and reading.stored(name) else None
     if weight is not None and bool((weight != weight[:1]).any()):
@@ -286,7 +289,5 @@ def lint(reading: Reading, served: Served | None) -> list[Finding]:
                     found += check(reading, served)
                 except (ValueError, OSError, RuntimeError) as error:  # a tensor that cannot be read after all
                     found.append(Finding(f"{check.__name__} could not be looked at: {error!r:.200}"))
-    elif reading.tensors.stored:
-        found += numbers(reading, served)
     unique = list({one.what: one for one in found}.values())
     return sorted(unique, key=lambda one: not one.fatal)

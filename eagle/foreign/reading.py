@@ -46,6 +46,7 @@ class Reading:
     nested: Keys  # of its eagle_config, or of this project's settings
     layout: str = UNKNOWN
     network: str | None = None
+    kind: str = ""  # what it is where it is no head of EAGLE's
     names: dict[str, str] = field(default_factory=dict)  # ours: theirs
     shape: dict[str, Any] = field(default_factory=dict)
     said: int = 0  # D

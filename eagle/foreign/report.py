@@ -35,7 +35,7 @@ class Inspection:
 def kind_of(reading: Reading) -> str:
     """The method, or what else a checkpoint is."""
     if reading.network is None:
-        return str(reading.problems[0].what) if reading.problems else "no head"
+        return reading.kind
     if reading.network == FEATURES:
         return "EAGLE-1 (or EAGLE-2, HASS: the same network)"
     return "EAGLE-3.1" if reading.switches["fc_norm"] or reading.switches["norm_output"] else "EAGLE-3"

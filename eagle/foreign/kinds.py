@@ -1,0 +1,118 @@
+"""What a checkpoint is that is no EAGLE head: a language model, or a head of another method, by names and keys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+NOT_YET = "Heads of this kind are not readable here yet: serve it with an engine that knows it"
+AS_DRAFT = "load_drafter takes it as a draft model, for a target with the same vocabulary (docs/drafters.md)"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One method's signs: any of them is enough."""
+
+    name: str
+    tensors: str  # begins one of the tensors' names, `model.` taken off
+    words: str = "^$"  # stands in architectures, model_type, speculators_model_type or projector_type
+    keys: tuple[str, ...] = ()  # of config.json
+    common: tuple[str, ...] = ()  # keys that a language model may have too
+
+
+KINDS = (
+    Kind("a DSpark head", r"(markov_head|confidence_head)\.", "dspark"),
+    Kind("a Domino head", r"(prefix_gru|embed_proj)\.", "domino"),
+    Kind("a DFlash head", r"hidden_norm\.weight$", "dflash", ("dflash_config",), ("block_size",)),
+    Kind("a P-EAGLE head", r"mask_hidden$", "peagle"),
+    Kind("Hydra heads", r"(hydra_mlp|hydra_lm_head|prefix_embeding_layer)\.", "hydra", ("hydra_num_heads",)),
+    Kind(
+        "Medusa heads",
+        r"(medusa_heads?|lm_heads|blocks\.\d+\.layers)\.|\d+\.\d+\.(linear\.)?(weight|bias)$",
+        "medusa",
+        ("medusa_num_heads", "medusa_num_layers"),
+    ),
+    Kind(
+        "an MLP speculator",
+        r"(speculator\.)?(emb|proj|ln|head)\.\d+\.(weight|bias)$",
+        "mlp_?speculator",
+        ("top_k_tokens_per_head",),
+        ("n_predict",),
+    ),
+    Kind("a FALCON head", r"lstm\.(weight|bias)"),
+)
+MTP = Kind(
+    "a layer of multi-token prediction (MTP)",
+    r"(layers\.\d+\.|mtp\.)?(eh_proj|enorm|hnorm|shared_head)\b|(mtp|mtp_layers|mtp_block)\.",
+    r"mtp",
+    common=("num_nextn_predict_layers", "mtp_num_hidden_layers"),
+)
+EAGLE_TENSORS = re.compile(r"fc\.|fc_norm\.|(d2t|t2d)$|layers\.0\.hidden_norm\.|midlayer\.")
+BLOCKS = re.compile(r"(?:^|\.)(?:layers|h|block|blocks)\.(\d+)\.")
+MODEL = re.compile(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
+
+
+def kind_by_tensors(names: Iterable[str], config: dict[str, Any]) -> tuple[str, str]:
+    """What a checkpoint with these tensors is, and what can be done with it; two empty texts for a head of EAGLE's."""
+    names, words = list(names), _words(config)
+    for kind in KINDS:
+        if any(re.match(kind.tensors, name) for name in names) or _is_said(kind, words, config):
+            return kind.name, NOT_YET
+    if not _is_eagle(names, words, config):
+        layers = {int(found[1]) for name in names if (found := BLOCKS.search(name))}
+        mtp = any(re.match(MTP.tensors, name) for name in names)
+        if len(layers) > 1 or (not mtp and _is_whole(names)):
+            return f"a causal language model ({_architecture(config)}, {len(layers)} layers here)", AS_DRAFT
+        if mtp or any(config.get(key) for key in MTP.common):
+            return MTP.name, NOT_YET
+        for kind in KINDS:
+            if any(key in config for key in kind.common):
+                return kind.name, NOT_YET
+    if (named := config.get("speculators_model_type")) not in (None, "eagle3"):
+        return f"a speculator of the type {named!r:.40}", NOT_YET
+    return "", ""
+
+
+def kind_by_config(config: dict[str, Any]) -> str:
+    """What a checkpoint says to be whose weights cannot be read, or an empty text."""
+    words = _words(config)
+    for kind in (*KINDS, MTP):
+        if _is_said(kind, words, config):
+            return kind.name
+    layers = config.get("num_hidden_layers")
+    several = isinstance(layers, int) and layers > 1
+    if several and MODEL.search(_architecture(config)) and not _is_eagle([], words, config):
+        return f"a causal language model ({_architecture(config)})"
+    return ""
+
+
+def _is_said(kind: Kind, words: list[str], config: dict[str, Any]) -> bool:
+    return any(re.search(kind.words, word) for word in words) or any(key in config for key in kind.keys)
+
+
+def _is_eagle(names: list[str], words: list[str], config: dict[str, Any]) -> bool:
+    """Whether anything speaks for a head of EAGLE's, whole or not."""
+    keys = {"draft_vocab_size", "eagle_config", "speculators_config"} & config.keys()
+    return bool(keys) or any("eagle" in word for word in words) or any(EAGLE_TENSORS.match(name) for name in names)
+
+
+def _is_whole(names: list[str]) -> bool:
+    """Whether a single layer has all that a head leaves out: its input norm, an embedding and what stands behind it."""
+    behind = {"norm.weight", "lm_head.weight"} & set(names)
+    return bool(behind) and {"layers.0.input_layernorm.weight", "embed_tokens.weight"} <= set(names)
+
+
+def _words(config: dict[str, Any]) -> list[str]:
+    """The names that a config gives to what it describes, in small letters."""
+    nested = config.get("dflash_config")
+    projector = nested.get("projector_type") if isinstance(nested, dict) else None
+    named = [config.get("model_type"), config.get("speculators_model_type"), projector, _architecture(config)]
+    return [word.lower() for word in named if isinstance(word, str)]
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    named = config.get("architectures")
+    first = named[0] if isinstance(named, list) and named else ""
+    return first[:80] if isinstance(first, str) and first.isprintable() else ""
