@@ -19,6 +19,7 @@ from data_prep.turns import (
     shown,
 )
 
+VISIBLE = re.compile(r"[^\s\u200b-\u200d\u2060\ufeff]")  # zero-width characters alone are no answer
 CALLS = ("function_call", "tool_call")  # turns whose text is a call
 ROLES = {
     **dict.fromkeys(("human", "user", "prompter"), USER),
@@ -31,7 +32,8 @@ PLACEHOLDER = re.compile(  # at an edge of the text or of a line, and no element
     r"(?:^[ \t]*<(image|video|audio)>|<(image|video|audio)>[ \t]*$)(?![\s\S]*</(?:image|video|audio)>)", re.MULTILINE
 )
 TRUNCATED = ("length", "max_tokens")
-BROKEN_OFF = ("abort", "aborted", "cancelled", "error", "content_filter")
+FILTERED = "content_filter"
+BROKEN_OFF = ("abort", "aborted", "cancelled", "error", FILTERED)
 
 
 def message_of(turn: Any) -> dict[str, Any]:
@@ -55,6 +57,11 @@ def message_of(turn: Any) -> dict[str, Any]:
     message.update({key: _text(turn.get(key), key) for key in ("name", "tool_call_id")})
     message = {key: value for key, value in message.items() if value or key == "content"}
     return message | _weight(turn) if role == ASSISTANT else message
+
+
+def says_something(message: dict[str, Any]) -> bool:
+    """Whether a message has text that can be seen, or calls."""
+    return bool(VISIBLE.search(message["content"])) or "tool_calls" in message
 
 
 def finish_of(turn: dict[str, Any]) -> str | None:

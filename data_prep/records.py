@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from typing import Any
 
-from data_prep.messages import BROKEN_OFF, ROLES, TRUNCATED, finish_of, message_of, tools_of
+from data_prep.messages import BROKEN_OFF, ROLES, TRUNCATED, finish_of, message_of, says_something, tools_of
 from data_prep.turns import ASSISTANT, SYSTEM, USER, Dropped, check_wanted, first_of, layout_of, turns_of
 
 __all__ = ["ROLES", "Conversation", "Dropped", "conversation_of", "layout_of"]
 
-VISIBLE = re.compile(r"[^\s\u200b-\u200d\u2060\ufeff]")  # zero-width characters alone are no answer
 IDS = ("id", "conversation_id", "conversation_hash", "uuid", "uid", "prompt_id", "question_id", "message_tree_id")
 
 
@@ -58,7 +56,7 @@ def _usable(turns: list[Any], notes: set[str], answered: bool) -> list[dict[str,
             message["weight"] = 0
         elif is_answer and answered and message.get("weight") == 0:
             notes.add("an answer is marked as not to be learned")
-        if (is_answer and not answered) or (_says_something(message) and not broken_off):
+        if (is_answer and not answered) or (says_something(message) and not broken_off):
             messages.append(message)
         elif role == SYSTEM:
             notes.add("empty system turn removed")
@@ -71,10 +69,6 @@ def _usable(turns: list[Any], notes: set[str], answered: bool) -> list[dict[str,
     return messages
 
 
-def _says_something(message: dict[str, Any]) -> bool:
-    return bool(VISIBLE.search(message["content"])) or "tool_calls" in message
-
-
 def _check_answered(messages: list[dict[str, Any]], cut: list[Any], broken_off: str | None) -> None:
     """Name what stands before the first answer, where what is cut away holds it."""
     roles = [message["role"] for message in messages]
@@ -82,7 +76,7 @@ def _check_answered(messages: list[dict[str, Any]], cut: list[Any], broken_off: 
         return
     if broken_off:
         raise Dropped(f"the first answer was broken off: {broken_off}")
-    if any(message["role"] == ASSISTANT and _says_something(message) for message in map(message_of, cut)):
+    if any(message["role"] == ASSISTANT and says_something(message) for message in map(message_of, cut)):
         raise Dropped("an empty turn before the first answer")
 
 
@@ -100,7 +94,7 @@ def _shaped(messages: list[dict[str, Any]], notes: set[str], answered: bool) -> 
         roles = [*roles[: last + 1], ASSISTANT]
     if ASSISTANT not in roles[first:]:
         raise Dropped("no answer")
-    if any(message["role"] == ASSISTANT and not _says_something(message) for message in messages):
+    if any(message["role"] == ASSISTANT and not says_something(message) for message in messages):
         notes.add("a question without an answer")
     end = len(roles) - roles[::-1].index(ASSISTANT)
     notes.update(f"leading {role} turns cut" for role in roles[:first] if role != SYSTEM)
