@@ -51,12 +51,13 @@ class Tally:
         width = max(len(reason) for _, reason, _ in rows)
         return "\n".join(f"{fate:9}{reason:{width}}{count:>9}" for fate, reason, count in rows)
 
-    def where(self) -> str:
+    def where(self) -> list[str]:
         """Lines that name the first few dropped records of each reason, the most frequent reason first."""
-        named = [(reason, count, self.places[reason]) for reason, count in self.dropped.most_common()]
-        return "\n".join(
+        counts = self.dropped.most_common()
+        named = [(reason, count, self.places[reason]) for reason, count in counts if reason in self.places]
+        return [
             f"{reason}: {', '.join(places)}{' ...' if count > len(places) else ''}" for reason, count, places in named
-        )
+        ]
 
 
 def read_conversations(
@@ -192,7 +193,7 @@ def main(argv: list[str]) -> None:
         pass
     print(tally.table())
     if tally.dropped:
-        print(f"\nThe first that were dropped, by file and line (or number of the record):\n{tally.where()}")
+        print("\nThe first that were dropped, by file and line (or number of the record):", *tally.where(), sep="\n")
 
 
 if __name__ == "__main__":

@@ -260,7 +260,7 @@ def main(argv: list[str]) -> None:
     limit, split, revision = recipe.data.limit, recipe.data.split, recipe.data.revision
     read = read_conversations(section.source, tally, limit=limit, split=split, revision=revision, answered=False)
     jobs = list(named(read))
-    say(tally.table(), tally.where(), sep="\n")
+    say("\n".join([tally.table(), *tally.where()]))
     answerer, reader = prepared(recipe, section)
     if said.forecast:
         return say(forecast([job for job in jobs if job[0] not in finished(out)], answerer, reader, section))

@@ -31,7 +31,7 @@ def layout_of(record: Any) -> str | None:
         found = "turns"
     if found is None and _all_of(record.get("data"), str):
         found = "data"
-    found = found or next((key for key in ANSWERS if record.get(key) is not None), None)
+    found = found or next((key for key in ANSWERS if record.get(key) not in (None, "")), None)
     return "chosen" if found is None and _all_of(record.get("chosen"), dict) else found
 
 

@@ -243,7 +243,7 @@ def test_the_first_records_of_each_reason_are_named(tmp_path: Path) -> None:
     path, tally = tmp_path / "x.jsonl", Tally()
     path.write_bytes(lines(A, *range(9), {"prompt": "a"}))
     assert len(list(read_conversations(path, tally))) == 1
-    assert tally.where().splitlines() == [
+    assert tally.where() == [
         f"not an object: {', '.join(f'{path}:{line}' for line in (2, 3, 4))} ...",
         f"no answer: {path}:11",
     ]
