@@ -12,7 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, cast
 
-from data_prep.turns import Dropped, layout_of
+from data_prep.turns import ANSWERS, Dropped, first_of, layout_of
 
 PIECE = 1 << 12  # bytes read at once: what was unzipped in the same step as damage is lost
 HEAD = 1 << 20  # bytes looked at to tell lines from other JSON
@@ -109,8 +109,16 @@ def _in_stream(pieces: Iterable[bytes]) -> Numbered:
 def _unwrapped(value: Any) -> list[Any]:
     """The records of an object that is none itself and has one list of them."""
     lists = [one for one in value.values() if isinstance(one, list)] if isinstance(value, dict) else []
-    holds = len(lists) == 1 and layout_of(value) is None and any(map(layout_of, lists[0]))
+    # questions about one text, which stands beside their list, are no records without it
+    holds = len(lists) == 1 and layout_of(value) is None
+    holds = holds and any(layout_of(record) not in (None, "question", "query") for record in lists[0])
     return lists[0] if holds else [value]
+
+
+def _is_record(value: Any) -> bool:
+    """Whether a value behind damage is a record; the arguments of a call may hold a query, too."""
+    layout = layout_of(value)
+    return layout is not None and (layout != "query" or first_of(value, *ANSWERS["query"]) is not None)
 
 
 def _values(texts: Iterator[str], cut: str) -> Iterator[Any]:
@@ -128,7 +136,7 @@ def _values(texts: Iterator[str], cut: str) -> Iterator[Any]:
             if not lost:
                 yield Dropped(cut) if unsure and text[start] == "{" else value
             at, lost = start + 1, True
-        elif lost and not any(map(layout_of, _unwrapped(value))):
+        elif lost and not any(map(_is_record, _unwrapped(value))):
             at = start + 1
         else:
             yield value if _is_utf8(text[start:end]) else Dropped("not UTF-8")

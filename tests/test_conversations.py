@@ -48,6 +48,8 @@ def test_odd_characters_part_no_line(tmp_path: Path) -> None:
 
 A, B, C = record("a"), record("b"), record("c")
 LINES = lines(A, B, C)
+Q = {"id": "q", "prompt": "how?", "completion": "fine"}
+QUOTED = {"context": "a text", "qas": [{"question": "what?", "answer": "this"}]}
 
 
 # fmt: off
@@ -80,6 +82,9 @@ FILES = [
     (json.dumps([A, B, C], indent=2).replace('"b"', "<?>").encode(), "ac", {"not JSON": 1}),
     (json.dumps([A, B, C]).encode().replace(b'"b"', b'"\xff"'), "ac", {"not UTF-8": 1}),
     (b"[1, 2", "", {"not an object": 2}),
+    (json.dumps({"data": [Q, Q]}, indent=1).encode(), "qq", {}),
+    (lines(QUOTED, QUOTED), "", {"unknown layout: keys context, qas": 2}),
+    (json.dumps([A, {"tools": 1, "call": {"query": "x"}}, Q]).replace("1,", "1").encode(), "aq", {"not JSON": 1}),
 ]
 # fmt: on
 

@@ -345,15 +345,17 @@ def test_any_value_is_a_conversation_or_a_reason() -> None:
     @given(st.sampled_from([CHAT, CHAT, ANY, st.dictionaries(FIELDS, ANY)]).flatmap(lambda values: values))
     @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     def fuzz(one: Any) -> None:
-        try:
-            kept.append(conversation_of(one, "x:1")[0])
-        except Dropped as reason:
-            assert str(reason).isprintable() and len(str(reason)) < 400
-        else:
-            assert not wrong_with(kept[-1])
+        for answered in (True, False):
+            try:
+                conversation = conversation_of(one, "x:1", answered=answered)[0]
+            except Dropped as reason:
+                assert str(reason).isprintable() and len(str(reason)) < 400
+            else:
+                kept.append(conversation)
+                assert not [fault for fault in wrong_with(conversation) if answered or fault != "says something"]
 
     fuzz()
-    assert len(kept) > 20  # else it says little
+    assert len(kept) > 40  # else it says little
 
 
 def test_the_check_of_shape_can_fail() -> None:
