@@ -80,7 +80,7 @@ class Endpoint:
             sampler.add(self._choice(prompts.pop(), likeliest=True)[0], PROBE)
         sampler.tells = bool(sampler.draws)
         if not sampler.tells:
-            print(f"{self.url} tells no probabilities: its answers are watched for broken characters alone")
+            print(f"{self.url} tells no probabilities: its answers are searched for broken characters alone")
         with ThreadPoolExecutor(self.at_once) as pool:
             try:
                 choices = list(pool.map(lambda prompt: self._choice(prompt, likeliest=sampler.tells), prompts))

@@ -48,6 +48,12 @@ def draws_of(tokens: Sequence[dict[str, Any]], vocab_size: int, temperature: flo
     return Draws(len(tokens), hits, expected, variance, nll)
 
 
+def _is_told(token: dict[str, Any]) -> bool:
+    """Whether a token came with numbers; JSON has none for the logarithm of zero."""
+    listed = [token, *(token.get("top_logprobs") or [])]
+    return len(listed) > 1 and all(isinstance(entry.get("logprob"), int | float) for entry in listed)
+
+
 def _share(likeliest: list[float], vocab_size: int, temperature: float) -> float:
     """Probability of the likeliest tokens together at this temperature, or a bound below it.
 
@@ -85,18 +91,21 @@ class SamplerCheck:
         """Take in one choice of a chat completion; what is wrong with the latest ones is returned."""
         tokens = (choice.get("logprobs") or {}).get("content") or []
         with self.lock:
-            if tokens and tokens[0].get("top_logprobs"):
+            if tokens := [token for token in tokens if _is_told(token)]:
                 self.draws.append(draws_of(tokens, self.vocab_size, self.temperature))
             text = str((choice.get("message") or {}).get("content") or "")
             self.broken.append(is_broken(text, str(choice.get("finish_reason")), history))
-            return self._fault_of_draws() if self.tells else self._fault_of_texts()
+            return self._fault_of_draws() or self._fault_of_texts()
 
     def _fault_of_draws(self) -> str | None:
-        tokens, hits = sum(one.tokens for one in self.draws), sum(one.hits for one in self.draws)
-        expected, variance = sum(one.expected for one in self.draws), sum(one.variance for one in self.draws)
+        if not self.draws:
+            return None
+        tokens, hits = sum(draws.tokens for draws in self.draws), sum(draws.hits for draws in self.draws)
+        expected = sum(draws.expected for draws in self.draws)
+        variance = sum(draws.variance for draws in self.draws)
         if expected - hits <= DEVIATIONS * sqrt(variance + 1):
             return None
-        nll = sum(one.nll for one in self.draws) / tokens
+        nll = sum(draws.nll for draws in self.draws) / tokens
         return (
             f"of {tokens} tokens drawn at temperature {self.temperature:g}, {hits / tokens:.0%} are among the "
             f"likeliest by its own account, which have {expected / tokens:.0%} of the probability (mean NLL {nll:.1f})"

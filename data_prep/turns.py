@@ -26,13 +26,13 @@ def layout_of(record: Any) -> str | None:
     """The key that holds the turns or the question, if the record has one that is known."""
     if not isinstance(record, dict):
         return None
-    found = next((key for key in LISTS if record.get(key) is not None), None)
-    if found is None and isinstance(record.get("turns"), list):
-        found = "turns"
-    if found is None and _all_of(record.get("data"), str):
-        found = "data"
-    found = found or next((key for key in ANSWERS if record.get(key) not in (None, "")), None)
-    return "chosen" if found is None and _all_of(record.get("chosen"), dict) else found
+    layout = next((key for key in LISTS if record.get(key) is not None), None)
+    if layout is None and isinstance(record.get("turns"), list):
+        layout = "turns"
+    if layout is None and _all_of(record.get("data"), str):
+        layout = "data"
+    layout = layout or next((key for key in ANSWERS if record.get(key) not in (None, "")), None)
+    return "chosen" if layout is None and _all_of(record.get("chosen"), dict) else layout
 
 
 def turns_of(record: dict[str, Any], notes: set[str]) -> list[Any]:

@@ -181,6 +181,19 @@ def test_broken_characters_are_counted_where_the_target_is_to_blame() -> None:
     assert not is_broken("a\ufffd", "length", []) and not is_broken("\ufffd", "stop", asked)
 
 
+def test_probabilities_that_agree_do_not_excuse_broken_texts() -> None:
+    """A sampler at fault may tell what it drew from; numbers that are missing are passed over."""
+    check = SamplerCheck(500, 1.0)
+    told = tokens_of(torch.full((500,), 1 / 500), 10)
+    odd = [{"token": "x", "logprob": None, "top_logprobs": told}, {"token": "x", "logprob": -1.0}]
+    odd.append({"token": "x", "logprob": -1.0, "top_logprobs": []})
+    for text, fault in (("fine", None), *((f"a\ufffd{number}", None) for number in range(2))):
+        choice = {"message": {"content": text}, "finish_reason": "stop", "logprobs": {"content": [*told, *odd]}}
+        assert check.add(choice, []) == fault
+    assert check.add(choice, []) == "3 of the latest 4 answers hold broken characters (U+FFFD)"
+    assert check.draws[0].tokens == 10
+
+
 def test_probabilities_come_now_and_then() -> None:
     """One answer in so many, and none from a server that tells none."""
     check = SamplerCheck(100, 1.0)
