@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import codecs
-import gzip
-import json
 import re
-import zlib
+import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
-from data_prep.records import ROLES, Conversation, Dropped, conversation_of, layout_of
+from data_prep.json_records import Numbered, json_records
+from data_prep.records import ROLES, Conversation, Dropped, conversation_of
 from eagle.log import script
 
 __all__ = ["ROLES", "Conversation", "Tally", "read_conversations", "read_records"]
 
 JSON = (".json", ".jsonl", ".ndjson")
 TABLES = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}  # read by the datasets library
-PIECE = 1 << 12  # bytes read at once: what was unzipped in the same step as damage is lost
-HEAD = 1 << 20  # bytes looked at to tell lines from other JSON
-VALUE = re.compile(r"[^\s,\[\]\ufeff]")
-OBJECT = re.compile(r'\{\s*(?:\Z|"[^"]{0,99}(?:\Z|"\s*(?:\Z|:)))')  # with its first key, as far as the text goes
-DECODER = json.JSONDecoder()
-NOT_JSON, DEEP, CUT = "not JSON", "nested too deeply", "the file ends in the middle of a record"
-
-Numbered = Iterator[tuple[int, Any]]  # line or record number; the record, or `Dropped` in its place
+SPLITS = {  # the words that name a split in a file's name, as the hub reads them
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+SHOWN = 3  # records named for each reason
 
 
 @dataclass
@@ -38,6 +34,14 @@ class Tally:
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     noted: Counter[str] = field(default_factory=Counter)
+    places: dict[str, list[str]] = field(default_factory=dict)  # of the first few records that were dropped, by reason
+
+    def drop(self, reason: str, place: str) -> None:
+        """Count a record that is dropped, and remember where the first of its kind are."""
+        self.dropped[reason] += 1
+        places = self.places.setdefault(reason, [])
+        if len(places) < SHOWN:
+            places.append(place)
 
     def table(self) -> str:
         """Lines for the console, the most frequent reason first."""
@@ -46,6 +50,14 @@ class Tally:
         rows += [("noted", reason, count) for reason, count in self.noted.most_common()]
         width = max(len(reason) for _, reason, _ in rows)
         return "\n".join(f"{fate:9}{reason:{width}}{count:>9}" for fate, reason, count in rows)
+
+    def where(self) -> list[str]:
+        """Lines that name the first few dropped records of each reason, the most frequent reason first."""
+        counts = self.dropped.most_common()
+        named = [(reason, count, self.places[reason]) for reason, count in counts if reason in self.places]
+        return [
+            f"{reason}: {', '.join(places)}{' ...' if count > len(places) else ''}" for reason, count, places in named
+        ]
 
 
 def read_conversations(
@@ -56,26 +68,32 @@ def read_conversations(
     strict: bool = False,
     split: str = "train",
     revision: str | None = None,
+    answered: bool = True,
 ) -> Iterator[Conversation]:
-    """The conversations of a file, a folder of files or a hub dataset, counted in `tally` as they are read."""
+    """The conversations of a file, a folder of files or a hub dataset, counted in `tally` as they are read.
+
+    With `answered=False` questions alone will do: their answers are yet to come.
+    """
     tally = Tally() if tally is None else tally
     opened = read_records(source, split, revision)
-    return islice((one for name, records in opened for one in _kept(name, records, tally, strict)), limit)
+    kept = (talk for name, records in opened for talk in _kept(name, records, tally, strict, answered))
+    return islice(kept, limit)
 
 
-def _kept(name: str, records: Numbered, tally: Tally, strict: bool) -> Iterator[Conversation]:
+def _kept(name: str, records: Numbered, tally: Tally, strict: bool, answered: bool) -> Iterator[Conversation]:
     """The conversations among the records of one file."""
     number = 0
     for number, record in records:
         try:
-            conversation, notes = conversation_of(_or_raise(record), f"{Path(name).name}:{number}")
+            place = f"{Path(name).name}:{number}"
+            conversation, notes = conversation_of(_or_raise(record), place, answered=answered)
         except Dropped as reason:
             if strict:
                 raise ValueError(
                     f"{name}:{number} (line, or number of the record): {reason}; expected a record that gives a "
                     "conversation: correct or remove it, or drop and count such records by leaving out --strict"
                 ) from None
-            tally.dropped[str(reason)] += 1
+            tally.drop(str(reason), f"{name}:{number}")
             continue
         tally.kept += 1
         tally.noted.update(notes)
@@ -97,7 +115,7 @@ def read_records(source: str | Path, split: str, revision: str | None) -> list[t
         files = sorted(file for file in path.iterdir() if file.is_file() and _suffix(file) in (*JSON, *TABLES))
         if not files:
             raise ValueError(f"no data in the folder {path}: expected files named {', '.join((*JSON, *TABLES))}")
-        return [(str(file), _records(file)) for file in files]
+        return [(str(file), _records(file)) for file in _of_split(path, files, split)]
     if path.exists():
         return [(str(path), _records(path))]
     if (
@@ -111,12 +129,37 @@ def read_records(source: str | Path, split: str, revision: str | None) -> list[t
     return [(str(source), _hub_records(str(source), split, revision))]
 
 
+def _of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
+    """The files of a folder but for those whose names say that they hold another split, which are named."""
+    wanted = {part.partition("[")[0].strip().lower() for part in split.split("+")}
+    chosen = [file for file in files if "all" in wanted or _holds(file, wanted)]
+    left_out = [file.name for file in files if file not in chosen]
+    if not chosen:
+        raise ValueError(
+            f"no file of the split {split} in the folder {folder}, which holds {', '.join(left_out[:6])}: name one of "
+            "these files, or its split (data.split, eval.split)"
+        )
+    if left_out:
+        names = ", ".join(left_out[:6]) + " ..." * (len(left_out) > 6)
+        print(f"{folder}: left out, as another split than {split}: {names}", file=sys.stderr)
+    return chosen
+
+
+def _holds(file: Path, wanted: set[str]) -> bool:
+    """Whether a file's name says one of these splits, or none at all."""
+    name = file.name.lower()
+    words = set(re.split("[^a-z]+", name))
+    named = {split for split, spellings in SPLITS.items() if words.intersection(spellings)}
+    exact = any(re.search(rf"(?<![a-z0-9]){re.escape(split)}(?![a-z0-9])", name) for split in wanted)
+    return exact or bool(named & wanted) or not named
+
+
 def _suffix(path: Path) -> str:
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
 def _records(path: Path) -> Numbered:
-    return _table_records(path) if _suffix(path) in TABLES else _json_records(path)
+    return _table_records(path) if _suffix(path) in TABLES else json_records(path)
 
 
 def _hub_records(name: str, split: str, revision: str | None) -> Numbered:
@@ -140,147 +183,6 @@ def _table_records(path: Path) -> Numbered:
         yield number + 1, Dropped(f"the rest of the {kind} file cannot be read: {type(error).__name__}")
 
 
-def _json_records(path: Path) -> Numbered:
-    """The records of JSON of any shape; where its compressed form breaks, that is one drop more."""
-    number, broken = 0, list[Dropped]()
-    pieces = _pieces(path, broken)
-    head = b"".join(islice(pieces, HEAD // PIECE))
-    reader = _in_lines if _has_lines(head) else _in_stream
-    for number, record in reader(chain([head], pieces)):
-        if not (broken and isinstance(record, Dropped) and str(record) == CUT):
-            yield number, record
-    yield from ((number + 1, reason) for reason in broken)
-
-
-def _pieces(path: Path, broken: list[Dropped]) -> Iterator[bytes]:
-    """The bytes of a file as UTF-8, unzipped; `broken` gets the reason if that does not go to the end."""
-    with path.open("rb") as file:
-        zipped = file.peek(3).startswith(b"\x1f\x8b\x08")
-        pieces = _unzipped(cast(IO[bytes], file), broken) if zipped else iter(lambda: file.read(PIECE), b"")
-        first = next(pieces, b"")
-        pieces = chain([first], pieces)
-        if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            # a backslash where it is damaged makes that record invalid JSON
-            pieces = (text.encode() for text in codecs.iterdecode(pieces, "utf-16", errors="backslashreplace"))
-        yield from pieces
-
-
-def _unzipped(file: IO[bytes], broken: list[Dropped]) -> Iterator[bytes]:
-    try:
-        with gzip.GzipFile(fileobj=file) as unzipped:
-            yield from iter(lambda: unzipped.read1(PIECE), b"")
-    except EOFError:
-        broken.append(Dropped("the compressed file ends early"))
-    except (zlib.error, gzip.BadGzipFile):
-        broken.append(Dropped("the compressed file is damaged"))
-
-
-def _has_lines(head: bytes) -> bool:
-    """Whether one of the first lines is a record by itself; in other JSON a record begins indented, or in an array."""
-    head = head.removeprefix(codecs.BOM_UTF8).lstrip()
-    lines = (_on_line(line)[0] for line in head.split(b"\n")[:100] if line.startswith(b"{"))
-    return not head.startswith(b"[") and any(
-        isinstance(record, dict) and _unwrapped(record)[0] is record for record in lines
-    )
-
-
-def _in_lines(pieces: Iterable[bytes]) -> Numbered:
-    """The records of JSONL; a line that is damaged takes no other with it."""
-    for number, line in enumerate(_lines(pieces), 1):
-        yield from ((number, record) for record in _on_line(line))
-
-
-def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Lines with their ends; a line ends at a newline and at nothing else."""
-    begun: list[bytes] = []
-    for piece in pieces:
-        *ends, rest = piece.split(b"\n")
-        for end in ends:
-            yield b"".join([*begun, end, b"\n"])
-            begun = []
-        begun.append(rest)
-    yield b"".join(begun)
-
-
-def _on_line(line: bytes) -> list[Any]:
-    """The record of a line, or what is left of it: a writer that was killed and resumed puts two on one."""
-    try:
-        text = line.decode().strip("\ufeff \t\r\n")
-        found = [json.loads(text)] if text else []
-    except UnicodeDecodeError as error:  # the end of the line cannot be missing if its newline is there
-        found = [Dropped(CUT if error.reason == "unexpected end of data" else "not UTF-8")]
-    except RecursionError:
-        found = [Dropped(DEEP)]
-    except ValueError:
-        found = list(_values(iter([text]), NOT_JSON if line.endswith(b"\n") else CUT)) or [Dropped(NOT_JSON)]
-    return found
-
-
-def _in_stream(pieces: Iterable[bytes]) -> Numbered:
-    """The records of an array, of an object that holds one, or of objects one after another over many lines."""
-    values = _values(codecs.iterdecode(pieces, "utf-8", errors="surrogateescape"), CUT)
-    return enumerate((record for value in values for record in _unwrapped(value)), 1)
-
-
-def _unwrapped(value: Any) -> list[Any]:
-    """The records of an object that is none itself and has one list of them."""
-    lists = [one for one in value.values() if isinstance(one, list)] if isinstance(value, dict) else []
-    holds = len(lists) == 1 and layout_of(value) is None and any(map(layout_of, lists[0]))
-    return lists[0] if holds else [value]
-
-
-def _values(texts: Iterator[str], cut: str) -> Iterator[Any]:
-    """JSON values, commas and brackets between them; damage is one drop, and ends at the next record."""
-    text, at, lost = "", 0, False
-    while True:
-        found = (OBJECT if lost else VALUE).search(text, at)
-        start = found.start() if found else len(text)
-        value, end, unsure = _value_at(text, start)
-        if unsure and (more := _more(texts, len(text) - start)):
-            text, at = text[start:] + more, 0
-        elif start == len(text):
-            return
-        elif isinstance(value, Dropped):
-            if not lost:
-                yield Dropped(cut) if unsure and text[start] == "{" else value
-            at, lost = start + 1, True
-        elif lost and not any(map(layout_of, _unwrapped(value))):
-            at = start + 1
-        else:
-            yield value if _is_utf8(text[start:end]) else Dropped("not UTF-8")
-            at, lost = end, False
-
-
-def _value_at(text: str, start: int) -> tuple[Any, int, bool]:
-    """The value that begins there, its end, and whether more text could change it."""
-    try:
-        value, end = DECODER.raw_decode(text, start)
-        return value, end, end == len(text) and not isinstance(value, dict)
-    except RecursionError:
-        return Dropped(DEEP), start, False
-    except ValueError as error:
-        # no escape and no literal is longer than 16; only the end of the text leaves a string open
-        unsure = getattr(error, "pos", 0) > len(text) - 16 or "Unterminated string" in str(error)
-        return Dropped(NOT_JSON), start, unsure
-
-
-def _more(texts: Iterator[str], size: int) -> str:
-    """At least so much text again, so that a long record is tried a few times only."""
-    taken: list[str] = []
-    while size >= 0 and (text := next(texts, "")):
-        taken.append(text)
-        size -= len(text)
-    return "".join(taken)
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def main(argv: list[str]) -> None:
     """What a source holds: kept, dropped and noted, by reason."""
     sources = [word for word in argv if word != "--strict"]
@@ -290,6 +192,8 @@ def main(argv: list[str]) -> None:
     for _ in read_conversations(sources[0], tally, strict="--strict" in argv):
         pass
     print(tally.table())
+    if tally.dropped:
+        print("\nThe first that were dropped, by file and line (or number of the record):", *tally.where(), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Answers of an OpenAI-compatible server, once it has shown that it runs the recipe's target."""
+"""Answers of an OpenAI-compatible server, once it has shown that it runs the recipe's target and samples from it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from typing import Any
 from urllib.error import HTTPError
 
 from data_prep.answers import Answer, Outcome, Prompt, Walk
+from data_prep.messages import BROKEN_OFF, FILTERED
+from data_prep.sampler_check import CAUSE, LIKELIEST, PROBE_TOKENS, PROBES, SamplerCheck
 from eagle.noise import mix64
 from eagle.recipe import RegenerateSection, TargetSection
 
@@ -48,6 +50,7 @@ class Endpoint:
             waits,
         )
         self.kwargs = {"chat_template_kwargs": template_kwargs} if template_kwargs else {}
+        self.sampler: SamplerCheck | None = None
         self.patience, self.streak, self.lock = max(20, 2 * section.in_flight), 0, Lock()
         served = self._served(target)
         self.model: str = served["id"]
@@ -55,7 +58,10 @@ class Endpoint:
 
     def check_tokenizer(self, ids: list[int]) -> None:
         """Refuse a server that reads the probe as another number of tokens than our tokenizer."""
-        reply = self._post("/chat/completions", self._request(Prompt(PROBE, None, ids, 1, 0)))
+        try:
+            reply = self._post("/chat/completions", self._request(Prompt(PROBE, None, ids, 1, 0)))
+        except ConnectionError as error:
+            raise ValueError(f"no answer to the probe conversation from {error}: see the server's log") from None
         counted = (reply.get("usage") or {}).get("prompt_tokens")
         if counted != len(ids):
             raise ValueError(
@@ -63,6 +69,27 @@ class Endpoint:
                 f"{len(ids)}: start the server with the recipe's model, tokenizer and chat template, or correct "
                 "target.path, data.template and data.template_kwargs"
             )
+
+    def check_sampling(self, ids: list[int], vocab_size: int) -> None:
+        """Refuse a server that answers the probe otherwise than its own probabilities expect, or with nonsense."""
+        if self.section.temperature == 0:
+            return
+        sampler = SamplerCheck(vocab_size, self.section.temperature)
+        prompts = [Prompt(PROBE, None, ids, PROBE_TOKENS, number) for number in range(PROBES)]
+        with suppress(ConnectionError):  # some servers refuse to tell probabilities
+            sampler.add(self._choice(prompts.pop(), likeliest=True)[0], PROBE)
+        sampler.tells = bool(sampler.draws)
+        if not sampler.tells:
+            print(f"{self.url} tells no probabilities: its answers are searched for broken characters alone")
+        with ThreadPoolExecutor(self.at_once) as pool:
+            try:
+                choices = list(pool.map(lambda prompt: self._choice(prompt, likeliest=sampler.tells), prompts))
+            except ConnectionError as error:
+                raise ValueError(f"no answer to the probe conversation from {error}: see the server's log") from None
+        faults = [sampler.add(choice, PROBE) for choice, _ in choices]
+        if fault := faults[-1]:
+            raise ValueError(f"{self.url} does not sample from its model: {fault}. {CAUSE}")
+        self.sampler = sampler
 
     def run(self, walks: Iterator[tuple[str, Walk]]) -> Iterator[Outcome]:
         """Every conversation's outcome, as they end."""
@@ -90,17 +117,31 @@ class Endpoint:
             return str(error)
 
     def _answer(self, prompt: Prompt) -> Answer:
-        reply = self._post("/chat/completions", self._request(prompt))
+        choice, tokens = self._choice(prompt, likeliest=self.sampler is not None and self.sampler.is_due())
+        message, finish = choice["message"], str(choice.get("finish_reason"))
+        if finish in BROKEN_OFF and finish != FILTERED:
+            raise ConnectionError(f"{self.url} broke an answer off: finish_reason {finish}")
+        if self.sampler and (fault := self.sampler.add(choice, prompt.messages)):
+            raise ValueError(
+                f"{self.url} does not sample from its model any more: {fault}. What was written before stays; the last "
+                f"of it may be as wrong: remove {self.section.out}.parts to have all asked for again. {CAUSE}"
+            )
+        answer = {"role": "assistant", "content": message.get("content") or ""}
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        answer |= {"reasoning_content": reasoning} if reasoning else {}
+        answer |= {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
+        return Answer(answer, finish, tokens)
+
+    def _choice(self, prompt: Prompt, *, likeliest: bool = False) -> tuple[dict[str, Any], int]:
+        """The answer as the server sends it, with the likeliest tokens at each place if asked for, and its length."""
+        more = {"logprobs": True, "top_logprobs": LIKELIEST} if likeliest else {}
+        reply = self._post("/chat/completions", {**self._request(prompt), **more})
         try:
             choice = reply["choices"][0]
-            said = choice["message"]
-        except (KeyError, IndexError, TypeError):
+            choice["message"].get("content")
+        except (KeyError, IndexError, TypeError, AttributeError):
             raise ConnectionError(f"{self.url} sent no answer: {str(reply)[:200]}") from None
-        message = {"role": "assistant", "content": said.get("content") or ""}
-        reasoning = said.get("reasoning_content") or said.get("reasoning")
-        message |= {"reasoning_content": reasoning} if reasoning else {}
-        message |= {"tool_calls": said["tool_calls"]} if said.get("tool_calls") else {}
-        return Answer(message, str(choice.get("finish_reason")), (reply.get("usage") or {}).get("completion_tokens", 0))
+        return choice, (reply.get("usage") or {}).get("completion_tokens", 0)
 
     def _request(self, prompt: Prompt) -> dict[str, Any]:
         section = self.section

@@ -14,10 +14,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from data_prep.answers import Local, Prompt, Walk
+from data_prep.answers import Answer, Local, Prompt, Walk
 from data_prep.conversations import Conversation, Tally, read_conversations
 from data_prep.endpoint import PROBE, Endpoint
+from data_prep.messages import FILTERED, says_something
 from data_prep.parts import begin, finished, is_whole, lines_of, open_part, put_together
+from data_prep.sampler_check import is_broken
 from data_prep.tokens import load_tokenizer
 from eagle.extract import world
 from eagle.identity import data_identity
@@ -30,6 +32,9 @@ SHORTEST_ANSWER = 8  # tokens of data.max_length that a prompt must leave
 AT_TOOLS = "cut at the first tool result, which belongs to another call"
 AT_CALL = "cut at a tool call of the target, which has no result"
 TRUNCATED = "cut at a truncated answer"
+AT_EMPTY = "cut at an empty answer"
+AT_FILTER = "cut at an answer that the server filtered"
+BROKEN_TEXT = "an answer with broken characters (U+FFFD) is not learned"
 TOO_LONG = "cut where the text fills data.max_length or the model"
 TWO_ANSWERS = "two answers in a row: one is given"
 PRINTED_OTHERWISE = "the template prints an answer otherwise than the target said it"
@@ -89,8 +94,14 @@ def walk(name: str, conversation: Conversation, reader: Reader, section: Regener
             break
         room = min(section.max_new_tokens, (reader.positions or sys.maxsize) - len(ids))
         answer = yield Prompt(list(messages), tools, ids, room, _key(name, place))
+        if left_out := _left_out(answer):
+            notes.add(left_out)
+            break
         cut = answer.finish == "length"
-        messages.append({**answer.message, **({"weight": 0} if cut and not section.keep_truncated else {})})
+        broken = is_broken(answer.message["content"], answer.finish, messages)
+        notes.update([BROKEN_TEXT] * broken)
+        unlearned = broken or (cut and not section.keep_truncated)
+        messages.append({**answer.message, **({"weight": 0} if unlearned else {})})
         reasons.append(answer.finish)
         answered, tokens = len(messages), tokens + answer.tokens
         if not reader.prints(messages, tools):
@@ -104,6 +115,13 @@ def walk(name: str, conversation: Conversation, reader: Reader, section: Regener
     record |= {"source_id": conversation.id} if name != conversation.id else {}
     record |= {"sampling": sampling_of(section), "finish_reasons": reasons}
     return {"id": name, "record": record if answered else None, "notes": sorted(notes), "tokens": tokens}
+
+
+def _left_out(answer: Answer) -> str | None:
+    """Why an answer is none that a conversation could go on from."""
+    if answer.finish == FILTERED:
+        return AT_FILTER
+    return None if says_something(answer.message) else AT_EMPTY
 
 
 def _key(name: str, place: int) -> int:
@@ -218,6 +236,7 @@ def prepared(recipe: Recipe, section: RegenerateSection) -> tuple[Endpoint | Loc
         answerer = Endpoint(recipe.target, section, recipe.data.template_kwargs)
         probed = Reader(tokenizer, recipe.data).render(PROBE, None, add_generation_prompt=True)
         answerer.check_tokenizer(probed)
+        answerer.check_sampling(probed, len(tokenizer))
     else:
         answerer = Local(Target.load(**recipe.target.model_dump()), tokenizer, section)
     return answerer, Reader(tokenizer, recipe.data, answerer.positions)
@@ -239,8 +258,9 @@ def main(argv: list[str]) -> None:
         return say(f"{out} is whole already, with the same settings: nothing to do")
     tally = Tally()
     limit, split, revision = recipe.data.limit, recipe.data.split, recipe.data.revision
-    jobs = list(named(read_conversations(section.source, tally, limit=limit, split=split, revision=revision)))
-    say(tally.table())
+    read = read_conversations(section.source, tally, limit=limit, split=split, revision=revision, answered=False)
+    jobs = list(named(read))
+    say("\n".join([tally.table(), *tally.where()]))
     answerer, reader = prepared(recipe, section)
     if said.forecast:
         return say(forecast([job for job in jobs if job[0] not in finished(out)], answerer, reader, section))

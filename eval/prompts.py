@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.conversations import read_records
-from data_prep.records import Dropped, conversation_of, layout_of
+from data_prep.messages import says_something
+from data_prep.records import Dropped, conversation_of
 from eagle.recipe import Recipe
 from eagle.target import Target
 from eagle.verify import Sampling
 
-ASKED = ("turns", "prompt", "question")  # where a record has what is asked: a text, or a list of texts
 NAMES = ("question_id", "prompt_id", "task_id", "id")
 TASKS = ("category", "task")
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
@@ -69,7 +69,7 @@ def _of_set(name: str, source: str, split: str, count: int) -> list[Question]:
         reasons = ", ".join(f"{reason} ({times})" for reason, times in dropped.most_common())
         print(f"{name}: {dropped.total()} records of {source} are no questions: {reasons}")
     if not chosen:
-        raise ValueError(f"no question in {source}: expected conversations, or records with {', '.join(ASKED)}")
+        raise ValueError(f"no question in {source}: expected conversations, or records with turns, prompt, question")
     return _told_apart(chosen)
 
 
@@ -83,21 +83,16 @@ def _read(name: str, source: str, split: str, dropped: Counter[str]) -> Iterator
 
 
 def _question(name: str, record: Any, place: str) -> Question:
-    """What a record asks: all of its turns if it is a list of questions, the first one if it is a conversation."""
+    """What a record asks: all of its turns where none is answered, the first one of a conversation."""
     if isinstance(record, Dropped):
         raise record
-    asked = _first(record, ASKED) if isinstance(record, dict) and layout_of(record) is None else None
-    task = _first(record, TASKS) if isinstance(record, dict) else None
+    conversation, _ = conversation_of(record, place, answered=False)
+    asked = [turn["content"] for turn in conversation.messages if turn["role"] == "user"]
+    task, named = _first(record, TASKS), _first(record, NAMES)
     task = task if isinstance(task, str) else None
-    if asked is None:
-        conversation, _ = conversation_of(record, place)
-        said = next(turn["content"] for turn in conversation.messages if turn["role"] == "user")
-        return Question(name, conversation.id, task, (said,))
-    turns = [asked] if isinstance(asked, str) else asked
-    if not isinstance(turns, list) or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        raise Dropped("turns that are no texts")
-    own = _first(record, NAMES)
-    return Question(name, place if own is None else str(own), task, tuple(turns))
+    if any(says_something(turn) for turn in conversation.messages if turn["role"] == "assistant"):
+        return Question(name, conversation.id, task, (asked[0],))
+    return Question(name, conversation.id if named is None else str(named), task, tuple(asked))
 
 
 def _first(record: dict[str, Any], keys: tuple[str, ...]) -> Any:

@@ -48,6 +48,8 @@ def test_odd_characters_part_no_line(tmp_path: Path) -> None:
 
 A, B, C = record("a"), record("b"), record("c")
 LINES = lines(A, B, C)
+Q = {"id": "q", "prompt": "how?", "completion": "fine"}
+QUOTED = {"context": "a text", "qas": [{"question": "what?", "answer": "this"}]}
 
 
 # fmt: off
@@ -80,6 +82,9 @@ FILES = [
     (json.dumps([A, B, C], indent=2).replace('"b"', "<?>").encode(), "ac", {"not JSON": 1}),
     (json.dumps([A, B, C]).encode().replace(b'"b"', b'"\xff"'), "ac", {"not UTF-8": 1}),
     (b"[1, 2", "", {"not an object": 2}),
+    (json.dumps({"data": [Q, Q]}, indent=1).encode(), "qq", {}),
+    (lines(QUOTED, QUOTED), "", {"unknown layout: keys context, qas": 2}),
+    (json.dumps([A, {"tools": 1, "call": {"query": "x"}}, Q]).replace("1,", "1").encode(), "aq", {"not JSON": 1}),
 ]
 # fmt: on
 
@@ -160,6 +165,41 @@ def test_a_folder_is_its_files_by_name(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("split", "files", "ids", "left_out"),
+    [
+        ("train", ["train-00000-of-00001.jsonl", "test-00000-of-00001.jsonl"], "0", "test-00000-of-00001.jsonl"),
+        ("train", ["chats.train.jsonl", "chats.dev.jsonl", "more.jsonl"], "02", "chats.dev.jsonl"),
+        ("test", ["train.jsonl", "eval.jsonl", "validation.jsonl"], "1", "train.jsonl, validation.jsonl"),
+        (
+            "train_sft",
+            ["train_sft-0.jsonl", "train_gen-0.jsonl", "test_sft-0.jsonl"],
+            "0",
+            "test_sft-0.jsonl, train_gen",
+        ),
+        ("train+test[:9]", ["train.jsonl", "test.jsonl", "val.jsonl"], "01", "val.jsonl"),
+        ("train", ["trained.jsonl", "contest.jsonl"], "01", ""),
+    ],
+)
+def test_a_folder_gives_the_files_of_its_split(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], split: str, files: list[str], ids: str, left_out: str
+) -> None:
+    """Files that are named after another split are left out, and named."""
+    for number, name in enumerate(files):
+        (tmp_path / name).write_bytes(lines(record(str(number))))
+    assert sorted(one.id for one in read_conversations(tmp_path, split=split)) == list(ids)
+    errors = capsys.readouterr().err
+    assert left_out in errors and bool(errors) == bool(left_out)
+
+
+def test_a_folder_without_the_split_is_refused(tmp_path: Path) -> None:
+    """With what is there."""
+    (tmp_path / "test.jsonl").write_bytes(LINES)
+    with pytest.raises(ValueError, match=r"no file of the split train in the folder .*holds test\.jsonl: name one of"):
+        read_conversations(tmp_path)
+    assert len(list(read_conversations(tmp_path / "test.jsonl"))) == 3
+
+
 @pytest.mark.parametrize("source", ["nowhere.jsonl", "./nowhere", "/nowhere", "a/b/c", "nowhere.json.gz", "n.parquet"])
 def test_a_missing_path_is_named(source: str) -> None:
     """What can be no hub dataset is not looked up there."""
@@ -190,7 +230,8 @@ def test_the_table_says_everything(tmp_path: Path, capsys: pytest.CaptureFixture
     path = tmp_path / "x.jsonl"
     path.write_bytes(lines(A, 1, {}, 2, {"conversations": turns("gpt: z", "human: a", "gpt: b")}))
     main([str(path)])
-    rows = [line.rsplit(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    counts, names = capsys.readouterr().out.split("\n\n")
+    rows = [line.rsplit(maxsplit=1) for line in counts.splitlines()]
     assert [(" ".join(words.split()), int(count)) for words, count in rows] == [
         ("kept", 2),
         ("dropped", 3),
@@ -198,7 +239,22 @@ def test_the_table_says_everything(tmp_path: Path, capsys: pytest.CaptureFixture
         ("dropped unknown layout: keys", 1),
         ("noted leading assistant turns cut", 1),
     ]
+    assert names.splitlines()[1:] == [f"not an object: {path}:2, {path}:4", f"unknown layout: keys : {path}:3"]
     assert read(tmp_path, b"\n")[1].noted == {"a file without records": 1}
+
+
+def test_the_first_records_of_each_reason_are_named(tmp_path: Path) -> None:
+    """File and line of as many as can be read at a glance; where there are more it says so."""
+    path, tally = tmp_path / "x.jsonl", Tally()
+    path.write_bytes(lines(A, *range(9), {"prompt": "a"}))
+    assert len(list(read_conversations(path, tally))) == 1
+    assert tally.where() == [
+        f"not an object: {', '.join(f'{path}:{line}' for line in (2, 3, 4))} ...",
+        f"no answer: {path}:11",
+    ]
+    questions = Tally()
+    assert len(list(read_conversations(path, questions, answered=False))) == 2
+    assert questions.noted == {"a question without an answer": 1}
 
 
 SHELLS = {"lines": (b"", b"\n", b"\n"), "array": (b"[", b", ", b"]"), "spaced": (b"[\n", b",\n", b"\n]\n")}

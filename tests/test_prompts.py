@@ -86,6 +86,24 @@ def test_one_question_of_each_source_and_layout(recipe: Recipe, tmp_path: Path) 
     assert list(question_sets(folder)) == ["code"] and questions(folder)[0].turns == ("def f():",)
 
 
+def test_prompts_of_well_known_sets_are_questions(recipe: Recipe, tmp_path: Path) -> None:
+    """Arena-hard's turns, TRL's prompts, alpaca without answers; questions to a conversation with answers are one."""
+    turns = [
+        {"role": "user", "content": "E?"},
+        {"role": "assistant", "content": "f"},
+        {"role": "user", "content": "G?"},
+    ]
+    records: list[dict[str, Any]] = [
+        {"question_id": "x", "cluster": "c", "turns": [{"content": "A?"}]},
+        {"prompt": [{"role": "user", "content": "B?"}]},
+        {"instruction": "C", "input": "D?", "output": ""},
+        {"messages": turns, "question_id": 3, "id": "m"},
+    ]
+    found = questions(asking(recipe, written(tmp_path / "q.jsonl", [*records, {"prompt": "H?", "images": ["a.png"]}])))
+    assert [one.turns for one in found] == [("A?",), ("B?",), ("C\n\nD?",), ("E?",)]
+    assert [one.id for one in found] == ["x", "q.jsonl:2", "q.jsonl:3", "m"]
+
+
 def test_what_is_no_question_is_counted(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Damaged, empty and unknown records are said; equal ids are told apart; nothing at all is refused."""
     good = [{"turns": ["A?"], "question_id": 1}, {"turns": ["B?"], "question_id": 1}]

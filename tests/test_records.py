@@ -49,6 +49,7 @@ def wrong_with(conversation: Conversation) -> list[str]:
 
 QUESTION, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 CALLED = [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
+AB = ["user: a", "assistant: b"]
 OPENAI = {
     "messages": [
         {"role": "developer", "content": "be brief"},
@@ -73,6 +74,26 @@ LAYOUTS = [
     ({"instruction": "c", "input": "d", "output": "e", "system": "s", "history": [["a", "b"]]},
      ["system: s", "user: a", "assistant: b", "user: c\n\nd", "assistant: e"]),
 ]
+DATASETS = [
+    ("LMSYS-Chat-1M", {"conversation_id": "7", "model": "m", "conversation": [QUESTION, ANSWER], "redacted": False},
+     AB),
+    ("WildChat", {"conversation_hash": "7", "conversation": [{**QUESTION, "toxic": False}, ANSWER], "turn": 1}, AB),
+    ("LangChain's roles", {"messages": [{"role": "human", "content": "a"}, {"role": "ai", "content": "b"}]}, AB),
+    ("prompt and completion", {"prompt": "a", "completion": "b"}, AB),
+    ("TRL, conversational", {"prompt": [QUESTION], "completion": [ANSWER]}, AB),
+    ("prompt and response", {"prompt": "a", "response": "b"}, AB),
+    ("GSM8K", {"question": "a", "answer": "b"}, AB),
+    ("OpenOrca", {"system_prompt": "s", "question": "a", "response": "b"}, ["system: s", *AB]),
+    ("Dolly", {"instruction": "a", "context": "c", "response": "b"}, ["user: a\n\nc", "assistant: b"]),
+    ("UltraChat", {"id": "7", "data": ["a", "b", "c", "d"]}, [*AB, "user: c", "assistant: d"]),
+    ("Tulu, preferences", {"prompt": "a", "chosen": [QUESTION, ANSWER], "rejected": [QUESTION, ANSWER]}, AB),
+    ("TRL, preferences", {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, ANSWER]}, AB),
+    ("Orca DPO", {"system": "", "question": "a", "chosen": "b", "rejected": "c"}, AB),
+    ("OASST tree", {"message_tree_id": "7", "prompt": {"role": "prompter", "text": "a", "replies": [
+        {"role": "assistant", "text": "worse", "rank": 1, "replies": []},
+        {"role": "assistant", "text": "b", "rank": 0, "replies": [{"role": "prompter", "text": "c", "replies": []}]}]}},
+     AB),
+]
 # fmt: on
 
 
@@ -80,6 +101,14 @@ LAYOUTS = [
 def test_a_layout_is_read(one: dict[str, Any], expected: list[str]) -> None:
     """ShareGPT, OpenAI and alpaca, mixed or not, with the content as it was."""
     assert said(one) == expected
+
+
+@pytest.mark.parametrize(("one", "expected"), [row[1:] for row in DATASETS], ids=[row[0] for row in DATASETS])
+def test_a_datasets_layout_is_read(one: dict[str, Any], expected: list[str]) -> None:
+    """The records of well-known datasets, by the keys that they have."""
+    assert said(one) == expected
+    if "7" in one.values():
+        assert conversation_of(one, "x:1")[0].id == "7"
 
 
 def test_openai_calls_and_tools_are_kept() -> None:
@@ -91,7 +120,8 @@ def test_openai_calls_and_tools_are_kept() -> None:
         {"role": "tool", "content": "2", "name": "add", "tool_call_id": "c1"},
         {"role": "assistant", "content": "2", "reasoning_content": "easy", "weight": 0},
     ]
-    assert conversation.tools == [{"type": "function", "function": TOOL}] and not notes
+    assert conversation.tools == [{"type": "function", "function": TOOL}]
+    assert notes == {"an answer is marked as not to be learned"}
 
 
 @pytest.mark.parametrize(
@@ -131,6 +161,8 @@ SHAPES = [
     (turns("human: a", "gpt: b", "human: c"), ["user: a", "assistant: b"], "turns after the last answer cut"),
     (turns("human: a", "gpt: b", "system: s", "human: c", "gpt: d"),
      ["user: a", "assistant: b", "system: s", "user: c", "assistant: d"], None),
+    (turns("gpt: ", "human: a", "gpt: b"), ["user: a", "assistant: b"], "leading assistant turns cut"),
+    (turns("human: ", "gpt: z", "human: a", "gpt: b"), ["user: a", "assistant: b"], "leading user turns cut"),
 ]
 # fmt: on
 
@@ -166,6 +198,21 @@ REASONS = [
     ({"conversations": turns("gpt: a", "human: b")}, "no answer"),
     ({"conversations": turns("human: a", "gpt: ")}, "no answer"),
     ({"conversations": turns("gpt: a")}, "no user turn"),
+    ({"conversations": turns("gpt: a", "human: ", "gpt: b", "human: \u200b")}, "every user turn is empty"),
+    ({"conversations": turns("human: a", "gpt: ", "human: b", "gpt: c")}, "an empty turn before the first answer"),
+    ({"conversations": turns("human: a", "human: ", "gpt: c")}, "an empty turn before the first answer"),
+    ({**record("a"), "images": ["a.png"]}, "images beside the text"),
+    ({**record("a"), "image": "a.png"}, "image beside the text"),
+    ({**record("a"), "videos": [{"path": "a.mp4"}]}, "videos beside the text"),
+    (with_turn(role="user", content="a", images=["a.png"]), "images beside the text"),
+    (with_turn(role="user", content="<image>\nWhat is it?"), "a placeholder in the text: <image>"),
+    ({"prompt": "a", "completion": "b", "label": False}, "marked as not to be learned: label"),
+    ({**record("a"), "train": False}, "marked as not to be learned: train"),
+    ({"question": "a", "choices": ["b", "c"], "answer": "B"}, "a question with choices"),
+    ({"data": ["a"]}, "no answer"),
+    ({"prompt": "a"}, "no answer"),
+    ({"prompt": 3, "completion": "b"}, "content that is not text: int"),
+    ({"chosen": "Human: a", "rejected": "Human: b"}, "unknown layout: keys chosen, rejected"),
     ({"conversations": ["a"]}, "a turn that is not an object"),
     ({"conversations": [{"value": "a"}]}, "a turn without a role"),
     ({"conversations": turns("narrator: a")}, "unknown role 'narrator'"),
@@ -198,6 +245,76 @@ def test_a_record_is_dropped_by_name(one: Any, reason: str) -> None:
     assert str(dropped.value) == reason
 
 
+@pytest.mark.parametrize(
+    "mark", [{"weight": 0.0}, {"label": False}, {"loss_weight": 0}, {"train": False}, {"loss": False}, {"training": 0}]
+)
+def test_an_answer_that_is_marked_is_read_but_not_learned(mark: dict[str, Any]) -> None:
+    """In the words of OpenAI, Axolotl, ms-swift and others; the history keeps it."""
+    marked = {"messages": [QUESTION, {**ANSWER, **mark}, QUESTION, ANSWER]}
+    conversation, notes = conversation_of(marked, "x:1")
+    assert [turn.get("weight") for turn in conversation.messages] == [None, 0, None, None]
+    assert notes == {"an answer is marked as not to be learned"}
+    unmarked = {key: True for key in mark} | {"label": "good", "loss": 1.5}
+    kept, notes = conversation_of({"messages": [QUESTION, {**ANSWER, **unmarked}]}, "x:1")
+    assert kept.messages[1].get("weight", 1) == 1 and not notes
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected", "note"),
+    [
+        ("stop", [None, None], None),
+        ("length", [0, None], "a truncated answer is not learned"),
+        ("max_tokens", [0, None], "a truncated answer is not learned"),
+        ("abort", None, "cut at an answer that was broken off: abort"),
+        ("content_filter", None, "cut at an answer that was broken off: content_filter"),
+    ],
+)
+def test_an_answer_that_did_not_end_is_not_learned(reason: str, expected: Any, note: str | None) -> None:
+    """One cut at its limit stays in the history; one that was aborted or filtered ends the conversation before it."""
+    turns = [QUESTION, {**ANSWER, "finish_reason": reason}, QUESTION, ANSWER]
+    before = [QUESTION, {"role": "assistant", "content": "first"}]
+    conversation, notes = conversation_of({"messages": [*before, *turns]}, "x:1")
+    weights = [turn.get("weight") for turn in conversation.messages if turn["role"] == "assistant"]
+    assert weights == [None, *(expected or [])] and (note in notes if note else not notes)
+    if expected is None:
+        with pytest.raises(Dropped, match=f"^the first answer was broken off: {reason}$"):
+            conversation_of({"messages": turns}, "x:1")
+    alone = {"prompt": "a", "completion": "b", "finish_reason": reason}
+    if expected is not None:
+        assert conversation_of(alone, "x:1")[0].messages[1].get("weight") == expected[0]
+
+
+def test_placeholders_are_told_from_markup() -> None:
+    """An XML element named image, closed again, is text."""
+    for text in ("<image><url>a</url></image>", "`<imagen>`", "<image href='a'/>"):
+        assert said({"prompt": text, "completion": "b", "images": []})[0] == f"user: {text}"
+
+
+# fmt: off
+QUESTIONS = [
+    ({"turns": [{"content": "a"}], "question_id": "1", "cluster": "x"}, ["user: a", "assistant: "]),  # arena-hard
+    ({"turns": ["a", "b"]}, ["user: a", "assistant: ", "user: b", "assistant: "]),  # MT-bench
+    ({"prompt": "a", "prompt_id": "1"}, ["user: a", "assistant: "]),
+    ({"prompt": [QUESTION]}, ["user: a", "assistant: "]),
+    ({"instruction": "a", "input": "b"}, ["user: a\n\nb", "assistant: "]),
+    ({"conversations": turns("system: s", "human: a")}, ["system: s", "user: a", "assistant: "]),
+    ({"conversations": turns("human: a", "gpt: ", "human: c", "gpt: d")},
+     ["user: a", "assistant: ", "user: c", "assistant: d"]),
+    ({"conversations": turns("human: a", "gpt: b", "human: c")}, ["user: a", "assistant: b", "user: c", "assistant: "]),
+    ({"messages": [QUESTION, {**ANSWER, "finish_reason": "abort"}], "label": False}, ["user: a", "assistant: b"]),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("one", "expected"), QUESTIONS)
+def test_questions_alone_do_where_answers_are_to_come(one: dict[str, Any], expected: list[str]) -> None:
+    """Regeneration needs what is asked; whether and how it was answered is no reason to drop it."""
+    messages = conversation_of(one, "x:1", answered=False)[0].messages
+    assert [f"{turn['role']}: {turn['content']}" for turn in messages] == expected
+    with pytest.raises(Dropped, match=r"^no user turn$"):
+        conversation_of({"conversations": turns("system: s", "gpt: b")}, "x:1", answered=False)
+
+
 TEXT = st.text(st.characters(exclude_categories=()), max_size=8)  # lone surrogates, too
 WORDS = st.sampled_from([*ROLES, "text", "reasoning", "tool_call", "image_url", '{"name": "f", "arguments": {}}', "[]"])
 KEYS = st.sampled_from(["from", "value", "role", "content", "type", "text", "name", "arguments", "function", "id"])
@@ -205,7 +322,7 @@ ANY = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | TEXT | WORDS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS | TEXT, inner, max_size=4),
 )
-EXTRAS = ("tool_calls", "weight", "name", "reasoning_content", "tool_call_id")
+EXTRAS = ("tool_calls", "weight", "name", "reasoning_content", "tool_call_id", "train", "finish_reason", "images")
 TURN = st.fixed_dictionaries(
     {"role": st.sampled_from([*ROLES]), "content": st.sampled_from(["b", "c"]) | TEXT | WORDS | ANY},
     optional=dict.fromkeys(EXTRAS, st.sampled_from([None, [], ""]) | ANY),
@@ -217,7 +334,8 @@ CHAT = st.builds(
     st.tuples(GOOD, st.lists(TURN | ANY, max_size=1), GOOD),
     st.dictionaries(st.sampled_from(["tools", "system", "id", "chosen"]), ANY, max_size=1),
 )
-FIELDS = st.sampled_from(["conversations", "messages", "instruction", "input", "output", "history", "tools", "id"])
+KNOWN = ["conversations", "messages", "conversation", "prompt", "question", "data", "turns", "chosen", "instruction"]
+FIELDS = st.sampled_from([*KNOWN, "input", "output", "completion", "answer", "history", "tools", "id", "finish_reason"])
 
 
 def test_any_value_is_a_conversation_or_a_reason() -> None:
@@ -227,15 +345,17 @@ def test_any_value_is_a_conversation_or_a_reason() -> None:
     @given(st.sampled_from([CHAT, CHAT, ANY, st.dictionaries(FIELDS, ANY)]).flatmap(lambda values: values))
     @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     def fuzz(one: Any) -> None:
-        try:
-            kept.append(conversation_of(one, "x:1")[0])
-        except Dropped as reason:
-            assert str(reason).isprintable() and len(str(reason)) < 400
-        else:
-            assert not wrong_with(kept[-1])
+        for answered in (True, False):
+            try:
+                conversation = conversation_of(one, "x:1", answered=answered)[0]
+            except Dropped as reason:
+                assert str(reason).isprintable() and len(str(reason)) < 400
+            else:
+                kept.append(conversation)
+                assert not [fault for fault in wrong_with(conversation) if answered or fault != "says something"]
 
     fuzz()
-    assert len(kept) > 20  # else it says little
+    assert len(kept) > 40  # else it says little
 
 
 def test_the_check_of_shape_can_fail() -> None:
