@@ -96,6 +96,7 @@ def test_prompts_are_read_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) 
     """A prompt read in pieces leaves what one forward leaves."""
     monkeypatch.setattr("eagle.target.PREFILL_CHUNK", 6)
     chunked = Target(build(name))
+    chunked.reader.check()  # once, at the first text
     with counting(chunked) as counts:
         news = chunked.begin(PROMPT, GREEDY, taps=(0, 2, -1))
     assert counts == [6, 6, 6, 2]

@@ -22,8 +22,9 @@ from eagle.drafters.blocks import head_shape
 from eagle.drafters.growth import grow
 from eagle.examples import Batch
 from eagle.judge import judged_batch
+from eagle.loading import load_model, tokenizer_of
 from eagle.objectives import Kind, LanguageHead, Objective, OwnHead, distilled
-from eagle.target import Target, tokenizer_of
+from eagle.target import Target
 from eagle.tree import DraftTree, Paths
 
 Divergence = Literal["tokens", "forward_kl", "reverse_kl", "jsd", "tv"]
@@ -66,7 +67,7 @@ class DraftModel(TrainableDrafter):
         """A new model of the target's vocabulary, or the one that the settings name."""
         if settings.model is None:
             return cls(settings, _small(target_config, settings))
-        model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
+        model = load_model(settings.model, torch.float32)
         known = tokenizer_of(settings.model), tokenizer_of(target_config._name_or_path)
         check_vocabulary(*known, model.config.get_text_config().vocab_size, target_config.vocab_size)
         return cls(settings, model.config, model)
