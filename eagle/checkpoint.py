@@ -88,7 +88,10 @@ def from_pretrained(path: str | Path, revision: str | None = None) -> TrainableD
     if absent := [name for name in ON_HUB[:2] if not (folder / name).is_file()]:
         raise ValueError(f"no head in {path}: {', '.join(absent)} missing; expected a folder that save_head wrote")
     if "settings" not in json.loads((folder / "config.json").read_text()):
-        raise ValueError(f"the config.json in {path} is none of this project's: expected the keys settings and shape")
+        raise ValueError(
+            f"the config.json in {path} is none of this project's: expected the keys settings and shape; a head that "
+            "was exported, or that another tool made, comes in by `eagle import`"
+        )
     return load_head(folder)
 
 

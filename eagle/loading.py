@@ -19,14 +19,14 @@ def load_model(path: str | Path, dtype: torch.dtype, adapter: str | None = None,
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ValueError(f"{path} is no model: got a folder without config.json, expected one of save_pretrained")
     try:
-        model: Any
-        model, report = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True, **source)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True, **source)
     except OSError as error:
         raise ValueError(f"no model at {path}: expected a folder of save_pretrained, or a hub id") from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise
         raise ValueError(f"{path} holds weights of other sizes than its config.json says: {error}") from error
+    model, report = loaded
     check_weights(path, model, report)
     return model if adapter is None else merge_adapter(model, adapter)
 
@@ -75,9 +75,12 @@ def check_model(model: Any) -> None:
         raise ValueError(f"Target takes a model, got the path {str(model)!r}: use Target.load({str(model)!r})")
     if not hasattr(model, "get_output_embeddings") or not hasattr(model, "base_model"):
         raise ValueError(f"Target takes a model of transformers, got {type(model).__name__}: load one with Target.load")
-    if model.get_output_embeddings() is None or model.base_model is model:
+    name = type(model).__name__
+    if model.base_model is model and model.get_output_embeddings() is not None:
+        raise ValueError(f"{name} keeps no base model apart from its LM head: the states between them cannot be read")
+    if model.get_output_embeddings() is None:
         raise ValueError(
-            f"{type(model).__name__} has no LM head: got a model that is no causal language model of transformers, "
+            f"{name} has no LM head: got a model that is no causal language model of transformers, "
             "expected one of AutoModelForCausalLM"
         )
 

@@ -30,9 +30,9 @@ class TreeReader:
 
     def use(self, grouped: bool) -> None:
         """Attend by `grouped_attention`, or as the model does."""
-        layers = decoder_layers(self.original.base_model, self.config.num_hidden_layers)
+        layers = decoder_layers(self.original, self.config.num_hidden_layers)
         self.model, own_config = share_weights(self.original, self.config, layers)
-        self.layers = decoder_layers(self.model.base_model, len(layers))
+        self.layers = decoder_layers(self.model, len(layers))
         self.masks, self.settings = Masks(self.original, self.config, grouped), vars(own_config)
         if grouped:
             self.settings[SWITCH] = "eagle_grouped"  # past the property, of which other configs would hear
@@ -94,7 +94,9 @@ class TreeReader:
         count = self._prompt_length()
         size = self.original.get_input_embeddings().weight.shape[0]
         order = torch.randperm(min(size, 4096), generator=torch.Generator().manual_seed(0))
-        tokens, cache = order[torch.arange(count + 6) % len(order)], TreeCache(self.config.num_hidden_layers)
+        # a long prompt repeats itself, so that whoever picks the best few of its tokens meets ties
+        places = torch.cat([torch.arange(count) % 5, torch.arange(5, 11)]) % len(order)
+        tokens, cache = order[places], TreeCache(self.config.num_hidden_layers)
         try:
             expected, limit = self._read_paths(tokens, count)
             nodes = self._read_tree(tokens, count, cache)
@@ -135,8 +137,8 @@ class TreeReader:
 
     def _read_copies(self, tokens: Tensor, count: int, cache: TreeCache) -> Tensor:
         """[COPIES, D] of one token that stands many times in one place, behind a prompt of large and random values."""
-        for layer in cache.layers:
-            values = layer.value_rows.buffer[:, :, :count]  # else a row more or less drowns in rounding
+        for rows in cache.every[1:-1:2]:
+            values = rows.buffer[:, :, :count]  # else a row more or less drowns in rounding
             values.copy_(torch.arange(values.numel()).sin().view_as(values) * 100)
         cache.length = count
         seen = torch.eye(1 + COPIES, dtype=torch.bool)
@@ -152,12 +154,14 @@ class TreeReader:
         return max([6, *(window + 2 for window in named - known if window + 2 <= most)])
 
 
-def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
-    """The model's stack of decoder layers: its first module list of that length."""
-    for module in base.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise ValueError(f"{type(base).__name__} has no module list of {count} layers: its layers cannot be tapped")
+def decoder_layers(model: Any, count: int) -> nn.ModuleList:
+    """The model's stack of decoder layers: the outermost module list of that length, the last where towers have such."""
+    lists = [(name, module) for name, module in model.base_model.named_modules() if isinstance(module, nn.ModuleList)]
+    stacks = [(name.count("."), module) for name, module in lists if len(module) == count]
+    if not stacks:
+        kind = type(model.base_model).__name__
+        raise ValueError(f"{kind} has no module list of {count} layers: its layers cannot be tapped")
+    return min(reversed(stacks), key=lambda stack: stack[0])[1]
 
 
 def _refusal(config: Any, reason: str) -> str:

@@ -219,7 +219,14 @@ class Target:
         self._check_taps(taps)
         with self.turn.lock, self.reader.tapping(taps) as tapped:
             tapped[-1] = self.reader.read_texts(tokens.to(self.device))
-        return torch.stack([tapped[tap].to(self.device, dtype) for tap in taps], dim=2)
+        states = [tapped[tap].to(self.device, dtype) for tap in taps if tap in tapped]
+        if len(states) < len(taps) or any(state.shape != states[0].shape for state in states):
+            shapes = {tap: tuple(state.shape) for tap, state in tapped.items()}
+            raise ValueError(
+                f"{self.config.model_type} hands states of different shapes from layer to layer, {shapes}, expected "
+                f"[batch, tokens, width] in layers {taps} (-1 is the LM head's input): its layers cannot be tapped"
+            )
+        return torch.stack(states, dim=2)
 
     def _forward(self, tokens: Tensor, positions: list[int], seen: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The LM head's input [N, D] and tapped states [N, L, D] at N tokens behind the text; `seen` as in Masks."""
