@@ -178,6 +178,22 @@ def test_longrope_is_read_with_one_set_of_frequencies(family: str, monkeypatch: 
     assert generate(target, NoDrafter(), long[:30], max_new_tokens=11, stop=[]).finish == "length"
 
 
+def test_drafts_end_where_longrope_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What plain decoding ends in time, drafts end too: none reaches across the border."""
+    overrides = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 40}
+    monkeypatch.setitem(FAMILIES, "longrope", ("llama", overrides))
+    target = Target(build("longrope"))
+    prompts = [random_tokens(30, seed=seed) for seed in range(20)]
+    answers = [own_answer(target.model, prompt, 11) for prompt in prompts]
+    ends = [(*pair, pair[1][-1]) for pair in zip(prompts, answers, strict=True) if pair[1][-1] not in pair[1][:-1]]
+    for prompt, answer, last in ends[:3]:
+        options: dict[str, Any] = {"max_new_tokens": 40, "stop": [last]}
+        drafter = PlantedTrees(prompt + answer + [1] * 8, right=8)
+        plain, drafted = (generate(target, which, prompt, **options) for which in (NoDrafter(), drafter))
+        assert drafted.tokens == plain.tokens == answer and drafted.finish == plain.finish == "stop"
+        assert drafted.acceptance_length > 2
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
