@@ -155,7 +155,7 @@ class TreeReader:
 
 
 def decoder_layers(model: Any, count: int) -> nn.ModuleList:
-    """The model's stack of decoder layers: the outermost module list of that length, the last where towers have such."""
+    """The model's stack of decoder layers: its outermost list of that length, behind any tower."""
     lists = [(name, module) for name, module in model.base_model.named_modules() if isinstance(module, nn.ModuleList)]
     stacks = [(name.count("."), module) for name, module in lists if len(module) == count]
     if not stacks:

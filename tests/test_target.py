@@ -91,6 +91,16 @@ def test_forget_reads_the_whole_prompt_again(target: Target) -> None:
     assert counts == [len(PROMPT)]
 
 
+def test_forget_follows_a_change_of_weights(target: Target) -> None:
+    """A target reads with the model's weights as they are, but keeps what it has read until it is told."""
+    options: dict[str, Any] = {"max_new_tokens": 12, "stop": []}
+    generate(target, NoDrafter(), PROMPT, **options)
+    with torch.no_grad():
+        target.model.base_model.layers[0].mlp.up_proj.weight *= -1
+    target.forget()
+    assert generate(target, NoDrafter(), PROMPT, **options).tokens == own_answer(target.model, PROMPT, 12)
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma3", "gpt2"])
 def test_prompts_are_read_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt read in pieces leaves what one forward leaves."""
