@@ -126,24 +126,31 @@ def grouped_attention(
 AttentionInterface.register("eagle_grouped", grouped_attention)
 
 
-SWITCH = "_attn_implementation_internal"  # set without the property, which costs 25 us of every token
+SWITCH = "_attn_implementation_internal"  # where a config holds the name of its attention
+
+
+def can_group(model: Any, config: Any) -> bool:
+    """Whether a model may attend by `grouped_attention`: one that takes any registered attention, without windows."""
+    return (
+        model._supports_attention_backend
+        and vars(config).get(SWITCH) == "sdpa"
+        and not any(windows_of(config).values())
+    )
+
+
+def windows_of(config: Any) -> dict[str, int | None]:
+    """The window of each type of layer; None where all that was before is seen."""
+    window = getattr(config, "sliding_window", None)
+    kinds = sorted(set(getattr(config, "layer_types", None) or ["any"]))
+    return {kind: None if kind == "full_attention" else window for kind in kinds}
 
 
 class Masks:
-    """Additive masks, which are right in eager and sdpa alike: one, or one per layer type where windows slide.
+    """Additive masks, which are right in eager and sdpa alike: one, or one per layer type where windows slide."""
 
-    While it is entered, the model attends by `grouped_attention`, if it can.
-    """
-
-    def __init__(self, model: Any, config: Any) -> None:
+    def __init__(self, model: Any, config: Any, grouped: bool) -> None:
         self.dtype, self.device = model.dtype, model.get_input_embeddings().weight.device
-        self.settings = vars(config)
-        types = set(getattr(config, "layer_types", None) or ["any"])
-        window = getattr(config, "sliding_window", None)
-        self.windows = {kind: None if kind == "full_attention" else window for kind in types}
-        self.grouped = (
-            model._supports_attention_backend and self.settings.get(SWITCH) == "sdpa" and not any(self.windows.values())
-        )
+        self.windows, self.grouped = windows_of(config), grouped
         self.unmasked = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
 
     def __call__(self, start: int, positions: list[int], seen: Tensor | None) -> Tensor | dict[str, Tensor]:
@@ -168,16 +175,6 @@ class Masks:
             mask.masked_fill_(places[-len(seen) :, None] - places >= window, lowest)
         return mask[None, None].to(self.device)
 
-    def __enter__(self) -> None:
-        """From here on the model attends by `grouped_attention`, if it can."""
-        if self.grouped:
-            self.settings[SWITCH] = "eagle_grouped"
-
-    def __exit__(self, *_: object) -> None:
-        """The model is as it was."""
-        if self.grouped:
-            self.settings[SWITCH] = "sdpa"
-
 
 def why_no_trees(model: Any, config: Any) -> str | None:
     """The reason for which this model cannot read a tree, or None."""
@@ -195,7 +192,7 @@ def why_no_trees(model: Any, config: Any) -> str | None:
         why = f"has layers of type {sorted(unknown)}, for which no tree mask is known"
     else:
         return None
-    return f"{config.model_type} cannot read a tree: it {why}. Taps, extraction and training work; decoding does not."
+    return why
 
 
 def rope_border(config: Any) -> float:

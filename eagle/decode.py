@@ -15,6 +15,7 @@ from torch import Tensor
 from eagle.drafter import Budget, Committed, Drafter, Policy
 from eagle.target import Target
 from eagle.tree import DraftTree
+from eagle.turns import turn_of
 from eagle.verify import Choose, Sampling, verify
 
 
@@ -156,22 +157,26 @@ def stream(
     clock = _Clock(target.device, timing)
     learn = getattr(budget, "learn", None)
 
-    drafter.begin(choose.offer(target.vocab_size, target.device))
-    news = [target.begin(prompt, choose, drafter.taps, room=max_new_tokens + budget.nodes + 1)]  # not told yet
+    turn, this = turn_of(drafter), object()  # whoever begins later on this drafter or target takes it away
+    with turn.beginning(this):
+        drafter.begin(choose.offer(target.vocab_size, target.device))
+    room = max_new_tokens + budget.nodes + 1
+    news = [target.begin(prompt, choose, drafter.taps, room, this)]  # not told yet
     yield until.commit(trace, [news[0].root])
     while trace.finish == "running":
         clock.start()
         # what lies deeper than the last token wanted could only be cut off again
-        here = budget.within(max_new_tokens - len(trace.tokens) - 1)
+        here = budget.within(target.levels(max_new_tokens - len(trace.tokens) - 1))
         tree = DraftTree.chain([news[-1].root])
         if not here.is_empty:
-            tree, news = drafter.propose(Committed.joined(news), here), []
+            with turn.of(this):
+                tree, news = drafter.propose(Committed.joined(news), here), []
         clock.lap("draft")
-        reading = target.read(tree)
+        reading = target.read(tree, this)
         clock.lap("target")
         path, root = verify(reading, choose)
         clock.lap("verify")
-        target.keep(tree, path)
+        target.keep(tree, path, this)
         news.append(Committed(tree.tokens[path], reading.features_at(path), root))
         new = until.commit(trace, [*news[-1].tokens.tolist()[1:], root])
         clock.lap("other")

@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,28 +14,35 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eagle.attention import Masks, TreeCache, rope_border, why_no_trees
+from eagle.attention import Masks, TreeCache, rope_border
 from eagle.device import best_device, fastest_dtype, in_dtype
 from eagle.drafter import Committed, TargetHead
+from eagle.loading import check_model, dtype_of, load_model, tokenizer_of
+from eagle.reader import TreeReader
 from eagle.tree import DraftTree, Reading
+from eagle.turns import Turn
 from eagle.verify import Choose, Sampling
 
 PREFILL_CHUNK = 1024
+ONE_TEXT = (
+    "this target has begun another text or forgotten this one, and a target reads one text at a time: finish one "
+    "stream before the next begins, or make a second target over the same weights, "
+    "Target(target.model, target.tokenizer)"
+)
 
 
 class Target:
     """A causal language model that reads trees: `begin` a prompt, `read` a tree, `keep` the accepted path."""
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
+        check_model(model)
         self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
         self.config = model.config.get_text_config()
-        self.layers = _decoder_layers(model.base_model, self.config.num_hidden_layers)
+        self.reader, self.turn = TreeReader(model, self.config), Turn(ONE_TEXT)
         self.device = model.get_input_embeddings().weight.device
         self.vocab_size = model.get_output_embeddings().weight.shape[0]  # may be more than the tokenizer knows
         self.head = self._borrow_head()
-        self.masks = Masks(model, self.config)
         self.border = rope_border(self.config)
         self.sharded = False
         self.taps: tuple[int, ...] = ()
@@ -56,17 +62,10 @@ class Target:
         adapter: str | None = None,
     ) -> Target:
         """A target from a folder or a hub id; dtype "auto" takes bf16 only where it is faster on this device."""
-        if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-            raise ValueError(f"{path} is no model: got a folder without config.json, expected one of save_pretrained")
         device = best_device() if device == "auto" else device
-        dtype = fastest_dtype(device) if dtype == "auto" else dtype
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        dtype = fastest_dtype(device) if dtype == "auto" else dtype_of(dtype)
         source = {"revision": revision, "trust_remote_code": trust_remote_code}
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device_map, **source)
-        except OSError as error:
-            raise ValueError(f"no model at {path}: expected a folder of save_pretrained, or a hub id") from error
-        model = model if adapter is None else _merged(model, adapter)
+        model = load_model(path, dtype, adapter, device_map=device_map, **source)
         if device_map is None and not getattr(model, "is_quantized", False):
             mixed = model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict  # by design, not by dequantising
             model = (model if mixed else in_dtype(model, dtype)).to(device)
@@ -80,9 +79,20 @@ class Target:
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         for layer in self.layers:  # one at a time goes from the host to the device, of which its share stays
             fully_shard(layer, mesh=mesh)
-        self.model.to(self.device)
+        for model in (self.reader.model, self.model):  # they share weights, but not buffers
+            model.to(self.device)
         self.sharded = True
         return self
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers as this target runs them: their weights are the model's, their hooks are not."""
+        return self.reader.layers
+
+    @property
+    def masks(self) -> Masks:
+        """What new tokens see."""
+        return self.reader.masks
 
     @property
     def max_positions(self) -> int | None:
@@ -114,15 +124,21 @@ class Target:
         return replace(sampling, **fields)
 
     @torch.inference_mode()
-    def begin(self, prompt: list[int], choose: Choose, taps: tuple[int, ...] = (), room: int = 0) -> Committed:
-        """Read a prompt after which `room` tokens are expected; what its start shares with the cache is not reread."""
+    def begin(
+        self, prompt: list[int], choose: Choose, taps: tuple[int, ...] = (), room: int = 0, stream: Any = None
+    ) -> Committed:
+        """Read a prompt after which `room` tokens are expected; what its start shares with the cache is not reread.
+
+        From here on the target reads for this `stream` alone, any object: calls for another are refused.
+        """
         self._check_prompt(prompt)
-        if reason := why_no_trees(self.model, self.config):
-            raise ValueError(reason)
         self._check_taps(taps)
-        hidden = self._extended(prompt[self._rewind(prompt, taps, room) :])
-        last = Reading(DraftTree.chain(prompt[-1:]), self.head.logits(hidden[-1:]), None, [len(prompt)], prompt[:-1])
-        features = self.cache.tapped.buffer[0, :, : len(prompt)].transpose(0, 1).clone() if taps else None
+        with self.turn.beginning(stream):
+            self.reader.check()
+            hidden = self._extended(prompt[self._rewind(prompt, taps, room) :])
+            logits = self.head.logits(hidden[-1:])
+            features = self.cache.tapped.buffer[0, :, : len(prompt)].transpose(0, 1).clone() if taps else None
+        last = Reading(DraftTree.chain(prompt[-1:]), logits, None, [len(prompt)], prompt[:-1])
         return Committed(torch.tensor(prompt), features, choose(last, [0])[0])
 
     def _rewind(self, text: list[int], taps: tuple[int, ...] = (), room: int = 0) -> int:
@@ -136,10 +152,11 @@ class Target:
         return shared
 
     @torch.inference_mode()
-    def extend(self, tokens: list[int]) -> Tensor:
+    def extend(self, tokens: list[int], stream: Any = None) -> Tensor:
         """Commit these tokens; [V], the logits after the last of them."""
-        self._check_border(len(self.text), len(self.text) + len(tokens))
-        return self.head.logits(self._extended(tokens)[-1])
+        with self.turn.of(stream):
+            self._check_border(len(self.text), len(self.text) + len(tokens))
+            return self.head.logits(self._extended(tokens)[-1])
 
     def _extended(self, tokens: list[int]) -> Tensor:
         """The LM head's input at the last tokens committed."""
@@ -152,80 +169,75 @@ class Target:
         return hidden
 
     @torch.inference_mode()
-    def ahead(self, tokens: Tensor, depths: list[int], seen: Tensor) -> Tensor:
+    def ahead(self, tokens: Tensor, depths: list[int], seen: Tensor, stream: Any = None) -> Tensor:
         """[K, V] logits of one more level of a draft behind the text: all its R rows stand `depths` deep.
 
         The new rows are the last K; `seen` [K, R] tells which rows they see. None is committed.
         """
-        start = len(self.text)
-        self.cache.length = start + len(depths) - len(tokens)
-        try:
-            return self.head.logits(self._forward(tokens, [start + depth for depth in depths], seen)[0])
-        finally:
-            self.cache.length = start
+        with self.turn.of(stream):
+            start = len(self.text)
+            self.cache.length = start + len(depths) - len(tokens)
+            try:
+                return self.head.logits(self._forward(tokens, [start + depth for depth in depths], seen)[0])
+            finally:
+                self.cache.length = start
 
     @torch.inference_mode()
-    def read(self, tree: DraftTree) -> Reading:
+    def read(self, tree: DraftTree, stream: Any = None) -> Reading:
         """One forward over the whole tree: a node sees the committed text, its ancestors and itself."""
-        start = len(self.text)
-        positions = [start + depth for depth in tree.depths()]
-        self._check_border(start, max(positions) + 1)
-        hidden, states = self._forward(tree.tokens, positions, None if len(tree) == 1 else tree.ancestors())
-        after = [position + 1 for position in positions]
-        return Reading(tree, self.head.logits(hidden), states, after, self.text)
+        with self.turn.of(stream):
+            start = len(self.text)
+            positions = [start + depth for depth in tree.depths()]
+            self._check_border(start, max(positions) + 1)
+            hidden, states = self._forward(tree.tokens, positions, None if len(tree) == 1 else tree.ancestors())
+            after = [position + 1 for position in positions]
+            return Reading(tree, self.head.logits(hidden), states, after, self.text)
 
-    def keep(self, tree: DraftTree, path: list[int]) -> None:
+    def keep(self, tree: DraftTree, path: list[int], stream: Any = None) -> None:
         """Commit the path's tokens and drop all other nodes from the cache, in place."""
-        self.cache.keep(path)
-        tokens = tree.tokens.tolist()
-        self.text += [tokens[node] for node in path]
+        with self.turn.of(stream):
+            self.cache.keep(path)
+            tokens = tree.tokens.tolist()
+            self.text += [tokens[node] for node in path]
 
     def forget(self) -> None:
-        """Drop the cached text, so that the next prompt is read whole."""
-        self.text, self.cache.length = [], 0
+        """Drop the cached text, so that the next prompt is read whole: to be called after weights have changed.
+
+        A target keeps keys and values from one answer to the next, and sees no change of the model's weights.
+        """
+        with self.turn.beginning(None):
+            self.text, self.cache.length = [], 0
+
+    def levels(self, wanted: int) -> int:
+        """At most that many levels of a draft: a longrope model reads none across the border of its frequencies."""
+        start = len(self.text)
+        return wanted if start > self.border or start + 1 + wanted <= self.border else int(self.border) - start - 1
 
     @torch.no_grad()
     def features(self, tokens: Tensor, taps: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """[B, T, L, D] of right-padded tokens [B, T] by a plain forward, which any causal model can do."""
         self._check_taps(taps)
-        with self._tapping(taps) as tapped:
-            tapped[-1] = self.model.base_model(input_ids=tokens.to(self.device), use_cache=False).last_hidden_state
-        return torch.stack([tapped[tap].to(self.device, dtype) for tap in taps], dim=2)
+        with self.turn.lock, self.reader.tapping(taps) as tapped:
+            tapped[-1] = self.reader.read_texts(tokens.to(self.device))
+        states = [tapped[tap].to(self.device, dtype) for tap in taps if tap in tapped]
+        if len(states) < len(taps) or any(state.shape != states[0].shape for state in states):
+            shapes = {tap: tuple(state.shape) for tap, state in tapped.items()}
+            raise ValueError(
+                f"{self.config.model_type} hands states of different shapes from layer to layer, {shapes}, expected "
+                f"[batch, tokens, width] in layers {taps} (-1 is the LM head's input): its layers cannot be tapped"
+            )
+        return torch.stack(states, dim=2)
 
     def _forward(self, tokens: Tensor, positions: list[int], seen: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The LM head's input [N, D] and tapped states [N, L, D] at N tokens behind the text; `seen` as in Masks."""
-        tapping: Any = self._tapping(self.taps) if self.taps else nullcontext({})
-        with tapping as tapped, self.masks:
-            tapped[-1] = self.model.base_model(
-                input_ids=tokens[None].to(self.device),
-                position_ids=torch.tensor([positions[-len(tokens) :]], device=self.device),
-                attention_mask=self.masks(len(self.text), positions, seen),
-                past_key_values=self.cache,
-                use_cache=True,
-            ).last_hidden_state
+        tapping: Any = self.reader.tapping(self.taps) if self.taps else nullcontext({})
+        with tapping as tapped:
+            tapped[-1] = self.reader(tokens, positions, seen, len(self.text), self.cache)
         if not self.taps:
             return tapped[-1][0], None
         states = torch.stack([tapped[tap].to(self.device) for tap in self.taps], dim=1)  # [1, L, N, D]
         self.cache.tapped.write(self.cache.length, states)
         return tapped[-1][0], states[0].transpose(0, 1)
-
-    @contextmanager
-    def _tapping(self, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-        """While open, the tapped layers' inputs [B, T, D] land in the dict; no other layer's are held."""
-        tapped: dict[int, Tensor] = {}
-
-        def catch(tap: int) -> Any:
-            def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                tapped[tap] = args[0] if args else kwargs["hidden_states"]
-
-            return self.layers[tap].register_forward_pre_hook(hook, with_kwargs=True)
-
-        handles = [catch(tap) for tap in taps if tap != -1]
-        try:
-            yield tapped
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _check_taps(self, taps: tuple[int, ...]) -> None:
         count = len(self.layers)
@@ -246,7 +258,7 @@ class Target:
             )
 
     def _check_border(self, start: int, end: int) -> None:
-        if start <= self.border < end:
+        if 0 < start <= self.border < end:  # from the first token on one set of frequencies reads all
             raise ValueError(
                 f"{self.config.model_type} reads texts of more than {self.border} tokens with other rotary frequencies "
                 f"throughout, and so cannot grow from {start} tokens to {end}: keep prompt and max_new_tokens within "
@@ -279,36 +291,11 @@ class Target:
         return head
 
 
-def tokenizer_of(path: str | Path, **source: Any) -> Any:
-    """The tokenizer beside a model, or None: ids are enough for all but text; `chat` and stop strings ask for it."""
-    try:
-        return AutoTokenizer.from_pretrained(path, **source)
-    except (OSError, ValueError):
-        return None
-
-
-def _merged(model: Any, adapter: str) -> Any:
-    """The model with a LoRA adapter added into its weights."""
-    try:
-        from peft import PeftModel
-    except ImportError:
-        raise ValueError(f"the adapter {adapter} needs peft: `pip install peft`, or merge it beforehand") from None
-    return PeftModel.from_pretrained(model, adapter).merge_and_unload()
-
-
 def _close(got: Tensor, expected: Tensor) -> bool:
     if got.shape != expected.shape:
         return False
     tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 2e-2
     return bool((got - expected).norm() <= tolerance * expected.norm())
-
-
-def _decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
-    """The model's stack of decoder layers: its first module list of that length."""
-    for module in base.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise ValueError(f"{type(base).__name__} has no module list of {count} layers: its layers cannot be tapped")
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:

@@ -167,8 +167,7 @@ def bare_read(target: Target, size: int) -> Callable[[], Any]:
 
     @torch.inference_mode()
     def run() -> Any:
-        with target.masks:
-            return target.model(**inputs)
+        return target.reader.model(**inputs)
 
     return run
 

@@ -64,6 +64,7 @@ class Rows:
 def test_modelled_time_charges_what_was_read(target: Target, head: Eagle1, budget: Budget, temperature: float) -> None:
     """Rows of target and head, counted while decoding, from the recorded cycles alone: prefill is not charged."""
     options: dict[str, Any] = {"sampling": Sampling(temperature=temperature), "max_new_tokens": 30, "stop": []}
+    target.reader.check()  # once, and not charged
     target.forget()
     with Rows(target, head) as rows:
         trace = generate(target, head, PROMPT, budget=budget, **options)

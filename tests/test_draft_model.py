@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+)
 
 from eagle import Budget, Sampling, Target, generate, load_drafter
 from eagle.checkpoint import save_head
@@ -157,6 +164,43 @@ def test_a_text_that_outgrows_the_model_is_not_drafted(target: Target) -> None:
     trace = generate(target, drafter, PROMPT, budget=Budget.fixed(chain_paths(4)), max_new_tokens=30, stop=[])
     assert [cycle.nodes for cycle in trace.cycles if cycle.context >= 16] == [0] * (30 + len(PROMPT) - 17)
     assert trace.tokens == generate(target, load_drafter("none", target), PROMPT, max_new_tokens=30, stop=[]).tokens
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 20,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_longrope_model_is_silent_behind_its_border(mode: str, target: Target) -> None:
+    """Its drafts end at the border of its frequencies, and the target goes on alone; a longer prompt is drafted for."""
+    model = model_of(3, 0, rope_parameters=LONGROPE, original_max_position_embeddings=20)
+    sampling, draw = MODES[mode]
+    drafter, budget = drafter_of(model, target), Budget.fixed(chain_paths(4), draw)
+    options: dict[str, Any] = {"sampling": sampling, "budget": budget, "max_new_tokens": 30, "stop": []}
+    trace = generate(target, drafter, PROMPT, **options)
+    nodes = {cycle.context: cycle.nodes for cycle in trace.cycles}
+    assert all(context + count <= 20 for context, count in nodes.items() if count)
+    assert sum(nodes.values()) > 0 and not any(count for context, count in nodes.items() if context >= 20)
+    if draw == "noise":
+        assert trace.tokens == generate(target, load_drafter("none", target), PROMPT, **options).tokens
+    beyond = generate(target, drafter, PROMPT * 4, **options)
+    assert all(cycle.nodes for cycle in beyond.cycles[:5])
+
+
+@pytest.mark.parametrize("name", ["bloom", "mamba", "gpt_neo"])
+def test_models_that_read_no_trees_are_refused_as_draft_models(name: str, target: Target, tmp_path: Path) -> None:
+    """A draft tree is read by the draft model too, so the same sentences hold."""
+    sizes = {"bloom": {"n_head": 4, "hidden_size": 32}, "mamba": {"hidden_size": 32, "state_size": 4}}
+    gpt_neo = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
+    config = AutoConfig.for_model(name, vocab_size=48, num_hidden_layers=2, **sizes.get(name, gpt_neo))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"{name} cannot read a tree: it "):
+        load_drafter(tmp_path, target)
 
 
 # -- vocabularies -----------------------------------------------------------------------------------------------------

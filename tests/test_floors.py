@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FLOORS = {
     **dict.fromkeys(("eagle.recipe", "eagle.tree", "eagle.noise", "eagle.examples", "eagle.shards", "eagle.log"), 0),
-    **dict.fromkeys(("eagle.card", "eagle.spans", "eagle.device"), 0),
-    **dict.fromkeys(("eagle.drafter", "eagle.verify", "eagle.objectives", "eagle.attention"), 1),
+    **dict.fromkeys(("eagle.card", "eagle.spans", "eagle.device", "eagle.attention", "eagle.turns", "eagle.twin"), 0),
+    **dict.fromkeys(("eagle.drafter", "eagle.verify", "eagle.objectives", "eagle.reader", "eagle.loading"), 1),
     **dict.fromkeys(("eagle.store", "eagle.identity", "eagle.judge", "eagle.plan", "eagle.draft_vocab"), 1),
     **dict.fromkeys(("eagle.target", "eagle.borrowed"), 2),
     "eagle.drafters": 3,
@@ -36,14 +36,14 @@ ROOMS = (
 )  # folders inside which files may import each other
 DOORS = {
     "transformers": {
-        *("eagle.target", "eagle.attention", "eagle.borrowed", "data_prep.tokens"),
+        *("eagle.loading", "eagle.attention", "eagle.borrowed", "data_prep.tokens"),
         *("eagle.drafters.blocks", "eagle.drafters.draft_model"),
     },
     "datasets": {"data_prep.conversations", "eval.prompts"},
     "accelerate": {"eagle.train", "eagle.extract", "eagle.launch", "eagle.resume"},
     "wandb": {"eagle.log"},
     "huggingface_hub": {"eagle.identity", "eagle.checkpoint"},
-    "peft": {"eagle.target"},
+    "peft": {"eagle.loading"},
     "deepspeed": set(),
     # scripts that an engine's own Python runs, and that import nothing of this project
     **{engine: {f"eval.engine_{engine.partition('_')[0]}"} for engine in ("vllm", "openvino", "openvino_genai")},

@@ -91,11 +91,22 @@ def test_forget_reads_the_whole_prompt_again(target: Target) -> None:
     assert counts == [len(PROMPT)]
 
 
+def test_forget_follows_a_change_of_weights(target: Target) -> None:
+    """A target reads with the model's weights as they are, but keeps what it has read until it is told."""
+    options: dict[str, Any] = {"max_new_tokens": 12, "stop": []}
+    generate(target, NoDrafter(), PROMPT, **options)
+    with torch.no_grad():
+        target.model.base_model.layers[0].mlp.up_proj.weight *= -1
+    target.forget()
+    assert generate(target, NoDrafter(), PROMPT, **options).tokens == own_answer(target.model, PROMPT, 12)
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma3", "gpt2"])
 def test_prompts_are_read_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt read in pieces leaves what one forward leaves."""
     monkeypatch.setattr("eagle.target.PREFILL_CHUNK", 6)
     chunked = Target(build(name))
+    chunked.reader.check()  # once, at the first text
     with counting(chunked) as counts:
         news = chunked.begin(PROMPT, GREEDY, taps=(0, 2, -1))
     assert counts == [6, 6, 6, 2]
@@ -175,6 +186,22 @@ def test_longrope_is_read_with_one_set_of_frequencies(family: str, monkeypatch: 
     with pytest.raises(ValueError, match=r"texts of more than 40 tokens .* cannot grow from 40 tokens to 41: keep"):
         generate(target, NoDrafter(), long[:30], max_new_tokens=20, stop=[])
     assert generate(target, NoDrafter(), long[:30], max_new_tokens=11, stop=[]).finish == "length"
+
+
+def test_drafts_end_where_longrope_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What plain decoding ends in time, drafts end too: none reaches across the border."""
+    overrides = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 40}
+    monkeypatch.setitem(FAMILIES, "longrope", ("llama", overrides))
+    target = Target(build("longrope"))
+    prompts = [random_tokens(30, seed=seed) for seed in range(20)]
+    answers = [own_answer(target.model, prompt, 11) for prompt in prompts]
+    ends = [(*pair, pair[1][-1]) for pair in zip(prompts, answers, strict=True) if pair[1][-1] not in pair[1][:-1]]
+    for prompt, answer, last in ends[:3]:
+        options: dict[str, Any] = {"max_new_tokens": 40, "stop": [last]}
+        drafter = PlantedTrees(prompt + answer + [1] * 8, right=8)
+        plain, drafted = (generate(target, which, prompt, **options) for which in (NoDrafter(), drafter))
+        assert drafted.tokens == plain.tokens == answer and drafted.finish == plain.finish == "stop"
+        assert drafted.acceptance_length > 2
 
 
 @pytest.mark.parametrize(

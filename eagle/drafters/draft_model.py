@@ -7,6 +7,7 @@ Distillation is that of Zhou et al. 2023, arXiv 2310.08461.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -22,8 +23,9 @@ from eagle.drafters.blocks import head_shape
 from eagle.drafters.growth import grow
 from eagle.examples import Batch
 from eagle.judge import judged_batch
+from eagle.loading import load_model, tokenizer_of
 from eagle.objectives import Kind, LanguageHead, Objective, OwnHead, distilled
-from eagle.target import Target, tokenizer_of
+from eagle.target import Target
 from eagle.tree import DraftTree, Paths
 
 Divergence = Literal["tokens", "forward_kl", "reverse_kl", "jsd", "tv"]
@@ -66,7 +68,7 @@ class DraftModel(TrainableDrafter):
         """A new model of the target's vocabulary, or the one that the settings name."""
         if settings.model is None:
             return cls(settings, _small(target_config, settings))
-        model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
+        model = load_model(settings.model, torch.float32)
         known = tokenizer_of(settings.model), tokenizer_of(target_config._name_or_path)
         check_vocabulary(*known, model.config.get_text_config().vocab_size, target_config.vocab_size)
         return cls(settings, model.config, model)
@@ -135,7 +137,9 @@ class DraftModel(TrainableDrafter):
 
     def bind(self, frozen: TargetHead) -> DraftModel:
         """Make the model read trees; its weights stay as they are from here on."""
-        self.own, self.size = (Target(self.model),), frozen.weight.shape[0]
+        own = Target(self.model)
+        own.reader.check()
+        self.own, self.size = (own,), frozen.weight.shape[0]
         self.begin()
         return self.eval()
 
@@ -149,10 +153,10 @@ class DraftModel(TrainableDrafter):
 
     @torch.inference_mode()
     def propose(self, news: Committed, budget: Budget) -> DraftTree:
-        """A tree grown from its own law; nothing where the text outgrows the positions that it was made for."""
+        """A tree grown from its own law; nothing where the text outgrows what the model can read on."""
         (own,) = self.own
         self.confirmed += len(news.tokens)
-        room = budget.depth if own.max_positions is None else own.max_positions - self.confirmed
+        room = self._room(budget.depth)
         if room <= 0:
             return DraftTree.chain([news.root])
         logits = self._told([*news.tokens.tolist(), news.root])
@@ -166,6 +170,15 @@ class DraftModel(TrainableDrafter):
         drafts = torch.arange(known, device=own.device) if known < self.size else None
         logits = logits[: self.size]
         return grow(news.root, logits, level, budget.within(room), self.noise, len(own.text), drafts)
+
+    def _room(self, levels: int) -> int:
+        """At most that many levels behind the root: fewer before the last position, or a border of frequencies."""
+        (own,) = self.own
+        ends = [own.max_positions or math.inf]
+        # a text that has grown up to the border cannot be read on: one that was longer from the first can
+        if (own.text and len(own.text) <= own.border) or self.confirmed < own.border:
+            ends.append(own.border)
+        return int(min(levels, *(end - self.confirmed for end in ends)))
 
     def _told(self, tokens: list[int]) -> Tensor:
         """[V], its logits once the tokens confirmed are read; rows of the last draft that were confirmed stay."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from eagle.drafter import Budget, Committed, Drafter, Noise
 from eagle.tree import DraftTree
+from eagle.turns import turn_of
 
 
 class FirstOf:
@@ -23,11 +24,14 @@ class FirstOf:
         self.taps = tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
         self.places = [[self.taps.index(tap) for tap in drafter.taps] for drafter in drafters]
         self.untold: list[list[Committed]] = [[] for _ in drafters]
+        self.stream: object = None
 
     def begin(self, noise: Noise | None = None) -> None:
         """Forget the previous sequence."""
+        self.stream = object()
         for drafter, untold in zip(self.drafters, self.untold, strict=True):
-            drafter.begin(noise)
+            with turn_of(drafter).beginning(self.stream):
+                drafter.begin(noise)
             untold.clear()
 
     def propose(self, news: Committed, budget: Budget) -> DraftTree:
@@ -38,7 +42,8 @@ class FirstOf:
         for drafter, untold in zip(self.drafters, self.untold, strict=True):
             told = Committed.joined(untold)
             untold.clear()
-            tree = drafter.propose(told, budget)
+            with turn_of(drafter).of(self.stream):
+                tree = drafter.propose(told, budget)
             if len(tree) > 1:
                 break
         return tree

@@ -1,0 +1,122 @@
+"""Tiny random models of all causal types that transformers knows: each config's sizes are shrunk by their names."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+LAYERS, LARGEST, VOCAB = 4, 8_000_000, 96
+
+# the first name that matches gives the size; None leaves it as it is
+SIZES: list[tuple[str, int | None]] = [
+    (r"^(eos|bos|pad)_token_id$", None),
+    (r"(token_id|token_index|_index)$", VOCAB - 1),
+    (r"^(vocab|decoder_vocab)_size|unpadded_vocab_size|vocab_size_per_layer", VOCAB),
+    (r"vocab_size|ngram_vocab_size_base", 32),
+    (r"^max_(position|target|seq|source)|^n_positions$|^n_ctx$|^model_max_length$|^context_length$", 256),
+    (r"window_pattern|max_window_layers|every_n|period|offset|interval|^layer_group_size$", None),
+    (r"window|attention_chunk_size|^local_attention$", 8),
+    (r"^index_topk$", 8),
+    (r"^(num_hidden_layers|n_layers?|num_layers|(num_)?(en|de)coder_layers|num_layers_per_stack)$", LAYERS),
+    (r"key_value_heads$|^num_kv_heads$|linear_num_key_heads$", 2),
+    (r"(attention_heads|^n_heads?|num_heads|linear_num_value_heads|index_n_heads|linear_num_heads)$", 4),
+    (r"qk_rope_head_dim|^rotary_dim$", 4),
+    (r"^qk_head_dim$", 12),
+    (r"^attention_hidden_size$", 32),
+    (r"head_dim$|^kv_channels$|^dim_head$|^d_head$|^attention_head_size$|mamba_d_head|headdim$|_head_dim$", 8),
+    (r"intermediate_size|ffn|^dff$|^d_inner$|^dim_ff$|feed_forward_size|prompt_mid_dim", 64),
+    (r"(experts|expert_num)$|n_routed_experts|moe_num_experts", 4),
+    (r"experts_per_tok|experts_per_token|moe_k$|moe_topk$|^top_k_experts$", 2),
+    (r"^(n_group|num_expert_group)$", 2),
+    (r"^topk_group$", 1),
+    (r"shared_experts|num_dense_layers|first_k_dense", 1),
+    (r"rank$|dt_rank|time_step_rank", 16),
+    (r"hidden_size$|^d_model$|^n_embd$|^emb_dim$|embedding_dim$|embedding_size$|_embed_dim$|^lru_width$|proj_dim$", 32),
+]
+
+
+def shrunk(config: Any) -> dict[str, Any]:
+    """The same config with small sizes, as arguments for its class."""
+    depths = {value for name, value in vars(config).items() if size_of(name) == LAYERS and isinstance(value, int)}
+    values: dict[str, Any] = {}
+    for name, value in vars(config).items():
+        if name in config.sub_configs and value is not None:
+            values[name] = {**shrunk(value), "model_type": value.model_type}
+        elif isinstance(value, bool) or name.startswith("_"):
+            continue
+        elif isinstance(value, int):
+            size = size_of(name)
+            if size is None and value > 64 and not name.endswith("token_id"):
+                size = 16
+            if size is not None and value > 0:
+                values[name] = min(size, value)
+        elif isinstance(value, list) and len(value) in depths and value:
+            kinds = list(dict.fromkeys(map(str, value)))  # every kind stays
+            first = [value[list(map(str, value)).index(kind)] for kind in kinds]
+            values[name] = [first[layer % len(first)] for layer in range(LAYERS)]
+    if "num_key_value_heads" in values and getattr(config, "num_key_value_heads", 0) == getattr(
+        config, "num_attention_heads", None
+    ):
+        values["num_key_value_heads"] = values["num_attention_heads"]
+    if "qk_rope_head_dim" in values and "head_dim" in values:
+        values["head_dim"] = values["qk_rope_head_dim"]  # what is rotated
+    for name, value in NEEDED.items():
+        if name in vars(config) and vars(config)[name] is None:
+            values[name] = value
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True}
+    return values | {name: value for name, value in tokens.items() if hasattr(config, name)}
+
+
+def size_of(name: str) -> int | None:
+    """The small size that an attribute of this name gets."""
+    return next((size for pattern, size in SIZES if re.search(pattern, name)), None)
+
+
+# what some types leave open and others ask for
+NEEDED = {
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+}
+# what no name tells: sizes that must fit each other
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64, "mamba_n_groups": 1}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "bamba": MAMBA,
+    "falcon_h1": MAMBA,
+    "granitemoehybrid": MAMBA,
+    "mamba2": {"num_heads": 8, "n_groups": 1},
+    "nemotron_h": {"mamba_num_heads": 4, "n_groups": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "opt": {"word_embed_proj_dim": 16},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma4_unified_assistant": {"num_kv_shared_layers": 0},
+    "xmod": {"default_language": "en_XX"},
+}
+
+
+def build(model_type: str) -> PreTrainedModel:
+    """A model of this type with every weight drawn afresh."""
+    config = AutoConfig.for_model(model_type)
+    small = AutoConfig.for_model(model_type, **{**shrunk(config), **SPECIAL.get(model_type, {})})
+    with torch.device("meta"):
+        count = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(small).parameters())
+    if count > LARGEST:
+        raise ValueError(f"{count:,} parameters")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(small)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.is_floating_point():
+                drawn = torch.randn(weight.shape)
+                weight.copy_(drawn * 0.3 if weight.dim() > 1 else weight + drawn * 0.1)
+        model.get_input_embeddings().weight *= 0.3
+    return model.float().eval()
