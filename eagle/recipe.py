@@ -92,7 +92,8 @@ class TrainSection(Section):
     clip: float = Field(0.5, gt=0)
     clip_by: Literal["norm", "value"] = "norm"
     schedule: Literal["linear", "cosine", "constant"] = "linear"
-    warmup: float = Field(0.05, ge=0)  # a share of the steps below 1, else steps
+    schedule_steps: int | None = Field(None, ge=1)  # that the schedule is made for; without, those of the run
+    warmup: float = Field(0.05, ge=0)  # a share of these steps below 1, else steps
     gate: Literal["predicted", "read"] = "predicted"  # a slot counts if the token that it predicts (or reads) does
     seed: int = 0
     validation: float = Field(0.05, ge=0, lt=1)  # share of the conversations that is held out
