@@ -24,12 +24,12 @@ def launch(settings: TrainSection) -> Accelerator:
     """Joins the processes that were started, on their own devices."""
     _refuse_other_settings(settings)
     cpu, zero = not torch.accelerator.is_available(), os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-    launched = "LOCAL_RANK" in os.environ
+    launched, bf16 = "LOCAL_RANK" in os.environ, settings.dtype == "bfloat16"
     # a rank may read or decode for long while the others wait
     group = InitProcessGroupKwargs(backend="gloo" if cpu else None, timeout=timedelta(days=1))
     accelerator = Accelerator(
         cpu=cpu and not zero,  # on a CPU each of two mistakes costs the ranks or ZeRO, in silence
-        mixed_precision="bf16" if settings.dtype == "bfloat16" else "no",
+        mixed_precision="bf16" if bf16 and not zero else "no",  # in which DeepSpeed would hold the weights too
         gradient_accumulation_steps=settings.accumulation,
         kwargs_handlers=[group] if launched else [],
     )
@@ -40,6 +40,8 @@ def launch(settings: TrainSection) -> Accelerator:
         engine = plugin.deepspeed_config
         refuse_other_engine(engine, settings)
         engine.update(train_micro_batch_size_per_gpu=1, gradient_clipping=settings.clip)
+        # products in bf16, weights and the sums of their gradients in fp32: as without DeepSpeed
+        engine["torch_autocast"] = {"enabled": bf16, "dtype": "bfloat16", "lower_precision_safe_modules": []}
         engine["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True  # at each validation
     return accelerator
 
