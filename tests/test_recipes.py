@@ -47,6 +47,31 @@ def test_overrides_are_laid_over_and_numbers_read_as_numbers() -> None:
     assert (recipe.train.lr, recipe.data.limit, recipe.eval.temperatures) == (3e-5, 7, (0.5,))
 
 
+def files_of(name: str, *overrides: str) -> dict[str, str | None]:
+    """Where a recipe for Llama 3.1 8B reads and leaves its files."""
+    recipe = Recipe.load(ROOT / f"recipes/llama-3.1-8b/{name}.yaml", overrides)
+    assert recipe.regenerate is not None and recipe.eval.prompts == "runs/mt_bench.jsonl"
+    return {
+        "data": recipe.data.train,
+        "answers": recipe.regenerate.out,
+        "features": recipe.features.store,
+        "out": recipe.train.out,
+        "init": recipe.train.init,
+    }
+
+
+def test_files_of_a_model_of_ones_own_lie_in_a_folder_of_its_name() -> None:
+    """Data, features and heads, but for what is given; a copy of the recipe's own target is no other model."""
+    written = files_of("hass")
+    assert all(file is not None and file.startswith("runs/llama-3.1-8b/") for file in written.values())
+    moved = {key: str(file).replace("llama-3.1-8b", "model") for key, file in written.items()}
+    assert files_of("hass", "target.path=my/model") == files_of("hass", "target.path=/disk/my/model/") == moved
+    assert files_of("hass", "target.adapter=my/adapter")["out"] == "runs/adapter/hass"
+    given = files_of("hass", "target.path=my/model", "train.out=runs/llama-3.1-8b/mine")
+    assert given == {**moved, "out": "runs/llama-3.1-8b/mine"}
+    assert files_of("hass", "target.path=/disk/Llama-3.1-8B-Instruct") == written
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
