@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
@@ -16,15 +17,19 @@ HOW = (
 )
 
 
+SHARDED = "heads are not trained with it: use recipes/accelerate/ddp.yaml, zero2.yaml or zero3.yaml"
+
+
 def launch(settings: TrainSection) -> Accelerator:
     """Joins the processes that were started, on their own devices."""
+    _refuse_other_settings(settings)
     cpu, zero = not torch.accelerator.is_available(), os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-    launched = "LOCAL_RANK" in os.environ
+    launched, bf16 = "LOCAL_RANK" in os.environ, settings.dtype == "bfloat16"
     # a rank may read or decode for long while the others wait
     group = InitProcessGroupKwargs(backend="gloo" if cpu else None, timeout=timedelta(days=1))
     accelerator = Accelerator(
         cpu=cpu and not zero,  # on a CPU each of two mistakes costs the ranks or ZeRO, in silence
-        mixed_precision="bf16" if settings.dtype == "bfloat16" else "no",
+        mixed_precision="bf16" if bf16 and not zero else "no",  # in which DeepSpeed would hold the weights too
         gradient_accumulation_steps=settings.accumulation,
         kwargs_handlers=[group] if launched else [],
     )
@@ -33,9 +38,51 @@ def launch(settings: TrainSection) -> Accelerator:
         plugin = accelerator.state.deepspeed_plugin
         plugin.dschf = None  # through which transformers would split the target too, and load it without weights
         engine = plugin.deepspeed_config
+        refuse_other_engine(engine, settings)
         engine.update(train_micro_batch_size_per_gpu=1, gradient_clipping=settings.clip)
+        # products in bf16, weights and the sums of their gradients in fp32: as without DeepSpeed
+        engine["torch_autocast"] = {"enabled": bf16, "dtype": "bfloat16", "lower_precision_safe_modules": []}
         engine["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True  # at each validation
     return accelerator
+
+
+def _refuse_other_settings(settings: TrainSection) -> None:
+    """The recipe decides how a head is trained: what accelerate was told otherwise would count for nothing."""
+    precision = "bf16" if settings.dtype == "bfloat16" else "no"
+    for variable, wanted, reason in (
+        ("MIXED_PRECISION", {"no", precision}, f"train.dtype is {settings.dtype}, of auto, float32 and bfloat16"),
+        ("DYNAMO_BACKEND", {"no"}, "heads are not compiled as a whole: their attention is, on accelerators"),
+        ("USE_FSDP", {"false"}, SHARDED),
+        ("USE_MEGATRON_LM", {"false"}, SHARDED),
+        ("USE_PARALLELISM_CONFIG", {"false"}, SHARDED),
+    ):
+        _refuse_unless(variable.lower(), os.environ.get(f"ACCELERATE_{variable}"), wanted, reason)
+
+
+def refuse_other_engine(engine: dict[str, Any], settings: TrainSection) -> None:
+    """What a DeepSpeed configuration says against the recipe."""
+    zero, accumulation, clip = engine["zero_optimization"], str(settings.accumulation), str(settings.clip)
+    steps, clipping = engine.get("gradient_accumulation_steps"), engine.get("gradient_clipping")
+    _refuse_unless(
+        "gradient_accumulation_steps", steps, {"auto", accumulation}, f"train.accumulation is {accumulation}"
+    )
+    _refuse_unless("gradient_clipping", clipping, {"auto", clip}, f"train.clip is {clip}")
+    for part in ("optimizer", "param"):
+        device = (zero.get(f"offload_{part}") or {}).get("device")
+        _refuse_unless(f"offload_{part}_device", device, {"none"}, "heads are trained without offloading")
+    for section in ("fp16", "bf16", "optimizer", "scheduler"):
+        given = engine.get(section) or {}
+        enabled = given.get("enabled", True) if given else None
+        _refuse_unless(f"{section} in DeepSpeed's file", enabled, {"false"}, "that is the recipe's `train` section")
+
+
+def _refuse_unless(name: str, got: object, wanted: set[str], reason: str) -> None:
+    """A setting that is not given, or one of those that agree with the recipe, passes."""
+    if got is not None and str(got).lower() not in wanted:
+        raise ValueError(
+            f"accelerate was given {name} = {got}, which the recipe does not follow: {reason}. Leave it out of the "
+            "launch line, and of accelerate's config file"
+        )
 
 
 def _check(accelerator: Accelerator, settings: TrainSection, zero: bool) -> None:
@@ -50,8 +97,6 @@ def _check(accelerator: Accelerator, settings: TrainSection, zero: bool) -> None
     asked = settings.processes or started
     if not got == started == asked:
         raise ValueError(f"asked for {asked} processes; {started} were started, {got} work together: {HOW}")
-    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        raise ValueError("heads are not trained with FSDP: use recipes/accelerate/ddp.yaml, zero2.yaml or zero3.yaml")
     if zero != (kind == DistributedType.DEEPSPEED) or (got > 1 and kind == DistributedType.NO):
         raise ValueError(f"{'DeepSpeed' if zero else 'DDP'} was asked for on {got} processes, accelerate gives {kind}")
     if zero and settings.clip_by == "value":

@@ -62,12 +62,12 @@ class Plan:
 
     def lr(self, number: int) -> float:
         """The learning rate of a step: a linear warm-up, then the schedule."""
-        settings, steps = self.settings, len(self)
+        settings, steps = self.settings, self.settings.schedule_steps or len(self)
         warmup = settings.warmup * steps if settings.warmup < 1 else settings.warmup
         if number + 1 < warmup:
             return settings.lr * (number + 1) / warmup
-        left = (steps - number) / max(steps - warmup, 1)
-        shapes = {"constant": 1.0, "linear": min(left, 1.0), "cosine": 0.5 - 0.5 * math.cos(math.pi * min(left, 1.0))}
+        left = min(max((steps - number) / max(steps - warmup, 1), 0.0), 1.0)
+        shapes = {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}
         return settings.lr * shapes[settings.schedule]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,7 +93,8 @@ class TrainSection(Section):
     clip: float = Field(0.5, gt=0)
     clip_by: Literal["norm", "value"] = "norm"
     schedule: Literal["linear", "cosine", "constant"] = "linear"
-    warmup: float = Field(0.05, ge=0)  # a share of the steps below 1, else steps
+    schedule_steps: int | None = Field(None, ge=1)  # that the schedule is made for; without, those of the run
+    warmup: float = Field(0.05, ge=0)  # a share of these steps below 1, else steps
     gate: Literal["predicted", "read"] = "predicted"  # a slot counts if the token that it predicts (or reads) does
     seed: int = 0
     validation: float = Field(0.05, ge=0, lt=1)  # share of the conversations that is held out
@@ -149,13 +151,15 @@ class Recipe(Section):
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-        """A recipe from YAML, with `key.sub=value` laid over it."""
+        """A recipe from YAML, with `key.sub=value` laid over it; another target's files lie in a folder of its name."""
         if not Path(path).is_file():
             raise ValueError(f"no recipe at {path}: expected a YAML file, such as recipes/tiny/eagle1.yaml")
         values = yaml.safe_load(Path(path).read_text())
+        written = copy.deepcopy(values)
         for override in overrides:
             _lay_over(values, override)
-        return cls.parse(values, str(path))
+        given = {override.partition("=")[0] for override in overrides}
+        return cls.parse(_in_folder_of_target(values, written, given), str(path))
 
     @classmethod
     def parse(cls, values: Any, source: str) -> Recipe:
@@ -200,6 +204,27 @@ def _below(owner: Any, key: Any) -> Any:
     if get_origin(annotation) is dict:
         return annotation
     return next((kind for kind in get_args(annotation) if kind is not type(None)), annotation)
+
+
+def _in_folder_of_target(values: Any, written: Any, given: set[str]) -> Any:
+    """The values, of which those in `runs/RECIPE/` lie in `runs/TARGET/` if the target is another than is written."""
+    try:
+        folder = Path(written["train"]["out"]).parent
+        was, name = (
+            Path(target.get("adapter") or target["path"]).name for target in (written["target"], values["target"])
+        )
+    except (KeyError, TypeError, AttributeError):  # which parsing explains
+        return values
+
+    def moved(value: Any, key: str) -> Any:
+        if key in given or key == "target":
+            return value
+        if isinstance(value, dict):
+            return {name: moved(below, f"{key}.{name}" if key else name) for name, below in value.items()}
+        inside = isinstance(value, str) and value.startswith(f"{folder}/")
+        return str(folder.with_name(name) / Path(value).relative_to(folder)) if inside else value
+
+    return values if name == was else moved(values, "")
 
 
 def _lay_over(values: dict[str, Any], override: str) -> None:

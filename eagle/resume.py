@@ -94,6 +94,12 @@ class Checkpoints:
             self.accelerator.print(f"{path} is passed over: {fault}", flush=True)
         return None
 
+    def how_to_go_on(self) -> str:
+        """From which step the same command continues a run that is stopped now."""
+        if steps := self._steps():
+            return f"the same command goes on from step {steps[0]}"
+        return "the same command starts anew: train.checkpoint_every says how often a run is kept, else once an epoch"
+
     def _steps(self) -> list[int]:
         names = [path.name.removeprefix("step-") for path in self.folder.glob("step-*")]
         return sorted((int(name) for name in names if name.isdigit()), reverse=True)

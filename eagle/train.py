@@ -22,7 +22,7 @@ from eagle.checkpoint import save_head
 from eagle.drafter import TargetHead, TrainableDrafter
 from eagle.examples import Batch, Features, ahead, collate, supervised
 from eagle.judge import added, figures
-from eagle.log import Metrics, memory_gb, progress
+from eagle.log import Metrics, interrupted_by_user, memory_gb, progress
 from eagle.plan import Plan, gated
 from eagle.recipe import Recipe
 from eagle.resume import DISK_FAULTS, Checkpoints
@@ -48,8 +48,9 @@ def train(
     `decode` measures a head at each validation; `commit` of the code goes into the provenance.
     """
     run = _Run(accelerator, recipe, head, frozen, features, decode, commit)
-    run.resume()
-    run.to_the_end()
+    with interrupted_by_user(run.checkpoints.how_to_go_on):
+        run.resume()
+        run.to_the_end()
     if run.deepspeed:  # else its threads sometimes abort the interpreter's exit
         accelerator.wait_for_everyone()
         run.model.destroy()
@@ -231,6 +232,7 @@ class _Run:
     @torch.no_grad()
     def _validate(self, last: bool) -> None:
         """Figures on the held-out conversations; the last head is saved, and the best."""
+        self.head.eval()  # which features that follow the head look at, beside the whole one
         head, found = self._whole_head().eval(), {}
         if self.plan.validation:
             shares = gather_object([self._judged(head)])
@@ -252,7 +254,7 @@ class _Run:
                     raise ValueError(f"{fault}, and give the same command again") from error
                 self.say(f"{fault}; training goes on")
         self.accelerator.wait_for_everyone()
-        head.train()
+        self.head.train()
 
     def _judged(self, head: TrainableDrafter) -> dict[str, Tensor]:
         """This process's share of the sums; every process reads as often as the others."""
@@ -263,8 +265,9 @@ class _Run:
             mine = first + self.accelerator.process_index
             batch = self._load(groups[min(mine, len(groups) - 1)])  # whatever train.gate says
             if mine < len(groups):
-                with self.accelerator.autocast():
-                    found = head.judge(batch.to(self.accelerator.device), self.frozen, TREES)
+                device = self.accelerator.device
+                with torch.autocast(device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"):
+                    found = head.judge(batch.to(device), self.frozen, TREES)
                 sums = added(sums, {name: value.double().cpu() for name, value in found.items()})
         return sums
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 
 from data_prep.extract import name_of
 from data_prep.tokens import load_tokenizer, tokenized
@@ -53,7 +54,7 @@ def main(argv: list[str]) -> None:
     torch.manual_seed(recipe.train.seed)  # the head's first weights are part of the run
     head = first_head(recipe, settings, target, features)
     if getattr(settings, "samples", "data") == "own":
-        features = own_samples(recipe, features, head)
+        features = own_samples(recipe, features, head, accelerator)
     frozen = target.head.cast(getattr(torch, recipe.train.dtype))
     decode = partial(decoded, recipe, target) if isinstance(target, Target) and recipe.train.decode else None
     if decode is None and recipe.features.store:
@@ -121,8 +122,14 @@ def source(recipe: Recipe, target: Target, made: dict[str, Any]) -> Features:
     return LiveFeatures(target, examples, made, recipe.features.batch_tokens)
 
 
-def own_samples(recipe: Recipe, features: Features, head: TrainableDrafter) -> Features:
+def own_samples(recipe: Recipe, features: Features, head: TrainableDrafter, accelerator: Accelerator) -> Features:
     """What the head says itself at every step, in place of the answers of the data."""
+    engine = accelerator.state.deepspeed_plugin
+    if engine is not None and engine.zero_stage == 3:  # whose processes read weights together, and answers differ
+        raise ValueError(
+            "drafter.samples is own, which needs all weights on every process, and ZeRO-3 splits them: launch with "
+            "recipes/accelerate/ddp.yaml or zero2.yaml"
+        )
     if not isinstance(features, LiveFeatures):
         raise ValueError(
             f"drafter.samples is own, and features.store is {recipe.features.store}: what the draft says changes with "

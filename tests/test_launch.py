@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from trained import RECIPE, ROOT, finished, free_port, launched
 
-from eagle.launch import launch
+from eagle.launch import launch, refuse_other_engine
 from eagle.recipe import Recipe, TrainSection
 
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="these launch lines fail so on CPUs alone")
@@ -74,7 +75,59 @@ def test_fsdp_is_refused(world: str) -> None:
     fsdp = ["--use_fsdp", "--fsdp_version", "2", "--num_processes", "2", "--main_process_port", str(free_port())]
     done = finished([*ACCELERATE, *fsdp, world], seconds=60)
     assert done.returncode != 0 and "joined" not in done.stdout
-    assert "error: heads are not trained with FSDP" in done.stdout, done.stdout
+    assert "error: accelerate was given use_fsdp = true" in done.stdout, done.stdout
+
+
+@pytest.mark.slow
+def test_precision_of_the_launcher_is_refused(world: str) -> None:
+    """`accelerate launch --mixed_precision fp16` and a recipe in fp32; DeepSpeed's settings as well."""
+    done = finished([*ACCELERATE, "--num_processes", "1", "--mixed_precision", "fp16", world], seconds=60)
+    refused(done, "accelerate was given mixed_precision = fp16")
+    assert "train.dtype is float32" in done.stdout
+    zero = launched("zero2", "--gradient_accumulation_steps", "4", world)
+    refused(finished(zero, seconds=60), "accelerate was given gradient_accumulation_steps = 4")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "dtype", "named"),
+    [
+        ("MIXED_PRECISION", "fp16", "bfloat16", "mixed_precision = fp16"),
+        ("MIXED_PRECISION", "fp8", "bfloat16", "mixed_precision = fp8"),
+        ("MIXED_PRECISION", "bf16", "float32", "mixed_precision = bf16"),
+        ("DYNAMO_BACKEND", "INDUCTOR", "float32", "dynamo_backend = INDUCTOR"),
+        ("USE_FSDP", "true", "float32", "use_fsdp = true"),
+        ("USE_MEGATRON_LM", "true", "float32", "use_megatron_lm = true"),
+        ("USE_PARALLELISM_CONFIG", "true", "float32", "use_parallelism_config = true"),
+    ],
+)
+def test_what_accelerate_is_told_against_the_recipe_is_refused(
+    variable: str, value: str, dtype: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name, before anything begins."""
+    monkeypatch.setenv(f"ACCELERATE_{variable}", value)
+    with pytest.raises(ValueError, match=f"accelerate was given {named}, which the recipe does not follow"):
+        launch(TrainSection.model_validate({"out": "nowhere", "dtype": dtype}))
+
+
+@pytest.mark.parametrize(
+    ("engine", "named"),
+    [
+        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps = 4"),
+        ({"gradient_clipping": 1.0}, "gradient_clipping = 1.0"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer_device = cpu"),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "offload_param_device = nvme"),
+        ({"fp16": {"enabled": True}}, "fp16 in DeepSpeed's file"),
+        ({"optimizer": {"type": "Adam"}}, "optimizer in DeepSpeed's file"),
+    ],
+)
+def test_what_deepspeed_is_told_against_the_recipe_is_refused(engine: dict[str, Any], named: str) -> None:
+    """By name; what agrees with the recipe, or leaves it to accelerate, passes."""
+    settings = TrainSection(out="nowhere", clip=0.5, accumulation=3)
+    agreed = {"gradient_accumulation_steps": "auto", "zero_optimization": {"stage": 2}, "fp16": {"enabled": False}}
+    refuse_other_engine(agreed, settings)
+    refuse_other_engine({**agreed, "gradient_accumulation_steps": 3, "gradient_clipping": 0.5}, settings)
+    with pytest.raises(ValueError, match=f"accelerate was given {named}"):
+        refuse_other_engine({**agreed, **engine}, settings)
 
 
 @pytest.mark.slow

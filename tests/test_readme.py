@@ -83,7 +83,7 @@ def is_long(words: list[str]) -> bool:
     """Whether a python command is a stage that takes minutes."""
     stages = ("data_prep.extract", "data_prep.regenerate", "eval.measure", "eval.lossless")
     stages += ("eval.tune", "eval.engines", "recipes/tiny/make_target.py", "recipes/tiny/demo.py", "bench/")
-    return any(word.startswith(stages) for word in words)
+    return any(word.startswith((*stages, "my/", "target.path=my/")) for word in words)  # a model of the reader's
 
 
 def exists(words: list[str]) -> bool:
@@ -92,7 +92,8 @@ def exists(words: list[str]) -> bool:
     files = [word for word in words if word.endswith((".py", ".yaml"))]
     for recipe in (word for word in files if word.endswith(".yaml") and "/accelerate/" not in word):
         Recipe.load(ROOT / recipe, [word for word in words if "=" in word and not word.startswith("-")])
-    return all((ROOT / (module.replace(".", "/") + ".py")).exists() for module in modules) and all(
+    places = [ROOT / module.replace(".", "/") for module in modules]
+    return all(place.with_suffix(".py").exists() or (place / "__main__.py").exists() for place in places) and all(
         (ROOT / file).exists() for file in files
     )
 
@@ -107,3 +108,28 @@ def test_long_command_exists(page: str, line: str) -> None:
     if words[0] == "accelerate":
         assert words[1] == "launch"
         assert exists(words)
+
+
+@pytest.mark.slow
+def test_the_commands_for_your_model_work_in_their_order(checkout: Path, tiny_target_dir: Path) -> None:
+    """From --check to an export, as written, but for less data, one process and no server."""
+    (checkout / "my").mkdir()
+    (checkout / "my/model").symlink_to(tiny_target_dir / "target")
+    (checkout / "my/prompts.jsonl").symlink_to(tiny_target_dir / "data/heldout.jsonl")
+    source = tiny_target_dir / "data/train.jsonl"
+    less = f"data.limit=8 data.max_length=96 regenerate.source={source} regenerate.endpoint=null "
+    less += "regenerate.max_new_tokens=8 regenerate.keep_truncated=true train.batch_size=4 train.max_steps=2 "
+    less += "eval.count=1 eval.max_new_tokens=4"
+    lines = [line for page, line in commands() if page == "README.md" and "my/model" in line]
+    assert len(lines) == 6
+    for line in lines:
+        words = shlex.split(line.replace("--num_processes 8", "--num_processes 1"))
+        program = ["-m", "accelerate.commands.launch", *words[2:]] if words[0] == "accelerate" else words[1:]
+        overrides = less.split() if "target.path=my/model" in words else []
+        if "--check" in words:
+            overrides += ["train.dtype=float32"]
+        done = subprocess.run(
+            [sys.executable, *program, *overrides], cwd=checkout, timeout=300, capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+    assert (checkout / "runs/model/vllm/model.safetensors").is_file() and not (checkout / "runs/llama-3.1-8b").exists()

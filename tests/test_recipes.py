@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, get_linear_schedule_with_warmup
 
 from eagle import Target
 from eagle.drafter import TrainableDrafter
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.examples import Example, collate
 from eagle.extract import taps_of
+from eagle.plan import Plan
 from eagle.recipe import Recipe
+from eagle.tree import PUBLISHED_TREE
 from recipes.forecast import Sizes, empty_head, parameters
 
 ROOT = Path(__file__).parent.parent
@@ -43,6 +45,31 @@ def test_overrides_are_laid_over_and_numbers_read_as_numbers() -> None:
     """YAML takes 3e-5 for a string; a recipe does not."""
     recipe = Recipe.load(TINY, ["train.lr=3e-5", "data.limit=7", "eval.temperatures=[0.5]"])
     assert (recipe.train.lr, recipe.data.limit, recipe.eval.temperatures) == (3e-5, 7, (0.5,))
+
+
+def files_of(name: str, *overrides: str) -> dict[str, str | None]:
+    """Where a recipe for Llama 3.1 8B reads and leaves its files."""
+    recipe = Recipe.load(ROOT / f"recipes/llama-3.1-8b/{name}.yaml", overrides)
+    assert recipe.regenerate is not None and recipe.eval.prompts == "runs/mt_bench.jsonl"
+    return {
+        "data": recipe.data.train,
+        "answers": recipe.regenerate.out,
+        "features": recipe.features.store,
+        "out": recipe.train.out,
+        "init": recipe.train.init,
+    }
+
+
+def test_files_of_a_model_of_ones_own_lie_in_a_folder_of_its_name() -> None:
+    """Data, features and heads, but for what is given; a copy of the recipe's own target is no other model."""
+    written = files_of("hass")
+    assert all(file is not None and file.startswith("runs/llama-3.1-8b/") for file in written.values())
+    moved = {key: str(file).replace("llama-3.1-8b", "model") for key, file in written.items()}
+    assert files_of("hass", "target.path=my/model") == files_of("hass", "target.path=/disk/my/model/") == moved
+    assert files_of("hass", "target.adapter=my/adapter")["out"] == "runs/adapter/hass"
+    given = files_of("hass", "target.path=my/model", "train.out=runs/llama-3.1-8b/mine")
+    assert given == {**moved, "out": "runs/llama-3.1-8b/mine"}
+    assert files_of("hass", "target.path=/disk/Llama-3.1-8B-Instruct") == written
 
 
 @pytest.mark.parametrize(
@@ -108,6 +135,21 @@ def by_hand(settings: Any, sizes: dict[str, Any]) -> int:
         return 2 * width * width + settings.fc_bias * width + width * (queries + 2 * keys) + block + width
     norms = 4 + 3 * settings.fc_norm
     return 3 * width * width + 2 * width * (queries + 2 * keys) + block + norms * width + 32_000 * width
+
+
+def test_vicuna_trains_and_drafts_as_its_authors_did() -> None:
+    """The rate of their scheduler, which ticks once for each of 8 processes; their tree of 25 nodes."""
+    recipe = Recipe.load(ROOT / "recipes/vicuna-7b/eagle1.yaml")
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=3e-5)
+    (rate,) = get_linear_schedule_with_warmup(optimizer, 2000, 800_000).lr_lambdas
+    plan = Plan([1] * 68_000, recipe.train)
+    assert 40_000 < len(plan) < 41_000
+    for step in (0, 100, 249, 250, 1000, len(plan) - 1):
+        assert plan.lr(step) == pytest.approx(
+            3e-5 * rate(8 * step), abs=3.1e-5 / 250
+        )  # ours is one step ahead while it rises
+    (budget,) = (section.budget for name, section in recipe.eval.drafters.items() if name == "eagle1")
+    assert budget is not None and budget.paths == PUBLISHED_TREE
 
 
 @pytest.mark.parametrize("path", LARGE, ids=named)

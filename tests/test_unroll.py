@@ -81,6 +81,17 @@ def in_bf16(head: Any, texts: list[Example], true: Weights) -> None:
         assert cosine > 0.999, f"{part}: {cosine:.4f}"
 
 
+@pytest.mark.parametrize("name", ["eagle3.1", "hass"])
+def test_a_head_whose_weights_are_bf16_learns(tmp_path: Path, name: str) -> None:
+    """As engines hold them that split weights: gradients are those of fp32, up to the roundings."""
+    whole, half = (new_head(tmp_path, name, dtype, steps=2) for dtype in (torch.float32, torch.bfloat16))
+    batch, frozen = (collate(texts_of(SPANS, torch.float32), TAPS), frozen_head(torch.bfloat16))
+    true, ours = computed(whole, batch, frozen), computed(half, batch, frozen)
+    assert true.keys() == ours.keys()
+    for part, expected in true.items():
+        assert torch.cosine_similarity(ours[part].float().flatten(), expected.flatten(), dim=0) > 0.99
+
+
 @pytest.mark.parametrize("name", ["eagle3", "eagle3.1", "hass"])
 def test_gradients_in_bf16_point_the_same_way(tmp_path: Path, name: str) -> None:
     """As they do on an accelerator."""

@@ -110,11 +110,11 @@ def _inverse(x: Tensor, eps: float) -> Tensor:
 
 
 def _normed_back(given: Tensor, x: Tensor, weight: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients at x [N, H] and at the weight."""
-    normed = x * inverse
+    """The gradients at x [N, H] and at the weight, computed in the precision of `inverse`."""
+    given, normed, gain = given.to(inverse.dtype), x * inverse, weight.to(inverse.dtype)
     both = given * normed
-    along = (both @ weight).unsqueeze(-1)
-    by_x = torch.addcmul(given * weight, normed, along, value=-1 / x.shape[-1]).mul_(inverse)
+    along = (both @ gain).unsqueeze(-1)
+    by_x = torch.addcmul(given * gain, normed, along, value=-1 / x.shape[-1]).mul_(inverse)
     return by_x.to(x.dtype), both.sum(0).to(weight.dtype)
 
 
@@ -157,7 +157,7 @@ class _Ended(torch.autograd.Function):
         by_up = active.mul_(by_product)
         by_gate = torch.ops.aten.silu_backward(by_product.mul_(raised), opened)
         by_normed = torch.addmm(by_up @ up, by_gate, gate)
-        by_x, by_gain = _normed_back(by_normed.to(gain.dtype), x, gain, inverse)
+        by_x, by_gain = _normed_back(by_normed, x, gain, inverse)
         by_matrices = (by.to(gain.dtype) for by in (by_gate.T @ normed, by_up.T @ normed, by_down))
         return by_x.add_(given), by_gain, None, *by_matrices
 

@@ -1,0 +1,63 @@
+"""Every method that trains, one after the other in the same processes; each leaves what its process holds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from eagle.drafters import settings_of
+from eagle.launch import launch
+from eagle.log import script
+from eagle.recipe import DrafterSection, Recipe
+from eagle.train import train
+from recipes.first_head import first_head
+from recipes.train_eagle import opened, own_samples
+
+HEADS = {
+    "eagle1": {"kind": "eagle1"},
+    "hass": {"kind": "hass", "steps": 2},
+    "draft_model": {"kind": "draft_model", "layers": 1},
+    "own": {"kind": "draft_model", "layers": 1, "samples": "own"},
+    "eagle3": {"kind": "eagle3", "steps": 3, "draft_vocab": 200, "fc_norm": True},
+}
+
+
+def main(argv: list[str]) -> None:
+    """A folder, the names of heads, and a recipe; with `kill` the last rank dies in the last head, once it is kept."""
+    folder, names, kill = Path(argv.pop(0)), argv.pop(0).split(","), argv[0] == "kill" and argv.pop(0)
+    base = Recipe.load(argv[0], argv[1:])
+    accelerator = launch(base.train)
+    if accelerator.state.deepspeed_plugin is not None:  # else weights as small as these are not split
+        engine = accelerator.state.deepspeed_plugin.deepspeed_config
+        engine["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    for name in names:
+        train_section = base.train.model_copy(update={"out": str(folder / name)})
+        recipe = base.model_copy(update={"drafter": DrafterSection(**HEADS[name]), "train": train_section})
+        settings = settings_of(recipe.drafter.model_dump(), name)
+        target, features = opened(recipe, settings)
+        torch.manual_seed(recipe.train.seed)
+        head = first_head(recipe, settings, target, features)
+        if name == "own":
+            features = own_samples(recipe, features, head, accelerator)
+        if kill and name == names[-1] and accelerator.process_index == accelerator.num_processes - 1:
+            threading.Thread(target=die_after, args=(folder / name / "checkpoints/step-2",), daemon=True).start()
+        train(accelerator, recipe, head, target.head.cast(getattr(torch, recipe.train.dtype)), features)
+        torch.save(dict(head.state_dict()), folder / f"{name}-{accelerator.process_index}.pt")
+        accelerator.free_memory()  # else checkpoints hold the heads before, too
+    accelerator.end_training()
+
+
+def die_after(checkpoint: Path) -> None:
+    """SIGKILL to this process as soon as that folder is there."""
+    while not checkpoint.exists():
+        time.sleep(0.005)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    script(main)
