@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from chats import chat, section
+from chats import TWO, chat, section
 from transformers import AutoTokenizer
 
 from data_prep import inspect_mask, tokens
+from data_prep.check_mask import faults, unlike_served
 from data_prep.conversations import Tally, read_conversations
-from data_prep.inspect_mask import faults, pieces
+from data_prep.inspect_mask import pieces
 from data_prep.tokens import examples_of
 from eagle.examples import Example
 from eagle.recipe import DataSection, Recipe
@@ -50,10 +51,11 @@ PLANTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "user supervised": lambda mask: ~mask,
     "everything supervised": torch.ones_like,
 }
+TRAILING = ("next turn", "next turn, unknown marks", "end of text")  # print something behind the last end mark
 
 
 @pytest.mark.parametrize("planted", PLANTED)
-@pytest.mark.parametrize("name", ["chatml", "vicuna", "thinks", "no mark"])
+@pytest.mark.parametrize("name", ["chatml", "vicuna", "thinks", "no mark", "closed thought", *TRAILING])
 def test_planted_faults_are_caught(using: Callable[[str], Any], name: str, planted: str) -> None:
     """Every way in which masks are known to have gone wrong."""
     conversation = chat("Who is it?", "It is one of them.", "And then who?", "Two of them.", "Why?", "For fun.")
@@ -63,6 +65,33 @@ def test_planted_faults_are_caught(using: Callable[[str], Any], name: str, plant
     wrong = [Example(one.tokens, PLANTED[planted](one.loss_mask)) for one in examples]
     assert any(not torch.equal(one.loss_mask, other.loss_mask) for one, other in zip(examples, wrong, strict=True))
     assert faults(conversation, wrong, tokenizer, data)
+
+
+@pytest.mark.parametrize("name", TRAILING)
+def test_what_the_template_prints_behind_the_end_mark_is_a_fault(using: Callable[[str], Any], name: str) -> None:
+    """All of it or its first token, as the next turn's opening: no answer of the model."""
+    conversation, tokenizer, data = chat("Who?", "One."), using(name), section()
+    (example,) = examples_of(conversation, tokenizer, data, Tally())
+    ids = torch.tensor(tokenizer.apply_chat_template(conversation.messages)["input_ids"])
+    size = len(example.tokens)
+    assert ids[:size].equal(example.tokens) and example.loss_mask[-1] and len(ids) > size
+    for trailing in (size, len(ids)):
+        mask = torch.arange(len(ids)).lt(trailing) & torch.arange(len(ids)).ge(int(example.loss_mask.int().argmax()))
+        assert bool(faults(conversation, [Example(ids, mask)], tokenizer, data)) == (trailing > size)
+
+
+def test_answers_under_another_prompt_than_that_of_serving_are_counted(using: Callable[[str], Any]) -> None:
+    """A thought that the prompt opens; where history is printed otherwise, each answer still follows its prompt."""
+    for name, unlike in (
+        ("opens a thought", 2),
+        ("closed thought", 0),
+        ("thinks", 0),
+        ("end of text", 0),
+        ("chatml", 0),
+    ):
+        tokenizer = using(name)
+        examples = examples_of(TWO, tokenizer, section(), Tally())
+        assert unlike_served(TWO, examples, tokenizer, section()) == unlike
 
 
 def test_an_answer_lost_before_the_cut_is_a_fault(using: Callable[[str], Any]) -> None:
