@@ -11,10 +11,12 @@ import torch
 from chats import TWO, chat, section
 from transformers import AutoTokenizer
 
+from bench.template_marks import hand_mark
 from data_prep import inspect_mask, tokens
 from data_prep.check_mask import faults, unlike_served
 from data_prep.conversations import Tally, read_conversations
 from data_prep.inspect_mask import pieces
+from data_prep.render import Refused, render_answers
 from data_prep.tokens import examples_of
 from eagle.examples import Example
 from eagle.recipe import DataSection, Recipe
@@ -146,6 +148,26 @@ def test_the_inspector_fails_on_a_wrong_mask(
 real = pytest.mark.skipif(
     not REAL.is_dir(), reason="no folder of real templates and conversations beside this checkout"
 )
+
+
+@real
+@pytest.mark.slow
+def test_real_templates_end_an_answer_with_the_mark_written_by_hand() -> None:
+    """Behind the content stands the model's own end mark and nothing else, whatever the template prints behind it."""
+    tokenizer, checked = AutoTokenizer.from_pretrained(REAL / "tokenizers/gpt2-chatml"), 0
+    for file in sorted((REAL / "chat_templates").rglob("*.jinja")):
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
+        mark = hand_mark(str(file.relative_to(REAL / "chat_templates")), tokenizer.eos_token)
+        try:
+            parts = render_answers(TWO, tokenizer, DataSection(train="-"), [tokenizer.eos_token], set())
+        except Refused as refused:
+            assert "the template refuses" in str(refused)
+            continue
+        spans = [part.text[start:end] for part in parts for start, end in part.answers]
+        behind = [span.rpartition(word)[2].lstrip() for span, word in zip(spans, ("One.", "Two."), strict=True)]
+        assert mark is None or behind == [mark.lstrip()] * 2, file.name
+        checked += mark is not None
+    assert checked >= 55
 
 
 @real
