@@ -3,8 +3,8 @@
 `python bench/mask_templates.py --templates DIR --tokenizers DIR --conversations FILE [--count 200] [--out JSON]`
 
 The truth does not come from the code that makes the mask: each answer is rendered once more with a marker in the place
-of its content, which shows what the template prints around it; and the supervised tokens are decoded, not looked up by
-their offsets.
+of its content, which shows where the template prints it; its end mark comes from a list made by hand; and the
+supervised tokens are decoded, not looked up by their offsets.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
+from bench.template_marks import hand_mark
+from data_prep.check_mask import unlike_served
 from data_prep.conversations import ROLES, Conversation, Tally, read_conversations
 from data_prep.tokens import examples_of
 from eagle.examples import Example
@@ -54,8 +56,8 @@ def renders(messages: list[dict[str, Any]], tokenizer: Any, **special: str) -> s
         return None
 
 
-def truth(conversation: Conversation, tokenizer: Any) -> Iterator[tuple[str, bool]]:
-    """(what is printed for an answer with its end of turn, whether what it says is in there) of each answer."""
+def truth(conversation: Conversation, tokenizer: Any, mark: str) -> Iterator[tuple[str, bool]]:
+    """(what the model says for an answer, its end mark included, whether the content is in there) of each answer."""
     for place, turn in enumerate(conversation.messages):
         if turn["role"] != "assistant":
             continue
@@ -63,20 +65,15 @@ def truth(conversation: Conversation, tokenizer: Any) -> Iterator[tuple[str, boo
         asked = tokenizer.apply_chat_template(history, tokenize=False, add_generation_prompt=True)
         marked = tokenizer.apply_chat_template([*history, {**turn, "content": MARKER}], tokenize=False)
         finished = tokenizer.apply_chat_template([*history, turn], tokenize=False)
-        around, mark = marked.split(MARKER)
-        header = len(asked) if marked.startswith(asked) else common(asked, marked)
+        around, behind = marked.split(MARKER)
         # what surrounds a marker surrounds the answer, but for white space that the template trims
-        body = finished.removeprefix(around).removesuffix(mark)
-        if finished != around + body + mark:
+        body = finished.removeprefix(around).removesuffix(behind)
+        if finished != around + body + behind or not behind.startswith(mark):
             yield "the template prints something else around this answer", False
             continue
-        printed = around[header:] + body + (mark.rstrip() or mark)
-        yield printed, same(body, turn["content"])
-
-
-def common(one: str, other: str) -> int:
-    """How many characters both begin with."""
-    return next((end for end, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
+        # where the prompt of serving is no beginning of this text, it ends so that the content comes next
+        header = around[len(asked) :] if marked.startswith(asked) else ""
+        yield header + body + (mark or behind), same(body, turn["content"])
 
 
 def same(printed: str, content: str) -> bool:
@@ -96,9 +93,11 @@ def supervised(example: Example, tokenizer: Any) -> Iterator[tuple[str, int, int
             yield ends[3][len(ends[0]) :], len(ends[1]) - len(ends[0]), len(ends[3]) - len(ends[2])
 
 
-def verdicts(conversation: Conversation, examples: Sequence[Example], tokenizer: Any) -> list[str]:
-    """Of each answer: whether its supervised tokens say exactly what the template prints for the assistant."""
-    wanted = [(text, known) for text, known in truth(conversation, tokenizer) if text]
+def verdicts(conversation: Conversation, examples: Sequence[Example], tokenizer: Any, mark: str | None) -> list[str]:
+    """Of each answer: whether its supervised tokens say exactly what the model says, its end mark included."""
+    if mark is None:
+        return ["no end mark in the list made by hand"]
+    wanted = [(text, known) for text, known in truth(conversation, tokenizer, mark) if text]
     found = [run for example in examples for run in supervised(example, tokenizer)]
     if len(wanted) != len(found):
         return [f"{len(found)} runs for {len(wanted)} answers"]
@@ -129,19 +128,20 @@ def refusal(conversation: Conversation, tokenizer: Any) -> str:
 def measured(name: str, tokenizer: Any, conversations: Sequence[Conversation]) -> dict[str, Any]:
     """One row: a template with a tokenizer over all conversations."""
     counts, answers, refused = Counter[str](renders=0, served=0, exact=0), Counter[str](), Counter[str]()
-    tally, seconds = Tally(), 0.0
+    tally, seconds, mark = Tally(), 0.0, hand_mark(name, tokenizer.eos_token)
     for conversation in conversations:
         printable = renders(conversation.messages, tokenizer) is not None
         before = process_time()
         examples = examples_of(conversation, tokenizer, DATA, tally)
         seconds += process_time() - before
         refused.update([] if examples else [refusal(conversation, tokenizer)])
-        found = verdicts(conversation, examples, tokenizer) if examples else []
+        found = verdicts(conversation, examples, tokenizer, mark) if examples else []
         answers.update(found)
         counts.update(renders=printable, served=bool(examples) and printable)
         counts.update(exact=bool(found) and set(found) <= {EXACT, STRADDLING_START, STRADDLING_END})
         counts.update(tokens=sum(len(one.tokens) for one in examples), examples=len(examples))
         counts.update(supervised=sum(int(one.loss_mask.sum()) for one in examples))
+        counts.update(unlike_served=unlike_served(conversation, examples, tokenizer, DATA))
     row = {"template": name, "conversations": len(conversations), **counts, "answers": dict(answers)}
     row |= {"dropped": dict(tally.dropped), "refused_at": dict(refused), "noted": dict(tally.noted)}
     return row | {"ms_per_conversation": round(1e3 * seconds / len(conversations), 2)}
@@ -195,7 +195,7 @@ def shown(rows: Sequence[dict[str, Any]]) -> Table:
 
 def totals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The figures that count, over pairs of template and conversation, and over answers."""
-    found = {key: sum(row[key] for row in rows) for key in ("renders", "served", "exact")}
+    found = {key: sum(row[key] for row in rows) for key in ("renders", "served", "exact", "unlike_served")}
     answers = sum((Counter(row["answers"]) for row in rows), Counter[str]())
     return {**found, "share_served": found["served"] / max(1, found["renders"]), "answers": dict(answers)}
 
@@ -203,8 +203,9 @@ def totals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def table(results: dict[str, Any]) -> str:
     """The summary as Markdown."""
     lines = [
-        "| conversations × | render | served | exact | answers | a token straddles their start / end |",
-        "|---" * 6 + "|",
+        "| conversations × | render | served | exact | answers | a token straddles their start / end "
+        "| after another prompt than serving shows |",
+        "|---" * 7 + "|",
     ]
     for name, row in results["summary"].items():
         answers, straddling = row["answers"], (row["answers"].get(key, 0) for key in (STRADDLING_START, STRADDLING_END))
@@ -215,6 +216,7 @@ def table(results: dict[str, Any]) -> str:
             row["exact"],
             sum(answers.values()),
             " / ".join(map(str, straddling)),
+            row["unlike_served"],
         )
         lines.append("| " + " | ".join(map(str, figures)) + " |")
     made = ", ".join(f"{key} {value}" for key, value in results["made_with"].items())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Sequence
-from itertools import groupby, zip_longest
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -13,13 +12,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from data_prep.conversations import Conversation, Tally
+from data_prep.check_mask import faults, runs, unlike_served
+from data_prep.conversations import Tally
 from data_prep.tokens import each, load_tokenizer
 from eagle.examples import Example
 from eagle.log import script
-from eagle.recipe import DataSection, Recipe, command_line
+from eagle.recipe import Recipe, command_line
 
-PLACEHOLDER = "\ue001answer\ue001"
+UNLIKE_SERVED = "answers learned after another prompt than serving shows"
 STYLE = """
 :root { color-scheme: light dark; --said: light-dark(#c9f0d0, #14532d); --card: light-dark(#fff, #1c1c1f); }
 body { font: 15px/1.6 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
@@ -33,102 +33,6 @@ span:hover, mark:hover { outline: 1px solid #888; }
 .fault { color: #dc2626; font-weight: 600; }
 table { border-collapse: collapse; } td { padding: .1rem 1.5rem .1rem 0; }
 """
-
-
-# ---- checks: what should be supervised, without the code that made the mask
-
-
-def faults(conversation: Conversation, examples: Sequence[Example], tokenizer: Any, data: DataSection) -> list[str]:
-    """What is wrong with the mask: every supervised run must be one answer, from its first token to its mark."""
-    found = [(example.tokens.tolist(), run) for example in examples for run in runs(example.loss_mask.tolist())]
-    answers = [texts for texts in answers_expected(conversation, tokenizer, data) if texts[1][0]]
-    if missing := max(0, len(answers) - len(found)):
-        gone = [place for place, _ in answers if beyond(conversation, place, tokenizer, data)][-missing:]
-        answers = [answer for answer in answers if answer[0] not in gone]
-    wrong = []
-    for answer, run in zip_longest(answers, found):
-        got = f"supervised is {short(text_of(run[0], run[1], tokenizer))}" if run else "nothing is supervised"
-        if answer is None:
-            wrong.append(f"{got}, which is no answer that is learned")
-        elif not run or not any(covers(run[0], run[1], text, tokenizer, data.max_length) for text in answer[1]):
-            wrong.append(f"message {answer[0] + 1}: {got}, expected {short(answer[1][0])}")
-    return [f"{conversation.id}: {one}" for one in wrong]
-
-
-def answers_expected(
-    conversation: Conversation, tokenizer: Any, data: DataSection
-) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """(place, what the template prints for it after a question of ours, and after its own history) of each answer."""
-    places = [place for place, turn in enumerate(conversation.messages) if turn["role"] == "assistant"]
-    for place in places[-1:] if data.turns == "last" else places:
-        turn, history = conversation.messages[place], conversation.messages[:place]
-        if turn.get("weight", 1) != 0:
-            ours = expected([{"role": "user", "content": "Why?"}], turn, conversation.tools, tokenizer, data)
-            plain = "tool_calls" not in turn and history and history[-1]["role"] == "user"
-            own = None if plain else expected(history, turn, conversation.tools, tokenizer, data)
-            yield place, tuple(text for text in (ours, own) if text is not None) or ("",)
-
-
-def expected(history: list[dict[str, Any]], turn: dict[str, Any], tools: Any, tokenizer: Any, data: DataSection) -> Any:
-    """What the template prints for one answer, header's end and end-of-turn mark included; None if it refuses."""
-
-    def render(messages: list[dict[str, Any]], ask: bool = False) -> str:
-        options = {"tools": tools or None, "tokenize": False, **data.template_kwargs}
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=ask, **options)
-
-    try:
-        asked, finished = render(history, True), render([*history, turn])
-        alike = render([*history, {"role": "assistant", "content": PLACEHOLDER}])
-    except Exception:  # a template may raise anything
-        return None
-    differ = (end for end, (one, two) in enumerate(zip(asked, finished, strict=False)) if one != two)
-    head = next((end for end, (one, two) in enumerate(zip(asked, alike, strict=False)) if one != two), len(asked))
-    start = len(asked) if finished.startswith(asked) else min(head, next(differ, len(asked)))
-    mark = alike[alike.find(PLACEHOLDER) + len(PLACEHOLDER) :]
-    return finished[start:].rstrip() if mark.strip() else finished[start:]
-
-
-def covers(tokens: list[int], run: tuple[int, int], answer: str, tokenizer: Any, max_length: int) -> bool:
-    """Whether a run is the fewest tokens that hold the answer; of one that was cut, its beginning."""
-    start, end = run
-    text, first, last = (text_of(tokens, part, tokenizer) for part in (run, (start, start + 1), (end - 1, end)))
-    answer = tokenizer.decode(
-        tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"]
-    )  # as it comes back, normalised
-    if end == max_length:
-        whole = text.rstrip("\ufffd")
-        return any(answer.startswith(whole[extra:]) for extra in range(max(1, len(first))))
-    before = text.find(answer)
-    return 0 <= before < max(1, len(first)) and len(text) - before - len(answer) < max(1, len(last))
-
-
-def beyond(conversation: Conversation, place: int, tokenizer: Any, data: DataSection) -> bool:
-    """Whether an answer begins only where `max_length` has cut."""
-    options = {"tools": conversation.tools or None, "tokenize": False, **data.template_kwargs}
-    asked = tokenizer.apply_chat_template(conversation.messages[:place], add_generation_prompt=True, **options)
-    return len(tokenizer(asked, add_special_tokens=False, verbose=False)["input_ids"]) >= data.max_length
-
-
-def runs(mask: Sequence[bool]) -> list[tuple[int, int]]:
-    """Where every unbroken supervised run begins and ends."""
-    found, place = [], 0
-    for supervised, group in groupby(mask):
-        length = len(list(group))
-        found += [(place, place + length)] * supervised
-        place += length
-    return found
-
-
-def text_of(tokens: list[int], run: tuple[int, int], tokenizer: Any) -> str:
-    """What a run of tokens says where it stands: a decoder may treat the first token of all otherwise."""
-    start, end = run
-    before = max(0, start - 8)
-    return tokenizer.decode(tokens[before:end])[len(tokenizer.decode(tokens[before:start])) :]
-
-
-def short(text: str) -> str:
-    """A text with its middle left out."""
-    return repr(text if len(text) <= 90 else f"{text[:50]} ... {text[-35:]}")
 
 
 # ---- what people look at
@@ -219,6 +123,8 @@ def main(argv: list[str]) -> None:
         every += examples
         found = faults(conversation, examples, tokenizer, recipe.data) if examples else []
         wrong += found
+        if unlike := unlike_served(conversation, examples, tokenizer, recipe.data):
+            tally.noted[UNLIKE_SERVED] += unlike
         if examples and (len(articles) < options.count or (found and len(wrong) < 20)):
             articles.append(article(conversation.id, examples, found, tokenizer))
             console.rule(conversation.id)

@@ -3,46 +3,26 @@
 from __future__ import annotations
 
 import copy
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from data_prep.conversations import Conversation, Tally, read_conversations
+from data_prep.render import Printed, Refused, render_answers
 from eagle.examples import Example
 from eagle.log import progress
-from eagle.recipe import DataSection, Recipe
+from eagle.recipe import DataSection, Recipe, TargetSection
 
-Render = Callable[[list[dict[str, Any]], bool], str]
-ANYTHING = "\ue000anything\ue000"  # an answer that no template prints by itself
-
-REWRITES = "history rewritten by the template: several examples"
-HISTORY_DIFFERS = "the turns before an answer are printed otherwise once it is given"
-PROMPT_DIFFERS = "the generation prompt ends otherwise than the turn is printed"
-NO_MARK = "the template prints no end-of-turn mark"
-SILENT = "the template prints nothing for an answer"
+STOP_IDS = "stop_ids"  # where a loaded tokenizer keeps the stop tokens of the target's generation config
 STRADDLES = "a token straddles the start of an answer"
 MARK_IN_CONTENT = "special-token text inside content"
 CUT = "cut at max_length"
 CUT_AWAY = "nothing supervised within max_length"
 ALL_ONES = "everything is supervised"
-
-
-class Refused(Exception):
-    """The reason for which a conversation gives no example."""
-
-
-@dataclass(slots=True)
-class Printed:
-    """A text as the template prints it, and where in it the assistant speaks."""
-
-    text: str
-    answers: list[tuple[int, int]]
 
 
 def load_tokenizer(recipe: Recipe) -> Any:
@@ -57,7 +37,23 @@ def load_tokenizer(recipe: Recipe) -> Any:
         tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
     if not tokenizer.chat_template:
         raise ValueError(f"the tokenizer of {target.path} has no chat template: name a Jinja file in data.template")
+    tokenizer.init_kwargs[STOP_IDS] = generation_stop_ids(target)
     return tokenizer
+
+
+def generation_stop_ids(target: TargetSection) -> list[int]:
+    """The stop tokens of a target's generation config; none where it has no such file."""
+    try:
+        eos = GenerationConfig.from_pretrained(target.path, revision=target.revision or "main").eos_token_id
+    except OSError:
+        return []
+    return eos if isinstance(eos, list) else [] if eos is None else [eos]
+
+
+def stop_texts(tokenizer: Any) -> list[str]:
+    """Every token that is known to end an answer, as text."""
+    listed = tokenizer.convert_ids_to_tokens(tokenizer.init_kwargs.get(STOP_IDS, []))
+    return [token for token in (tokenizer.eos_token, *listed) if token]
 
 
 def tokenized(recipe: Recipe, tokenizer: Any, *, strict: bool = False) -> tuple[list[Example], Tally]:
@@ -100,7 +96,7 @@ def examples_of(conversation: Conversation, tokenizer: Any, data: DataSection, t
         raise ValueError(f"{type(tokenizer).__name__} says no offsets: expected a fast tokenizer (a tokenizer.json)")
     notes: set[str] = set()
     try:
-        parts = printed(conversation, tokenizer, data, notes)
+        parts = render_answers(conversation, tokenizer, data, stop_texts(tokenizer), notes)
         found = [example_of(part, tokenizer, data.max_length, notes) for part in parts]
         if not any(found):
             raise Refused(CUT_AWAY)
@@ -114,92 +110,6 @@ def examples_of(conversation: Conversation, tokenizer: Any, data: DataSection, t
         notes.add(MARK_IN_CONTENT)
     tally.noted.update(notes)
     return examples
-
-
-def printed(conversation: Conversation, tokenizer: Any, data: DataSection, notes: set[str]) -> list[Printed]:
-    """What is read: each answer after the history that serving shows, answers with the same history in one text."""
-    messages = [{key: value for key, value in turn.items() if key != "weight"} for turn in conversation.messages]
-    render, mark = renderer(conversation, tokenizer, data), None
-    parts: list[Printed] = []
-    for place in learned(conversation, data.turns):
-        text, start = answered(messages[: place + 1], render, notes)
-        if start >= len(text):
-            notes.add(SILENT)
-            continue
-        if mark is None:
-            mark = render([*messages[:place], stand_in(messages[place])], False).rpartition(ANYTHING)[2]
-            notes.update([NO_MARK] * (not mark))
-        # what stands after an end-of-turn mark belongs to the template; without a mark, white space is the mark
-        end = max(start, len(text.rstrip())) if mark.strip() else len(text)
-        if parts and text.startswith(parts[-1].text):
-            parts[-1] = Printed(text, [*parts[-1].answers, (start, end)])
-        else:
-            parts.append(Printed(text, [(start, end)]))
-    if len(parts) > 1:
-        notes.add(REWRITES)
-    if not parts:
-        raise Refused(SILENT)
-    return parts
-
-
-def answered(messages: list[dict[str, Any]], render: Render, notes: set[str]) -> tuple[str, int]:
-    """The text up to an answer, and where in it the answer begins."""
-    history, turn = messages[:-1], messages[-1]
-    asked, text = render(history, True), render(messages, False)
-    if text.startswith(asked):
-        return text, len(asked)
-    if asked.startswith(text):
-        return text, len(text)
-    alike, before = render([*history, stand_in(turn)], False), render(history, False)
-    start, known = shared(asked, alike), shared(asked, before)
-    if text.startswith(asked[:start]) and start >= len(asked[:known].rstrip()):
-        notes.add(PROMPT_DIFFERS)
-        return text, start
-    # the turns before are printed otherwise once they are answered: take them as they were when it was asked for
-    prompt, said = asked[known:], alike.find(ANYTHING)
-    start = alike.rfind(prompt, 0, said) + len(prompt)
-    if not prompt.strip() or not text.startswith(alike[:start]) or str(history[-1]["content"]) in alike[start:said]:
-        raise Refused(f"the template prints the turns before message {len(messages)} otherwise once it is answered")
-    notes.add(HISTORY_DIFFERS)
-    return asked + text[start:], len(asked)
-
-
-def stand_in(turn: dict[str, Any]) -> dict[str, Any]:
-    """A turn that answers anything, with thoughts where the given one has some."""
-    thinks = turn.get("reasoning_content") or "</think>" in str(turn.get("content"))
-    thought = {"reasoning_content": ANYTHING} if thinks else {}
-    return {"role": "assistant", "content": ANYTHING, **thought}
-
-
-def learned(conversation: Conversation, turns: str) -> list[int]:
-    """The places of the answers that are learned."""
-    answers = [place for place, turn in enumerate(conversation.messages) if turn["role"] == "assistant"]
-    if not answers:
-        raise Refused("no assistant turn")
-    chosen = [place for place in answers[-1:] if turns == "last"] or answers
-    weighted = [place for place in chosen if conversation.messages[place].get("weight", 1) != 0]
-    if not weighted:
-        raise Refused("every answer has weight 0" if turns == "all" else "the last answer has weight 0")
-    return weighted
-
-
-def renderer(conversation: Conversation, tokenizer: Any, data: DataSection) -> Render:
-    """The chat template with everything but the messages, and whether an answer is asked for, filled in."""
-
-    def render(messages: list[dict[str, Any]], ask: bool) -> str:
-        options = {"tools": conversation.tools or None, "add_generation_prompt": ask, "tokenize": False}
-        try:
-            return tokenizer.apply_chat_template(messages, **options, **data.template_kwargs)
-        except Exception as error:  # a template may raise anything
-            raise Refused(f"the template refuses: {' '.join(str(error).split())[:100]}") from error
-
-    return render
-
-
-def shared(one: str, other: str) -> int:
-    """How many characters two texts share from their beginning."""
-    sizes = range(1, min(len(one), len(other)) + 1)
-    return bisect_left(sizes, True, key=lambda size: one[:size] != other[:size])
 
 
 def example_of(part: Printed, tokenizer: Any, max_length: int, notes: set[str]) -> Example | None:

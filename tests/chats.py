@@ -20,6 +20,19 @@ TEMPLATES = {
     "{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ m.content + '<|end|>\n' }}{% endfor %}" + ASK,
     "opens a thought": "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|><think>\n' }}{% endif %}",
+    "closed thought": "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|><think>\n</think>' }}{% endif %}",
+    "skipped thought": "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
+    "{{ '</think>' if m.role == 'assistant' }}{{ m.content + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|><think>' }}{% endif %}",
+    "next turn": "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>' }}{% endfor %}"
+    "{{ '<|assistant|>\n' }}",
+    "next turn, unknown marks": "{% for m in messages %}{{ '<turn><' + m.role + '>' + m.content }}"
+    "{{ '<end_text><end_turn>' }}{% endfor %}{{ '<turn><assistant>' }}",
+    "end of text": "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{{ '<|assistant|>\n' if add_generation_prompt else eos_token }}",
+    "another mark for the last": "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}"
+    "{{ eos_token if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}" + ASK,
     "dated": "{{ 'Today: ' + date + '\n' }}{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>' }}"
     "{% endfor %}" + ASK,
     "alternates": "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"

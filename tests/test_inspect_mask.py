@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from chats import chat, section
+from chats import TWO, chat, section
 from transformers import AutoTokenizer
 
+from bench.template_marks import hand_mark
 from data_prep import inspect_mask, tokens
+from data_prep.check_mask import faults, unlike_served
 from data_prep.conversations import Tally, read_conversations
-from data_prep.inspect_mask import faults, pieces
+from data_prep.inspect_mask import pieces
+from data_prep.render import Refused, render_answers
 from data_prep.tokens import examples_of
 from eagle.examples import Example
 from eagle.recipe import DataSection, Recipe
@@ -50,10 +53,11 @@ PLANTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "user supervised": lambda mask: ~mask,
     "everything supervised": torch.ones_like,
 }
+TRAILING = ("next turn", "next turn, unknown marks", "end of text")  # print something behind the last end mark
 
 
 @pytest.mark.parametrize("planted", PLANTED)
-@pytest.mark.parametrize("name", ["chatml", "vicuna", "thinks", "no mark"])
+@pytest.mark.parametrize("name", ["chatml", "vicuna", "thinks", "no mark", "closed thought", *TRAILING])
 def test_planted_faults_are_caught(using: Callable[[str], Any], name: str, planted: str) -> None:
     """Every way in which masks are known to have gone wrong."""
     conversation = chat("Who is it?", "It is one of them.", "And then who?", "Two of them.", "Why?", "For fun.")
@@ -63,6 +67,33 @@ def test_planted_faults_are_caught(using: Callable[[str], Any], name: str, plant
     wrong = [Example(one.tokens, PLANTED[planted](one.loss_mask)) for one in examples]
     assert any(not torch.equal(one.loss_mask, other.loss_mask) for one, other in zip(examples, wrong, strict=True))
     assert faults(conversation, wrong, tokenizer, data)
+
+
+@pytest.mark.parametrize("name", TRAILING)
+def test_what_the_template_prints_behind_the_end_mark_is_a_fault(using: Callable[[str], Any], name: str) -> None:
+    """All of it or its first token, as the next turn's opening: no answer of the model."""
+    conversation, tokenizer, data = chat("Who?", "One."), using(name), section()
+    (example,) = examples_of(conversation, tokenizer, data, Tally())
+    ids = torch.tensor(tokenizer.apply_chat_template(conversation.messages)["input_ids"])
+    size = len(example.tokens)
+    assert ids[:size].equal(example.tokens) and example.loss_mask[-1] and len(ids) > size
+    for trailing in (size, len(ids)):
+        mask = torch.arange(len(ids)).lt(trailing) & torch.arange(len(ids)).ge(int(example.loss_mask.int().argmax()))
+        assert bool(faults(conversation, [Example(ids, mask)], tokenizer, data)) == (trailing > size)
+
+
+def test_answers_under_another_prompt_than_that_of_serving_are_counted(using: Callable[[str], Any]) -> None:
+    """A thought that the prompt opens; where history is printed otherwise, each answer still follows its prompt."""
+    for name, unlike in (
+        ("opens a thought", 2),
+        ("closed thought", 0),
+        ("thinks", 0),
+        ("end of text", 0),
+        ("chatml", 0),
+    ):
+        tokenizer = using(name)
+        examples = examples_of(TWO, tokenizer, section(), Tally())
+        assert unlike_served(TWO, examples, tokenizer, section()) == unlike
 
 
 def test_an_answer_lost_before_the_cut_is_a_fault(using: Callable[[str], Any]) -> None:
@@ -117,6 +148,26 @@ def test_the_inspector_fails_on_a_wrong_mask(
 real = pytest.mark.skipif(
     not REAL.is_dir(), reason="no folder of real templates and conversations beside this checkout"
 )
+
+
+@real
+@pytest.mark.slow
+def test_real_templates_end_an_answer_with_the_mark_written_by_hand() -> None:
+    """Behind the content stands the model's own end mark and nothing else, whatever the template prints behind it."""
+    tokenizer, checked = AutoTokenizer.from_pretrained(REAL / "tokenizers/gpt2-chatml"), 0
+    for file in sorted((REAL / "chat_templates").rglob("*.jinja")):
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
+        mark = hand_mark(str(file.relative_to(REAL / "chat_templates")), tokenizer.eos_token)
+        try:
+            parts = render_answers(TWO, tokenizer, DataSection(train="-"), [tokenizer.eos_token], set())
+        except Refused as refused:
+            assert "the template refuses" in str(refused)
+            continue
+        spans = [part.text[start:end] for part in parts for start, end in part.answers]
+        behind = [span.rpartition(word)[2].lstrip() for span, word in zip(spans, ("One.", "Two."), strict=True)]
+        assert mark is None or behind == [mark.lstrip()] * 2, file.name
+        checked += mark is not None
+    assert checked >= 55
 
 
 @real

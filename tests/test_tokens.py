@@ -12,9 +12,9 @@ from chats import ASK, TEMPLATES, TWO, changed, chat, section
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
-from data_prep import tokens
+from data_prep import render, tokens
+from data_prep.check_mask import faults
 from data_prep.conversations import Conversation, Tally
-from data_prep.inspect_mask import faults
 from data_prep.tokens import examples_of, load_tokenizer, tokenized
 from eagle.examples import Example
 from eagle.recipe import Recipe
@@ -26,6 +26,12 @@ SPOKEN = {  # what each template makes of answers " One. \n" and "Two.", an exam
     "no mark": [[" One. \n\n\n", "Two.\n\n"]],
     "thinks": [["<think>\n\n</think>\n\n One. \n<|end|>"], ["<think>\n\n</think>\n\nTwo.<|end|>"]],
     "opens a thought": [[" One. \n<|end|>", "Two.<|end|>"]],
+    "closed thought": [[" One. \n<|end|>"], ["Two.<|end|>"]],
+    "skipped thought": [["</think> One. \n<|end|>"], ["</think>Two.<|end|>"]],
+    "next turn": [[" One. \n<|end|>", "Two.<|end|>"]],
+    "next turn, unknown marks": [[" One. \n<end_text><end_turn>", "Two.<end_text><end_turn>"]],
+    "end of text": [[" One. \n<|end|>", "Two.<|end|>"]],
+    "another mark for the last": [[" One. \n</s>"], ["Two.</s>"]],
     "dated": [[" One. \n<|end|>", "Two.<|end|>"]],
     "alternates": [[" One. \n<|end|>", "Two.<|end|>"]],
     "tags": [[" One. \n<|end|>", "Two.<|end|>"]],
@@ -49,8 +55,8 @@ def test_supervised_is_what_the_template_prints_for_the_assistant(using: Callabl
     examples = examples_of(TWO, tokenizer, section(), tally)
     assert spoken(examples, tokenizer) == SPOKEN[name]
     assert not tally.dropped and faults(TWO, examples, tokenizer, section()) == []
-    assert tally.noted[tokens.REWRITES] == (name == "thinks")
-    assert tally.noted[tokens.PROMPT_DIFFERS] == (name == "opens a thought")
+    assert tally.noted[render.REWRITES] == (len(SPOKEN[name]) > 1)
+    assert tally.noted[render.PROMPT_HOLDS.format("<think>\n")] == (name == "opens a thought")
 
 
 def test_an_example_is_the_very_prompt_that_serving_shows(using: Callable[[str], Any]) -> None:
@@ -136,7 +142,7 @@ def test_turns_before_are_read_as_they_were_when_the_answer_was_asked_for(base: 
     asked = base.apply_chat_template(turns[:3], tokenize=False, add_generation_prompt=True)
     assert [base.decode(one.tokens) for one in examples] == [asked + "Assistant<|end|>\n"] and "(read)" not in asked
     assert spoken(examples, base) == [["Assistant<|end|>", "Assistant<|end|>"]]
-    assert tally.noted[tokens.HISTORY_DIFFERS] == 1 and faults(conversation, examples, base, section()) == []
+    assert tally.noted[render.HISTORY_DIFFERS] == 1 and faults(conversation, examples, base, section()) == []
     base.chat_template = FORGETS
     assert examples_of(TWO, base, section(), tally) == []
     assert list(tally.dropped) == ["the template prints the turns before message 2 otherwise once it is answered"]
@@ -163,7 +169,7 @@ def test_what_is_remarkable_is_noted(using: Callable[[str], Any]) -> None:
     assert tally.noted[tokens.MARK_IN_CONTENT] == 1
     tokenizer.chat_template = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
     examples_of(chat("Who?", "One."), tokenizer, section(), tally)
-    assert tally.noted[tokens.ALL_ONES] == tally.noted[tokens.NO_MARK] == 1
+    assert tally.noted[tokens.ALL_ONES] == tally.noted[render.NO_MARK] == 1
 
 
 def test_a_token_across_the_start_is_supervised_and_noted(base: Any) -> None:
