@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle.drafter import Budget, Committed, Drafter, Policy
+from eagle.drafter import Budget, Committed, Drafter, Draw, Policy
 from eagle.target import Target
 from eagle.tree import DraftTree
 from eagle.verify import Choose, Sampling, verify
@@ -147,8 +147,10 @@ def stream(
     trace: Trace | None = None,
 ) -> Iterator[list[int]]:
     """Yield new tokens as they are committed. `stop` holds token ids and strings; None means the target's own."""
-    trace, choose = trace or Trace([]), Choose(sampling or Sampling())
+    trace = trace or Trace([])
     budget = budget or getattr(drafter, "budget", None) or Budget()  # its own, where it was tuned
+    draw = getattr(budget, "draw", None)
+    choose = Choose(sampling or Sampling(), target.draws, drawn=draw == "sampled")
     trace.prompt = prompt = _token_ids(prompt)
     trace.tokenizer = target.tokenizer
     _check_length(target, len(prompt), max_new_tokens)
@@ -163,6 +165,7 @@ def stream(
         clock.start()
         # what lies deeper than the last token wanted could only be cut off again
         here = budget.within(max_new_tokens - len(trace.tokens) - 1)
+        draw = _same_draw(draw, here.draw)
         tree = DraftTree.chain([news[-1].root])
         if not here.is_empty:
             tree, news = drafter.propose(Committed.joined(news), here), []
@@ -180,6 +183,21 @@ def stream(
         if learn is not None:
             learn(trace.cycles[-1])
         yield new
+
+
+def _same_draw(draw: Draw | None, asked: Draw) -> Draw:
+    """How this budget draws, and refused where it changes: what was seen must not choose the rule of verification."""
+    if draw is None and asked == "sampled":
+        raise ValueError(
+            "this policy asks for drafts that are 'sampled' without saying so beforehand: give it an attribute "
+            "draw = 'sampled', and the same in all its budgets"
+        )
+    if draw not in (None, asked):
+        raise ValueError(
+            f"the policy asks for draw {asked!r}, expected {draw!r} in the whole request: a change that depends on "
+            "what was drawn would bend the output's law; keep one draw per policy"
+        )
+    return asked
 
 
 class _Until:

@@ -113,6 +113,7 @@ class Policy(Protocol):
     """What may stand in the place of a budget: another one in every cycle, after what came of those before."""
 
     nodes: int  # the most that it asks for
+    # its `draw`, where it has one, is that of all its budgets: one that draws by lot must say so before it begins
 
     def within(self, levels: int) -> Budget:
         """The next cycle's budget, at most `levels` deep; one of nothing where drafting does not pay."""

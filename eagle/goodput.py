@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from eagle.decode import Cycle, generate
-from eagle.drafter import Budget, Drafter
+from eagle.drafter import Budget, Drafter, Draw
 from eagle.target import Target
 from eagle.tree import chain_paths
 
@@ -57,6 +57,11 @@ class Goodput:
         self.accepted = [_Average() for _ in range(levels)]
         self.spent = self.tried = 0.0  # seconds
         self.asked, self.further, self.trying = 0, 1, False
+
+    @property
+    def draw(self) -> Draw:
+        """How all its budgets draw."""
+        return self.budget.draw
 
     @classmethod
     def measured(
@@ -139,7 +144,7 @@ class _InTurn:
     """Asks for every number of levels in turn."""
 
     def __init__(self, budget: Budget) -> None:
-        self.budget, self.nodes = budget, budget.nodes
+        self.budget, self.nodes, self.draw = budget, budget.nodes, budget.draw
         self.asked: list[int] = []
 
     def within(self, levels: int) -> Budget:

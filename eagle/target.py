@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -41,6 +42,7 @@ class Target:
         self.sharded = False
         self.taps: tuple[int, ...] = ()
         self.text: list[int] = []
+        self.draws = Counter[tuple[int, int]]()  # requests that drew by lot, by seed and request
         self.cache = TreeCache(self.config.num_hidden_layers)
 
     @classmethod
