@@ -12,6 +12,27 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+# What a generation config may hold, as far as `default_sampling` answers for it; all else is refused by name.
+WARPED = {"do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
+# of these transformers makes processors, which `Sampling.from_processors` refuses where they have an effect
+PROCESSED = {
+    *("no_repeat_ngram_size", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
+    *("sequence_bias", "guidance_scale", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "watermarking_config"),
+    *("renormalize_logits", "remove_invalid_values"),
+}
+# neither the choice of a token nor its law depends on these; where an answer ends, `generate` is told
+WITHOUT_EFFECT = {
+    *("max_length", "max_new_tokens", "eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id"),
+    *("use_cache", "cache_config", "max_cache_len", "prefill_chunk_size", "compile_config", "disable_compile"),
+    *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
+    *("early_stopping", "length_penalty", "diversity_penalty", "num_beam_groups", "low_memory"),  # of beams alone
+    *("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule"),
+    *("assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "continuous_batching_config"),
+    *("transformers_version", "_from_model_config"),
+}
+OFF: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1, "min_length": 0, "min_new_tokens": 0}
+OFF |= {"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0, "penalty_alpha": 0}
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -96,3 +117,20 @@ def penalise(row: Tensor, text: Sequence[int], penalty: float) -> Tensor:
     seen = torch.tensor(sorted(set(text)), device=row.device)
     scores = row[seen]
     return row.index_copy(0, seen, torch.where(scores < 0, scores * penalty, scores / penalty))
+
+
+def refuse_fields(config: Any) -> None:
+    """Refuse a generation config that sets, by name, what `model.generate` follows and verification cannot."""
+    fields = vars(type(config)()).keys() - WARPED - PROCESSED - WITHOUT_EFFECT
+    same_cache = ("static", "dynamic", "hybrid", "offloaded", "offloaded_static", "sliding_window")
+    for name in sorted(fields):
+        value = getattr(config, name)
+        if value is None or value is False or value == OFF.get(name):
+            continue
+        if name == "cache_implementation" and value in same_cache:
+            continue
+        instead = ": pass them to generate as stop=[...]" if name == "stop_strings" else ""
+        raise ValueError(
+            f"the model's generation_config.{name} is {value!r}, which drafted tokens cannot be verified under, so "
+            f"the answer would not be model.generate's: set it to None{instead or ', or pass a Sampling of your own'}"
+        )

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from eagle.attention import Masks, TreeCache, rope_border, why_no_trees
 from eagle.device import best_device, fastest_dtype, in_dtype
 from eagle.drafter import Committed, TargetHead
+from eagle.sampling import refuse_fields
 from eagle.tree import DraftTree, Reading
 from eagle.verify import Choose, Sampling
 
@@ -110,6 +111,7 @@ class Target:
 
     def default_sampling(self, **fields: Any) -> Sampling:
         """What `model.generate` does by itself, but for `fields`; refused by name where it cannot be followed."""
+        refuse_fields(self.model.generation_config)
         config, _ = self.model._prepare_generation_config(None)  # with transformers' defaults, as a top-k of 50
         processors = self.model._get_logits_processor(generation_config=config, input_ids_seq_length=1)
         sampling = Sampling.from_processors(processors, **({} if config.do_sample else {"temperature": 0.0}))
