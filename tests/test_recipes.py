@@ -48,7 +48,10 @@ def test_overrides_are_laid_over_and_numbers_read_as_numbers() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.learning_rate=1", "did you mean"),
+        ("train.learning_rate=1", "did you mean lr[?]"),
+        ("train.leraning_rate=1", "did you mean lr[?]"),
+        ("train.max_grad_norm=1", "did you mean clip[?]"),
+        ("train.xyzzy=1", r"unknown key train\.xyzzy\. Known here are out, init"),
         ("tarin.lr=1", "did you mean train"),
         ("train.batch_sise=1", "did you mean batch_size"),
         ("regenerate.temprature=1", "did you mean temperature"),
