@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
@@ -11,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, snapshot_download
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from eagle.arguments import nearest
 from eagle.card import model_card
 from eagle.device import in_dtype
 from eagle.drafter import Budget, Drafter, TrainableDrafter
@@ -51,16 +54,32 @@ def load_head(folder: str | Path) -> TrainableDrafter:
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(f"no head at {folder}: expected the folder that training leaves in train.out, head or last")
-    config = json.loads((folder / "config.json").read_text())
+    config = _read_config(folder / "config.json")
     settings = settings_of(config["settings"], str(folder / "config.json"))
     head: TrainableDrafter = DRAFTERS[settings.kind](settings, AutoConfig.for_model(**config["shape"]))
-    weights = load_file(folder / "model.safetensors")
+    try:
+        weights = load_file(folder / "model.safetensors")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{folder / 'model.safetensors'} is cut off or no safetensors file ({error}): copy or train the head again"
+        ) from error
     missing, unknown = head.state_dict().keys() - weights.keys(), weights.keys() - head.state_dict().keys()
     if missing or unknown:
         raise ValueError(f"{folder} is not this head: missing tensors {sorted(missing)}, unknown {sorted(unknown)}")
     head.load_state_dict(weights)
     head.budget = _budget_of(config.get("budget"))
     return head
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    """A config.json, or an error that names it."""
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is cut off or no JSON ({error}): copy or train the head again") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} holds a {type(config).__name__}, expected an object with the keys of a head")
+    return config
 
 
 def _budget_of(values: dict[str, Any] | None) -> Budget | None:
@@ -87,7 +106,7 @@ def from_pretrained(path: str | Path, revision: str | None = None) -> TrainableD
         folder = _from_hub(str(path), revision)
     if absent := [name for name in ON_HUB[:2] if not (folder / name).is_file()]:
         raise ValueError(f"no head in {path}: {', '.join(absent)} missing; expected a folder that save_head wrote")
-    if "settings" not in json.loads((folder / "config.json").read_text()):
+    if "settings" not in _read_config(folder / "config.json"):
         raise ValueError(f"the config.json in {path} is none of this project's: expected the keys settings and shape")
     return load_head(folder)
 
@@ -114,7 +133,7 @@ def push_to_hub(folder: str | Path, repo_id: str, private: bool = False) -> str:
 
 def _reader(folder: Path) -> Any:
     """The method that reads a folder which is none of a head: of its kind, or any causal language model."""
-    config = json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else {}
+    config = _read_config(folder / "config.json") if (folder / "config.json").is_file() else {}
     kind = config.get("kind", "draft_model" if "model_type" in config else None)
     if "settings" in config or kind is None:
         return None
@@ -131,26 +150,58 @@ def load_drafter(
 
     It comes from a folder or the hub (a trained head, a table of counts, a language model), or from the name of a
     method that needs neither, to which the options go. Several, in a list or with commas between them, are asked in
-    turn, until one of them has a draft.
+    turn, until one of them has a draft; an option goes to each of them that has it.
     """
+    if not isinstance(target, Target):
+        raise ValueError(f"the target is a {type(target).__name__}, expected a Target: load_drafter(name, target)")
+    names = _names_of(name)
+    takes = {one: _options_of(one) for one in names}
+    for option in options:
+        if not any(option in known for known in takes.values()):
+            known = sorted({known for one in names for known in takes[one]})
+            raise ValueError(
+                f"{', '.join(names)} has no option {option}{nearest(option, known)}: expected one of "
+                f"{', '.join(known) or 'none: options belong to ' + ', '.join(FREE)}"
+            )
+    drafters = [
+        _load_one(one, target, revision, {key: value for key, value in options.items() if key in takes[one]})
+        for one in names
+    ]
+    return drafters[0] if len(drafters) == 1 else FirstOf(drafters)
+
+
+FREE = {
+    kind: method
+    for kind, method in DRAFTERS.items()
+    if not issubclass(method, TrainableDrafter) and not hasattr(method, "load")
+}
+
+
+def _names_of(name: Any) -> list[str]:
+    """The names in a string with commas or in a list; a path is one name."""
     several = name.split(",") if isinstance(name, str) else [name] if isinstance(name, Path) else name
-    names = [str(one) for one in several]
-    if len(names) > 1:
-        return FirstOf([load_drafter(one, target, revision) for one in names])
-    free = {
-        kind: method
-        for kind, method in DRAFTERS.items()
-        if not issubclass(method, TrainableDrafter) and not hasattr(method, "load")
-    }
-    if names[0] in free:
-        return free[names[0]](**options)
-    folder = Path(names[0])
-    if options:
-        raise ValueError(f"{folder} takes no options, which belong to {', '.join(free)}: got {', '.join(options)}")
-    if not folder.is_dir() and names[0].count("/") != 1:
+    if not isinstance(several, (list, tuple)) or not all(isinstance(one, (str, Path)) for one in several):
+        raise ValueError(f"got {type(name).__name__} for a drafter's name, expected a string, a path or a list of them")
+    names = [str(one).strip() for one in several]
+    if not names or not all(names):
+        raise ValueError(f"got {name!r} for a drafter, expected a folder, a hub id or one of {', '.join(FREE)}")
+    return names
+
+
+def _options_of(name: str) -> list[str]:
+    """What a method that needs no files may be told."""
+    return [*inspect.signature(FREE[name]).parameters] if name in FREE else []
+
+
+def _load_one(name: str, target: Target, revision: str | None, options: dict[str, Any]) -> Drafter:
+    """One drafter by its name, folder or hub id."""
+    if name in FREE:
+        return FREE[name](**options)
+    folder = Path(name)
+    if not folder.is_dir() and name.count("/") != 1:
         raise ValueError(
-            f"no drafter {folder}: expected a folder with a trained head, counted tables or a language model, or one "
-            f"of {', '.join(free)}"
+            f"no drafter {folder}{nearest(name, FREE)}: expected a folder with a trained head, counted tables or a "
+            f"language model, or one of {', '.join(FREE)}"
         )
     if (method := _reader(folder)) is not None:
         return method.load(folder, target)
@@ -159,5 +210,10 @@ def load_drafter(
         raise ValueError(
             f"{folder} was made for a target {head.shape.hidden_size} wide, this one is "
             f"{target.config.hidden_size}: load the target that its recipe.yaml names"
+        )
+    if head.taps and head.shape.vocab_size != target.config.vocab_size:
+        raise ValueError(
+            f"{folder} was made for a target of {head.shape.vocab_size} tokens, this one has "
+            f"{target.config.vocab_size}: load the target that its recipe.yaml names"
         )
     return head.bind(target.head)

@@ -38,6 +38,14 @@ class Goodput:
         share: float = 0.005,
         memory: float = 100.0,
     ) -> None:
+        for name, seconds in (("draft", draft), ("read", read)):
+            if not isinstance(seconds, Sequence) or isinstance(seconds, str):
+                raise ValueError(
+                    f"{name} is {seconds!r}, expected a list of the seconds of 0, 1, 2, ... levels: measure them with "
+                    "Goodput.measured(target, drafter, prompt, budget)"
+                )
+        if not isinstance(budget, (Budget, type(None))):
+            raise ValueError(f"budget is {budget!r}, expected a Budget: as Budget(nodes=8, depth=4)")
         self.budget = budget or Budget.fixed(chain_paths(len(draft) - 1))
         self.nodes, levels = self.budget.nodes, self.budget.depth
         for name, seconds in (("draft", draft), ("read", read)):

@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -49,6 +51,11 @@ class Sampling:
     lenience: float = 1.0  # below 1 the output is NOT the target's law any more
 
     def __post_init__(self) -> None:
+        for name in ("top_k", "seed", "request"):
+            object.__setattr__(self, name, whole(f"Sampling.{name}", getattr(self, name)))
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "lenience"):
+            if not isinstance(value := getattr(self, name), Real):
+                raise ValueError(f"Sampling.{name} is {value!r}, expected a number")
         for name, holds, expected in (
             ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
@@ -117,6 +124,16 @@ def penalise(row: Tensor, text: Sequence[int], penalty: float) -> Tensor:
     seen = torch.tensor(sorted(set(text)), device=row.device)
     scores = row[seen]
     return row.index_copy(0, seen, torch.where(scores < 0, scores * penalty, scores / penalty))
+
+
+def whole(name: str, value: Any) -> int:
+    """A whole number as Python's own, numpy's among them."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} is {value!r}, expected a whole number") from None
 
 
 def refuse_fields(config: Any) -> None:
