@@ -11,7 +11,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FLOORS = {
     **dict.fromkeys(("eagle.recipe", "eagle.tree", "eagle.noise", "eagle.examples", "eagle.shards", "eagle.log"), 0),
-    **dict.fromkeys(("eagle.card", "eagle.spans", "eagle.device", "eagle.sampling", "eagle.spelling", "eagle.stops"), 0),
+    **dict.fromkeys(
+        ("eagle.card", "eagle.spans", "eagle.device", "eagle.sampling", "eagle.spelling", "eagle.stops"), 0
+    ),
     **dict.fromkeys(("eagle.drafter", "eagle.verify", "eagle.objectives", "eagle.attention"), 1),
     **dict.fromkeys(("eagle.store", "eagle.identity", "eagle.judge", "eagle.plan", "eagle.draft_vocab"), 1),
     **dict.fromkeys(("eagle.target", "eagle.borrowed", "eagle.arguments"), 2),
