@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
+from eagle.arguments import nearest
 from eagle.card import model_card
 from eagle.device import in_dtype
 from eagle.drafter import Budget, Drafter, TrainableDrafter
@@ -176,26 +178,58 @@ def load_drafter(
 
     It comes from a folder or the hub (a trained head, a table of counts, a language model), or from the name of a
     method that needs neither, to which the options go. Several, in a list or with commas between them, are asked in
-    turn, until one of them has a draft.
+    turn, until one of them has a draft; an option goes to each of them that has it.
     """
+    if not isinstance(target, Target):
+        raise ValueError(f"the target is a {type(target).__name__}, expected a Target: load_drafter(name, target)")
+    names = _names_of(name)
+    takes = {one: _options_of(one) for one in names}
+    for option in options:
+        if not any(option in known for known in takes.values()):
+            known = sorted({known for one in names for known in takes[one]})
+            raise ValueError(
+                f"{', '.join(names)} has no option {option}{nearest(option, known)}: expected one of "
+                f"{', '.join(known) or 'none: options belong to ' + ', '.join(FREE)}"
+            )
+    drafters = [
+        _load_one(one, target, revision, {key: value for key, value in options.items() if key in takes[one]})
+        for one in names
+    ]
+    return drafters[0] if len(drafters) == 1 else FirstOf(drafters)
+
+
+FREE = {
+    kind: method
+    for kind, method in DRAFTERS.items()
+    if not issubclass(method, TrainableDrafter) and not hasattr(method, "load")
+}
+
+
+def _names_of(name: Any) -> list[str]:
+    """The names in a string with commas or in a list; a path is one name."""
     several = name.split(",") if isinstance(name, str) else [name] if isinstance(name, Path) else name
-    names = [str(one) for one in several]
-    if len(names) > 1:
-        return FirstOf([load_drafter(one, target, revision) for one in names])
-    free = {
-        kind: method
-        for kind, method in DRAFTERS.items()
-        if not issubclass(method, TrainableDrafter) and not hasattr(method, "load")
-    }
-    if names[0] in free:
-        return free[names[0]](**options)
-    folder = Path(names[0])
-    if options:
-        raise ValueError(f"{folder} takes no options, which belong to {', '.join(free)}: got {', '.join(options)}")
-    if not folder.is_dir() and names[0].count("/") != 1:
+    if not isinstance(several, (list, tuple)) or not all(isinstance(one, (str, Path)) for one in several):
+        raise ValueError(f"got {type(name).__name__} for a drafter's name, expected a string, a path or a list of them")
+    names = [str(one).strip() for one in several]
+    if not names or not all(names):
+        raise ValueError(f"got {name!r} for a drafter, expected a folder, a hub id or one of {', '.join(FREE)}")
+    return names
+
+
+def _options_of(name: str) -> list[str]:
+    """What a method that needs no files may be told."""
+    return [*inspect.signature(FREE[name]).parameters] if name in FREE else []
+
+
+def _load_one(name: str, target: Target, revision: str | None, options: dict[str, Any]) -> Drafter:
+    """One drafter by its name, folder or hub id."""
+    if name in FREE:
+        return FREE[name](**options)
+    folder = Path(name)
+    if not folder.is_dir() and name.count("/") != 1:
         raise ValueError(
-            f"no drafter {folder}: expected a folder with a trained head, counted tables or a language model, or one "
-            f"of {', '.join(free)}"
+            f"no drafter {folder}{nearest(name, FREE)}: expected a folder with a trained head, counted tables or a "
+            f"language model, or one of {', '.join(FREE)}"
         )
     if (method := _reader(folder)) is not None:
         return method.load(folder, target)
@@ -204,5 +238,10 @@ def load_drafter(
         raise ValueError(
             f"{folder} was made for a target {head.shape.hidden_size} wide, this one is "
             f"{target.config.hidden_size}: load the target that its recipe.yaml names"
+        )
+    if head.taps and head.shape.vocab_size != target.config.vocab_size:
+        raise ValueError(
+            f"{folder} was made for a target of {head.shape.vocab_size} tokens, this one has "
+            f"{target.config.vocab_size}: load the target that its recipe.yaml names"
         )
     return head.bind(target.head)

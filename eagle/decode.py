@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import exp
@@ -10,9 +10,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from eagle.drafter import Budget, Committed, Drafter, Policy
+from eagle.arguments import check_call, positive_int, refuse_options, token_ids
+from eagle.drafter import Budget, Committed, Drafter, Draw, Policy
+from eagle.spelling import Spelling
+from eagle.stops import Stops
 from eagle.target import Target
 from eagle.tree import DraftTree
 from eagle.turns import turn_of
@@ -95,78 +97,83 @@ class Trace:
 
     def pieces(self) -> list[tuple[str, bool]]:
         """The text in pieces, each with whether the token that completes it was drafted."""
-        spell, marks = Spelling(self.tokenizer), self.drafted
-        said = [(spell(token), mark) for token, mark in zip(self.tokens, marks, strict=True)]
-        return [(text, mark) for text, mark in [*said, (spell.rest(), marks[-1])] if text]
+        spell, marks, left = Spelling(self.tokenizer), self.drafted, len(self.text)
+        spelt = [(spell(token), mark) for token, mark in zip(self.tokens, marks, strict=True)]
+        pieces = []
+        for text, mark in [*spelt, *((spell.rest(), mark) for mark in marks[-1:])]:
+            if text[:left]:  # a stop string is no part of the text
+                pieces.append((text[:left], mark))
+            left -= len(text[:left])
+        return pieces
 
 
-class Spelling:
-    """Tokens as text, one by one; a character whose bytes are not all there yet waits for them."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.tokens: list[int] = []
-        # spelt before, and up to which: what stands in front decides whether a token begins with a space
-        self.begin = self.end = 0
-
-    def __call__(self, token: int) -> str:
-        """What can be said once this token is there."""
-        self.tokens.append(token)
-        new = self.rest()
-        if not new or new.endswith("\ufffd"):
-            return ""
-        self.begin, self.end = self.end, len(self.tokens)
-        return new
-
-    def rest(self) -> str:
-        """What waits."""
-        said, text = (self._text(end) for end in (self.end, len(self.tokens)))
-        return text[len(said) :]
-
-    def _text(self, end: int) -> str:
-        return self.tokenizer.decode(self.tokens[self.begin : end], skip_special_tokens=True)
-
-
-def generate(target: Target, drafter: Drafter, prompt: Sequence[int] | Tensor, **options: Any) -> Trace:
+def generate(target: Target, drafter: Drafter, prompt: Any, **options: Any) -> Trace:
     """The target's own answer to a prompt, drafted by `drafter`; the options are those of `stream`."""
     trace = Trace([])
-    for _ in stream(target, drafter, prompt, trace=trace, **options):
+    for _ in stream(target, drafter, prompt, **{"trace": trace, **options}):
         pass
-    return trace
+    return options.get("trace") or trace
 
 
 def stream(
     target: Target,
     drafter: Drafter,
-    prompt: Sequence[int] | Tensor,
+    prompt: Any,
     *,
     sampling: Sampling | None = None,
     max_new_tokens: int = 128,
-    stop: Sequence[int | str] | None = None,
+    stop: Any = None,
     budget: Budget | Policy | None = None,
     timing: bool = False,
     trace: Trace | None = None,
+    **unknown: Any,
 ) -> Iterator[list[int]]:
-    """Yield new tokens as they are committed. `stop` holds token ids and strings; None means the target's own."""
-    trace, choose = trace or Trace([]), Choose(sampling or Sampling())
-    budget = budget or getattr(drafter, "budget", None) or Budget()  # its own, where it was tuned
-    trace.prompt = prompt = _token_ids(prompt)
-    trace.tokenizer = target.tokenizer
-    _check_length(target, len(prompt), max_new_tokens)
-    until = _Until(target, stop, max_new_tokens)
-    clock = _Clock(target.device, timing)
-    learn = getattr(budget, "learn", None)
+    """Yield new tokens as they are committed.
+
+    The prompt is token ids in a list, tensor or array, or what a tokenizer returns. `stop` is a token id, a string, or
+    several; None means the target's own, an empty list none.
+    """
+    refuse_options(unknown, OPTIONS)
+    sampling = Sampling() if sampling is None else sampling
+    if budget is None:  # its own, where it was tuned
+        budget = getattr(drafter, "budget", None) or Budget()
+    check_call(target, drafter, sampling, budget)
+    max_new_tokens = positive_int("max_new_tokens", max_new_tokens)
+    trace = Trace([]) if trace is None else trace
+    trace.prompt, trace.tokenizer = token_ids(prompt), target.tokenizer
+    _check_length(target, len(trace.prompt), max_new_tokens)
+    own = [token for token in target.stop_tokens if 0 <= token < target.vocab_size]
+    stops = Stops(own if stop is None else stop, target.tokenizer, target.vocab_size)
+    return _cycles(target, drafter, trace, sampling, budget, stops, max_new_tokens, _Clock(target.device, timing))
+
+
+OPTIONS = ("sampling", "max_new_tokens", "stop", "budget", "timing", "trace")
+
+
+def _cycles(
+    target: Target,
+    drafter: Drafter,
+    trace: Trace,
+    sampling: Sampling,
+    budget: Budget | Policy,
+    stops: Stops,
+    limit: int,
+    clock: _Clock,
+) -> Iterator[list[int]]:
+    """The prompt's next token, and what each cycle commits after it."""
+    draw, learn = getattr(budget, "draw", None), getattr(budget, "learn", None)
+    choose = Choose(sampling, target.draws, drawn=draw == "sampled")
 
     turn, this = turn_of(drafter), object()  # whoever begins later on this drafter or target takes it away
     with turn.beginning(this):
         drafter.begin(choose.offer(target.vocab_size, target.device))
-    room = max_new_tokens + budget.nodes + 1
-    news = [target.begin(prompt, choose, drafter.taps, room, this)]  # not told yet
-    yield until.commit(trace, [news[0].root])
+    news = [target.begin(trace.prompt, choose, drafter.taps, limit + budget.nodes + 1, this)]  # not told yet
+    yield _commit(trace, [news[0].root], stops, limit)
     while trace.finish == "running":
         clock.start()
         # what lies deeper than the last token wanted could only be cut off again
-        here = budget.within(target.levels(max_new_tokens - len(trace.tokens) - 1))
+        here = budget.within(target.levels(limit - len(trace.tokens) - 1))
+        draw = _same_draw(draw, here.draw)
         tree = DraftTree.chain([news[-1].root])
         if not here.is_empty:
             with turn.of(this):
@@ -178,7 +185,7 @@ def stream(
         clock.lap("verify")
         target.keep(tree, path, this)
         news.append(Committed(tree.tokens[path], reading.features_at(path), root))
-        new = until.commit(trace, [*news[-1].tokens.tolist()[1:], root])
+        new = _commit(trace, [*news[-1].tokens.tolist()[1:], root], stops, limit)
         clock.lap("other")
         shape, context = replace(tree, laws=None), reading.positions[0] - 1
         trace.cycles.append(Cycle(shape, tuple(path[1:]), len(new), context, clock.seconds))
@@ -187,41 +194,32 @@ def stream(
         yield new
 
 
-class _Until:
-    """Where an answer ends: a stop token, a stop string, or enough tokens."""
+def _same_draw(draw: Draw | None, asked: Draw) -> Draw:
+    """How this budget draws, and refused where it changes: what was seen must not choose the rule of verification."""
+    if draw is None and asked == "sampled":
+        raise ValueError(
+            "this policy asks for drafts that are 'sampled' without saying so beforehand: give it an attribute "
+            "draw = 'sampled', and the same in all its budgets"
+        )
+    if draw not in (None, asked):
+        raise ValueError(
+            f"the policy asks for draw {asked!r}, expected {draw!r} in the whole request: a change that depends on "
+            "what was drawn would bend the output's law; keep one draw per policy"
+        )
+    return asked
 
-    def __init__(self, target: Target, stop: Sequence[int | str] | None, max_new_tokens: int) -> None:
-        stop = target.stop_tokens if stop is None else stop
-        self.tokens = {item for item in stop if isinstance(item, int)}
-        self.strings = [item for item in stop if isinstance(item, str)]
-        # tokens that a stop string can span; some print nothing and take places too
-        self.reach = max((len(string.encode()) for string in self.strings), default=0) + 16
-        self.tokenizer, self.limit = target.tokenizer, max_new_tokens
-        if self.strings and self.tokenizer is None:
-            raise ValueError(f"stop strings {self.strings} need a tokenizer: load the target with one, or pass ids")
 
-    def commit(self, trace: Trace, new: list[int]) -> list[int]:
-        """Append what belongs to the answer, and say in `trace.finish` whether it has ended."""
-        new = new[: self.limit - len(trace.tokens)]
-        ends = [place for place, token in enumerate(new, start=1) if token in self.tokens]
-        if (end := self._string_end(trace, new)) is not None:
-            ends.append(end)
-        if ends:
-            new, trace.finish = new[: min(ends)], "stop"
-        trace.tokens += new
-        if not ends and len(trace.tokens) == self.limit:
-            trace.finish = "length"
-        return new
-
-    def _string_end(self, trace: Trace, new: list[int]) -> int | None:
-        """How many of the new tokens it takes to complete a stop string, or None."""
-        for end in range(1, len(new) + 1) if self.strings else ():
-            text = self.tokenizer.decode((trace.tokens + new[:end])[-self.reach :], skip_special_tokens=False)
-            found = [string for string in self.strings if string in text]
-            if found:
-                trace.stop_string = min(found, key=text.find)  # the one that begins first
-                return end
-        return None
+def _commit(trace: Trace, new: list[int], stops: Stops, limit: int) -> list[int]:
+    """Append what belongs to the answer, and say in `trace.finish` whether it has ended."""
+    new = new[: limit - len(trace.tokens)]
+    end, trace.stop_string = stops.first_end(trace.tokens, new)
+    new = new[:end]
+    trace.tokens += new
+    if end is not None:
+        trace.finish = "stop"
+    elif len(trace.tokens) == limit:
+        trace.finish = "length"
+    return new
 
 
 class _Clock:
@@ -248,22 +246,7 @@ class _Clock:
         return perf_counter()
 
 
-def _token_ids(prompt: Sequence[int] | Tensor) -> list[int]:
-    """The prompt as a list, from a list or a tensor [T] or [1, T]."""
-    if isinstance(prompt, str):
-        raise ValueError("the prompt is text, expected token ids: use target.chat(text) or target.tokenizer.encode")
-    if isinstance(prompt, Tensor):
-        if prompt.dim() > 2 or (prompt.dim() == 2 and len(prompt) != 1):
-            raise ValueError(
-                f"one prompt at a time: got a tensor of shape {tuple(prompt.shape)}, expected [T] or [1, T]"
-            )
-        prompt = prompt.flatten().tolist()
-    return list(prompt)
-
-
 def _check_length(target: Target, prompt: int, new: int) -> None:
-    if new < 1:
-        raise ValueError(f"max_new_tokens is {new}, expected 1 or more")
     if target.max_positions is not None and prompt + new > target.max_positions:
         raise ValueError(
             f"{prompt} prompt tokens and {new} new ones exceed the model's {target.max_positions} positions: "

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, get_args
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from eagle.device import in_dtype
 from eagle.examples import Batch
+from eagle.sampling import whole
 from eagle.tree import DraftTree, Paths
 
 Draw = Literal["noise", "likeliest", "sampled"]
@@ -68,8 +70,11 @@ class Budget:
 
     def __post_init__(self) -> None:
         for name in ("nodes", "depth", "top_k"):
+            object.__setattr__(self, name, whole(f"Budget.{name}", getattr(self, name)))
             if getattr(self, name) < 0:
                 raise ValueError(f"Budget.{name} is {getattr(self, name)}, expected 0 or more")
+        if self.paths is not None:
+            object.__setattr__(self, "paths", _as_paths(self.paths))
         if self.draw not in get_args(Draw):
             raise ValueError(f"Budget.draw is {self.draw!r}, expected one of {', '.join(get_args(Draw))}")
         if self.draw == "sampled" and self.paths is None:
@@ -96,8 +101,9 @@ class Budget:
     @classmethod
     def fixed(cls, paths: Paths, draw: Draw = "noise") -> Budget:
         """A tree of this shape, as EAGLE-1 published one (`eagle.tree.PUBLISHED_TREE`)."""
+        paths = _as_paths(paths)
         top_k = 1 + max((rank for path in paths for rank in path), default=-1)
-        return cls(len(set(paths)), max(map(len, paths), default=0), top_k, tuple(paths), draw)
+        return cls(len(set(paths)), max(map(len, paths), default=0), top_k, paths, draw)
 
     @property
     def is_empty(self) -> bool:
@@ -109,10 +115,21 @@ class Budget:
         return self if self.depth <= levels else replace(self, depth=max(levels, 0))
 
 
+def _as_paths(paths: Any) -> Paths:
+    """Paths from any nested sequence of ranks."""
+    try:
+        return tuple(tuple(map(operator.index, path)) for path in paths)
+    except TypeError:
+        raise ValueError(
+            f"Budget.paths is {paths!r}, expected the ranks on the way to every node, as ((0,), (1,), (0, 0))"
+        ) from None
+
+
 class Policy(Protocol):
     """What may stand in the place of a budget: another one in every cycle, after what came of those before."""
 
     nodes: int  # the most that it asks for
+    # its `draw`, where it has one, is that of all its budgets: one that draws by lot must say so before it begins
 
     def within(self, levels: int) -> Budget:
         """The next cycle's budget, at most `levels` deep; one of nothing where drafting does not pay."""

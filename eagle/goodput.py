@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from eagle.decode import Cycle, generate
-from eagle.drafter import Budget, Drafter
+from eagle.drafter import Budget, Drafter, Draw
 from eagle.target import Target
 from eagle.tree import chain_paths
 
@@ -38,6 +38,14 @@ class Goodput:
         share: float = 0.005,
         memory: float = 100.0,
     ) -> None:
+        for name, seconds in (("draft", draft), ("read", read)):
+            if not isinstance(seconds, Sequence) or isinstance(seconds, str):
+                raise ValueError(
+                    f"{name} is {seconds!r}, expected a list of the seconds of 0, 1, 2, ... levels: measure them with "
+                    "Goodput.measured(target, drafter, prompt, budget)"
+                )
+        if not isinstance(budget, (Budget, type(None))):
+            raise ValueError(f"budget is {budget!r}, expected a Budget: as Budget(nodes=8, depth=4)")
         self.budget = budget or Budget.fixed(chain_paths(len(draft) - 1))
         self.nodes, levels = self.budget.nodes, self.budget.depth
         for name, seconds in (("draft", draft), ("read", read)):
@@ -57,6 +65,11 @@ class Goodput:
         self.accepted = [_Average() for _ in range(levels)]
         self.spent = self.tried = 0.0  # seconds
         self.asked, self.further, self.trying = 0, 1, False
+
+    @property
+    def draw(self) -> Draw:
+        """How all its budgets draw."""
+        return self.budget.draw
 
     @classmethod
     def measured(
@@ -139,7 +152,7 @@ class _InTurn:
     """Asks for every number of levels in turn."""
 
     def __init__(self, budget: Budget) -> None:
-        self.budget, self.nodes = budget, budget.nodes
+        self.budget, self.nodes, self.draw = budget, budget.nodes, budget.draw
         self.asked: list[int] = []
 
     def within(self, levels: int) -> Budget:

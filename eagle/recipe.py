@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -194,8 +194,27 @@ def _explain(model: type[BaseModel], mistake: Any, source: str) -> str:
     owner: Any = model
     for key in mistake["loc"][:-1]:
         owner = _below(owner, key)
-    near = difflib.get_close_matches(name, owner.model_fields, n=1, cutoff=0.0)[0]
-    return f"{source}: unknown key {where}: did you mean {near}? Known here are {', '.join(owner.model_fields)}"
+    known = ", ".join(owner.model_fields)
+    near = _nearest_key(name, owner.model_fields)
+    return f"{source}: unknown key {where}{f': did you mean {near}? Known' if near else '. Known'} here are {known}"
+
+
+# what other trainers call keys whose names here look like others
+OTHER_NAMES = {
+    **{"learning_rate": "lr", "max_grad_norm": "clip", "gradient_clipping": "clip"},
+    **{"warmup_steps": "warmup", "warmup_ratio": "warmup", "lr_scheduler_type": "schedule", "scheduler": "schedule"},
+    **{"gradient_accumulation_steps": "accumulation", "num_train_epochs": "epochs", "num_epochs": "epochs"},
+    **{"per_device_train_batch_size": "batch_size", "output_dir": "out", "save_total_limit": "keep"},
+    **{"save_steps": "checkpoint_every", "eval_steps": "validate_every", "model_name_or_path": "path"},
+    **{"max_seq_length": "max_length", "torch_dtype": "dtype"},
+}
+
+
+def _nearest_key(name: str, known: Iterable[str]) -> str | None:
+    """The known key that a name was meant for, by its letters or as other trainers call it; None where none is near."""
+    names = {other: key for other, key in OTHER_NAMES.items() if key in known} | {key: key for key in known}
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return names[near[0]] if near else None
 
 
 def _below(owner: Any, key: Any) -> Any:

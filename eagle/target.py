@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from eagle.device import best_device, fastest_dtype, in_dtype
 from eagle.drafter import Committed, TargetHead
 from eagle.loading import check_model, dtype_of, load_model, tokenizer_of
 from eagle.reader import TreeReader
+from eagle.sampling import refuse_fields
 from eagle.tree import DraftTree, Reading
 from eagle.turns import Turn
 from eagle.verify import Choose, Sampling
@@ -47,6 +49,7 @@ class Target:
         self.sharded = False
         self.taps: tuple[int, ...] = ()
         self.text: list[int] = []
+        self.draws = Counter[tuple[int, int]]()  # requests that drew by lot, by seed and request
         self.cache = TreeCache(self.config.num_hidden_layers)
 
     @classmethod
@@ -118,6 +121,7 @@ class Target:
 
     def default_sampling(self, **fields: Any) -> Sampling:
         """What `model.generate` does by itself, but for `fields`; refused by name where it cannot be followed."""
+        refuse_fields(self.model.generation_config)
         config, _ = self.model._prepare_generation_config(None)  # with transformers' defaults, as a top-k of 50
         processors = self.model._get_logits_processor(generation_config=config, input_ids_seq_length=1)
         sampling = Sampling.from_processors(processors, **({} if config.do_sample else {"temperature": 0.0}))

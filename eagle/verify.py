@@ -4,16 +4,16 @@
 
 from __future__ import annotations
 
-import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from eagle.noise import Noise, mix64
+from eagle.sampling import Sampling, penalise, warp
 from eagle.tree import DraftTree, Reading
 
 Coin = Callable[[float], bool]
@@ -21,98 +21,34 @@ Pick = Callable[[Tensor], int]
 Law = Callable[[int], Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the target speaks: transformers' warpers in transformers' order, and the noise it draws with."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-    request: int = 0
-    rule: Literal["token", "block"] = "token"  # for drafts that carry their law
-    lenience: float = 1.0  # below 1 the output is NOT the target's law any more
-
-    def __post_init__(self) -> None:
-        for name, holds, expected in (
-            ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more"),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
-            ("top_p", 0 < self.top_p <= 1, "above 0, at most 1 (off)"),
-            ("min_p", 0 <= self.min_p <= 1, "0 (off) to 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0; 1 is off"),
-            ("rule", self.rule in ("token", "block"), "'token' or 'block'"),
-            ("lenience", 0 < self.lenience <= 1, "above 0, at most 1 (lossless)"),
-        ):
-            if not holds:
-                raise ValueError(f"Sampling.{name} is {getattr(self, name)!r}, expected {expected}")
-        if self.lenience < 1 and self.rule == "block":
-            raise ValueError("lenience is defined for the token rule alone; use rule='token'")
-
-    @classmethod
-    def from_processors(cls, processors: Iterable[Any], **fields: Any) -> Sampling:
-        """The same warping as a list of transformers' logits processors; one that cannot be followed is refused."""
-        known = {
-            "RepetitionPenaltyLogitsProcessor": ("repetition_penalty", "penalty"),
-            "TemperatureLogitsWarper": ("temperature", "temperature"),
-            "TopKLogitsWarper": ("top_k", "top_k"),
-            "TopPLogitsWarper": ("top_p", "top_p"),
-            "MinPLogitsWarper": ("min_p", "min_p"),
-        }
-        order = list(known)
-        names = [type(processor).__name__ for processor in processors]
-        if unknown := [name for name in names if name not in known]:
-            raise ValueError(f"logits processors {unknown} cannot be verified; supported are {order}: remove them")
-        if names != sorted(set(names), key=order.index):
-            raise ValueError(f"logits processors come in the order {names}, expected each at most once, as in {order}")
-        for name, processor in zip(names, processors, strict=True):
-            _refuse_options(name, processor)
-            field, attribute = known[name]
-            fields[field] = getattr(processor, attribute)
-        return cls(**{"temperature": 1.0, **fields})
-
-
-def _refuse_options(name: str, processor: Any) -> None:
-    """A known processor with an option that changes its law is as unknown as any other."""
-    for option, plain in (("min_tokens_to_keep", 1), ("filter_value", -math.inf), ("prompt_ignore_length", None)):
-        value = getattr(processor, option, plain)
-        folded = name == "TopKLogitsWarper" and option == "min_tokens_to_keep"  # into its top_k
-        if value != plain and not folded:
-            raise ValueError(f"{name}.{option} is {value!r}, which cannot be verified: expected {plain!r}")
-
-
-def warp(logits: Tensor, sampling: Sampling) -> Tensor:
-    """[N, V] scores whose softmax is the law sampled from; penalties are applied before, temperature is above 0."""
-    scores = logits / sampling.temperature
-    if 0 < sampling.top_k < scores.shape[-1]:
-        threshold = scores.topk(sampling.top_k).values[:, -1:]
-        scores = scores.masked_fill(scores < threshold, -math.inf)
-    if sampling.top_p < 1:
-        ascending, order = scores.sort()
-        outside = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
-        outside[:, -1] = False
-        scores = scores.masked_fill(outside.scatter(1, order, outside), -math.inf)
-    if sampling.min_p > 0:
-        law = scores.softmax(-1)
-        scores = scores.masked_fill(law < sampling.min_p * law.amax(-1, keepdim=True), -math.inf)
-    return scores
-
-
-def penalise(row: Tensor, text: Sequence[int], penalty: float) -> Tensor:
-    """One row of logits [V] with every token of `text` made less likely, each once."""
-    seen = torch.tensor(sorted(set(text)), device=row.device)
-    scores = row[seen]
-    return row.index_copy(0, seen, torch.where(scores < 0, scores * penalty, scores / penalty))
-
-
 class Choose:
-    """The target's choice after a node, as a function of its logits and of noise that no drafter can touch."""
+    """The target's choice after a node, as a function of its logits and of noise that no drafter can touch.
 
-    def __init__(self, sampling: Sampling) -> None:
-        self.sampling = sampling
-        self.noise = Noise(sampling.seed, sampling.request) if sampling.temperature > 0 else None
-        self.dice = random.Random(mix64(mix64(sampling.seed) ^ sampling.request))
+    With `drawn` drafts are drawn by lot, so that what the package remembers may know the noise of earlier requests:
+    then the noise is as new in every request as the coins are.
+    """
+
+    def __init__(
+        self, sampling: Sampling, uses: Counter[tuple[int, int]] | None = None, *, drawn: bool = False
+    ) -> None:
+        self.sampling, self.uses = sampling, Counter() if uses is None else uses
+        self.noise: Noise | None = None
+        if sampling.temperature > 0:
+            seed = mix64(mix64(self.private_seed)) if drawn else sampling.seed
+            self.noise = Noise(seed, sampling.request)
+
+    @cached_property
+    def private_seed(self) -> int:
+        """Another one each time that a seed and request draw by lot, as `uses` counts: no request sees coins again."""
+        sampling = self.sampling
+        self.uses[sampling.seed, sampling.request] += 1
+        use = self.uses[sampling.seed, sampling.request]
+        return sampling.seed if use == 1 else mix64(mix64(sampling.seed) + use)
+
+    @cached_property
+    def dice(self) -> random.Random:
+        """What coins and picks are drawn with."""
+        return random.Random(mix64(mix64(self.private_seed) ^ self.sampling.request))
 
     def __call__(self, reading: Reading, nodes: Sequence[int]) -> list[int]:
         """The tokens chosen after `nodes`."""
@@ -125,7 +61,7 @@ class Choose:
 
     def offer(self, vocab_size: int, device: torch.device) -> Offer | None:
         """What a drafter may know of the noise and the filters; None for a greedy target."""
-        return None if self.noise is None else Offer(self.sampling, self.noise, vocab_size, device)
+        return None if self.noise is None else Offer(self.sampling, self.noise, vocab_size, device, self)
 
     def law(self, reading: Reading, node: int) -> Tensor:
         """[V], the law that the token after `node` has."""
@@ -162,11 +98,22 @@ class Choose:
 class Offer:
     """What a drafter may know of a target that samples (`eagle.drafter.Noise`), in units of its plain logits."""
 
-    def __init__(self, sampling: Sampling, noise: Noise, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        noise: Noise,
+        vocab_size: int,
+        device: torch.device,
+        choose: Choose | None = None,
+    ) -> None:
         self.sampling, self.temperature, self.noise = sampling, sampling.temperature, noise
         self.vocab_size, self.device = vocab_size, device
-        # a stream of its own: drafts that share the coins of their verification would bend the law
-        self.private, self.drawn = Noise(mix64(sampling.seed), sampling.request), 0
+        self.choose, self.drawn = choose or Choose(sampling), 0
+
+    @cached_property
+    def private(self) -> Noise:
+        """A stream of its own: drafts that share the coins of their verification would bend the law."""
+        return Noise(mix64(self.choose.private_seed), self.sampling.request)
 
     def __call__(self, positions: list[int]) -> Tensor:
         """[P, V], what the target adds to its logits when it chooses the tokens standing there."""

@@ -75,7 +75,10 @@ def test_files_of_a_model_of_ones_own_lie_in_a_folder_of_its_name() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.learning_rate=1", "did you mean"),
+        ("train.learning_rate=1", "did you mean lr[?]"),
+        ("train.leraning_rate=1", "did you mean lr[?]"),
+        ("train.max_grad_norm=1", "did you mean clip[?]"),
+        ("train.xyzzy=1", r"unknown key train\.xyzzy\. Known here are out, init"),
         ("tarin.lr=1", "did you mean train"),
         ("train.batch_sise=1", "did you mean batch_size"),
         ("regenerate.temprature=1", "did you mean temperature"),

@@ -1,0 +1,153 @@
+"""How the target samples: its settings, and the warping of logits that they stand for, in transformers' order."""
+
+# N nodes, V vocabulary
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+# What a generation config may hold, as far as `default_sampling` answers for it; all else is refused by name.
+WARPED = {"do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
+# of these transformers makes processors, which `Sampling.from_processors` refuses where they have an effect
+PROCESSED = {
+    *("no_repeat_ngram_size", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
+    *("sequence_bias", "guidance_scale", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "watermarking_config"),
+    *("renormalize_logits", "remove_invalid_values"),
+}
+# neither the choice of a token nor its law depends on these; where an answer ends, `generate` is told
+WITHOUT_EFFECT = {
+    *("max_length", "max_new_tokens", "eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id"),
+    *("use_cache", "cache_config", "max_cache_len", "prefill_chunk_size", "compile_config", "disable_compile"),
+    *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
+    *("early_stopping", "length_penalty", "diversity_penalty", "num_beam_groups", "low_memory"),  # of beams alone
+    *("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule"),
+    *("assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "continuous_batching_config"),
+    *("transformers_version", "_from_model_config"),
+}
+OFF: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1, "min_length": 0, "min_new_tokens": 0}
+OFF |= {"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0, "penalty_alpha": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the target speaks: transformers' warpers in transformers' order, and the noise it draws with."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    request: int = 0
+    rule: Literal["token", "block"] = "token"  # for drafts that carry their law
+    lenience: float = 1.0  # below 1 the output is NOT the target's law any more
+
+    def __post_init__(self) -> None:
+        for name in ("top_k", "seed", "request"):
+            object.__setattr__(self, name, whole(f"Sampling.{name}", getattr(self, name)))
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "lenience"):
+            if not isinstance(value := getattr(self, name), Real):
+                raise ValueError(f"Sampling.{name} is {value!r}, expected a number")
+        for name, holds, expected in (
+            ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0, at most 1 (off)"),
+            ("min_p", 0 <= self.min_p <= 1, "0 (off) to 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0; 1 is off"),
+            ("rule", self.rule in ("token", "block"), "'token' or 'block'"),
+            ("lenience", 0 < self.lenience <= 1, "above 0, at most 1 (lossless)"),
+        ):
+            if not holds:
+                raise ValueError(f"Sampling.{name} is {getattr(self, name)!r}, expected {expected}")
+        if self.lenience < 1 and self.rule == "block":
+            raise ValueError("lenience is defined for the token rule alone; use rule='token'")
+
+    @classmethod
+    def from_processors(cls, processors: Iterable[Any], **fields: Any) -> Sampling:
+        """The same warping as a list of transformers' logits processors; one that cannot be followed is refused."""
+        known = {
+            "RepetitionPenaltyLogitsProcessor": ("repetition_penalty", "penalty"),
+            "TemperatureLogitsWarper": ("temperature", "temperature"),
+            "TopKLogitsWarper": ("top_k", "top_k"),
+            "TopPLogitsWarper": ("top_p", "top_p"),
+            "MinPLogitsWarper": ("min_p", "min_p"),
+        }
+        order = list(known)
+        names = [type(processor).__name__ for processor in processors]
+        if unknown := [name for name in names if name not in known]:
+            raise ValueError(f"logits processors {unknown} cannot be verified; supported are {order}: remove them")
+        if names != sorted(set(names), key=order.index):
+            raise ValueError(f"logits processors come in the order {names}, expected each at most once, as in {order}")
+        for name, processor in zip(names, processors, strict=True):
+            _refuse_options(name, processor)
+            field, attribute = known[name]
+            fields[field] = getattr(processor, attribute)
+        return cls(**{"temperature": 1.0, **fields})
+
+
+def _refuse_options(name: str, processor: Any) -> None:
+    """A known processor with an option that changes its law is as unknown as any other."""
+    for option, plain in (("min_tokens_to_keep", 1), ("filter_value", -math.inf), ("prompt_ignore_length", None)):
+        value = getattr(processor, option, plain)
+        folded = name == "TopKLogitsWarper" and option == "min_tokens_to_keep"  # into its top_k
+        if value != plain and not folded:
+            raise ValueError(f"{name}.{option} is {value!r}, which cannot be verified: expected {plain!r}")
+
+
+def warp(logits: Tensor, sampling: Sampling) -> Tensor:
+    """[N, V] scores whose softmax is the law sampled from; penalties are applied before, temperature is above 0."""
+    scores = logits / sampling.temperature
+    if 0 < sampling.top_k < scores.shape[-1]:
+        threshold = scores.topk(sampling.top_k).values[:, -1:]
+        scores = scores.masked_fill(scores < threshold, -math.inf)
+    if sampling.top_p < 1:
+        ascending, order = scores.sort()
+        outside = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        outside[:, -1] = False
+        scores = scores.masked_fill(outside.scatter(1, order, outside), -math.inf)
+    if sampling.min_p > 0:
+        law = scores.softmax(-1)
+        scores = scores.masked_fill(law < sampling.min_p * law.amax(-1, keepdim=True), -math.inf)
+    return scores
+
+
+def penalise(row: Tensor, text: Sequence[int], penalty: float) -> Tensor:
+    """One row of logits [V] with every token of `text` made less likely, each once."""
+    seen = torch.tensor(sorted(set(text)), device=row.device)
+    scores = row[seen]
+    return row.index_copy(0, seen, torch.where(scores < 0, scores * penalty, scores / penalty))
+
+
+def whole(name: str, value: Any) -> int:
+    """A whole number as Python's own, numpy's among them."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} is {value!r}, expected a whole number") from None
+
+
+def refuse_fields(config: Any) -> None:
+    """Refuse a generation config that sets, by name, what `model.generate` follows and verification cannot."""
+    fields = vars(type(config)()).keys() - WARPED - PROCESSED - WITHOUT_EFFECT
+    same_cache = ("static", "dynamic", "hybrid", "offloaded", "offloaded_static", "sliding_window")
+    for name in sorted(fields):
+        value = getattr(config, name)
+        if value is None or value is False or value == OFF.get(name):
+            continue
+        if name == "cache_implementation" and value in same_cache:
+            continue
+        instead = ": pass them to generate as stop=[...]" if name == "stop_strings" else ""
+        raise ValueError(
+            f"the model's generation_config.{name} is {value!r}, which drafted tokens cannot be verified under, so "
+            f"the answer would not be model.generate's: set it to None{instead or ', or pass a Sampling of your own'}"
+        )
