@@ -13,6 +13,7 @@ from typing import Any
 
 from data_prep.tokens import load_tokenizer, tokenized
 from eagle.borrowed import save_borrowed, target_config
+from eagle.disk import lock_folder
 from eagle.drafters import settings_of
 from eagle.examples import Example
 from eagle.extract import check_room, extract, forecast, planned, taps_of, world
@@ -38,7 +39,9 @@ def main(argv: list[str]) -> None:
     elif said.verify:
         verify(Path(recipe.features.store))
     else:
-        fill(recipe, Path(recipe.features.store), taps, repair=said.repair, strict=said.strict)
+        folder = Path(recipe.features.store)
+        with lock_folder(folder, hold=world()[0] == 0):
+            fill(recipe, folder, taps, repair=said.repair, strict=said.strict)
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
@@ -74,8 +77,10 @@ def fill(recipe: Recipe, folder: Path, taps: tuple[int, ...], *, repair: bool, s
 
 
 def prepare(recipe: Recipe, folder: Path, made: dict[str, Any], repair: bool, strict: bool) -> Target | None:
-    """Begin a store that is not there, and remove what a repair finds broken, so that it is computed again."""
+    """Begin a store that is not there, and remove what a killed run left half and what a repair finds broken."""
     target = None
+    for torn in folder.glob("*.part"):
+        torn.unlink()
     try:
         FeatureStore(folder, made, partial=True).borrowed()
     except Damaged as error:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from eagle.shards import write_whole
+from eagle.disk import write_whole
 from eagle.store import differences
 
 

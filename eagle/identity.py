@@ -10,9 +10,9 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 
+from eagle.disk import sha256
 from eagle.log import progress
 from eagle.recipe import Recipe, TargetSection
-from eagle.shards import sha256
 
 WEIGHTS = ("*.safetensors", "*.bin")
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model")
