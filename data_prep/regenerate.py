@@ -19,6 +19,7 @@ from data_prep.conversations import Conversation, Tally, read_conversations
 from data_prep.endpoint import PROBE, Endpoint
 from data_prep.parts import begin, finished, is_whole, lines_of, open_part, put_together
 from data_prep.tokens import load_tokenizer
+from eagle.disk import lock_path
 from eagle.extract import world
 from eagle.identity import data_identity
 from eagle.log import progress, script
@@ -230,6 +231,19 @@ def main(argv: list[str]) -> None:
     if (section := recipe.regenerate) is None:
         raise ValueError(f"{said.recipe} has no section `regenerate`: expected one with `source` and `out`")
     index, count, wait = world()
+    with lock_path(section.out, hold=index == 0 and not said.forecast):
+        regenerate(recipe, section, said, index, count, wait)
+
+
+def regenerate(
+    recipe: Recipe,
+    section: RegenerateSection,
+    said: argparse.Namespace,
+    index: int,
+    count: int,
+    wait: Callable[[], None],
+) -> None:
+    """This process's share of the answers; the first process puts them together."""
     out, say = Path(section.out), print if index == 0 else lambda *_: None
     if out.resolve().is_relative_to(Path(section.source).resolve()):
         raise ValueError(f"regenerate.out is {out}, within regenerate.source {section.source}: write it elsewhere")

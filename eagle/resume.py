@@ -13,7 +13,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 
-from eagle.shards import sha256, write_whole
+from eagle.disk import apply_umask, sha256, write_whole
 from eagle.store import differences
 
 MARK = "complete.json"
@@ -56,6 +56,7 @@ class Checkpoints:
 
     def _complete(self, aside: Path, step: int, state: dict[str, Any]) -> None:
         """Wait for the disk, mark the checkpoint, give it its name, and drop the oldest."""
+        apply_umask(aside)
         files = {}
         for path in sorted(path for path in aside.rglob("*") if path.is_file()):
             with path.open("rb") as file:

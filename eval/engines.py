@@ -24,6 +24,7 @@ import torch
 
 from data_prep.conversations import read_conversations
 from eagle.checkpoint import load_drafter
+from eagle.disk import write_text
 from eagle.drafter import Budget
 from eagle.export import export
 from eagle.target import Target
@@ -158,7 +159,7 @@ def merged(rows: Sequence[dict[str, Any]], file: Path) -> None:
     """Put rows into the result file in place of those with the same key."""
     before = json.loads(file.read_text()) if file.is_file() else []
     keyed = {json.dumps([row[name] for name in KEY]): row for row in [*before, *rows]}
-    file.write_text(json.dumps([row for _, row in sorted(keyed.items())], indent=2) + "\n")
+    write_text(file, json.dumps([row for _, row in sorted(keyed.items())], indent=2) + "\n")
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

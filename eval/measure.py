@@ -13,6 +13,7 @@ from time import perf_counter, process_time
 from typing import Any
 
 from eagle.decode import Cycle, Trace, generate
+from eagle.disk import lock_path
 from eagle.drafters.unrolled import UnrolledDrafter
 from eagle.log import progress, script
 from eagle.recipe import Recipe, command_line
@@ -223,11 +224,16 @@ def costs_of(measurement: Measurement) -> dict[str, Any]:
     return costs
 
 
+def results_file(recipe: Recipe) -> Path:
+    """Where the rows of a recipe are."""
+    return Path(recipe.train.out) / "results.jsonl"
+
+
 def measure(recipe: Recipe, path: str, *, again: bool = False) -> Path:
     """Measure what a recipe asks for, as far as it is not there yet; returns where the rows are."""
     target = load_target(recipe)
     drafters = load_drafters(recipe, target)
-    results = Results(Path(recipe.train.out) / "results.jsonl", made_by(recipe, target, drafters), again=again)
+    results = Results(results_file(recipe), made_by(recipe, target, drafters), again=again)
     measurement = Measurement(recipe, target, drafters, questions(recipe), results)
     if all(map(measurement.is_done, measurement.cases())):
         print(f"all answers are in {results.path} already: --again measures anew")
@@ -248,7 +254,9 @@ def main(argv: list[str]) -> None:
     parser = command_line("eval.measure", __doc__)
     parser.add_argument("--again", action="store_true", help="measure anew; the rows that are there are kept aside")
     asked = parser.parse_intermixed_args(argv)
-    print(markdown(measure(Recipe.load(asked.recipe, asked.overrides), asked.recipe, again=asked.again)))
+    recipe = Recipe.load(asked.recipe, asked.overrides)
+    with lock_path(results_file(recipe)):
+        print(markdown(measure(recipe, asked.recipe, again=asked.again)))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from eagle.disk import write_text
 from eval.figures import number
 from eval.page import page
 from eval.results import Group, beside, pace, read, speed_up, summary, taken
@@ -54,8 +55,7 @@ def main(argv: list[str] | None = None) -> None:
             print(markdown(path))
     if args.html or not args.markdown:
         out = args.html or args.results[0].with_name("report.html")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(page(args.results), encoding="utf-8")
+        write_text(out, page(args.results))
         print(f"report: {out}")
 
 

@@ -29,6 +29,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LlamaT
 from data_prep import docstrings
 from data_prep.conversations import ROLES
 from eagle.device import fastest_dtype
+from eagle.disk import apply_umask, lock_folder
 from eval.results import loops
 
 STEPS, BATCH, WINDOW, WARMUP = 400, 4, 512, 40
@@ -88,10 +89,10 @@ def make_target(
     if report := finished(out, settings):
         print(f"{out / 'target'} is already there, made with the same settings")
         return report
-    out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=out) as aside:
+    with lock_folder(out), tempfile.TemporaryDirectory(prefix=".unfinished-", dir=out) as aside:
         report = {"settings": settings, **build(Path(aside), steps, seed, max_conversations)}
         (Path(aside) / "target_report.json").write_text(json.dumps(report, indent=2) + "\n")
+        apply_umask(Path(aside))
         publish(Path(aside), out)
     return report
 
