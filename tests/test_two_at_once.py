@@ -30,6 +30,7 @@ from recipes.tiny import make_target as tiny
 from recipes.train_eagle import main as train
 
 ROOT = Path(__file__).parent.parent
+UMASK = 0o027  # that of no usual user: what another umask or a library's own mode has left is seen
 PROGRAM = """
 import json, os, runpy, sys
 import data_prep.count_tokens, data_prep.regenerate, eagle.__main__, eval.lossless, eval.tune, recipes.train_eagle
@@ -120,7 +121,9 @@ def outcomes(
     folder = tmp_path_factory.mktemp("logs")
     logs = {name: [str(folder / f"{name}-{number}") for number in (1, 2)] for name in commands}
     jobs = json.dumps([[commands[name], logs[name]] for name in commands])
-    done = subprocess.run([sys.executable, "-c", PROGRAM], input=jobs, capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], input=jobs, capture_output=True, text=True, cwd=ROOT, umask=UMASK
+    )
     assert done.returncode == 0, done.stderr
     statuses = [json.loads(line) for line in done.stdout.splitlines()]
     return {
@@ -154,6 +157,7 @@ def test_two_runs_at_once_leave_a_whole_result(
             text = path.read_text()
             assert [json.loads(part) for part in (text.splitlines() if path.suffix == ".jsonl" else [text])]
         assert path.stat().st_size
+        assert path.stat().st_mode & 0o777 == 0o666 & ~UMASK or "/head/" in str(path), path
     if name == "extract":
         extract([*commands[name][1:], "--verify"])
         store = FeatureStore(folder)
