@@ -13,11 +13,12 @@ from typing import Any
 
 from data_prep.tokens import load_tokenizer, tokenized
 from eagle.borrowed import save_borrowed, target_config
+from eagle.device import best_device, fastest_dtype
 from eagle.disk import lock_folder
 from eagle.drafters import settings_of
 from eagle.examples import Example
 from eagle.extract import check_room, extract, forecast, planned, taps_of, world
-from eagle.identity import identity
+from eagle.identity import identity, in_precision
 from eagle.log import progress, script
 from eagle.recipe import Recipe, command_line
 from eagle.store import Absent, Damaged, FeatureStore
@@ -65,7 +66,7 @@ def fill(recipe: Recipe, folder: Path, taps: tuple[int, ...], *, repair: bool, s
         print(f"{len(todo)} of {len(store.plan)} shards to compute, {count} process{'es' * (count > 1)}")
     wait()  # nobody writes before everybody has seen what is to do
     if mine := todo[index::count]:
-        target = target or load(recipe, store.index["made"]["precision"])
+        target = target or load(recipe, store.identity["target"]["dtype"])
         tokens = sum(store.index["shard_tokens"][shard] for shard in mine)
         work = extract(target, store, mine)
         for _ in progress(work, "extract", tokens, unit="tokens", size=int, show=index == 0):
@@ -94,12 +95,26 @@ def prepare(recipe: Recipe, folder: Path, made: dict[str, Any], repair: bool, st
         store = examined(folder)
         print(store.described() if store.absent else f"nothing is broken in {folder}")
         store.discard(list(store.absent))
+    if target is None and recipe.target.dtype == "auto":
+        check_precision(FeatureStore(folder, partial=True))
     return target
+
+
+def check_precision(store: FeatureStore) -> None:
+    """Refuses to complete a store in another precision than that in which it was begun on another machine."""
+    begun, auto = store.identity["target"]["dtype"], str(fastest_dtype(best_device())).removeprefix("torch.")
+    if store.absent and begun != auto:
+        raise ValueError(
+            f"{store.folder} was begun in target.dtype {begun}, and auto is {auto} on this machine: set "
+            f"target.dtype={begun} to go on, or point features.store at another folder"
+        )
 
 
 def begin(recipe: Recipe, folder: Path, made: dict[str, Any], *, strict: bool) -> Target:
     """Tokenise, plan, and create the store without features yet."""
     examples, target = read(recipe, strict=strict), load(recipe)
+    made = in_precision(made, fastest_dtype(best_device()))
+    print(precision_note(recipe.target.dtype, made["target"]["dtype"], recipe.features.dtype), end="")
     plan = planned(examples, target, tuple(made["taps"]), recipe.features)
     width, precision = target.config.hidden_size, str(target.model.dtype).removeprefix("torch.")
     about: dict[str, Any] = {"width": width, "precision": precision, "target": name_of(recipe)}
@@ -107,6 +122,17 @@ def begin(recipe: Recipe, folder: Path, made: dict[str, Any], *, strict: bool) -
     store = FeatureStore.create(folder, examples, made, plan, **about)
     check_room(store)
     return target
+
+
+def precision_note(asked: str, dtype: str, kept_in: str) -> str:
+    """What a precision that was left to the device is, and whether the store keeps more digits than there are."""
+    note = f"target.dtype auto is {dtype} on this machine\n" if asked == "auto" else ""
+    if (dtype, kept_in) == ("bfloat16", "float32"):
+        note += (
+            "features.dtype is float32 and target.dtype bfloat16: the states are no more accurate than bfloat16, in "
+            "twice its room; set target.dtype=float32 for accurate ones, or features.dtype=bfloat16\n"
+        )
+    return note
 
 
 def read(recipe: Recipe, *, strict: bool) -> list[Example]:

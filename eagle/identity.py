@@ -46,6 +46,14 @@ def target_identity(section: TargetSection) -> dict[str, Any]:
     }
 
 
+def in_precision(made: dict[str, Any], dtype: object) -> dict[str, Any]:
+    """An identity with the target's precision written out, where the recipe leaves it to the device."""
+    target = made.get("target", {})
+    if target.get("dtype") != "auto":
+        return made
+    return {**made, "target": {**target, "dtype": str(dtype).removeprefix("torch.")}}
+
+
 def data_identity(recipe: Recipe) -> dict[str, Any]:
     """The conversations, and the tokenizer and template that turn them into tokens and masks."""
     data, target = recipe.data, recipe.target

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from eagle.disk import sha256, write_tensors, write_whole
 from eagle.examples import Example
+from eagle.identity import in_precision
 from eagle.shards import DTYPES, ShardWriter, checksum_file, shard_fault, shard_header, token_bytes, unpacked
 
 Plan = list[list[list[int]]]  # shards of batches of example numbers
@@ -92,7 +93,8 @@ class FeatureStore:
         if not (self.folder / "index.json").is_file():
             raise Absent(f"no feature store at {folder}: run `python -m data_prep.extract RECIPE` first")
         self.index = _read_index(self.folder / "index.json")
-        self.identity: dict[str, Any] = self.index["identity"]
+        # stores once said "auto", and beside it what that was
+        self.identity = in_precision(self.index["identity"], self.index["made"].get("precision"))
         if expected is not None:
             self.expect(expected)
         self.taps: tuple[int, ...] = tuple(self.identity["taps"])
@@ -137,7 +139,8 @@ class FeatureStore:
         wrong = [
             f"{name}: the store has {found!r}, this run needs {needed!r}"
             for name, found, needed in differences(self.identity, identity)
-            if name != "taps" or not set(needed) <= set(found)  # a store of more taps serves a reader of some
+            # a store of more taps serves a reader of some, and one of any precision a reader to whom all are right
+            if not (name == "taps" and set(needed) <= set(found)) and (name, needed) != ("target.dtype", "auto")
         ]
         if wrong:
             raise ValueError(
@@ -241,7 +244,9 @@ class FeatureStore:
 
     @cached_property
     def _name(self) -> str:
-        made_of = json.dumps([self.identity, self.index["examples"], self.index["shard_tokens"]], sort_keys=True)
+        made_of = json.dumps(
+            [self.index["identity"], self.index["examples"], self.index["shard_tokens"]], sort_keys=True
+        )
         return hashlib.sha256(made_of.encode()).hexdigest()
 
     def _checked(self, name: str, checksum: str) -> Path:

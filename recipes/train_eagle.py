@@ -19,7 +19,7 @@ from eagle.drafter import Budget, TrainableDrafter
 from eagle.drafters import settings_of
 from eagle.examples import Features
 from eagle.extract import LiveFeatures, taps_of
-from eagle.identity import data_identity, identity
+from eagle.identity import data_identity, identity, in_precision
 from eagle.launch import launch
 from eagle.log import script
 from eagle.own_samples import OwnSamples
@@ -118,7 +118,7 @@ def source(recipe: Recipe, target: Target, made: dict[str, Any]) -> Features:
         return FeatureStore(recipe.features.store, made)
     examples, tally = tokenized(recipe, load_tokenizer(recipe))
     print(tally.table())
-    return LiveFeatures(target, examples, made, recipe.features.batch_tokens)
+    return LiveFeatures(target, examples, in_precision(made, target.model.dtype), recipe.features.batch_tokens)
 
 
 def own_samples(recipe: Recipe, features: Features, head: TrainableDrafter) -> Features:

@@ -327,6 +327,16 @@ def test_another_identity_is_refused_by_name(change: dict[str, object], named: s
     assert named in str(refused.value)
 
 
+def test_a_store_that_says_auto_is_read(examples: list[Example], tiny_target: Target, tmp_path: Path) -> None:
+    """As those did that were made before; beside it they say what it was."""
+    begun(tmp_path, examples, target={"weights": "w", "dtype": "auto"})
+    fill(tmp_path, tiny_target)
+    assert FeatureStore(tmp_path, IDENTITY).identity["target"]["dtype"] == "float32"
+    FeatureStore(tmp_path, {**IDENTITY, "target": {"weights": "w", "dtype": "auto"}})
+    with pytest.raises(ValueError, match=r"target\.dtype: the store has 'float32', this run needs 'bfloat16'"):
+        FeatureStore(tmp_path, {**IDENTITY, "target": {"weights": "w", "dtype": "bfloat16"}})
+
+
 def test_fewer_taps_than_stored_are_served(whole: Path) -> None:
     """One store serves several methods."""
     assert FeatureStore(whole, {**IDENTITY, "taps": [3]}).taps == (0, 3, -1)
