@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, TextIO, TypeVar
@@ -28,17 +30,31 @@ from rich.text import Text
 Item = TypeVar("Item")
 WANDB_SECONDS = 10
 OURS = {"eagle", "data_prep", "eval", "recipes", "__main__"}
+STOPPED_BY_SIGINT = 130  # the exit status that shells give to Ctrl-C
 
 
 def script(main: Callable[[list[str]], None]) -> None:
     """A script's `main` on its arguments; what its user can mend ends it with a message instead of a traceback."""
     try:
-        main(sys.argv[1:])
+        with interrupted_by_user(lambda: "give the same command again"):
+            main(sys.argv[1:])
     except ValueError as error:
         *_, (frame, _) = walk_tb(error.__traceback__)
         if frame.f_globals["__name__"].split(".")[0] not in OURS:  # not said by us: a fault
             raise
         sys.exit(f"error: {error}")
+
+
+@contextmanager
+def interrupted_by_user(hint: Callable[[], str]) -> Iterator[None]:
+    """Ctrl-C within ends the program with `stopped; HINT` and status 130; where several are nested, the inner hint."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a launcher sends it once more
+        if os.environ.get("RANK", "0") == "0":
+            print(f"\nstopped; {hint()}", file=sys.stderr, flush=True)
+        sys.exit(STOPPED_BY_SIGINT)
 
 
 class Rate(ProgressColumn):
