@@ -114,9 +114,12 @@ def _looked_at(path: Path) -> tuple[str | None, dict[str, Any]]:
     """What is wrong with a checkpoint, every byte read, and its state."""
     try:
         mark: dict[str, Any] = json.loads((path / MARK).read_text())
-    except (OSError, ValueError):
+        files = {name: (size, digest) for name, (size, digest) in mark["files"].items()}
+        if not mark["state"].keys() >= {"step", "best", "skipped", "run"}:
+            raise ValueError(mark["state"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{MARK} is missing or damaged", {}
-    for name, (size, digest) in mark["files"].items():
+    for name, (size, digest) in files.items():
         file = path / name
         if not file.is_file():
             return f"{name} is missing", {}

@@ -157,8 +157,11 @@ def name_of(folder: Path) -> str:
 
 def merged(rows: Sequence[dict[str, Any]], file: Path) -> None:
     """Put rows into the result file in place of those with the same key."""
-    before = json.loads(file.read_text()) if file.is_file() else []
-    keyed = {json.dumps([row[name] for name in KEY]): row for row in [*before, *rows]}
+    try:
+        before = json.loads(file.read_text()) if file.is_file() else []
+        keyed = {json.dumps([row[name] for name in KEY]): row for row in [*before, *rows]}
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{file} holds no rows of eval.engines ({error}): name another --out, or remove it") from None
     write_text(file, json.dumps([row for _, row in sorted(keyed.items())], indent=2) + "\n")
 
 

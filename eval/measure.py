@@ -23,7 +23,7 @@ from eval.costs import bare_costs
 from eval.drafters import Measured, load_drafters, load_target, made_by, started
 from eval.prompts import Case, Key, Question, cases, key_of, prompt_of, questions, sampling_of
 from eval.report import markdown
-from eval.results import loops
+from eval.results import loops, parse_line
 
 WARM_UP = 16  # tokens of a generation that is not counted
 COLOURED = 2  # questions of each set whose answers are kept in pieces
@@ -86,7 +86,10 @@ def whole_lines(path: Path) -> list[str]:
         print(f"{path}: the last line is torn; its {len(data) - end} bytes are cut off, and it is measured again")
         with path.open("r+b") as file:
             file.truncate(end)
-    return data[:end].decode().splitlines()
+    lines = data[:end].splitlines()
+    for number, line in enumerate(lines, start=1):
+        parse_line(path, number, line)
+    return list(map(bytes.decode, lines))
 
 
 @dataclass

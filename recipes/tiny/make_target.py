@@ -109,8 +109,11 @@ def made_with() -> dict[str, str]:
 def finished(out: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     """The report of an earlier run with these settings; it is published last, so its target is whole."""
     path = out / "target_report.json"
-    report = json.loads(path.read_text()) if path.exists() else {}
-    return report if report.get("settings") == settings and (out / "target").is_dir() else None
+    try:
+        report = json.loads(path.read_text())
+        return report if report["settings"] == settings and (out / "target").is_dir() else None
+    except (OSError, ValueError, KeyError, TypeError):  # none, or a damaged one
+        return None
 
 
 def publish(aside: Path, out: Path) -> None:
