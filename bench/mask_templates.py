@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 from data_prep.conversations import ROLES, Conversation, Tally, read_conversations
 from data_prep.tokens import examples_of
 from eagle.examples import Example
-from eagle.log import progress
+from eagle.log import progress, script
 from eagle.recipe import DataSection
 from eval.results import commit
 
@@ -221,7 +221,7 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"<sub>{made}</sub>"])
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--templates", type=Path, required=True, help="a folder of Jinja files")
@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200, help="conversations with the first tokenizer")
     parser.add_argument("--others", type=int, default=40, help="conversations with each other tokenizer")
     parser.add_argument("--out", type=Path, default=Path("docs/results/mask_templates.json"))
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     conversations = list(read_conversations(options.conversations, limit=options.count))
     files = sorted(options.templates.rglob("*.jinja"))
     rows, own, tagged = [], [], []
@@ -264,4 +264,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

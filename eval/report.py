@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle.disk import write_text
+from eagle.log import script
 from eval.figures import number
 from eval.page import page
 from eval.results import Group, beside, pace, read, speed_up, summary, taken
@@ -43,7 +44,7 @@ def _output(group: Group) -> str:
     return "**differs**" if group.differing else "identical" if group.identical else "same law"
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str]) -> None:
     """Write the page, print the table, or both; the page lies beside the first file unless told otherwise."""
     parser = argparse.ArgumentParser(prog="python -m eval.report", description=__doc__)
     parser.add_argument("results", nargs="+", type=Path, help="what eval.measure wrote; several are compared by prompt")
@@ -60,4 +61,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

@@ -36,6 +36,8 @@ from recipes.tiny import demo
 
 def main(argv: list[str]) -> None:
     """Read the recipe, open its features, train; with `--check`, try every stage on a little data and start nothing."""
+    if {"-h", "--help"} & set(argv):
+        raise SystemExit(print(f"usage: train_eagle.py [RECIPE] [key=value ...] [--check]\n\n{__doc__}"))
     checking = "--check" in argv
     argv = [word for word in argv if word != "--check"]
     path = argv.pop(0) if argv and "=" not in argv[0] else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -60,6 +61,7 @@ def outcome(results: Path, certificate: Path) -> str:
 
 def main() -> None:
     """All stages, timed."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     begun = perf_counter()
     run(STAGES)
     print(f"\nDone in {perf_counter() - begun:.0f} s. Everything is in runs/tiny.\n")

@@ -30,6 +30,7 @@ from data_prep import docstrings
 from data_prep.conversations import ROLES
 from eagle.device import fastest_dtype
 from eagle.disk import apply_umask, lock_folder
+from eagle.log import script
 from eval.results import loops
 
 STEPS, BATCH, WINDOW, WARMUP = 400, 4, 512, 40
@@ -277,13 +278,13 @@ def greedy_answers(model: Any, tokenizer: Any, records: Sequence[Record]) -> lis
     return [list(takewhile(tokenizer.pad_token_id.__ne__, answer)) for answer in made.tolist()]
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="runs/tiny")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     report = make_target(options.out, options.steps, options.seed)
     for split, counts in report["docstrings"].items():
         print(f"{split}: " + ", ".join(f"{count:,} {what}" for what, count in counts.items()))
@@ -294,4 +295,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)
