@@ -19,10 +19,12 @@ from eagle.drafters import settings_of
 from eagle.examples import Example
 from eagle.extract import check_room, extract, forecast, planned, taps_of, world
 from eagle.identity import identity, in_precision
-from eagle.log import progress, script
+from eagle.log import interrupted_by_user, progress, script
 from eagle.recipe import Recipe, command_line
 from eagle.store import Absent, Damaged, FeatureStore
 from eagle.target import Target
+
+GOES_ON = "whole shards are kept, and the same command goes on"
 
 
 def main(argv: list[str]) -> None:
@@ -41,7 +43,7 @@ def main(argv: list[str]) -> None:
         verify(Path(recipe.features.store))
     else:
         folder = Path(recipe.features.store)
-        with lock_folder(folder, hold=world()[0] == 0):
+        with interrupted_by_user(lambda: GOES_ON), lock_folder(folder, hold=world()[0] == 0):
             fill(recipe, folder, taps, repair=said.repair, strict=said.strict)
 
 

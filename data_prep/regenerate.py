@@ -22,7 +22,7 @@ from data_prep.tokens import load_tokenizer
 from eagle.disk import lock_path
 from eagle.extract import world
 from eagle.identity import data_identity
-from eagle.log import progress, script
+from eagle.log import interrupted_by_user, progress, script
 from eagle.recipe import DataSection, Recipe, RegenerateSection, command_line
 from eagle.target import Target
 
@@ -231,7 +231,8 @@ def main(argv: list[str]) -> None:
     if (section := recipe.regenerate) is None:
         raise ValueError(f"{said.recipe} has no section `regenerate`: expected one with `source` and `out`")
     index, count, wait = world()
-    with lock_path(section.out, hold=index == 0 and not said.forecast):
+    goes_on = "finished answers are kept, and the same command goes on"
+    with interrupted_by_user(lambda: goes_on), lock_path(section.out, hold=index == 0 and not said.forecast):
         regenerate(recipe, section, said, index, count, wait)
 
 

@@ -16,6 +16,7 @@ from eagle.doctor import examine
 from eagle.drafter import Drafter
 from eagle.export import EXPORTERS, export
 from eagle.foreign import imported, inspect
+from eagle.log import interrupted_by_user
 from eagle.target import Target
 from eagle.verify import Sampling
 
@@ -59,7 +60,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     does = {"generate": _generate, "export": _export, "import": _import, "inspect": _inspect, "doctor": _doctor}
     try:
-        does[args.verb](args)
+        with interrupted_by_user(lambda: "give the same command again"):
+            does[args.verb](args)
     except ValueError as error:
         sys.exit(f"eagle: {error}")
 

@@ -15,7 +15,7 @@ from typing import Any
 from eagle.decode import Cycle, Trace, generate
 from eagle.disk import lock_path
 from eagle.drafters.unrolled import UnrolledDrafter
-from eagle.log import progress, script
+from eagle.log import interrupted_by_user, progress, script
 from eagle.recipe import Recipe, command_line
 from eagle.target import Target
 from eagle.verify import Sampling
@@ -258,7 +258,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--again", action="store_true", help="measure anew; the rows that are there are kept aside")
     asked = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(asked.recipe, asked.overrides)
-    with lock_path(results_file(recipe)):
+    goes_on = "finished answers are kept, and the same command goes on"
+    with interrupted_by_user(lambda: goes_on), lock_path(results_file(recipe)):
         print(markdown(measure(recipe, asked.recipe, again=asked.again)))
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from time import perf_counter
 
+from eagle.log import script
 from eval.results import newest_run, summary
 
 RECIPE = str(Path(__file__).with_name("eagle1.yaml"))
@@ -70,4 +71,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(lambda _: main())
