@@ -23,6 +23,7 @@ from eagle import Budget, DraftTree, Sampling, Target, generate, stream
 from eagle.drafter import Committed, Noise
 from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
+from eagle.log import script
 
 CONTEXTS = (300, 3000)
 
@@ -276,13 +277,13 @@ def _figures(row: dict[str, Any]) -> list[Any]:
     return [*figures, row["ratio"]] if "ratio" in row else figures
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Run all four comparisons, print them, and write them to the result file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="a chat model for the lookup comparison; default: random weights")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, default=Path("docs/results/decode_speed.json"))
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     model = random_llama()
     target = Target(model)
@@ -304,4 +305,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main()
+    script(main)

@@ -30,6 +30,7 @@ from eagle.checkpoint import load_head
 from eagle.examples import Example
 from eagle.extract import LiveFeatures
 from eagle.identity import identity
+from eagle.log import script
 from eagle.own_samples import OwnSamples
 from eagle.recipe import Recipe
 from eagle.target import Target
@@ -255,7 +256,7 @@ def distill_table(results: dict[str, Any]) -> str:
     return "\n".join([*shown(results["table"]), "", made(results)])
 
 
-def arguments() -> argparse.Namespace:
+def arguments(argv: list[str]) -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", required=True)
@@ -271,12 +272,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--conversations", type=int, default=3000)
     parser.add_argument("--heldout", type=int, default=120, help="conversations of which nobody learns")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Prepare, then train and measure arm by arm; runs that the result file holds are not made again."""
-    args = arguments()
+    args = arguments(argv)
     prepared(args)
     bench = Bench(args)
     counts = [len(law) for law in bench.laws]
@@ -296,4 +297,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

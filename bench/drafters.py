@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -136,7 +137,12 @@ def own_table(results: dict[str, Any]) -> str:
 
 def main(argv: list[str]) -> None:
     """Read, let the target draft for itself, write, print."""
-    path, recipe = Path(argv[0]), Recipe.load(argv[1], argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path, help="what eval.measure wrote")
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the recipe")
+    args = parser.parse_args(argv)
+    path, recipe = args.results, Recipe.load(args.recipe, args.overrides)
     rows = rows_of(path)
     header = read(path).header
     about = {"target": Path(header["target"]).name, "dtype": header["dtype"], "new_tokens": header["new_tokens"]}

@@ -24,7 +24,7 @@ from data_prep.tokens import load_tokenizer, tokenized
 from eagle import Target
 from eagle.examples import Example
 from eagle.extract import extract
-from eagle.log import progress
+from eagle.log import progress, script
 from eagle.recipe import Recipe
 from eagle.shards import packed, unpacked
 from eagle.store import FeatureStore, batches_of, plan_of
@@ -201,7 +201,7 @@ def _error(row: dict[str, list[float]]) -> str:
     return f"{sum(row['mean']) / len(row['mean']):.2%} ({max(row['max']):.2%})"
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Measure, print the table, and write the result file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", help="of the model")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, default=Path("docs/results/extract_speed.json"))
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     target = Target.load(args.model, dtype=args.dtype)
     examples = read(args.model, args.data, 400)
@@ -225,4 +225,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

@@ -29,6 +29,7 @@ from bench.rivals.foreign import Asked
 from eagle import Target
 from eagle.examples import Example, collate
 from eagle.foreign import imported, inspect, read_head
+from eagle.log import script
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results/foreign_logits.json"
@@ -108,13 +109,13 @@ def compared(folder: Path, python: str, rival: str, switches: dict[str, bool], i
     return {"differences": differences, "spread_of_logits": spread, "fatal_findings": fatal, "versions": versions}
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Compare all heads and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--speculators")
     parser.add_argument("--modelopt")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     results: dict[str, Any] = {}
     for rival, heads in HEADS.items():
         if (python := getattr(args, rival)) is None:
@@ -139,4 +140,4 @@ def worst(found: dict[str, Any]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

@@ -176,8 +176,8 @@ def main(argv: list[str]) -> None:
         parser.add_argument(name, type=Path)
     parser.add_argument("--prompts", type=int, default=16)
     args = parser.parse_args(argv)
-    args.work.mkdir(parents=True, exist_ok=True)
     target = Target.load(str(args.target), dtype="float32")
+    args.work.mkdir(parents=True, exist_ok=True)
     drafters = {"ngram": load_drafter("ngram", target), "head": load_drafter(args.head, target)}
     prompts, taps = asked_of(args.questions, target, args.prompts), drafters["head"].taps
     machine = made_on(target=args.target.name, prompts=args.prompts, new_tokens=NEW_TOKENS, levels=LEVELS)

@@ -27,7 +27,7 @@ from eagle.decode import generate
 from eagle.drafter import Budget
 from eagle.drafters.eagle1 import Eagle1
 from eagle.examples import collate, supervised
-from eagle.log import progress
+from eagle.log import progress, script
 from eagle.plan import Plan
 from eagle.recipe import Recipe
 from eagle.store import FeatureStore
@@ -249,7 +249,7 @@ def curve(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Prepare, train, decode, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", required=True)
@@ -262,7 +262,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--clocked", type=int, default=60, help="steps in which both loops are timed in turns")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     prepared(args)
     results = compared(args)
     Path(args.out).write_text(json.dumps(results) + "\n")
@@ -270,4 +270,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

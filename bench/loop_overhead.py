@@ -22,6 +22,7 @@ from bench.machine import made_on
 from eagle import Budget, DraftTree, Target, load_drafter, stream
 from eagle.decode import Trace
 from eagle.drafter import Committed, Drafter, Noise
+from eagle.log import script
 from eval.costs import Costs, bare_costs, level_rows
 
 CONTEXTS, NODES, DEPTH, TOP_K = (128, 1024), (8, 25, 60), 6, 10
@@ -115,14 +116,14 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"<sub>trees of {DEPTH} levels, top {TOP_K}; {made}</sub>"])
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Measure, print and write the result file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", required=True)
     parser.add_argument("--head", required=True)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, default=Path("docs/results/loop_overhead.json"))
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     target = Target.load(args.target, dtype="float32")
     results = {
@@ -136,4 +137,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main()
+    script(main)

@@ -31,7 +31,7 @@ from data_prep.check_mask import unlike_served
 from data_prep.conversations import ROLES, Conversation, Tally, read_conversations
 from data_prep.tokens import examples_of
 from eagle.examples import Example
-from eagle.log import progress
+from eagle.log import progress, script
 from eagle.recipe import DataSection
 from eval.results import commit
 
@@ -223,7 +223,7 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"<sub>{made}</sub>"])
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--templates", type=Path, required=True, help="a folder of Jinja files")
@@ -233,7 +233,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200, help="conversations with the first tokenizer")
     parser.add_argument("--others", type=int, default=40, help="conversations with each other tokenizer")
     parser.add_argument("--out", type=Path, default=Path("docs/results/mask_templates.json"))
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     conversations = list(read_conversations(options.conversations, limit=options.count))
     files = sorted(options.templates.rglob("*.jinja"))
     rows, own, tagged = [], [], []
@@ -266,4 +266,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

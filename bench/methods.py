@@ -28,7 +28,7 @@ from bench.methods_replay import NEW_TOKENS, decoded, told, top_ten
 from bench.train_speed import our_step
 from eagle.drafters import settings_of
 from eagle.examples import collate, supervised
-from eagle.log import progress
+from eagle.log import progress, script
 from eagle.plan import Plan
 from eagle.recipe import Recipe
 from eagle.store import FeatureStore
@@ -222,7 +222,7 @@ def written(path: Path, results: dict[str, Any]) -> None:
     os.replace(aside, path)
 
 
-def arguments() -> argparse.Namespace:
+def arguments(argv: list[str]) -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", required=True)
@@ -238,12 +238,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--regenerated", type=int, default=500, help="conversations that are answered anew")
     parser.add_argument("--prompts", type=int, default=42)
     parser.add_argument("--clocked", type=int, default=20, help="steps in which the methods are timed in turns")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Prepare, then train, replay and write arm by arm."""
-    args = arguments()
+    args = arguments(argv)
     prepared(args, args.arms)
     said = {"tokens": args.tokens, "lr": args.lr, "prompts": args.prompts, "new_tokens": NEW_TOKENS}
     about = made_on(target=Path(args.target).name, **said)
@@ -268,4 +268,4 @@ def told_of(run: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

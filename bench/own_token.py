@@ -16,7 +16,7 @@ from bench.methods_report import made
 from eagle.checkpoint import load_head
 from eagle.doctor.own_token import first_level
 from eagle.examples import collate
-from eagle.log import progress
+from eagle.log import progress, script
 from eagle.store import FeatureStore
 from eagle.target import Target
 
@@ -37,7 +37,7 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", made(results)])
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Measure every head and write what was found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", required=True)
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--heads", nargs="+", required=True, metavar="NAME=FOLDER")
     parser.add_argument("--texts", type=int, default=40)
     parser.add_argument("--out", type=Path, default=Path("docs/results/own_token.json"))
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     target, store = Target.load(args.target, dtype="float32"), FeatureStore(args.store)
     named = dict(one.split("=", 1) for one in args.heads)
     rows = {
@@ -58,4 +58,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

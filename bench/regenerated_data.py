@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from eagle.log import script
 from eagle.store import FeatureStore
 from eval.results import commit, newest_run, summary
 
@@ -56,13 +57,13 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"<sub>{made}</sub>"])
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Run the stages for each, print the table, and write the result file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--conversations", type=int, default=500)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--out", type=Path, default=Path("docs/results/regenerated_data.json"))
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     results = {
         "machine": {
             "cpu": platform.processor() or platform.machine(),
@@ -78,4 +79,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

@@ -5,10 +5,12 @@ What is left makes the same table, and is small enough to be committed.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
+from eagle.disk import write_text
+from eagle.log import script
 from eval.results import read, taken
 
 DROPPED = {"text", "pieces", "digest", "finish"}
@@ -26,5 +28,14 @@ def short(path: Path) -> list[str]:
     return [json.dumps(line) for line in lines]
 
 
+def main(argv: list[str]) -> None:
+    """Shorten one file into another."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("out", type=Path)
+    args = parser.parse_args(argv)
+    write_text(args.out, "\n".join(short(args.results)) + "\n")
+
+
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text("\n".join(short(Path(sys.argv[1]))) + "\n")
+    script(main)

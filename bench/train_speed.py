@@ -35,6 +35,7 @@ from data_prep.tokens import load_tokenizer, tokenized
 from eagle.drafter import TargetHead, TrainableDrafter
 from eagle.drafters.eagle1 import Eagle1
 from eagle.examples import Batch, Example, collate
+from eagle.log import script
 from eagle.recipe import Recipe
 from eval.results import commit
 
@@ -274,7 +275,7 @@ def curves(device: str, rounds: int) -> dict[str, list[dict[str, Any]]]:
     return {name: [{key: round(row[key], 1) for key in keys} for row in rows] for name, rows in found.items()}
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Measure, print the table, write the result file and the picture."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
@@ -285,7 +286,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, help="a folder with a tokenizer and a chat template, for --data")
     parser.add_argument("--out", type=Path, default=Path("docs/results/train_speed.json"))
     parser.add_argument("--picture", type=Path, default=Path("docs/images/train_speed.svg"))
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     last = Path("docs/results/train_speed.json")
     texts = read(args.data, args.tokenizer, 16) if args.data else json.loads(last.read_text())["texts"]
@@ -308,4 +309,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

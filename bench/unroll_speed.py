@@ -28,6 +28,7 @@ from bench.train_speed import DTYPES, Case, Sizes, peak
 from bench.unroll_cost import Shape, anchors, necessary
 from bench.unroll_report import memory_table, plot, table
 from data_prep.tokens import load_tokenizer, tokenized
+from eagle.log import script
 from eagle.recipe import Recipe
 
 ROOT = Path(__file__).parent.parent
@@ -157,7 +158,7 @@ def _cell(text: str) -> tuple[int, int]:
 ALL = ["256,3", "256,7", "1024,1", "1024,3", "1024,5", "1024,7", "2048,3", "2048,7"]
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Measure, print the tables, write the result file and the picture."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--speculators", required=True, help="a Python that has speculators")
@@ -169,7 +170,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, help="a folder with a tokenizer and a chat template, for --data")
     parser.add_argument("--out", type=Path, default=Path("docs/results/unroll_speed.json"))
     parser.add_argument("--picture", type=Path, default=Path("docs/images/unroll_speed.svg"))
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     last = ROOT / "docs/results/unroll_speed.json"
     texts = share(args.data, args.tokenizer, 1024) if args.data else json.loads(last.read_text())["texts"]
@@ -188,4 +189,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

@@ -26,7 +26,7 @@ from eagle.drafters import settings_of
 from eagle.examples import collate, supervised
 from eagle.judge import added, figures
 from eagle.launch import launch
-from eagle.log import progress
+from eagle.log import progress, script
 from eagle.plan import Plan
 from eagle.recipe import Recipe
 from eagle.store import FeatureStore
@@ -214,7 +214,7 @@ def compared(args: argparse.Namespace) -> dict[str, Any]:
     return {"machine": machine, "sibling": moved, "runs": runs}
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Compare, write, print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", default="runs/warm_start")
@@ -224,11 +224,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=360, help="of the cold start")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=48)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     results = compared(args)
     Path(args.out).write_text(json.dumps(results) + "\n")
     print(table(results))
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections import Counter
@@ -185,11 +186,11 @@ def _table_records(path: Path) -> Numbered:
 
 def main(argv: list[str]) -> None:
     """What a source holds: kept, dropped and noted, by reason."""
-    sources = [word for word in argv if word != "--strict"]
-    if len(sources) != 1:
-        raise ValueError(f"got {argv}: expected python -m data_prep.conversations SOURCE [--strict]")
-    tally = Tally()
-    for _ in read_conversations(sources[0], tally, strict="--strict" in argv):
+    parser = argparse.ArgumentParser(prog="python -m data_prep.conversations", description=main.__doc__)
+    parser.add_argument("source", metavar="SOURCE", help="a file, a folder of files, or a hub dataset")
+    parser.add_argument("--strict", action="store_true", help="take the first record that would be dropped as an error")
+    args, tally = parser.parse_args(argv), Tally()
+    for _ in read_conversations(args.source, tally, strict=args.strict):
         pass
     print(tally.table())
     if tally.dropped:

@@ -15,6 +15,7 @@ from torch import Tensor
 from data_prep.conversations import Tally
 from data_prep.draft_vocab import vocab_size_of
 from data_prep.tokens import each, encoded, load_tokenizer
+from eagle.disk import lock_folder
 from eagle.drafters.counts import Tables, save_tables, tokenizer_identity
 from eagle.log import progress, script
 from eagle.recipe import Recipe, command_line
@@ -128,8 +129,9 @@ def main(argv: list[str]) -> None:
     tokenizer = load_tokenizer(recipe)
     texts = said_in_files(said.text, tokenizer) if said.text else said_in_conversations(recipe, tokenizer, tally)
     options = {"pairs": said.kind == "bigram", "tokenizer": tokenizer_identity(tokenizer)}
-    tables = counted(texts, vocab_size_of(recipe.target), **options)
-    save_tables(said.out, tables, said.kind)
+    with lock_folder(said.out):
+        tables = counted(texts, vocab_size_of(recipe.target), **options)
+        save_tables(said.out, tables, said.kind)
     print(*([] if said.text else [tally.table()]), report(tables), f"the tables are in {said.out}", sep="\n")
 
 

@@ -13,14 +13,18 @@ from typing import Any
 
 from data_prep.tokens import load_tokenizer, tokenized
 from eagle.borrowed import save_borrowed, target_config
+from eagle.device import best_device, fastest_dtype
+from eagle.disk import lock_folder
 from eagle.drafters import settings_of
 from eagle.examples import Example
 from eagle.extract import check_room, extract, forecast, planned, taps_of, world
-from eagle.identity import identity
-from eagle.log import progress, script
+from eagle.identity import identity, in_precision
+from eagle.log import interrupted_by_user, progress, script
 from eagle.recipe import Recipe, command_line
 from eagle.store import Absent, Damaged, FeatureStore
 from eagle.target import Target
+
+GOES_ON = "whole shards are kept, and the same command goes on"
 
 
 def main(argv: list[str]) -> None:
@@ -38,7 +42,9 @@ def main(argv: list[str]) -> None:
     elif said.verify:
         verify(Path(recipe.features.store))
     else:
-        fill(recipe, Path(recipe.features.store), taps, repair=said.repair, strict=said.strict)
+        folder = Path(recipe.features.store)
+        with interrupted_by_user(lambda: GOES_ON), lock_folder(folder, hold=world()[0] == 0):
+            fill(recipe, folder, taps, repair=said.repair, strict=said.strict)
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
@@ -62,7 +68,7 @@ def fill(recipe: Recipe, folder: Path, taps: tuple[int, ...], *, repair: bool, s
         print(f"{len(todo)} of {len(store.plan)} shards to compute, {count} process{'es' * (count > 1)}")
     wait()  # nobody writes before everybody has seen what is to do
     if mine := todo[index::count]:
-        target = target or load(recipe, store.index["made"]["precision"])
+        target = target or load(recipe, store.identity["target"]["dtype"])
         tokens = sum(store.index["shard_tokens"][shard] for shard in mine)
         work = extract(target, store, mine)
         for _ in progress(work, "extract", tokens, unit="tokens", size=int, show=index == 0):
@@ -74,8 +80,10 @@ def fill(recipe: Recipe, folder: Path, taps: tuple[int, ...], *, repair: bool, s
 
 
 def prepare(recipe: Recipe, folder: Path, made: dict[str, Any], repair: bool, strict: bool) -> Target | None:
-    """Begin a store that is not there, and remove what a repair finds broken, so that it is computed again."""
+    """Begin a store that is not there, and remove what a killed run left half and what a repair finds broken."""
     target = None
+    for torn in folder.glob("*.part"):
+        torn.unlink()
     try:
         FeatureStore(folder, made, partial=True).borrowed()
     except Damaged as error:
@@ -89,12 +97,26 @@ def prepare(recipe: Recipe, folder: Path, made: dict[str, Any], repair: bool, st
         store = examined(folder)
         print(store.described() if store.absent else f"nothing is broken in {folder}")
         store.discard(list(store.absent))
+    if target is None and recipe.target.dtype == "auto":
+        check_precision(FeatureStore(folder, partial=True))
     return target
+
+
+def check_precision(store: FeatureStore) -> None:
+    """Refuses to complete a store in another precision than that in which it was begun on another machine."""
+    begun, auto = store.identity["target"]["dtype"], str(fastest_dtype(best_device())).removeprefix("torch.")
+    if store.absent and begun != auto:
+        raise ValueError(
+            f"{store.folder} was begun in target.dtype {begun}, and auto is {auto} on this machine: set "
+            f"target.dtype={begun} to go on, or point features.store at another folder"
+        )
 
 
 def begin(recipe: Recipe, folder: Path, made: dict[str, Any], *, strict: bool) -> Target:
     """Tokenise, plan, and create the store without features yet."""
     examples, target = read(recipe, strict=strict), load(recipe)
+    made = in_precision(made, fastest_dtype(best_device()))
+    print(precision_note(recipe.target.dtype, made["target"]["dtype"], recipe.features.dtype), end="")
     plan = planned(examples, target, tuple(made["taps"]), recipe.features)
     width, precision = target.config.hidden_size, str(target.model.dtype).removeprefix("torch.")
     about: dict[str, Any] = {"width": width, "precision": precision, "target": name_of(recipe)}
@@ -102,6 +124,17 @@ def begin(recipe: Recipe, folder: Path, made: dict[str, Any], *, strict: bool) -
     store = FeatureStore.create(folder, examples, made, plan, **about)
     check_room(store)
     return target
+
+
+def precision_note(asked: str, dtype: str, kept_in: str) -> str:
+    """What a precision that was left to the device is, and whether the store keeps more digits than there are."""
+    note = f"target.dtype auto is {dtype} on this machine\n" if asked == "auto" else ""
+    if (dtype, kept_in) == ("bfloat16", "float32"):
+        note += (
+            "features.dtype is float32 and target.dtype bfloat16: the states are no more accurate than bfloat16, in "
+            "twice its room; set target.dtype=float32 for accurate ones, or features.dtype=bfloat16\n"
+        )
+    return note
 
 
 def read(recipe: Recipe, *, strict: bool) -> list[Example]:

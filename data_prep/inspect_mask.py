@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
@@ -15,6 +14,7 @@ from rich.text import Text
 from data_prep.check_mask import faults, runs, unlike_served
 from data_prep.conversations import Tally
 from data_prep.tokens import each, load_tokenizer
+from eagle.disk import write_text
 from eagle.examples import Example
 from eagle.log import script
 from eagle.recipe import Recipe, command_line
@@ -133,7 +133,7 @@ def main(argv: list[str]) -> None:
     rows = summary(every, tally)
     show(rows, console)
     if options.html:
-        Path(options.html).write_text(page(articles, rows), encoding="utf-8")
+        write_text(options.html, page(articles, rows))
         print(f"written to {options.html}")
     if wrong or not every:
         raise SystemExit("\n".join(wrong[:50]) or "no example: nothing to learn from")

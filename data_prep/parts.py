@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from eagle.shards import write_whole
+from eagle.disk import write_whole
 from eagle.store import differences
 
 
@@ -15,7 +15,10 @@ def is_whole(out: Path, settings: dict[str, Any]) -> bool:
     """Whether the answers are all there already; what was made with other settings is refused."""
     note, parts = Path(f"{out}.settings"), Path(f"{out}.parts")
     if out.exists() or parts.exists():
-        made = json.loads(note.read_text()) if note.is_file() else {}
+        try:
+            made = json.loads(note.read_text()) if note.is_file() else {}
+        except ValueError as error:
+            raise ValueError(f"{note} is damaged ({error}): remove {out}, {note} and {parts}") from None
         if wrong := [f"{name} was {old!r}, is {new!r}" for name, old, new in differences(made, settings)]:
             raise ValueError(
                 f"{out if out.exists() else parts} was made with other settings: {'; '.join(wrong)}. Give "
@@ -38,12 +41,22 @@ def finished(out: Path) -> dict[str, tuple[Path, int]]:
         with path.open("rb") as file:
             offset = 0
             for line in file:
-                try:
-                    found[json.loads(line)["id"]] = (path, offset)
-                except ValueError:
+                if (name := _conversation_of(line)) is not None:
+                    found[name] = (path, offset)
+                else:
                     print(f"{path}: the line at byte {offset} is damaged; its conversation is answered again")
                 offset += len(line)
     return found
+
+
+def _conversation_of(line: bytes) -> str | None:
+    """Which conversation a line has finished; None where it is not what this project wrote."""
+    try:
+        outcome = json.loads(line)
+        whole = {"id", "record", "notes", "tokens"} <= outcome.keys() and isinstance(outcome["id"], str)
+    except (ValueError, AttributeError):
+        return None
+    return outcome["id"] if whole else None
 
 
 def open_part(out: Path, index: int) -> TextIO:

@@ -21,9 +21,10 @@ from data_prep.messages import FILTERED, says_something
 from data_prep.parts import begin, finished, is_whole, lines_of, open_part, put_together
 from data_prep.sampler_check import is_broken
 from data_prep.tokens import load_tokenizer
+from eagle.disk import lock_path
 from eagle.extract import world
 from eagle.identity import data_identity
-from eagle.log import progress, script
+from eagle.log import interrupted_by_user, progress, script
 from eagle.recipe import DataSection, Recipe, RegenerateSection, command_line
 from eagle.target import Target
 
@@ -249,6 +250,20 @@ def main(argv: list[str]) -> None:
     if (section := recipe.regenerate) is None:
         raise ValueError(f"{said.recipe} has no section `regenerate`: expected one with `source` and `out`")
     index, count, wait = world()
+    goes_on = "finished answers are kept, and the same command goes on"
+    with interrupted_by_user(lambda: goes_on), lock_path(section.out, hold=index == 0 and not said.forecast):
+        regenerate(recipe, section, said, index, count, wait)
+
+
+def regenerate(
+    recipe: Recipe,
+    section: RegenerateSection,
+    said: argparse.Namespace,
+    index: int,
+    count: int,
+    wait: Callable[[], None],
+) -> None:
+    """This process's share of the answers; the first process puts them together."""
     out, say = Path(section.out), print if index == 0 else lambda *_: None
     if out.resolve().is_relative_to(Path(section.source).resolve()):
         raise ValueError(f"regenerate.out is {out}, within regenerate.source {section.source}: write it elsewhere")

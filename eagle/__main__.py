@@ -20,6 +20,7 @@ from eagle.export import EXPORTERS, export
 from eagle.foreign import imported, inspect
 from eagle.foreign.head import embedding_dtype
 from eagle.foreign.norm_output import MEANINGS
+from eagle.log import interrupted_by_user
 from eagle.target import Target
 from eagle.verify import Sampling
 
@@ -64,7 +65,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     does = {"generate": _generate, "export": _export, "import": _import, "inspect": _inspect, "doctor": _doctor}
     try:
-        does[args.verb](args)
+        with interrupted_by_user(lambda: "give the same command again"):
+            does[args.verb](args)
     except ValueError as error:
         sys.exit(f"eagle: {error}")
 

@@ -5,20 +5,18 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
 
+from eagle.disk import sha256, write_tensors, write_whole
 from eagle.drafter import TargetHead
-from eagle.shards import part_file, sha256, write_whole
 
 HEAD, CONFIG = "head.safetensors", "config.json"
 SCALES = ("embed_scale", "logit_scale", "softcap")
@@ -36,14 +34,11 @@ class Borrowed:
 def save_borrowed(folder: str | Path, head: TargetHead, config: Any) -> dict[str, str]:
     """Write head and config, and tell the checksums of the files; nothing where plain matrices would not do."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     tensors, scales = _parts(head)
     if config.model_type not in CONFIG_MAPPING or not _says_the_same(tensors, scales, head):
         return {}
-    path = folder / HEAD
     told = {"scales": json.dumps(scales)}  # one entry: several are written in another order each time
-    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, part_file(path), told)
-    os.replace(part_file(path), path)
+    write_tensors(folder / HEAD, tensors, told)
     write_whole(folder / CONFIG, [config.to_json_string().encode()])
     return {name: sha256(folder / name) for name in (HEAD, CONFIG)}
 

@@ -14,13 +14,14 @@ from typing import Any
 
 from huggingface_hub import HfApi, snapshot_download
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
 from eagle.arguments import nearest
 from eagle.card import model_card
 from eagle.device import in_dtype
+from eagle.disk import write_tensors, write_text
 from eagle.drafter import Budget, Drafter, TrainableDrafter
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.several import FirstOf
@@ -32,11 +33,9 @@ ON_HUB = ("config.json", "model.safetensors", "recipe.yaml", "provenance.json", 
 def save_pretrained(head: TrainableDrafter, folder: str | Path) -> None:
     """Write what a head is and its weights into a folder."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     config = {"settings": head.settings.model_dump(mode="json"), "shape": head.shape.to_dict()}
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
-    weights = {name: tensor.contiguous().cpu() for name, tensor in head.state_dict().items()}
-    save_file(weights, folder / "model.safetensors")
+    write_text(folder / "config.json", json.dumps(config, indent=2))
+    write_tensors(folder / "model.safetensors", head.state_dict())
 
 
 def save_head(folder: str | Path, head: TrainableDrafter, recipe: str, provenance: dict[str, Any]) -> None:
@@ -124,9 +123,7 @@ def write_budget(folder: str | Path, budget: Budget) -> None:
     """Put into a head's folder what `load_head` hands out as its `budget`."""
     file = Path(folder) / "config.json"
     config = json.loads(file.read_text()) | {"budget": asdict(budget)}
-    aside = file.with_suffix(".part")
-    aside.write_text(json.dumps(config, indent=2))
-    os.replace(aside, file)
+    write_text(file, json.dumps(config, indent=2))
 
 
 def from_pretrained(path: str | Path, revision: str | None = None) -> TrainableDrafter:
@@ -152,7 +149,7 @@ def push_to_hub(folder: str | Path, repo_id: str, private: bool = False) -> str:
     folder = Path(folder)
     from_pretrained(folder)  # what does not load is not published
     if not (folder / "README.md").exists():  # a card that someone has edited stays
-        (folder / "README.md").write_text(model_card(folder, repo_id))
+        write_text(folder / "README.md", model_card(folder, repo_id))
     api = HfApi()
     address = api.create_repo(repo_id, private=private, exist_ok=True)
     api.upload_folder(repo_id=repo_id, folder_path=folder, allow_patterns=list(ON_HUB))

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from eagle.disk import write_tensors
 from eagle.examples import most_frequent
 
 
@@ -21,8 +21,7 @@ def save_draft_vocab(path: str | Path, counts: Tensor, size: int, identity: dict
     kept = most_frequent(counts, size)
     tensors = {"d2t": kept - torch.arange(size), "t2d": torch.zeros(len(counts), dtype=torch.bool)}
     tensors["t2d"][kept] = True
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path, {"identity": json.dumps({**identity, "size": size})})
+    write_tensors(path, tensors, {"identity": json.dumps({**identity, "size": size})})
 
 
 def load_draft_vocab(path: str | Path, expected: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:

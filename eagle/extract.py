@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import shutil
 import sys
@@ -23,12 +24,13 @@ from eagle.drafter import TrainableDrafter
 from eagle.drafters import DRAFTERS
 from eagle.examples import Example
 from eagle.recipe import FeaturesSection
-from eagle.shards import ShardWriter, packed, part_file, token_bytes, unpacked
+from eagle.shards import ShardWriter, packed, token_bytes, unpacked
 from eagle.store import FeatureStore, Plan, batches_of, plan_of
 from eagle.target import Target
 
 BATCH_TOKENS = 8192  # slots of one forward on an accelerator; a CPU is fastest with one text at a time
 AHEAD = 2  # batches that may wait for the disk
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CALIBRATION = 5.0  # seconds of computing behind a forecast
 
 
@@ -92,6 +94,7 @@ class LiveFeatures:
 def extract(target: Target, store: FeatureStore, shards: Sequence[int]) -> Iterator[int]:
     """Compute and write those shards, and tell the tokens of each batch; writing runs beside computing."""
     waiting: deque[Future[None]] = deque()
+    writers: list[ShardWriter] = []
 
     def hand_over(room: int, task: Callable[..., None], *work: Any) -> None:
         waiting.append(disk.submit(task, *work))
@@ -101,7 +104,7 @@ def extract(target: Target, store: FeatureStore, shards: Sequence[int]) -> Itera
     try:
         with ThreadPoolExecutor(1) as disk:
             for shard in shards:
-                writer = store.writer(shard)
+                writers.append(writer := store.writer(shard))
                 for batch in store.plan[shard]:
                     texts = [store.text(number)[0] for number in batch]
                     lengths = [len(text) for text in texts]
@@ -110,12 +113,14 @@ def extract(target: Target, store: FeatureStore, shards: Sequence[int]) -> Itera
                     yield sum(lengths)
                 hand_over(AHEAD if shard != shards[-1] else 0, writer.close)
     except OSError as error:
-        for shard in shards:
-            part_file(store.path(shard)).unlink(missing_ok=True)
+        advice = f"{_needed(store)}: make room and" if error.errno in NO_ROOM else "mend that and"
         raise ValueError(
-            f"the disk refused a shard in {store.folder}: {error}. What is written stays; {_needed(store)}: make room "
-            "and give the same command again"
+            f"the disk refused a shard in {store.folder}: {error}. What is written stays; {advice} give the same "
+            "command again"
         ) from error
+    finally:
+        for writer in writers:
+            writer.discard()
 
 
 def _append(writer: ShardWriter, host: Sequence[Tensor], done: Any, lengths: Sequence[int]) -> None:

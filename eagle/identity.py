@@ -10,9 +10,9 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 
+from eagle.disk import sha256
 from eagle.log import progress
 from eagle.recipe import Recipe, TargetSection
-from eagle.shards import sha256
 
 WEIGHTS = ("*.safetensors", "*.bin")
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model")
@@ -44,6 +44,14 @@ def target_identity(section: TargetSection) -> dict[str, Any]:
         if section.adapter
         else None,
     }
+
+
+def in_precision(made: dict[str, Any], dtype: object) -> dict[str, Any]:
+    """An identity with the target's precision written out, where the recipe leaves it to the device."""
+    target = made.get("target", {})
+    if target.get("dtype") != "auto":
+        return made
+    return {**made, "target": {**target, "dtype": str(dtype).removeprefix("torch.")}}
 
 
 def data_identity(recipe: Recipe) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 
-from eagle.shards import sha256, write_whole
+from eagle.disk import apply_umask, sha256, write_whole
 from eagle.store import differences
 
 MARK = "complete.json"
@@ -56,6 +56,7 @@ class Checkpoints:
 
     def _complete(self, aside: Path, step: int, state: dict[str, Any]) -> None:
         """Wait for the disk, mark the checkpoint, give it its name, and drop the oldest."""
+        apply_umask(aside)
         files = {}
         for path in sorted(path for path in aside.rglob("*") if path.is_file()):
             with path.open("rb") as file:
@@ -119,9 +120,12 @@ def _looked_at(path: Path) -> tuple[str | None, dict[str, Any]]:
     """What is wrong with a checkpoint, every byte read, and its state."""
     try:
         mark: dict[str, Any] = json.loads((path / MARK).read_text())
-    except (OSError, ValueError):
+        files = {name: (size, digest) for name, (size, digest) in mark["files"].items()}
+        if not mark["state"].keys() >= {"step", "best", "skipped", "run"}:
+            raise ValueError(mark["state"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{MARK} is missing or damaged", {}
-    for name, (size, digest) in mark["files"].items():
+    for name, (size, digest) in files.items():
         file = path / name
         if not file.is_file():
             return f"{name} is missing", {}

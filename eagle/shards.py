@@ -7,12 +7,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from eagle.disk import part_file, sha256, write_whole
 
 DTYPES = {
     "float32": (torch.float32, "F32"),
@@ -61,7 +62,7 @@ class ShardWriter:
         self.path, self.part = path, part_file(path)
         self.digest = hashlib.sha256()
         self.scales: list[Tensor] = []
-        self.file = self.part.open("wb", buffering=0)
+        self.file = self.part.open("xb", buffering=0)
         self._write(header)
 
     def append(self, values: Tensor, scales: Tensor | None = None) -> None:
@@ -76,11 +77,17 @@ class ShardWriter:
         """Write what is left, wait for the disk, and give the shard its name and its checksum."""
         if self.scales:
             self._write(torch.cat(self.scales).contiguous().numpy().data)
+            self.scales.clear()
         os.fsync(self.file.fileno())
         self.file.close()
         os.replace(self.part, self.path)
         line = f"{self.digest.hexdigest()}  {self.path.name}\n"
         write_whole(checksum_file(self.path), [line.encode()])
+
+    def discard(self) -> None:
+        """Leave nothing of a shard that was not closed."""
+        self.file.close()
+        self.part.unlink(missing_ok=True)
 
     def _write(self, data: Any) -> None:
         view = memoryview(data).cast("B")
@@ -98,37 +105,17 @@ def shard_fault(path: Path, header: bytes, size: int, *, read: bool) -> str | No
         return f"truncated: {path.stat().st_size} of {size} bytes"
     if not checksum_file(path).is_file():
         return "without checksum"
+    checksum = checksum_file(path).read_bytes().split()
+    if len(checksum) != 2 or len(checksum[0]) != 64 or checksum[1] != path.name.encode():
+        return f"{checksum_file(path).name} is damaged"
     with path.open("rb") as file:
         if file.read(len(header)) != header:
             return "damaged at its start, or of another store"
-    if read and sha256(path) != checksum_file(path).read_text().split()[0]:
+    if read and sha256(path).encode() != checksum[0]:
         return "its bytes are not those that were written"
     return None
-
-
-def part_file(path: Path) -> Path:
-    """Where a file is written before it is whole."""
-    return path.with_name(f"{path.name}.part")
 
 
 def checksum_file(path: Path) -> Path:
     """Where the checksum of a shard stands, as `sha256sum --check` reads it."""
     return path.with_name(f"{path.name}.sha256")
-
-
-def sha256(path: Path) -> str:
-    """The checksum of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
-    """Write a file so that it is there whole or not at all."""
-    with part_file(path).open("wb") as file:
-        file.writelines(pieces)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part_file(path), path)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -16,20 +15,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from eagle.disk import sha256, write_tensors, write_whole
 from eagle.examples import Example
-from eagle.shards import (
-    ShardWriter,
-    checksum_file,
-    sha256,
-    shard_fault,
-    shard_header,
-    token_bytes,
-    unpacked,
-    write_whole,
-)
+from eagle.identity import in_precision
+from eagle.shards import DTYPES, ShardWriter, checksum_file, shard_fault, shard_header, token_bytes, unpacked
 
 Plan = list[list[list[int]]]  # shards of batches of example numbers
 
@@ -75,6 +66,20 @@ class Damaged(ValueError):
     """A file of a store cannot be read; its shards may be whole."""
 
 
+def _read_index(path: Path) -> dict[str, Any]:
+    """The index of a store; what a reader relies on is there."""
+    try:
+        index: dict[str, Any] = json.loads(path.read_text())
+        if index["identity"]["dtype"] not in DTYPES:
+            raise ValueError(f"dtype is {index['identity']['dtype']!r}")
+        numbers = (*index["identity"]["taps"], *index["shard_tokens"], index["made"]["width"])
+        if index["examples"]["sha256"] and all(isinstance(number, int) for number in numbers):
+            return index
+        raise ValueError(f"taps, shard_tokens and width are {numbers}, expected numbers")
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{path} is damaged ({error!r}): --repair makes it anew") from None
+
+
 class FeatureStore:
     """Examples with features: `index.json`, `examples.safetensors`, and shards that carry a `.sha256` each.
 
@@ -87,11 +92,9 @@ class FeatureStore:
         self.folder = Path(folder)
         if not (self.folder / "index.json").is_file():
             raise Absent(f"no feature store at {folder}: run `python -m data_prep.extract RECIPE` first")
-        try:
-            self.index: dict[str, Any] = json.loads((self.folder / "index.json").read_text())
-        except ValueError as error:
-            raise Damaged(f"{self.folder / 'index.json'} is damaged ({error}): --repair makes it anew") from None
-        self.identity: dict[str, Any] = self.index["identity"]
+        self.index = _read_index(self.folder / "index.json")
+        # stores once said "auto", and beside it what that was
+        self.identity = in_precision(self.index["identity"], self.index["made"].get("precision"))
         if expected is not None:
             self.expect(expected)
         self.taps: tuple[int, ...] = tuple(self.identity["taps"])
@@ -110,7 +113,6 @@ class FeatureStore:
         Of it, `borrowed` names files that lie in the folder already, with their checksums.
         """
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         lengths = [len(example.tokens) for example in examples]
         batches = [batch for shard in plan for batch in shard]
         tensors = {
@@ -122,8 +124,7 @@ class FeatureStore:
             "shard_batches": torch.tensor([len(shard) for shard in plan]),
         }
         path = folder / "examples.safetensors"
-        save_file(tensors, f"{path}.part")
-        os.replace(f"{path}.part", path)
+        write_tensors(path, tensors)
         index = {
             "identity": identity,
             "examples": {"count": len(lengths), "tokens": sum(lengths), "sha256": sha256(path)},
@@ -138,7 +139,8 @@ class FeatureStore:
         wrong = [
             f"{name}: the store has {found!r}, this run needs {needed!r}"
             for name, found, needed in differences(self.identity, identity)
-            if name != "taps" or not set(needed) <= set(found)  # a store of more taps serves a reader of some
+            # a store of more taps serves a reader of some, and one of any precision a reader to whom all are right
+            if not (name == "taps" and set(needed) <= set(found)) and (name, needed) != ("target.dtype", "auto")
         ]
         if wrong:
             raise ValueError(
@@ -242,7 +244,9 @@ class FeatureStore:
 
     @cached_property
     def _name(self) -> str:
-        made_of = json.dumps([self.identity, self.index["examples"], self.index["shard_tokens"]], sort_keys=True)
+        made_of = json.dumps(
+            [self.index["identity"], self.index["examples"], self.index["shard_tokens"]], sort_keys=True
+        )
         return hashlib.sha256(made_of.encode()).hexdigest()
 
     def _checked(self, name: str, checksum: str) -> Path:
@@ -265,3 +269,6 @@ class FeatureStore:
             [[next(order) for _ in range(next(batch_sizes))] for _ in range(batches)]
             for batches in held["shard_batches"].tolist()
         ]
+        tokens = [sum(self.lengths[number] for batch in shard for number in batch) for shard in self.plan]
+        if tokens != self.index["shard_tokens"]:
+            raise Damaged(f"{self.folder / 'index.json'} is not of these examples: --repair makes it anew")

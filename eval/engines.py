@@ -24,8 +24,10 @@ import torch
 
 from data_prep.conversations import read_conversations
 from eagle.checkpoint import load_drafter
+from eagle.disk import lock_path, write_text
 from eagle.drafter import Budget
 from eagle.export import export
+from eagle.log import script
 from eagle.target import Target
 from eval.engine_builds import VERSIONS, prepared, python_of
 from eval.engine_here import Job, Row, Rule, here, pooled, same_counts, same_text
@@ -156,9 +158,12 @@ def name_of(folder: Path) -> str:
 
 def merged(rows: Sequence[dict[str, Any]], file: Path) -> None:
     """Put rows into the result file in place of those with the same key."""
-    before = json.loads(file.read_text()) if file.is_file() else []
-    keyed = {json.dumps([row[name] for name in KEY]): row for row in [*before, *rows]}
-    file.write_text(json.dumps([row for _, row in sorted(keyed.items())], indent=2) + "\n")
+    try:
+        before = json.loads(file.read_text()) if file.is_file() else []
+        keyed = {json.dumps([row[name] for name in KEY]): row for row in [*before, *rows]}
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{file} holds no rows of eval.engines ({error}): name another --out, or remove it") from None
+    write_text(file, json.dumps([row for _, row in sorted(keyed.items())], indent=2) + "\n")
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -186,7 +191,7 @@ def verdict(row: dict[str, Any]) -> str:
     return f"{apart:+.2%}; counts of {counts}, text of {text} of {row['prompts']}"
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Run the heads in the engine, print the table and write the result file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("heads", nargs="+", type=Path, metavar="HEAD")
@@ -200,12 +205,9 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, help="of a tree, the root not counted; by default 8")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--environment", type=Path, help="of the engine; made there if it is not; build/engines/ENGINE")
-    parser.add_argument("--out", type=Path, default=Path("docs/results/engines.json"))
-    args = parser.parse_args()
-    try:
-        sys.exit(run(args))
-    except ValueError as error:
-        sys.exit(f"eval.engines: {error}")
+    parser.add_argument("--out", type=Path, default=Path("runs/engines.json"), help="default: runs/engines.json")
+    args = parser.parse_args(argv)
+    sys.exit(run(args))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -214,13 +216,15 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.engine} drafts chains alone: leave --branching out, or take openvino")
     if args.engine == "openvino" and args.dtype != "float32":
         raise ValueError("openvino is compared in float32 alone: its conversion to bfloat16 is not this project's")
-    environment = prepared(args.engine, args.environment or Path("build/engines") / args.engine)
+    if absent := [str(head) for head in args.heads if not (head / "config.json").is_file()]:
+        raise ValueError(f"no head at {', '.join(absent)}: expected the folder that training leaves in train.out")
     target = Target.load(args.target, dtype=args.dtype)
     nodes = args.depth if args.branching == 1 else args.nodes or 8
     prompts = questions(target, args.prompts, args.count, args.new_tokens + 2 * (nodes + 2))
     job = Job(args.target, prompts, Budget(nodes, args.depth, args.branching), args.new_tokens, args.dtype)
     rows, right = [], True
-    with tempfile.TemporaryDirectory() as work:
+    environment = prepared(args.engine, args.environment or Path("build/engines") / args.engine)
+    with lock_path(args.out), tempfile.TemporaryDirectory() as work:
         for head in args.heads:
             print(f"{args.engine}: {head}", file=sys.stderr, flush=True)
             found = proof(job, head, args.engine, environment, target, Path(work))
@@ -232,4 +236,4 @@ def run(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from eagle.decode import generate
+from eagle.disk import write_text
 from eagle.log import progress, script
 from eagle.recipe import Recipe, command_line
 from eagle.target import Target
@@ -208,8 +209,7 @@ def main(argv: list[str]) -> None:
         print(f"{name} above T = 0: its drafts carry their law, so that of the output is the model's, not each token")
     made = {**started(recipe, asked.recipe), **made_by(recipe, target, drafters)}
     path = Path(recipe.train.out) / "lossless.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"run": made, "verdicts": [verdict.told() for verdict in verdicts]}, indent=2) + "\n")
+    write_text(path, json.dumps({"run": made, "verdicts": [verdict.told() for verdict in verdicts]}, indent=2) + "\n")
     if not all(verdict.is_lossless for verdict in verdicts):
         sys.exit(f"the output of a drafter is not the model's own: see {path}")
 

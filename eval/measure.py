@@ -13,8 +13,9 @@ from time import perf_counter, process_time
 from typing import Any
 
 from eagle.decode import Cycle, Trace, generate
+from eagle.disk import lock_path
 from eagle.drafters.unrolled import UnrolledDrafter
-from eagle.log import progress, script
+from eagle.log import interrupted_by_user, progress, script
 from eagle.recipe import Recipe, command_line
 from eagle.target import Target
 from eagle.verify import Sampling
@@ -22,7 +23,7 @@ from eval.costs import bare_costs
 from eval.drafters import Measured, load_drafters, load_target, made_by, settle_threads, started
 from eval.prompts import Case, Key, Question, cases, key_of, prompt_of, questions, sampling_of
 from eval.report import markdown
-from eval.results import loops
+from eval.results import loops, parse_line
 
 WARM_UP = 16  # tokens of a generation that is not counted
 COLOURED = 2  # questions of each set whose answers are kept in pieces
@@ -90,7 +91,10 @@ def whole_lines(path: Path) -> list[str]:
         print(f"{path}: the last line is torn; its {len(data) - end} bytes are cut off, and it is measured again")
         with path.open("r+b") as file:
             file.truncate(end)
-    return data[:end].decode().splitlines()
+    lines = data[:end].splitlines()
+    for number, line in enumerate(lines, start=1):
+        parse_line(path, number, line)
+    return list(map(bytes.decode, lines))
 
 
 @dataclass
@@ -228,9 +232,14 @@ def costs_of(measurement: Measurement) -> dict[str, Any]:
     return costs
 
 
+def results_file(recipe: Recipe) -> Path:
+    """Where the rows of a recipe are."""
+    return Path(recipe.train.out) / "results.jsonl"
+
+
 def measure(recipe: Recipe, path: str, *, again: bool = False) -> Path:
     """Measure what a recipe asks for, as far as it is not there yet; returns where the rows are."""
-    target, out = load_target(recipe), Path(recipe.train.out) / "results.jsonl"
+    target, out = load_target(recipe), results_file(recipe)
     settle_threads(target, None if again else last_header([json.loads(line) for line in whole_lines(out)]))
     drafters = load_drafters(recipe, target)
     results = Results(out, made_by(recipe, target, drafters), again=again)
@@ -254,7 +263,10 @@ def main(argv: list[str]) -> None:
     parser = command_line("eval.measure", __doc__)
     parser.add_argument("--again", action="store_true", help="measure anew; the rows that are there are kept aside")
     asked = parser.parse_intermixed_args(argv)
-    print(markdown(measure(Recipe.load(asked.recipe, asked.overrides), asked.recipe, again=asked.again)))
+    recipe = Recipe.load(asked.recipe, asked.overrides)
+    goes_on = "finished answers are kept, and the same command goes on"
+    with interrupted_by_user(lambda: goes_on), lock_path(results_file(recipe)):
+        print(markdown(measure(recipe, asked.recipe, again=asked.again)))
 
 
 if __name__ == "__main__":

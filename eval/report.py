@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from eagle.disk import write_text
+from eagle.log import script
 from eval.figures import number
 from eval.page import page
 from eval.page_parts import is_modelled, modelled, price
@@ -51,7 +53,7 @@ def _output(group: Group) -> str:
     return "**differs**" if group.differing else "identical" if group.identical else "same law"
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str]) -> None:
     """Write the page, print the table, or both; the page lies beside the first file unless told otherwise."""
     parser = argparse.ArgumentParser(prog="python -m eval.report", description=__doc__)
     parser.add_argument("results", nargs="+", type=Path, help="what eval.measure wrote; several are compared by prompt")
@@ -63,10 +65,9 @@ def main(argv: list[str] | None = None) -> None:
             print(markdown(path))
     if args.html or not args.markdown:
         out = args.html or args.results[0].with_name("report.html")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(page(args.results), encoding="utf-8")
+        write_text(out, page(args.results))
         print(f"report: {out}")
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

@@ -14,6 +14,7 @@ from eval.statistics import Difference, Estimate, Row, Statistic, estimate, pair
 Answer = dict[str, Any]  # one line of a results file
 Prompt = tuple[Any, ...]  # set, conversation, turn, temperature, seed
 Measure = Callable[[Answer], Row]
+ANSWER = {"drafter", "temperature", "tokens", "seconds", "cycles", "loops", "identical"}  # what every row has
 RULES = {
     "noise": "ranked with the target's own noise",
     "likeliest": "the likeliest, as point masses",
@@ -181,16 +182,31 @@ def read(path: str | Path) -> Results:
     return Results(Path(path), headers, list(answers.values()))
 
 
-def _lines(path: Path) -> Iterator[tuple[int, Any]]:
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The lines as JSON; a last one that was cut off while it was written is not one yet."""
-    with path.open(encoding="utf-8") as file:
+    if not path.is_file():
+        raise ValueError(f"no results at {path}: expected a file that eval.measure wrote")
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                yield number, json.loads(line)
-            except json.JSONDecodeError as error:
-                if line.endswith("\n"):
-                    said = f"{path}:{number} is not JSON ({error}): remove that line or measure again"
-                    raise ValueError(said) from error
+                yield number, parse_line(path, number, line)
+            except ValueError:
+                if line.endswith(b"\n"):
+                    raise
+
+
+def parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    """What a line of a results file holds: what made a run, or an answer; anything else is refused by its place."""
+    try:
+        item = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{path}:{number} is not JSON ({error}): remove that line or measure again") from None
+    missing = ANSWER - item.keys() if isinstance(item, dict) else ANSWER
+    if missing and not (isinstance(item, dict) and isinstance(item.get("run"), dict)):
+        raise ValueError(
+            f"{path}:{number} is no answer: {', '.join(sorted(missing))} missing; remove that line or measure again"
+        )
+    return item
 
 
 def newest_run(path: str | Path) -> tuple[dict[str, Any], list[Answer]]:

@@ -20,7 +20,7 @@ from eagle.drafter import Budget, TrainableDrafter
 from eagle.drafters import settings_of
 from eagle.examples import Features
 from eagle.extract import LiveFeatures, taps_of
-from eagle.identity import data_identity, identity
+from eagle.identity import data_identity, identity, in_precision
 from eagle.launch import launch
 from eagle.log import script
 from eagle.own_samples import OwnSamples
@@ -37,6 +37,8 @@ from recipes.tiny import demo
 
 def main(argv: list[str]) -> None:
     """Read the recipe, open its features, train; with `--check`, try every stage on a little data and start nothing."""
+    if {"-h", "--help"} & set(argv):
+        raise SystemExit(print(f"usage: train_eagle.py [RECIPE] [key=value ...] [--check]\n\n{__doc__}"))
     checking = "--check" in argv
     argv = [word for word in argv if word != "--check"]
     path = argv.pop(0) if argv and "=" not in argv[0] else None
@@ -119,7 +121,7 @@ def source(recipe: Recipe, target: Target, made: dict[str, Any]) -> Features:
         return FeatureStore(recipe.features.store, made)
     examples, tally = tokenized(recipe, load_tokenizer(recipe))
     print(tally.table())
-    return LiveFeatures(target, examples, made, recipe.features.batch_tokens)
+    return LiveFeatures(target, examples, in_precision(made, target.model.dtype), recipe.features.batch_tokens)
 
 
 def own_samples(recipe: Recipe, features: Features, head: TrainableDrafter, accelerator: Accelerator) -> Features:

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from data_prep.extract import main
 from eagle.store import FeatureStore
@@ -84,6 +85,40 @@ def test_what_cannot_be_meant_is_refused(command: list[str], capsys: pytest.Capt
     assert "--forcast" in capsys.readouterr().err
     with pytest.raises(ValueError, match="computed while training"):
         main([*command, "features.store=null"])
+
+
+def test_the_precision_of_auto_is_kept(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said, recorded, and kept to: another machine, where auto is something else, must name it to go on."""
+
+    def auto_is(dtype: torch.dtype) -> None:
+        for module in ("data_prep.extract", "eagle.target"):
+            monkeypatch.setattr(f"{module}.fastest_dtype", lambda _: dtype)
+
+    short = [*command, "data.limit=12", "target.dtype=auto", f"train.out={tmp_path / 'run'}"]
+    auto_is(torch.bfloat16)
+    main(short)
+    said = capsys.readouterr().out
+    assert "target.dtype auto is bfloat16 on this machine" in said and "no more accurate than bfloat16" in said
+    store = FeatureStore(tmp_path / "store")
+    assert store.identity["target"]["dtype"] == "bfloat16"
+    whole = files(tmp_path / "store")
+    auto_is(torch.float32)
+    main(short)  # nothing is left to compute, and a reader takes what is there
+    train([*short, "train.epochs=1"])
+    store.discard([1])
+    with pytest.raises(ValueError, match=r"begun in target\.dtype bfloat16, and auto is float32 .*target\.dtype=bf"):
+        main(short)
+    with pytest.raises(ValueError, match=r"target\.dtype: the store has 'bfloat16', this run needs 'float32'"):
+        main([*short, "target.dtype=float32"])
+    main([*short, "target.dtype=bfloat16"])
+    assert files(tmp_path / "store") == whole
+    live = [*short, "features.store=null", "train.epochs=1", f"train.out={tmp_path / 'live'}"]
+    train(live)
+    auto_is(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"features\.target\.dtype = 'float32', this one has 'bfloat16'"):
+        train(live)
 
 
 @pytest.mark.slow

@@ -10,12 +10,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = {
-    **dict.fromkeys(("eagle.recipe", "eagle.tree", "eagle.noise", "eagle.examples", "eagle.shards", "eagle.log"), 0),
+    **dict.fromkeys(("eagle.recipe", "eagle.tree", "eagle.noise", "eagle.examples", "eagle.disk", "eagle.log"), 0),
     **dict.fromkeys(("eagle.card", "eagle.spans", "eagle.device", "eagle.attention", "eagle.turns", "eagle.twin"), 0),
     **dict.fromkeys(("eagle.sampling", "eagle.spelling", "eagle.stops"), 0),
     **dict.fromkeys(("eagle.drafter", "eagle.verify", "eagle.objectives", "eagle.reader", "eagle.loading"), 1),
-    **dict.fromkeys(("eagle.store", "eagle.identity", "eagle.judge", "eagle.plan", "eagle.draft_vocab"), 1),
-    **dict.fromkeys(("eagle.target", "eagle.borrowed", "eagle.arguments"), 2),
+    **dict.fromkeys(("eagle.shards", "eagle.identity", "eagle.judge", "eagle.plan", "eagle.draft_vocab"), 1),
+    **dict.fromkeys(("eagle.target", "eagle.borrowed", "eagle.arguments", "eagle.store"), 2),
     "eagle.drafters": 3,
     "eagle.decode": 3,
     **dict.fromkeys(("eagle.checkpoint", "eagle.extract", "eagle.resume", "eagle.launch"), 4),

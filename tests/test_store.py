@@ -211,6 +211,51 @@ def test_damaged_examples_are_seen(file: str, whole: Path, tmp_path: Path) -> No
         FeatureStore(folder)
 
 
+@pytest.mark.parametrize("text", [b"", b"\n", b"\xff\xfe", b"0" * 64, b"0" * 9 + b"  shard-00003.safetensors\n"])
+def test_a_damaged_checksum_is_seen(text: bytes, whole: Path, tmp_path: Path) -> None:
+    """By every reader, which names the file."""
+    folder = copied(whole, tmp_path)
+    (folder / "shard-00003.safetensors.sha256").write_bytes(text)
+    with pytest.raises(ValueError, match=r"1 of \d+ shards .*shard-00003\.safetensors\.sha256 is damaged"):
+        FeatureStore(folder)
+    found = [fault for _, fault in FeatureStore(folder, partial=True).faults(read=True) if fault]
+    assert found == ["shard-00003.safetensors.sha256 is damaged"]
+
+
+@pytest.mark.parametrize("text", ["", "null", "[]", "3", "{}", '{"identity": null}', '{"identity": {"dtype": []}}'])
+def test_an_index_that_is_none_is_damaged(text: str, whole: Path, tmp_path: Path) -> None:
+    """Whatever JSON it is."""
+    folder = copied(whole, tmp_path)
+    (folder / "index.json").write_text(text)
+    with pytest.raises(Damaged, match=r"index\.json is damaged .*--repair"):
+        FeatureStore(folder)
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("identity", "dtype"), "int4"),
+        (("identity", "taps"), ["0"]),
+        (("made", "width"), None),
+        (("shard_tokens",), [1, 2, 3]),
+        (("examples",), {}),
+    ],
+)
+def test_an_index_with_a_wrong_value_is_damaged(
+    keys: tuple[str, ...], value: object, whole: Path, tmp_path: Path
+) -> None:
+    """Where a reader would fall over it."""
+    folder = copied(whole, tmp_path)
+    index = json.loads((folder / "index.json").read_text())
+    owner = index
+    for key in keys[:-1]:
+        owner = owner[key]
+    owner[keys[-1]] = value
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(Damaged, match=r"index\.json is .*--repair"):
+        FeatureStore(folder)
+
+
 def test_a_full_disk_is_said_and_survived(
     whole: Path, examples: list[Example], tiny_target: Target, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,6 +298,19 @@ def test_any_number_of_processes_makes_the_same_store(
     assert contents(tmp_path) == contents(whole)
 
 
+def test_a_second_extraction_of_the_same_shards_spoils_nothing(
+    whole: Path, examples: list[Example], tiny_target: Target, tmp_path: Path
+) -> None:
+    """Two that do not know of each other, the second from start to end while the first is within a shard."""
+    store = begun(tmp_path, examples)
+    first = extract(tiny_target, store, sorted(store.absent))
+    next(first)
+    fill(tmp_path, tiny_target)
+    for _ in first:
+        pass
+    assert contents(tmp_path) == contents(whole)
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -267,6 +325,16 @@ def test_another_identity_is_refused_by_name(change: dict[str, object], named: s
     with pytest.raises(ValueError, match="not those that this run needs") as refused:
         FeatureStore(whole, {**IDENTITY, **change})
     assert named in str(refused.value)
+
+
+def test_a_store_that_says_auto_is_read(examples: list[Example], tiny_target: Target, tmp_path: Path) -> None:
+    """As those did that were made before; beside it they say what it was."""
+    begun(tmp_path, examples, target={"weights": "w", "dtype": "auto"})
+    fill(tmp_path, tiny_target)
+    assert FeatureStore(tmp_path, IDENTITY).identity["target"]["dtype"] == "float32"
+    FeatureStore(tmp_path, {**IDENTITY, "target": {"weights": "w", "dtype": "auto"}})
+    with pytest.raises(ValueError, match=r"target\.dtype: the store has 'float32', this run needs 'bfloat16'"):
+        FeatureStore(tmp_path, {**IDENTITY, "target": {"weights": "w", "dtype": "bfloat16"}})
 
 
 def test_fewer_taps_than_stored_are_served(whole: Path) -> None:

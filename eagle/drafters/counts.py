@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +13,10 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from eagle.disk import write_tensors, write_text
 from eagle.drafter import Budget, Committed, Noise
 from eagle.drafters.growth import grow
 from eagle.target import Target
@@ -89,14 +89,12 @@ def tokenizer_identity(tokenizer: Any) -> str | None:
 def save_tables(folder: str | Path, tables: Tables, kind: str) -> None:
     """Write the tables, with what they are."""
     folder = Path(folder)
-    file, aside = folder / "config.json", folder / "model.part"
-    if file.exists() and "kind" not in json.loads(file.read_text()):
+    file = folder / "config.json"
+    if file.exists() and '"kind"' not in file.read_text(errors="replace"):
         raise ValueError(f"{folder} holds a model, which tables of counts would overwrite: name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tables.tensors(), aside)
-    os.replace(aside, folder / "model.safetensors")
+    write_tensors(folder / "model.safetensors", tables.tensors())
     sizes = {"vocab_size": tables.vocab_size, "tokens": tables.tokens}
-    file.write_text(json.dumps({"kind": kind, **sizes, "tokenizer": tables.tokenizer}, indent=2))
+    write_text(file, json.dumps({"kind": kind, **sizes, "tokenizer": tables.tokenizer}, indent=2))
 
 
 def load_tables(folder: str | Path, kind: str) -> Tables:

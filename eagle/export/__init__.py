@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-
+from eagle.disk import lock_folder, write_tensors, write_text
 from eagle.export.layout import Layout
 from eagle.export.llamacpp import layout as llamacpp
 from eagle.export.notes import notes
@@ -43,8 +42,8 @@ def export(drafter: Any, target_config: Any, engine: str, out: str | Path, head:
         raise ValueError(f"{out} holds a head of this project, which an export would overwrite: name another folder")
     target = getattr(target_config, "name_or_path", "")
     texts = notes(layout, drafter, engine, out, Path(head) if head else None, target)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(layout.config, indent=2) + "\n")
-    save_file({name: tensor.contiguous() for name, tensor in layout.tensors.items()}, out / "model.safetensors")
-    for name, text in texts.items():
-        (out / name).write_text(text)
+    with lock_folder(out):
+        write_text(out / "config.json", json.dumps(layout.config, indent=2) + "\n")
+        write_tensors(out / "model.safetensors", layout.tensors)
+        for name, text in texts.items():
+            write_text(out / name, text)

@@ -8,6 +8,7 @@ from pathlib import Path
 import yaml
 
 from eagle.checkpoint import save_head
+from eagle.disk import lock_path
 from eagle.drafter import TrainableDrafter
 from eagle.foreign.files import folder_at, read_json, weight_files
 from eagle.foreign.head import Served, converted, folder_for
@@ -50,6 +51,13 @@ def imported(
     norm_output: str | None = None,
 ) -> str:
     """Write a checkpoint as a head of this project, and say all that was taken, left out or assumed."""
+    with lock_path(out):
+        return _write_head(folder, out, target, taps, norm_output)
+
+
+def _write_head(
+    folder: str | Path, out: str | Path, target: str | None, taps: tuple[int, ...] | None, norm_output: str | None
+) -> str:
     source = folder_at(folder)
     place, reading = folder_for(out, source), read(source)
     if reading.layout == OWN:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from time import perf_counter
 import torch
 
 from eagle.device import choose_threads
+from eagle.log import script
 from eval.page_parts import is_modelled, modelled, price
 from eval.results import beside, read, speed_up, taken
 from eval.statistics import Estimate
@@ -83,6 +85,7 @@ def _reach(speed: Estimate) -> str:
 
 def main() -> None:
     """All stages, timed."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     begun = perf_counter()
     run(STAGES)
     print(f"\nDone in {perf_counter() - begun:.0f} s. Everything is in runs/tiny.\n")
@@ -91,4 +94,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(lambda _: main())

@@ -29,6 +29,8 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LlamaT
 from data_prep import docstrings
 from data_prep.conversations import ROLES
 from eagle.device import fastest_dtype
+from eagle.disk import apply_umask, lock_folder
+from eagle.log import script
 from eval.results import loops
 
 STEPS, BATCH, WINDOW, WARMUP = 400, 4, 512, 40
@@ -88,10 +90,10 @@ def make_target(
     if report := finished(out, settings):
         print(f"{out / 'target'} is already there, made with the same settings")
         return report
-    out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=out) as aside:
+    with lock_folder(out), tempfile.TemporaryDirectory(prefix=".unfinished-", dir=out) as aside:
         report = {"settings": settings, **build(Path(aside), steps, seed, max_conversations)}
         (Path(aside) / "target_report.json").write_text(json.dumps(report, indent=2) + "\n")
+        apply_umask(Path(aside))
         publish(Path(aside), out)
     return report
 
@@ -108,8 +110,11 @@ def made_with() -> dict[str, str]:
 def finished(out: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     """The report of an earlier run with these settings; it is published last, so its target is whole."""
     path = out / "target_report.json"
-    report = json.loads(path.read_text()) if path.exists() else {}
-    return report if report.get("settings") == settings and (out / "target").is_dir() else None
+    try:
+        report = json.loads(path.read_text())
+        return report if report["settings"] == settings and (out / "target").is_dir() else None
+    except (OSError, ValueError, KeyError, TypeError):  # none, or a damaged one
+        return None
 
 
 def publish(aside: Path, out: Path) -> None:
@@ -273,13 +278,13 @@ def greedy_answers(model: Any, tokenizer: Any, records: Sequence[Record]) -> lis
     return [list(takewhile(tokenizer.pad_token_id.__ne__, answer)) for answer in made.tolist()]
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="runs/tiny")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     report = make_target(options.out, options.steps, options.seed)
     for split, counts in report["docstrings"].items():
         print(f"{split}: " + ", ".join(f"{count:,} {what}" for what, count in counts.items()))
@@ -290,4 +295,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

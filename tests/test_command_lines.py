@@ -1,0 +1,119 @@
+"""Command lines without arguments, with `--help`, with wrong ones, on what is not there: a sentence, and no more."""
+
+from __future__ import annotations
+
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+GONE, MISSING = "no/such/folder", "missing/recipe.yaml"  # no id of a hub either, which would be asked for
+RECIPES = ("data_prep.extract", "data_prep.regenerate", "data_prep.inspect_mask", "eval.measure", "eval.lossless")
+RECIPES += ("eval.tune", "bench.lookup_speed", "bench.tree_kinds", "recipes.forecast")
+VERBS = ("generate", "export", "import", "inspect", "doctor")
+ENGINE = ["--engine", "vllm", "--target", GONE, "--environment", GONE]
+# what each needs, and is not there; a command that begins to work without arguments has none in FREE
+WRONG: dict[str, list[list[str]]] = {
+    **{name: [[MISSING], [MISSING, "no override"]] for name in RECIPES},
+    "data_prep.count_tokens": [[MISSING, "--out", "x"], [MISSING]],
+    "data_prep.draft_vocab": [[MISSING, "--out", "x", "--size", "3"], [MISSING, "--out", "x", "--size", "few"]],
+    "data_prep.conversations": [[GONE], [GONE, "two"]],
+    "eval.report": [["missing.jsonl"], [".", "--markdown"]],
+    "eval.draw": [["ngram", "--target", GONE]],
+    "eval.engines": [[GONE, *ENGINE], [GONE, "--engine", "unknown", "--target", GONE]],
+    "eval.engine_builds": [[GONE, "unknown"], ["--unknown"]],
+    "eagle": [
+        *([verb] for verb in VERBS),
+        *([verb, "--help"] for verb in VERBS),
+        ["unknown"],
+        ["generate", GONE, "Hello", "--target", GONE],
+        ["export", GONE, "out", "--target", GONE, "--to", "vllm"],
+        ["export", GONE, "out", "--target", GONE, "--to", "unknown"],
+        ["import", GONE, "out"],
+        ["import", GONE, "out", "--taps", "a,b"],
+        ["inspect", GONE],
+        ["doctor", GONE, "--target", GONE],
+    ],
+    "recipes/train_eagle.py": [[MISSING], [MISSING, "--check"]],
+    "recipes/tiny/make_target.py": [["--steps", "few"], ["unknown"]],
+    "recipes/tiny/demo.py": [["unknown"]],
+    "bench/drafters.py": [["missing.jsonl", MISSING]],
+    "bench/short_results.py": [["missing.jsonl", "out.jsonl"]],
+    "bench/goodput.py": [[GONE] * 4],
+    "bench/broken_heads.py": [["--target", GONE, "--sibling", GONE]],
+    "bench/decode_speed.py": [["--rounds", "few"]],
+    "bench/distill.py": [["--target", GONE]],
+    "bench/extract_speed.py": [["--model", GONE, "--data", GONE]],
+    "bench/foreign_logits.py": [["unknown"]],
+    "bench/head_quality.py": [["--target", GONE]],
+    "bench/loop_overhead.py": [["--target", GONE, "--head", GONE]],
+    "bench/mask_templates.py": [["--templates", GONE, "--tokenizers", GONE, "--conversations", GONE]],
+    "bench/methods.py": [["--target", GONE]],
+    "bench/own_token.py": [["--target", GONE, "--store", GONE, "--heads", f"a={GONE}"]],
+    "bench/regenerated_data.py": [["--prompts", "few"]],
+    "bench/train_speed.py": [["--size", "unknown"]],
+    "bench/unroll_speed.py": [["--speculators", GONE]],
+    "bench/warm_start.py": [["--steps", "few"]],
+}
+FREE = {
+    *("recipes.forecast", "recipes/train_eagle.py", "recipes/tiny/make_target.py", "recipes/tiny/demo.py"),
+    *("bench/decode_speed.py", "bench/foreign_logits.py", "bench/regenerated_data.py", "bench/train_speed.py"),
+    *("bench/warm_start.py", "bench/broken_heads.py", "bench/distill.py", "bench/methods.py"),
+}
+
+
+def runs(path: Path) -> bool:
+    """Whether a file is a command."""
+    return '__name__ == "__main__"' in path.read_text()
+
+
+def test_every_command_is_here() -> None:
+    """A new one is tested too; what an engine's own Python runs is none."""
+    rooms = ("data_prep", "eval", "recipes", "recipes/tiny", "bench")
+    found = {str(path.relative_to(ROOT)) for room in rooms for path in (ROOT / room).glob("*.py") if runs(path)}
+    asked = {name if name.endswith(".py") else f"{name.replace('.', '/')}.py" for name in WRONG}
+    engines = {f"eval/engine_{name}.py" for name in ("vllm", "openvino", "llamacpp")}
+    assert found - engines == asked - {"eagle.py"}
+
+
+COMMON: list[list[str]] = [["--help"], ["--no-such-option"]]
+CASES = [(name, argv) for name, cases in WRONG.items() for argv in [*COMMON, *cases]]
+CASES += [(name, []) for name in WRONG if name not in FREE]
+SECONDS = 20  # then a command has begun to work
+
+
+def shown_as(value: object) -> str:
+    """The name of a case."""
+    return " ".join(value) if isinstance(value, list) else str(value)
+
+
+def too_long(*_: object) -> None:
+    """Ends a command that works instead of refusing."""
+    raise AssertionError("it has begun to work")
+
+
+@pytest.mark.parametrize(("name", "argv"), CASES, ids=shown_as)
+def test_a_wrong_command_line_ends_in_a_sentence(
+    name: str, argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Usage with status 0 or 2, or an error with status 1; no traceback, and nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [name, *argv])
+    monkeypatch.syspath_prepend(str(ROOT))
+    run = runpy.run_path if name.endswith(".py") else runpy.run_module
+    signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(SECONDS)
+    with pytest.raises(SystemExit) as ended:
+        run(str(ROOT / name) if name.endswith(".py") else name, run_name="__main__")
+    signal.alarm(0)
+    shown = capsys.readouterr()
+    if "--help" in argv:
+        assert ended.value.code in (0, None) and "usage: " in shown.out
+    elif isinstance(ended.value.code, str):
+        assert "\n" not in ended.value.code.strip() and len(ended.value.code) > 20
+    else:
+        assert ended.value.code == 2 and "usage: " in shown.err
+    assert not list(tmp_path.iterdir())
