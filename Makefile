@@ -13,11 +13,13 @@ demo: $(READY)  ## the whole path on the embedded default: target, data, feature
 
 test test-slow test-engines: export OMP_NUM_THREADS = 1  # models this small run faster on one thread
 
+JOBS ?= 2  # processes that tests are spread over, each on one thread
+
 test: $(READY)  ## everything that is fast
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS)
 
 test-slow: $(READY)  ## what takes longer
-	$(BIN)/python -m pytest -m "slow and not engine"
+	$(BIN)/python -m pytest -n $(JOBS) -m "slow and not engine"
 
 # each in an environment of its own, of the versions that docs/results/engines.json belongs to
 ENGINES ?= build/engines

@@ -95,6 +95,7 @@ def too_long(*_: object) -> None:
     raise AssertionError("it has begun to work")
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")  # what runpy says of modules in use
 @pytest.mark.parametrize(("name", "argv"), CASES, ids=shown_as)
 def test_a_wrong_command_line_ends_in_a_sentence(
     name: str, argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

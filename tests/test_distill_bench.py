@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -19,8 +18,7 @@ ROOT = Path(__file__).parent.parent
 def args(monkeypatch: pytest.MonkeyPatch) -> Namespace:
     """What the command line says by itself."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["distill", "--target", "some/target", "--train", "some.jsonl"])
-    return arguments()
+    return arguments(["--target", "some/target", "--train", "some.jsonl"])
 
 
 @pytest.mark.parametrize("name", ARMS)

@@ -27,7 +27,7 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-ENGINES = set(EXPORTERS) - {"portable", "transformers"}  # the last takes no heads
+ENGINES = sorted(EXPORTERS.keys() - {"portable", "transformers"})  # the last takes no heads
 BLOCK = {
     "self_attn.o_proj.weight": (H, 64),
     "mlp.gate_proj.weight": (48, H),

@@ -85,7 +85,7 @@ def test_what_is_equal_is_certified(command: list[str], tmp_path: Path, capsys: 
 def last_node_kept(patch: pytest.MonkeyPatch) -> None:
     """In place of the last accepted node the last drafted one stays in the cache."""
 
-    def keep(target: Target, tree: DraftTree, path: list[int]) -> None:
+    def keep(target: Target, tree: DraftTree, path: list[int], stream: object) -> None:
         target.cache.keep([*path[:-1], len(tree) - 1])
         target.text += [int(tree.tokens[node]) for node in path]
 

@@ -269,7 +269,7 @@ def test_sampled_drafts_do_not_claim_to_be_identical(small: Recipe) -> None:
 def test_a_wrong_answer_is_not_identical(small: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault, of which plain decoding has nothing: the last drafted node stays in the cache."""
 
-    def keep(target: Target, tree: DraftTree, path: list[int]) -> None:
+    def keep(target: Target, tree: DraftTree, path: list[int], stream: object) -> None:
         target.cache.keep([*path[:-1], len(tree) - 1])
         target.text += [int(tree.tokens[node]) for node in path]
 

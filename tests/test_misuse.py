@@ -147,7 +147,7 @@ def test_every_kind_of_token_ids_is_a_prompt(prompt: Any, target: Target) -> Non
     assert trace.prompt == PROMPT and trace.tokens == own_answer(target.model, PROMPT, 3)
 
 
-@pytest.mark.parametrize("kind", [int, np.int64, np.uint8, torch.tensor], ids=str)
+@pytest.mark.parametrize("kind", [int, np.int64, np.uint8, torch.tensor], ids=["int", "int64", "uint8", "tensor"])
 def test_every_kind_of_whole_number_stops(kind: Callable[[int], Any], target: Target) -> None:
     """In a list, by itself, and all of them in a tensor or an array."""
     answer = own_answer(target.model, PROMPT, 8)

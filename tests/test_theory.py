@@ -180,7 +180,7 @@ def test_a_sampled_chain_keeps_what_its_tokens_let_one_expect(monkeypatch: pytes
     target, read, readings = Target(build("llama")), Target.read, list[Reading]()
     torch.manual_seed(0)
     head = Eagle1.for_target(Eagle1.Settings(), target.config).bind(target.head)
-    monkeypatch.setattr(target, "read", lambda tree: readings.append(read(target, tree)) or readings[-1])
+    monkeypatch.setattr(target, "read", lambda *args: readings.append(read(target, *args)) or readings[-1])
     accepted, ratios = [], []
     for request in range(12):
         sampling, budget = Sampling(temperature=1.0, request=request), Budget.fixed(chain_paths(4), "sampled")
