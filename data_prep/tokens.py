@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
 from data_prep.conversations import Conversation, Tally, read_conversations
 from data_prep.render import Printed, Refused, render_answers
 from eagle.examples import Example
+from eagle.identity import stop_ids
 from eagle.log import progress
-from eagle.recipe import DataSection, Recipe, TargetSection
+from eagle.recipe import DataSection, Recipe
 
 STOP_IDS = "stop_ids"  # where a loaded tokenizer keeps the stop tokens of the target's generation config
 STRADDLES = "a token straddles the start of an answer"
@@ -37,17 +38,8 @@ def load_tokenizer(recipe: Recipe) -> Any:
         tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
     if not tokenizer.chat_template:
         raise ValueError(f"the tokenizer of {target.path} has no chat template: name a Jinja file in data.template")
-    tokenizer.init_kwargs[STOP_IDS] = generation_stop_ids(target)
+    tokenizer.init_kwargs[STOP_IDS] = stop_ids(target)
     return tokenizer
-
-
-def generation_stop_ids(target: TargetSection) -> list[int]:
-    """The stop tokens of a target's generation config; none where it has no such file."""
-    try:
-        eos = GenerationConfig.from_pretrained(target.path, revision=target.revision or "main").eos_token_id
-    except OSError:
-        return []
-    return eos if isinstance(eos, list) else [] if eos is None else [eos]
 
 
 def stop_texts(tokenizer: Any) -> list[str]:

@@ -18,6 +18,7 @@ WEIGHTS = ("*.safetensors", "*.bin")
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model")
 LONG = 5_000_000_000  # bytes whose reading takes long enough for a bar
 TEMPLATE = ("chat_template*", "tokenizer_config.json")
+MASK_RULES = 2  # counts the rules by which answers are masked; features of other rules are refused
 
 
 def identity(recipe: Recipe, taps: tuple[int, ...]) -> dict[str, Any]:
@@ -25,6 +26,7 @@ def identity(recipe: Recipe, taps: tuple[int, ...]) -> dict[str, Any]:
     return {
         "target": target_identity(recipe.target),
         **data_identity(recipe),
+        "masks": {"rules": MASK_RULES, "stop_ids": stop_ids(recipe.target)},
         "taps": list(taps),
         "dtype": recipe.features.dtype,
     }
@@ -66,6 +68,17 @@ def data_identity(recipe: Recipe) -> dict[str, Any]:
             **data.model_dump(mode="json", exclude={"train", "heldout", "template"}),
         },
     }
+
+
+def stop_ids(section: TargetSection) -> list[int]:
+    """The stop tokens of a target's generation config, which end its answers; none where it has no such file."""
+    for path in _matching(section.path, section.revision, ("generation_config.json",)):
+        try:
+            eos = json.loads(path.read_text()).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"{path} is no generation config: {error}; expected an object of JSON") from None
+        return eos if isinstance(eos, list) else [] if eos is None else [eos]
+    return []
 
 
 def fingerprint(files: Sequence[Path]) -> str:

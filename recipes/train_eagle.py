@@ -20,7 +20,7 @@ from eagle.drafter import Budget, TrainableDrafter
 from eagle.drafters import settings_of
 from eagle.examples import Features
 from eagle.extract import LiveFeatures, taps_of
-from eagle.identity import data_identity, identity, in_precision
+from eagle.identity import MASK_RULES, data_identity, identity, in_precision
 from eagle.launch import launch
 from eagle.log import script
 from eagle.own_samples import OwnSamples
@@ -109,6 +109,7 @@ def needed(recipe: Recipe, taps: tuple[int, ...], store: FeatureStore) -> dict[s
     return {
         **data_identity(recipe.model_copy(update={"target": elsewhere})),
         **{name: told[name] for name in untold},
+        "masks": {"rules": MASK_RULES, "stop_ids": told.get("masks", {}).get("stop_ids")},
         "target": {**told["target"], "dtype": recipe.target.dtype},
         "taps": list(taps),
         "dtype": recipe.features.dtype,

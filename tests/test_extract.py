@@ -128,6 +128,8 @@ def test_identity_holds_everything_that_decides_the_features(recipe: Recipe, tmp
             old, new = old[key], new[key]
         assert old != new, file
         before = after
+    (Path(recipe.target.path) / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
+    assert identity(recipe, (-1,))["masks"] != before["masks"]
     other = recipe.model_copy(update={"data": recipe.data.model_copy(update={"template_kwargs": {"date": "today"}})})
     assert identity(other, (-1,))["data"] != before["data"]
 
