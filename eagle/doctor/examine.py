@@ -21,7 +21,7 @@ from eagle.doctor.measure import Measured, Reading, measured
 from eagle.doctor.own_token import first_level
 from eagle.doctor.probes import probes
 from eagle.doctor.server import served
-from eagle.doctor.texts import answers, prompts_of, rendered
+from eagle.doctor.texts import answers, kept_chains, prompts_of, rendered
 from eagle.doctor.verdict import Diagnosis, Effect, verdict
 from eagle.drafters import DRAFTERS
 from eagle.drafters.blocks import TwoNormBlock
@@ -49,7 +49,8 @@ def examine(head: str | Path, target: str, prompts: str | None = None, server: s
         return refused
     model, kwargs = Target.load(target), _template_kwargs(head)
     drafter = drafter.to(model.device)
-    texts = answers(model, rendered(model, asked, **kwargs), TOKENS, HEATS)
+    prompt_tokens = rendered(model, asked, **kwargs)
+    texts = answers(model, prompt_tokens, TOKENS, HEATS)
     about = diagnosed(drafter, model, texts, [one for one in found if one.fatal])
     assert about.figures is not None
     notes = [*map(str, found), *template(drafter, model, asked, kwargs, about.figures)]
@@ -57,7 +58,8 @@ def examine(head: str | Path, target: str, prompts: str | None = None, server: s
     if expected:
         notes.append(f"{expected[1]}: acceptance length {1 + sum(expected[0]):.3f} with chains of {len(expected[0])}")
     if counted:
-        notes.append(counted.beside(*(expected or ([*accumulate(about.figures.rates(), mul)], "this examination"))))
+        kept = kept_chains(model, drafter, prompt_tokens, len(counted.per_position) or LEVELS, TOKENS)
+        notes.append(counted.beside(kept, f"This decoder, greedy on {prompts or 'the built-in prompts'},"))
     return replace(about, notes=(*about.notes, *notes))
 
 

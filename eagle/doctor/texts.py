@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from eagle.decode import generate
+from eagle.drafter import Budget, TrainableDrafter
 from eagle.drafters import DRAFTERS
 from eagle.examples import Batch, Example, collate
 from eagle.log import progress
 from eagle.target import Target
+from eagle.tree import chain_paths
 from eagle.verify import Sampling
 
 PROMPTS = (
@@ -88,6 +90,18 @@ def answers(target: Target, prompts: Sequence[Sequence[int]], tokens: int, tempe
         examples.append(Example(text, torch.arange(len(text)) >= len(prompt), states_of(target, text)))
     target.forget()
     return collate([one for one in examples if one.loss_mask[2:].any()], taps).to(target.device)
+
+
+def kept_chains(
+    target: Target, head: TrainableDrafter, prompts: Sequence[Sequence[int]], depth: int, tokens: int
+) -> list[float]:
+    """How often a chain is kept up to each place where this decoder answers the prompts greedily, as engines count."""
+    drafter, budget, accepted = head.bind(target.head), Budget.fixed(chain_paths(depth)), []
+    for prompt in progress(prompts, "chains as the server's", len(prompts)):
+        trace = generate(target, drafter, list(prompt), budget=budget, max_new_tokens=tokens)
+        accepted += [cycle.accepted for cycle in trace.cycles if cycle.depth == depth]  # none cut at the answer's end
+    target.forget()
+    return [sum(count > place for count in accepted) / max(len(accepted), 1) for place in range(depth)]
 
 
 def every_tap(target: Target) -> tuple[int, ...]:

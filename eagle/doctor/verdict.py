@@ -65,8 +65,8 @@ class Diagnosis:
 
     @property
     def broken(self) -> bool:
-        """Whether something is to be mended."""
-        return self.verdict.startswith("broken")
+        """Whether something is to be mended, or another target to be taken."""
+        return self.verdict.startswith(("broken", "made for another target"))
 
     def __str__(self) -> str:
         lines = [f"verdict: {self.verdict}"]
