@@ -26,7 +26,7 @@ from torch import Tensor
 from bench.machine import made_on
 from eagle.checkpoint import load_head, save_pretrained
 from eagle.doctor import diagnosed
-from eagle.doctor.examine import HEATS, TOKENS, opened
+from eagle.doctor.examine import HEATS, PLACES, TOKENS, opened
 from eagle.doctor.texts import answers, prompts_of, rendered
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.examples import Batch
@@ -297,7 +297,7 @@ def main(argv: list[str]) -> None:
     asked: Asked = {}
     for name, path in paths.items():
         target = Target.load(path, dtype="float32")
-        asked[name] = target, answers(target, rendered(target, prompts_of(args.prompts)), TOKENS, HEATS)
+        asked[name] = target, answers(target, rendered(target, prompts_of(args.prompts)), TOKENS, HEATS, PLACES)
     cases = [*catalogue(), *(case for seed in args.seeds for case in drawn(seed))]
     with TemporaryDirectory() as work:
         broken = [examined(case, heads, paths, asked, Path(work) / "spoilt") for case in cases]

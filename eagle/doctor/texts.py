@@ -79,17 +79,47 @@ def rendered(target: Target, prompts: Sequence[str], **template_kwargs: Any) -> 
     return [list(target.tokenizer.encode(prompt)) for prompt in prompts]
 
 
-def answers(target: Target, prompts: Sequence[Sequence[int]], tokens: int, temperatures: Sequence[float]) -> Batch:
-    """The target's own answers with its states of all layers: one text for every prompt and temperature."""
+def answers(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    temperatures: Sequence[float],
+    enough: int | None = None,
+) -> Batch:
+    """The target's own answers with its states of all layers: one text for every prompt and temperature.
+
+    No further temperature is begun once the answers hold `enough` tokens.
+    """
     jobs = [(prompt, heat, number) for heat in temperatures for number, prompt in enumerate(prompts)]
-    examples, taps = [], every_tap(target)
+    examples: list[Example] = []
+    taps, places = every_tap(target), 0
     for prompt, heat, number in progress(jobs, "the target's answers", len(jobs)):
-        sampling = Sampling(heat, request=number)
+        if number == 0 and enough is not None and places >= enough:
+            break
+        sampling = Sampling(heat, request=len(examples))
         said = generate(target, DRAFTERS["none"](), list(prompt), sampling=sampling, max_new_tokens=tokens).tokens
         text = torch.tensor([*prompt, *said])
         examples.append(Example(text, torch.arange(len(text)) >= len(prompt), states_of(target, text)))
+        places += len(said)
     target.forget()
     return collate([one for one in examples if one.loss_mask[2:].any()], taps).to(target.device)
+
+
+def parted(batch: Batch, every: int) -> tuple[Batch, Batch]:
+    """Every so-manieth text, and the others; all of them twice where they are too few."""
+    count = len(batch.lengths)
+    if count < 2 * every:
+        return batch, batch
+    chosen = [number for number in range(count) if number % every == 0]
+    return texts_at(batch, chosen), texts_at(batch, [number for number in range(count) if number % every])
+
+
+def texts_at(batch: Batch, numbers: Sequence[int]) -> Batch:
+    """Some of a batch's texts."""
+    columns = (column.split(batch.lengths) for column in (batch.tokens, batch.loss_mask, batch.features))
+    tokens, loss_mask, features = (torch.cat([column[number] for number in numbers]) for column in columns)
+    lengths, seeds = (tuple(held[number] for number in numbers) for held in (batch.lengths, batch.seeds))
+    return Batch(tokens, loss_mask, features, lengths, batch.taps, seeds)
 
 
 def kept_chains(
