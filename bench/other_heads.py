@@ -88,7 +88,7 @@ class Way:
     """A kind of head, and how it is trained."""
 
     head: dict[str, Any]
-    loss: Loss
+    loss: Loss | None = None  # the head's own, which this project trains it with
     unroll: int = 4  # drafting steps in training
     decay: float = 0.8  # of a step's weight
     lr: float = 3e-3
@@ -120,10 +120,15 @@ TUNING = {
     "eagle3-decayed": Way(E3, soft, weight_decay=1.0, dropout=0.1),
     "eagle3-single": Way(E3, hard, unroll=1),
 }
+AGAIN = ("eagle1-hard", "eagle3-hard", "eagle3-speculators", "eagle3.1-hard")
 REPORTED = {
-    **{f"{name}-2": TUNING[name] for name in ("eagle1-soft", "eagle1-hard", "eagle3-hard", "eagle3-specforge")},
-    **{f"{name}-2": TUNING[name] for name in ("eagle3-speculators", "eagle3-hard-512", "eagle3.1-hard")},
-    "eagle1-entropy": Way(E1, soft, unroll=1, lr=3e-3, dropout=0.1),
+    "eagle1": Way(E1, steps=600, lr=1e-3),
+    "hass": Way({**E1, "kind": "hass", "top": 0}, steps=300, lr=1e-3),
+    "eagle3": Way({**E3, "draft_vocab": 512, "steps": 4}),
+    "eagle3-full": Way({**E3, "steps": 4}),
+    "eagle3.1": Way({**NORMED, "steps": 4}),
+    **{f"{name}-2": TUNING[name] for name in AGAIN},
+    "eagle1-entropy": Way(E1, soft, unroll=1, lr=3e-3, steps=400, dropout=0.1),
     "eagle1-smoothed": Way({**E1, "fc_bias": True}, smoothed, unroll=3, decay=1.0, lr=1e-3, regression=0.1),
     "eagle3-text-512": Way({**RANDOM, "draft_vocab": 512}, text, noise=0.2),
     "eagle3-sharpened": Way(E3, sharpened, lr=1e-2),
@@ -131,7 +136,7 @@ REPORTED = {
     "eagle3-taps": Way({**E3, "taps": (0, 1, 5, 9)}, hard),
     "eagle3-focal": Way({**E3, "draft_vocab": 1024, "taps": (1, 4, 8)}, focal, decay=0.6),
     "eagle3.1-variation": Way({**NORMED, "draft_vocab": None}, variation, lr=1e-3),
-    "eagle3-long": Way({**E3, "train_lm_head": False}, text, steps=450, answers=60, weight_decay=0.1),
+    "eagle3-long": Way({**E3, "train_lm_head": False}, text, steps=350, answers=60, weight_decay=0.1),
 }
 
 
@@ -147,6 +152,8 @@ def with_features(target: Target, examples: list[Example]) -> list[Example]:
 
 def loss_of(head: Any, batch: Batch, way: Way, frozen: TargetHead) -> Tensor:
     """The mean over slots of every step's loss, later steps less."""
+    if way.loss is None:
+        return head(batch, frozen)["total"]
 
     def noised(features: Tensor) -> Tensor:
         return F.dropout(features + way.noise * (2 * torch.rand_like(features) - 1), way.dropout)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from eagle import Target
-from eagle.doctor.examine import effect
+from eagle.doctor.examine import diagnosed, effect
 from eagle.doctor.measure import Measured, Reading, length, measured
 from eagle.doctor.probes import Probe, probes
 from eagle.doctor.texts import answers, every_tap, parted, states_of
@@ -263,3 +264,21 @@ def test_answers_end_once_there_are_enough(target: Target) -> None:
     assert len(texts.lengths) == 4 and texts.slots >= 35
     drawn = answers(target, prompts, 10, (1.0, 1.0)).tokens.split(16)
     assert not torch.equal(drawn[0], drawn[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+def test_a_head_that_learned_hard_labels_is_not_called_broken(kind: str, target: Target) -> None:
+    """Too sure of the target's likeliest tokens, as many tools train: what flattens its law would lower greedy τ."""
+    texts = answers(target, [random_tokens(6, seed) for seed in range(24)], 20, (0.0, 1.0))
+    true = target.head.logits(texts.tapped((-1,))[:, 0]).argmax(-1)
+    head = trained(target, texts, kind, 0).train()
+    optimizer = torch.optim.AdamW([one for one in head.parameters() if one.requires_grad], lr=3e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        found = head.unrolled(texts, target.head, 1)
+        cross_entropy(head.law(found.states[0], target.head), true[found.places + 1]).backward()
+        optimizer.step()
+    said = diagnosed(head, target, texts)
+    assert said.figures is not None and said.figures.rates()[0] > 0.7
+    assert not said.broken and not said.faults
