@@ -234,6 +234,16 @@ def test_what_raises_drawn_drafts_alone_is_no_fault() -> None:
     assert not effect("projections", "k and v are swapped", before, mended).sure  # right more often by chance alone
 
 
+def test_a_head_that_never_saw_its_own_states_is_not_mended_by_easing_them() -> None:
+    """What leaves level 1 as it is must make level 2 what it is fed with the target's states, or it is no fault."""
+    chance = torch.rand(2, 600, generator=torch.Generator().manual_seed(1))
+    weak, eased, mended = (by_hand(chance < torch.tensor([[0.8], [rate]]), 0.4, 20) for rate in (0.2, 0.35, 0.78))
+    sure = [
+        effect("norm_output", "is off", weak, replace(after, overlap=after.overlap + 0.2)) for after in (eased, mended)
+    ]
+    assert [(one.errors[1] > 3, one.eases, one.sure) for one in sure] == [(True, True, False), (True, False, True)]
+
+
 def test_greedy_drafts_are_counted_along_the_text(heads: dict[str, Any], target: Target, texts: Batch) -> None:
     """The mean of a text is a naive count of how many levels in a row name the target's likeliest token."""
     found = measured(Reading(heads["eagle3"], target.head), texts, target.head, LEVELS)

@@ -135,7 +135,8 @@ def effect(kind: str, fault: str, before: Measured, after: Measured) -> Effect:
         _interval(tau_gain),
         (float(along[0].mean()), float(along[1].mean())),
         (_standard_errors(gain), _standard_errors(along[1] - along[0])),
-        after.rates()[0],
+        (before.rates()[0], after.rates()[0]),
+        after.held,
     )
 
 

@@ -73,6 +73,11 @@ class Measured:
         return self.rates(torch.stack([_later(self.hits[0], level) for level in range(len(self.hits))]))
 
     @property
+    def held(self) -> float:
+        """What later levels add from the head's own states, as a share of what they would from the target's."""
+        return (length(self.rates()[1:]) - 1) / max(length(self.taught[1:]) - 1, 1e-9)
+
+    @property
     def tau(self) -> float:
         """The acceptance length that a greedy chain of K drafts would have."""
         return length(self.rates())
