@@ -111,10 +111,13 @@ def table(results: dict[str, Any]) -> str:
     lines = ["| fault | head | named by |", "|---|---|---|"]
     for row in results["faults"]:
         lines.append(f"| {row['fault']} | {row['head']} | {' and '.join(row['named_by']) or '**nobody**'} |")
-    said = f"{results['named']} of {results['broken']} faults are named"
-    right = f"of {results['healthy']} healthy heads {results['falsely_called_broken']} are called broken"
+    lines += ["", f"{results['named']} of {results['broken']} faults are named.", ""]
+    lines += ["| head that nobody has spoilt | the doctor says |", "|---|---|"]
+    for row in results["healthy_heads"]:
+        lines.append(f"| {row['head']} | {row['doctor']} |")
+    right = f"Of {results['healthy']} healthy heads {results['falsely_called_broken']} are called broken."
     made = ", ".join(f"{key} {results[key]}" for key in ("answers", "places", "cpu", "torch", "date", "commit"))
-    return "\n".join([*lines, "", f"{said}; {right}.", "", f"<sub>{made}</sub>"])
+    return "\n".join([*lines, "", right, "", f"<sub>{made}</sub>"])
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:

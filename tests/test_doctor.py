@@ -15,7 +15,7 @@ from eagle import Target
 from eagle.doctor.examine import diagnosed, effect
 from eagle.doctor.measure import Measured, Reading, length, measured
 from eagle.doctor.probes import Probe, probes
-from eagle.doctor.texts import answers, every_tap, parted, states_of
+from eagle.doctor.texts import answers, every_tap, split_texts, states_of
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.examples import Batch
 from eagle.judge import figures
@@ -256,15 +256,18 @@ def test_greedy_drafts_are_counted_along_the_text(heads: dict[str, Any], target:
 
 
 def test_texts_that_confirm_had_no_part_in_choosing(texts: Batch) -> None:
-    """Every third text chooses; the two parts are disjoint, and together all texts with their own features."""
-    chosen, others = parted(texts, 3)
-    whole = texts.features.split(texts.lengths)
-    for part, numbers in ((chosen, (0, 3, 6)), (others, (1, 2, 4, 5, 7))):
+    """One part chooses; the parts share no prompt, hold their own features, and are all texts together."""
+    chosen, others = split_texts(texts, 4)
+    whole = [column.split(texts.lengths) for column in (texts.tokens, texts.loss_mask, texts.features)]
+    for part, numbers in ((chosen, (0, 1)), (others, (2, 3, 4, 5, 6, 7))):
         assert part.lengths == tuple(texts.lengths[number] for number in numbers)
-        for rows, number in zip(part.features.split(part.lengths), numbers, strict=True):
-            assert torch.equal(rows, whole[number])
-        assert part.slots == sum(int(texts.loss_mask.split(texts.lengths)[number].sum()) for number in numbers)
-    assert parted(chosen, 3) == (chosen, chosen)
+        columns = (part.tokens, part.loss_mask, part.features)
+        for column, all_rows in zip(columns, whole, strict=True):
+            assert torch.equal(column, torch.cat([all_rows[number] for number in numbers]))
+    first, second, third = (tokens[:6].tolist() for tokens in others.tokens.split(others.lengths)[:3])
+    assert chosen.tokens[:6].tolist() not in (first, third) and first == second != third
+    assert chosen.features.data_ptr() == texts.features.data_ptr()  # 7 GB of a target of 70B are not copied
+    assert split_texts(chosen, 3) == (chosen, chosen)
 
 
 def test_answers_end_once_there_are_enough(target: Target) -> None:
@@ -273,7 +276,7 @@ def test_answers_end_once_there_are_enough(target: Target) -> None:
     texts = answers(target, prompts, 10, (0.0, 1.0, 1.0, 1.0), enough=35)
     assert len(texts.lengths) == 4 and texts.slots >= 35
     drawn = answers(target, prompts, 10, (1.0, 1.0)).tokens.split(16)
-    assert not torch.equal(drawn[0], drawn[2])
+    assert torch.equal(drawn[0][:6], drawn[1][:6]) and not torch.equal(drawn[0], drawn[1])
 
 
 @pytest.mark.slow

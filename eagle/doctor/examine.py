@@ -21,7 +21,7 @@ from eagle.doctor.measure import Measured, Reading, measured
 from eagle.doctor.own_token import first_level
 from eagle.doctor.probes import Probe, probes
 from eagle.doctor.server import served
-from eagle.doctor.texts import answers, kept_chains, parted, prompts_of, rendered
+from eagle.doctor.texts import answers, count_chains, prompts_of, rendered, split_texts
 from eagle.doctor.verdict import Diagnosis, Effect, verdict
 from eagle.drafters import DRAFTERS
 from eagle.drafters.blocks import TwoNormBlock
@@ -33,7 +33,7 @@ from eagle.log import progress
 from eagle.target import Target
 
 LEVELS = 3  # of the chain that is judged
-CHOOSING = 3  # every third text chooses what is confirmed on the others
+CHOOSING = 3  # a third of the texts chooses what is confirmed on the others
 CANDIDATES = 3  # that are confirmed
 ROUNDS = 3  # two faults at once are both named; the third round says that there is no more
 RESAMPLED = 1000  # times, for an interval
@@ -61,7 +61,7 @@ def examine(head: str | Path, target: str, prompts: str | None = None, server: s
     if expected:
         notes.append(f"{expected[1]}: acceptance length {1 + sum(expected[0]):.3f} with chains of {len(expected[0])}")
     if counted:
-        kept = kept_chains(model, drafter, prompt_tokens, len(counted.per_position) or LEVELS, TOKENS)
+        kept = count_chains(model, drafter, prompt_tokens, len(counted.per_position) or LEVELS, TOKENS)
         notes.append(counted.beside(kept, f"This decoder, greedy on {prompts or 'the built-in prompts'},"))
     return replace(about, notes=(*about.notes, *notes))
 
@@ -95,11 +95,11 @@ def diagnosed(head: Any, target: Target, texts: Batch, fatal: Sequence[Finding] 
     They are chosen on some of the texts and confirmed on the others, which had no part in choosing them.
     """
     reading, faults = Reading(head.eval(), target.head), []
-    first, (choosing, confirming) = measured(reading, texts, target.head, LEVELS), parted(texts, CHOOSING)
+    first, (choosing, confirming) = measured(reading, texts, target.head, LEVELS), split_texts(texts, CHOOSING)
     for _ in range(ROUNDS):
-        tried = effects(reading, probes(reading, target), choosing, target)
+        tried = try_changes(reading, probes(reading, target), choosing, target)
         tried.sort(key=lambda pair: -sum(pair[0].shares))
-        likely = effects(reading, [probe for _, probe in tried[:CANDIDATES]], confirming, target)
+        likely = try_changes(reading, [probe for _, probe in tried[:CANDIDATES]], confirming, target)
         best = next((pair for pair in likely if pair[0].sure), None)
         if best is None:
             break
@@ -111,7 +111,7 @@ def diagnosed(head: Any, target: Target, texts: Batch, fatal: Sequence[Finding] 
     return Diagnosis(said, tuple(faults), first, nearest, tuple(_remarks(head, target, texts)))
 
 
-def effects(reading: Reading, asked: Sequence[Probe], texts: Batch, target: Target) -> list[tuple[Effect, Probe]]:
+def try_changes(reading: Reading, asked: Sequence[Probe], texts: Batch, target: Target) -> list[tuple[Effect, Probe]]:
     """What every single change does on these texts."""
     before, found = measured(reading, texts, target.head, LEVELS), []
     for probe in progress(asked, "single changes", len(asked)):

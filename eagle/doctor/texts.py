@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +89,11 @@ def answers(
 ) -> Batch:
     """The target's own answers with its states of all layers: one text for every prompt and temperature.
 
-    No further temperature is begun once the answers hold `enough` tokens.
+    No further temperature is begun once the answers hold `enough` tokens. Every third prompt comes first, and the texts
+    of a prompt lie side by side: a third of them is as the others, and of other prompts.
     """
     jobs = [(prompt, heat, number) for heat in temperatures for number, prompt in enumerate(prompts)]
-    examples: list[Example] = []
+    examples: list[tuple[int, Example]] = []
     taps, places = every_tap(target), 0
     for prompt, heat, number in progress(jobs, "the target's answers", len(jobs)):
         if number == 0 and enough is not None and places >= enough:
@@ -99,30 +101,31 @@ def answers(
         sampling = Sampling(heat, request=len(examples))
         said = generate(target, DRAFTERS["none"](), list(prompt), sampling=sampling, max_new_tokens=tokens).tokens
         text = torch.tensor([*prompt, *said])
-        examples.append(Example(text, torch.arange(len(text)) >= len(prompt), states_of(target, text)))
+        examples.append((number, Example(text, torch.arange(len(text)) >= len(prompt), states_of(target, text))))
         places += len(said)
     target.forget()
-    return collate([one for one in examples if one.loss_mask[2:].any()], taps).to(target.device)
+    examples.sort(key=lambda pair: (pair[0] % 3, pair[0]))
+    return collate([one for _, one in examples if one.loss_mask[2:].any()], taps).to(target.device)
 
 
-def parted(batch: Batch, every: int) -> tuple[Batch, Batch]:
-    """Every so-manieth text, and the others; all of them twice where they are too few."""
-    count = len(batch.lengths)
-    if count < 2 * every:
+def split_texts(batch: Batch, parts: int) -> tuple[Batch, Batch]:
+    """The first of so many parts of the texts, and the others; all of them twice where they are too few."""
+    count = len(batch.lengths) // parts
+    if count < 2:
         return batch, batch
-    chosen = [number for number in range(count) if number % every == 0]
-    return texts_at(batch, chosen), texts_at(batch, [number for number in range(count) if number % every])
+    return select_texts(batch, slice(count)), select_texts(batch, slice(count, None))
 
 
-def texts_at(batch: Batch, numbers: Sequence[int]) -> Batch:
-    """Some of a batch's texts."""
-    columns = (column.split(batch.lengths) for column in (batch.tokens, batch.loss_mask, batch.features))
-    tokens, loss_mask, features = (torch.cat([column[number] for number in numbers]) for column in columns)
-    lengths, seeds = (tuple(held[number] for number in numbers) for held in (batch.lengths, batch.seeds))
-    return Batch(tokens, loss_mask, features, lengths, batch.taps, seeds)
+def select_texts(batch: Batch, chosen: slice) -> Batch:
+    """Some texts of a batch that lie side by side, none copied."""
+    ends = [0, *accumulate(batch.lengths)]
+    numbers = range(len(batch.lengths))[chosen]
+    rows = slice(ends[numbers.start], ends[numbers.stop])
+    columns = (batch.tokens[rows], batch.loss_mask[rows], batch.features[rows])
+    return Batch(*columns, batch.lengths[chosen], batch.taps, batch.seeds[chosen])
 
 
-def kept_chains(
+def count_chains(
     target: Target, head: TrainableDrafter, prompts: Sequence[Sequence[int]], depth: int, tokens: int
 ) -> list[float]:
     """How often a chain is kept up to each place where this decoder answers the prompts greedily, as engines count."""
