@@ -124,9 +124,9 @@ AGAIN = ("eagle1-hard", "eagle3-hard", "eagle3-speculators", "eagle3.1-hard")
 REPORTED = {
     "eagle1": Way(E1, steps=600, lr=1e-3),
     "hass": Way({**E1, "kind": "hass", "top": 0}, steps=300, lr=1e-3),
-    "eagle3": Way({**E3, "draft_vocab": 512, "steps": 4}),
-    "eagle3-full": Way({**E3, "steps": 4}),
-    "eagle3.1": Way({**NORMED, "steps": 4}),
+    "eagle3-short": Way({**E3, "draft_vocab": 512, "steps": 4}),
+    "eagle3-full-short": Way({**E3, "steps": 4}),
+    "eagle3.1-short": Way({**NORMED, "steps": 4}),
     **{f"{name}-2": TUNING[name] for name in AGAIN},
     "eagle1-entropy": Way(E1, soft, unroll=1, lr=3e-3, steps=400, dropout=0.1),
     "eagle1-smoothed": Way({**E1, "fc_bias": True}, smoothed, unroll=3, decay=1.0, lr=1e-3, regression=0.1),

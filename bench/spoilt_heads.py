@@ -173,8 +173,8 @@ def catalogue() -> list[Case]:
         ("d2t missing with a draft vocabulary", "eagle3", without("d2t", "t2d"), "d2t is missing"),
         ("d2t present with the full vocabulary", full, zeros, "d2t is there although"),
         ("norm_before_residual wrong", "eagle3", opposite(residual), residual),
-        ("layer ids one too high", full, layers(1), "1 too high"),
-        ("layer ids one too low", "eagle3", layers(-1), "1 too low"),
+        ("layer ids one too high", full, layers(1), "are 1 too high"),
+        ("layer ids one too low", "eagle3", layers(-1), "are 1 too low"),
         ("layers.0 for OpenVINO", "eagle3", plain, "layers.0: OpenVINO"),
         ("lm_head missing", full, without("lm_head.weight"), "lm_head.weight is missing"),
         ("fc.bias in EAGLE-3", "eagle3", bias, "fc.bias"),
@@ -204,10 +204,10 @@ def drawn(seed: int) -> list[Case]:
         for name in both:
             singles[name](config, tensors)
 
-    amount = f"2 too {'high' if shift > 0 else 'low'}"
+    amount = f"are 2 too {'high' if shift > 0 else 'low'}"
     return [
         Case(f"fc's blocks as {order}", chance.choice(fused), blocks(order), ("blocks of fc",)),
-        Case(f"layer ids {amount}", chance.choice(fused), layers(shift), (amount,)),
+        Case(f"layer ids {amount[4:]}", chance.choice(fused), layers(shift), (amount,)),
         Case("rope theta × 10", chance.choice(["eagle1", *fused]), theta, ("rope",)),
         Case(f"{one} and {other} swapped", chance.choice(fused), swapped(one, other), ("are swapped",)),
         Case(f"two faults: {both[0]}, {both[1]}", chance.choice(fused), two, both),
@@ -221,7 +221,7 @@ def further() -> list[Case]:
     rows: list[tuple[str, str, Edit, str]] = [
         ("d2t one too high", "eagle3-speculators-2", one_high, "d2t is 1 too high"),
         ("queries alone interleaved", "eagle1-hard-2", interleaved("q"), "rows of q are not interleaved"),
-        ("first layer id 2 too high", "eagle3", one_layer(0, 2), "layer id"),
+        ("first layer id 2 too high", "eagle3", one_layer(0, 2), "layer id "),
         ("norms' gains less 1", "eagle3.1-hard-2", as_offsets, "offsets from 1"),
         ("LM head's rows in another order", "eagle3-reverse", reordered, "LM head"),
         ("o_proj transposed", "eagle3-hard-2", transposed("o_proj"), "o_proj is transposed"),

@@ -39,7 +39,7 @@ ROUNDS = 3  # two faults at once are both named; the third round says that there
 RESAMPLED = 1000  # times, for an interval
 TOKENS = 96  # of an answer
 HEATS = (0.0, *[1.0] * 11)  # of the answers to each prompt; greedy ones repeat themselves
-PLACES = 4000  # tokens of all answers, after which none is asked for again
+PLACES = 5760  # tokens of all answers, after which none is asked for again: twelve prompts, five full answers each
 
 
 def examine(head: str | Path, target: str, prompts: str | None = None, server: str | None = None) -> Diagnosis:
@@ -98,13 +98,12 @@ def diagnosed(head: Any, target: Target, texts: Batch, fatal: Sequence[Finding] 
     first, (choosing, confirming) = measured(reading, texts, target.head, LEVELS), split_texts(texts, CHOOSING)
     for _ in range(ROUNDS):
         tried = try_changes(reading, probes(reading, target), choosing, target)
-        tried.sort(key=lambda pair: -sum(pair[0].shares))
         likely = try_changes(reading, [probe for _, probe in tried[:CANDIDATES]], confirming, target)
-        best = next((pair for pair in likely if pair[0].sure), None)
-        if best is None:
+        best, mend = likely[0]
+        if not best.sure:
             break
-        faults.append(best[0])
-        reading = best[1].change(reading)
+        faults.append(best)
+        reading = mend.change(reading)
     elsewhere = [one.what for one in fatal if "target" in one.what and "rope" not in one.what]
     said = verdict(first, faults, elsewhere, _moved(head))
     nearest = (*(one for one, _ in likely), *(one for one, _ in tried[CANDIDATES:]))
@@ -112,12 +111,12 @@ def diagnosed(head: Any, target: Target, texts: Batch, fatal: Sequence[Finding] 
 
 
 def try_changes(reading: Reading, asked: Sequence[Probe], texts: Batch, target: Target) -> list[tuple[Effect, Probe]]:
-    """What every single change does on these texts."""
+    """What every single change does on these texts, the best first."""
     before, found = measured(reading, texts, target.head, LEVELS), []
     for probe in progress(asked, "single changes", len(asked)):
         changed = measured(probe.change(reading), texts, target.head, LEVELS)
         found.append((effect(probe.kind, probe.fault, before, changed), probe))
-    return found
+    return sorted(found, key=lambda pair: -pair[0].gain)
 
 
 def effect(kind: str, fault: str, before: Measured, after: Measured) -> Effect:

@@ -12,7 +12,7 @@ from eagle.doctor.probes import GUESS
 
 SURE, SURE_GREEDY = 4.0, 2.5  # standard errors over texts that had no part in choosing the change
 LEAST = 0.004  # of what drawn drafts add to the acceptance length
-LEAST_GREEDY = 0.025  # of what greedy ones add; no change of fourteen healthy heads brought more than half of it
+LEAST_GREEDY = 0.04  # of what greedy ones add; no change of fourteen healthy heads brought more than a third of it
 LEAST_GUESSED = 0.06  # along a rope's theta nothing is sharp: heads trained on short texts lie on a slope
 ABLE = 0.35  # of level 1; below, a head stands at no optimum, and accidents of some percent are usual
 LEAST_ELSE, ABLE_ELSE = 0.25, 0.1
@@ -53,6 +53,11 @@ class Effect:
         """The gains of drawn and of greedy drafts, as shares of what drafts added before."""
         drawn, greedy = ((after - before) / max(before - 1, 1e-9) for before, after in (self.drawn, self.along))
         return drawn, greedy
+
+    @property
+    def gain(self) -> float:
+        """The smaller of both: what mends a head raises both, what flattens its law only one."""
+        return min(self.shares)
 
     @property
     def sure(self) -> bool:
