@@ -89,7 +89,7 @@ def layers(shift: int) -> Edit:
 
 
 def swapped(one: str, other: str) -> Edit:
-    """Two norms in each other's place."""
+    """Two tensors in each other's place."""
 
     def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         first, second = f"{one}.weight", f"{other}.weight"
@@ -216,14 +216,17 @@ def drawn(seed: int) -> list[Case]:
 
 
 def further() -> list[Case]:
-    """Six faults that the doctor's first probes did not know, on heads that other losses trained."""
+    """Faults that the doctor's first probes did not know, and two known ones, on heads that other losses trained."""
+    mlp, gate_up = "midlayer.mlp", "mlp.gate_proj and mlp.up_proj are swapped"
     one_high = with_tensor("d2t", lambda config, tensors: tensors["d2t"] + 1)
     rows: list[tuple[str, str, Edit, str]] = [
-        ("d2t one too high", "eagle3-speculators-2", one_high, "d2t is 1 too high"),
+        ("d2t one too high", "eagle3-speculators-2", one_high, "d2t"),
         ("queries alone interleaved", "eagle1-hard-2", interleaved("q"), "rows of q are not interleaved"),
         ("first layer id 2 too high", "eagle3", one_layer(0, 2), "layer id "),
         ("norms' gains less 1", "eagle3.1-hard-2", as_offsets, "offsets from 1"),
         ("LM head's rows in another order", "eagle3-reverse", reordered, "LM head"),
         ("o_proj transposed", "eagle3-hard-2", transposed("o_proj"), "o_proj is transposed"),
+        ("queries alone interleaved", "eagle3-hard-2", interleaved("q"), "rows of q are not interleaved"),
+        ("gate_proj and up_proj swapped", "eagle3-focal", swapped(f"{mlp}.gate_proj", f"{mlp}.up_proj"), gate_up),
     ]
     return [Case(fault, head, edit, (words,)) for fault, head, edit, words in rows]
