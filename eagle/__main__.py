@@ -68,7 +68,8 @@ def main(argv: list[str] | None = None) -> None:
         with interrupted_by_user(lambda: "give the same command again"):
             does[args.verb](args)
     except ValueError as error:
-        sys.exit(f"eagle: {error}")
+        print(f"eagle: {error}", file=sys.stderr)
+        sys.exit(2 if args.verb == "doctor" else 1)  # whose 1 says that a head is broken
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,10 @@ def _inspect(args: argparse.Namespace) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> None:
-    print(examine(args.head, args.target, args.prompts, args.server))
+    diagnosis = examine(args.head, args.target, args.prompts, args.server)
+    print(diagnosis)
+    if diagnosis.broken:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

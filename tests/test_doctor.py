@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from eagle import Target
-from eagle.doctor.examine import effect
-from eagle.doctor.measure import Reading, length, measured
+from eagle.doctor.examine import diagnosed, effect
+from eagle.doctor.measure import Measured, Reading, length, measured
 from eagle.doctor.probes import Probe, probes
-from eagle.doctor.texts import answers, every_tap, states_of
+from eagle.doctor.texts import answers, every_tap, split_texts, states_of
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.examples import Batch
 from eagle.judge import figures
@@ -206,8 +208,90 @@ def test_an_effect_is_paired_by_text(heads: dict[str, Any], target: Target, text
     """No change is no gain; the interval holds the gain, and far more narrowly than the texts differ."""
     before = measured(Reading(heads["eagle3"], target.head), texts, target.head, LEVELS)
     none = effect("none", "none", before, before)
-    assert (none.share, none.errors, none.greedy_gain, none.sure) == (0, 0, (0, 0), False)
+    assert (none.shares, none.errors, none.greedy_gain, none.sure) == ((0, 0), (0, 0), (0, 0), False)
     better = replace(before, overlap=before.overlap * 1.02)
     some = effect("some", "some", before, better)
     assert some.drawn_gain[0] < some.drawn[1] - some.drawn[0] < some.drawn_gain[1]
     assert some.drawn_gain[1] - some.drawn_gain[0] < 0.2 * float(before.soft().std())
+
+
+def by_hand(hits: Tensor, overlap: float, texts: int) -> Measured:
+    """A head of two levels that is right where `hits` [2, S] says so, in texts of equal length that all go on."""
+    there, owner = torch.ones_like(hits), torch.arange(hits.shape[1]) * texts // hits.shape[1]
+    jitter = 0.01 * torch.rand(hits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+    return Measured(overlap + jitter, hits, there, there[0], owner)
+
+
+def test_what_raises_drawn_drafts_alone_is_no_fault() -> None:
+    """A flattened law overlaps more and is right as seldom, or less often; one that is mended is right more often."""
+    chance = torch.rand(2, 600, generator=torch.Generator().manual_seed(1))
+    before, worse, mended = (by_hand(chance < rate, 0.4, 20) for rate in (0.6, 0.55, 0.75))
+    flat, flatter = (replace(one, overlap=one.overlap + 0.2) for one in (before, worse))
+    for changed in (flat, flatter):
+        said = effect("projections", "gate and up are swapped", before, changed)
+        assert said.errors[0] > 10 and said.shares[0] > 0.3 and not said.sure
+    assert effect("projections", "k and v are swapped", before, replace(mended, overlap=flat.overlap)).sure
+    assert not effect("projections", "k and v are swapped", before, mended).sure  # right more often by chance alone
+
+
+def test_a_head_that_never_saw_its_own_states_is_not_mended_by_easing_them() -> None:
+    """What leaves level 1 as it is must make level 2 what it is fed with the target's states, or it is no fault."""
+    chance = torch.rand(2, 600, generator=torch.Generator().manual_seed(1))
+    weak, eased, mended = (by_hand(chance < torch.tensor([[0.8], [rate]]), 0.4, 20) for rate in (0.2, 0.35, 0.78))
+    sure = [
+        effect("norm_output", "is off", weak, replace(after, overlap=after.overlap + 0.2)) for after in (eased, mended)
+    ]
+    assert [(one.errors[1] > 3, one.eases, one.sure) for one in sure] == [(True, True, False), (True, False, True)]
+
+
+def test_greedy_drafts_are_counted_along_the_text(heads: dict[str, Any], target: Target, texts: Batch) -> None:
+    """The mean of a text is a naive count of how many levels in a row name the target's likeliest token."""
+    found = measured(Reading(heads["eagle3"], target.head), texts, target.head, LEVELS)
+    for text, mean in enumerate(found.greedy().tolist()):
+        lengths = []
+        for slot in (found.texts == text).nonzero()[:, 0].tolist():
+            right = [bool(found.hits[level, slot] & found.there[level, slot]) for level in range(LEVELS)]
+            lengths.append(1 + next((level for level in range(LEVELS) if not right[level]), LEVELS))
+        assert mean == pytest.approx(sum(lengths) / len(lengths))
+
+
+def test_texts_that_confirm_had_no_part_in_choosing(texts: Batch) -> None:
+    """One part chooses; the parts share no prompt, hold their own features, and are all texts together."""
+    chosen, others = split_texts(texts, 4)
+    whole = [column.split(texts.lengths) for column in (texts.tokens, texts.loss_mask, texts.features)]
+    for part, numbers in ((chosen, (0, 1)), (others, (2, 3, 4, 5, 6, 7))):
+        assert part.lengths == tuple(texts.lengths[number] for number in numbers)
+        columns = (part.tokens, part.loss_mask, part.features)
+        for column, all_rows in zip(columns, whole, strict=True):
+            assert torch.equal(column, torch.cat([all_rows[number] for number in numbers]))
+    first, second, third = (tokens[:6].tolist() for tokens in others.tokens.split(others.lengths)[:3])
+    assert chosen.tokens[:6].tolist() not in (first, third) and first == second != third
+    assert chosen.features.data_ptr() == texts.features.data_ptr()  # 7 GB of a target of 70B are not copied
+    assert split_texts(chosen, 3) == (chosen, chosen)
+
+
+def test_answers_end_once_there_are_enough(target: Target) -> None:
+    """Whole rounds of prompts, each drawn anew; the first of greedy answers."""
+    prompts = [random_tokens(6, seed) for seed in range(2)]
+    texts = answers(target, prompts, 10, (0.0, 1.0, 1.0, 1.0), enough=35)
+    assert len(texts.lengths) == 4 and texts.slots >= 35
+    drawn = answers(target, prompts, 10, (1.0, 1.0)).tokens.split(16)
+    assert torch.equal(drawn[0][:6], drawn[1][:6]) and not torch.equal(drawn[0], drawn[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+def test_a_head_that_learned_hard_labels_is_not_called_broken(kind: str, target: Target) -> None:
+    """Too sure of the target's likeliest tokens, as many tools train: what flattens its law would lower greedy τ."""
+    texts = answers(target, [random_tokens(6, seed) for seed in range(24)], 20, (0.0, 1.0))
+    true = target.head.logits(texts.tapped((-1,))[:, 0]).argmax(-1)
+    head = trained(target, texts, kind, 0).train()
+    optimizer = torch.optim.AdamW([one for one in head.parameters() if one.requires_grad], lr=3e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        found = head.unrolled(texts, target.head, 1)
+        cross_entropy(head.law(found.states[0], target.head), true[found.places + 1]).backward()
+        optimizer.step()
+    said = diagnosed(head, target, texts)
+    assert said.figures is not None and said.figures.rates()[0] > 0.7
+    assert not said.broken and not said.faults

@@ -14,12 +14,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle import Target
+from eagle.__main__ import main
 from eagle.checkpoint import load_head
-from eagle.doctor import examine, served
-from eagle.doctor.examine import template
+from eagle.decode import generate
+from eagle.doctor import Served, examine, served
+from eagle.doctor.examine import TOKENS, template
 from eagle.doctor.measure import Reading, measured
 from eagle.doctor.texts import answers, prompts_of, rendered
+from eagle.drafter import Budget
 from eagle.export import export
+from tests import foreign_heads
 
 TINY = Path(__file__).parent.parent / "runs/tiny"
 
@@ -42,6 +46,33 @@ def test_a_whole_head_is_not_called_broken(exported: Path, server: Callable[[str
     said = examine(exported, str(TINY / "target"), server=server(VLLM))
     assert not said.broken and not said.faults
     assert "vLLM accepts 2.100 tokens a step over 200 drafts" in str(said)
+
+
+@pytest.mark.slow
+def test_a_server_is_compared_with_its_own_prompts_and_depth(
+    exported: Path, tmp_path: Path, server: Callable[[str], str]
+) -> None:
+    """Counters of plain greedy decoding, cycle by cycle, are told as right, whatever training's validation says."""
+    target, file, depth = Target.load(TINY / "target", dtype="float32"), tmp_path / "prompts.jsonl", 4
+    head, asked = load_head(TINY / "eagle3-full/head").bind(target.head), prompts_of(None)[:4]
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in asked))
+    chain = Budget(nodes=depth, depth=depth, top_k=1)
+    cycles = [
+        cycle
+        for prompt in rendered(target, asked)
+        for cycle in generate(target, head, prompt, budget=chain, max_new_tokens=TOKENS).cycles
+        if cycle.nodes == depth
+    ]
+    page = f"vllm:spec_decode_num_drafts_total {len(cycles)}\n"
+    page += f"vllm:spec_decode_num_accepted_tokens_total {sum(cycle.accepted for cycle in cycles)}\n"
+    for place in range(depth):
+        count = sum(cycle.accepted > place for cycle in cycles)
+        page += f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}} {count}\n'
+    made = json.loads((exported / "provenance.json").read_text())
+    (exported / "provenance.json").write_text(json.dumps({**made, "acceptance": {"per_position": [0.99] * 3}}))
+    said = str(examine(exported, str(TINY / "target"), str(file), server(page)))
+    assert f"greedy on {file}, keeps" in said
+    assert "with chains of 4: drafts add 100% of what they should" in said
 
 
 @pytest.mark.slow
@@ -142,9 +173,19 @@ def test_vllm_is_read_and_compared(server: Callable[[str], str]) -> None:
     """All engines of the page together, as far as both chains go; too little is said plainly."""
     found = served(server(VLLM))
     assert (found.engine, found.tau, found.per_position, found.drafts) == ("vLLM", 2.1, (0.6, 0.3, 0.2), 200)
-    assert "2.100: drafts add 100%" in found.beside([0.6, 0.3, 0.2, 0.1], "export")
+    assert "export keeps 2.100 with chains of 3: drafts add 100%" in found.beside([0.6, 0.3, 0.2, 0.1], "export")
     less = found.beside([0.9, 0.6, 0.5], "export")
-    assert "3.000: drafts add 55%" in less and "layer ids" in less
+    assert "3.000 with chains of 3: drafts add 55%" in less and "layer ids" in less
+
+
+def test_as_many_places_are_compared_as_both_have() -> None:
+    """Four places of a server beside three of an export: its fourth place is no gain over an export without one."""
+    server = Served("vLLM", 1 + 0.6 + 0.4 + 0.3 + 0.2, (0.6, 0.4, 0.3, 0.2), 1000)
+    said = server.beside([0.7, 0.5, 0.4], "export")
+    assert "export keeps 2.600 with chains of 3, where the server keeps 2.300: drafts add 81%" in said
+    assert "layer ids" in said
+    gauge = Served("SGLang", 2.3).beside([0.6, 0.4, 0.3], "export")
+    assert "does not tell how many tokens it drafts: start it with 3): drafts add 100%" in gauge
 
 
 def test_sglang_is_read(server: Callable[[str], str]) -> None:
@@ -157,3 +198,18 @@ def test_sglang_is_read(server: Callable[[str], str]) -> None:
         served("http://127.0.0.1:9")
     with pytest.raises(ValueError, match="expected an address"):
         served("localhost:8000")
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_tells_by_its_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """1 for a broken head, 2 for a wrong call: a script need not read the verdict."""
+    head, target = tmp_path / "head", foreign_heads.write_target(tmp_path / "target")
+    foreign_heads.write(head, foreign_heads.without(foreign_heads.specforge(), "fc.weight"))
+    with pytest.raises(SystemExit) as broken:
+        main(["doctor", str(head), "--target", str(target)])
+    assert broken.value.code == 1 and "verdict: broken: fc.weight is missing" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as misused:
+        main(["doctor", str(head), "--target", str(target), "--prompts", str(tmp_path / "none.jsonl")])
+    assert misused.value.code == 2 and "eagle: no prompts at" in capsys.readouterr().err

@@ -88,12 +88,12 @@ def turning(values: dict[str, Any]) -> Change:
     return on_head(change)
 
 
-def interleaved(back: bool) -> Callable[[Any], None]:
-    """Rows of queries and keys that stood in halves in turns; or `back`."""
+def interleaved(back: bool, parts: str = "qk") -> Callable[[Any], None]:
+    """Rows of queries, of keys or of both that stood in halves in turns; or `back`."""
 
     def change(head: Any) -> None:
         attention = head.layers[0].self_attn
-        for part in (attention.q_proj, attention.k_proj):
+        for part in (attention.get_submodule(f"{name}_proj") for name in parts):
             rows = part.weight.data.unflatten(0, (-1, attention.width))
             split = (attention.width // 2, 2) if back else (2, attention.width // 2)
             part.weight.data = rows.unflatten(1, split).transpose(1, 2).flatten(1, 2).flatten(0, 1)

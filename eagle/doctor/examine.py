@@ -19,9 +19,9 @@ from torch import Tensor
 from eagle.device import in_dtype
 from eagle.doctor.measure import Measured, Reading, measured
 from eagle.doctor.own_token import first_level
-from eagle.doctor.probes import probes
+from eagle.doctor.probes import Probe, probes
 from eagle.doctor.server import served
-from eagle.doctor.texts import answers, prompts_of, rendered
+from eagle.doctor.texts import answers, count_chains, prompts_of, rendered, split_texts
 from eagle.doctor.verdict import Diagnosis, Effect, verdict
 from eagle.drafters import DRAFTERS
 from eagle.drafters.blocks import TwoNormBlock
@@ -33,10 +33,13 @@ from eagle.log import progress
 from eagle.target import Target
 
 LEVELS = 3  # of the chain that is judged
+CHOOSING = 3  # a third of the texts chooses what is confirmed on the others
+CANDIDATES = 3  # that are confirmed
 ROUNDS = 3  # two faults at once are both named; the third round says that there is no more
 RESAMPLED = 1000  # times, for an interval
 TOKENS = 96  # of an answer
-HEATS = (0.0, 1.0, 1.0, 1.0, 1.0)  # of the answers to each prompt: greedy ones repeat themselves
+HEATS = (0.0, *[1.0] * 11)  # of the answers to each prompt; greedy ones repeat themselves
+PLACES = 5760  # tokens of all answers, after which none is asked for again: twelve prompts, five full answers each
 
 
 def examine(head: str | Path, target: str, prompts: str | None = None, server: str | None = None) -> Diagnosis:
@@ -49,7 +52,8 @@ def examine(head: str | Path, target: str, prompts: str | None = None, server: s
         return refused
     model, kwargs = Target.load(target), _template_kwargs(head)
     drafter = drafter.to(model.device)
-    texts = answers(model, rendered(model, asked, **kwargs), TOKENS, HEATS)
+    prompt_tokens = rendered(model, asked, **kwargs)
+    texts = answers(model, prompt_tokens, TOKENS, HEATS, PLACES)
     about = diagnosed(drafter, model, texts, [one for one in found if one.fatal])
     assert about.figures is not None
     notes = [*map(str, found), *template(drafter, model, asked, kwargs, about.figures)]
@@ -57,7 +61,8 @@ def examine(head: str | Path, target: str, prompts: str | None = None, server: s
     if expected:
         notes.append(f"{expected[1]}: acceptance length {1 + sum(expected[0]):.3f} with chains of {len(expected[0])}")
     if counted:
-        notes.append(counted.beside(*(expected or ([*accumulate(about.figures.rates(), mul)], "this examination"))))
+        kept = count_chains(model, drafter, prompt_tokens, len(counted.per_position) or LEVELS, TOKENS)
+        notes.append(counted.beside(kept, f"This decoder, greedy on {prompts or 'the built-in prompts'},"))
     return replace(about, notes=(*about.notes, *notes))
 
 
@@ -85,43 +90,58 @@ def opened(head: str | Path, target: str) -> tuple[Any, Diagnosis | None]:
 
 
 def diagnosed(head: Any, target: Target, texts: Batch, fatal: Sequence[Finding] = ()) -> Diagnosis:
-    """Which single changes raise the head's acceptance on these texts, one after the other, until none does."""
+    """Which single changes raise the head's acceptance, one after the other, until none does.
+
+    They are chosen on some of the texts and confirmed on the others, which had no part in choosing them.
+    """
     reading, faults = Reading(head.eval(), target.head), []
-    first = base = measured(reading, texts, target.head, LEVELS)
+    first, (choosing, confirming) = measured(reading, texts, target.head, LEVELS), split_texts(texts, CHOOSING)
     for _ in range(ROUNDS):
-        asked = probes(reading, target)
-        found = []
-        for probe in progress(asked, "single changes", len(asked)):
-            changed = measured(probe.change(reading), texts, target.head, LEVELS)
-            found.append((effect(probe.kind, probe.fault, base, changed), probe))
-        found.sort(key=lambda pair: -pair[0].share)
-        best = next((pair for pair in found if pair[0].sure), None)
-        if best is None:
+        tried = try_changes(reading, probes(reading, target), choosing, target)
+        likely = try_changes(reading, [probe for _, probe in tried[:CANDIDATES]], confirming, target)
+        best, mend = likely[0]
+        if not best.sure:
             break
-        faults.append(best[0])
-        reading = best[1].change(reading)
-        base = measured(reading, texts, target.head, LEVELS)
+        faults.append(best)
+        reading = mend.change(reading)
     elsewhere = [one.what for one in fatal if "target" in one.what and "rope" not in one.what]
     said = verdict(first, faults, elsewhere, _moved(head))
-    return Diagnosis(said, tuple(faults), first, tuple(one for one, _ in found), tuple(_remarks(head, target, texts)))
+    nearest = (*(one for one, _ in likely), *(one for one, _ in tried[CANDIDATES:]))
+    return Diagnosis(said, tuple(faults), first, nearest, tuple(_remarks(head, target, texts)))
+
+
+def try_changes(reading: Reading, asked: Sequence[Probe], texts: Batch, target: Target) -> list[tuple[Effect, Probe]]:
+    """What every single change does on these texts, the best first."""
+    before, found = measured(reading, texts, target.head, LEVELS), []
+    for probe in progress(asked, "single changes", len(asked)):
+        changed = measured(probe.change(reading), texts, target.head, LEVELS)
+        found.append((effect(probe.kind, probe.fault, before, changed), probe))
+    return sorted(found, key=lambda pair: -pair[0].gain)
 
 
 def effect(kind: str, fault: str, before: Measured, after: Measured) -> Effect:
     """The head with a change beside the head as it was, paired by text."""
-    soft, changed = before.soft(), after.soft()
-    gain, count = changed - soft, len(soft)
-    drawn = torch.randint(count, (RESAMPLED, count), generator=torch.Generator().manual_seed(0))
-    error = gain.std() / count**0.5
+    drawn, along = (before.soft(), after.soft()), (before.greedy(), after.greedy())
+    gain, count = drawn[1] - drawn[0], len(drawn[0])
+    again = torch.randint(count, (RESAMPLED, count), generator=torch.Generator().manual_seed(0))
+    tau_gain = _lengths(after.counts()[again].sum(1)) - _lengths(before.counts()[again].sum(1))
     return Effect(
         kind,
         fault,
-        (float(soft.mean()), float(changed.mean())),
-        _interval(gain[drawn].mean(1)),
+        (float(drawn[0].mean()), float(drawn[1].mean())),
+        _interval(gain[again].mean(1)),
         (before.tau, after.tau),
-        _interval(_lengths(after.counts()[drawn].sum(1)) - _lengths(before.counts()[drawn].sum(1))),
-        float(gain.mean() / error.clamp(min=1e-12)),
-        after.rates()[0],
+        _interval(tau_gain),
+        (float(along[0].mean()), float(along[1].mean())),
+        (_standard_errors(gain), _standard_errors(along[1] - along[0])),
+        (before.rates()[0], after.rates()[0]),
+        after.held,
     )
+
+
+def _standard_errors(gain: Tensor) -> float:
+    """How many of its standard errors the mean of [M] is above zero."""
+    return float(gain.mean() / (gain.std() / len(gain) ** 0.5).clamp(min=1e-12))
 
 
 def _interval(values: Tensor) -> tuple[float, float]:
@@ -144,7 +164,8 @@ def template(head: Any, target: Target, asked: Sequence[str], trained: dict[str,
     for other in others:
         prompts = rendered(target, asked, **other)
         if prompts != usual:
-            found = measured(Reading(head, target.head), answers(target, prompts, TOKENS, HEATS), target.head, LEVELS)
+            texts = answers(target, prompts, TOKENS, HEATS, PLACES)
+            found = measured(Reading(head, target.head), texts, target.head, LEVELS)
             was, becomes = float(figures.soft().mean()), float(found.soft().mean())
             notes.append(
                 f"prompts rendered with {json.dumps(other)} instead of {json.dumps(trained)}: τ {figures.tau:.3f} "

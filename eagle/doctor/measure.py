@@ -47,8 +47,6 @@ class Measured:
     """What a head did at every slot [S] in each of K levels, the first fed by the target, the others by itself."""
 
     overlap: Tensor  # [K, S], of its law with the target's: how often a draft drawn from it is accepted
-    entropy: Tensor  # [K, S], cross-entropy of its law, of tokens that it can say
-    own: Tensor  # [K, S], the entropy that its law believes in
     hits: Tensor  # [K, S], whether its likeliest token is the target's
     there: Tensor  # [K, S], whether the text goes on that far
     said: Tensor  # [S], whether the text goes on as the greedy target would
@@ -75,6 +73,11 @@ class Measured:
         return self.rates(torch.stack([_later(self.hits[0], level) for level in range(len(self.hits))]))
 
     @property
+    def held(self) -> float:
+        """What later levels add from the head's own states, as a share of what they would from the target's."""
+        return (length(self.rates()[1:]) - 1) / max(length(self.taught[1:]) - 1, 1e-9)
+
+    @property
     def tau(self) -> float:
         """The acceptance length that a greedy chain of K drafts would have."""
         return length(self.rates())
@@ -86,7 +89,15 @@ class Measured:
 
     def soft(self) -> Tensor:
         """[M], of each text the mean acceptance length of chains drawn from the head's law."""
-        chains = (self.overlap * self.there).cumprod(0).sum(0)
+        return self._mean_length(self.overlap)
+
+    def greedy(self) -> Tensor:
+        """[M], of each text the mean length of chains that name the target's likeliest token, read along the text."""
+        return self._mean_length(self.hits.double())
+
+    def _mean_length(self, accepted: Tensor) -> Tensor:
+        """[M], 1 + the mean over slots of how many levels [K, S] in a row are accepted."""
+        chains = (accepted * self.there).cumprod(0).sum(0)
         return 1 + self._by_text(chains) / self._by_text(torch.ones_like(chains)).clamp(min=1)
 
     def _by_text(self, values: Tensor) -> Tensor:
@@ -130,9 +141,9 @@ def measured(reading: Reading, batch: Batch, target: TargetHead, levels: int) ->
             true[at.clamp(max=count - 1)],
         )
         columns.append([*rows.unbind(1), there])
-    overlap, entropy, own, hits, choices, there = (torch.stack(column).cpu() for column in zip(*columns, strict=True))
-    return Measured(overlap.double(), entropy.double(), own.double(), hits.bool(), there.bool(),
-                    choices[0].long() == following.cpu(), texts.cpu())  # fmt: skip
+    overlap, hits, choices, there = (torch.stack(column).cpu() for column in zip(*columns, strict=True))
+    said = choices[0].long() == following.cpu()
+    return Measured(overlap.double(), hits.bool(), there.bool(), said, texts.cpu())
 
 
 def _rows(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
@@ -140,13 +151,11 @@ def _rows(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
 
 
 def _compared(head: Any, frozen: TargetHead, target: TargetHead, state: Tensor, true: Tensor) -> Tensor:
-    """[n, 5]: overlap, cross-entropy, own entropy, whether the likeliest tokens agree, and the target's."""
-    law, logits = target.logits(true).float().softmax(-1), head.law(state, frozen).float()
-    choice, drafts = law.argmax(-1), head.drafts
-    drafts = None if drafts is None else drafts.clamp(0, law.shape[-1] - 1)
-    mine, log = law if drafts is None else law[:, drafts], logits.log_softmax(-1)
-    likeliest = log.argmax(-1) if drafts is None else drafts[log.argmax(-1)]
-    overlap = torch.minimum(log.exp(), mine).sum(-1)
-    entropy = -(mine * log).sum(-1) / mine.sum(-1).clamp(min=1e-9)
-    own = -(log.exp() * log).sum(-1)
-    return torch.stack([overlap, entropy, own, (likeliest == choice).float(), choice.float()], dim=1).double()
+    """[n, 3]: overlap, whether the likeliest tokens agree, and the target's."""
+    law, own = (logits.float().softmax(-1) for logits in (target.logits(true), head.law(state, frozen)))
+    choice, likeliest, drafts = law.argmax(-1), own.argmax(-1), head.drafts
+    if drafts is not None:
+        drafts = drafts.clamp(0, law.shape[-1] - 1)
+        law, likeliest = law[:, drafts], drafts[likeliest]
+    overlap = torch.minimum(own, law).sum(-1)
+    return torch.stack([overlap, likeliest == choice, choice], dim=1).double()

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations, permutations
+from itertools import combinations, permutations, product
 from typing import Any
 
 import torch
@@ -60,6 +60,11 @@ def _taps(head: Any, reading: Reading, target: Target) -> Found:
             amount = f"{abs(shift)} too {'low' if shift > 0 else 'high'}{COUNTED.get(shift, '')}"
             what = f"layer ids {list(head.taps)} are {amount}: inputs of {list(taps)} were meant"
             yield "layer ids", what, tapped(taps)
+    for place, shift in product(range(len(at)), (1, -1)):
+        tap = at[place] + shift
+        if 0 <= tap <= last and tap not in at and len(at) > 1:
+            what = f"layer id {at[place]} of {list(head.taps)} is 1 too {'low' if shift > 0 else 'high'}"
+            yield "layer ids", f"{what}: the input of {tap} was meant", tapped((*at[:place], tap, *at[place + 1 :]))
 
 
 def _pairing(head: Any, reading: Reading, target: Target) -> Found:
@@ -87,10 +92,19 @@ def _fused(head: Any, reading: Reading, target: Target) -> Found:
     count = len(head.taps)
     if count < 2 or not hasattr(head, "fc"):
         return
-    for order in permutations(range(count)) if count <= 3 else ():
+    for order in permutations(range(count)) if count <= 3 else _exchanges(count):
         if order != tuple(range(count)):
             change = weight("fc.weight", partial(ordered, order=order))
             yield "fc order", f"the blocks of fc stand in the order {list(order)} of the layers", on_head(change)
+
+
+def _exchanges(count: int) -> Iterator[tuple[int, ...]]:
+    """Orders in which two have changed places, and the reversed one."""
+    for one, other in combinations(range(count), 2):
+        order = list(range(count))
+        order[one], order[other] = other, one
+        yield tuple(order)
+    yield tuple(reversed(range(count)))
 
 
 def _bias(head: Any, reading: Reading, target: Target) -> Found:
@@ -127,6 +141,13 @@ def _norms(head: Any, reading: Reading, target: Target) -> Found:
     for name in names:
         yield "norm off", f"{name} is applied, but was not there in training", on_head(off(name))
 
+    def raised(head: Any) -> None:
+        for name in names:
+            head.get_submodule(name).weight.data += 1
+
+    if names:
+        yield "norm gains", "the norms' gains are offsets from 1, as Gemma's, and are taken for gains", on_head(raised)
+
 
 def _states(head: Any, reading: Reading, target: Target) -> Found:
     block = head.layers[0]
@@ -156,9 +177,9 @@ def _rope(head: Any, reading: Reading, target: Target) -> Found:
             seen.append(values)
             has = f"rope theta is {theta:g} ({own.get('rope_type', 'default')})"
             yield kind, f"{has}, expected {what}", turning(values)
-    for back in (False, True):
-        order = "interleaved" if back else "in halves"
-        yield "rope order", f"rows of q and k are not {order}, as rope expects them", on_head(interleaved(back))
+    for parts, back in product(("qk", "q", "k"), (False, True)):
+        order, rows = "interleaved" if back else "in halves", " and ".join(parts)
+        yield "rope order", f"rows of {rows} are not {order}, as rope expects them", on_head(interleaved(back, parts))
 
 
 def _projections(head: Any, reading: Reading, target: Target) -> Found:
@@ -174,6 +195,11 @@ def _projections(head: Any, reading: Reading, target: Target) -> Found:
         if block.get_submodule(one).weight.shape == block.get_submodule(other).weight.shape:
             change = lambda head, one=one, other=other: swap(head, one, other)  # noqa: E731
             yield "projections", f"{one} and {other} are swapped", on_head(change)
+    for name in (*parts.values(), "self_attn.o_proj"):
+        rows, columns = block.get_submodule(name).weight.shape
+        if rows == columns:
+            turned = on_head(weight(f"layers.0.{name}.weight", lambda matrix: matrix.T.contiguous()))
+            yield "transposed", f"{name} is transposed", turned
 
 
 # -- what it says -----------------------------------------------------------------------------------------------------
@@ -204,6 +230,9 @@ def _vocabularies(head: Any) -> Iterator[tuple[str, Tensor]]:
     marked = head.t2d.nonzero()[:, 0]
     if len(marked) == len(held) and not torch.equal(marked, head.drafts):
         yield "and t2d disagree: t2d was right", marked
+    for shift in (1, -1):
+        drafts = (head.drafts - shift).clamp(0, head.shape.vocab_size - 1)
+        yield f"is 1 too {'high' if shift > 0 else 'low'}", drafts
     if bool(head.drafts.any()) and not torch.equal(places, head.drafts):
         yield "is not this head's: its rows stand for the first tokens", places
 

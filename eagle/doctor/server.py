@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -31,17 +32,23 @@ class Served:
         told = f"{self.engine} accepts {self.tau:.3f} tokens a step{counted}"
         return f"{told}, up to each place {places}" if places else told
 
-    def beside(self, per_position: list[float], source: str) -> str:
-        """Whether it is what was expected of a chain that is kept so often up to each place."""
-        depth = len(self.per_position)
-        expected = 1 + sum(per_position[:depth] if 0 < depth <= len(per_position) else per_position)
-        ratio = (self.tau - 1) / max(expected - 1, 1e-9)
-        told = f"{self}; {source} said {expected:.3f}: drafts add {ratio:.0%} of what they should"
+    def beside(self, per_position: Sequence[float], source: str) -> str:
+        """Whether the server accepts what `source` keeps of a chain up to each place, over the places of both."""
+        places = min(len(self.per_position) or len(per_position), len(per_position))
+        counted = 1 + sum(self.per_position[:places]) if self.per_position else self.tau
+        expected = 1 + sum(per_position[:places])
+        ratio = (counted - 1) / max(expected - 1, 1e-9)
+        compared = f"{self}. {source} keeps {expected:.3f} with chains of {places}"
+        if not self.per_position:
+            compared += f" ({self.engine} does not tell how many tokens it drafts: start it with {places})"
+        elif places < len(self.per_position):
+            compared += f", where the server keeps {counted:.3f}"
+        compared += f": drafts add {ratio:.0%} of what they should"
         if ratio >= ENOUGH:
-            return told
+            return compared
         return (
-            f"{told}. Other prompts, or a temperature, explain some of it; else the server runs something else than "
-            "this head: look there at the layer ids, fc, d2t and the norms' switches"
+            f"{compared}. Other prompts, or a temperature, explain some of it; else the server runs something else "
+            "than this head: look there at the layer ids, fc, d2t and the norms' switches"
         )
 
 

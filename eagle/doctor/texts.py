@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from eagle.decode import generate
+from eagle.drafter import Budget, TrainableDrafter
 from eagle.drafters import DRAFTERS
 from eagle.examples import Batch, Example, collate
 from eagle.log import progress
 from eagle.target import Target
+from eagle.tree import chain_paths
 from eagle.verify import Sampling
 
 PROMPTS = (
@@ -77,17 +80,61 @@ def rendered(target: Target, prompts: Sequence[str], **template_kwargs: Any) -> 
     return [list(target.tokenizer.encode(prompt)) for prompt in prompts]
 
 
-def answers(target: Target, prompts: Sequence[Sequence[int]], tokens: int, temperatures: Sequence[float]) -> Batch:
-    """The target's own answers with its states of all layers: one text for every prompt and temperature."""
+def answers(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    temperatures: Sequence[float],
+    enough: int | None = None,
+) -> Batch:
+    """The target's own answers with its states of all layers: one text for every prompt and temperature.
+
+    No further temperature is begun once the answers hold `enough` tokens. Every third prompt comes first, and the texts
+    of a prompt lie side by side: a third of them is as the others, and of other prompts.
+    """
     jobs = [(prompt, heat, number) for heat in temperatures for number, prompt in enumerate(prompts)]
-    examples, taps = [], every_tap(target)
+    examples: list[tuple[int, Example]] = []
+    taps, places = every_tap(target), 0
     for prompt, heat, number in progress(jobs, "the target's answers", len(jobs)):
-        sampling = Sampling(heat, request=number)
+        if number == 0 and enough is not None and places >= enough:
+            break
+        sampling = Sampling(heat, request=len(examples))
         said = generate(target, DRAFTERS["none"](), list(prompt), sampling=sampling, max_new_tokens=tokens).tokens
         text = torch.tensor([*prompt, *said])
-        examples.append(Example(text, torch.arange(len(text)) >= len(prompt), states_of(target, text)))
+        examples.append((number, Example(text, torch.arange(len(text)) >= len(prompt), states_of(target, text))))
+        places += len(said)
     target.forget()
-    return collate([one for one in examples if one.loss_mask[2:].any()], taps).to(target.device)
+    examples.sort(key=lambda pair: (pair[0] % 3, pair[0]))
+    return collate([one for _, one in examples if one.loss_mask[2:].any()], taps).to(target.device)
+
+
+def split_texts(batch: Batch, parts: int) -> tuple[Batch, Batch]:
+    """The first of so many parts of the texts, and the others; all of them twice where they are too few."""
+    count = len(batch.lengths) // parts
+    if count < 2:
+        return batch, batch
+    return select_texts(batch, slice(count)), select_texts(batch, slice(count, None))
+
+
+def select_texts(batch: Batch, chosen: slice) -> Batch:
+    """Some texts of a batch that lie side by side, none copied."""
+    ends = [0, *accumulate(batch.lengths)]
+    numbers = range(len(batch.lengths))[chosen]
+    rows = slice(ends[numbers.start], ends[numbers.stop])
+    columns = (batch.tokens[rows], batch.loss_mask[rows], batch.features[rows])
+    return Batch(*columns, batch.lengths[chosen], batch.taps, batch.seeds[chosen])
+
+
+def count_chains(
+    target: Target, head: TrainableDrafter, prompts: Sequence[Sequence[int]], depth: int, tokens: int
+) -> list[float]:
+    """How often a chain is kept up to each place where this decoder answers the prompts greedily, as engines count."""
+    drafter, budget, accepted = head.bind(target.head), Budget.fixed(chain_paths(depth)), []
+    for prompt in progress(prompts, "chains as the server's", len(prompts)):
+        trace = generate(target, drafter, list(prompt), budget=budget, max_new_tokens=tokens)
+        accepted += [cycle.accepted for cycle in trace.cycles if cycle.depth == depth]  # none cut at the answer's end
+    target.forget()
+    return [sum(count > place for count in accepted) / max(len(accepted), 1) for place in range(depth)]
 
 
 def every_tap(target: Target) -> tuple[int, ...]:
