@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
             does[args.verb](args)
     except ValueError as error:
         print(f"eagle: {error}", file=sys.stderr)
-        sys.exit(2 if args.verb == "doctor" else 1)  # whose 1 says that a head is broken
+        sys.exit(2)  # 1 says that a checkpoint is broken
 
 
 @dataclass(frozen=True)

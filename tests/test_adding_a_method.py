@@ -201,7 +201,7 @@ def test_the_exported_example_is_the_trained_one(followed: Path, tiny_target: Ta
     entered = F.silu(F.linear(normed, tensors["enter.weight"], tensors["enter.bias"]))
     expected = states + F.linear(entered, tensors["leave.weight"], tensors["leave.bias"])
     torch.testing.assert_close(head.step(tokens, states, tiny_target.head), expected)
-    assert "my-engine runs/tiny/target" in (folder / "README.md").read_text()
+    assert f"my-engine {(followed / 'runs/tiny/target').resolve()} " in (folder / "README.md").read_text()
 
 
 def test_a_budget_that_is_ignored_is_seen(
