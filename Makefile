@@ -16,10 +16,10 @@ test test-slow test-engines: export OMP_NUM_THREADS = 1  # models this small run
 JOBS ?= 2  # processes that tests are spread over, each on one thread
 
 test: $(READY)  ## everything that is fast
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test-slow: $(READY)  ## what takes longer
-	$(BIN)/python -m pytest -n $(JOBS) -m "slow and not engine"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow and not engine"
 
 # each in an environment of its own, of the versions that docs/results/engines.json belongs to
 ENGINES ?= build/engines
