@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -132,6 +133,12 @@ def outcomes(
     }
 
 
+def find_output(command: list[str], name: str) -> Path:
+    """What the command writes; its folder is numbered, as a process may work the module off in several parts."""
+    written = re.compile(rf"at_once\d+/{name}")
+    return next(Path(word.partition("=")[2] or word) for word in command if written.search(word))
+
+
 NAMES = ("extract", "regenerate", "count_tokens", "draft_vocab", "inspect_mask", "train", "export", "import")
 NAMES += ("measure", "lossless", "tune", "draw", "report")
 
@@ -142,7 +149,7 @@ def test_two_runs_at_once_leave_a_whole_result(
     name: str, commands: dict[str, list[str]], outcomes: dict[str, list[tuple[int, str]]], tiny_target: Target
 ) -> None:
     """Who loses is told which folder another run writes; every file can be read, and nothing is left beside them."""
-    folder = next(Path(word.partition("=")[2] or word) for word in commands[name] if f"at_once0/{name}" in word)
+    folder = find_output(commands[name], name)
     folder = folder.parent if folder.suffix else folder
     won = [log for status, log in outcomes[name] if status == 0]
     for status, log in outcomes[name]:
@@ -183,7 +190,7 @@ def test_a_command_is_refused_while_another_writes(
     name: str, main: Callable[[list[str]], None], commands: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By a sentence that names what is written and by whom; nothing of it is touched."""
-    out = next(Path(word.partition("=")[2] or word) for word in commands[name] if f"at_once0/{name}" in word)
+    out = find_output(commands[name], name)
     out = out / "results.jsonl" if name == "measure" else out
     lock = lock_path if name in ("regenerate", "import", "measure") else lock_folder
     with lock(out):
