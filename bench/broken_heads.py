@@ -20,16 +20,16 @@ from safetensors.torch import load_file, save_file
 from bench.machine import made_on
 from bench.other_heads import TUNING
 from bench.spoilt_heads import SIBLING, Case, catalogue, drawn, further, nothing
-from eagle.checkpoint import load_head, save_pretrained
+from eagle.data.examples import Batch
 from eagle.doctor import diagnosed
 from eagle.doctor.examine import HEATS, PLACES, TOKENS, opened
 from eagle.doctor.texts import answers, prompts_of, rendered
 from eagle.drafters import DRAFTERS, settings_of
-from eagle.examples import Batch
-from eagle.export import export
-from eagle.foreign import inspect
+from eagle.formats.checkpoint import load_head, save_pretrained
+from eagle.formats.export import export
+from eagle.formats.foreign import inspect
 from eagle.log import script
-from eagle.target import Target
+from eagle.target.target import Target
 
 OUT = Path("docs/results/broken_heads.json")
 UNTRAINED: list[dict[str, Any]] = [

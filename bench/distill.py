@@ -26,14 +26,14 @@ from bench.methods_report import made
 from data_prep.extract import main as extract
 from data_prep.regenerate import main as regenerate
 from data_prep.tokens import load_tokenizer, tokenized
-from eagle.checkpoint import load_head
-from eagle.examples import Example
-from eagle.extract import LiveFeatures
-from eagle.identity import identity
+from eagle.data.examples import Example
+from eagle.data.features import LiveFeatures
+from eagle.data.identity import identity
+from eagle.data.on_policy import OwnSamples
+from eagle.formats.checkpoint import load_head
 from eagle.log import script
-from eagle.own_samples import OwnSamples
 from eagle.recipe import Recipe
-from eagle.target import Target
+from eagle.target.target import Target
 from eval.statistics import paired
 from recipes.train_eagle import main as train
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import made_on
-from eagle.checkpoint import load_drafter
-from eagle.decode import generate
-from eagle.drafter import Budget
+from eagle.core.decode import generate
+from eagle.core.drafter import Budget
+from eagle.core.tree import chain_paths
+from eagle.core.verify import Sampling
+from eagle.formats.checkpoint import load_drafter
 from eagle.log import script
 from eagle.recipe import Recipe
-from eagle.tree import chain_paths
-from eagle.verify import Sampling
 from eval.drafters import load_target
 from eval.page_parts import modelled, price
 from eval.prompts import first_turns

@@ -22,12 +22,12 @@ import torch
 from bench.machine import made_on
 from data_prep.tokens import load_tokenizer, tokenized
 from eagle import Target
-from eagle.examples import Example
-from eagle.extract import extract
+from eagle.data.examples import Example
+from eagle.data.features import extract
+from eagle.data.shards import packed, unpacked
+from eagle.data.store import FeatureStore, batches_of, plan_of
 from eagle.log import progress, script
 from eagle.recipe import Recipe
-from eagle.shards import packed, unpacked
-from eagle.store import FeatureStore, batches_of, plan_of
 
 DTYPE = "bfloat16"
 WAYS = {

@@ -27,8 +27,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bench.machine import made_on
 from bench.rivals.foreign import Asked
 from eagle import Target
-from eagle.examples import Example, collate
-from eagle.foreign import imported, inspect, read_head
+from eagle.data.examples import Example, collate
+from eagle.formats.foreign import imported, inspect, read_head
 from eagle.log import script
 
 ROOT = Path(__file__).parent.parent

@@ -19,14 +19,14 @@ import torch
 
 from bench.machine import made_on
 from bench.methods_report import made
-from eagle.checkpoint import load_drafter
-from eagle.decode import Cycle
-from eagle.drafter import Budget, Drafter, Draw, Policy
-from eagle.goodput import Goodput
+from eagle.core.decode import Cycle
+from eagle.core.drafter import Budget, Drafter, Draw, Policy
+from eagle.core.goodput import Goodput
+from eagle.core.tree import chain_paths
+from eagle.core.verify import Sampling
+from eagle.formats.checkpoint import load_drafter
 from eagle.log import progress, script
-from eagle.target import Target
-from eagle.tree import chain_paths
-from eagle.verify import Sampling
+from eagle.target.target import Target
 from eval.prompts import MT_BENCH
 from eval.replay import Answer, answer, replay
 from eval.statistics import Estimate, estimate

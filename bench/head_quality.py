@@ -22,17 +22,17 @@ import torch
 from bench.machine import made_on
 from bench.published_eagle1 import PublishedHead, padded, published_loss, published_optimizer, published_step
 from bench.train_speed import our_step
-from eagle.checkpoint import load_drafter, save_head
-from eagle.decode import generate
-from eagle.drafter import Budget
+from eagle.core.decode import generate
+from eagle.core.drafter import Budget
+from eagle.data.examples import collate, supervised
+from eagle.data.store import FeatureStore
 from eagle.drafters.eagle1 import Eagle1
-from eagle.examples import collate, supervised
+from eagle.formats.checkpoint import load_drafter, save_head
 from eagle.log import progress, script
-from eagle.plan import Plan
 from eagle.recipe import Recipe
-from eagle.store import FeatureStore
-from eagle.target import Target
-from eagle.train import TREES
+from eagle.target.target import Target
+from eagle.training.plan import Plan
+from eagle.training.train import TREES
 from eval.prompts import first_turns
 
 TINY = "recipes/tiny/eagle1.yaml"

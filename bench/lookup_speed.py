@@ -22,14 +22,14 @@ import torch
 
 from bench.machine import made_on
 from bench.tree_kinds import answers
-from eagle.drafter import Budget, Committed, Drafter
+from eagle.core.drafter import Budget, Committed, Drafter
+from eagle.core.verify import walk
 from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
 from eagle.drafters.suffix import SuffixDrafter
 from eagle.log import progress, script
 from eagle.recipe import Recipe, command_line
-from eagle.target import Target
-from eagle.verify import walk
+from eagle.target.target import Target
 from eval.costs import Costs, bare_costs
 from eval.drafters import load_target
 from eval.prompts import questions

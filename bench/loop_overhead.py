@@ -20,8 +20,8 @@ import torch
 
 from bench.machine import made_on
 from eagle import Budget, DraftTree, Target, load_drafter, stream
-from eagle.decode import Trace
-from eagle.drafter import Committed, Drafter, Noise
+from eagle.core.decode import Trace
+from eagle.core.drafter import Committed, Drafter, Noise
 from eagle.log import script
 from eval.costs import Costs, bare_costs, level_rows
 

@@ -30,7 +30,7 @@ from bench.template_marks import hand_mark
 from data_prep.check_mask import unlike_served
 from data_prep.conversations import ROLES, Conversation, Tally, read_conversations
 from data_prep.tokens import examples_of
-from eagle.examples import Example
+from eagle.data.examples import Example
 from eagle.log import progress, script
 from eagle.recipe import DataSection
 from eval.results import commit

@@ -26,13 +26,13 @@ from bench.machine import made_on
 from bench.methods_arms import ARMS, METHODS, Arm
 from bench.methods_replay import NEW_TOKENS, decoded, told, top_ten
 from bench.train_speed import our_step
+from eagle.data.examples import collate, supervised
+from eagle.data.store import FeatureStore
 from eagle.drafters import settings_of
-from eagle.examples import collate, supervised
 from eagle.log import progress, script
-from eagle.plan import Plan
 from eagle.recipe import Recipe
-from eagle.store import FeatureStore
-from eagle.target import Target
+from eagle.target.target import Target
+from eagle.training.plan import Plan
 from eval.prompts import questions
 from recipes.first_head import first_head
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from eagle.drafter import Budget
-from eagle.tree import PUBLISHED_TREE, chain_paths
+from eagle.core.drafter import Budget
+from eagle.core.tree import PUBLISHED_TREE, chain_paths
 
 LONG_CHAIN = "chain of 7"  # of which acceptance is counted by level
 SHAPES = {

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from bench.methods_arms import SHAPES
-from eagle.checkpoint import load_drafter
-from eagle.drafter import Budget, Drafter
+from eagle.core.drafter import Budget, Drafter
+from eagle.core.verify import Sampling
+from eagle.formats.checkpoint import load_drafter
 from eagle.log import progress
-from eagle.target import Target
-from eagle.verify import Sampling
+from eagle.target.target import Target
 from eval.prompts import Question
 from eval.replay import Answer, answer, recorded, replay
 

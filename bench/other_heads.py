@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data_prep.tokens import load_tokenizer, tokenized
-from eagle.checkpoint import save_pretrained
-from eagle.drafter import TargetHead
+from eagle.core.drafter import TargetHead
+from eagle.data.examples import Batch, Example, collate
 from eagle.drafters import DRAFTERS, settings_of
-from eagle.examples import Batch, Example, collate
+from eagle.formats.checkpoint import save_pretrained
 from eagle.log import progress, script
 from eagle.recipe import Recipe
-from eagle.target import Target
+from eagle.target.target import Target
 
 RECIPE = "recipes/tiny/eagle3.yaml"
 TAPS = (0, 1, 2, 4, 5, 7, 8, 9, -1)  # all that any head below reads

@@ -13,12 +13,12 @@ from typing import Any
 
 from bench.machine import made_on
 from bench.methods_report import made
-from eagle.checkpoint import load_head
+from eagle.data.examples import collate
+from eagle.data.store import FeatureStore
 from eagle.doctor.own_token import first_level
-from eagle.examples import collate
+from eagle.formats.checkpoint import load_head
 from eagle.log import progress, script
-from eagle.store import FeatureStore
-from eagle.target import Target
+from eagle.target.target import Target
 
 
 def measured(target: Target, store: FeatureStore, folder: str, count: int) -> dict[str, float]:

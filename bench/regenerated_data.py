@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from eagle.data.store import FeatureStore
 from eagle.log import script
-from eagle.store import FeatureStore
 from eval.results import commit, newest_run, summary
 
 RECIPE = "recipes/tiny/eagle1.yaml"

@@ -32,9 +32,9 @@ from bench.published_eagle1 import PublishedHead, padded, published_loss, publis
 from bench.resident import beyond
 from bench.train_report import plot, table
 from data_prep.tokens import load_tokenizer, tokenized
-from eagle.drafter import TargetHead, TrainableDrafter
+from eagle.core.drafter import TargetHead, TrainableDrafter
+from eagle.data.examples import Batch, Example, collate
 from eagle.drafters.eagle1 import Eagle1
-from eagle.examples import Batch, Example, collate
 from eagle.log import script
 from eagle.recipe import Recipe
 from eval.results import commit

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import made_on
-from eagle.checkpoint import load_drafter
-from eagle.decode import generate
-from eagle.drafter import Budget, Drafter
+from eagle.core.decode import generate
+from eagle.core.drafter import Budget, Drafter
+from eagle.core.tree import PUBLISHED_TREE, best_tree, chain_paths
+from eagle.core.verify import Sampling
+from eagle.formats.checkpoint import load_drafter
 from eagle.log import progress, script
 from eagle.recipe import Recipe, command_line
-from eagle.target import Target
-from eagle.tree import PUBLISHED_TREE, best_tree, chain_paths
-from eagle.verify import Sampling
+from eagle.target.target import Target
 from eval.drafters import load_target
 from eval.prompts import Question, questions
 from eval.replay import Answer, answer, rates_by_rank, recorded, replay

@@ -21,17 +21,17 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from bench.machine import made_on
-from eagle.drafter import TrainableDrafter
+from eagle.core.drafter import TrainableDrafter
+from eagle.data.examples import collate, supervised
+from eagle.data.store import FeatureStore
 from eagle.drafters import settings_of
-from eagle.examples import collate, supervised
-from eagle.judge import added, figures
-from eagle.launch import launch
+from eagle.drafters.parts.validation import added, figures
 from eagle.log import progress, script
-from eagle.plan import Plan
 from eagle.recipe import Recipe
-from eagle.store import FeatureStore
-from eagle.target import Target
-from eagle.train import TREES, train
+from eagle.target.target import Target
+from eagle.training.launch import launch
+from eagle.training.plan import Plan
+from eagle.training.train import TREES, train
 from recipes.first_head import first_head
 from recipes.tiny.make_target import BATCH, packed, perplexity
 from recipes.train_eagle import decoded

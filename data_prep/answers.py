@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle.noise import Noise
+from eagle.core.noise import Noise
+from eagle.core.verify import Sampling, warp
 from eagle.recipe import RegenerateSection
-from eagle.target import Target
-from eagle.verify import Sampling, warp
+from eagle.target.target import Target
 
 WINDOW = 4  # batches of conversations from which those of similar length are taken
 

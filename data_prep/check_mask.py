@@ -9,7 +9,7 @@ from typing import Any
 
 from data_prep.conversations import Conversation
 from data_prep.tokens import stop_texts
-from eagle.examples import Example
+from eagle.data.examples import Example
 from eagle.recipe import DataSection
 
 PLACEHOLDER = "\ue001answer\ue001"

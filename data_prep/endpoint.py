@@ -17,7 +17,7 @@ from urllib.error import HTTPError
 from data_prep.answers import Answer, Outcome, Prompt, Walk
 from data_prep.messages import BROKEN_OFF, FILTERED
 from data_prep.sampler_check import CAUSE, LIKELIEST, PROBE_TOKENS, PROBES, SamplerCheck
-from eagle.noise import mix64
+from eagle.core.noise import mix64
 from eagle.recipe import RegenerateSection, TargetSection
 
 TIMEOUT = 1800  # seconds that one answer may take

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.tokens import load_tokenizer, tokenized
-from eagle.borrowed import save_borrowed, target_config
+from eagle.data.examples import Example
+from eagle.data.features import check_room, extract, forecast, planned, taps_of, world
+from eagle.data.identity import identity, in_precision
+from eagle.data.store import Absent, Damaged, FeatureStore
 from eagle.device import best_device, fastest_dtype
 from eagle.disk import lock_folder
 from eagle.drafters import settings_of
-from eagle.examples import Example
-from eagle.extract import check_room, extract, forecast, planned, taps_of, world
-from eagle.identity import identity, in_precision
 from eagle.log import interrupted_by_user, progress, script
 from eagle.recipe import Recipe, command_line
-from eagle.store import Absent, Damaged, FeatureStore
-from eagle.target import Target
+from eagle.target.borrowed import save_borrowed, target_config
+from eagle.target.target import Target
 
 GOES_ON = "whole shards are kept, and the same command goes on"
 

@@ -14,8 +14,8 @@ from rich.text import Text
 from data_prep.check_mask import faults, runs, unlike_served
 from data_prep.conversations import Tally
 from data_prep.tokens import each, load_tokenizer
+from eagle.data.examples import Example
 from eagle.disk import write_text
-from eagle.examples import Example
 from eagle.log import script
 from eagle.recipe import Recipe, command_line
 

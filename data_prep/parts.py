@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from eagle.data.store import differences
 from eagle.disk import write_whole
-from eagle.store import differences
 
 
 def is_whole(out: Path, settings: dict[str, Any]) -> bool:

@@ -21,12 +21,12 @@ from data_prep.messages import FILTERED, says_something
 from data_prep.parts import begin, finished, is_whole, lines_of, open_part, put_together
 from data_prep.sampler_check import is_broken
 from data_prep.tokens import load_tokenizer
+from eagle.data.features import world
+from eagle.data.identity import data_identity
 from eagle.disk import lock_path
-from eagle.extract import world
-from eagle.identity import data_identity
 from eagle.log import interrupted_by_user, progress, script
 from eagle.recipe import DataSection, Recipe, RegenerateSection, command_line
-from eagle.target import Target
+from eagle.target.target import Target
 
 SHORTEST_ANSWER = 8  # tokens of data.max_length that a prompt must leave
 

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from data_prep.conversations import Conversation, Tally, read_conversations
 from data_prep.render import Printed, Refused, render_answers
-from eagle.examples import Example
-from eagle.identity import stop_ids
+from eagle.data.examples import Example
+from eagle.data.identity import stop_ids
 from eagle.log import progress
 from eagle.recipe import DataSection, Recipe
 

@@ -4,22 +4,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from eagle.checkpoint import load_drafter
-    from eagle.decode import Trace, generate, stream
-    from eagle.drafter import Budget
-    from eagle.target import Target
-    from eagle.tree import DraftTree
-    from eagle.verify import Sampling
+    from eagle.core.decode import Trace, generate, stream
+    from eagle.core.drafter import Budget
+    from eagle.core.tree import DraftTree
+    from eagle.core.verify import Sampling
+    from eagle.formats.checkpoint import load_drafter
+    from eagle.target.target import Target
 
 __all__ = ["Budget", "DraftTree", "Sampling", "Target", "Trace", "generate", "load_drafter", "stream"]
 
 _HOMES = {
-    **dict.fromkeys(("Trace", "generate", "stream"), "eagle.decode"),
-    "Budget": "eagle.drafter",
-    "DraftTree": "eagle.tree",
-    "Sampling": "eagle.verify",
-    "Target": "eagle.target",
-    "load_drafter": "eagle.checkpoint",
+    **dict.fromkeys(("Trace", "generate", "stream"), "eagle.core.decode"),
+    "Budget": "eagle.core.drafter",
+    "DraftTree": "eagle.core.tree",
+    "Sampling": "eagle.core.verify",
+    "Target": "eagle.target.target",
+    "load_drafter": "eagle.formats.checkpoint",
 }
 
 

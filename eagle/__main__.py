@@ -11,18 +11,18 @@ from functools import partial
 from time import perf_counter
 from typing import Any, TextIO
 
-from eagle.checkpoint import load_drafter, load_head
-from eagle.decode import Spelling, Trace, generate, stream
+from eagle.core.decode import Spelling, Trace, generate, stream
+from eagle.core.drafter import Drafter
+from eagle.core.verify import Sampling
 from eagle.device import choose_threads
 from eagle.doctor import examine
-from eagle.drafter import Drafter
-from eagle.export import EXPORTERS, export
-from eagle.foreign import imported, inspect
-from eagle.foreign.head import embedding_dtype
-from eagle.foreign.norm_output import MEANINGS
+from eagle.formats.checkpoint import load_drafter, load_head
+from eagle.formats.export import EXPORTERS, export
+from eagle.formats.foreign import imported, inspect
+from eagle.formats.foreign_head import embedding_dtype
+from eagle.formats.norm_output import MEANINGS
 from eagle.log import interrupted_by_user
-from eagle.target import Target
-from eagle.verify import Sampling
+from eagle.target.target import Target
 
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 # what a model says must not move a cursor or set a title

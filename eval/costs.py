@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle.drafter import Budget
-from eagle.drafters.blocks import Cache
-from eagle.drafters.growth import level_mask
-from eagle.drafters.unrolled import UnrolledDrafter
-from eagle.target import Target
-from eagle.verify import Choose, Sampling
+from eagle.core.drafter import Budget
+from eagle.core.verify import Choose, Sampling
+from eagle.drafters.parts.blocks import Cache
+from eagle.drafters.parts.growth import level_mask
+from eagle.drafters.parts.unroll import UnrolledDrafter
+from eagle.target.target import Target
 
 CONTEXTS = (128, 512, 1024)
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 17, 26, 41, 61)  # small ones are not smooth: 3 rows may cost more than 4

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from data_prep.tokens import load_tokenizer
-from eagle.checkpoint import load_drafter
+from eagle.core.drafter import Budget, Drafter
+from eagle.data.identity import fingerprint, folder_of, target_identity
 from eagle.device import best_device, choose_threads
-from eagle.drafter import Budget, Drafter
 from eagle.drafters import DRAFTERS
-from eagle.identity import fingerprint, folder_of, target_identity
+from eagle.formats.checkpoint import load_drafter
 from eagle.recipe import BudgetSection, MeasuredSection, Recipe
-from eagle.target import Target
+from eagle.target.target import Target
 from eval.prompts import question_sets
 from eval.results import commit
 

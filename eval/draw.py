@@ -6,13 +6,13 @@ import argparse
 from html import escape
 from pathlib import Path
 
-from eagle.checkpoint import load_drafter
+from eagle.core.drafter import Budget, Committed
+from eagle.core.tree import DraftTree
+from eagle.core.verify import Choose, Sampling, verify
 from eagle.disk import write_text
-from eagle.drafter import Budget, Committed
+from eagle.formats.checkpoint import load_drafter
 from eagle.log import script
-from eagle.target import Target
-from eagle.tree import DraftTree
-from eagle.verify import Choose, Sampling, verify
+from eagle.target.target import Target
 
 COLUMN, ROW, BOX, MARGIN = 132, 38, 26, 16
 KEPT, DROPPED, CHOSEN, LINE = "#1a7f37", "#8c959f", "#0969da", "#d0d7de"

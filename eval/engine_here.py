@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from eagle.checkpoint import load_drafter
-from eagle.drafter import Budget, Committed, Drafter
-from eagle.drafters.growth import SURENESS
-from eagle.target import Target
-from eagle.verify import Choose, Sampling, verify
+from eagle.core.drafter import Budget, Committed, Drafter
+from eagle.core.verify import Choose, Sampling, verify
+from eagle.drafters.parts.growth import SURENESS
+from eagle.formats.checkpoint import load_drafter
+from eagle.target.target import Target
 
 Row = dict[str, Any]  # of one answer: tokens, drafts, and how many had their first, second, ... token accepted
 

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 
 from data_prep.conversations import read_conversations
-from eagle.checkpoint import load_drafter
+from eagle.core.drafter import Budget
 from eagle.disk import lock_path, write_text
-from eagle.drafter import Budget
-from eagle.export import export
+from eagle.formats.checkpoint import load_drafter
+from eagle.formats.export import export
 from eagle.log import script
-from eagle.target import Target
+from eagle.target.target import Target
 from eval.engine_builds import VERSIONS, prepared, python_of
 from eval.engine_here import Job, Row, Rule, here, pooled, same_counts, same_text
 from eval.results import commit

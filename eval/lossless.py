@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle.decode import generate
+from eagle.core.decode import generate
+from eagle.core.tree import DraftTree, Reading
+from eagle.core.verify import Choose
 from eagle.disk import write_text
 from eagle.log import progress, script
 from eagle.recipe import Recipe, command_line
-from eagle.target import Target
-from eagle.tree import DraftTree, Reading
-from eagle.verify import Choose
+from eagle.target.target import Target
 from eval.drafters import Measured, load_drafters, load_target, made_by, started
 from eval.prompts import Case, Key, cases, key_of, prompt_of, questions, sampling_of
 

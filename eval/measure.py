@@ -12,13 +12,13 @@ from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
-from eagle.decode import Cycle, Trace, generate
+from eagle.core.decode import Cycle, Trace, generate
+from eagle.core.verify import Sampling
 from eagle.disk import lock_path
-from eagle.drafters.unrolled import UnrolledDrafter
+from eagle.drafters.parts.unroll import UnrolledDrafter
 from eagle.log import interrupted_by_user, progress, script
 from eagle.recipe import Recipe, command_line
-from eagle.target import Target
-from eagle.verify import Sampling
+from eagle.target.target import Target
 from eval.costs import bare_costs
 from eval.drafters import Measured, load_drafters, load_target, made_by, settle_threads, started
 from eval.prompts import Case, Key, Question, cases, key_of, prompt_of, questions, sampling_of

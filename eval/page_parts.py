@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
-from eagle.drafter import Budget
+from eagle.core.drafter import Budget
 from eval.costs import Costs, draft_seconds
 from eval.markup import Html, html, tag
 from eval.results import Answer, Group, Results, cycles, read, taken

@@ -13,9 +13,9 @@ from typing import Any
 from data_prep.conversations import read_records
 from data_prep.messages import says_something
 from data_prep.records import Dropped, conversation_of
+from eagle.core.verify import Sampling
 from eagle.recipe import Recipe
-from eagle.target import Target
-from eagle.verify import Sampling
+from eagle.target.target import Target
 
 NAMES = ("question_id", "prompt_id", "task_id", "id")
 TASKS = ("category", "task")

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle.decode import Cycle, generate
-from eagle.drafter import Budget, Committed, Drafter, Policy
+from eagle.core.decode import Cycle, generate
+from eagle.core.drafter import Budget, Committed, Drafter, Policy
+from eagle.core.tree import DraftTree
+from eagle.core.verify import Choose, Sampling, walk
 from eagle.drafters.none import NoDrafter
-from eagle.target import Target
-from eagle.tree import DraftTree
-from eagle.verify import Choose, Sampling, walk
+from eagle.target.target import Target
 from eval.costs import clock_of
 
 NOWHERE = -1  # the token after the last: no draft equals it

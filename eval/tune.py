@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle.checkpoint import load_drafter, write_budget
-from eagle.drafter import Budget, Drafter
+from eagle.core.drafter import Budget, Drafter
+from eagle.core.tree import best_tree
+from eagle.core.verify import Sampling
+from eagle.formats.checkpoint import load_drafter, write_budget
 from eagle.log import progress, script
 from eagle.recipe import Recipe, command_line
-from eagle.target import Target
-from eagle.tree import best_tree
-from eagle.verify import Sampling
+from eagle.target.target import Target
 from eval.costs import Costs, bare_costs, draft_seconds, level_rows
 from eval.drafters import load_target, settle_threads
 from eval.prompts import Question, questions

@@ -14,20 +14,20 @@ import torch
 
 from data_prep.conversations import Tally, read_conversations
 from data_prep.tokens import each, load_tokenizer
-from eagle.checkpoint import load_head, save_head
-from eagle.decode import generate
+from eagle.core.decode import generate
+from eagle.core.drafter import Budget, TrainableDrafter
+from eagle.data.examples import Batch, Example, collate
+from eagle.data.features import LiveFeatures, taps_of
+from eagle.data.identity import identity
+from eagle.data.shards import token_bytes
 from eagle.device import in_dtype
-from eagle.drafter import Budget, TrainableDrafter
 from eagle.drafters import settings_of
 from eagle.drafters.none import NoDrafter
-from eagle.drafters.unrolled import UnrolledDrafter
-from eagle.examples import Batch, Example, collate
-from eagle.export import EXPORTERS, export
-from eagle.extract import LiveFeatures, taps_of
-from eagle.identity import identity
+from eagle.drafters.parts.unroll import UnrolledDrafter
+from eagle.formats.checkpoint import load_head, save_head
+from eagle.formats.export import EXPORTERS, export
 from eagle.recipe import Recipe
-from eagle.shards import token_bytes
-from eagle.target import Target
+from eagle.target.target import Target
 from recipes.first_head import first_head
 from recipes.forecast import GB, parameters, training_bytes
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from eagle.borrowed import Borrowed
-from eagle.checkpoint import load_head
-from eagle.draft_vocab import load_draft_vocab
-from eagle.drafter import TrainableDrafter
+from eagle.core.drafter import TrainableDrafter
+from eagle.data.examples import Features
+from eagle.data.store import differences
 from eagle.drafters import DRAFTERS
-from eagle.examples import Features
+from eagle.drafters.parts.reduced_vocab import load_draft_vocab
+from eagle.formats.checkpoint import load_head
 from eagle.recipe import Recipe
-from eagle.store import differences
-from eagle.target import Target
+from eagle.target.borrowed import Borrowed
+from eagle.target.target import Target
 
 
 def first_head(recipe: Recipe, settings: Any, target: Target | Borrowed, features: Features) -> TrainableDrafter:

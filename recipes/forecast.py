@@ -13,14 +13,14 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from eagle.drafter import TargetHead, TrainableDrafter
+from eagle.core.drafter import TargetHead, TrainableDrafter
+from eagle.data.features import taps_of
+from eagle.data.shards import token_bytes
 from eagle.drafters import DRAFTERS, settings_of
-from eagle.drafters.unrolled import UnrolledDrafter
-from eagle.extract import taps_of
+from eagle.drafters.parts.objectives import LOGITS_ELSEWHERE
+from eagle.drafters.parts.unroll import UnrolledDrafter
 from eagle.log import script
-from eagle.objectives import LOGITS_ELSEWHERE
 from eagle.recipe import Recipe
-from eagle.shards import token_bytes
 
 ROOT = Path(__file__).parent.parent
 KNOWN = ROOT / "docs/results/sizes.json"

@@ -13,21 +13,21 @@ from accelerate import Accelerator
 
 from data_prep.extract import name_of
 from data_prep.tokens import load_tokenizer, tokenized
-from eagle.borrowed import Borrowed, is_here, load_borrowed
-from eagle.decode import generate
+from eagle.core.decode import generate
+from eagle.core.drafter import Budget, TrainableDrafter
+from eagle.data.examples import Features
+from eagle.data.features import LiveFeatures, taps_of
+from eagle.data.identity import MASK_RULES, data_identity, identity, in_precision
+from eagle.data.on_policy import OwnSamples
+from eagle.data.store import FeatureStore
 from eagle.device import best_device, fastest_dtype, in_dtype
-from eagle.drafter import Budget, TrainableDrafter
 from eagle.drafters import settings_of
-from eagle.examples import Features
-from eagle.extract import LiveFeatures, taps_of
-from eagle.identity import MASK_RULES, data_identity, identity, in_precision
-from eagle.launch import launch
 from eagle.log import script
-from eagle.own_samples import OwnSamples
 from eagle.recipe import Recipe
-from eagle.store import FeatureStore
-from eagle.target import Target
-from eagle.train import TREES, train
+from eagle.target.borrowed import Borrowed, is_here, load_borrowed
+from eagle.target.target import Target
+from eagle.training.launch import launch
+from eagle.training.train import TREES, train
 from eval.prompts import first_turns
 from eval.results import commit
 from recipes.check import check

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from eagle.drafters import settings_of
-from eagle.launch import launch
 from eagle.log import script
 from eagle.recipe import DrafterSection, Recipe
-from eagle.train import train
+from eagle.training.launch import launch
+from eagle.training.train import train
 from recipes.first_head import first_head
 from recipes.train_eagle import opened, own_samples
 

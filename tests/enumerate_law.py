@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagle.tree import DraftTree
-from eagle.verify import Coin, Law, Pick, Sampling, warp
+from eagle.core.tree import DraftTree
+from eagle.core.verify import Coin, Law, Pick, Sampling, warp
 
 Outcome = TypeVar("Outcome")
 Text = tuple[int, ...]  # tokens after the root

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel
 
-from eagle.drafter import Budget, Committed, Noise
-from eagle.tree import DraftTree
+from eagle.core.drafter import Budget, Committed, Noise
+from eagle.core.tree import DraftTree
 
 VOCAB_SIZE, NUM_LAYERS, WINDOW = 96, 4, 8
 

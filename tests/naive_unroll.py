@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle.drafter import TargetHead
-from eagle.examples import Example
+from eagle.core.drafter import TargetHead
+from eagle.data.examples import Example
 
 Weights = Mapping[str, Tensor]
 Enter = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

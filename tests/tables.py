@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from data_prep.count_tokens import Text, counted
-from eagle.drafters.counts import Tables
+from eagle.drafters.parts.counts import Tables
 
 Naive = tuple[Counter[int], Counter[tuple[int, int]]]
 """How often each token and each pair was said."""

@@ -22,17 +22,17 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from test_floors import wrong_imports
-from test_judge import TREES, batch_of, counted_by_drafting
 from test_readme import FENCE
 
 from data_prep.extract import main as extract
 from eagle import Budget, Target, generate, load_drafter
 from eagle.__main__ import main as eagle
-from eagle.checkpoint import load_head
 from eagle.drafters import DRAFTERS
-from eagle.export import EXPORTERS
+from eagle.formats.checkpoint import load_head
+from eagle.formats.export import EXPORTERS
 from eval.measure import main as measure
 from recipes.train_eagle import main as train
+from tests.drafters.test_judge import TREES, batch_of, counted_by_drafting
 
 PAGE = Path(__file__).parent.parent / "docs/adding-a-method.md"
 FENCES = FENCE.findall(PAGE.read_text())
@@ -116,7 +116,7 @@ def test_the_example_keeps_to_the_rules_of_its_places(
     registered: type[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Imports go down only and to no other method; the recipe and the row are found."""
-    for module, text in ((f"eagle.drafters.{KIND}", METHOD), (f"eagle.export.{ENGINE}", LAYOUT)):
+    for module, text in ((f"eagle.drafters.{KIND}", METHOD), (f"eagle.formats.export.{ENGINE}", LAYOUT)):
         assert not wrong_imports(module, ast.parse(text))
     methods = {method.__module__ for method in DRAFTERS.values()}
     assert not methods & set(re.findall(r"^from (\S+)", METHOD, re.MULTILINE))

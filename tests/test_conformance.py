@@ -23,16 +23,16 @@ from transformers import (
 )
 
 from eagle import Budget, Sampling, Target, generate, load_drafter
-from eagle.checkpoint import load_head, save_head
-from eagle.drafter import Committed, TrainableDrafter
+from eagle.core.drafter import Committed, TrainableDrafter
+from eagle.core.tree import PUBLISHED_TREE, best_tree, chain_paths
+from eagle.core.verify import Choose, warp
+from eagle.data.examples import Batch, Example, collate
+from eagle.data.features import LiveFeatures, taps_of
 from eagle.drafters import DRAFTERS, settings_of
-from eagle.drafters.counts import CountDrafter
-from eagle.examples import Batch, Example, collate
-from eagle.export import EXPORTERS
-from eagle.extract import LiveFeatures, taps_of
-from eagle.judge import added, figures
-from eagle.tree import PUBLISHED_TREE, best_tree, chain_paths
-from eagle.verify import Choose, warp
+from eagle.drafters.parts.counts import CountDrafter
+from eagle.drafters.parts.validation import added, figures
+from eagle.formats.checkpoint import load_head, save_head
+from eagle.formats.export import EXPORTERS
 from tests.families import own_answer, own_logits
 from tests.tables import some_tables
 

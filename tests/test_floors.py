@@ -9,50 +9,42 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FLOORS = {
-    **dict.fromkeys(("eagle.recipe", "eagle.tree", "eagle.noise", "eagle.examples", "eagle.disk", "eagle.log"), 0),
-    **dict.fromkeys(("eagle.card", "eagle.spans", "eagle.device", "eagle.attention", "eagle.turns", "eagle.twin"), 0),
-    **dict.fromkeys(("eagle.sampling", "eagle.spelling", "eagle.stops"), 0),
-    **dict.fromkeys(("eagle.drafter", "eagle.verify", "eagle.objectives", "eagle.reader", "eagle.loading"), 1),
-    **dict.fromkeys(("eagle.shards", "eagle.identity", "eagle.judge", "eagle.plan", "eagle.draft_vocab"), 1),
-    **dict.fromkeys(("eagle.target", "eagle.borrowed", "eagle.arguments", "eagle.store"), 2),
-    "eagle.drafters": 3,
-    "eagle.decode": 3,
-    **dict.fromkeys(("eagle.checkpoint", "eagle.extract", "eagle.resume", "eagle.launch"), 4),
-    "eagle.goodput": 4,
-    **dict.fromkeys(("eagle.train", "eagle.own_samples"), 5),
-    **dict.fromkeys(("eagle.export", "eagle.foreign"), 5),
-    "eagle.doctor": 6,
-    "data_prep": 6,
-    "eval": 6,
-    "eagle.__main__": 7,
-    "recipes": 7,
-    "eagle": 8,  # the public names
+FLOORS = {  # a file may import lower floors, and files of its own room
+    **dict.fromkeys(("eagle.recipe", "eagle.log", "eagle.disk", "eagle.device"), 0),
+    "eagle.data.examples": 0,
+    "eagle.core": 1,
+    "eagle.target": 2,
+    **dict.fromkeys(("eagle.drafters", "eagle.core.decode"), 3),  # the loop knows the target, and no drafter
+    "eagle.core.goodput": 4,
+    "eagle.data": 4,
+    "eagle.formats": 5,
+    "eagle.training": 6,
+    "eagle.doctor": 7,
+    "data_prep": 7,
+    "eval": 7,
+    "eagle.__main__": 8,
+    "recipes": 8,
+    "eagle": 9,  # the public names
 }
-ROOMS = (
-    "eagle.drafters",
-    "eagle.export",
-    "eagle.foreign",
-    "eagle.doctor",
-)  # folders inside which files may import each other
+ROOMS = [name for name in FLOORS if (ROOT / name.replace(".", "/")).is_dir() and name != "eagle"]
 DOORS = {
     "transformers": {
-        *("eagle.loading", "eagle.attention", "eagle.borrowed", "data_prep.tokens"),
-        *("eagle.drafters.blocks", "eagle.drafters.draft_model"),
+        *("eagle.target.loading", "eagle.target.attention", "eagle.target.borrowed", "data_prep.tokens"),
+        *("eagle.drafters.parts.blocks", "eagle.drafters.draft_model"),
     },
     "datasets": {"data_prep.conversations", "eval.prompts"},
-    "accelerate": {"eagle.train", "eagle.extract", "eagle.launch", "eagle.resume"},
+    "accelerate": {"eagle.training.train", "eagle.data.features", "eagle.training.launch", "eagle.training.resume"},
     "wandb": {"eagle.log"},
-    "huggingface_hub": {"eagle.identity", "eagle.checkpoint"},
-    "peft": {"eagle.loading"},
+    "huggingface_hub": {"eagle.data.identity", "eagle.formats.checkpoint"},
+    "peft": {"eagle.target.loading"},
     "deepspeed": set(),
     # scripts that an engine's own Python runs, and that import nothing of this project
     **{engine: {f"eval.engine_{engine.partition('_')[0]}"} for engine in ("vllm", "openvino", "openvino_genai")},
     **{engine: set() for engine in ("sglang", "tensorrt_llm", "llama_cpp")},
 }
 # a head's shape is a config, which a checkpoint reads
-CONFIG_READERS = {"eagle.checkpoint", "eagle.foreign.head"}
-METHODS_UNKNOWN_TO = ("eagle.verify", "eagle.decode", "eagle.train", "eagle.export")
+CONFIG_READERS = {"eagle.formats.checkpoint", "eagle.formats.foreign_head"}
+METHODS_UNKNOWN_TO = ("eagle.core.verify", "eagle.core.decode", "eagle.training.train", "eagle.formats.export")
 SOURCES = sorted(path for room in ("eagle", "data_prep", "eval", "recipes") for path in (ROOT / room).rglob("*.py"))
 
 
@@ -78,9 +70,14 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
             yield from ((node.module, alias.name) for alias in node.names)
 
 
+def room_of(module: str) -> str:
+    """The room that a module stands in; the deepest of `ROOMS`."""
+    return next((room for room in ROOMS if f"{module}.".startswith(f"{room}.")), module)
+
+
 def wrong_imports(module: str, tree: ast.AST) -> list[str]:
     """What this module may not import."""
-    wrong, room = [], module if module in ROOMS else module.rpartition(".")[0]
+    wrong, here = [], floor_of(module)
     for imported, name in imports(tree):
         top, floor = imported.split(".")[0], floor_of(imported)
         if top in DOORS:
@@ -88,11 +85,8 @@ def wrong_imports(module: str, tree: ast.AST) -> list[str]:
             if not allowed and not module.startswith("recipes"):
                 wrong.append(f"{module} imports {imported}: its doors are {sorted(DOORS[top])}")
         elif floor is not None and imported != "eagle":
-            here = floor_of(module)
-            same_room = room in ROOMS and imported.startswith(room + ".")
-            # the libraries of data_prep and eval stand on one floor with their scripts, and may use each other
-            same_room |= here == floor and floor >= 6
-            if floor > here or (floor == here and not same_room):
+            beside = room_of(imported) == room_of(module) or floor == FLOORS["eval"]  # scripts use each other's
+            if floor > here or (floor == here and not beside):
                 wrong.append(f"{module} (floor {here}) imports {imported} (floor {floor})")
     return wrong
 
@@ -106,17 +100,40 @@ def test_imports_go_down_only(path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("eagle.tree", "from eagle.verify import walk"),
-        ("eagle.verify", "import eagle.drafter"),
-        ("eagle.drafters.eagle1", "from eagle.target import Target\nfrom eagle.decode import generate"),
-        ("eagle.decode", "import transformers"),
-        ("eagle.train", "import wandb"),
-        ("eagle.export.vllm", "import vllm"),
+        ("eagle.core.tree", "from eagle.target.target import Target"),
+        ("eagle.core.verify", "import eagle.core.decode"),
+        ("eagle.drafters.eagle1", "from eagle.target.target import Target\nfrom eagle.core.decode import generate"),
+        ("eagle.core.decode", "import transformers"),
+        ("eagle.training.train", "import wandb"),
+        ("eagle.formats.vllm", "import vllm"),
     ],
 )
 def test_a_wrong_import_is_seen(module: str, line: str) -> None:
     """The test itself can fail."""
     assert wrong_imports(module, ast.parse(line))
+
+
+def circles(graph: dict[str, set[str]]) -> list[str]:
+    """What is left when files that import nothing left are taken away, again and again."""
+    left = dict(graph)
+    while free := {name for name, needs in left.items() if not needs & left.keys() - {name}}:
+        left = {name: needs for name, needs in left.items() if name not in free}
+    return sorted(left)
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    """Within a room too; and the search for circles finds one."""
+    graph = {name_of(path): {name for name, _ in imports(ast.parse(path.read_text()))} for path in SOURCES}
+    graph.pop("eagle")  # whose public names are imported on first use
+    assert not circles(graph)
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"c"}}) == ["a", "b", "c", "d"]
+
+
+def test_the_root_is_small_and_no_two_files_share_a_name() -> None:
+    """A name says which file is meant, and eagle's root holds what every room uses."""
+    names = [path.stem for path in SOURCES if path.stem not in ("__init__", "__main__")]
+    assert len(list((ROOT / "eagle").glob("*.py"))) <= 6
+    assert not {name for name in names if names.count(name) > 1}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
@@ -151,4 +168,6 @@ def test_files_stay_short_and_names_do_not_shadow(path: Path) -> None:
 def test_only_entry_points_read_the_environment() -> None:
     """Settings come from recipes; `launch` alone compares the world it got with the one that was asked for."""
     readers = {name_of(path) for path in SOURCES if "os.environ" in path.read_text()}
-    assert readers <= {"eagle.log", "eagle.launch", "eagle.__main__"} | {m for m in readers if m.startswith("recipes")}
+    assert readers <= {"eagle.log", "eagle.training.launch", "eagle.__main__"} | {
+        m for m in readers if m.startswith("recipes")
+    }

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from eagle.checkpoint import save_head
 from eagle.drafters.draft_model import DraftModel
 from eagle.drafters.eagle1 import Eagle1
+from eagle.formats.checkpoint import save_head
 from eagle.recipe import Recipe
-from eagle.target import Target
+from eagle.target.target import Target
 from eval.measure import measure
 
 ROOT = Path(__file__).parent.parent

@@ -21,10 +21,10 @@ from data_prep.extract import main as extract
 from data_prep.regenerate import main as regenerate
 from eagle import Target
 from eagle.__main__ import main as eagle
-from eagle.checkpoint import save_head
+from eagle.data.store import FeatureStore
 from eagle.disk import lock_folder, lock_path
 from eagle.drafters.eagle1 import Eagle1
-from eagle.store import FeatureStore
+from eagle.formats.checkpoint import save_head
 from eval.engine_builds import prepared as build_engine
 from eval.measure import main as measure
 from recipes.tiny import make_target as tiny

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from data_prep.extract import main as extract
-from eagle.store import FeatureStore
+from eagle.data.store import FeatureStore
 from recipes.train_eagle import main as train
 
 ROOT = Path(__file__).parent.parent

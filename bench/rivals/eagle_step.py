@@ -7,10 +7,10 @@ from torch import nn
 from transformers import LlamaConfig
 
 from bench.rivals.serve import Made, Work, serve
-from eagle.drafter import TargetHead
+from eagle.core.drafter import TargetHead
+from eagle.data.examples import Example, collate
+from eagle.data.features import taps_of
 from eagle.drafters.eagle3 import Eagle3
-from eagle.examples import Example, collate
-from eagle.extract import taps_of
 
 
 def side(work: Work) -> Made:

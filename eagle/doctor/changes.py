@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eagle.doctor.measure import Reading
-from eagle.drafters.blocks import Rotary
+from eagle.doctor.effects import Reading
+from eagle.drafters.parts.blocks import Rotary
 
 Change = Callable[[Reading], Reading]
 

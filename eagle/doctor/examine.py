@@ -16,21 +16,21 @@ import torch
 import yaml
 from torch import Tensor
 
+from eagle.data.examples import Batch
 from eagle.device import in_dtype
-from eagle.doctor.measure import Measured, Reading, measured
+from eagle.doctor.effects import Measured, Reading, measured
 from eagle.doctor.own_token import first_level
 from eagle.doctor.probes import Probe, probes
 from eagle.doctor.server import served
 from eagle.doctor.texts import answers, count_chains, prompts_of, rendered, split_texts
 from eagle.doctor.verdict import Diagnosis, Effect, verdict
 from eagle.drafters import DRAFTERS
-from eagle.drafters.blocks import TwoNormBlock
-from eagle.drafters.unrolled import UnrolledDrafter
-from eagle.examples import Batch
-from eagle.foreign import Finding, inspect, read_head
-from eagle.foreign.files import folder_at, read_json, read_tensors
+from eagle.drafters.parts.blocks import TwoNormBlock
+from eagle.drafters.parts.unroll import UnrolledDrafter
+from eagle.formats.files import folder_at, read_json, read_tensors
+from eagle.formats.foreign import Finding, inspect, read_head
 from eagle.log import progress
-from eagle.target import Target
+from eagle.target.target import Target
 
 LEVELS = 3  # of the chain that is judged
 CHOOSING = 3  # a third of the texts chooses what is confirmed on the others

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle.drafter import TargetHead
-from eagle.drafters.blocks import Attention, rotated
-from eagle.examples import Batch
+from eagle.core.drafter import TargetHead
+from eagle.data.examples import Batch
+from eagle.drafters.parts.blocks import Attention, rotated
 
 
 def own_shares(attention: Attention, read: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:

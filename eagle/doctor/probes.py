@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from eagle.doctor.changes import Change, interleaved, off, on_head, ordered, setting, tapped, turning, weight
-from eagle.doctor.measure import Reading
-from eagle.target import Target
+from eagle.doctor.effects import Reading
+from eagle.target.target import Target
 
 THETA = "rope_theta"
 COUNTED = {1: " (outputs were counted)", -1: " (they were taken for outputs)"}  # the two conventions are one apart

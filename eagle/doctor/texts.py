@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eagle.decode import generate
-from eagle.drafter import Budget, TrainableDrafter
+from eagle.core.decode import generate
+from eagle.core.drafter import Budget, TrainableDrafter
+from eagle.core.tree import chain_paths
+from eagle.core.verify import Sampling
+from eagle.data.examples import Batch, Example, collate
 from eagle.drafters import DRAFTERS
-from eagle.examples import Batch, Example, collate
 from eagle.log import progress
-from eagle.target import Target
-from eagle.tree import chain_paths
-from eagle.verify import Sampling
+from eagle.target.target import Target
 
 PROMPTS = (
     "What is a hash table, and when is it slower than a list?",

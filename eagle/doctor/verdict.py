@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eagle.doctor.measure import Measured
+from eagle.doctor.effects import Measured
 from eagle.doctor.probes import GUESS
 
 SURE, SURE_GREEDY = 4.0, 2.5  # standard errors over texts that had no part in choosing the change

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from eagle.drafter import TrainableDrafter
+from eagle.core.drafter import TrainableDrafter
 from eagle.drafters.bigram import BigramDrafter
 from eagle.drafters.draft_model import DraftModel
 from eagle.drafters.eagle1 import Eagle1

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle.drafters.counts import CountDrafter, Tables
+from eagle.drafters.parts.counts import CountDrafter, Tables
 
 
 class BigramDrafter(CountDrafter):

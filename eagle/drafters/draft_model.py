@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from eagle.drafter import Budget, Committed, Noise, TargetHead, TrainableDrafter
-from eagle.drafters.blocks import head_shape
-from eagle.drafters.growth import grow
-from eagle.examples import Batch
-from eagle.judge import judged_batch
-from eagle.loading import load_model, tokenizer_of
-from eagle.objectives import Kind, LanguageHead, Objective, OwnHead, distilled
-from eagle.target import Target
-from eagle.tree import DraftTree, Paths
+from eagle.core.drafter import Budget, Committed, Noise, TargetHead, TrainableDrafter
+from eagle.core.tree import DraftTree, Paths
+from eagle.data.examples import Batch
+from eagle.drafters.parts.blocks import head_shape
+from eagle.drafters.parts.growth import grow
+from eagle.drafters.parts.objectives import Kind, LanguageHead, Objective, OwnHead, distilled
+from eagle.drafters.parts.validation import judged_batch
+from eagle.target.loading import load_model, tokenizer_of
+from eagle.target.target import Target
 
 Divergence = Literal["tokens", "forward_kl", "reverse_kl", "jsd", "tv"]
 KINDS: dict[str, Kind] = {"tokens": "cross_entropy", "forward_kl": "cross_entropy"}  # the others have their own names

@@ -6,10 +6,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from eagle.drafter import TargetHead
-from eagle.drafters.features import FeatureHead, FeatureSettings
-from eagle.examples import Batch
-from eagle.objectives import Objective
+from eagle.core.drafter import TargetHead
+from eagle.data.examples import Batch
+from eagle.drafters.parts.feature_head import FeatureHead, FeatureSettings
+from eagle.drafters.parts.objectives import Objective
 
 
 class Eagle1Settings(FeatureSettings):

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
-from eagle.draft_vocab import load_draft_vocab
-from eagle.drafter import TargetHead
-from eagle.drafters.blocks import Cache, Norm, Rotary, TwoNormBlock, head_shape
-from eagle.drafters.unrolled import UnrolledDrafter
-from eagle.examples import Batch, most_frequent, token_counts
-from eagle.objectives import Kind, Objective, OwnHead, distilled, shares, shifted
+from eagle.core.drafter import TargetHead
+from eagle.data.examples import Batch, most_frequent, token_counts
+from eagle.drafters.parts.blocks import Cache, Norm, Rotary, TwoNormBlock, head_shape
+from eagle.drafters.parts.objectives import Kind, Objective, OwnHead, distilled, shares, shifted
+from eagle.drafters.parts.reduced_vocab import load_draft_vocab
+from eagle.drafters.parts.unroll import UnrolledDrafter
 
 
 class Eagle3Settings(BaseModel):

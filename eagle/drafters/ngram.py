@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Literal, get_args
 
-from eagle.drafter import Budget, Committed, Noise
-from eagle.tree import DraftTree
+from eagle.core.drafter import Budget, Committed, Noise
+from eagle.core.tree import DraftTree
 
 Pick = Literal["recent", "frequent"]
 # Occurrences of an n-gram that are looked at, so that a long text takes no longer than a short one; 32 kept no more.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from eagle.drafter import Budget, Committed, Noise
-from eagle.tree import DraftTree
+from eagle.core.drafter import Budget, Committed, Noise
+from eagle.core.tree import DraftTree
 
 
 class NoDrafter:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from eagle.drafter import Budget, Committed, Drafter, Noise
-from eagle.tree import DraftTree
-from eagle.turns import turn_of
+from eagle.core.drafter import Budget, Committed, Drafter, Noise
+from eagle.core.ownership import turn_of
+from eagle.core.tree import DraftTree
 
 
 class FirstOf:

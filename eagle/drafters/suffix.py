@@ -9,8 +9,8 @@ from math import log
 
 import torch
 
-from eagle.drafter import Budget, Committed, Noise
-from eagle.tree import DraftTree
+from eagle.core.drafter import Budget, Committed, Noise
+from eagle.core.tree import DraftTree
 
 SEAM = -1  # what every remembered answer ends with: equal to no token
 

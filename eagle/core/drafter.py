@@ -1,0 +1,278 @@
+"""What every drafting method agrees on: what it reads, what it answers, and what it may borrow."""
+
+# A committed tokens, L taps, D target width, K rows, P positions, V vocabulary
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+from torch import Tensor, nn
+
+from eagle.core.sampling import whole
+from eagle.core.tree import DraftTree, Paths
+from eagle.data.examples import Batch
+from eagle.device import in_dtype
+
+Draw = Literal["noise", "likeliest", "sampled"]
+"""Where the target samples: children ranked as it will choose, by the head's law alone, or drawn from that law."""
+
+
+class Noise(Protocol):
+    """What a drafter may know of a target that samples, all in units of its plain logits."""
+
+    temperature: float
+
+    def __call__(self, positions: list[int]) -> Tensor:
+        """[P, V], what the target adds to its logits when it chooses the tokens standing there."""
+        ...
+
+    def own(self, rows: int) -> Tensor:
+        """[rows, V], noise of the same kind that the target never sees, and new in every call."""
+        ...
+
+    def filtered(self, logits: Tensor) -> Tensor:
+        """[K, V], the logits, far lower where a target with these logits would not sample, so that no law is left."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What the target has confirmed since the drafter last spoke."""
+
+    tokens: Tensor  # [A]
+    features: Tensor | None  # [A, L, D], the taps that the drafter asked for
+    root: int  # chosen by the target, not yet read by it
+
+    @classmethod
+    def joined(cls, pieces: Sequence[Committed]) -> Committed:
+        """Pieces of news as one, for a drafter that was not asked in between."""
+        if len(pieces) == 1:
+            return pieces[0]
+        features = [piece.features for piece in pieces if piece.features is not None]
+        tokens = torch.cat([piece.tokens for piece in pieces])
+        return cls(tokens, torch.cat(features) if features else None, pieces[-1].root)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much a drafter may propose in one cycle: draft nodes, levels, and children per node."""
+
+    nodes: int = 10
+    depth: int = 10
+    top_k: int = 10
+    paths: Paths | None = None  # a shape that the tree has whatever the drafter believes; see `fixed`
+    draw: Draw = "noise"  # greedy targets know the likeliest children alone
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "depth", "top_k"):
+            object.__setattr__(self, name, whole(f"Budget.{name}", getattr(self, name)))
+            if getattr(self, name) < 0:
+                raise ValueError(f"Budget.{name} is {getattr(self, name)}, expected 0 or more")
+        if self.paths is not None:
+            object.__setattr__(self, "paths", _as_paths(self.paths))
+        if self.draw not in get_args(Draw):
+            raise ValueError(f"Budget.draw is {self.draw!r}, expected one of {', '.join(get_args(Draw))}")
+        if self.draw == "sampled" and self.paths is None:
+            raise ValueError(
+                "Budget.draw is 'sampled', which needs a fixed shape: children kept for being likely do not follow the "
+                "law that they were drawn from; use Budget.fixed(paths, 'sampled'), for a chain with chain_paths"
+            )
+        known = {(), *(self.paths or ())}
+        for path in known - {()}:
+            if path[:-1] not in known or path[-1] not in range(self.top_k):
+                raise ValueError(
+                    f"Budget.paths holds {path}, expected {path[:-1]} too and ranks below top_k = {self.top_k}: "
+                    "name every node by the ranks on its way; Budget.fixed(paths) sets the rest"
+                )
+            if self.draw == "sampled" and path[-1] > 0 and (*path[:-1], path[-1] - 1) not in known:
+                raise ValueError(
+                    f"Budget.paths holds {path}, expected all siblings drawn before it: give them ranks 0, 1, 2, ..."
+                )
+        if len(known) - 1 > self.nodes:
+            raise ValueError(
+                f"Budget.paths holds {len(known) - 1} nodes, expected {self.nodes}: use Budget.fixed(paths)"
+            )
+
+    @classmethod
+    def fixed(cls, paths: Paths, draw: Draw = "noise") -> Budget:
+        """A tree of this shape, as EAGLE-1 published one (`eagle.core.tree.PUBLISHED_TREE`)."""
+        paths = _as_paths(paths)
+        top_k = 1 + max((rank for path in paths for rank in path), default=-1)
+        return cls(len(set(paths)), max(map(len, paths), default=0), top_k, paths, draw)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has room for the root alone."""
+        return min(self.nodes, self.depth, self.top_k) == 0
+
+    def within(self, levels: int) -> Budget:
+        """The same budget, at most `levels` deep."""
+        return self if self.depth <= levels else replace(self, depth=max(levels, 0))
+
+
+def _as_paths(paths: Any) -> Paths:
+    """Paths from any nested sequence of ranks."""
+    try:
+        return tuple(tuple(map(operator.index, path)) for path in paths)
+    except TypeError:
+        raise ValueError(
+            f"Budget.paths is {paths!r}, expected the ranks on the way to every node, as ((0,), (1,), (0, 0))"
+        ) from None
+
+
+class Policy(Protocol):
+    """What may stand in the place of a budget: another one in every cycle, after what came of those before."""
+
+    nodes: int  # the most that it asks for
+    # its `draw`, where it has one, is that of all its budgets: one that draws by lot must say so before it begins
+
+    def within(self, levels: int) -> Budget:
+        """The next cycle's budget, at most `levels` deep; one of nothing where drafting does not pay."""
+        ...
+
+    def learn(self, cycle: Any) -> None:
+        """What came of it, an `eagle.core.decode.Cycle`."""
+        ...
+
+
+class Drafter(Protocol):
+    """Guesses a tree after every committed token; `taps` are the target's layer inputs that it reads to do so."""
+
+    taps: tuple[int, ...]
+
+    def begin(self, noise: Noise | None = None) -> None:
+        """Forget the previous sequence; `noise` is what the target will choose with (None when it is greedy)."""
+
+    def propose(self, news: Committed, budget: Budget) -> DraftTree:
+        """A tree rooted at `news.root`, of at most `budget.nodes` further nodes."""
+        ...
+
+
+class TrainableDrafter(nn.Module):
+    """A drafter with weights; its forward is the loss, because data-parallel wrappers synchronise `forward` alone."""
+
+    taps: tuple[int, ...] = ()
+    teacher_taps: tuple[int, ...] = (-1,)
+    Settings: type  # what a recipe may say about it
+    budget: Budget | None = None  # what it was tuned to
+    frozen: tuple[TargetHead, ...] = ()  # what it borrows once it is bound
+
+    def __init__(self, settings: Any, shape: Any) -> None:
+        """As a checkpoint makes it: from settings, and a config of transformers that holds its sizes."""
+        super().__init__()
+        self.settings, self.shape = settings, shape
+
+    @classmethod
+    def taps_for(cls, settings: Any, target_config: Any) -> tuple[int, ...]:
+        """What a head with these settings reads of this target when it drafts."""
+        return cls.taps
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """All that decides what its weights mean, beside their sizes; heads that agree can start from one another."""
+        return {"kind": self.settings.kind}
+
+    @classmethod
+    def for_target(
+        cls,
+        settings: Any,
+        target_config: Any,
+        frozen: TargetHead | None = None,
+        said: Iterable[Tensor] | None = None,
+    ) -> TrainableDrafter:
+        """A new head of the right sizes, from parts of the target and the supervised tokens of each text, if needed."""
+        raise NotImplementedError(f"{cls.__name__} cannot be made for a target: write for_target")
+
+    def bind(self, frozen: TargetHead) -> TrainableDrafter:
+        """Lend the head what it needs to draft."""
+        self.frozen = (frozen,)
+        self.begin()
+        return self.eval()
+
+    def begin(self, noise: Noise | None = None) -> None:
+        """Forget the previous sequence."""
+        raise NotImplementedError(f"{type(self).__name__} cannot draft: write begin and propose")
+
+    def propose(self, news: Committed, budget: Budget) -> DraftTree:
+        """A tree after what was committed."""
+        raise NotImplementedError(f"{type(self).__name__} cannot draft: write begin and propose")
+
+    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+        """Loss terms: "total" is minimised, the rest is logged."""
+        raise NotImplementedError(f"{type(self).__name__} does not define its loss: write forward(batch, frozen)")
+
+    def judge(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
+        """Sums that add up over batches and processes; drafters/parts/validation.py makes figures of them."""
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot be validated: write judge(batch, frozen, trees), see parts/validation.py"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TargetHead:
+    """The target's frozen embedding, and hidden -> logits: all that a drafter may borrow."""
+
+    embedding: nn.Module
+    output: nn.Module
+    embed_scale: float = 1.0
+    logit_scale: float = 1.0
+    softcap: float | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TargetHead:
+        """Itself: what borrows of a target is copied without it."""
+        return self
+
+    @property
+    def scale(self) -> float:
+        """What the rows of the embedding's matrix are multiplied with, the module's own factor (Gemma's) included."""
+        own = torch.as_tensor(getattr(self.embedding, "embed_scale", 1.0))
+        return self.embed_scale * own.to(self.embedding.get_parameter("weight").dtype).item()
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token embeddings as the target's first layer sees them, without learned positions."""
+        embedded = self.embedding(tokens)
+        return embedded if self.embed_scale == 1.0 else embedded * self.embed_scale
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The target's logits from the input of its LM head, in the weights' own dtype."""
+        logits = self.output(hidden.to(self.weight.dtype))
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        if self.softcap is not None:
+            logits = (logits / self.softcap).tanh() * self.softcap
+        return logits
+
+    def slope(self, logits: Tensor) -> Tensor | None:
+        """[.., V], how far the logits move with what the softcap bends; None without one."""
+        return None if self.softcap is None else 1 - (logits / self.softcap) ** 2
+
+    def pull_back(self, gradient: Tensor) -> Tensor:
+        """[.., D], the gradient at the hidden states from that before the softcap [.., V]."""
+        hidden = gradient.to(self.weight.dtype) @ self.weight
+        return hidden if self.logit_scale == 1.0 else hidden * self.logit_scale
+
+    def narrowed(self, tokens: Tensor | slice) -> TargetHead:
+        """The same for some tokens of the vocabulary alone; a slice of it is not copied."""
+        bias, rows = getattr(self.output, "bias", None), self.weight[tokens]
+        output = nn.Linear(rows.shape[1], rows.shape[0], bias=bias is not None, device="meta")
+        output.weight = nn.Parameter(rows, requires_grad=False)
+        if bias is not None:
+            output.bias = nn.Parameter(bias[tokens], requires_grad=False)
+        return replace(self, output=output)
+
+    def cast(self, dtype: torch.dtype) -> TargetHead:
+        """The same in another precision: itself, or a copy."""
+        if self.weight.dtype == dtype:
+            return self
+        embedding, output = (in_dtype(copy.deepcopy(module), dtype) for module in (self.embedding, self.output))
+        return replace(self, embedding=embedding, output=output)
+
+    @property
+    def weight(self) -> Tensor:
+        """[V, D], the LM head's matrix."""
+        return self.output.get_parameter("weight")

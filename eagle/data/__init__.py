@@ -1,0 +1,1 @@
+"""What is learned from: examples, and the target's hidden features of them."""

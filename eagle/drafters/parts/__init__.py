@@ -1,0 +1,1 @@
+"""What methods share: blocks, growth of trees, the unroll, objectives, validation."""

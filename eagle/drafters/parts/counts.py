@@ -1,0 +1,159 @@
+"""What drafters that are tables of counts share: the tables, their files, and drafting from them."""
+
+# V vocabulary, M pairs that occur, K rows
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from eagle.core.drafter import Budget, Committed, Noise
+from eagle.core.tree import DraftTree
+from eagle.disk import write_tensors, write_text
+from eagle.drafters.parts.growth import grow
+from eagle.target.target import Target
+
+EXACT = 1 << 53  # above it the doubles of the laws could not hold the counts
+AGAIN = "count with this target, by `python -m data_prep.count_tokens RECIPE --out FOLDER`"
+
+Counts = TypeVar("Counts", bound="CountDrafter")
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """How often each token was said, and each after each other: row y of the pairs is starts[y]..starts[y + 1]."""
+
+    singles: Tensor  # [V]
+    starts: Tensor  # [V + 1]
+    successors: Tensor  # [M], ascending in each row
+    counts: Tensor  # [M]
+    tokenizer: str | None = None  # whose tokens they are, as `tokenizer_identity` names it
+
+    def __post_init__(self) -> None:
+        for name, row in self.tensors().items():
+            if row.dtype != torch.int64 or row.dim() != 1:
+                raise ValueError(f"{name} is {row.dtype} of shape {tuple(row.shape)}, expected a row of int64")
+        size, pairs, widths = self.vocab_size, len(self.successors), self.starts.diff()
+        ends = len(self.starts) == size + 1 and (int(self.starts[0]), int(self.starts[-1])) == (0, pairs)
+        if not ends or len(self.counts) != pairs or (widths < 0).any():
+            raise ValueError(
+                f"{len(self.starts)} starts do not part {pairs} successors with {len(self.counts)} counts into the "
+                f"rows of {size} tokens: expected {size + 1} from 0 to {pairs}, ascending, and {pairs} counts"
+            )
+        if ((self.successors < 0) | (self.successors >= size)).any():
+            raise ValueError(f"a successor is outside of the vocabulary: expected 0..{size - 1}")
+        rows = torch.arange(size).repeat_interleave(widths)
+        if (self.successors.diff()[rows.diff() == 0] <= 0).any():
+            raise ValueError("the successors of a token are not in order: expected each once, the lowest first")
+        sums = [float(row.double().sum()) for row in (self.singles, self.counts)]
+        if (self.singles < 0).any() or (self.counts < 1).any() or sums[0] < 1 or max(sums) >= EXACT:
+            raise ValueError(f"{sums[0]:.0f} tokens in {sums[1]:.0f} pairs are no counts: expected 1 to {EXACT} tokens")
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return len(self.singles)
+
+    @property
+    def tokens(self) -> int:
+        """How many were counted."""
+        return int(self.singles.sum())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tables by their names in a file."""
+        return {name: getattr(self, name) for name in ("singles", "starts", "successors", "counts")}
+
+    def unigram(self) -> Tensor:
+        """[V], the law of a token, in doubles: a share of distinct / (distinct + counted) is flat (Witten and Bell)."""
+        distinct = int((self.singles > 0).sum())
+        return (self.singles.double() + distinct / self.vocab_size) / (self.tokens + distinct)
+
+
+def tokenizer_identity(tokenizer: Any) -> str | None:
+    """A checksum of which id means which token, all that counts depend on; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    known = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
+
+
+def save_tables(folder: str | Path, tables: Tables, kind: str) -> None:
+    """Write the tables, with what they are."""
+    folder = Path(folder)
+    file = folder / "config.json"
+    if file.exists() and '"kind"' not in file.read_text(errors="replace"):
+        raise ValueError(f"{folder} holds a model, which tables of counts would overwrite: name another folder")
+    write_tensors(folder / "model.safetensors", tables.tensors())
+    sizes = {"vocab_size": tables.vocab_size, "tokens": tables.tokens}
+    write_text(file, json.dumps({"kind": kind, **sizes, "tokenizer": tables.tokenizer}, indent=2))
+
+
+def load_tables(folder: str | Path, kind: str) -> Tables:
+    """Tables of this kind; files that do not fit together are refused."""
+    folder = Path(folder)
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        tensors = load_file(folder / "model.safetensors")
+        if config["kind"] != kind:
+            raise ValueError(f"got the kind {config['kind']!r}, expected {kind!r}")
+        tables = Tables(**tensors, tokenizer=config["tokenizer"])
+        if config["vocab_size"] != tables.vocab_size:
+            raise ValueError(f"config.json says {config['vocab_size']} tokens, the tables have {tables.vocab_size}")
+    except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{folder} holds no tables of counts ({error}): {AGAIN}") from error
+    return tables
+
+
+class CountDrafter:
+    """Drafts by a law that tables say; subclasses say which."""
+
+    taps: tuple[int, ...] = ()
+    kind: str
+
+    def __init__(self, tables: Tables, device: torch.device | str = "cpu") -> None:
+        self.tables, self.device = tables, device
+        self.begin()
+
+    @abstractmethod
+    def logits(self, tokens: Tensor) -> Tensor:
+        """[K, V], the logarithms of the laws of what follows tokens [K]."""
+
+    def begin(self, noise: Noise | None = None) -> None:
+        """Forget how long the text was."""
+        self.noise, self.length = noise, 0
+
+    def propose(self, news: Committed, budget: Budget) -> DraftTree:
+        """A tree of the budget's kind."""
+        self.length += len(news.tokens)
+        logits = self.logits(torch.tensor([news.root], device=self.device))[0]
+        return grow(news.root, logits, self._level, budget, self.noise, self.length + 1, sureness=1.0)
+
+    def _level(self, depth: int, tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
+        return self.logits(tokens)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the tables, for `load`."""
+        save_tables(folder, self.tables, self.kind)
+
+    @classmethod
+    def load(cls: type[Counts], folder: str | Path, target: Target) -> Counts:
+        """The drafter of a folder that `save` wrote; refused for a target with other tokens."""
+        tables, own = load_tables(folder, cls.kind), tokenizer_identity(target.tokenizer)
+        if tables.vocab_size != target.vocab_size:
+            raise ValueError(
+                f"{folder} is for {tables.vocab_size} different tokens, the target has {target.vocab_size}: {AGAIN}"
+            )
+        if None not in (tables.tokenizer, own) and tables.tokenizer != own:
+            raise ValueError(
+                f"{folder} counts the tokens of tokenizer {tables.tokenizer}, the target's is {own}: {AGAIN}"
+            )
+        return cls(tables, target.device)

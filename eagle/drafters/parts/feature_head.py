@@ -1,0 +1,118 @@
+"""The network of EAGLE-1, which HASS trains in another way: one block that continues the target's last features."""
+
+# N rows, S supervised slots, K steps, H width
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+
+from eagle.core.drafter import TargetHead
+from eagle.data.examples import Batch
+from eagle.drafters.parts.blocks import Block, Cache, Rotary, head_shape
+from eagle.drafters.parts.objectives import Objective, distilled, feature_regression, shares, shifted
+from eagle.drafters.parts.unroll import UnrolledDrafter
+
+
+class FeatureSettings(BaseModel):
+    """What a recipe may say about any head with this network."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    fc_bias: bool = True
+    noise: float = 0.1  # features are trained with U(-noise, noise) * 512 / T, T held at 512 or more
+    noise_as_published: bool = False  # T not held: texts of 16 tokens under 32 times the noise
+    intermediate_size: int | None = None  # of its MLP; that of the target, but for a mixture of experts
+    regression: float = 1.0
+    cross_entropy: float = 0.1
+
+
+class FeatureHead(UnrolledDrafter):
+    """(feature of token i, token i + 1) -> feature of token i + 1, whose logits name token i + 2."""
+
+    taps = (-1,)
+    teacher_taps = (-1,)
+
+    def __init__(self, settings: Any, shape: Any) -> None:
+        super().__init__(settings, shape)
+        self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=settings.fc_bias)
+        self.layers = nn.ModuleList([Block(shape)])
+        self.rotary = Rotary(shape)
+
+    @classmethod
+    def for_target(
+        cls,
+        settings: Any,
+        target_config: Any,
+        frozen: TargetHead | None = None,
+        said: Iterable[Tensor] | None = None,
+    ) -> FeatureHead:
+        """A new head of the target's width."""
+        own = {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
+        return cls(settings, head_shape(target_config, **own))
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """Whatever trained it."""
+        return {"network": "features"}
+
+    # -- one level ----------------------------------------------------------------------------------------------------
+
+    def first(self, features: Tensor) -> Tensor:
+        """The one tap."""
+        return features[..., 0, :]
+
+    def level(
+        self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        """Token and feature fused, and the block over them."""
+        return self.layers[0](self.fc(torch.cat([embedded, hidden], dim=-1)), rotary, mask, cache)
+
+    def tokens(self, embedded: Tensor) -> Tensor:
+        """The token's half of what is fused."""
+        return F.linear(embedded, self.fc.weight[:, : embedded.shape[-1]], self.fc.bias)
+
+    def entered(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Token and feature fused."""
+        return (tokens + F.linear(hidden, self.fc.weight[:, -hidden.shape[-1] :]),)
+
+    def keys(self, entered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Of what is fused."""
+        attention = self.layers[0].self_attn
+        return attention.k_proj(entered[0]), attention.v_proj(entered[0])
+
+    def queries(self, entered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Of what is fused, and itself."""
+        return self.layers[0].self_attn.q_proj(entered[0]), entered[0]
+
+    def law(self, state: Tensor, frozen: TargetHead) -> Tensor:
+        """What the target would say of the feature."""
+        return frozen.logits(state)
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def compared(
+        self, batch: Batch, frozen: TargetHead, objective: Objective, steps: int = 1
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Smooth-L1 of the features and what their laws lack, each summed over the steps; the latter of each step."""
+        found = self.unrolled(batch, frozen, steps, detach=True, noised=partial(self._noised, batch))
+        true = batch.tapped((-1,))[:, 0].index_select(0, found.places + 1)
+        student, weights = shifted(found.states), shares(found.places, steps)
+        lacking, each = distilled(student, true, weights, (frozen, frozen), objective)
+        return feature_regression(student, true, weights), lacking, each
+
+    def _noised(self, batch: Batch, features: Tensor) -> Tensor:
+        """Features [N, 1, H] plus noise that each text's seed decides; weaker in long texts."""
+        if not (self.training and self.settings.noise):
+            return features
+        noise = torch.empty_like(features, dtype=torch.float32)
+        lengths = [max(length - 2, 0) for length in batch.lengths]
+        for part, length, seed in zip(noise.split(lengths), batch.lengths, batch.seeds, strict=True):
+            spread = self.settings.noise * 512 / (length if self.settings.noise_as_published else max(length, 512))
+            part.uniform_(-spread, spread, generator=torch.Generator(noise.device).manual_seed(seed))
+        return features + noise.to(features.dtype)

@@ -1,0 +1,132 @@
+"""How well a head guesses, found from texts alone: no decoding, and every slot counts."""
+
+# T tokens of one text, S slots counted, D width, V vocabulary, K steps
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import mul
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagle.core.tree import Paths
+from eagle.data.examples import Batch
+
+Logits = Callable[[Tensor], Tensor]
+ROWS = 128  # of logits held at once
+
+
+def added(sums: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Sums of two batches, or of two processes."""
+    return {name: sums[name] + value if name in sums else value for name, value in more.items()}
+
+
+def judged(
+    states: Sequence[Tensor],
+    true: Tensor,
+    tokens: Tensor,
+    counted: Tensor,
+    laws: tuple[Logits, Logits],
+    trees: dict[str, Paths],
+) -> dict[str, Tensor]:
+    """Sums over the slots of one text: slot i guesses token i + 2, and is there where `counted` [T] marks that token.
+
+    `states` are K times [S, D]: in step n the head reads the state that it made in the step before, and the text's next
+    token. `true` [T, D] are the target's, in row i for token i + 1. `laws` turn both into logits.
+    """
+    student, teacher = laws
+    choices = _rows(lambda rows: teacher(rows).argmax(-1), true)  # [T], after each token
+    slots = counted[2:].nonzero()[:, 0].to(tokens.device)
+    sums = {
+        "slots": torch.tensor(float(len(slots)), dtype=torch.float64),
+        **_laws(states[0], true[slots + 1], student, teacher),
+    }
+    # beyond the answer nothing is guessed; beyond a token that the target would not say its choices are unknown
+    inside = F.pad(counted, (0, len(states))).to(tokens.device)
+    ranks, seen = [], [torch.ones_like(slots, dtype=torch.bool)]
+    for step, state in enumerate(states, start=1):
+        place = (slots + step).clamp(max=len(tokens) - 1)
+        watched = seen[-1] & inside[slots + step + 1]
+        seen.append(watched & (tokens[place] == choices[place - 1]) if step > 1 else watched)
+        ranks.append(_rows(lambda rows, wanted: _rank(student(rows), wanted), state, choices[place]))
+    for name, paths in trees.items():
+        sums[f"{name}/reached"], sums[f"{name}/accepted"] = _descent(ranks, seen[1:], paths)
+    return sums
+
+
+def judged_batch(
+    batch: Batch, states: Sequence[Tensor], laws: tuple[Logits, Logits], trees: dict[str, Paths]
+) -> dict[str, Tensor]:
+    """The same over the slots of all texts of a batch, for which `states` are K times [S, D]."""
+    counts = [int(mask[2:].sum()) for mask in batch.loss_mask.split(batch.lengths)]
+    columns = (batch.tapped((-1,))[:, 0], batch.tokens, batch.loss_mask)
+    texts = zip(*(column.split(batch.lengths) for column in columns), strict=True)
+    parts = zip(*(state.split(counts) for state in states), strict=True)
+    sums: dict[str, Tensor] = {}
+    for mine, (true, tokens, counted) in zip(parts, texts, strict=True):
+        if len(mine[0]):
+            sums = added(sums, judged(mine, true, tokens, counted, laws, trees))
+    return sums
+
+
+def figures(sums: dict[str, Tensor]) -> dict[str, float]:
+    """Means per slot; per tree the acceptance of each level where the one before was accepted, and the predicted τ."""
+    found: dict[str, float] = {}
+    for name, value in sums.items():
+        tree, _, kind = name.partition("/")
+        if kind == "accepted":
+            rates = (value / sums[f"{tree}/reached"].clamp(min=1)).tolist()
+            found |= {f"{tree}/{depth}": rate for depth, rate in enumerate(rates, start=1)}
+            found[f"{tree}/tau"] = 1 + sum(accumulate(rates, mul))
+        elif not kind and name != "slots":
+            found[name] = float(value) / float(sums["slots"])
+    return found
+
+
+def kept(found: dict[str, float]) -> list[float]:
+    """How often a chain is kept up to each level, from such figures; nothing where they hold no chain."""
+    names = [f"chain/{depth}" for depth in range(1, len(found) + 1)]
+    return list(accumulate((found[name] for name in names if name in found), mul))
+
+
+def _rows(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+    """The function of a few rows at a time: what lies between is as wide as the vocabulary."""
+    return torch.cat([function(*parts) for parts in zip(*(tensor.split(ROWS) for tensor in rows), strict=True)])
+
+
+def _rank(logits: Tensor, wanted: Tensor) -> Tensor:
+    """How many tokens the student likes better than the one that is wanted."""
+    return (logits > logits.gather(1, wanted[:, None])).sum(-1)
+
+
+def _laws(state: Tensor, true: Tensor, student: Logits, teacher: Logits) -> dict[str, Tensor]:
+    """Sums of top-1 agreement, overlap and cross-entropy, the last for tokens that the student can say."""
+
+    def compare(state: Tensor, true: Tensor) -> Tensor:
+        own, law = student(state).float().log_softmax(-1), teacher(true).float().softmax(-1)
+        agreement, overlap = own.argmax(-1) == law.argmax(-1), torch.minimum(own.exp(), law).sum(-1)
+        law = law.masked_fill(own.isneginf(), 0)
+        entropy = -(law * own.clamp(min=torch.finfo(own.dtype).min)).sum(-1) / law.sum(-1)
+        return torch.stack([entropy, agreement.float(), overlap], dim=1)
+
+    sums = _rows(compare, state, true).double().sum(0).cpu()
+    return dict(zip(("cross_entropy", "agreement", "overlap"), sums, strict=True))
+
+
+def _descent(ranks: list[Tensor], seen: list[Tensor], paths: Paths) -> tuple[Tensor, Tensor]:
+    """Per level of a tree: how many slots were still inside it and can be watched, and how many of them stay inside."""
+    nodes = {(): 0} | {path: node for node, path in enumerate(sorted(set(paths), key=len), start=1)}
+    widest = 1 + max(path[-1] for path in paths)
+    table = torch.full((len(nodes), widest + 1), -1)
+    for path in paths:
+        table[nodes[path[:-1]], path[-1]] = nodes[path]
+    table, at, counts = table.to(ranks[0].device), torch.zeros_like(ranks[0]), []
+    for rank, watched in zip(ranks, seen[: max(map(len, paths))], strict=False):
+        reached = (at >= 0) & watched
+        at = torch.where(reached, table[at, rank.clamp(max=widest)], -1)
+        counts.append(torch.stack([reached.sum(), (at >= 0).sum()]))
+    reached, accepted = torch.stack(counts).double().cpu().unbind(1)
+    return reached, accepted

@@ -1,0 +1,1 @@
+"""The frozen model: read at trees, tapped, borrowed from."""

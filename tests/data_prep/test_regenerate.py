@@ -1,0 +1,530 @@
+"""Answers made anew are the target's own: whoever serves it, however often it is killed, on any number of processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data_prep import answers, regenerate
+from data_prep.answers import Local, Prompt, pads_harmlessly
+from data_prep.conversations import Conversation, read_conversations
+from data_prep.endpoint import PROBE, Endpoint
+from data_prep.parts import begin, is_whole, put_together
+from data_prep.regenerate import Reader, answer_all, main, named, table, walk
+from eagle import Target
+from eagle.core.decode import generate
+from eagle.core.verify import Sampling
+from eagle.drafters.none import NoDrafter
+from eagle.recipe import DataSection, Recipe, RegenerateSection, TargetSection
+from tests.families import build, own_answer, random_tokens
+
+TINY = Path(__file__).parents[2] / "recipes/tiny/eagle1.yaml"
+NEW_TOKENS, COUNT = 16, 6
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+Reply = Callable[[dict[str, Any]], Any]
+
+
+@contextmanager
+def serving(reply: Reply, model: str = "target", **facts: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """The address of a server, and what it was asked; a reply is JSON, text, an HTTP status, or None to hang up."""
+    asked: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def send(self, body: Any) -> None:
+            if body is None:
+                return
+            self.send_response(body if isinstance(body, int) else 200)
+            self.end_headers()
+            text = body if isinstance(body, str) else "busy" if isinstance(body, int) else json.dumps(body)
+            self.wfile.write(text.encode())
+
+        def do_GET(self) -> None:
+            assert self.path == "/v1/models"
+            self.send({"data": [{"id": "another"}, {"id": model, **facts}]})
+
+        def do_POST(self) -> None:
+            assert self.path == "/v1/chat/completions"
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append(request)
+            self.send(reply(request))
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1/", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def completion(text: str | None, finish: str = "stop", prompt_tokens: int = 0, **message: Any) -> dict[str, Any]:
+    """What an OpenAI-compatible server replies."""
+    choice = {"message": {"role": "assistant", "content": text, **message}, "finish_reason": finish}
+    return {"choices": [choice], "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": 3}}
+
+
+def echo(request: dict[str, Any]) -> dict[str, Any]:
+    """An answer that depends on all that was said before."""
+    return completion(f"heard {[turn['content'] for turn in request['messages']]}")
+
+
+def greedy(target: Target, messages: list[dict[str, Any]], room: int) -> tuple[str, str, int]:
+    """The untouched model's own answer, why it ended, and the prompt's length: one text at a time."""
+    ids = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    said = target.model.generate(ids, do_sample=False, max_new_tokens=room)[0, ids.shape[1] :].tolist()
+    finish = "stop" if said[-1] in target.stop_tokens else "length"
+    return target.tokenizer.decode(said, skip_special_tokens=True), finish, ids.shape[1]
+
+
+def replay(target: Target, conversation: Conversation, fault: bool = False) -> list[str]:
+    """The answers that the untouched model gives in turn; the planted fault keeps the data's answers as history."""
+    messages: list[dict[str, Any]] = []
+    answers = []
+    for turn in conversation.messages:
+        if turn["role"] != "assistant":
+            messages.append(turn)
+            continue
+        text, finish, _ = greedy(target, messages, NEW_TOKENS)
+        answers.append(text)
+        messages.append(turn if fault else {"role": "assistant", "content": text})
+        if finish == "length":
+            break
+    return answers
+
+
+def said(conversation: Conversation) -> list[str]:
+    """The assistant's texts."""
+    return [turn["content"] for turn in conversation.messages if turn["role"] == "assistant"]
+
+
+@pytest.fixture(scope="module")
+def source(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Conversations whose questions the tiny target answers within the limit at times, and at times not."""
+    path = tmp_path_factory.mktemp("source") / "source.jsonl"
+    lines = (tiny_target_dir / "data/train.jsonl").read_text().splitlines()
+    path.write_text("\n".join(lines[:COUNT]) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def truth(tiny_target: Target, source: Path) -> dict[str, list[str]]:
+    """What the untouched model answers to each."""
+    return {conversation.id: replay(tiny_target, conversation) for conversation in read_conversations(source)}
+
+
+@pytest.fixture
+def command(tiny_target_dir: Path, source: Path, tmp_path: Path) -> list[str]:
+    """The command line but for the endpoint."""
+    settings = {"source": str(source), "out": str(tmp_path / "out.jsonl"), "max_new_tokens": NEW_TOKENS}
+    settings["batch_size"] = 3
+    overrides = [f"target.path={tiny_target_dir}/target", "target.dtype=float32", f"regenerate={json.dumps(settings)}"]
+    return [str(TINY), *overrides]
+
+
+def section_of(out: Path, **fields: Any) -> RegenerateSection:
+    """The recipe's section."""
+    return RegenerateSection(**{"source": "-", "out": str(out), "max_new_tokens": NEW_TOKENS, **fields})
+
+
+def talk(name: str, *turns: str, **fields: Any) -> Conversation:
+    """A conversation of `role: text`."""
+    split = (turn.partition(": ") for turn in turns)
+    return Conversation(name, [{"role": role, "content": text} for role, _, text in split], **fields)
+
+
+def walked(
+    target: Target, conversation: Conversation, *replies: dict[str, Any], data: Any = None, **fields: Any
+) -> dict[str, Any]:
+    """The line of a conversation to which a server answers with these replies."""
+    queue = list(replies)
+    with serving(lambda _: queue.pop(0)) as (url, _):
+        section = section_of(Path("-"), endpoint=url, in_flight=1, **fields)
+        endpoint = Endpoint(TargetSection(path="some/target"), section, {}, waits=())
+        reader = Reader(target.tokenizer, data or DataSection(train="-"), target.max_positions)
+        ((name, line),) = endpoint.run(iter([("name", walk("name", conversation, reader, section))]))
+    assert name == "name" and isinstance(line, dict) and not queue, line
+    return line
+
+
+def run_echo(
+    out: Path, jobs: list[Any], target: Target, index: int = 0, count: int = 1, reply: Reply = echo
+) -> dict[str, str]:
+    """One process's share of the jobs, answered by a server."""
+    with serving(reply) as (url, _):
+        section = section_of(out, endpoint=url, in_flight=2)
+        endpoint = Endpoint(TargetSection(path="some/target"), section, {}, waits=(0, 0, 0))
+        begin(out, {})
+        return answer_all(out, jobs, endpoint, Reader(target.tokenizer, DataSection(train="-")), section, index, count)
+
+
+def jobs_of(count: int) -> list[tuple[str, Conversation]]:
+    """Conversations of one to three answers."""
+    turns = ("user: question {}", "assistant: old", "user: more {}", "assistant: older", "user: end", "assistant: no")
+    talks = (talk(f"c{n}", *(turn.format(n) for turn in turns[: 2 + 2 * (n % 3)])) for n in range(count))
+    return list(named(talks))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The output of one process in one go, for thirteen jobs."""
+    out = tmp_path_factory.mktemp("whole") / "out.jsonl"
+    assert not run_echo(out, jobs_of(13), tiny_target)
+    put_together(out, [name for name, _ in jobs_of(13)])
+    return out.read_bytes()
+
+
+def test_local_answers_are_the_untouched_models(
+    command: list[str], truth: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Batched with others on the left, greedy answers are those of `generate` for one text; ids and order stay."""
+    main(command)
+    found = list(read_conversations(tmp_path / "out.jsonl"))
+    assert {conversation.id: said(conversation) for conversation in found} == truth
+    assert [conversation.id for conversation in found] == list(truth)
+    record = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])
+    assert record["sampling"] == {"temperature": 0.0, "top_p": 1.0, "seed": 0, "max_new_tokens": NEW_TOKENS}
+    assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.jsonl", "out.jsonl.settings"]
+    printed = capsys.readouterr().out
+    assert f"{COUNT}  conversations" in printed and "data.train is" in printed
+
+
+def test_endpoint_answers_are_the_untouched_models(
+    command: list[str], truth: dict[str, list[str]], tiny_target: Target, tmp_path: Path
+) -> None:
+    """Behind a real server that runs the target, too; a run that is whole asks nothing more."""
+    lock = threading.Lock()
+
+    def reply(request: dict[str, Any]) -> dict[str, Any]:
+        with lock:
+            text, finish, length = greedy(tiny_target, request["messages"], request["max_tokens"])
+        return completion(text, finish, length)
+
+    with serving(reply) as (url, asked):
+        main([*command, f"regenerate.endpoint={url}"])
+        requests = len(asked)
+        main([*command, f"regenerate.endpoint={url}"])
+        assert len(asked) == requests == 1 + sum(map(len, truth.values()))
+    found = read_conversations(tmp_path / "out.jsonl")
+    assert {conversation.id: said(conversation) for conversation in found} == truth
+
+
+def test_the_datas_answers_as_history_would_be_seen(
+    source: Path, truth: dict[str, list[str]], tiny_target: Target
+) -> None:
+    """A planted fault: the truth above tells new history from old."""
+    few = list(read_conversations(source, limit=3))
+    faulty = [replay(tiny_target, one, fault=True) for one in few]
+    assert faulty != [truth[one.id] for one in few]
+
+
+def test_padding_that_is_looked_at_is_seen(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: without its mask a batch is refused, and each prompt is decoded alone."""
+
+    class Unmasked(answers._Rows):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.mask = torch.ones_like(self.mask)
+
+    assert pads_harmlessly(tiny_target)
+    monkeypatch.setattr(answers, "_Rows", Unmasked)
+    assert not pads_harmlessly(tiny_target)
+    assert Local(tiny_target, tiny_target.tokenizer, section_of(Path("-"))).at_once == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gpt_oss", "mistral-sliding", "bloom", "qwen3_next"])
+def test_batches_change_no_answer_of_any_family(name: str) -> None:
+    """Sliding windows, learned positions, biases by distance and recurrent states read past the padding."""
+    model = build(name)
+    target = Target(model)
+    texts = [random_tokens(length, seed=length) for length in (3, 14, 30, 7)]
+    asked = [Prompt([], None, text, 6 + place, 0) for place, text in enumerate(texts)]
+    said = answers.decode(target, asked, Sampling())
+    assert pads_harmlessly(target)
+    assert said == [own_answer(model, prompt.ids, prompt.room) for prompt in asked]
+
+
+def test_a_model_without_a_cache_is_refused() -> None:
+    """With the way out."""
+    with pytest.raises(ValueError, match=r"mamba keeps no cache that rows can leave: .*regenerate\.endpoint"):
+        pads_harmlessly(Target(build("mamba")))
+
+
+def prompts(target: Target) -> list[Prompt]:
+    """Five prompts of different lengths."""
+    texts = ["What is json for?", "Tell me about `csv`.", "Hello", "Where do I find `shutil.copy` in Python?", "x"]
+    ids = [target.chat(text) for text in texts]
+    return [Prompt([], None, one, 12 + number, 1000 + number) for number, one in enumerate(ids)]
+
+
+def test_sampled_answers_are_those_of_the_decoder(tiny_target: Target) -> None:
+    """Keyed by seed, conversation and place: the same in any batch, and what `eagle.generate` draws for that key."""
+    for temperature, top_p in ((0.7, 1.0), (1.2, 0.8)):
+        sampling = Sampling(temperature=temperature, top_p=top_p, seed=3)
+        together = answers.decode(tiny_target, prompts(tiny_target), sampling)
+        for prompt, tokens in zip(prompts(tiny_target), together, strict=True):
+            keyed = Sampling(temperature=temperature, top_p=top_p, seed=3, request=prompt.request)
+            trace = generate(tiny_target, NoDrafter(), prompt.ids, sampling=keyed, max_new_tokens=prompt.room)
+            assert tokens == trace.tokens
+        assert together[::-1] == answers.decode(tiny_target, prompts(tiny_target)[::-1], sampling)
+    assert together != answers.decode(tiny_target, prompts(tiny_target), Sampling(temperature=1.2, top_p=0.8, seed=4))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_any_number_of_processes_gives_the_same(
+    count: int, uninterrupted: bytes, tiny_target: Target, tmp_path: Path
+) -> None:
+    """Byte for byte, in source order."""
+    jobs, out = jobs_of(13), tmp_path / "out.jsonl"
+    for index in range(count):
+        assert not run_echo(out, jobs, tiny_target, index, count)
+    put_together(out, [name for name, _ in jobs])
+    assert out.read_bytes() == uninterrupted
+
+
+def test_a_killed_run_resumes(uninterrupted: bytes, tiny_target: Target, tmp_path: Path) -> None:
+    """Half a line is cut or passed over, what is done stays done, and the number of processes may change."""
+    jobs, out = jobs_of(13), tmp_path / "out.jsonl"
+    run_echo(out, jobs[:9], tiny_target, 0, 2)
+    run_echo(out, jobs[:9], tiny_target, 1, 2)
+    parts = [tmp_path / f"out.jsonl.parts/part-0000{index}.jsonl" for index in (0, 1)]
+    for part in parts:
+        part.write_bytes(part.read_bytes()[:-20])
+    asked: list[str] = []
+
+    def reply(request: dict[str, Any]) -> Any:
+        asked.append(request["messages"][0]["content"])
+        return echo(request)
+
+    assert not run_echo(out, jobs, tiny_target, reply=reply)
+    assert len(set(asked)) == 4 + 2  # those never tried, and the two that were cut
+    put_together(out, [name for name, _ in jobs])
+    assert out.read_bytes() == uninterrupted
+
+
+@pytest.mark.slow
+def test_sigkills_change_nothing(command: list[str], tiny_target: Target, tmp_path: Path) -> None:
+    """Five processes killed after ever more requests, one left alone: the file of a run that nobody disturbed."""
+    length, asked = len(Reader(tiny_target.tokenizer, DataSection(train="-")).ids(PROBE, None)), []
+
+    def reply(request: dict[str, Any]) -> Any:
+        asked.append(request)
+        time.sleep(0.05)
+        return echo(request) if request["max_tokens"] > 1 else completion("x", prompt_tokens=length)
+
+    with serving(reply) as (url, _):
+        main([*command, f"regenerate.endpoint={url}", "regenerate.in_flight=2"])
+        whole = (tmp_path / "out.jsonl").read_bytes()
+        (tmp_path / "out.jsonl").unlink()
+        run = [sys.executable, "-m", "data_prep.regenerate", *command, f"regenerate.endpoint={url}"]
+        for kill_after in (1, 3, 5, 6, 7):
+            asked.clear()
+            process = subprocess.Popen([*run, "regenerate.in_flight=2"])
+            while len(asked) < kill_after and process.poll() is None:
+                time.sleep(0.01)
+            process.kill()
+            process.wait()
+        assert not (tmp_path / "out.jsonl").exists()
+        subprocess.run(run, check=True)
+    assert (tmp_path / "out.jsonl").read_bytes() == whole
+
+
+def test_a_busy_server_is_asked_again(uninterrupted: bytes, tiny_target: Target, tmp_path: Path) -> None:
+    """Errors 500 and 429, garbage and hanging up, now and then, change nothing."""
+    jobs, out, count = jobs_of(13), tmp_path / "out.jsonl", iter(range(10_000))
+    faults = {3: 500, 5: 429, 8: None, 9: "<html>", 10: 503}
+    assert not run_echo(out, jobs, tiny_target, reply=lambda asked: faults.get(next(count) % 13) or echo(asked))
+    put_together(out, [name for name, _ in jobs])
+    assert out.read_bytes() == uninterrupted
+
+
+def test_what_fails_is_counted_and_tried_again(
+    command: list[str], source: Path, tiny_target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run goes on, ends with an error that says what to do, and the next one asks for the failed alone."""
+    bad = next(read_conversations(source)).messages[0]["content"]
+    length = len(Reader(tiny_target.tokenizer, DataSection(train="-")).ids(PROBE, None))
+
+    def reply(request: dict[str, Any]) -> Any:
+        if request["max_tokens"] == 1:
+            return completion("x", prompt_tokens=length)
+        return 400 if request["messages"][0]["content"] == bad else echo(request)
+
+    with serving(reply) as (url, asked):
+        for attempt in range(2):
+            with pytest.raises(SystemExit, match=rf"1 of {COUNT} conversations failed: run the same command again"):
+                main([*command, f"regenerate.endpoint={url}"])
+            assert not (tmp_path / "out.jsonl").exists()
+            assert "400 Bad Request busy" in capsys.readouterr().err
+            if attempt == 0:
+                asked.clear()
+        assert len(asked) == 2
+        main([*command, f"regenerate.endpoint={url}", "--without-failed"])
+    assert len(list(read_conversations(tmp_path / "out.jsonl"))) == COUNT - 1
+
+
+def test_a_server_that_is_gone_is_given_up(tiny_target: Target, tmp_path: Path) -> None:
+    """After twenty failures in a row no more is tried."""
+    asked: list[int] = []
+    failed = run_echo(tmp_path / "out", jobs_of(40), tiny_target, reply=lambda _: asked.append(1) or 400)
+    assert len(failed) == 40 and 20 <= len(asked) <= 22
+    assert sum("not tried, after 20 failures in a row" in reason for reason in failed.values()) == 40 - len(asked)
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    """With what to do."""
+    section = section_of(Path("-"), endpoint="http://127.0.0.1:9/v1")
+    with pytest.raises(
+        ValueError, match=r"no answer from http://127\.0\.0\.1:9/v1/models: .*refused.*: start a server of a/b"
+    ):
+        Endpoint(TargetSection(path="a/b"), section, {}, waits=())
+
+
+def test_another_model_is_refused() -> None:
+    """By what the server says that it serves; a folder's or hub id's last part, its full path and a root are fine."""
+    with serving(echo, model="Llama-3.2-1B", root="/models/llama") as (url, _):
+        section = section_of(Path("-"), endpoint=url)
+        with pytest.raises(ValueError, match=r"serves \['another', 'Llama-3.2-1B'\], expected a/other or other"):
+            Endpoint(TargetSection(path="a/other"), section, {})
+        for path in ("meta-llama/Llama-3.2-1B", "Llama-3.2-1B", "/models/llama"):
+            assert Endpoint(TargetSection(path=path), section, {}).model == "Llama-3.2-1B"
+
+
+@pytest.mark.parametrize("wrong", [1, -1, None])
+def test_another_tokenizer_is_refused(command: list[str], tiny_target: Target, wrong: int | None) -> None:
+    """A probe of many scripts must have as many tokens there as here."""
+    length = len(Reader(tiny_target.tokenizer, DataSection(train="-")).ids(PROBE, None))
+    counted = None if wrong is None else length + wrong
+    with serving(lambda _: completion("x", prompt_tokens=counted)) as (url, asked):  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=f"as {counted} tokens, the recipe's tokenizer and template as {length}"):
+            main([*command, f"regenerate.endpoint={url}"])
+        assert [request["max_tokens"] for request in asked] == [1]
+
+
+def test_a_request_holds_all_that_decides_the_answer(tiny_target: Target) -> None:
+    """Tools, sampling, a seed of its own for every answer, and the template's arguments."""
+    with serving(echo, max_model_len=60) as (url, asked):
+        section = section_of(Path("-"), endpoint=url, temperature=0.5, top_p=0.9, seed=7, max_new_tokens=50)
+        endpoint = Endpoint(TargetSection(path="target"), section, {"enable_thinking": False})
+        reader = Reader(tiny_target.tokenizer, DataSection(train="-"), endpoint.positions)
+        one = talk("name", "user: a", "assistant: b", "user: c", "assistant: d", tools=TOOLS)
+        list(endpoint.run(iter([("name", walk("name", one, reader, section))])))
+    first, second = asked
+    assert first["messages"] == [{"role": "user", "content": "a"}] and first["tools"] == TOOLS
+    assert (first["temperature"], first["top_p"], first["chat_template_kwargs"]) == (
+        0.5,
+        0.9,
+        {"enable_thinking": False},
+    )
+    assert first["seed"] != second["seed"] and len(second["messages"]) == 3
+    room = 60 - len(tiny_target.chat("a"))
+    assert first["max_tokens"] == min(50, room) and second["max_tokens"] < first["max_tokens"]
+
+
+def test_a_truncated_answer_is_not_learned_and_ends_the_conversation(tiny_target: Target) -> None:
+    """It stays readable, with weight 0, unless the recipe keeps it."""
+    one = talk("name", "user: a", "assistant: b", "user: c", "assistant: d", "user: e", "assistant: f")
+    replies = completion("fine"), completion("cut o", "length")
+    line = walked(tiny_target, one, *replies)
+    assert [turn.get("weight") for turn in line["record"]["messages"]] == [None, None, None, 0]
+    assert line["record"]["finish_reasons"] == ["stop", "length"] and regenerate.TRUNCATED in line["notes"]
+    kept = walked(tiny_target, one, *replies, keep_truncated=True)
+    assert not any("weight" in turn for turn in kept["record"]["messages"]) and len(kept["record"]["messages"]) == 4
+
+
+def test_tool_results_do_not_outlive_their_calls(tiny_target: Target) -> None:
+    """What follows the data's first result, or a call of the target's own, is left away."""
+    turns = ("user: a", "assistant: b", "user: c", "assistant: calls", "tool: result", "assistant: d")
+    line = walked(tiny_target, talk("name", *turns), completion("x"), completion("y"))
+    assert [turn["content"] for turn in line["record"]["messages"]] == ["a", "x", "c", "y"]
+    assert line["notes"] == [regenerate.AT_TOOLS]
+    call = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
+    reply = completion(None, "tool_calls", tool_calls=call)
+    line = walked(tiny_target, talk("name", *turns, tools=TOOLS), reply)
+    assert line["record"]["messages"][-1] == {"role": "assistant", "content": "", "tool_calls": call}
+    assert regenerate.AT_CALL in line["notes"] and line["record"]["tools"] == TOOLS
+
+
+def test_odd_conversations_are_noted(tiny_target: Target) -> None:
+    """Two answers in a row, texts that are too long, templates that refuse, and answers that are printed otherwise."""
+    line = walked(tiny_target, talk("n", "user: a", "assistant: b", "assistant: c", "user: d"), completion("x"))
+    assert [turn["content"] for turn in line["record"]["messages"]] == ["a", "x"]
+    assert line["notes"] == [regenerate.TWO_ANSWERS]
+    long = talk("n", "user: a", "assistant: b", "user: " + "long " * 50, "assistant: c")
+    line = walked(tiny_target, long, completion("x"), data=DataSection(train="-", max_length=60))
+    assert len(line["record"]["messages"]) == 2 and line["notes"] == [regenerate.TOO_LONG]
+    line = walked(
+        tiny_target, talk("n", "user: " + "long " * 50, "assistant: c"), data=DataSection(train="-", max_length=60)
+    )
+    assert line["record"] is None and line["notes"] == [regenerate.TOO_LONG]
+    assert "1  without an answer" in table([line], 0)
+    line = walked(tiny_target, Conversation("n", [{"role": "user", "content": None}, {"role": "assistant"}]))
+    assert line["record"] is None and line["notes"][0].startswith("cut where the template refuses: ")
+    line = walked(tiny_target, talk("n", "user: a", "assistant: b"), completion("x", reasoning_content="I think"))
+    assert line["record"]["messages"][-1]["reasoning_content"] == "I think"
+    assert line["notes"] == [regenerate.PRINTED_OTHERWISE]  # this template does not know of reasoning
+
+
+def test_repeated_ids_become_unique(tiny_target: Target) -> None:
+    """By their place, the same at every run; the source's own id is kept beside."""
+    names = [name for name, _ in named(talk(name) for name in ("a", "b", "a", "a", "a#2"))]
+    assert names == ["a", "b", "a#2", "a#3", "a#2#4"] and len(set(names)) == 5
+    with_source = walked(tiny_target, talk("other", "user: a", "assistant: b"), completion("x"))
+    assert with_source["record"]["source_id"] == "other"
+
+
+def test_what_other_settings_made_is_refused(tmp_path: Path) -> None:
+    """Parts and whole files, by the name of the difference, and files of which nothing is known."""
+    out, made = tmp_path / "out", {"target": {"path": "a"}, "sampling": {"temperature": 0.0}}
+    assert not is_whole(out, made)
+    begin(out, made)
+    assert not is_whole(out, made)
+    for wanted, named_so in (
+        ({**made, "sampling": {"temperature": 1.0}}, r"sampling.temperature was 0.0, is 1.0"),
+        ({**made, "target": {"path": "b"}}, r"target.path was 'a', is 'b'"),
+    ):
+        with pytest.raises(ValueError, match=named_so):
+            is_whole(out, wanted)
+    put_together(out, [])
+    assert is_whole(out, made)
+    (tmp_path / "out.settings").unlink()
+    with pytest.raises(ValueError, match="was made with other settings"):
+        is_whole(out, made)
+
+
+def test_a_forecast_writes_nothing(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It says how much there is to do and how long it takes."""
+    main([*command, "--forecast"])
+    assert f"{COUNT} conversations, at most " in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_recipes_that_cannot_be_meant_are_refused(command: list[str], source: Path) -> None:
+    """No section, and an output that would become its own source."""
+    with pytest.raises(ValueError, match="has no section `regenerate`"):
+        main([command[0], "regenerate=null"])
+    with pytest.raises(ValueError, match=r"within regenerate\.source"):
+        main([*command, f"regenerate.source={source.parent}", f"regenerate.out={source.parent}/out.jsonl"])
+
+
+def test_the_sections_defaults_reach_the_settings() -> None:
+    """Whoever decodes, the settings that decide the answers are the same."""
+    recipe = Recipe.load(TINY, ['regenerate={"source": "a", "out": "b"}'])
+    elsewhere = Recipe.load(TINY, ['regenerate={"source": "a", "out": "b", "endpoint": "http://x/v1"}'])
+    both = [regenerate.settings_of(one, one.regenerate, {}) for one in (recipe, elsewhere)]  # type: ignore[arg-type]
+    assert both[0] == both[1]

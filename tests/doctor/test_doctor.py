@@ -1,0 +1,297 @@
+"""The doctor's figures are those of a plain count, and it names what was broken and nothing else."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from eagle import Target
+from eagle.core.tree import chain_paths
+from eagle.data.examples import Batch
+from eagle.doctor.effects import Measured, Reading, length, measured
+from eagle.doctor.examine import diagnosed, effect
+from eagle.doctor.probes import Probe, probes
+from eagle.doctor.texts import answers, every_tap, split_texts, states_of
+from eagle.drafters import DRAFTERS, settings_of
+from eagle.drafters.parts.validation import figures
+from tests.families import build, random_tokens
+
+LEVELS = 4
+KINDS: dict[str, dict[str, Any]] = {
+    "eagle1": {"kind": "eagle1"},
+    "eagle3": {"kind": "eagle3"},
+    "eagle3.1": {"kind": "eagle3", "fc_norm": True, "norm_output": True, "draft_vocab": 40},
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """A llama whose answers are no loops."""
+    return Target(build("llama"))
+
+
+@pytest.fixture(scope="module")
+def texts(target: Target) -> Batch:
+    """Its answers to ten prompts."""
+    return answers(target, [random_tokens(6, seed) for seed in range(4)], 20, (0.0, 1.0))
+
+
+def trained(target: Target, texts: Batch, kind: str, steps: int) -> Any:
+    """A head that has seen nothing but these texts."""
+    torch.manual_seed(0)
+    settings = settings_of(KINDS[kind], "here")
+    head = DRAFTERS[settings.kind].for_target(settings, target.config, target.head, [texts.tokens]).train()
+    optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        head(texts, target.head)["total"].backward()
+        optimizer.step()
+    return head.eval()
+
+
+@pytest.fixture(scope="module")
+def heads(target: Target, texts: Batch) -> dict[str, Any]:
+    """One of each kind, trained a little."""
+    return {kind: trained(target, texts, kind, 6) for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_figures_are_those_of_validation(kind: str, heads: dict[str, Any], target: Target, texts: Batch) -> None:
+    """Agreement, overlap, every level and τ are what `judge` finds, text by text too."""
+    found = measured(Reading(heads[kind], target.head), texts, target.head, LEVELS)
+    expected = figures(heads[kind].judge(texts, target.head, {"chain": chain_paths(LEVELS)}))
+    assert found.rates() == pytest.approx([expected[f"chain/{level}"] for level in range(1, LEVELS + 1)])
+    assert found.tau == pytest.approx(expected["chain/tau"])
+    assert float(found.overlap[0].mean()) == pytest.approx(expected["overlap"], abs=1e-5)
+    assert float(found.hits[0].double().mean()) == pytest.approx(expected["agreement"])
+    counts = found.counts()
+    assert length((counts[:, 1].sum(0) / counts[:, 0].sum(0).clamp(min=1)).tolist()) == pytest.approx(found.tau)
+
+
+def test_drawn_drafts_are_accepted_as_their_laws_overlap(heads: dict[str, Any], target: Target, texts: Batch) -> None:
+    """The mean of a text is a naive sum over its slots and the levels that the text still has."""
+    found = measured(Reading(heads["eagle3"], target.head), texts, target.head, LEVELS)
+    for text, mean in enumerate(found.soft().tolist()):
+        lengths = []
+        for slot in (found.texts == text).nonzero()[:, 0].tolist():
+            total, chance = 1.0, 1.0
+            for level in range(LEVELS):
+                chance *= float(found.overlap[level, slot]) if found.there[level, slot] else 0.0
+                total += chance
+            lengths.append(total)
+        assert mean == pytest.approx(sum(lengths) / len(lengths))
+
+
+def test_level_two_fed_by_the_target_is_level_one_of_the_next_slot(
+    heads: dict[str, Any], target: Target, texts: Batch
+) -> None:
+    """Counted by hand from the hits of level 1."""
+    found = measured(Reading(heads["eagle3"], target.head), texts, target.head, LEVELS)
+    asked = [slot for slot in range(len(found.texts)) if found.reached[1, slot]]
+    assert asked and all(found.texts[slot] == found.texts[slot + 1] for slot in asked)
+    right = sum(bool(found.hits[0, slot + 1]) for slot in asked)
+    assert found.taught[1] == pytest.approx(right / len(asked))
+
+
+def test_states_are_those_of_transformers(target: Target) -> None:
+    """Every layer's input, and the last layer's output with and without the final norm."""
+    text = torch.tensor(random_tokens(9, 1))
+    states, count = states_of(target, text), len(target.layers)
+    expected = target.model(input_ids=text[None], output_hidden_states=True).hidden_states
+    assert every_tap(target) == (*range(count + 1), -1)
+    for place in range(count):
+        assert torch.equal(states[:, place], expected[place][0])
+    assert torch.equal(states[:, -1], expected[-1][0])
+    assert torch.allclose(target.model.model.norm(states[:, count]), states[:, -1], atol=1e-6)
+
+
+def test_all_positions_may_be_moved(heads: dict[str, Any], target: Target) -> None:
+    """Why there is no probe of a common offset: rotary positions are relative, and nothing changes."""
+    head, tokens = heads["eagle3"], torch.tensor([random_tokens(9, 2)])
+    hidden = torch.randn(1, 9, head.shape.hidden_size)
+    near, far = (head.states(tokens, hidden, start, target.head) for start in (0, 57))
+    assert torch.allclose(near, far, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_probe_leaves_the_head_as_it_was(kind: str, heads: dict[str, Any], target: Target, texts: Batch) -> None:
+    """Every change is made on a copy, changes something, and has a name of its own."""
+    head = heads[kind]
+    before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+    reading = Reading(head, target.head)
+    asked = probes(reading, target)
+    with torch.no_grad():
+        whole = head.law(head.unrolled(texts, target.head, 3).states[-1], target.head)
+        for probe in asked:
+            made = probe.change(reading)
+            states = made.head.unrolled(made.given(texts), made.frozen, 3).states[-1]
+            same = torch.equal(made.head.law(states, target.head), whole)
+            assert probe.kind == "d2t" or not same, probe.fault  # it tells what the places of a law stand for
+    assert all(torch.equal(tensor, before[name]) for name, tensor in head.state_dict().items())
+    assert len({probe.fault for probe in asked}) == len(asked)
+    assert (head.taps, head.settings) == (reading.head.taps, reading.head.settings)
+
+
+def change(head: Any, target: Target, fault: str) -> Any:
+    """The head with the change of the probe whose words begin so."""
+    (probe,) = (one for one in probes(Reading(head, target.head), target) if one.fault.startswith(fault))
+    return probe.change(Reading(head, target.head)).head
+
+
+@torch.no_grad()
+def undone(heads: dict[str, Any], target: Target, texts: Batch, kind: str, broken: str) -> list[Probe]:
+    """The probes that give back exactly the states of the whole head."""
+    whole = heads[kind].unrolled(texts, target.head, 2).states[-1]
+    reading = Reading(change(heads[kind], target, broken), target.head)
+    assert not torch.allclose(reading.head.unrolled(texts, target.head, 2).states[-1], whole, atol=1e-4)
+    found = []
+    for probe in probes(reading, target):
+        mended = probe.change(reading)
+        states = mended.head.unrolled(mended.given(texts), mended.frozen, 2).states[-1]
+        if torch.allclose(states, whole, atol=1e-5):
+            found.append(probe)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "broken", "named"),
+    [
+        ("eagle3", "the blocks of fc stand in the order [1, 2, 0]", "the blocks of fc stand in the order [2, 0, 1]"),
+        ("eagle3", "q, k and v take [state; embedding]", "q, k and v take [state; embedding]"),
+        ("eagle3", "norm_before_residual is False", "norm_before_residual is True, expected False"),
+        ("eagle3", "layers.0.post_attention_layernorm and norm", "layers.0.post_attention_layernorm and norm"),
+        ("eagle3", "rope theta is 10000 (default), expected ten times higher", "rope theta is 100000"),
+        ("eagle3", "rows of q and k are not in halves", "rows of q and k are not interleaved"),
+        ("eagle3.1", "norm_output is True", "norm_output is False, expected True"),
+        ("eagle1", "fc takes [state; embedding]", "fc takes [state; embedding]"),
+        ("eagle1", "mlp.gate_proj and mlp.up_proj", "mlp.gate_proj and mlp.up_proj"),
+        ("eagle1", "trained on the state in front of", "trained on the state behind the final norm"),
+    ],
+)  # fmt: skip
+def test_a_fault_has_the_one_probe_that_undoes_it(
+    kind: str, broken: str, named: str, heads: dict[str, Any], target: Target, texts: Batch
+) -> None:
+    """One alone gives the head's own states back, and its words name the fault; theta also by the target's."""
+    found = undone(heads, target, texts, kind, broken)
+    assert [probe.fault for probe in found if probe.fault.startswith(named)] == [found[0].fault]
+    assert len(found) == 1
+
+
+def test_the_order_of_blocks_is_named_as_they_stand(heads: dict[str, Any], target: Target) -> None:
+    """Written out by hand: what reads layers 2, 0, 1 stands in front of each other in that order."""
+    head = copy.deepcopy(heads["eagle3"])
+    whole = head.fc.weight.data.clone()
+    low, middle, high = whole.chunk(3, dim=1)
+    head.fc.weight.data = torch.cat([high, low, middle], dim=1)
+    reading = Reading(head, target.head)
+    found = [one for one in probes(reading, target) if torch.equal(one.change(reading).head.fc.weight.data, whole)]
+    assert [one.fault for one in found] == ["the blocks of fc stand in the order [2, 0, 1] of the layers"]
+
+
+def test_d2t_that_holds_ids_is_undone(heads: dict[str, Any], target: Target) -> None:
+    """The offsets are found again."""
+    head = copy.deepcopy(heads["eagle3.1"])
+    offsets = head.d2t.clone()
+    head.d2t.copy_(head.drafts)
+    mended = [probe.change(Reading(head, target.head)).head.d2t for probe in probes(Reading(head, target.head), target)
+              if probe.kind == "d2t"]  # fmt: skip
+    assert any(torch.equal(found, offsets) for found in mended)
+
+
+def test_an_effect_is_paired_by_text(heads: dict[str, Any], target: Target, texts: Batch) -> None:
+    """No change is no gain; the interval holds the gain, and far more narrowly than the texts differ."""
+    before = measured(Reading(heads["eagle3"], target.head), texts, target.head, LEVELS)
+    none = effect("none", "none", before, before)
+    assert (none.shares, none.errors, none.greedy_gain, none.sure) == ((0, 0), (0, 0), (0, 0), False)
+    better = replace(before, overlap=before.overlap * 1.02)
+    some = effect("some", "some", before, better)
+    assert some.drawn_gain[0] < some.drawn[1] - some.drawn[0] < some.drawn_gain[1]
+    assert some.drawn_gain[1] - some.drawn_gain[0] < 0.2 * float(before.soft().std())
+
+
+def by_hand(hits: Tensor, overlap: float, texts: int) -> Measured:
+    """A head of two levels that is right where `hits` [2, S] says so, in texts of equal length that all go on."""
+    there, owner = torch.ones_like(hits), torch.arange(hits.shape[1]) * texts // hits.shape[1]
+    jitter = 0.01 * torch.rand(hits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+    return Measured(overlap + jitter, hits, there, there[0], owner)
+
+
+def test_what_raises_drawn_drafts_alone_is_no_fault() -> None:
+    """A flattened law overlaps more and is right as seldom, or less often; one that is mended is right more often."""
+    chance = torch.rand(2, 600, generator=torch.Generator().manual_seed(1))
+    before, worse, mended = (by_hand(chance < rate, 0.4, 20) for rate in (0.6, 0.55, 0.75))
+    flat, flatter = (replace(one, overlap=one.overlap + 0.2) for one in (before, worse))
+    for changed in (flat, flatter):
+        said = effect("projections", "gate and up are swapped", before, changed)
+        assert said.errors[0] > 10 and said.shares[0] > 0.3 and not said.sure
+    assert effect("projections", "k and v are swapped", before, replace(mended, overlap=flat.overlap)).sure
+    assert not effect("projections", "k and v are swapped", before, mended).sure  # right more often by chance alone
+
+
+def test_a_head_that_never_saw_its_own_states_is_not_mended_by_easing_them() -> None:
+    """What leaves level 1 as it is must make level 2 what it is fed with the target's states, or it is no fault."""
+    chance = torch.rand(2, 600, generator=torch.Generator().manual_seed(1))
+    weak, eased, mended = (by_hand(chance < torch.tensor([[0.8], [rate]]), 0.4, 20) for rate in (0.2, 0.35, 0.78))
+    sure = [
+        effect("norm_output", "is off", weak, replace(after, overlap=after.overlap + 0.2)) for after in (eased, mended)
+    ]
+    assert [(one.errors[1] > 3, one.eases, one.sure) for one in sure] == [(True, True, False), (True, False, True)]
+
+
+def test_greedy_drafts_are_counted_along_the_text(heads: dict[str, Any], target: Target, texts: Batch) -> None:
+    """The mean of a text is a naive count of how many levels in a row name the target's likeliest token."""
+    found = measured(Reading(heads["eagle3"], target.head), texts, target.head, LEVELS)
+    for text, mean in enumerate(found.greedy().tolist()):
+        lengths = []
+        for slot in (found.texts == text).nonzero()[:, 0].tolist():
+            right = [bool(found.hits[level, slot] & found.there[level, slot]) for level in range(LEVELS)]
+            lengths.append(1 + next((level for level in range(LEVELS) if not right[level]), LEVELS))
+        assert mean == pytest.approx(sum(lengths) / len(lengths))
+
+
+def test_texts_that_confirm_had_no_part_in_choosing(texts: Batch) -> None:
+    """One part chooses; the parts share no prompt, hold their own features, and are all texts together."""
+    chosen, others = split_texts(texts, 4)
+    whole = [column.split(texts.lengths) for column in (texts.tokens, texts.loss_mask, texts.features)]
+    for part, numbers in ((chosen, (0, 1)), (others, (2, 3, 4, 5, 6, 7))):
+        assert part.lengths == tuple(texts.lengths[number] for number in numbers)
+        columns = (part.tokens, part.loss_mask, part.features)
+        for column, all_rows in zip(columns, whole, strict=True):
+            assert torch.equal(column, torch.cat([all_rows[number] for number in numbers]))
+    first, second, third = (tokens[:6].tolist() for tokens in others.tokens.split(others.lengths)[:3])
+    assert chosen.tokens[:6].tolist() not in (first, third) and first == second != third
+    assert chosen.features.data_ptr() == texts.features.data_ptr()  # 7 GB of a target of 70B are not copied
+    assert split_texts(chosen, 3) == (chosen, chosen)
+
+
+def test_answers_end_once_there_are_enough(target: Target) -> None:
+    """Whole rounds of prompts, each drawn anew; the first of greedy answers."""
+    prompts = [random_tokens(6, seed) for seed in range(2)]
+    texts = answers(target, prompts, 10, (0.0, 1.0, 1.0, 1.0), enough=35)
+    assert len(texts.lengths) == 4 and texts.slots >= 35
+    drawn = answers(target, prompts, 10, (1.0, 1.0)).tokens.split(16)
+    assert torch.equal(drawn[0][:6], drawn[1][:6]) and not torch.equal(drawn[0], drawn[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+def test_a_head_that_learned_hard_labels_is_not_called_broken(kind: str, target: Target) -> None:
+    """Too sure of the target's likeliest tokens, as many tools train: what flattens its law would lower greedy τ."""
+    texts = answers(target, [random_tokens(6, seed) for seed in range(24)], 20, (0.0, 1.0))
+    true = target.head.logits(texts.tapped((-1,))[:, 0]).argmax(-1)
+    head = trained(target, texts, kind, 0).train()
+    optimizer = torch.optim.AdamW([one for one in head.parameters() if one.requires_grad], lr=3e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        found = head.unrolled(texts, target.head, 1)
+        cross_entropy(head.law(found.states[0], target.head), true[found.places + 1]).backward()
+        optimizer.step()
+    said = diagnosed(head, target, texts)
+    assert said.figures is not None and said.figures.rates()[0] > 0.7
+    assert not said.broken and not said.faults

@@ -1,0 +1,193 @@
+"""Trained heads guess in real engines as they do here, and spoilt ones do not; `make test-engines` runs this."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from eagle import Budget, Target, generate, load_drafter
+from eval.engine_builds import holds
+from eval.engine_here import Job, Rule, here, pooled, same_counts
+from eval.engine_openvino import counted
+from eval.engines import Proof, merged, proof, questions, row_of, table
+
+TINY = Path(__file__).parents[2] / "runs/tiny"
+WHERE = {"vllm": "EAGLE_VLLM", "openvino": "EAGLE_OPENVINO", "llamacpp": "EAGLE_LLAMACPP"}
+MATRIX = [
+    *(("vllm", head) for head in ("eagle1", "hass", "eagle3-full", "eagle3", "eagle3.1", "eagle3-normed")),
+    *((engine, head) for engine in ("openvino", "llamacpp") for head in ("eagle3-full", "eagle3")),
+]
+CHAIN, TREE = Budget(3, 3, 1), Budget(10, 4, 4)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the target stays as each engine reads it."""
+    return tmp_path_factory.mktemp("engines")
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """The trained tiny target."""
+    if not (TINY / "target").is_dir():
+        pytest.skip("no trained target in runs/tiny/target: `make demo` trains one")
+    return Target.load(TINY / "target", dtype="float32")
+
+
+Prove = Callable[..., Proof]
+
+
+@pytest.fixture
+def prove(work: Path, target: Target) -> Prove:
+    """Both sides on 48 held-out conversations, 16 new tokens each, in fp32."""
+
+    def proved(engine: str, head: str, budget: Budget = CHAIN, spoil: Callable[[Path], None] | None = None) -> Proof:
+        folder = os.environ.get(WHERE[engine])
+        if folder is None or not holds(engine, Path(folder)):
+            pytest.skip(f"no {engine} in {folder}: `make test-engines` makes its environment and sets {WHERE[engine]}")
+        if not (TINY / head / "head").is_dir():
+            pytest.skip(f"no trained head in runs/tiny/{head}/head: docs/serving.md has the command")
+        prompts = questions(target, TINY / "data/heldout.jsonl", 48, room=64)
+        job = Job(TINY / "target", prompts, budget)
+        return proof(job, TINY / head / "head", engine, Path(folder), target, work, spoil)
+
+    return proved
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("engine", "head"), MATRIX)
+def test_an_engine_accepts_what_this_decoder_accepts(engine: str, head: str, prove: Prove) -> None:
+    """Text, drafts and acceptances at every place are equal in every single answer; the head is no idle one."""
+    found = prove(engine, head)
+    assert found.theirs and found.same == (48, 48)
+    assert pooled(found.theirs) == pooled(found.ours)
+    assert pooled(found.theirs)["tau"] > 2
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("head", ["eagle3-full", "eagle3"])
+def test_openvino_grows_the_trees_that_this_decoder_grows(head: str, prove: Prove) -> None:
+    """Ten nodes, four levels, four children: equal in every answer, and more is accepted than of a chain."""
+    found = prove("openvino", head, TREE)
+    assert found.same == (48, 48)
+    assert pooled(found.theirs)["tau"] > pooled(prove("openvino", head).ours)["tau"]
+
+
+def rewritten(head: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Put another `fc` into an exported head."""
+    tensors = load_file(head / "model.safetensors")
+    tensors["fc.weight"] = change(tensors["fc.weight"]).contiguous()
+    save_file(tensors, head / "model.safetensors")
+
+
+def swapped_halves(head: Path) -> None:
+    """Let `fc` read [feature; embedding] where it was trained on [embedding; feature]."""
+    rewritten(head, lambda weight: torch.cat(weight.chunk(2, dim=1)[::-1], dim=1))
+
+
+def swapped_taps(head: Path) -> None:
+    """Let `fc` read the last layer where it was trained on the first."""
+    rewritten(head, lambda weight: torch.cat(weight.chunk(3, dim=1)[::-1], dim=1))
+
+
+def shifted_layers(head: Path) -> None:
+    """Name every layer one too high."""
+    config = json.loads((head / "config.json").read_text())
+    for place in (config, config["eagle_config"]):
+        place["eagle_aux_hidden_state_layer_ids"] = [one + 1 for one in place["eagle_aux_hidden_state_layer_ids"]]
+    (head / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("engine", "head", "fault"),
+    [
+        ("vllm", "eagle1", swapped_halves),
+        ("vllm", "eagle3", shifted_layers),
+        ("openvino", "eagle3", swapped_taps),
+        ("openvino", "eagle3", shifted_layers),
+        ("llamacpp", "eagle3", swapped_taps),
+        ("llamacpp", "eagle3", shifted_layers),
+    ],
+)
+def test_a_spoilt_export_is_seen_by_acceptance_alone(
+    engine: str, head: str, fault: Callable[[Path], None], prove: Prove
+) -> None:
+    """The check can fail: the engine loads the spoilt head without a word, and only the counts are others."""
+    found = prove(engine, head, spoil=fault)
+    answers = zip(found.theirs, found.ours, strict=True)
+    assert all(row["tokens"] == ours["tokens"] for row, ours in answers if "tokens" in row)
+    assert found.same[1] < 48 and not found.equal
+    assert pooled(found.theirs)["accepted"] != pooled(found.ours)["accepted"]
+
+
+TEXT = "The function returns the sum. The function returns the sum. The function returns"
+
+
+def counting(target: Target, prompts: list[list[int]], new_tokens: int) -> Job:
+    """A job by chains of three."""
+    return Job(Path(), prompts, CHAIN, new_tokens)
+
+
+def test_whole_drafts_are_counted(tiny_target: Target) -> None:
+    """The counts are those of an answer that goes on: of its cycles that begin before the limit."""
+    prompt, total = tiny_target.tokenizer.encode(TEXT), 0
+    for limit in (1, 2, 28, 30, 31):
+        (row,) = here(counting(tiny_target, [prompt], limit), "ngram", tiny_target, Rule())
+        ngram = load_drafter("ngram", tiny_target)
+        trace = generate(tiny_target, ngram, prompt, max_new_tokens=limit + 20, stop=[], budget=CHAIN)
+        begins = list(accumulate((cycle.committed for cycle in trace.cycles), initial=1))
+        longs = [cycle.accepted for cycle, begin in zip(trace.cycles, begins, strict=False) if begin < limit]
+        assert row["tokens"] == trace.tokens[:limit]
+        assert row["drafts"] == len(longs)
+        assert row["accepted"] == [sum(count > place for count in longs) for place in range(3)]
+        total += sum(longs)
+    assert total > 0
+
+
+def test_a_draft_behind_the_prompt_is_one_behind_a_first_token(tiny_target: Target) -> None:
+    """To draft from a prompt's last token is to draft from the answer's first, where the prompt holds it already."""
+    prompt = tiny_target.tokenizer.encode(TEXT)
+    (plain,) = here(counting(tiny_target, [prompt], 36), "ngram", tiny_target, Rule())
+    longer = [*prompt, plain["tokens"][0]]
+    (row,) = here(counting(tiny_target, [longer], 35), "ngram", tiny_target, Rule(from_prompt=True))
+    assert same_counts(row, plain) and row["own"] == plain["own"]
+    assert row["tokens"] == plain["tokens"][1:]
+    assert plain["accepted"][2] > 0
+    other = [*prompt, prompt[0]]  # which the target would not have said
+    (row,) = here(counting(tiny_target, [other], 35), "ngram", tiny_target, Rule(from_prompt=True))
+    assert (
+        row["tokens"]
+        == generate(tiny_target, load_drafter("none", tiny_target), other, max_new_tokens=35, stop=[]).tokens
+    )
+    stop = plain["own"][1]
+    (short,) = here(counting(tiny_target, [longer], 35), "ngram", tiny_target, Rule(True, stops=[stop]))
+    assert short["own"] == [*plain["own"][: plain["own"].index(stop)], stop]
+
+
+def test_steps_are_counted_up_to_the_limit() -> None:
+    """OpenVINO tells the sizes of its steps: the prompt's one, then one more each than was accepted."""
+    job = {"new_tokens": 6, "depth": 3}
+    assert counted([1, 4, 1, 2, 4], job) == {"drafts": 2, "accepted": [1, 1, 1]}
+    assert counted([1, 4, 1, 2, 4], {**job, "new_tokens": 7}) == {"drafts": 3, "accepted": [2, 1, 1]}
+
+
+def test_rows_are_merged_by_what_was_measured(tiny_target: Target, tmp_path: Path) -> None:
+    """A second run of the same replaces the first, another head stands beside it; the table tells what differs."""
+    rows = [{"tokens": [2], "own": [3], "drafts": 10, "accepted": [5, 3, 1]}]
+    job, file = counting(tiny_target, [[1]], 16), tmp_path / "engines.json"
+    found = Proof("1.0", rows, [{**rows[0], "accepted": [5, 3, 0]}])
+    for head in ("one/head", "two/head", "one/head"):
+        merged([row_of(found, job, tmp_path / head, "vllm")], file)
+    kept = json.loads(file.read_text())
+    assert [row["head"] for row in kept] == ["one", "two"]
+    assert not found.equal and found.difference == pytest.approx(1.9 / 1.8 - 1)
+    assert "+5.56%; counts of 0, text of 1 of 1" in table(kept)
+    assert "| yes |" in table([row_of(Proof("1.0", rows, rows), job, tmp_path / "head", "vllm")])

@@ -1,0 +1,99 @@
+"""The report in a real browser, at the width of a desk and of a phone."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic import HOSTILE, write
+
+from eval.markup import readable
+from eval.page import SECTIONS, page
+from tests.eval.test_page import FIGURES
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome-headless-shell", "chrome")
+CACHED = ("chromium*/*/chrome", "chromium*/*/headless_shell", "chromium*/*/chrome-headless-shell")
+WIDTHS = (1280, 390)
+# a page around the report, which runs no script of its own, asks what the browser made of it
+PROBE = """<!doctype html><meta charset="utf-8"><title>probe</title><pre id="out">nothing</pre>FRAMES<script>
+onload = () => {
+  const found = [...document.querySelectorAll("iframe")].map(frame => {
+    const page = frame.contentDocument, width = page.documentElement.clientWidth
+    const all = [...page.querySelectorAll("body *")]
+    const sizes = [...page.querySelectorAll("figure svg, .answer")].map(one => one.getBoundingClientRect())
+    const scrolls = one => one.closest(".answer")
+    return {
+      title: page.title,
+      scripts: page.scripts.length,
+      width: page.documentElement.scrollWidth - width,
+      outside: all.filter(one => !scrolls(one) && one.getBoundingClientRect().right > width + 1).map(
+        one => one.outerHTML),
+      figures: Object.fromEntries([...page.querySelectorAll("section")].map(
+        part => [part.id, part.querySelectorAll("figure").length])),
+      drawn: sizes.filter(one => one.width > 100 && one.height > 30).length,
+      letters: Math.min(...[...page.querySelectorAll("figure svg text")].map(
+        one => parseFloat(getComputedStyle(one).fontSize) * one.getScreenCTM().a)),
+      cut: Math.max(...[...page.querySelectorAll(".answer")].map(one => one.scrollWidth - one.clientWidth)),
+      answers: [...page.querySelectorAll(".answer")].map(one => one.textContent),
+    }
+  })
+  document.getElementById("out").textContent = JSON.stringify(found)
+}
+</script>"""
+
+
+def browser() -> str | None:
+    """A Chromium on the path, or one that playwright has installed."""
+    cache = Path.home() / ".cache/ms-playwright"
+    found = [shutil.which(name) for name in NAMES]
+    found += [str(path) for pattern in CACHED for path in sorted(cache.glob(pattern))]
+    return next((path for path in found if path), None)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], list[str]]:
+    """What the browser made of the page at each width, and the lines on its console."""
+    if (program := browser()) is None:
+        pytest.skip(f"no browser: none of {', '.join(NAMES)} is on the path, and playwright has installed none")
+    folder = tmp_path_factory.mktemp("browser")
+    (folder / "report.html").write_text(page([write(folder / "results.jsonl")]), encoding="utf-8")
+    frames = (f'<iframe src="report.html" style="width:{width}px;height:900px;border:0"></iframe>' for width in WIDTHS)
+    (folder / "probe.html").write_text(PROBE.replace("FRAMES", "".join(frames)))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
+    options += ["--virtual-time-budget=8000", "--enable-logging=stderr", f"--user-data-dir={folder / 'profile'}"]
+    asked = [program, *options, (folder / "probe.html").as_uri()]
+    ran = subprocess.run(asked, capture_output=True, text=True, timeout=120)
+    found = re.search(r'<pre id="out">(.*?)</pre>', ran.stdout, re.DOTALL)
+    assert found and found[1] != "nothing", f"{program} did not show the page: {ran.stderr[-2000:]}"
+    return json.loads(unescape(found[1])), [line for line in ran.stderr.splitlines() if "CONSOLE" in line]
+
+
+def test_the_console_is_silent(seen: tuple[list[dict[str, Any]], list[str]]) -> None:
+    """No error and no warning: nothing was refused, nothing was fetched, nothing was malformed."""
+    assert seen[1] == []
+
+
+@pytest.mark.parametrize("place", range(len(WIDTHS)), ids=[f"{width} px" for width in WIDTHS])
+def test_all_figures_are_drawn_and_fit(seen: tuple[list[dict[str, Any]], list[str]], place: int) -> None:
+    """Every section has its figures, each has a size, nothing is wider than the window, letters can be read."""
+    found = seen[0][place]
+    assert found["figures"] == {name: FIGURES.get(name, 0) for name in SECTIONS}
+    assert found["drawn"] == sum(FIGURES.values())
+    assert found["width"] == 0
+    assert found["outside"] == []
+    assert found["cut"] == 0  # a word without an end is broken
+    assert found["letters"] >= 9.5
+
+
+@pytest.mark.parametrize("place", range(len(WIDTHS)), ids=[f"{width} px" for width in WIDTHS])
+def test_a_hostile_generation_does_not_run(seen: tuple[list[dict[str, Any]], list[str]], place: int) -> None:
+    """It changed no title, is no script, and stands on the page letter for letter."""
+    found = seen[0][place]
+    assert (found["title"], found["scripts"]) == ("Acceptance report: a/target", 0)
+    assert "".join(map(readable, HOSTILE)) in found["answers"]

@@ -1,0 +1,98 @@
+"""Files that a disk, a copy or an editor has spoilt are named in a sentence; what can be made again is made again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from data_prep.parts import begin, finished, is_whole
+from eagle.drafters.parts.counts import Tables, save_tables
+from eagle.training.resume import MARK, Checkpoints
+from eval.engines import merged
+from eval.measure import Results
+from eval.report import main as report
+from recipes.tiny.make_target import finished as finished_target
+
+ANSWER = {"drafter": "none", "temperature": 0, "tokens": 2, "seconds": 1.0, "cycles": 2, "committed": 2}
+ANSWER |= {"loops": False, "identical": True}
+SPOILT = {
+    "not JSON": b"{",
+    "not text": b"\xff\xfe\x00",
+    "null": b"null",
+    "a number": b"3",
+    "a list": b"[1]",
+    "empty": b"{}",
+}
+
+
+@pytest.mark.parametrize("line", SPOILT.values(), ids=SPOILT.keys())
+def test_a_damaged_row_is_named_by_its_place(line: bytes, tmp_path: Path) -> None:
+    """By the report, and by a run that would go on in the file, which it leaves as it is."""
+    path, whole = tmp_path / "results.jsonl", json.dumps(ANSWER).encode()
+    path.write_bytes(b"\n".join([whole, line, whole]) + b"\n")
+    for options in ["--markdown"], []:
+        with pytest.raises(ValueError, match=r"results\.jsonl:2 is (not JSON|no answer).* remove that line or measure"):
+            report([str(path), *options])
+    with pytest.raises(ValueError, match=r"results\.jsonl:2 is"):
+        Results(path, {})
+    assert [file.name for file in tmp_path.iterdir()] == ["results.jsonl"]
+
+
+@pytest.mark.parametrize("line", SPOILT.values(), ids=SPOILT.keys())
+def test_a_damaged_line_of_a_part_is_answered_again(
+    line: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And said."""
+    out = tmp_path / "answers.jsonl"
+    begin(out, {})
+    whole = json.dumps({"id": "a", "record": None, "notes": [], "tokens": 0}).encode() + b"\n"
+    (tmp_path / "answers.jsonl.parts/part-00000.jsonl").write_bytes(line + b"\n" + whole)
+    assert list(finished(out)) == ["a"]
+    assert "the line at byte 0 is damaged" in capsys.readouterr().out
+    Path(f"{out}.settings").write_bytes(line)
+    with pytest.raises(ValueError, match=r"is damaged|was made with other settings"):
+        is_whole(out, {"sampling": 1})
+
+
+@pytest.mark.parametrize(
+    "text", [*SPOILT.values(), b'{"files": {"a": 1}, "state": {}}', b'{"files": {}, "state": {"step": 1}}']
+)
+def test_a_damaged_mark_of_a_checkpoint_is_passed_over(
+    text: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For the one before, which is whole."""
+    checkpoints = Checkpoints(Accelerator(cpu=True), tmp_path, 2)
+    state = {"step": 1, "best": 0.0, "skipped": 0, "run": {}}
+    for step in (1, 2):
+        assert checkpoints.write(step, {**state, "step": step}) is None
+    (tmp_path / "step-2" / MARK).write_bytes(text)
+    assert checkpoints.load({}) == state
+    assert f"step-2 is passed over: {MARK} is missing or damaged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", SPOILT.values(), ids=SPOILT.keys())
+def test_other_damaged_files(text: bytes, tmp_path: Path) -> None:
+    """A damaged report of a target is none; results of engines and configs are not overwritten."""
+    (tmp_path / "target_report.json").write_bytes(text)
+    assert finished_target(tmp_path, {}) is None
+    (tmp_path / "engines.json").write_bytes(text if text != b"{}" else b"[{}]")
+    row = dict.fromkeys(("head", "target", "engine", "dtype", "draft", "prompts", "new_tokens"), 0)
+    with pytest.raises(ValueError, match=r"engines\.json holds no rows of eval\.engines"):
+        merged([row], tmp_path / "engines.json")
+    (tmp_path / "config.json").write_bytes(text)
+    none = torch.zeros(0, dtype=torch.int64)
+    with pytest.raises(ValueError, match="which tables of counts would overwrite"):
+        save_tables(tmp_path, Tables(torch.arange(2), torch.zeros(3, dtype=torch.int64), none, none), "bigram")
+    assert (tmp_path / "config.json").read_bytes() == text
+
+
+def test_results_that_are_not_there(tmp_path: Path) -> None:
+    """No file, a folder, a file without answers."""
+    (tmp_path / "empty.jsonl").touch()
+    for path, message in (("none.jsonl", "no results at"), (".", "no results at"), ("empty.jsonl", "no answers in")):
+        with pytest.raises(ValueError, match=message):
+            report([str(tmp_path / path)])

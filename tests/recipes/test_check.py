@@ -1,0 +1,104 @@
+"""`--check` goes through every stage, says what the run needs, and starts nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eagle.drafters import DRAFTERS, settings_of
+from eagle.formats.checkpoint import save_head
+from eagle.recipe import Recipe
+from eagle.target.target import Target
+from recipes.check import check
+
+
+def with_data(tiny_target_dir: Path, tmp_path: Path, *overrides: str, method: str = "eagle1") -> Recipe:
+    """The tiny recipe of a method on the suite's own target and conversations."""
+    data = tiny_target_dir / "data/train.jsonl"
+    where = [f"target.path={tiny_target_dir / 'target'}", f"data.train={data}", f"train.out={tmp_path / 'out'}"]
+    where += [f"features.store={tmp_path / 'features'}", "target.dtype=float32", "train.dtype=float32"]
+    return Recipe.load(Path(__file__).parents[2] / f"recipes/tiny/{method}.yaml", [*where, *overrides])
+
+
+def test_every_stage_runs_and_nothing_is_left(
+    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each stage is named with its time, the forecast follows, and no file is written."""
+    check(with_data(tiny_target_dir, tmp_path))
+    said = capsys.readouterr().out
+    stages = ["conversations", "tokens and masks", "target", "features", "loss and update"]
+    places = [said.index(f"{stage} ...") for stage in [*stages, "save and load", "decode", "export"]]
+    assert places == sorted(places)
+    assert "identical" in said and "vllm: ready" in said
+    assert "GB of disk" in said and "GB of memory while training" in said and "h to train" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_engine_that_cannot_serve_the_head_is_named(
+    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What would only be noticed after days of training is said before."""
+    check(with_data(tiny_target_dir, tmp_path, "drafter.fc_bias=true", "data.limit=40"))
+    assert "not for vllm" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("method", "taps"), [("eagle1", None), ("eagle3", "drafter.taps=[2,3,4]")])
+def test_every_engine_that_has_a_layout_is_ready(
+    method: str, taps: str | None, tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that hold a copy of the target's embedding too."""
+    wanted = ["vllm", "sglang", "eagle"] if method == "eagle1" else ["vllm", "speculators", "llamacpp"]
+    check(with_data(tiny_target_dir, tmp_path, "data.limit=40", *([taps] if taps else []), method=method))
+    said = capsys.readouterr().out
+    assert [engine for engine in wanted if f"{engine}: ready" not in said] == []
+    assert "bind" not in said
+
+
+def test_a_draft_model_goes_through_all_stages(
+    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model of its own has one exporter, and no forecast of its memory."""
+    check(with_data(tiny_target_dir, tmp_path, "data.limit=40", method="draft_model"))
+    said = capsys.readouterr().out
+    assert "identical" in said and "transformers: ready" in said and "not for vllm" in said
+    assert "h to train" in said and "GB of memory" not in said
+
+
+def test_a_head_that_is_not_there_yet_is_said(
+    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """HASS starts from the head of another recipe; one of another network is refused."""
+    few, head = ["data.limit=40"], tmp_path / "head"
+    check(with_data(tiny_target_dir, tmp_path, *few, f"train.init={head}", method="hass"))
+    said = capsys.readouterr().out
+    assert f"{head} is not there yet: checked with fresh weights" in said and "laws/2" in said
+    other = with_data(tiny_target_dir, tmp_path, *few, method="eagle3")
+    target = Target.load(**other.target.model_dump())
+    settings = settings_of(other.drafter.model_dump(), "test")
+    save_head(head, DRAFTERS["eagle3"].for_target(settings, target.config, target.head, said=()), "", {})
+    with pytest.raises(ValueError, match=r"the head in .*head does not fit"):
+        check(with_data(tiny_target_dir, tmp_path, *few, f"train.init={head}", method="hass"))
+
+
+def test_what_is_computed_while_training_needs_the_target_in_memory(
+    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three taps and the teacher's states on no disk, seven steps, a draft vocabulary counted from the examples."""
+    monkeypatch.setattr("recipes.check.GB", 1)
+    needs = []
+    for store in ("null", "somewhere"):
+        check(with_data(tiny_target_dir, tmp_path, "data.limit=40", f"features.store={store}", method="eagle3"))
+        said = capsys.readouterr().out
+        assert "laws/6" in said and ("GB of disk" in said) == (store == "somewhere")
+        needs.append(float(said.split(" GB of memory")[0].rpartition(" ")[2].replace(",", "")))
+    weights = Target.load(str(tiny_target_dir / "target")).model
+    borrowed = {weights.get_input_embeddings(), weights.get_output_embeddings()}
+    rest = sum(part.numel() for part in weights.parameters()) - sum(part.weight.numel() for part in borrowed)
+    assert needs[0] - needs[1] == 4 * rest > 0
+
+
+def test_data_that_are_too_few_are_refused(tiny_target_dir: Path, tmp_path: Path) -> None:
+    """Two steps need two batches."""
+    with pytest.raises(ValueError, match="2 steps need 32"):
+        check(with_data(tiny_target_dir, tmp_path, "train.batch_size=16", "data.limit=5"))

@@ -1,0 +1,206 @@
+"""Forecasts agree with what is counted, stored and kept, and the page shows what the command prints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+
+from eagle.core.drafter import TargetHead
+from eagle.data.examples import Example, collate
+from eagle.drafters import DRAFTERS, settings_of
+from eagle.recipe import Recipe
+from recipes import forecast as module
+from recipes.forecast import (
+    activation_bytes,
+    conversations_of,
+    empty_head,
+    forecast,
+    sizes_of,
+    sizes_of_config,
+    token_flops,
+    training_bytes,
+    training_flops,
+)
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT.parent / "shared/data/configs"
+VICUNA = ROOT / "recipes/vicuna-7b/eagle1.yaml"
+LLAMA = ROOT / "recipes/llama-3.1-8b/eagle3.yaml"
+SHAPE = LlamaConfig(
+    vocab_size=512,
+    hidden_size=256,
+    intermediate_size=768,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+)
+HEADS: dict[str, dict[str, Any]] = {
+    "eagle1": {"kind": "eagle1", "fc_bias": False},
+    "hass": {"kind": "hass"},
+    "eagle3": {"kind": "eagle3", "draft_vocab": 128},
+    "eagle3, two steps": {"kind": "eagle3", "steps": 2, "train_lm_head": False},
+}
+NORMED = {"kind": "eagle3", "fc_norm": True, "norm_output": True}
+
+
+def test_a_method_of_other_parts_is_refused() -> None:
+    """The message says what measures it."""
+    with pytest.raises(ValueError, match="a draft_model has other parts"):
+        forecast(Recipe.load(ROOT / "recipes/tiny/draft_model.yaml"), sizes_of_config(SHAPE), 1_000)
+
+
+def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    """Both tables of docs/recipes.md."""
+    module.main([])
+    shipped, targets = capsys.readouterr().out.strip().split("\n\n")
+    page = (ROOT / "docs/recipes.md").read_text()
+    assert shipped in page and targets in page
+
+
+def test_the_published_run_needs_what_its_authors_report() -> None:
+    """740 GB of features for a width of 4,096, and a head of 0.24 B."""
+    recipe = Recipe.load(VICUNA)
+    run = forecast(recipe, sizes_of(recipe.target.path), conversations_of(recipe))
+    assert run.features == pytest.approx(740e9, rel=0.01)
+    assert run.parameters == pytest.approx(0.24e9, rel=0.02)
+    # 0.236 B weights: masters, gradients, moments and bf16 copies; embedding and LM head in bf16
+    assert run.memory > 0.236e9 * 18 + 2 * 32_000 * 4_096 * 2
+    assert forecast(recipe, sizes_of(recipe.target.path), 34_000).features == pytest.approx(run.features / 2)
+
+
+def test_what_is_not_stored_lies_on_the_card_and_is_made_every_epoch() -> None:
+    """Four states of a token in two bytes each; or the target, once for all that a head borrows of it."""
+    sizes = sizes_of("meta-llama/Llama-3.1-8B-Instruct")
+    stored = forecast(Recipe.load(LLAMA, ["features.store=somewhere"]), sizes, 68_000)
+    live = forecast(Recipe.load(LLAMA), sizes, 68_000)
+    shared = forecast(Recipe.load(LLAMA, ["features.shard_target=true"]), sizes, 68_000)
+    assert (stored.features, live.features) == (stored.tokens * 4 * 4_096 * 2, 0)
+    assert live.memory - stored.memory == live.target - 2 * sizes.frozen
+    assert live.memory - shared.memory == live.target - live.target // 8
+    assert live.extract_hours == pytest.approx(10 * stored.extract_hours)
+    assert live.train_hours == stored.train_hours
+
+
+def stepped(section: dict[str, Any], count: int, share: float = 1.0, dtype: torch.dtype = torch.float32) -> Any:
+    """A small head, a text of which so many slots have a future, and what it borrows."""
+    torch.manual_seed(0)
+    settings = settings_of(section, "test")
+    embedding, output = nn.Embedding(512, 256), nn.Linear(256, 512, bias=False)
+    frozen = TargetHead(embedding.requires_grad_(False), output.requires_grad_(False))
+    head = DRAFTERS[settings.kind].for_target(settings, SHAPE, frozen, said=()).train()
+    features = torch.randn(count + 2, len(head.taps) + (-1 not in head.taps), 256, dtype=dtype)
+    taps = head.taps if -1 in head.taps else (*head.taps, -1)
+    mask = torch.arange(count + 2) >= 2 + round(count * (1 - share))
+    batch = collate([Example(torch.randint(512, (count + 2,)), mask, features)], taps)
+    return head, batch, frozen.cast(dtype)
+
+
+def kept(section: dict[str, Any], count: int, dtype: torch.dtype) -> int:
+    """Bytes of the distinct storages that a real step saves for its backward pass, in the precision of `dtype`."""
+    head, batch, frozen = stepped(section, count, dtype=dtype)
+    found: dict[int, Any] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            head(batch, frozen)["total"]
+    return sum(storage.nbytes() for storage in found.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("section", "within"), [*((section, 0.1) for section in HEADS.values()), (NORMED, 0.25)])
+def test_activations_are_what_autograd_keeps(section: dict[str, Any], within: float, dtype: torch.dtype) -> None:
+    """What each further token adds to it, so that copies of weights do not count."""
+    measured = kept(section, 500, dtype) - kept(section, 100, dtype)
+    head = empty_head(settings_of(section, "test"), SHAPE)
+    assert activation_bytes(head, 400, dtype.itemsize) == pytest.approx(measured, rel=within)
+
+
+def test_memory_grows_with_the_steps_and_what_may_be_said() -> None:
+    """Linear in the steps but for the logits, of which a chunk is made of all steps."""
+
+    def needed(**changes: Any) -> int:
+        return training_bytes(empty_head(settings_of({"kind": "eagle3", **changes}, "test"), SHAPE), 0, 1_000)
+
+    one, three, five = (
+        activation_bytes(empty_head(settings_of({"kind": "hass", "steps": steps}, "test"), SHAPE), 1)
+        for steps in (1, 3, 5)
+    )
+    assert five - three == three - one > 0
+    learned = needed() - needed(train_lm_head=False)
+    assert learned == 512 * 256 * (12 + 4)  # gradient and moments; the gradient that the forward pass finds
+    logits = 7 * 1_000 * (2 + 18 / 7) + 256 * (4 + 2 + 12 + 4)  # of each token that may be said, and its row
+    assert needed() - needed(draft_vocab=128) == pytest.approx(384 * logits - 128 * 256 * 2, abs=2)
+
+
+class Counted(TorchDispatchMode):
+    """Sums the FLOPs of all products, those of autograd's own functions and of the backward pass too."""
+
+    total = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Computes, and counts by torch's own formulas."""
+        output = function(*args, **(kwargs or {}))
+        if count := flop_registry.get(function.overloadpacket):
+            self.total += count(*args, **(kwargs or {}), out_val=output)
+        return output
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("section", [*HEADS.values(), NORMED])
+def test_flops_are_what_a_step_computes(section: dict[str, Any], share: float) -> None:
+    """Of a short text, whose attention hardly counts."""
+    head, batch, frozen = stepped(section, 32, share)
+    with Counted() as counted:
+        head(batch, frozen)["total"].backward()
+    expected = training_flops(empty_head(settings_of(section, "test"), SHAPE), 32, share)
+    assert expected == pytest.approx(counted.total, rel=0.06)
+
+
+def test_a_token_meets_every_weight_once() -> None:
+    """The three parts of a forward together are all matrices."""
+    for section in (*HEADS.values(), NORMED):
+        head = empty_head(settings_of(section, "test"), SHAPE)
+        matrices = {name: tensor.numel() for name, tensor in head.named_parameters() if tensor.ndim == 2}
+        assert sum(token_flops(head)) == 2 * sum(count for name, count in matrices.items() if name != "lm_head.weight")
+
+
+def test_unknown_data_asks_for_its_size() -> None:
+    """No number is invented."""
+    with pytest.raises(ValueError, match=r"my\.jsonl holds is not known: give --conversations N"):
+        conversations_of(Recipe.load(VICUNA, ["data.train=my.jsonl"]))
+    assert conversations_of(Recipe.load(VICUNA, ["data.train=my.jsonl", "data.limit=7"])) == 7
+
+
+def test_a_target_in_a_folder_is_measured(tmp_path: Path) -> None:
+    """What is not in the table comes from the target's own config."""
+    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8)
+    config.num_attention_heads = config.num_key_value_heads = 4
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    sizes = sizes_of(str(tmp_path))
+    counted = sum(tensor.numel() for tensor in LlamaForCausalLM(config).parameters())
+    assert (sizes.parameters, sizes.active, sizes.head_dim) == (counted, counted, 8)
+
+
+@pytest.mark.skipif(not CONFIGS.exists(), reason="the configs of published targets are not beside the checkout")
+@pytest.mark.parametrize("name", ["llama-3.1-8b-instruct", "qwen3-30b-a3b", "qwen3-0.6b", "gpt-oss-20b"])
+def test_the_table_of_sizes_is_the_configs_own(name: str) -> None:
+    """Every row of docs/results/sizes.json would be made so again."""
+    facts = json.loads((CONFIGS / f"{name}.json").read_text())
+    facts.pop("quantization_config", None)
+    made = sizes_of_config(AutoConfig.for_model(facts.pop("model_type"), **facts))
+    known = json.loads(module.KNOWN.read_text())
+    (row,) = (sizes for path, sizes in known.items() if path.split("/")[1].lower() == name)
+    assert made == module.Sizes(**row)

@@ -1,0 +1,155 @@
+"""Which models read trees is found out by reading one: those that would misread it are refused, or read otherwise."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from eagle import Sampling, Target, generate
+from eagle.core.verify import Choose
+from eagle.drafters.none import NoDrafter
+from tests.families import COMMON, FAMILIES, PlantedTrees, RandomTrees, build, own_answer, random_tokens
+
+GPT_NEO = {
+    "num_layers": 4,
+    "num_heads": 4,
+    "attention_types": [[["global", "local"], 2]],
+    "max_position_embeddings": 512,
+}
+
+
+def build_small(model_type: str, overrides: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
+    """A tiny random model of a type, of weights as large as its own initialisation makes them."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**COMMON, **overrides})
+    return AutoModelForCausalLM.from_config(config).to(dtype).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [8, 256])
+def test_windows_that_count_rows_are_refused(window: int, dtype: torch.dtype) -> None:
+    """GPT-Neo's local layers mask by places in the cache, of which siblings take one each."""
+    target = Target(build_small("gpt_neo", {**GPT_NEO, "window_size": window}, dtype))
+    with pytest.raises(
+        ValueError, match=r"gpt_neo cannot read a tree: it (attends by the order of rows|reads a small tree)"
+    ):
+        generate(target, NoDrafter(), random_tokens(20, seed=1), max_new_tokens=4, stop=[])
+    assert target.features(torch.ones(1, 9, dtype=torch.long), (0, -1)).shape == (1, 9, 2, COMMON["hidden_size"])
+
+
+def test_layers_that_count_rows_in_an_untold_window_are_the_refused_ones() -> None:
+    """Without local layers the same type reads trees, and its answers are its own."""
+    model = build_small("gpt_neo", {**GPT_NEO, "attention_types": [[["global"], 4]]})
+    prompt = random_tokens(20, seed=1)
+    answer = own_answer(model, prompt, 24)
+    drafter = PlantedTrees(prompt + answer)
+    assert generate(Target(copy.deepcopy(model)), drafter, prompt, max_new_tokens=24, stop=[]).tokens == answer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("drafter", ["none", "random"])
+def test_layers_that_rewrite_masks_get_whole_ones(
+    drafter: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Doge adds to every mask, and so cannot be given the sign for none: it is read without grouped attention."""
+    monkeypatch.setitem(FAMILIES, "doge", ("doge", {}))
+    model = build("doge", dtype)
+    target, prompt = Target(copy.deepcopy(model)), random_tokens(20, seed=1)
+    target.begin(prompt, Choose(Sampling()))
+    assert not target.masks.grouped
+    if dtype == torch.float32:
+        answer = own_answer(model, prompt, 24)
+        trees = NoDrafter() if drafter == "none" else RandomTrees(answer)
+        assert generate(target, trees, prompt, max_new_tokens=24, stop=[]).tokens == answer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma3", "gpt_oss", "deepseek_v3", "gpt2"])
+@pytest.mark.parametrize("drawn", [True, False])
+def test_models_that_read_trees_pass_in_every_precision(name: str, dtype: torch.dtype, drawn: bool) -> None:
+    """Neither rounding nor experts that swap places nor weights that do nearly nothing are taken for a fault."""
+    model = build(name, dtype) if drawn else build_small(*FAMILIES[name], dtype)
+    target = Target(model)
+    grouped = target.masks.grouped
+    target.reader.check()
+    assert target.masks.grouped == grouped
+
+
+def siblings_seen(mask: Any, start: int) -> None:
+    """Every row sees those before it."""
+    mask[..., start:] = torch.full_like(mask[..., start:], torch.finfo(mask.dtype).min).triu(1)
+
+
+def start_unseen(mask: Any, start: int) -> None:
+    """No row sees the first two tokens."""
+    mask[..., :2] = torch.finfo(mask.dtype).min
+
+
+def self_unseen(mask: Any, start: int) -> None:
+    """No row sees itself."""
+    mask[..., start:].diagonal(dim1=-2, dim2=-1).fill_(torch.finfo(mask.dtype).min)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fault", [siblings_seen, start_unseen, self_unseen])
+def test_a_planted_fault_is_seen_in_every_precision(
+    fault: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check fails on a reader that is broken on purpose."""
+    target = Target(build("llama", dtype))
+    masks = type(target.masks)
+    additive = masks._additive
+
+    def broken(self: Any, start: int, *arguments: Any) -> Any:
+        mask = additive(self, start, *arguments)
+        fault(mask, start)
+        return mask
+
+    monkeypatch.setattr(masks, "_additive", broken)
+    with pytest.raises(ValueError, match="cannot read a tree: it reads a small tree otherwise"):
+        target.begin([1, 2, 3], Choose(Sampling()))
+
+
+def test_the_check_runs_once_and_leaves_no_text() -> None:
+    """Later prompts do not pay for it, and the first is read as if there were none."""
+    target, calls = Target(build("llama")), []
+    target.model.get_input_embeddings().register_forward_pre_hook(lambda *_: calls.append(1))
+    prompt = random_tokens(9, seed=1)
+    first = target.begin(prompt, Choose(Sampling()))
+    paid = len(calls)
+    target.forget()
+    assert target.begin(prompt, Choose(Sampling())).root == first.root
+    assert paid == 6 and len(calls) == 7
+
+
+# -- what is no model, and what is no whole one ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Target("runs/tiny/target"), r"got the path 'runs/tiny/target': use Target.load\('runs/tiny/target'\)"),
+        (lambda: Target(Path("here")), r"got the path 'here': use Target.load\('here'\)"),
+        (
+            lambda: Target(torch.nn.Linear(2, 2)),
+            "takes a model of transformers, got Linear: load one with Target",
+        ),
+        (lambda: Target({"a": 1}), r"takes a model of transformers, got dict"),
+        (
+            lambda: Target(build("llama").base_model),
+            r"LlamaModel has no LM head: .* expected one of AutoModel",
+        ),
+        (lambda: Target.load("x", dtype="float3"), r"dtype is 'float3', expected 'auto', 'float32', 'bfloat16'"),
+        (lambda: Target.load("x", dtype="int8"), r"dtype is 'int8', expected 'auto', 'float32', 'bfloat16'"),
+        (lambda: Target.load("x", dtype=3), r"dtype is 3, expected 'auto', 'float32', 'bfloat16'"),
+    ],
+)
+def test_what_is_no_model_is_refused(make: Any, message: str) -> None:
+    """Sentences instead of attribute errors."""
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,93 @@
+"""The plan: every example once an epoch, whoever asks; learning rates as their formulas say."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+
+from eagle.recipe import TrainSection
+from eagle.training.plan import Plan
+
+SLOTS = [random.Random(place).choice([0, 3, 17, 40, 200]) for place in range(103)]
+
+
+def plan(**settings: Any) -> Plan:
+    """A plan over 103 examples, some of which have nothing to learn from."""
+    return Plan(SLOTS, TrainSection(out="nowhere", **settings))
+
+
+@pytest.mark.parametrize("validation", [0.0, 0.05, 0.5])
+def test_examples_are_split_once(validation: float) -> None:
+    """Held-out, learned from and unusable ones are everything, and nothing is two of them."""
+    made = plan(validation=validation)
+    usable = [place for place, slots in enumerate(SLOTS) if slots]
+    assert sorted(made.training + made.validation) == usable and not set(made.training) & set(made.validation)
+    assert made.unusable == len(SLOTS) - len(usable) > 0
+    assert len(made.validation) == math.ceil(validation * len(usable))
+
+
+def test_an_epoch_reads_every_example_once_in_an_order_of_its_own() -> None:
+    """Whoever asks, in whatever order; another epoch and another seed have another order."""
+    made, again = plan(epochs=3), plan(epochs=3)
+    assert len(made) == 3 * math.ceil(len(made.training) / 4)
+    read = {number: again.step(number) for number in reversed(range(len(again)))}
+    epochs = [[place for number in range(start, start + len(made) // 3) for place in made.step(number)]
+              for start in range(0, len(made), len(made) // 3)]  # fmt: skip
+    assert all(sorted(epoch) == made.training for epoch in epochs) and epochs[0] != epochs[1] != epochs[2]
+    assert all(made.step(number) == read[number] for number in range(len(made)))
+    orders = [plan(seed=seed, validation=0).epoch(number) for seed in range(4) for number in range(4)]
+    assert len({tuple(order) for order in orders}) == 16
+    assert len(plan(epochs=3, max_steps=7)) == 7 and len(plan(max_steps=10**6)) == len(plan())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_parts_are_the_step_and_their_weights_one(count: int) -> None:
+    """Every example weighs what its slots are of the step's, in exactly one part; no part is empty or much heavier."""
+    made = plan(batch_size=5)
+    for number in range(len(made)):
+        parts, step = made.parts(number, count), made.step(number)
+        shares = made.weights(number, parts)
+        whole, fresh = sum(SLOTS[place] for place in step), set(step)
+        assert len(parts) == count and all(parts) and math.isclose(sum(shares), 1.0)
+        for part, share in zip(parts, shares, strict=True):
+            own = [place for place in part if place in fresh]
+            assert own in ([], part)
+            assert math.isclose(share, sum(SLOTS[place] for place in own) / whole)
+            fresh -= set(own)
+        assert not fresh
+        heaviest, longest = max(shares) * whole, max(SLOTS[place] for place in step)
+        assert heaviest <= whole / count + longest
+
+
+def test_seeds_differ_by_example_epoch_and_run() -> None:
+    """No two draws share one."""
+    seeds = [
+        seed
+        for run in range(3)
+        for made in [plan(seed=run, epochs=2, validation=0)]
+        for number in range(len(made))
+        for seed in made.seeds(number, made.step(number))
+    ]
+    assert len(seeds) == len(set(seeds)) == 6 * len(plan(validation=0).training)
+
+
+SHAPES = {
+    "constant": lambda share: 1.0,
+    "linear": lambda share: 1 - share,
+    "cosine": lambda share: (1 + math.cos(math.pi * share)) / 2,
+}
+
+
+@pytest.mark.parametrize("schedule", SHAPES)
+@pytest.mark.parametrize(("warmup", "steps"), [(0.0, 0), (0.1, 10), (20, 20)])
+def test_learning_rates(schedule: Any, warmup: float, steps: int) -> None:
+    """A straight rise over the warm-up, then the formula over what is left, whose zero the last step does not reach."""
+    made = plan(schedule=schedule, warmup=warmup, lr=2.0, epochs=10, max_steps=100)
+    for number in range(100):
+        rise = (number + 1) / steps if number < steps else 1.0
+        fall = SHAPES[schedule](max(number - steps, 0) / (100 - steps))
+        assert math.isclose(made.lr(number), 2 * min(rise, 1.0) * fall)
+    assert made.lr(99) > 0
