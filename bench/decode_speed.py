@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from bench.machine import made_on
 from eagle import Budget, DraftTree, Sampling, Target, generate, stream
-from eagle.core.drafter import Committed, Noise
+from eagle.core.drafter import Committed, Drafter, Noise
 from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
 from eagle.log import script
@@ -28,7 +28,7 @@ from eagle.log import script
 CONTEXTS = (300, 3000)
 
 
-class RandomTrees:
+class RandomTrees(Drafter):
     """Trees of a fixed size with random tokens and random shape: all cost, no luck."""
 
     taps: tuple[int, ...] = ()

@@ -23,13 +23,13 @@ from eagle import Budget, DraftTree, Target, load_drafter, stream
 from eagle.core.decode import Trace
 from eagle.core.drafter import Committed, Drafter, Noise
 from eagle.log import script
-from eval.costs import Costs, bare_costs, level_rows
+from eval.costs import Costs, bare_costs
 
 CONTEXTS, NODES, DEPTH, TOP_K = (128, 1024), (8, 25, 60), 6, 10
 CYCLES = 8  # of one answer: few, so that the context stays what it was timed for
 
 
-class Timed:
+class Timed(Drafter):
     """A drafter that notes how long it drafts."""
 
     def __init__(self, drafter: Drafter) -> None:
@@ -65,7 +65,7 @@ def cycles(target: Target, drafter: Drafter, context: int, budget: Budget) -> It
 def shares(target: Target, drafter: Drafter, context: int, budget: Budget, costs: Costs) -> dict[str, float]:
     """Milliseconds of a mean cycle and its drafting, and those of the bare forwards that they contain."""
     rows = list(cycles(target, drafter, context, budget))
-    levels = level_rows(budget)
+    levels = drafter.forwards(budget) or ()
     draft = [costs.draft([int(row["fed"]), *levels], int(row["at"])) for row in rows]
     read = [costs.read(int(row["read"]), int(row["at"])) for row in rows]
     found = {

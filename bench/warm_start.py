@@ -120,7 +120,7 @@ def recipe_of(work: Path, conversations: int, *more: str) -> tuple[Recipe, list[
 def judged(recipe: Recipe, head: TrainableDrafter, target: Target, store: FeatureStore) -> dict[str, float]:
     """What validation says of a head before its first step."""
     plan = Plan([int(supervised(store.mask(place)).sum()) for place in range(len(store))], recipe.train)
-    sums = [head.judge(collate([store[place]], store.taps), target.head, TREES) for place in plan.validation]
+    sums = [head.validate(collate([store[place]], store.taps), target.head, TREES) for place in plan.validation]
     return figures(reduce(added, [{name: value.double() for name, value in part.items()} for part in sums]))
 
 

@@ -12,18 +12,27 @@ from time import perf_counter, process_time
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from eagle.core.drafter import Budget
+from eagle.core.drafter import Budget, Drafter
 from eagle.core.verify import Choose, Sampling
-from eagle.drafters.parts.blocks import Cache
-from eagle.drafters.parts.growth import level_mask
-from eagle.drafters.parts.unroll import UnrolledDrafter
+from eagle.drafters.none import NoDrafter
+from eagle.drafters.parts.growth import level_rows
 from eagle.target.target import Target
 
 CONTEXTS = (128, 512, 1024)
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 17, 26, 41, 61)  # small ones are not smooth: 3 rows may cost more than 4
 Table = tuple[tuple[float, ...], ...]
+
+
+class _GrowsTrees(Drafter):
+    """What rows of a results file were drafted by, as far as modelled time needs it: a head that grows its trees."""
+
+    def forwards(self, budget: Budget) -> tuple[int, ...]:
+        """The rows of each level after the first."""
+        return level_rows(budget)
+
+
+GROWS_TREES = _GrowsTrees()
 
 
 @dataclass(frozen=True)
@@ -33,8 +42,8 @@ class Costs:
     contexts: tuple[int, ...]
     sizes: tuple[int, ...]
     target: Table
-    first: Table | None = None  # the head's over what was committed: right after the target, one row scored
-    level: Table | None = None  # the head's over a level of the tree: after a forward of its own, all rows scored
+    first: Table | None = None  # the drafter's over what was committed: right after the target, one row scored
+    level: Table | None = None  # the drafter's over a level of the tree: after a forward of its own, all rows scored
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Costs:
@@ -46,7 +55,7 @@ class Costs:
         return self._between(self.target, tokens, context)
 
     def draft(self, rows: Sequence[int], context: int) -> float:
-        """Seconds of the head's forwards in one cycle, of so many rows each; a drafter without a head takes none."""
+        """Seconds of the drafter's forwards in one cycle, of so many rows each; nothing where none are known."""
         if self.first is None or self.level is None or not rows:
             return 0.0
         start, *levels = rows
@@ -54,23 +63,30 @@ class Costs:
         return self._between(self.first, start, context) + spent
 
     def cycle(self, nodes: int, rows: Sequence[int], context: int) -> float:
-        """Seconds of a cycle that drafts `nodes` in head forwards of these `rows`, and reads them."""
+        """Seconds of a cycle that drafts `nodes` in forwards of these `rows`, and reads them."""
         return self.draft(rows, context) + self.read(nodes + 1, context)
 
     def modelled(
-        self, cycles: Iterable[dict[str, Any]], budget: Budget | None = None, limit: int | None = None
+        self,
+        cycles: Iterable[dict[str, Any]],
+        budget: Budget | None = None,
+        limit: int | None = None,
+        drafter: Drafter = GROWS_TREES,
     ) -> float:
-        """Seconds of one answer's recorded cycles, prefill excluded; no budget: nothing was drafted by a head.
+        """Seconds of one answer's recorded cycles, prefill excluded; no budget: nothing was drafted by forwards.
 
         With the answer's limit of tokens, levels that were left out at its end are not charged.
         """
-        total, untold, done = 0.0, 1, 1
+        total, pending, done = 0.0, 1, 1
         for cycle in cycles:
             here = None if budget is None else budget if limit is None else budget.within(limit - done - 1)
-            asked = None if here is None or here.is_empty else here
-            rows = () if asked is None else (untold, *level_rows(asked))
-            total += self.cycle(cycle["nodes"], rows, cycle["context"])
-            untold, done = cycle["accepted"] + 1 + (untold if asked is None else 0), done + cycle["committed"]
+            levels = None if here is None or here.is_empty else drafter.forwards(here)
+            total += self.cycle(cycle["nodes"], () if levels is None else (pending, *levels), cycle["context"])
+            if here is None or here.is_empty:
+                pending += cycle["accepted"] + 1
+            else:
+                pending = drafter.unread(cycle["accepted"], cycle["depth"])
+            done += cycle["committed"]
         return total
 
     def _between(self, table: Table, size: int, context: int) -> float:
@@ -79,17 +95,9 @@ class Costs:
         return max(_line(self.contexts, columns, context), 0.0)
 
 
-def level_rows(budget: Budget) -> list[int]:
-    """How many rows a head reads for each level of its tree after the first."""
-    if budget.paths is not None:
-        inner = {path[:-1] for path in budget.paths if 1 < len(path) <= budget.depth}
-        return [sum(len(path) == depth for path in inner) for depth in range(1, max(map(len, inner), default=0) + 1)]
-    return [min(budget.top_k, budget.nodes)] * (budget.depth - 1) if min(budget.top_k, budget.nodes) else []
-
-
 def bare_costs(
     target: Target,
-    drafter: Any = None,
+    drafter: Drafter | None = None,
     contexts: Sequence[int] = CONTEXTS,
     sizes: Sequence[int] = SIZES,
     rounds: int = 7,
@@ -98,20 +106,18 @@ def bare_costs(
     sizes = tuple(sorted(set(sizes)))
     longest = (target.max_positions or max(contexts) + sizes[-1]) - sizes[-1]
     contexts = tuple(sorted({min(context, longest) for context in contexts}))
-    head = drafter if isinstance(drafter, UnrolledDrafter) else None
-    tables = [_at(target, head, context, sizes, rounds) for context in contexts]
+    tables = [_at(target, drafter or NoDrafter(), context, sizes, rounds) for context in contexts]
     target.forget()
     return Costs(contexts, sizes, *(tuple(column) for column in zip(*tables, strict=True)))
 
 
-def _at(
-    target: Target, head: UnrolledDrafter | None, context: int, sizes: Sequence[int], rounds: int
-) -> list[tuple[float, ...]]:
-    """At one context: the target's medians by size, then the head's first and later forwards'."""
+def _at(target: Target, drafter: Drafter, context: int, sizes: Sequence[int], rounds: int) -> list[tuple[float, ...]]:
+    """At one context: the target's medians by size, then those of the drafter's first and later forwards, if any."""
     target.begin([1] * context, Choose(Sampling()), room=sizes[-1])
     kinds: list[list[Callable[[], Any]]] = [[bare_read(target, size) for size in sizes]]
-    if head is not None:
-        kinds += [[bare_draft(head, context, size, scored) for size in sizes] for scored in (1, None)]
+    for every in (False, True):  # the first forward makes the last row into logits, the later ones all
+        probes = [drafter.probe(context, size, size if every else 1) for size in sizes]
+        kinds += [[probe for probe in probes if probe is not None]] if probes[0] is not None else []
     found: dict[tuple[int, int], list[float]] = defaultdict(list)
     for number in range(rounds + 1):  # the first warms up
         for place, forwards in enumerate(zip(*kinds, strict=True)):
@@ -168,31 +174,6 @@ def bare_read(target: Target, size: int) -> Callable[[], Any]:
     @torch.inference_mode()
     def run() -> Any:
         return target.reader.model(**inputs)
-
-    return run
-
-
-def bare_draft(head: Any, context: int, size: int, scored: int | None) -> Callable[[], Any]:
-    """A head's own forward of so many rows behind so much text, the last `scored` of them (or all) made into logits."""
-    (frozen,), cache = head.frozen, Cache()
-    weight, every = head.fc.weight, context + size  # of whatever is fused
-    tokens = torch.ones(1, every, dtype=torch.long, device=weight.device)
-    features = torch.zeros(1, every, head.shape.hidden_size, device=weight.device, dtype=weight.dtype)
-    positions = torch.arange(every, device=weight.device)[None]
-    chain = torch.ones(size, size, dtype=torch.bool, device=weight.device).tril()
-    mask = level_mask(context, chain, weight.dtype)
-
-    def rows(start: int, end: int, mask: Tensor | None) -> Tensor:
-        cache.length = start
-        part = slice(start, end)
-        return head.read(tokens[:, part], features[:, part], positions[:, part], mask, cache, frozen)
-
-    with torch.inference_mode():
-        rows(0, context, None)
-
-    @torch.inference_mode()
-    def run() -> Any:
-        return head.law(rows(context, every, mask)[0, -(scored or size) :], frozen)
 
     return run
 

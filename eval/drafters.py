@@ -87,7 +87,7 @@ def _budget(recipe: Recipe, given: BudgetSection | None, drafter: Drafter) -> Bu
     """What the recipe says for this drafter or for all, else what the head was tuned to, else the recipe's defaults."""
     if given is not None:
         return budget_of(given)
-    own = getattr(drafter, "budget", None)
+    own = drafter.budget
     if own is not None and not {"nodes", "depth", "top_k"} & recipe.eval.model_fields_set:
         return own
     return Budget(recipe.eval.nodes, recipe.eval.depth, recipe.eval.top_k)

@@ -13,9 +13,9 @@ from time import perf_counter, process_time
 from typing import Any
 
 from eagle.core.decode import Cycle, Trace, generate
+from eagle.core.drafter import Drafter
 from eagle.core.verify import Sampling
 from eagle.disk import lock_path
-from eagle.drafters.parts.unroll import UnrolledDrafter
 from eagle.log import interrupted_by_user, progress, script
 from eagle.recipe import Recipe, command_line
 from eagle.target.target import Target
@@ -223,12 +223,12 @@ def costs_of(measurement: Measurement) -> dict[str, Any]:
     lengths = [len(prompt) for prompt in prompts if prompt is not None] or [1]
     low, high = min(lengths), max(lengths) + new * max(len(question.turns) for question in asked)
     costs: dict[str, Any] = {}
-    measured: dict[int, Any] = {}
+    measured: dict[Drafter | None, Any] = {}
     for name, one in measurement.drafters.items():
-        head = one.drafter if isinstance(one.drafter, UnrolledDrafter) else None
-        if id(head) not in measured:
-            measured[id(head)] = asdict(bare_costs(measurement.target, head, [low, (low + high) // 2, high]))
-        costs[name] = measured[id(head)]
+        probed = one.drafter if one.drafter.probe(1, 1, 1) else None  # the others share the target's forwards
+        if probed not in measured:
+            measured[probed] = asdict(bare_costs(measurement.target, probed, [low, (low + high) // 2, high]))
+        costs[name] = measured[probed]
     return costs
 
 

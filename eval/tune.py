@@ -2,7 +2,7 @@
 
 Bare forwards are timed, the target answers the tuning prompts once, and every candidate is replayed along its answers:
 exactly the cycles that it would decode in. Tokens per second are those cycles at the prices of the bare forwards; a
-drafter that is no head pays for its drafts what they took in the replays.
+drafter that takes no forwards pays for its drafts what they took in the replays.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from eagle.formats.checkpoint import load_drafter, write_budget
 from eagle.log import progress, script
 from eagle.recipe import Recipe, command_line
 from eagle.target.target import Target
-from eval.costs import Costs, bare_costs, draft_seconds, level_rows
+from eval.costs import Costs, bare_costs, draft_seconds
 from eval.drafters import load_target, settle_threads
 from eval.prompts import Question, questions
 from eval.replay import Answer, answer, plain, rates_by_rank, recorded, replay
@@ -93,7 +93,7 @@ class Tuning:
         shown = [pair for pair in zip(answers, records, strict=False) if task in (None, pair[0].task)]
         paid = budget if budget.nodes else None
         cycles = [row for _, rows in shown for row in rows]
-        seconds = sum(self.costs.modelled(rows, paid, told.limit) for told, rows in shown)
+        seconds = sum(self.costs.modelled(rows, paid, told.limit, self.drafter) for told, rows in shown)
         return Trial(
             budget, len(cycles), sum(row["committed"] for row in cycles), seconds + self._drafting(budget, cycles)
         )
@@ -119,7 +119,8 @@ class Tuning:
         """
         told = [one for one in self.answers if task in (None, one.task)]
         context = sum(one.prompt + one.length // 2 for one in told) // len(told)
-        rows = [2, *level_rows(budget)] if budget.nodes else []
+        levels = self.drafter.forwards(budget) if budget.nodes else None
+        rows = () if levels is None else (2, *levels)
         replayed = [row for cycles in self.records.get(budget, []) for row in cycles]
         drafting = self._drafting(budget, replayed) / len(replayed) if replayed else 0.0
         return (self.costs.cycle(budget.nodes, rows, context) + drafting) / self.costs.read(1, context)

@@ -20,9 +20,10 @@ def first_head(recipe: Recipe, settings: Any, target: Target | Borrowed, feature
     named = getattr(settings, "draft_vocab", None)
     if isinstance(named, str):
         load_draft_vocab(named, {"tokenizer": features.identity["tokenizer"]})  # refuses that of another
-    head: TrainableDrafter = DRAFTERS[settings.kind].for_target(
-        settings, target.config, target.head, (features.said(place) for place in range(len(features)))
-    )
+    method = DRAFTERS[settings.kind]
+    weights = {"weights": target.tensor} if method.reads.weights else {}
+    supervised = (features.said(place) for place in range(len(features)))
+    head: TrainableDrafter = method.for_target(settings, target.config, target.head, supervised, **weights)
     if recipe.train.init is None:
         return head
     given = load_head(recipe.train.init)

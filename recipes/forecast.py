@@ -105,7 +105,7 @@ def empty_head(settings: Any, config: Any) -> TrainableDrafter:
     """The head without its numbers."""
     with torch.device("meta"):
         embedding, output = nn.Embedding(config.vocab_size, 1), nn.Linear(config.hidden_size, config.vocab_size)
-        return DRAFTERS[settings.kind].for_target(settings, config, TargetHead(embedding, output), said=())
+        return DRAFTERS[settings.kind].for_target(settings, config, TargetHead(embedding, output), supervised=())
 
 
 def parameters(module: nn.Module) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel
 
-from eagle.core.drafter import Budget, Committed, Noise
+from eagle.core.drafter import Budget, Committed, Drafter, Noise
 from eagle.core.tree import DraftTree
 
 VOCAB_SIZE, NUM_LAYERS, WINDOW = 96, 4, 8
@@ -137,7 +137,7 @@ def own_answer(
     return text[len(prompt) :]
 
 
-class RandomTrees:
+class RandomTrees(Drafter):
     """Random trees of at most 12 nodes over a few tokens, so that some are right by chance."""
 
     def __init__(self, tokens: list[int], seed: int = 0, taps: tuple[int, ...] = ()) -> None:
@@ -155,7 +155,7 @@ class RandomTrees:
         return DraftTree.from_paths(news.root, paths)
 
 
-class PlantedTrees:
+class PlantedTrees(Drafter):
     """Knows the answer, and plants its next tokens among wrong branches."""
 
     def __init__(self, text: list[int], right: int = 3, taps: tuple[int, ...] = ()) -> None:

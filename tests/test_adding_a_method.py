@@ -142,7 +142,7 @@ def test_the_example_is_judged_by_the_steps_that_it_drafts_by(registered: type[A
         optimizer.zero_grad()
         head(told, tiny_target.head)["total"].backward()
         optimizer.step()
-    sums = head.bind(tiny_target.head).judge(told, tiny_target.head, TREES)
+    sums = head.bind(tiny_target.head).validate(told, tiny_target.head, TREES)
     for name, paths in TREES.items():
         counts = counted_by_drafting(head, tiny_target, told, paths)
         assert {kind: sums[f"{name}/{kind}"].tolist() for kind in counts} == counts

@@ -188,7 +188,7 @@ def divergence(head: Any, target: Target, batch: Batch) -> float:
     before = batch.loss_mask.nonzero()[:, 0] - 1
     law = target.head.logits(batch.tapped((-1,))[before, 0]).log_softmax(-1)
     entropy = -(law.exp() * law).sum(-1).mean().item()
-    return figures(head.judge(batch, target.head, TREES))["cross_entropy"] - entropy
+    return figures(head.validate(batch, target.head, TREES))["cross_entropy"] - entropy
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -242,11 +242,11 @@ def test_loss_depends_on_what_is_supervised(name: str, tiny_target: Target, batc
 def test_what_is_judged_adds_up(name: str, tiny_target: Target, batch: Batch, examples: LiveFeatures) -> None:
     """Sums of two texts are those of each; the loss terms are those of training; nothing is drawn at random."""
     head = new_head(name, tiny_target)
-    whole = head.train().judge(batch, tiny_target.head, TREES)
+    whole = head.train().validate(batch, tiny_target.head, TREES)
     sums: dict[str, Tensor] = {}
     for place in (0, 1):
         alone = collate(examples.read([place]), examples.taps)
-        sums = added(sums, head.eval().judge(alone, tiny_target.head, TREES))
+        sums = added(sums, head.eval().validate(alone, tiny_target.head, TREES))
     assert sums.keys() == whole.keys()
     for key, value in whole.items():
         torch.testing.assert_close(sums[key], value, rtol=1e-6, atol=1e-6)

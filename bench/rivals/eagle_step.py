@@ -21,7 +21,7 @@ def side(work: Work) -> Made:
     embedding, output = (part.requires_grad_(False).to(work.numbers) for part in (embedding, output))
     frozen = TargetHead(embedding, output)
     settings = Eagle3.Settings(steps=work.steps, draft_vocab=work.draft_vocab, train_lm_head=work.head_trained)
-    head = Eagle3.for_target(settings, config, frozen, said=[torch.arange(work.draft_vocab)])
+    head = Eagle3.for_target(settings, config, frozen, supervised=[torch.arange(work.draft_vocab)])
     tokens, mask = work.text()
     taps = taps_of(settings, config)
     features = torch.randn(work.length, len(taps), config.hidden_size, dtype=work.numbers)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from eagle.core.drafter import Budget
+from eagle.core.drafter import Budget, Drafter
 from eagle.core.sampling import Sampling, whole
 
 AT_ONCE = "one prompt at a time"
@@ -16,19 +16,23 @@ AT_ONCE = "one prompt at a time"
 
 def check_call(target: Any, drafter: Any, sampling: Any, budget: Any) -> None:
     """Refuse a target, drafter, sampling or budget that is something else, and say how to make one."""
-    if hasattr(target, "propose") and hasattr(drafter, "read"):
+    if isinstance(target, Drafter) and hasattr(drafter, "read"):
         raise ValueError("the drafter stands where the target belongs: call generate(target, drafter, prompt)")
     if not hasattr(target, "read") or isinstance(target, type):
         hint = "pass Target(model, tokenizer)" if hasattr(target, "get_input_embeddings") else "load one: Target.load"
         raise ValueError(f"the target is {_shown(target)}, expected a Target: {hint}")
-    if not hasattr(drafter, "propose") or isinstance(drafter, type):
+    if not isinstance(drafter, Drafter):
         name = repr(str(drafter)) if isinstance(drafter, str) else "name"
-        raise ValueError(f"the drafter is {_shown(drafter)}, expected a Drafter: pass load_drafter({name}, target)")
+        raise ValueError(
+            f"the drafter is {_shown(drafter)}, expected a Drafter: pass load_drafter({name}, target), or let "
+            "a drafter of your own inherit from eagle.core.drafter.Drafter"
+        )
     if not isinstance(sampling, Sampling):
         raise ValueError(f"sampling is {_shown(sampling)}, expected a Sampling: as Sampling(temperature=0.7)")
-    if not isinstance(budget, Budget) and not (hasattr(budget, "within") and hasattr(budget, "nodes")):
+    is_policy = hasattr(budget, "within") and hasattr(budget, "nodes")
+    if budget is not None and not isinstance(budget, Budget) and not is_policy:
         raise ValueError(f"budget is {_shown(budget)}, expected a Budget or a policy: as Budget(nodes=8, depth=4)")
-    bound = [head.weight.shape for head in getattr(drafter, "frozen", ())]
+    bound = [head.weight.shape for head in drafter.frozen]
     if bound and bound[0] != target.head.weight.shape:
         raise ValueError(
             f"the head is bound to a target of {bound[0][0]} tokens and width {bound[0][1]}, this one has "

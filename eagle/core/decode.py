@@ -135,9 +135,8 @@ def stream(
     """
     refuse_options(unknown, OPTIONS)
     sampling = Sampling() if sampling is None else sampling
-    if budget is None:  # its own, where it was tuned
-        budget = getattr(drafter, "budget", None) or Budget()
     check_call(target, drafter, sampling, budget)
+    budget = budget or drafter.budget or Budget()
     max_new_tokens = positive_int("max_new_tokens", max_new_tokens)
     trace = Trace([]) if trace is None else trace
     trace.prompt, trace.tokenizer = token_ids(prompt), target.tokenizer
@@ -166,26 +165,29 @@ def _cycles(
 
     turn, this = turn_of(drafter), object()  # whoever begins later on this drafter or target takes it away
     with turn.beginning(this):
+        if drafter.reads.view:
+            drafter.bind_target(target.view())
         drafter.begin(choose.offer(target.vocab_size, target.device))
-    news = [target.begin(trace.prompt, choose, drafter.taps, limit + budget.nodes + 1, this)]  # not told yet
-    yield _commit(trace, [news[0].root], stops, limit)
+    pending = [target.begin(trace.prompt, choose, drafter.taps, limit + budget.nodes + 1, this)]
+    yield _commit(trace, [pending[0].root], stops, limit)
     while trace.finish == "running":
         clock.start()
         # what lies deeper than the last token wanted could only be cut off again
         here = budget.within(target.levels(limit - len(trace.tokens) - 1))
         draw = _same_draw(draw, here.draw)
-        tree = DraftTree.chain([news[-1].root])
+        tree = DraftTree.chain([pending[-1].root])
         if not here.is_empty:
             with turn.of(this):
-                tree, news = drafter.propose(Committed.joined(news), here), []
+                tree, pending = drafter.propose(Committed.joined(pending), here), []
         clock.lap("draft")
         reading = target.read(tree, this)
         clock.lap("target")
         path, root = verify(reading, choose)
         clock.lap("verify")
         target.keep(tree, path, this)
-        news.append(Committed(tree.tokens[path], reading.features_at(path), root))
-        new = _commit(trace, [*news[-1].tokens.tolist()[1:], root], stops, limit)
+        last = (tree, reading.likeliest(drafter.reads.choices)) if drafter.reads.choices else ()
+        pending.append(Committed(tree.tokens[path], reading.features_at(path), root, *last))
+        new = _commit(trace, [*pending[-1].tokens.tolist()[1:], root], stops, limit)
         clock.lap("other")
         shape, context = replace(tree, laws=None), reading.positions[0] - 1
         trace.cycles.append(Cycle(shape, tuple(path[1:]), len(new), context, clock.seconds))

@@ -1,12 +1,12 @@
 """What every drafting method agrees on: what it reads, what it answers, and what it may borrow."""
 
-# A committed tokens, L taps, D target width, K rows, P positions, V vocabulary
+# A committed tokens, N nodes, C choices, L taps, D target width, K rows, P positions, V vocabulary
 
 from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, get_args
 
@@ -41,21 +41,32 @@ class Noise(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Reads:
+    """What a drafter reads of the target beside its `taps` at accepted tokens; it gets what it asks for alone."""
+
+    choices: int = 0  # so many of the target's likeliest tokens after every node of the last tree, see `Committed`
+    view: bool = False  # the target's layers, to draft with: they come by `bind_target`
+    weights: bool = False  # the target's tensors by name when a head is made: `for_target` gets them as `weights`
+
+
+@dataclass(frozen=True, slots=True)
 class Committed:
-    """What the target has confirmed since the drafter last spoke."""
+    """What the target has confirmed since the drafter was last asked."""
 
     tokens: Tensor  # [A]
     features: Tensor | None  # [A, L, D], the taps that the drafter asked for
     root: int  # chosen by the target, not yet read by it
+    tree: DraftTree | None = None  # that the target read last; with its choices, where the drafter reads any
+    choices: Tensor | None = None  # [N, C], the target's likeliest tokens after each node of the tree, likeliest first
 
     @classmethod
-    def joined(cls, pieces: Sequence[Committed]) -> Committed:
-        """Pieces of news as one, for a drafter that was not asked in between."""
-        if len(pieces) == 1:
-            return pieces[0]
-        features = [piece.features for piece in pieces if piece.features is not None]
-        tokens = torch.cat([piece.tokens for piece in pieces])
-        return cls(tokens, torch.cat(features) if features else None, pieces[-1].root)
+    def joined(cls, updates: Sequence[Committed]) -> Committed:
+        """One update from several in a row, for a drafter that was not asked in between."""
+        if len(updates) == 1:
+            return updates[0]
+        features = [update.features for update in updates if update.features is not None]
+        tokens = torch.cat([update.tokens for update in updates])
+        return replace(updates[-1], tokens=tokens, features=torch.cat(features) if features else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,27 +151,47 @@ class Policy(Protocol):
         ...
 
 
-class Drafter(Protocol):
-    """Guesses a tree after every committed token; `taps` are the target's layer inputs that it reads to do so."""
+class Drafter:
+    """Guesses a tree after every committed token; tuner, costs and loop ask what is here, and never what it is."""
 
-    taps: tuple[int, ...]
+    taps: tuple[int, ...] = ()  # the target's layer inputs that it reads of accepted tokens
+    reads: Reads = Reads()
+    budget: Budget | None = None  # what it was tuned to
+    frozen: tuple[TargetHead, ...] = ()  # what it borrows once it is bound
 
     def begin(self, noise: Noise | None = None) -> None:
         """Forget the previous sequence; `noise` is what the target will choose with (None when it is greedy)."""
+        raise NotImplementedError(f"{type(self).__name__} cannot draft: write begin and propose")
 
-    def propose(self, news: Committed, budget: Budget) -> DraftTree:
-        """A tree rooted at `news.root`, of at most `budget.nodes` further nodes."""
-        ...
+    def propose(self, update: Committed, budget: Budget) -> DraftTree:
+        """A tree rooted at `update.root`, of at most `budget.nodes` further nodes."""
+        raise NotImplementedError(f"{type(self).__name__} cannot draft: write begin and propose")
+
+    def bind_target(self, view: Any) -> None:
+        """Get the target's layers (`eagle.target.view.TargetView`) before a text begins; for who `reads` a view."""
+        raise NotImplementedError(f"{type(self).__name__} reads a view of the target: write bind_target(view)")
+
+    def forwards(self, budget: Budget) -> tuple[int, ...] | None:
+        """Rows of each forward that a draft takes after its first, which reads what was committed since the last.
+
+        None where it takes no forwards of a network, or not always: its drafts cost the seconds that they took.
+        """
+        return None
+
+    def unread(self, accepted: int, depth: int) -> int:
+        """Rows that the next draft's first forward reads, after `accepted` of a tree of `depth` levels were."""
+        return accepted + 1
+
+    def probe(self, context: int, rows: int, scored: int) -> Callable[[], Any] | None:
+        """A forward of so many rows behind `context` tokens, the last `scored` made into logits, to be timed."""
+        return None
 
 
-class TrainableDrafter(nn.Module):
+class TrainableDrafter(nn.Module, Drafter):
     """A drafter with weights; its forward is the loss, because data-parallel wrappers synchronise `forward` alone."""
 
-    taps: tuple[int, ...] = ()
     teacher_taps: tuple[int, ...] = (-1,)
     Settings: type  # what a recipe may say about it
-    budget: Budget | None = None  # what it was tuned to
-    frozen: tuple[TargetHead, ...] = ()  # what it borrows once it is bound
 
     def __init__(self, settings: Any, shape: Any) -> None:
         """As a checkpoint makes it: from settings, and a config of transformers that holds its sizes."""
@@ -174,8 +205,11 @@ class TrainableDrafter(nn.Module):
 
     @property
     def network(self) -> dict[str, Any]:
-        """All that decides what its weights mean, beside their sizes; heads that agree can start from one another."""
-        return {"kind": self.settings.kind}
+        """The name of the network, and all that decides what its weights mean beside their sizes.
+
+        Heads that agree in it can start from one another, and serve in the same engines.
+        """
+        return {"network": self.settings.kind}
 
     @classmethod
     def for_target(
@@ -183,9 +217,12 @@ class TrainableDrafter(nn.Module):
         settings: Any,
         target_config: Any,
         frozen: TargetHead | None = None,
-        said: Iterable[Tensor] | None = None,
+        supervised: Iterable[Tensor] | None = None,
     ) -> TrainableDrafter:
-        """A new head of the right sizes, from parts of the target and the supervised tokens of each text, if needed."""
+        """A new head of the right sizes, from parts of the target and the supervised tokens of each text, if needed.
+
+        One whose class `reads` the target's weights gets them by one more argument, `weights`: name -> tensor.
+        """
         raise NotImplementedError(f"{cls.__name__} cannot be made for a target: write for_target")
 
     def bind(self, frozen: TargetHead) -> TrainableDrafter:
@@ -194,22 +231,14 @@ class TrainableDrafter(nn.Module):
         self.begin()
         return self.eval()
 
-    def begin(self, noise: Noise | None = None) -> None:
-        """Forget the previous sequence."""
-        raise NotImplementedError(f"{type(self).__name__} cannot draft: write begin and propose")
-
-    def propose(self, news: Committed, budget: Budget) -> DraftTree:
-        """A tree after what was committed."""
-        raise NotImplementedError(f"{type(self).__name__} cannot draft: write begin and propose")
-
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
         """Loss terms: "total" is minimised, the rest is logged."""
         raise NotImplementedError(f"{type(self).__name__} does not define its loss: write forward(batch, frozen)")
 
-    def judge(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
+    def validate(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
         """Sums that add up over batches and processes; drafters/parts/validation.py makes figures of them."""
         raise NotImplementedError(
-            f"{type(self).__name__} cannot be validated: write judge(batch, frozen, trees), see parts/validation.py"
+            f"{type(self).__name__} cannot be validated: write validate(batch, frozen, trees), see parts/validation.py"
         )
 
 

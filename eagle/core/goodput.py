@@ -80,7 +80,8 @@ class Goodput:
         Without a budget it is the drafter's own, else a chain of eight. Reading what the drafter never proposed is
         taken to cost what lies next to it.
         """
-        budget = budget or getattr(drafter, "budget", None) or Budget.fixed(chain_paths(8))
+        own = drafter.budget if isinstance(drafter, Drafter) else None  # `generate` refuses what is none
+        budget = budget or own or Budget.fixed(chain_paths(8))
         turns = _InTurn(budget)
         options = {"max_new_tokens": 256, "stop": [], **options}
         cycles = generate(target, drafter, prompt, budget=turns, timing=True, **options).cycles

@@ -143,6 +143,10 @@ class Reading:
         tokens = self.tree.tokens.tolist()
         return self.text + [tokens[step] for step in self.tree.path(node)]
 
+    def likeliest(self, count: int) -> Tensor:
+        """[N, count], the tokens that the target finds likeliest after each node, likeliest first."""
+        return self.logits.topk(min(count, self.logits.shape[-1])).indices
+
     def features_at(self, path: Sequence[int]) -> Tensor | None:
         """[len(path), L, D], or None where nothing was tapped."""
         return None if self.features is None else self.features[list(path)]

@@ -8,7 +8,7 @@ Distillation is that of Zhou et al. 2023, arXiv 2310.08461.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,9 +22,10 @@ from eagle.core.drafter import Budget, Committed, Noise, TargetHead, TrainableDr
 from eagle.core.tree import DraftTree, Paths
 from eagle.data.examples import Batch
 from eagle.drafters.parts.blocks import head_shape
-from eagle.drafters.parts.growth import grow
+from eagle.drafters.parts.growth import grow, level_rows
 from eagle.drafters.parts.objectives import Kind, LanguageHead, Objective, OwnHead, distilled
 from eagle.drafters.parts.validation import judged_batch
+from eagle.target.attention import TreeCache
 from eagle.target.loading import load_model, tokenizer_of
 from eagle.target.target import Target
 
@@ -63,7 +64,7 @@ class DraftModel(TrainableDrafter):
         settings: Any,
         target_config: Any,
         frozen: TargetHead | None = None,
-        said: Iterable[Tensor] | None = None,
+        supervised: Iterable[Tensor] | None = None,
     ) -> DraftModel:
         """A new model of the target's vocabulary, or the one that the settings name."""
         if settings.model is None:
@@ -84,7 +85,7 @@ class DraftModel(TrainableDrafter):
     @property
     def network(self) -> dict[str, Any]:
         """Which architecture it has."""
-        return {"kind": "draft_model", "model_type": self.shape.model_type}
+        return {"network": "draft_model", "model_type": self.shape.model_type}
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -119,7 +120,7 @@ class DraftModel(TrainableDrafter):
         return tokens.clamp(max=self.model.get_input_embeddings().weight.shape[0] - 1)
 
     @torch.no_grad()
-    def judge(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
+    def validate(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
         """Sums of what each tree would have kept, and of how its laws compare with the target's."""
         steps = max(len(path) for paths in trees.values() for path in paths)
         output, size = self.model.get_output_embeddings(), frozen.weight.shape[0]
@@ -151,15 +152,40 @@ class DraftModel(TrainableDrafter):
         for own in self.own:
             own.forget()
 
+    def forwards(self, budget: Budget) -> tuple[int, ...]:
+        """The rows of each level of the tree after the first."""
+        return level_rows(budget)
+
+    def unread(self, accepted: int, depth: int) -> int:
+        """The root alone, as accepted drafts were read; or with it a leaf of the last level, which no draft reads."""
+        return 1 + (accepted == depth > 0)
+
+    def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
+        """The model's own forward of so many rows behind so much text, in a cache of its own."""
+        (own,) = self.own
+        cache = TreeCache(own.config.num_hidden_layers)
+        tokens = torch.ones(context + rows, dtype=torch.long)
+
+        @torch.inference_mode()
+        def run() -> Tensor:
+            cache.length = context
+            positions = list(range(context, context + rows))
+            hidden = own.reader(tokens[context:], positions, None, context, cache)
+            return own.head.logits(hidden[0, -scored:])
+
+        with torch.inference_mode():
+            own.reader(tokens[:context], list(range(context)), None, 0, cache)
+        return run
+
     @torch.inference_mode()
-    def propose(self, news: Committed, budget: Budget) -> DraftTree:
+    def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """A tree grown from its own law; nothing where the text outgrows what the model can read on."""
         (own,) = self.own
-        self.confirmed += len(news.tokens)
+        self.confirmed += len(update.tokens)
         room = self._room(budget.depth)
         if room <= 0:
-            return DraftTree.chain([news.root])
-        logits = self._told([*news.tokens.tolist(), news.root])
+            return DraftTree.chain([update.root])
+        logits = self._told([*update.tokens.tolist(), update.root])
         depths, known = list[int](), min(own.vocab_size, self.size)
 
         def level(depth: int, tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
@@ -169,7 +195,7 @@ class DraftModel(TrainableDrafter):
 
         drafts = torch.arange(known, device=own.device) if known < self.size else None
         logits = logits[: self.size]
-        return grow(news.root, logits, level, budget.within(room), self.noise, len(own.text), drafts)
+        return grow(update.root, logits, level, budget.within(room), self.noise, len(own.text), drafts)
 
     def _room(self, levels: int) -> int:
         """At most that many levels behind the root: fewer before the last position, or a border of frequencies."""

@@ -84,11 +84,11 @@ class Eagle3(UnrolledDrafter):
         settings: Eagle3Settings,
         target_config: Any,
         frozen: TargetHead | None = None,
-        said: Iterable[Tensor] | None = None,
+        supervised: Iterable[Tensor] | None = None,
     ) -> Eagle3:
         """A new head; its LM head starts from the target's rows of the tokens that it may say."""
         own = {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
-        drafts = _draft_vocabulary(settings.draft_vocab, said, target_config.vocab_size)
+        drafts = _draft_vocabulary(settings.draft_vocab, supervised, target_config.vocab_size)
         shape = head_shape(target_config, draft_vocab_size=len(drafts), **own)
         head = cls(settings.model_copy(update={"taps": cls.taps_for(settings, target_config)}), shape)
         if head.drafts is not None:
@@ -111,8 +111,8 @@ class Eagle3(UnrolledDrafter):
     @property
     def network(self) -> dict[str, Any]:
         """What it reads, and where its norms stand."""
-        named = ("kind", "taps", "norm_output", "norm_before_residual")
-        return {name: getattr(self.settings, name) for name in named}
+        named = ("taps", "norm_output", "norm_before_residual")
+        return {"network": "fused", **{name: getattr(self.settings, name) for name in named}}
 
     # -- one level ----------------------------------------------------------------------------------------------------
 
@@ -183,14 +183,14 @@ class Eagle3(UnrolledDrafter):
         return self.cut[1]
 
 
-def _draft_vocabulary(asked: int | str | None, said: Iterable[Tensor] | None, vocab_size: int) -> Tensor:
+def _draft_vocabulary(asked: int | str | None, supervised: Iterable[Tensor] | None, vocab_size: int) -> Tensor:
     """[D], the tokens that a head may say, in ascending order."""
     if asked is None:
         return torch.arange(vocab_size)
     if isinstance(asked, int):
-        if said is None:
-            raise ValueError(f"drafter.draft_vocab is {asked}, but no texts were given: call for_target with `said`")
-        return most_frequent(token_counts(said, vocab_size), asked)
+        if supervised is None:
+            raise ValueError(f"drafter.draft_vocab is {asked}, but no texts were given: call for_target with them")
+        return most_frequent(token_counts(supervised, vocab_size), asked)
     _, t2d = load_draft_vocab(asked)
     if len(t2d) != vocab_size:
         raise ValueError(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Literal, get_args
 
-from eagle.core.drafter import Budget, Committed, Noise
+from eagle.core.drafter import Budget, Committed, Drafter, Noise
 from eagle.core.tree import DraftTree
 
 Pick = Literal["recent", "frequent"]
@@ -15,15 +15,13 @@ Pick = Literal["recent", "frequent"]
 LATEST = 8
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Copies of what followed earlier occurrences of the text's last n tokens, longest n first.
 
     A match of n tokens is trusted for `trust` * n more: on 32 prompts of three kinds that made decoding 1.12 to 1.16
     times faster in modelled time than always copying ten, for 0.02 to 0.07 tokens per step less. `pick` says which of
     several continuations is copied; up to `branches` that begin differently are copied, as far as the budget goes.
     """
-
-    taps: tuple[int, ...] = ()
 
     def __init__(
         self, longest: int = 4, shortest: int = 1, trust: int = 3, pick: Pick = "recent", branches: int = 1
@@ -47,9 +45,9 @@ class NgramDrafter:
         self.after: dict[tuple[int, ...], int] = {}  # n-gram -> the place after its latest occurrence
         self.before: dict[tuple[int, int], int] = {}  # n, such a place -> the one after the occurrence before
 
-    def propose(self, news: Committed, budget: Budget) -> DraftTree:
+    def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """Copies of at most `budget.nodes` tokens in all; the root alone where nothing matches."""
-        self._read([*news.tokens.tolist(), news.root])
+        self._read([*update.tokens.tolist(), update.root])
         paths: list[list[int]] = []
         left = budget.nodes
         for size, place in islice(self._found(), min(self.branches, budget.top_k)):
@@ -57,7 +55,7 @@ class NgramDrafter:
             period, length = len(self.text) - place, min(left, budget.depth, self.trust * size)
             paths.append([self.text[place + step % period] for step in range(length)])
             left -= length
-        return DraftTree.from_paths(news.root, paths)
+        return DraftTree.from_paths(update.root, paths)
 
     def _read(self, tokens: list[int]) -> None:
         """Append the tokens; the n-grams that end the text come into the index once something follows them."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from eagle.core.drafter import Budget, Committed, Noise
+from eagle.core.drafter import Budget, Committed, Drafter, Noise
 from eagle.core.tree import DraftTree
 
 
-class NoDrafter:
+class NoDrafter(Drafter):
     """Proposes nothing but the root."""
-
-    taps: tuple[int, ...] = ()
 
     def begin(self, noise: Noise | None = None) -> None:
         """Nothing to forget."""
 
-    def propose(self, news: Committed, budget: Budget) -> DraftTree:
+    def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """The tree of the root alone."""
-        return DraftTree.chain([news.root])
+        return DraftTree.chain([update.root])

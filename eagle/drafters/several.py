@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from eagle.core.drafter import Budget, Committed, Drafter, Noise
+from eagle.core.drafter import Budget, Committed, Drafter, Noise, Reads
 from eagle.core.ownership import turn_of
 from eagle.core.tree import DraftTree
 
 
-class FirstOf:
+class FirstOf(Drafter):
     """Asks drafters in their order until one proposes more than the root: lookup first, a trained head behind it.
 
     The output keeps its law as long as silence follows from the committed text: a drafter that was silent for what it
     knows of the target's noise would choose between the two rules of verification by what they draw with.
+
+    Which forwards a draft takes depends on who drafts, so that it costs the seconds that it took.
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
@@ -22,34 +25,44 @@ class FirstOf:
             raise ValueError("a list of drafters is empty: expected at least one, for none at all NoDrafter()")
         self.drafters = tuple(drafters)
         self.taps = tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
+        asked = [drafter.reads for drafter in drafters]
+        self.reads = Reads(max(reads.choices for reads in asked), any(reads.view for reads in asked))
         self.places = [[self.taps.index(tap) for tap in drafter.taps] for drafter in drafters]
-        self.untold: list[list[Committed]] = [[] for _ in drafters]
+        self.pending: list[list[Committed]] = [[] for _ in drafters]
         self.stream: object = None
 
     def begin(self, noise: Noise | None = None) -> None:
         """Forget the previous sequence."""
         self.stream = object()
-        for drafter, untold in zip(self.drafters, self.untold, strict=True):
+        for drafter, pending in zip(self.drafters, self.pending, strict=True):
             with turn_of(drafter).beginning(self.stream):
                 drafter.begin(noise)
-            untold.clear()
+            pending.clear()
 
-    def propose(self, news: Committed, budget: Budget) -> DraftTree:
-        """The first tree that has more than a root; who is not asked hears the news when it is."""
-        for untold, places in zip(self.untold, self.places, strict=True):
-            untold.append(_of_taps(news, places))
-        tree = DraftTree.chain([news.root])
-        for drafter, untold in zip(self.drafters, self.untold, strict=True):
-            told = Committed.joined(untold)
-            untold.clear()
+    def bind_target(self, view: Any) -> None:
+        """Hand the view on to those who read one."""
+        for drafter in self.drafters:
+            if drafter.reads.view:
+                drafter.bind_target(view)
+
+    def propose(self, update: Committed, budget: Budget) -> DraftTree:
+        """The first tree that has more than a root; a drafter that is not asked gets the update when it is."""
+        for drafter, pending, places in zip(self.drafters, self.pending, self.places, strict=True):
+            pending.append(_restrict(update, places, drafter.reads.choices))
+        tree = DraftTree.chain([update.root])
+        for drafter, pending in zip(self.drafters, self.pending, strict=True):
+            joined = Committed.joined(pending)
+            pending.clear()
             with turn_of(drafter).of(self.stream):
-                tree = drafter.propose(told, budget)
+                tree = drafter.propose(joined, budget)
             if len(tree) > 1:
                 break
         return tree
 
 
-def _of_taps(news: Committed, places: list[int]) -> Committed:
-    """The same with some of the features."""
-    features = news.features[:, places] if places and news.features is not None else None
-    return replace(news, features=features)
+def _restrict(update: Committed, places: list[int], choices: int) -> Committed:
+    """The update with the features at some places and so many choices alone."""
+    features = update.features[:, places] if places and update.features is not None else None
+    if update.choices is None or not choices:
+        return replace(update, features=features, tree=None, choices=None)
+    return replace(update, features=features, choices=update.choices[:, :choices])

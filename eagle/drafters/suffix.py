@@ -9,7 +9,7 @@ from math import log
 
 import torch
 
-from eagle.core.drafter import Budget, Committed, Noise
+from eagle.core.drafter import Budget, Committed, Drafter, Noise
 from eagle.core.tree import DraftTree
 
 SEAM = -1  # what every remembered answer ends with: equal to no token
@@ -128,15 +128,13 @@ def likeliest(past: Automaton, match: int, length: int, depth: int, width: int) 
             heappush(reach, (less * share, place, rank, place, token, child, level + 1))
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """Trees of what followed the longest end of the text (SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975).
 
     Strings of up to `longest` tokens are counted: a match, and at most half of them drafted behind it. A match of n
     tokens is trusted for `trust` * n nodes. With `remember` the answers of earlier requests are searched too, and the
     longer match is taken, at a tie the text's own; what exceeds so many tokens is forgotten but for the newest half.
     """
-
-    taps: tuple[int, ...] = ()
 
     def __init__(self, longest: int = 32, trust: int = 3, remember: int = 0) -> None:
         if longest < 2:
@@ -157,9 +155,9 @@ class SuffixDrafter:
         self.text = Automaton(self.longest)
         self.match = 0, 0  # state and length, in the earlier answers
 
-    def propose(self, news: Committed, budget: Budget) -> DraftTree:
+    def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """The likeliest continuations within the budget; the root alone where nothing matches."""
-        self._read([*news.tokens.tolist(), news.root])
+        self._read([*update.tokens.tolist(), update.root])
         past, (state, length) = self.text, self.text.seen()
         if self.match[1] > length:
             past, (state, length) = self.earlier, self.match
@@ -168,7 +166,7 @@ class SuffixDrafter:
         nodes = min(budget.nodes, self.trust * length)
         tree = likeliest(past, past.shortened(state, length), length, depth, min(budget.top_k, nodes))
         tokens, parents, likely = zip(*islice(tree, nodes + 1), strict=True)
-        return DraftTree(torch.tensor([news.root, *tokens[1:]]), torch.tensor(parents), None, torch.tensor(likely))
+        return DraftTree(torch.tensor([update.root, *tokens[1:]]), torch.tensor(parents), None, torch.tensor(likely))
 
     def _read(self, tokens: list[int]) -> None:
         """Append the tokens to the text; the first is its last root, except for a prompt."""

@@ -30,6 +30,10 @@ class Borrowed:
     config: Any
     head: TargetHead
 
+    def tensor(self, name: str) -> Tensor:
+        """Refused: a head that is made from the target's weights needs them."""
+        raise ValueError(f"{name} is not stored beside the features: set train.decode=1, which loads the whole target")
+
 
 def save_borrowed(folder: str | Path, head: TargetHead, config: Any) -> dict[str, str]:
     """Write head and config, and tell the checksums of the files; nothing where plain matrices would not do."""

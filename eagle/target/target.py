@@ -25,6 +25,7 @@ from eagle.device import best_device, fastest_dtype, in_dtype
 from eagle.target.attention import Masks, TreeCache, rope_border
 from eagle.target.loading import check_model, dtype_of, load_model, tokenizer_of
 from eagle.target.reader import TreeReader
+from eagle.target.view import TargetView, is_close
 
 PREFILL_CHUNK = 1024
 ONE_TEXT = (
@@ -47,6 +48,7 @@ class Target:
         self.head = self._borrow_head()
         self.border = rope_border(self.config)
         self.sharded = False
+        self.viewed: TargetView | None = None
         self.taps: tuple[int, ...] = ()
         self.text: list[int] = []
         self.draws = Counter[tuple[int, int]]()  # requests that drew by lot, by seed and request
@@ -91,6 +93,21 @@ class Target:
     def layers(self) -> nn.ModuleList:
         """The decoder layers as this target runs them: their weights are the model's, their hooks are not."""
         return self.reader.layers
+
+    def view(self) -> TargetView:
+        """Its layers, for a drafter that reads them."""
+        if self.viewed is None:
+            self.viewed = TargetView(self)
+        return self.viewed
+
+    def tensor(self, name: str) -> Tensor:
+        """One of the model's tensors by its name there, for heads that are made from them."""
+        state = self.model.state_dict()
+        if name not in state:
+            raise ValueError(
+                f"{self.config.model_type} has no tensor {name}: expected one as {', '.join([*state][:3])}"
+            )
+        return state[name]
 
     @property
     def masks(self) -> Masks:
@@ -277,7 +294,7 @@ class Target:
         embedding, output = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         scales = (1.0, getattr(config, "embedding_multiplier", 1.0), config.hidden_size**0.5)
         embedded = embedding(tokens[0])
-        matching = [scale for scale in scales if _close(states[:, 0], embedded * scale)]
+        matching = [scale for scale in scales if is_close(states[:, 0], embedded * scale)]
         head = TargetHead(
             embedding,
             output,
@@ -287,19 +304,12 @@ class Target:
             softcap=getattr(config, "final_logit_softcapping", None),
         )
         expected = self.model(input_ids=tokens, use_cache=False).logits[0]
-        if not _close(head.logits(states[:, 1]), expected):
+        if not is_close(head.logits(states[:, 1]), expected):
             raise ValueError(
                 f"the logits of {config.model_type} are not head(hidden) with the scale and soft cap of its config: "
                 "its LM head cannot be borrowed; add its transform to TargetHead"
             )
         return head
-
-
-def _close(got: Tensor, expected: Tensor) -> bool:
-    if got.shape != expected.shape:
-        return False
-    tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 2e-2
-    return bool((got - expected).norm() <= tolerance * expected.norm())
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:

@@ -269,7 +269,7 @@ class _Run:
             if mine < len(groups):
                 device = self.accelerator.device
                 with torch.autocast(device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"):
-                    found = head.judge(batch.to(device), self.frozen, TREES)
+                    found = head.validate(batch.to(device), self.frozen, TREES)
                 sums = added(sums, {name: value.double().cpu() for name, value in found.items()})
         return sums
 

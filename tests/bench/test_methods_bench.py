@@ -15,7 +15,7 @@ from bench.methods_replay import along
 from bench.methods_report import ABLATION_SHAPES, difference, length, pairs_table, rates
 from eagle import DraftTree, Target
 from eagle.core.decode import generate
-from eagle.core.drafter import Budget, Committed, Noise
+from eagle.core.drafter import Budget, Committed, Drafter, Noise
 from eagle.core.tree import chain_paths
 from eagle.core.verify import Sampling
 from eval.replay import Answer, answer
@@ -61,7 +61,7 @@ def test_no_arm_starts_from_one_that_comes_later() -> None:
         assert arm.start is None or list(ARMS).index(arm.start) < place
 
 
-class Knowing:
+class Knowing(Drafter):
     """Drafts the answers that it was told, but for every fifth token."""
 
     taps: tuple[int, ...] = ()

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle import Budget, Sampling, Target, generate
 from eagle.core.decode import Cycle
-from eagle.core.drafter import Committed, Noise
+from eagle.core.drafter import Committed, Drafter, Noise
 from eagle.core.goodput import Goodput
 from eagle.core.tree import DraftTree, chain_paths
 from eagle.core.verify import Choose
@@ -78,7 +78,7 @@ def in_one_level() -> tuple[Any, Any, int]:
     return drawing_drafter(), Goodput([0, 0.8], [1.0, 1.0], Budget.fixed(chain_paths(1), "sampled"), share=0), 4
 
 
-class Copier:
+class Copier(Drafter):
     """Speaks where the second token of the answer before was token 0, and in the first answer if it is told to."""
 
     taps: tuple[int, ...] = ()
@@ -190,7 +190,7 @@ def test_answers_that_nothing_was_drawn_for_repeat(target: Target) -> None:
     assert walked[0].tokens == expected
 
 
-class Moody:
+class Moody(Drafter):
     """A policy whose budgets draw in one way after the other."""
 
     nodes = 2

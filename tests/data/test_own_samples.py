@@ -35,7 +35,7 @@ def own(tiny_target: Target) -> OwnSamples:
     masks[4][:12] = masks[4][40:] = False
     examples = [Example(text, mask) for text, mask in zip(texts, masks, strict=True)]
     settings = settings_of({"kind": "draft_model"}, "test")
-    head: Any = DRAFTERS["draft_model"].for_target(settings, tiny_target.config, tiny_target.head, said=())
+    head: Any = DRAFTERS["draft_model"].for_target(settings, tiny_target.config, tiny_target.head, supervised=())
     return OwnSamples(LiveFeatures(tiny_target, examples, {"taps": [-1], "dtype": "float32"}), head.train())
 
 

@@ -65,7 +65,7 @@ def heads(target: Target, texts: Batch) -> dict[str, Any]:
 def test_figures_are_those_of_validation(kind: str, heads: dict[str, Any], target: Target, texts: Batch) -> None:
     """Agreement, overlap, every level and τ are what `judge` finds, text by text too."""
     found = measured(Reading(heads[kind], target.head), texts, target.head, LEVELS)
-    expected = figures(heads[kind].judge(texts, target.head, {"chain": chain_paths(LEVELS)}))
+    expected = figures(heads[kind].validate(texts, target.head, {"chain": chain_paths(LEVELS)}))
     assert found.rates() == pytest.approx([expected[f"chain/{level}"] for level in range(1, LEVELS + 1)])
     assert found.tau == pytest.approx(expected["chain/tau"])
     assert float(found.overlap[0].mean()) == pytest.approx(expected["overlap"], abs=1e-5)

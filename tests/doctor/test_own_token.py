@@ -49,6 +49,6 @@ def test_agreement_is_that_of_validation(name: str, tmp_path: Path) -> None:
     head, frozen = new_head(tmp_path, name).eval(), frozen_head(torch.float32)
     batch = collate(texts_of(SPANS, torch.float32), TAPS)
     shares, agreed = first_level(head, frozen, batch)
-    sums = head.judge(batch, frozen, {"chain": chain_paths(1)})
+    sums = head.validate(batch, frozen, {"chain": chain_paths(1)})
     assert shares.shape == (4, len(agreed)) and len(agreed) == int(sums["slots"])
     assert float(agreed.float().mean()) == pytest.approx(figures(sums)["agreement"])

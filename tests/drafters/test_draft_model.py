@@ -297,7 +297,7 @@ def test_fewer_rows_learn_the_law_of_the_words_that_they_have(target: Target, ba
 def test_what_is_judged_is_the_overlap_of_the_laws(target: Target, batch: Batch, alike: Any) -> None:
     """The mean of the smaller probabilities, of stock forwards."""
     head = DraftModel(DraftModelSettings(), alike.config, alike)
-    sums, overlaps = head.judge(batch, target.head, {"chain": chain_paths(3)}), []
+    sums, overlaps = head.validate(batch, target.head, {"chain": chain_paths(3)}), []
     for text, mask in zip(batch.tokens.split(batch.lengths), batch.loss_mask.split(batch.lengths), strict=True):
         laws = [own_logits(model, text.tolist())[:-1][mask[1:]].softmax(-1) for model in (alike, target.model)]
         overlaps.append(torch.minimum(*laws).sum(-1))

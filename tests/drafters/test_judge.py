@@ -107,7 +107,7 @@ def drafted(head: Eagle1, target: Target, mixed: Batch) -> dict[str, list[int]]:
 
 def judged_counts(head: Eagle1, target: Target, batch: Batch) -> dict[str, list[int]]:
     """The same by judging."""
-    return {name: sums.tolist() for name, sums in head.judge(batch, target.head, TREES).items() if "/" in name}
+    return {name: sums.tolist() for name, sums in head.validate(batch, target.head, TREES).items() if "/" in name}
 
 
 def test_counts_are_those_of_drafting_at_every_slot(
@@ -165,7 +165,7 @@ def test_loss_terms_agreement_and_overlap_are_the_plain_ones(head: Eagle1, targe
             )
             agreed.append(float(own.argmax() == law.argmax()))
             overlaps.append(float(torch.minimum(own, law).sum()))
-    found = figures(head.judge(mixed, target.head, TREES))
+    found = figures(head.validate(mixed, target.head, TREES))
     assert found["agreement"] == pytest.approx(sum(agreed) / len(agreed))
     assert found["overlap"] == pytest.approx(sum(overlaps) / len(overlaps), rel=1e-5)
     assert found["chain/1"] == found["agreement"]
@@ -183,7 +183,7 @@ def test_the_predicted_acceptance_length_is_near_the_decoders(
     cycles = [cycle for trace in traces for cycle in trace.cycles]
     measured = sum(cycle.committed for cycle in cycles) / len(cycles)
     assert measured > 1.4
-    assert figures(head.judge(answered, target.head, TREES))[f"{name}/tau"] == pytest.approx(measured, rel=0.05)
+    assert figures(head.validate(answered, target.head, TREES))[f"{name}/tau"] == pytest.approx(measured, rel=0.05)
 
 
 def test_figures_multiply_what_each_level_keeps() -> None:

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle import Budget, Sampling, Target, generate
-from eagle.core.drafter import Committed, Noise
+from eagle.core.drafter import Committed, Drafter, Noise
 from eagle.core.goodput import Goodput
 from eagle.core.tree import PUBLISHED_TREE, DraftTree, chain_paths
 from eagle.core.verify import Choose, warp
@@ -32,7 +32,7 @@ def head_of(name: str, target: Target) -> Any:
     return method.for_target(settings_of({"kind": name}, "test"), target.config, target.head).bind(target.head)
 
 
-class Heard:
+class Heard(Drafter):
     """A drafter, and what it was told and said."""
 
     def __init__(self, inner: Any) -> None:

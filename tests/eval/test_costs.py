@@ -15,7 +15,7 @@ from eagle.core.tree import PUBLISHED_TREE, chain_paths
 from eagle.core.verify import Choose
 from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.none import NoDrafter
-from eval.costs import Costs, bare_costs, bare_draft, bare_read, level_rows
+from eval.costs import Costs, bare_costs, bare_read
 from eval.measure import cycle_of
 from tests.families import build, random_tokens
 
@@ -93,8 +93,8 @@ def test_the_rows_of_each_level_are_those_that_the_head_reads(target: Target, he
     """Forward by forward."""
     with Rows(target, head) as rows:
         generate(target, head, PROMPT, budget=budget, max_new_tokens=40, stop=[])
-    levels = level_rows(budget)
-    assert rows.head[1 : 1 + len(levels)] == levels and rows.head[1 + len(levels)] <= budget.depth + 1
+    levels = head.forwards(budget)
+    assert tuple(rows.head[1 : 1 + len(levels)]) == levels and rows.head[1 + len(levels)] <= budget.depth + 1
 
 
 def test_costs_lie_on_straight_lines_between_what_was_measured() -> None:
@@ -124,14 +124,14 @@ def test_a_bare_read_is_the_readers_forward(target: Target, size: int) -> None:
     assert torch.equal(bare_read(target, size)().logits[0], expected)
 
 
-@pytest.mark.parametrize(("size", "scored"), [(1, 1), (5, 1), (5, None)])
-def test_a_bare_draft_is_the_heads_forward(target: Target, head: Eagle1, size: int, scored: int | None) -> None:
+@pytest.mark.parametrize(("size", "scored"), [(1, 1), (5, 1), (5, 5)])
+def test_a_bare_draft_is_the_heads_forward(target: Target, head: Eagle1, size: int, scored: int) -> None:
     """The same logits as one causal pass over all of the text, however often it is run."""
-    run = bare_draft(head, 11, size, scored)
+    run = head.probe(11, size, scored)
     run()
     tokens, features = torch.ones(1, 11 + size, dtype=torch.long), torch.zeros(1, 11 + size, head.shape.hidden_size)
     states = head.states(tokens, features, 0, target.head)[0]
-    torch.testing.assert_close(run(), target.head.logits(states)[-(scored or size) :])
+    torch.testing.assert_close(run(), target.head.logits(states)[-scored:])
 
 
 def test_what_is_measured_is_a_table_of_seconds(target: Target, head: Eagle1) -> None:

@@ -17,7 +17,7 @@ from eagle.formats.export import EXPORTERS, export
 def made(kind: str, target: Target, **settings: Any) -> Any:
     """A head or a draft model that nobody has trained."""
     settings = settings_of({"kind": kind, **settings}, "test")
-    return DRAFTERS[kind].for_target(settings, target.config, target.head, said=())
+    return DRAFTERS[kind].for_target(settings, target.config, target.head, supervised=())
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -76,7 +76,7 @@ def test_a_head_that_is_not_there_yet_is_said(
     other = with_data(tiny_target_dir, tmp_path, *few, method="eagle3")
     target = Target.load(**other.target.model_dump())
     settings = settings_of(other.drafter.model_dump(), "test")
-    save_head(head, DRAFTERS["eagle3"].for_target(settings, target.config, target.head, said=()), "", {})
+    save_head(head, DRAFTERS["eagle3"].for_target(settings, target.config, target.head, supervised=()), "", {})
     with pytest.raises(ValueError, match=r"the head in .*head does not fit"):
         check(with_data(tiny_target_dir, tmp_path, *few, f"train.init={head}", method="hass"))
 

@@ -95,7 +95,7 @@ def stepped(section: dict[str, Any], count: int, share: float = 1.0, dtype: torc
     settings = settings_of(section, "test")
     embedding, output = nn.Embedding(512, 256), nn.Linear(256, 512, bias=False)
     frozen = TargetHead(embedding.requires_grad_(False), output.requires_grad_(False))
-    head = DRAFTERS[settings.kind].for_target(settings, SHAPE, frozen, said=()).train()
+    head = DRAFTERS[settings.kind].for_target(settings, SHAPE, frozen, supervised=()).train()
     features = torch.randn(count + 2, len(head.taps) + (-1 not in head.taps), 256, dtype=dtype)
     taps = head.taps if -1 in head.taps else (*head.taps, -1)
     mask = torch.arange(count + 2) >= 2 + round(count * (1 - share))

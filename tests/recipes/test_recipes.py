@@ -235,7 +235,7 @@ def test_a_recipe_takes_a_step_at_a_sixteenth_of_its_size(path: Path) -> None:
     small = {name: getattr(settings, name, None) for name in ("intermediate_size", "draft_vocab")}
     settings = settings.model_copy(update={name: size // 16 for name, size in small.items() if size})
     texts = [torch.randint(target.config.vocab_size, (length,)) for length in (40, 24)]
-    head = DRAFTERS[settings.kind].for_target(settings, target.config, target.head, said=texts).train()
+    head = DRAFTERS[settings.kind].for_target(settings, target.config, target.head, supervised=texts).train()
     assert head.shape.rope_parameters == target.config.rope_parameters
     taps = taps_of(settings, target.config)
     read = [target.features(tokens[None], taps)[0] for tokens in texts]

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from eagle import Sampling, Target, Trace, generate
+from eagle.core.drafter import Drafter
 from eagle.core.tree import DraftTree
 from eagle.core.verify import Choose
 from eagle.drafters.ngram import NgramDrafter
@@ -159,7 +160,7 @@ def test_double_precision_is_lossless_too(name: str, monkeypatch: pytest.MonkeyP
 
 
 @dataclass
-class Recorded:
+class Recorded(Drafter):
     """A drafter that reads taps and keeps what it was told."""
 
     drafter: Any

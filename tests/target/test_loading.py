@@ -101,7 +101,7 @@ def test_every_family_comes_back_whole(name: str, tmp_path: Path) -> None:
 def test_an_exported_head_is_no_draft_model(engine: str, kind: str, tmp_path: Path) -> None:
     """Its config says llama; the weights are a head's, and the refusal says how such a folder comes in."""
     target, settings = Target(build("llama")), settings_of({"kind": kind}, "test")
-    head = DRAFTERS[kind].for_target(settings, target.config, target.head, said=())
+    head = DRAFTERS[kind].for_target(settings, target.config, target.head, supervised=())
     try:
         export(head.bind(target.head), target.config, engine, tmp_path / "out")
     except ValueError as error:

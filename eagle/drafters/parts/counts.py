@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eagle.core.drafter import Budget, Committed, Noise
+from eagle.core.drafter import Budget, Committed, Drafter, Noise
 from eagle.core.tree import DraftTree
 from eagle.disk import write_tensors, write_text
 from eagle.drafters.parts.growth import grow
@@ -113,10 +113,9 @@ def load_tables(folder: str | Path, kind: str) -> Tables:
     return tables
 
 
-class CountDrafter:
+class CountDrafter(Drafter):
     """Drafts by a law that tables say; subclasses say which."""
 
-    taps: tuple[int, ...] = ()
     kind: str
 
     def __init__(self, tables: Tables, device: torch.device | str = "cpu") -> None:
@@ -131,11 +130,11 @@ class CountDrafter:
         """Forget how long the text was."""
         self.noise, self.length = noise, 0
 
-    def propose(self, news: Committed, budget: Budget) -> DraftTree:
+    def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """A tree of the budget's kind."""
-        self.length += len(news.tokens)
-        logits = self.logits(torch.tensor([news.root], device=self.device))[0]
-        return grow(news.root, logits, self._level, budget, self.noise, self.length + 1, sureness=1.0)
+        self.length += len(update.tokens)
+        logits = self.logits(torch.tensor([update.root], device=self.device))[0]
+        return grow(update.root, logits, self._level, budget, self.noise, self.length + 1, sureness=1.0)
 
     def _level(self, depth: int, tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
         return self.logits(tokens)

@@ -50,7 +50,7 @@ class FeatureHead(UnrolledDrafter):
         settings: Any,
         target_config: Any,
         frozen: TargetHead | None = None,
-        said: Iterable[Tensor] | None = None,
+        supervised: Iterable[Tensor] | None = None,
     ) -> FeatureHead:
         """A new head of the target's width."""
         own = {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}

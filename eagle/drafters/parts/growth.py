@@ -23,6 +23,16 @@ def level_mask(cached: int, seen: Tensor, dtype: torch.dtype) -> Tensor:
     return mask[None, None]
 
 
+def level_rows(budget: Budget) -> tuple[int, ...]:
+    """How many rows `grow` asks for in each level of a tree after the first."""
+    if budget.paths is not None:
+        inner = {path[:-1] for path in budget.paths if 1 < len(path) <= budget.depth}
+        depths = range(1, max(map(len, inner), default=0) + 1)
+        return tuple(sum(len(path) == depth for path in inner) for depth in depths)
+    width = min(budget.top_k, budget.nodes)
+    return (width,) * (budget.depth - 1) if width else ()
+
+
 Level = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Depth, tokens [K], rows of the level before that they follow [K], whom they see [K, rows] -> [K, D] logits."""
 

@@ -17,7 +17,7 @@ from eagle.core.drafter import Budget, Committed, Noise, TargetHead, TrainableDr
 from eagle.core.tree import DraftTree, Paths
 from eagle.data.examples import Batch
 from eagle.drafters.parts.blocks import Block, Cache, Rotary, rotated
-from eagle.drafters.parts.growth import grow, level_mask
+from eagle.drafters.parts.growth import grow, level_mask, level_rows
 from eagle.drafters.parts.spans import Spans, attend
 from eagle.drafters.parts.validation import judged_batch
 
@@ -122,7 +122,7 @@ class UnrolledDrafter(TrainableDrafter):
     # -- validation ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def judge(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
+    def validate(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
         """Sums of the loss terms and of what each tree would have kept, over the slots that train."""
         steps = max(len(path) for paths in trees.values() for path in paths)
         found = self.unrolled(batch, frozen, steps)
@@ -160,18 +160,46 @@ class UnrolledDrafter(TrainableDrafter):
         """[B, T, H], the states behind tokens and states."""
         return self.level(frozen.embed(tokens).to(hidden.dtype), hidden, self.rotary(hidden, positions), mask, cache)
 
+    def forwards(self, budget: Budget) -> tuple[int, ...]:
+        """The rows of each level of the tree after the first."""
+        return level_rows(budget)
+
+    def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
+        """The head's own forward of so many rows behind so much text, the last `scored` of them made into logits."""
+        (frozen,), cache = self.frozen, Cache()
+        weight, end = self.layers[0].mlp.up_proj.weight, context + rows
+        tokens = torch.ones(1, end, dtype=torch.long, device=weight.device)
+        features = torch.zeros(1, end, self.shape.hidden_size, device=weight.device, dtype=weight.dtype)
+        positions = torch.arange(end, device=weight.device)[None]
+        chain = torch.ones(rows, rows, dtype=torch.bool, device=weight.device).tril()
+        mask = level_mask(context, chain, weight.dtype)
+
+        def read(start: int, end: int, mask: Tensor | None) -> Tensor:
+            cache.length = start
+            part = slice(start, end)
+            return self.read(tokens[:, part], features[:, part], positions[:, part], mask, cache, frozen)
+
+        with torch.inference_mode():
+            read(0, context, None)
+
+        @torch.inference_mode()
+        def run() -> Tensor:
+            return self.law(read(context, end, mask)[0, -scored:], frozen)
+
+        return run
+
     @torch.inference_mode()
-    def propose(self, news: Committed, budget: Budget) -> DraftTree:
+    def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """A tree grown from the target's features of the committed tokens, then from the head's own."""
-        assert news.features is not None
+        assert update.features is not None
         (frozen,), weight = self.frozen, self.layers[0].mlp.up_proj.weight
         device, dtype = weight.device, weight.dtype
-        start, count = self.cache.length, len(news.tokens)
-        tokens = torch.cat([news.tokens[1:], torch.tensor([news.root])]).to(device)
+        start, count = self.cache.length, len(update.tokens)
+        tokens = torch.cat([update.tokens[1:], torch.tensor([update.root])]).to(device)
         positions = torch.arange(start, start + count, device=device)
         causal = torch.ones(count, count, dtype=torch.bool, device=device).tril()
         mask = None if start == 0 else level_mask(start, causal, dtype)
-        hidden = self.first(news.features.to(device, dtype))
+        hidden = self.first(update.features.to(device, dtype))
         hidden = self.read(tokens[None], hidden[None], positions[None], mask, self.cache, frozen)[0, -1:]
         committed = start + count
 
@@ -183,7 +211,7 @@ class UnrolledDrafter(TrainableDrafter):
             hidden = self.read(tokens[None], before_it, positions, mask, self.cache, frozen)[0]
             return self.law(hidden, frozen)
 
-        tree = grow(news.root, self.law(hidden, frozen)[0], level, budget, self.noise, committed + 1, self.drafts)
+        tree = grow(update.root, self.law(hidden, frozen)[0], level, budget, self.noise, committed + 1, self.drafts)
         self.cache.length = committed
         return tree
 

@@ -1,0 +1,108 @@
+"""A view runs the target's layers as the untouched model does, with any cache and mask, and touches no text."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eagle import Target
+from eagle.core.verify import Choose, Sampling
+from tests.families import build, random_tokens
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+LAYERS, COUNT = 4, 9
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    """A tiny llama in fp64."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, num_hidden_layers=LAYERS, **SIZES)).double().eval()
+
+
+@pytest.fixture(scope="module")
+def target(model: LlamaForCausalLM) -> Target:
+    """A target over a copy of it."""
+    return Target(copy.deepcopy(model))
+
+
+@pytest.fixture(scope="module")
+def states(model: LlamaForCausalLM) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Tokens, and the untouched model's states before each layer and logits."""
+    tokens = torch.tensor(random_tokens(COUNT, seed=1)) % 32
+    with torch.no_grad():
+        output = model(input_ids=tokens[None], output_hidden_states=True, use_cache=False)
+    return tokens, [hidden[0] for hidden in output.hidden_states], output.logits[0]
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, LAYERS), (0, 2), (1, 3), (2, 2)])
+def test_layers_are_those_of_the_untouched_model(
+    start: int, end: int, target: Target, states: tuple[Tensor, list[Tensor], Tensor]
+) -> None:
+    """Any run of them, in one piece or row by row behind a cache."""
+    view, (tokens, hidden, logits) = target.view(), states
+    assert len(view) == LAYERS and torch.equal(view.embed(tokens), hidden[0])
+    once = view.run_layers(hidden[start], list(range(COUNT)), start, end, view.new_cache())
+    cache, rows = view.new_cache(), []
+    for place in range(COUNT):
+        rows.append(view.run_layers(hidden[start][place : place + 1], [place], start, end, cache))
+        cache.length += 1
+    if end < LAYERS:  # transformers reports the last layer's output behind the final norm
+        torch.testing.assert_close(once, hidden[end], rtol=0, atol=1e-13)
+    else:
+        torch.testing.assert_close(view.logits(once), logits, rtol=0, atol=1e-13)
+    torch.testing.assert_close(torch.cat(rows), once, rtol=0, atol=1e-13)
+
+
+def test_a_mask_hides_rows_of_the_cache(model: LlamaForCausalLM, target: Target) -> None:
+    """Rows that are hidden might as well not be cached: the states are those of a text without them."""
+    view, cache, tokens = target.view(), target.view().new_cache(), torch.tensor([3, 4, 5, 6])
+    view.run_layers(view.embed(tokens[:3]), [0, 1, 2], 0, 1, cache)
+    cache.length = 3
+    mask = torch.tensor([[True, False, True, True]])
+    row = view.run_layers(view.embed(tokens[3:]), [3], 0, 1, cache, mask)
+    kept, places = tokens[[0, 2, 3]], torch.tensor([[0, 2, 3]])
+    with torch.no_grad():
+        expected = model(input_ids=kept[None], position_ids=places, output_hidden_states=True).hidden_states[1][0, -1:]
+    torch.testing.assert_close(row, expected, rtol=0, atol=1e-13)
+
+
+def test_a_text_goes_on_while_the_view_is_used(target: Target) -> None:
+    """Neither the target's cache nor its layers notice."""
+    expected = target.features(torch.tensor([[1, 2, 3]]), (2, -1))
+    target.begin([1, 2, 3], Choose(Sampling()))
+    text, rows = list(target.text), target.cache.every[0].buffer.clone()
+    view = target.view()
+    view.run_layers(view.embed(torch.tensor([7, 8])), [0, 1], 0, LAYERS, view.new_cache())
+    assert target.text == text and torch.equal(target.cache.every[0].buffer, rows)
+    assert torch.equal(target.features(torch.tensor([[1, 2, 3]]), (2, -1)), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "qwen3"])
+def test_other_families_are_viewed_or_refused(name: str) -> None:
+    """Whoever is not refused gives the logits of the untouched model."""
+    model = build(name)
+    tokens = torch.tensor(random_tokens(5, seed=2))
+    with torch.no_grad():
+        expected = model(input_ids=tokens[None], use_cache=False).logits[0]
+    try:
+        view = Target(copy.deepcopy(model)).view()
+    except ValueError as error:
+        assert "cannot be viewed" in str(error) and name == "gpt2"
+        return
+    hidden = view.run_layers(view.embed(tokens), list(range(5)), 0, len(view), view.new_cache())
+    torch.testing.assert_close(view.logits(hidden), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_layers_and_tensors_that_are_not_there_are_refused(target: Target, model: LlamaForCausalLM) -> None:
+    """With what there is; a tensor that is there is the model's."""
+    with pytest.raises(ValueError, match=r"layers 3\.\.5 are none of this target"):
+        target.view().run_layers(torch.zeros(1, 16, dtype=torch.double), [0], 3, 5, target.view().new_cache())
+    with pytest.raises(ValueError, match="llama has no tensor lm_tail"):
+        target.tensor("lm_tail")
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert torch.equal(target.tensor(name), model.state_dict()[name])
