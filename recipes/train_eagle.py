@@ -24,7 +24,7 @@ from eagle.device import best_device, fastest_dtype, in_dtype
 from eagle.drafters import settings_of
 from eagle.log import script
 from eagle.recipe import Recipe
-from eagle.target.borrowed import Borrowed, is_here, load_borrowed
+from eagle.target.borrowed import Borrowed, is_local_model, load_borrowed
 from eagle.target.target import Target
 from eagle.training.launch import launch
 from eagle.training.train import TREES, train
@@ -94,7 +94,7 @@ def opened(recipe: Recipe, settings: Any, *, main: bool = True) -> tuple[Target 
 
 def needed(recipe: Recipe, taps: tuple[int, ...], store: FeatureStore) -> dict[str, Any]:
     """The identity that a store must have; of a target whose files are not here only the name can be compared."""
-    if is_here(recipe.target.path, recipe.target.revision):
+    if is_local_model(recipe.target.path, recipe.target.revision):
         return identity(recipe, taps)
     named, made_from = name_of(recipe), store.index["made"]["target"]
     if named != made_from:
