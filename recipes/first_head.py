@@ -21,7 +21,7 @@ def first_head(recipe: Recipe, settings: Any, target: Target | Borrowed, feature
     if isinstance(named, str):
         load_draft_vocab(named, {"tokenizer": features.identity["tokenizer"]})  # refuses that of another
     head: TrainableDrafter = DRAFTERS[settings.kind].for_target(
-        settings, target.config, target.head, (features.said(place) for place in range(len(features)))
+        settings, target.config, target.head, (features.supervised_tokens(place) for place in range(len(features)))
     )
     if recipe.train.init is None:
         return head

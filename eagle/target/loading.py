@@ -42,8 +42,8 @@ def check_weights(path: str | Path, model: Any, report: dict[str, Any]) -> None:
         faults = [f"{kind} weights {_list_some(names)}" for kind, names in lists if names]
         raise ValueError(
             f"{path} is no whole {model.config.model_type} model: {'; '.join(faults)}. Missing weights would be "
-            "random: take a folder that save_pretrained wrote. A draft head that was exported, or that another tool made, "
-            "comes in by `eagle import`"
+            "random: take a folder that save_pretrained wrote. A draft head that was exported, or that another tool "
+            "made, comes in by `eagle import`"
         )
 
 

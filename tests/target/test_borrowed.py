@@ -86,13 +86,13 @@ def test_a_store_looks_at_every_byte(damage: Callable[[Path], None], file: str, 
     """When they are asked for, and only then; a store that has none says so."""
     target, text = Target(build("llama")), Example(TEXT, TEXT > 0)
     made = {"target": {}, "taps": [-1], "dtype": "float32"}
-    assert FeatureStore.create(tmp_path, [text], made, [[[0]]], width=32).borrowed() is None
+    assert FeatureStore.create(tmp_path, [text], made, [[[0]]], width=32).borrowed_folder() is None
     files = save_borrowed(tmp_path, target.head, target.config)
-    assert FeatureStore.create(tmp_path, [text], made, [[[0]]], width=32, borrowed=files).borrowed() == tmp_path
+    assert FeatureStore.create(tmp_path, [text], made, [[[0]]], width=32, borrowed=files).borrowed_folder() == tmp_path
     damage(tmp_path / file)
     store = FeatureStore(tmp_path, partial=True)
     with pytest.raises(Damaged, match=f"{file} is missing or damaged: .*--repair"):
-        store.borrowed()
+        store.borrowed_folder()
 
 
 def test_a_target_is_here_or_not(tmp_path: Path) -> None:

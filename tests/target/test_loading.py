@@ -41,7 +41,7 @@ UNKNOWN = {"fc.weight": torch.ones(2, 2), "d2t": torch.ones(3)}
     [
         (
             MISSING,
-            r"no whole llama model: missing weights model.layers.1.mlp.up_proj.weight\. Missing .* `eagle import`",
+            r"no whole llama model: missing weights .*up_proj.weight\. Missing weights .* `eagle import`",
         ),
         (UNKNOWN, r"no whole llama model: unknown weights d2t, fc.weight\. Missing weights .* `eagle import`"),
         ({**MISSING, **UNKNOWN}, r"missing weights model.layers.1.mlp.up_proj.weight; unknown weights d2t, fc.weight"),
