@@ -29,7 +29,7 @@ from data_prep.tokens import load_tokenizer, tokenized
 from eagle.data.examples import Example
 from eagle.data.features import LiveFeatures
 from eagle.data.identity import identity
-from eagle.data.on_policy import OwnSamples
+from eagle.data.on_policy import OnPolicyFeatures
 from eagle.formats.checkpoint import load_head
 from eagle.log import script
 from eagle.recipe import Recipe
@@ -171,7 +171,7 @@ class Bench:
         else:
             made, head = identity(self.recipe("data"), (-1,)), load_head(folder).train()
             torch.manual_seed(0)
-            found = OwnSamples(LiveFeatures(self.target, self.examples["data"], made), head).read(range(SAMPLED))
+            found = OnPolicyFeatures(LiveFeatures(self.target, self.examples["data"], made), head).read(range(SAMPLED))
         return sum(int(one.loss_mask.sum()) for one in found) / len(found)
 
     def run(self, name: str, arm: Arm, seed: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from data_prep.tokens import load_tokenizer, tokenized
 from eagle import Target
 from eagle.data.examples import Example
 from eagle.data.features import extract
-from eagle.data.shards import packed, unpacked
+from eagle.data.shards import pack_features, unpack_features
 from eagle.data.store import FeatureStore, batches_of, plan_of
 from eagle.log import progress, script
 from eagle.recipe import Recipe
@@ -167,9 +167,9 @@ def float8_error(target: Target, examples: list[Example]) -> dict[str, Any]:
 
     def blocks(width: int) -> torch.Tensor:
         cut = states.unflatten(-1, (-1, width))
-        return unpacked(*packed(cut, "float8")).float().flatten(-2)
+        return unpack_features(*pack_features(cut, "float8")).float().flatten(-2)
 
-    ways = {"per token": unpacked(*packed(states, "float8")).float(), "bf16": states.bfloat16().float()}
+    ways = {"per token": unpack_features(*pack_features(states, "float8")).float(), "bf16": states.bfloat16().float()}
     ways |= {f"per {width}": blocks(width) for width in (128, 32)}
     return {"tokens": len(states), "taps": [*taps, -1], **{name: error(rebuilt) for name, rebuilt in ways.items()}}
 

@@ -24,7 +24,7 @@ from bench.published_eagle1 import PublishedHead, padded, published_loss, publis
 from bench.train_speed import our_step
 from eagle.core.decode import generate
 from eagle.core.drafter import Budget
-from eagle.data.examples import collate, supervised
+from eagle.data.examples import collate, trim_mask
 from eagle.data.store import FeatureStore
 from eagle.drafters.eagle1 import Eagle1
 from eagle.formats.checkpoint import load_drafter, save_head
@@ -134,7 +134,7 @@ def opened(args: argparse.Namespace, seed: int, steps: int | None = None) -> tup
     recipe, _ = recipe_of(args, seed)
     store = FeatureStore(recipe.features.store or "")
     settings = recipe.train.model_copy(update={"max_steps": steps})
-    return recipe, store, Plan([int(supervised(store.mask(place)).sum()) for place in range(len(store))], settings)
+    return recipe, store, Plan([int(trim_mask(store.mask(place)).sum()) for place in range(len(store))], settings)
 
 
 def clocked(args: argparse.Namespace, target: Target) -> dict[str, float]:

@@ -26,7 +26,7 @@ from bench.machine import made_on
 from bench.methods_arms import ARMS, METHODS, Arm
 from bench.methods_replay import NEW_TOKENS, decoded, told, top_ten
 from bench.train_speed import our_step
-from eagle.data.examples import collate, supervised
+from eagle.data.examples import collate, trim_mask
 from eagle.data.store import FeatureStore
 from eagle.drafters import settings_of
 from eagle.log import progress, script
@@ -135,7 +135,7 @@ def clocked(args: argparse.Namespace, target: Target) -> dict[str, float]:
 
 def plan_of(args: argparse.Namespace, arm: Arm, store: FeatureStore) -> Plan:
     """Which conversations the steps of an arm read."""
-    slots = [int(supervised(store.mask(place)).sum()) for place in range(len(store))]
+    slots = [int(trim_mask(store.mask(place)).sum()) for place in range(len(store))]
     return Plan(slots, recipe_of(args, arm).train)
 
 

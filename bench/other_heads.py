@@ -159,7 +159,7 @@ def loss_of(head: Any, batch: Batch, way: Way, frozen: TargetHead) -> Tensor:
         return F.dropout(features + way.noise * (2 * torch.rand_like(features) - 1), way.dropout)
 
     unrolled = head.unrolled(batch, frozen, way.unroll, noised=noised)
-    true, total = batch.tapped((-1,))[:, 0], torch.zeros(())
+    true, total = batch.select_taps((-1,))[:, 0], torch.zeros(())
     owner = torch.repeat_interleave(torch.arange(len(batch.lengths)), torch.tensor(batch.lengths))
     for step, state in enumerate(unrolled.states):
         at = unrolled.places + 1 + step

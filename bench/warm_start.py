@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 
 from bench.machine import made_on
 from eagle.core.drafter import TrainableDrafter
-from eagle.data.examples import collate, supervised
+from eagle.data.examples import collate, trim_mask
 from eagle.data.store import FeatureStore
 from eagle.drafters import settings_of
 from eagle.drafters.parts.validation import added, figures
@@ -119,8 +119,8 @@ def recipe_of(work: Path, conversations: int, *more: str) -> tuple[Recipe, list[
 
 def judged(recipe: Recipe, head: TrainableDrafter, target: Target, store: FeatureStore) -> dict[str, float]:
     """What validation says of a head before its first step."""
-    plan = Plan([int(supervised(store.mask(place)).sum()) for place in range(len(store))], recipe.train)
-    sums = [head.validate(collate([store[place]], store.taps), target.head, TREES) for place in plan.validation]
+    plan = Plan([int(trim_mask(store.mask(place)).sum()) for place in range(len(store))], recipe.train)
+    sums = [head.judge(collate([store[place]], store.taps), target.head, TREES) for place in plan.validation]
     return figures(reduce(added, [{name: value.double() for name, value in part.items()} for part in sums]))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from data_prep.tokens import load_tokenizer, tokenized
 from eagle.data.examples import Example
-from eagle.data.features import check_room, extract, forecast, planned, taps_of, world
+from eagle.data.features import check_room, extract, forecast, plan_extraction, taps_of, world
 from eagle.data.identity import identity, in_precision
 from eagle.data.store import Absent, Damaged, FeatureStore
 from eagle.device import best_device, fastest_dtype
@@ -36,7 +36,11 @@ def main(argv: list[str]) -> None:
     if said.forecast:
         examples = read(recipe, strict=said.strict)
         target = load(recipe)
-        print(forecast(target, examples, planned(examples, target, taps, recipe.features), taps, recipe.features.dtype))
+        print(
+            forecast(
+                target, examples, plan_extraction(examples, target, taps, recipe.features), taps, recipe.features.dtype
+            )
+        )
     elif not recipe.features.store:
         raise ValueError(f"{said.recipe} has no features.store: features are computed while training, none are stored")
     elif said.verify:
@@ -85,7 +89,7 @@ def prepare(recipe: Recipe, folder: Path, made: dict[str, Any], repair: bool, st
     for torn in folder.glob("*.part"):
         torn.unlink()
     try:
-        FeatureStore(folder, made, partial=True).borrowed()
+        FeatureStore(folder, made, partial=True).borrowed_folder()
     except Damaged as error:
         if not repair:
             raise
@@ -95,7 +99,7 @@ def prepare(recipe: Recipe, folder: Path, made: dict[str, Any], repair: bool, st
         target = begin(recipe, folder, made, strict=strict)
     if repair:
         store = examined(folder)
-        print(store.described() if store.absent else f"nothing is broken in {folder}")
+        print(store.describe_absent() if store.absent else f"nothing is broken in {folder}")
         store.discard(list(store.absent))
     if target is None and recipe.target.dtype == "auto":
         check_precision(FeatureStore(folder, partial=True))
@@ -117,7 +121,7 @@ def begin(recipe: Recipe, folder: Path, made: dict[str, Any], *, strict: bool) -
     examples, target = read(recipe, strict=strict), load(recipe)
     made = in_precision(made, fastest_dtype(best_device()))
     print(precision_note(recipe.target.dtype, made["target"]["dtype"], recipe.features.dtype), end="")
-    plan = planned(examples, target, tuple(made["taps"]), recipe.features)
+    plan = plan_extraction(examples, target, tuple(made["taps"]), recipe.features)
     width, precision = target.config.hidden_size, str(target.model.dtype).removeprefix("torch.")
     about: dict[str, Any] = {"width": width, "precision": precision, "target": name_of(recipe)}
     about["borrowed"] = save_borrowed(folder, target.head, target.config)
@@ -168,8 +172,8 @@ def verify(folder: Path) -> None:
     """Read every byte back; what is broken ends the command as an error that names it."""
     store = examined(folder)
     if store.absent:
-        raise ValueError(f"{store.described()}. The same command with --repair computes them anew, and only them")
-    store.borrowed()
+        raise ValueError(f"{store.describe_absent()}. The same command with --repair computes them anew, and only them")
+    store.borrowed_folder()
     print(f"all {len(store.plan)} shards in {folder} hold what was written")
 
 

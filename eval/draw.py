@@ -78,10 +78,10 @@ def best_step(target: Target, drafter_name: str, prompt: str, budget: Budget, st
     best: tuple[DraftTree, list[int], int] | None = None
     for _ in range(steps):
         tree = drafter.propose(news, budget)
-        reading = target.read(tree)
-        path, root = verify(reading, choose)
+        output = target.read(tree)
+        path, root = verify(output, choose)
         target.keep(tree, path)
-        news = Committed(tree.tokens[path], reading.features_at(path), root)
+        news = Committed(tree.tokens[path], output.features_at(path), root)
         if best is None or len(path) > len(best[1]):
             best = (tree, path, root)
     assert best is not None

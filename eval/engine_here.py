@@ -58,10 +58,10 @@ def _answer(job: Job, prompt: list[int], target: Target, drafter: Drafter, rule:
     accepted, own = [], []
     while len(said) < job.new_tokens and not set(said) & set(rule.stops):
         tree = drafter.propose(news, budget)
-        reading = target.read(tree)
-        path, root = verify(reading, choose)
+        output = target.read(tree)
+        path, root = verify(output, choose)
         target.keep(tree, path)
-        news = Committed(tree.tokens[path], reading.features_at(path), root)
+        news = Committed(tree.tokens[path], output.features_at(path), root)
         new = [*news.tokens.tolist()[1:], root]
         said += new
         accepted.append(len(path) - 1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from eagle.core.decode import generate
-from eagle.core.tree import DraftTree, Reading
+from eagle.core.tree import DraftTree, TargetOutput
 from eagle.core.verify import Choose
 from eagle.disk import write_text
 from eagle.log import progress, script
@@ -122,7 +122,7 @@ def _choice(choose: Choose, logits: Tensor, text: list[int]) -> int:
     """The token after a text, by the rule that drafted output follows."""
     if choose.noise is not None:
         choose.noise.forget(len(text))
-    return choose(Reading(DraftTree.chain(text[-1:]), logits[None], None, [len(text)], text[:-1]), [0])[0]
+    return choose(TargetOutput(DraftTree.chain(text[-1:]), logits[None], None, [len(text)], text[:-1]), [0])[0]
 
 
 def compared(model: Any, tokenizer: Any, key: Key, choose: Choose, own: Own, drafted: list[int]) -> Divergence | None:

@@ -22,7 +22,7 @@ def first_head(recipe: Recipe, settings: Any, target: Target | Borrowed, feature
         load_draft_vocab(named, {"tokenizer": features.identity["tokenizer"]})  # refuses that of another
     method = DRAFTERS[settings.kind]
     weights = {"weights": target.tensor} if method.reads.weights else {}
-    supervised = (features.said(place) for place in range(len(features)))
+    supervised = (features.supervised_tokens(place) for place in range(len(features)))
     head: TrainableDrafter = method.for_target(settings, target.config, target.head, supervised, **weights)
     if recipe.train.init is None:
         return head

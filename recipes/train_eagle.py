@@ -18,13 +18,13 @@ from eagle.core.drafter import Budget, TrainableDrafter
 from eagle.data.examples import Features
 from eagle.data.features import LiveFeatures, taps_of
 from eagle.data.identity import MASK_RULES, data_identity, identity, in_precision
-from eagle.data.on_policy import OwnSamples
+from eagle.data.on_policy import OnPolicyFeatures
 from eagle.data.store import FeatureStore
 from eagle.device import best_device, fastest_dtype, in_dtype
 from eagle.drafters import settings_of
 from eagle.log import script
 from eagle.recipe import Recipe
-from eagle.target.borrowed import Borrowed, is_here, load_borrowed
+from eagle.target.borrowed import Borrowed, is_local_model, load_borrowed
 from eagle.target.target import Target
 from eagle.training.launch import launch
 from eagle.training.train import TREES, train
@@ -80,7 +80,7 @@ def opened(recipe: Recipe, settings: Any, *, main: bool = True) -> tuple[Target 
     """What a head borrows from, and the features; the target itself only where it must compute or decode."""
     if recipe.features.store and not recipe.train.decode:
         store = FeatureStore(recipe.features.store)
-        if folder := store.borrowed():
+        if folder := store.borrowed_folder():
             borrowed = load_borrowed(folder, best_device())
             if main:  # its reading of all weights is enough for all processes
                 store.expect(needed(recipe, taps_of(settings, borrowed.config), store))
@@ -94,7 +94,7 @@ def opened(recipe: Recipe, settings: Any, *, main: bool = True) -> tuple[Target 
 
 def needed(recipe: Recipe, taps: tuple[int, ...], store: FeatureStore) -> dict[str, Any]:
     """The identity that a store must have; of a target whose files are not here only the name can be compared."""
-    if is_here(recipe.target.path, recipe.target.revision):
+    if is_local_model(recipe.target.path, recipe.target.revision):
         return identity(recipe, taps)
     named, made_from = name_of(recipe), store.index["made"]["target"]
     if named != made_from:
@@ -138,7 +138,7 @@ def own_samples(recipe: Recipe, features: Features, head: TrainableDrafter, acce
             f"drafter.samples is own, and features.store is {recipe.features.store}: what the draft says changes with "
             "every step, expected features.store=null, which computes features while training"
         )
-    return OwnSamples(features, head)
+    return OnPolicyFeatures(features, head)
 
 
 def decoded(recipe: Recipe, target: Target, head: TrainableDrafter) -> dict[str, float]:

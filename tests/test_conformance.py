@@ -186,7 +186,7 @@ def test_trees_are_rooted_and_within_budget(name: str, budget: Budget, tiny_targ
 def divergence(head: Any, target: Target, batch: Batch) -> float:
     """How far its laws are from the target's: their cross-entropy without the part that no head can learn."""
     before = batch.loss_mask.nonzero()[:, 0] - 1
-    law = target.head.logits(batch.tapped((-1,))[before, 0]).log_softmax(-1)
+    law = target.head.logits(batch.select_taps((-1,))[before, 0]).log_softmax(-1)
     entropy = -(law.exp() * law).sum(-1).mean().item()
     return figures(head.validate(batch, target.head, TREES))["cross_entropy"] - entropy
 

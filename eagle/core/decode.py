@@ -180,16 +180,16 @@ def _cycles(
             with turn.of(this):
                 tree, pending = drafter.propose(Committed.joined(pending), here), []
         clock.lap("draft")
-        reading = target.read(tree, this)
+        output = target.read(tree, this)
         clock.lap("target")
-        path, root = verify(reading, choose)
+        path, root = verify(output, choose)
         clock.lap("verify")
         target.keep(tree, path, this)
-        last = (tree, reading.likeliest(drafter.reads.choices)) if drafter.reads.choices else ()
-        pending.append(Committed(tree.tokens[path], reading.features_at(path), root, *last))
+        last = (tree, output.likeliest(drafter.reads.choices)) if drafter.reads.choices else ()
+        pending.append(Committed(tree.tokens[path], output.features_at(path), root, *last))
         new = _commit(trace, [*pending[-1].tokens.tolist()[1:], root], stops, limit)
         clock.lap("other")
-        shape, context = replace(tree, laws=None), reading.positions[0] - 1
+        shape, context = replace(tree, laws=None), output.positions[0] - 1
         trace.cycles.append(Cycle(shape, tuple(path[1:]), len(new), context, clock.seconds))
         if learn is not None:
             learn(trace.cycles[-1])

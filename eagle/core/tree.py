@@ -129,8 +129,8 @@ class DraftTree:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """What the target said after reading a tree."""
+class TargetOutput:
+    """A target's logits and tapped features at every node of a tree."""
 
     tree: DraftTree
     logits: Tensor  # [N, V]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eagle.core.noise import Noise, mix64
 from eagle.core.sampling import Sampling, penalise, warp
-from eagle.core.tree import DraftTree, Reading
+from eagle.core.tree import DraftTree, TargetOutput
 
 Coin = Callable[[float], bool]
 Pick = Callable[[Tensor], int]
@@ -50,12 +50,12 @@ class Choose:
         """What coins and picks are drawn with."""
         return random.Random(mix64(mix64(self.private_seed) ^ self.sampling.request))
 
-    def __call__(self, reading: Reading, nodes: Sequence[int]) -> list[int]:
+    def __call__(self, output: TargetOutput, nodes: Sequence[int]) -> list[int]:
         """The tokens chosen after `nodes`."""
-        logits = self._penalised(reading, nodes)
+        logits = self._penalised(output, nodes)
         if self.noise is None:
             return logits.argmax(-1).tolist()
-        positions = [reading.positions[node] for node in nodes]
+        positions = [output.positions[node] for node in nodes]
         noise = self.noise(positions, logits.shape[-1], logits.device)
         return (warp(logits, self.sampling) + noise).argmax(-1).tolist()
 
@@ -63,9 +63,9 @@ class Choose:
         """What a drafter may know of the noise and the filters; None for a greedy target."""
         return None if self.noise is None else Offer(self.sampling, self.noise, vocab_size, device, self)
 
-    def law(self, reading: Reading, node: int) -> Tensor:
+    def law(self, output: TargetOutput, node: int) -> Tensor:
         """[V], the law that the token after `node` has."""
-        logits = self._penalised(reading, [node])
+        logits = self._penalised(output, [node])
         if self.sampling.temperature > 0:
             return warp(logits, self.sampling)[0].softmax(-1)
         if self.sampling.lenience < 1:
@@ -82,16 +82,16 @@ class Choose:
         drawn = torch.searchsorted(cumulative, self.dice.random() * cumulative[-1:], right=True)
         return min(int(drawn), int(law.nonzero()[-1]))
 
-    def _penalised(self, reading: Reading, nodes: Sequence[int]) -> Tensor:
+    def _penalised(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
         """[len(nodes), V] logits after the repetition penalty, in fp32 or better."""
         nodes = list(nodes)
-        every = nodes == list(range(len(reading.logits)))  # then nothing need be copied
-        logits = reading.logits if every else reading.logits[nodes]
+        every = nodes == list(range(len(output.logits)))  # then nothing need be copied
+        logits = output.logits if every else output.logits[nodes]
         logits = logits if logits.dtype == torch.float64 else logits.float()
         penalty = self.sampling.repetition_penalty
         if penalty == 1:
             return logits
-        rows = [penalise(row, reading.prefix(node), penalty) for row, node in zip(logits, nodes, strict=True)]
+        rows = [penalise(row, output.prefix(node), penalty) for row, node in zip(logits, nodes, strict=True)]
         return torch.stack(rows)
 
 
@@ -151,20 +151,20 @@ def _edges(tree: DraftTree) -> Iterable[tuple[int, tuple[int, int]]]:
     return enumerate(zip(tree.parents.tolist()[1:], tree.tokens.tolist()[1:], strict=True), start=1)
 
 
-def verify(reading: Reading, choose: Choose) -> tuple[list[int], int]:
+def verify(output: TargetOutput, choose: Choose) -> tuple[list[int], int]:
     """The accepted path and the token that the target says after it."""
-    tree, sampling = reading.tree, choose.sampling
+    tree, sampling = output.tree, choose.sampling
     if choose.noise is not None:
-        choose.noise.forget(reading.positions[0])
+        choose.noise.forget(output.positions[0])
     if tree.laws is not None:
         rule = sample_block if sampling.rule == "block" else sample_tree
         options = {"lenience": sampling.lenience} if sampling.lenience < 1 else {}
-        return rule(tree, lambda node: choose.law(reading, node), choose.coin, choose.pick, **options)
+        return rule(tree, lambda node: choose.law(output, node), choose.coin, choose.pick, **options)
     if sampling.lenience < 1:
         if sampling.temperature > 0:
             raise ValueError("lenience at temperature > 0 needs drafts that carry their law; use lenience=1")
-        return walk_leniently(tree, lambda node: choose.law(reading, node), sampling.lenience)
-    choices = _Choices(reading, choose)
+        return walk_leniently(tree, lambda node: choose.law(output, node), sampling.lenience)
+    choices = _Choices(output, choose)
     path = walk(tree, choices)
     return path, choices[path[-1]]
 
@@ -172,14 +172,14 @@ def verify(reading: Reading, choose: Choose) -> tuple[list[int], int]:
 class _Choices(dict[int, int]):
     """Choices by node: all at once where that is cheap or the device slow to ask, else those that the walk looks at."""
 
-    def __init__(self, reading: Reading, choose: Choose) -> None:
+    def __init__(self, output: TargetOutput, choose: Choose) -> None:
         super().__init__()
-        self.reading, self.choose = reading, choose
+        self.output, self.choose = output, choose
 
     def __missing__(self, node: int) -> int:
-        one_by_one = self.reading.logits.device.type == "cpu" and self.choose.noise is not None
-        nodes = [node] if one_by_one else list(range(len(self.reading.tree)))
-        self.update(zip(nodes, self.choose(self.reading, nodes), strict=True))
+        one_by_one = self.output.logits.device.type == "cpu" and self.choose.noise is not None
+        nodes = [node] if one_by_one else list(range(len(self.output.tree)))
+        self.update(zip(nodes, self.choose(self.output, nodes), strict=True))
         return self[node]
 
 

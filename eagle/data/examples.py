@@ -19,7 +19,7 @@ READ_AHEAD = 2  # batches
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One conversation as the target reads it; `loss_mask` marks the tokens that the assistant said."""
+    """The tokens of one conversation; `loss_mask` marks those of the assistant's answers."""
 
     tokens: Tensor  # [T]
     loss_mask: Tensor  # [T] bool
@@ -28,103 +28,103 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Texts end to end, nothing padded."""
+    """Texts concatenated without padding."""
 
     tokens: Tensor  # [N]
     loss_mask: Tensor  # [N] bool, on the host: which slots count decides shapes
     features: Tensor  # [N, L, D]
     lengths: tuple[int, ...]  # of the texts
     taps: tuple[int, ...]  # which target state each of the L is
-    seeds: tuple[int, ...]  # of all that is drawn at random for each text
+    seeds: tuple[int, ...]  # random seed of each text
 
     @property
     def slots(self) -> int:
-        """How many tokens are supervised."""
+        """The number of supervised tokens."""
         return int(self.loss_mask.sum())
 
-    def tapped(self, taps: tuple[int, ...]) -> Tensor:
-        """[N, len(taps), D], the states of those taps."""
+    def select_taps(self, taps: tuple[int, ...]) -> Tensor:
+        """[N, len(taps), D], the features of these taps."""
         if taps == self.taps:
             return self.features
         return self.features[:, [self.taps.index(tap) for tap in taps]]
 
-    def pinned(self) -> Batch:
-        """The same batch where an accelerator can fetch it while it computes."""
+    def pin_memory(self) -> Batch:
+        """A copy in pinned host memory, from which an accelerator copies while it computes."""
         return replace(self, tokens=self.tokens.pin_memory(), features=self.features.pin_memory())
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on another device."""
+        """A copy with tokens and features on another device."""
         tokens, features = (tensor.to(device, non_blocking=True) for tensor in (self.tokens, self.features))
         return replace(self, tokens=tokens, features=features)
 
 
-def supervised(loss_mask: Tensor) -> Tensor:
-    """The loss mask without a text's first two tokens, which no drafter writes, up to its last supervised one."""
+def trim_mask(loss_mask: Tensor) -> Tensor:
+    """The loss mask up to its last supervised token, with the first two tokens off, which no drafter predicts."""
     mask = loss_mask.clone()
     mask[:2] = False
-    where = mask.nonzero()
-    return mask[: int(where[-1]) + 1] if len(where) else mask[:0]
+    indices = mask.nonzero()
+    return mask[: int(indices[-1]) + 1] if len(indices) else mask[:0]
 
 
 def collate(examples: Sequence[Example], taps: tuple[int, ...], seeds: Sequence[int] | None = None) -> Batch:
-    """One batch of examples that carry features; what follows the last supervised token of a text is left out."""
-    masks = [supervised(example.loss_mask) for example in examples]
-    features = [example.features[: len(mask)] for example, mask in zip(examples, masks, strict=True)]  # type: ignore[index]
+    """One batch of examples with features, each cut after its last supervised token."""
+    masks = [trim_mask(example.loss_mask) for example in examples]
+    lengths = tuple(len(mask) for mask in masks)
     return Batch(
-        torch.cat([example.tokens[: len(mask)] for example, mask in zip(examples, masks, strict=True)]),
+        torch.cat([example.tokens[:length] for example, length in zip(examples, lengths, strict=True)]),
         torch.cat(masks),
-        torch.cat(features),
-        tuple(len(mask) for mask in masks),
+        torch.cat([example.features[:length] for example, length in zip(examples, lengths, strict=True)]),  # type: ignore[index]
+        lengths,
         taps,
         tuple(seeds or range(len(examples))),
     )
 
 
-def token_counts(said: Iterable[Tensor], vocab_size: int) -> Tensor:
-    """[V], how often each token stands in these texts."""
+def token_counts(texts: Iterable[Tensor], vocab_size: int) -> Tensor:
+    """[V], how often each token occurs in these texts."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
-    for tokens in said:
-        found = torch.bincount(tokens, minlength=vocab_size)
-        if len(found) > vocab_size:
+    for tokens in texts:
+        text_counts = torch.bincount(tokens, minlength=vocab_size)
+        if len(text_counts) > vocab_size:
             raise ValueError(
-                f"token {len(found) - 1} is supervised, the target's vocabulary has {vocab_size}: "
+                f"token {len(text_counts) - 1} is supervised, the target's vocabulary has {vocab_size}: "
                 "the tokenizer is not this target's"
             )
-        counts += found
+        counts += text_counts
     return counts
 
 
 def most_frequent(counts: Tensor, size: int) -> Tensor:
-    """[D], the most frequent tokens in ascending order; of equally frequent ones the lower."""
+    """[D], the `size` most frequent tokens in ascending order; ties go to the lower token."""
     if not 0 < size <= len(counts):
         raise ValueError(f"a draft vocabulary of {size} was asked for, expected 1 to {len(counts)}, the target's own")
     return counts.sort(descending=True, stable=True).indices[:size].sort().values
 
 
 class Features(Protocol):
-    """Examples with features, stored or computed when they are read: training cannot tell."""
+    """Examples with features, stored or computed when they are read."""
 
     taps: tuple[int, ...]
     identity: dict[str, Any]
-    together: bool  # whether all processes must read at once, each as often as the others
+    together: bool  # whether all processes must read at once, each equally often
 
     def __len__(self) -> int: ...
 
-    def read(self, places: Sequence[int]) -> list[Example]:
-        """Those examples, with their features."""
+    def read(self, indices: Sequence[int]) -> list[Example]:
+        """The examples at these indices, with their features."""
         ...
 
-    def mask(self, place: int) -> Tensor:
+    def mask(self, index: int) -> Tensor:
         """[T], the loss mask of an example."""
         ...
 
-    def said(self, place: int) -> Tensor:
+    def supervised_tokens(self, index: int) -> Tensor:
         """The supervised tokens of an example."""
         ...
 
 
-def ahead(jobs: Iterable[Callable[[], Result]]) -> Iterator[Result]:
-    """The results in order; a thread works on the next ones meanwhile."""
+def read_ahead(jobs: Iterable[Callable[[], Result]]) -> Iterator[Result]:
+    """The jobs' results in order, computed ahead by a thread."""
     waiting: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(1) as reader:
         for job in jobs:

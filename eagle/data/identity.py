@@ -1,4 +1,4 @@
-"""What made a set of features: fingerprints of the files behind a recipe, so that stale ones cannot be mixed in."""
+"""The identity of a set of features: fingerprints of every file and setting that decides them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from eagle.recipe import Recipe, TargetSection
 
 WEIGHTS = ("*.safetensors", "*.bin")
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model")
-LONG = 5_000_000_000  # bytes whose reading takes long enough for a bar
+LONG = 5_000_000_000  # bytes, from which on a progress bar is shown
 TEMPLATE = ("chat_template*", "tokenizer_config.json")
-MASK_RULES = 2  # counts the rules by which answers are masked; features of other rules are refused
+MASK_RULES = 2  # version of the rules by which answers are masked; features of other versions are refused
 
 
 def identity(recipe: Recipe, taps: tuple[int, ...]) -> dict[str, Any]:
-    """Everything that decides the features of a recipe; a reader that expects anything else refuses them."""
+    """Everything that decides the features of a recipe."""
     return {
         "target": target_identity(recipe.target),
         **data_identity(recipe),
@@ -35,29 +35,28 @@ def identity(recipe: Recipe, taps: tuple[int, ...]) -> dict[str, Any]:
 def target_identity(section: TargetSection) -> dict[str, Any]:
     """The target's weights, config, precision, quantisation and adapter."""
     folder = folder_of(section.path, section.revision, (*WEIGHTS, "config.json"))
-    weights = [path for pattern in WEIGHTS if (path := sorted(folder.glob(pattern)))][:1]  # .bin only without the other
+    weights = sorted(folder.glob(WEIGHTS[0])) or sorted(folder.glob(WEIGHTS[1]))
     config = json.loads((folder / "config.json").read_text())
+    adapter = _matching(section.adapter, None, (*WEIGHTS, "adapter_config.json")) if section.adapter else None
     return {
-        "weights": fingerprint(weights[0] if weights else []),
+        "weights": fingerprint(weights),
         "config": fingerprint([folder / "config.json"]),
         "dtype": section.dtype,
         "quantization": config.get("quantization_config"),
-        "adapter": fingerprint(_matching(section.adapter, None, (*WEIGHTS, "adapter_config.json")))
-        if section.adapter
-        else None,
+        "adapter": None if adapter is None else fingerprint(adapter),
     }
 
 
-def in_precision(made: dict[str, Any], dtype: object) -> dict[str, Any]:
-    """An identity with the target's precision written out, where the recipe leaves it to the device."""
-    target = made.get("target", {})
+def in_precision(fields: dict[str, Any], dtype: object) -> dict[str, Any]:
+    """An identity in which `dtype` stands for the target dtype "auto"."""
+    target = fields.get("target", {})
     if target.get("dtype") != "auto":
-        return made
-    return {**made, "target": {**target, "dtype": str(dtype).removeprefix("torch.")}}
+        return fields
+    return {**fields, "target": {**target, "dtype": str(dtype).removeprefix("torch.")}}
 
 
 def data_identity(recipe: Recipe) -> dict[str, Any]:
-    """The conversations, and the tokenizer and template that turn them into tokens and masks."""
+    """The conversations, tokenizer and chat template."""
     data, target = recipe.data, recipe.target
     own_template = _matching(target.path, target.revision, TEMPLATE)
     return {
@@ -71,7 +70,7 @@ def data_identity(recipe: Recipe) -> dict[str, Any]:
 
 
 def stop_ids(section: TargetSection) -> list[int]:
-    """The stop tokens of a target's generation config, which end its answers; none where it has no such file."""
+    """The EOS tokens of a target's generation config; [] without such a file."""
     for path in _matching(section.path, section.revision, ("generation_config.json",)):
         try:
             eos = json.loads(path.read_text()).get("eos_token_id")
@@ -82,14 +81,14 @@ def stop_ids(section: TargetSection) -> list[int]:
 
 
 def fingerprint(files: Sequence[Path]) -> str:
-    """One checksum for the names and bytes of some files."""
+    """One checksum of the names and bytes of some files."""
     long = sum(path.stat().st_size for path in files) > LONG
     checked = [f"{path.name} {_checksum(path)}" for path in progress(files, "fingerprint", len(files), show=long)]
     return hashlib.sha256("\n".join(checked).encode()).hexdigest()[:16]
 
 
 def _checksum(path: Path) -> str:
-    """A file's sha256; a hub's cache already names large files by theirs."""
+    """A file's sha256, by which the hub's cache already names large files."""
     name = path.resolve().name
     return name if path.is_symlink() and len(name) == 64 else sha256(path)
 
@@ -100,7 +99,7 @@ def _matching(path: str, revision: str | None, patterns: tuple[str, ...]) -> lis
 
 
 def folder_of(path: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
-    """The folder of a model, or that of a hub's cache once it holds the files of these names."""
+    """The local folder of a model, downloading the files that match if it is a hub id."""
     if Path(path).is_dir():
         return Path(path)
     return Path(snapshot_download(path, revision=revision, allow_patterns=list(patterns)))

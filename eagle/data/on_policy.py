@@ -1,6 +1,6 @@
-"""Training texts that a draft model says itself, by the weights that it has at that step (on-policy distillation)."""
+"""Training texts sampled from the draft model itself with its current weights (on-policy distillation)."""
 
-# B texts, T tokens of a text, P slots read at once
+# B texts, T tokens of a text, V vocabulary
 
 from __future__ import annotations
 
@@ -17,88 +17,88 @@ from eagle.data.examples import Example
 from eagle.data.features import LiveFeatures
 
 
-class OwnSamples(LiveFeatures):
-    """Conversations cut at one of their answers, which the draft model says anew at temperature 1.
+class OnPolicyFeatures(LiveFeatures):
+    """Conversations cut at one of their answers, which the draft model samples anew at temperature 1.
 
-    What it says is no longer than the answer was. Which answer and which words follow from the step's seed and the
-    place, so that a run can be gone on with. While a head is judged, the conversations are those of the data.
+    A sampled answer is no longer than the one it replaces. The step's seed and the example's index decide which answer
+    and which tokens, so that a run can be resumed. In evaluation mode the conversations are those of the data.
     """
 
     def __init__(self, live: LiveFeatures, head: Any) -> None:
         super().__init__(live.target, live.examples, live.identity, live.slots)
-        self.head, self.together = head, True  # read within the step, when the weights are those of the step
+        self.head = head
+        self.together = True  # read within the step, with the weights of the step
 
-    def read(self, places: Sequence[int]) -> list[Example]:
-        """Those examples anew, with the target's features of them."""
+    def read(self, indices: Sequence[int]) -> list[Example]:
+        """The examples with new answers, and the target's features of them."""
         if not self.head.training:
-            return super().read(places)
+            return super().read(indices)
         step = mix64(torch.initial_seed())  # which the loop sets in every step
-        cuts = [_answer(self.examples[place].loss_mask, mix64(step + place)) for place in places]
-        prompts = [self.examples[place].tokens[:start] for place, (start, _) in zip(places, cuts, strict=True)]
-        noises = [Noise(step, place) for place in places]
+        spans = [_choose_answer(self.examples[index].loss_mask, mix64(step + index)) for index in indices]
+        prompts = [self.examples[index].tokens[:start] for index, (start, _) in zip(indices, spans, strict=True)]
+        limits = [end - start for start, end in spans]
+        noises = [Noise(step, index) for index in indices]
         self.head.eval()
-        said = continued(
-            self.head.model, prompts, [end - start for start, end in cuts], noises, self.target.stop_tokens
-        )
+        answers = sample_answers(self.head.model, prompts, limits, noises, self.target.stop_tokens)
         self.head.train()
         texts = [
-            Example(torch.cat([prompt, new]), torch.arange(len(prompt) + len(new)) >= len(prompt))
-            for prompt, new in zip(prompts, said, strict=True)
+            Example(torch.cat([prompt, answer]), torch.arange(len(prompt) + len(answer)) >= len(prompt))
+            for prompt, answer in zip(prompts, answers, strict=True)
         ]
         return LiveFeatures(self.target, texts, self.identity, self.slots).read(range(len(texts)))
 
 
 @torch.no_grad()
-def continued(
+def sample_answers(
     model: Any, prompts: Sequence[Tensor], limits: Sequence[int], noises: Sequence[Noise], stops: Sequence[int]
 ) -> list[Tensor]:
-    """What a causal model says after each prompt by its plain law, up to a stop token or the prompt's limit."""
-    lengths, device = [len(prompt) for prompt in prompts], model.device
-    # on the left, so that all go on in the same column
+    """Sample a continuation of each prompt from a causal model, up to a stop token or the prompt's limit."""
+    device = model.device
+    # padded on the left, so that all continue in the same column
     tokens = pad_sequence(list(prompts), batch_first=True, padding_side="left").to(device)
-    seen = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True, padding_side="left").to(
-        device
-    )
+    ones = [torch.ones_like(prompt) for prompt in prompts]
+    mask = pad_sequence(ones, batch_first=True, padding_side="left").to(device)
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-    ends, cache, said = torch.tensor(stops, device=device), None, []
+    stop_tokens, cache, columns = torch.tensor(stops, device=device), None, []
     for step in range(max(limits)):
-        positions = (seen.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-        read = model(
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        output = model(
             input_ids=tokens,
-            attention_mask=seen,
+            attention_mask=mask,
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
         )
-        logits, cache = read.logits[:, -1].float(), read.past_key_values
-        tokens = (logits + _drawn(noises, [length + step for length in lengths], logits)).argmax(-1, keepdim=True)
-        said.append(tokens)
-        ended |= torch.isin(tokens[:, 0], ends) | (torch.tensor(limits, device=device) == step + 1)
+        logits, cache = output.logits[:, -1].float(), output.past_key_values
+        noise = _noise_rows(noises, [len(prompt) + step for prompt in prompts], logits)
+        tokens = (logits + noise).argmax(-1, keepdim=True)
+        columns.append(tokens)
+        ended |= torch.isin(tokens[:, 0], stop_tokens) | (torch.tensor(limits, device=device) == step + 1)
         if ended.all():
             break
-        seen = F.pad(seen, (0, 1), value=1)
-    rows = torch.cat(said, dim=1).cpu()
-    return [_until(row[:limit], ends.cpu()) for row, limit in zip(rows, limits, strict=True)]
+        mask = F.pad(mask, (0, 1), value=1)
+    rows = torch.cat(columns, dim=1).cpu()
+    return [_cut_at_stop(row[:limit], stop_tokens.cpu()) for row, limit in zip(rows, limits, strict=True)]
 
 
-def _drawn(noises: Sequence[Noise], positions: Sequence[int], like: Tensor) -> Tensor:
-    """[B, V], what makes the largest sum a draw from the law."""
+def _noise_rows(noises: Sequence[Noise], positions: Sequence[int], logits: Tensor) -> Tensor:
+    """[B, V] Gumbel noise: the argmax of logits + noise is a sample from their softmax."""
     rows = []
     for noise, position in zip(noises, positions, strict=True):
         noise.forget(position)
-        rows.append(noise([position], like.shape[1], like.device))
+        rows.append(noise([position], logits.shape[1], logits.device))
     return torch.cat(rows)
 
 
-def _until(tokens: Tensor, ends: Tensor) -> Tensor:
-    """The tokens up to the first of `ends`, which still belongs to what was said."""
-    found = torch.isin(tokens, ends).nonzero()
-    return tokens[: int(found[0]) + 1] if len(found) else tokens
+def _cut_at_stop(tokens: Tensor, stop_tokens: Tensor) -> Tensor:
+    """The tokens up to and including the first stop token."""
+    stops = torch.isin(tokens, stop_tokens).nonzero()
+    return tokens[: int(stops[0]) + 1] if len(stops) else tokens
 
 
-def _answer(loss_mask: Tensor, draw: int) -> tuple[int, int]:
-    """One of the answers: where it begins, at least behind one token, and where it ends."""
+def _choose_answer(loss_mask: Tensor, draw: int) -> tuple[int, int]:
+    """Start (at least 1) and end of one of the answers."""
     edges = F.pad(loss_mask.long(), (1, 1)).diff().nonzero()[:, 0].view(-1, 2).tolist()
     start, end = edges[draw % len(edges)]
     return max(start, 1), end

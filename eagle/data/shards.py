@@ -23,26 +23,26 @@ DTYPES = {
 LARGEST_FLOAT8 = 448.0
 
 
-def packed(features: Tensor, dtype: str) -> tuple[Tensor, ...]:
-    """Features [..., L, D] as they are stored; for float8 with a scale per token and tap."""
+def pack_features(features: Tensor, dtype: str) -> tuple[Tensor, ...]:
+    """Features [..., L, D] in their storage dtype; float8 adds a scale [..., L] per token and tap."""
     if dtype != "float8":
         return (features.to(DTYPES[dtype][0]),)
     scales = (features.abs().amax(-1).float() / LARGEST_FLOAT8).clamp_min(torch.finfo(torch.float32).tiny)
     return (features / scales[..., None]).to(torch.float8_e4m3fn), scales
 
 
-def unpacked(values: Tensor, scales: Tensor | None = None) -> Tensor:
-    """Features as they are trained on; float8 comes back as bfloat16."""
+def unpack_features(values: Tensor, scales: Tensor | None = None) -> Tensor:
+    """Features in their training dtype: float8 is scaled back to bfloat16."""
     return values if scales is None else (values.float() * scales[..., None]).bfloat16()
 
 
 def token_bytes(dtype: str, taps: int, width: int) -> int:
-    """What the features of one token take on disk."""
+    """Bytes on disk of one token's features."""
     return taps * (width * DTYPES[dtype][0].itemsize + (4 if dtype == "float8" else 0))
 
 
 def shard_header(dtype: str, tokens: int, taps: int, width: int, metadata: dict[str, str]) -> bytes:
-    """The start of a safetensors file of that many tokens; its sizes are known before its contents."""
+    """The safetensors header of a shard of `tokens` tokens, which can be written before its tensors."""
     end = tokens * taps * width * DTYPES[dtype][0].itemsize
     tensors: dict[str, Any] = {
         "__metadata__": metadata,
@@ -56,7 +56,7 @@ def shard_header(dtype: str, tokens: int, taps: int, width: int, metadata: dict[
 
 
 class ShardWriter:
-    """Streams one shard to disk: header, features, scales. It counts as whole once its checksum stands beside it."""
+    """Streams one shard to disk: header, features, scales. It is complete once its checksum file exists."""
 
     def __init__(self, path: Path, header: bytes) -> None:
         self.path, self.part = path, part_file(path)
@@ -66,7 +66,7 @@ class ShardWriter:
         self._write(header)
 
     def append(self, values: Tensor, scales: Tensor | None = None) -> None:
-        """The packed features [T, L, D] of the next example."""
+        """Append the packed features [T, L, D] of the next example."""
         if not (values if scales is None else scales).sum(dtype=torch.float32).isfinite():
             raise ValueError("the target's hidden states are not finite: load it in another target.dtype")
         self._write(values.contiguous().view(torch.uint8).numpy().data)
@@ -74,7 +74,7 @@ class ShardWriter:
             self.scales.append(scales)
 
     def close(self) -> None:
-        """Write what is left, wait for the disk, and give the shard its name and its checksum."""
+        """Write the scales, flush, rename the shard into place and write its checksum."""
         if self.scales:
             self._write(torch.cat(self.scales).contiguous().numpy().data)
             self.scales.clear()
@@ -85,20 +85,20 @@ class ShardWriter:
         write_whole(checksum_file(self.path), [line.encode()])
 
     def discard(self) -> None:
-        """Leave nothing of a shard that was not closed."""
+        """Remove a shard that was not closed."""
         self.file.close()
         self.part.unlink(missing_ok=True)
 
     def _write(self, data: Any) -> None:
         view = memoryview(data).cast("B")
-        while len(view):  # a raw file may take less than it is given
+        while len(view):  # an unbuffered file may write less than asked
             written = self.file.write(view)
             self.digest.update(view[:written])
             view = view[written:]
 
 
 def shard_fault(path: Path, header: bytes, size: int, *, read: bool) -> str | None:
-    """What is wrong with a shard of that header and size, or None; with `read`, every byte is looked at."""
+    """What is wrong with a shard that should have this header and size, or None; `read` checks every byte."""
     if not path.is_file():
         return "missing"
     if path.stat().st_size != size:
@@ -117,5 +117,5 @@ def shard_fault(path: Path, header: bytes, size: int, *, read: bool) -> str | No
 
 
 def checksum_file(path: Path) -> Path:
-    """Where the checksum of a shard stands, as `sha256sum --check` reads it."""
+    """The checksum file of a shard, in the format of `sha256sum --check`."""
     return path.with_name(f"{path.name}.sha256")

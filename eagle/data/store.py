@@ -1,4 +1,4 @@
-"""Hidden features on disk: what made them, which examples they belong to, and the shards that hold them."""
+"""Feature stores: hidden features on disk with their identity, their examples and checksums."""
 
 # T tokens, L taps, D target width
 
@@ -19,7 +19,15 @@ from torch import Tensor
 
 from eagle.data.examples import Example
 from eagle.data.identity import in_precision
-from eagle.data.shards import DTYPES, ShardWriter, checksum_file, shard_fault, shard_header, token_bytes, unpacked
+from eagle.data.shards import (
+    DTYPES,
+    ShardWriter,
+    checksum_file,
+    shard_fault,
+    shard_header,
+    token_bytes,
+    unpack_features,
+)
 from eagle.disk import sha256, write_tensors, write_whole
 
 Plan = list[list[list[int]]]  # shards of batches of example numbers
@@ -37,25 +45,25 @@ def batches_of(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
 
 
 def plan_of(lengths: Sequence[int], batch_tokens: int, shard_tokens: int) -> Plan:
-    """The batches in shards of about that many tokens; it depends on the lengths alone, not on who computes."""
+    """The batches in shards of about `shard_tokens` tokens; it depends on the lengths alone."""
     shards: Plan = []
-    held = shard_tokens
+    filled = shard_tokens
     for batch in batches_of(lengths, batch_tokens):
-        if held >= shard_tokens:
+        if filled >= shard_tokens:
             shards.append([])
-            held = 0
+            filled = 0
         shards[-1].append(batch)
-        held += sum(lengths[number] for number in batch)
+        filled += sum(lengths[number] for number in batch)
     return shards
 
 
-def differences(found: Any, expected: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Every leaf in which two identities differ: its dotted name, what was found, what was expected."""
-    if isinstance(found, dict) and isinstance(expected, dict):
-        for key in sorted({*found, *expected}):
-            yield from differences(found.get(key), expected.get(key), f"{name}.{key}" if name else key)
-    elif found != expected:
-        yield name, found, expected
+def differences(got: Any, expected: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted name, got, expected) of every leaf in which two nested dicts differ."""
+    if isinstance(got, dict) and isinstance(expected, dict):
+        for key in sorted({*got, *expected}):
+            yield from differences(got.get(key), expected.get(key), f"{name}.{key}" if name else key)
+    elif got != expected:
+        yield name, got, expected
 
 
 class Absent(ValueError):
@@ -67,7 +75,7 @@ class Damaged(ValueError):
 
 
 def _read_index(path: Path) -> dict[str, Any]:
-    """The index of a store; what a reader relies on is there."""
+    """The index of a store, with the fields that a reader needs checked."""
     try:
         index: dict[str, Any] = json.loads(path.read_text())
         if index["identity"]["dtype"] not in DTYPES:
@@ -93,24 +101,24 @@ class FeatureStore:
         if not (self.folder / "index.json").is_file():
             raise Absent(f"no feature store at {folder}: run `python -m data_prep.extract RECIPE` first")
         self.index = _read_index(self.folder / "index.json")
-        # stores once said "auto", and beside it what that was
+        # older stores have dtype "auto" and the precision beside it
         self.identity = in_precision(self.index["identity"], self.index["made"].get("precision"))
         if expected is not None:
             self.expect(expected)
         self.taps: tuple[int, ...] = tuple(self.identity["taps"])
         self.dtype: str = self.identity["dtype"]
         self._load_examples()
-        self.look()
+        self.refresh()
         if self.absent and not partial:
-            raise ValueError(f"{self.described()}. Run `python -m data_prep.extract RECIPE` to complete it")
+            raise ValueError(f"{self.describe_absent()}. Run `python -m data_prep.extract RECIPE` to complete it")
 
     @classmethod
     def create(
         cls, folder: str | Path, examples: Sequence[Example], identity: dict[str, Any], plan: Plan, **made: Any
     ) -> FeatureStore:
-        """A store without features yet; `made` holds the target's `width` and what else is of interest.
+        """A store without features yet; `made` holds the target's `width` and other notes.
 
-        Of it, `borrowed` names files that lie in the folder already, with their checksums.
+        Its entry `borrowed` maps files that are in the folder already to their checksums.
         """
         folder = Path(folder)
         lengths = [len(example.tokens) for example in examples]
@@ -135,12 +143,12 @@ class FeatureStore:
         return cls(folder, partial=True)
 
     def expect(self, identity: dict[str, Any]) -> None:
-        """Refuses features that another identity made, and names every difference."""
+        """Refuse a store of another identity, naming every difference."""
         wrong = [
-            f"{name}: the store has {found!r}, this run needs {needed!r}"
-            for name, found, needed in differences(self.identity, identity)
-            # a store of more taps serves a reader of some, and one of any precision a reader to whom all are right
-            if not (name == "taps" and set(needed) <= set(found)) and (name, needed) != ("target.dtype", "auto")
+            f"{name}: the store has {got!r}, this run needs {needed!r}"
+            for name, got, needed in differences(self.identity, identity)
+            # a store may have more taps than needed, and any precision where the recipe leaves it open
+            if not (name == "taps" and set(needed) <= set(got)) and (name, needed) != ("target.dtype", "auto")
         ]
         if wrong:
             raise ValueError(
@@ -148,69 +156,69 @@ class FeatureStore:
                 "Point features.store at another folder, or remove this one"
             )
 
-    def borrowed(self) -> Path | None:
-        """Where the target's config, embedding and LM head lie, every byte checked; None in a store without them."""
+    def borrowed_folder(self) -> Path | None:
+        """The folder of the target's config, embedding and LM head, checksums verified; None if the store has none."""
         files = self.index["made"].get("borrowed", {})
         for name, checksum in files.items():
-            self._checked(name, checksum)
+            self._check_file(name, checksum)
         return self.folder if files else None
 
     def __len__(self) -> int:
         return len(self.places)
 
-    def __getitem__(self, place: int) -> Example:
-        return self.read([place])[0]
+    def __getitem__(self, index: int) -> Example:
+        return self.read([index])[0]
 
-    def read(self, places: Sequence[int]) -> list[Example]:
-        """Those examples with their features, read from memory-mapped shards."""
-        return [self._read(*self.places[place]) for place in places]
+    def read(self, indices: Sequence[int]) -> list[Example]:
+        """The examples at these indices, with their features from memory-mapped shards."""
+        return [self._read(*self.places[index]) for index in indices]
 
     def _read(self, number: int, shard: int, start: int) -> Example:
         stop = start + self.lengths[number]
         with safe_open(self.path(shard), "pt") as file:
             values = file.get_slice("features")[start:stop]
             scales = [file.get_slice("scales")[start:stop]] if self.dtype == "float8" else []
-        return Example(*self.text(number), unpacked(values, *scales))
+        return Example(*self.text(number), unpack_features(values, *scales))
 
-    def mask(self, place: int) -> Tensor:
-        """The loss mask of an example."""
-        return self.text(self.places[place][0])[1]
+    def mask(self, index: int) -> Tensor:
+        """[T], the loss mask of an example."""
+        return self.text(self.places[index][0])[1]
 
-    def said(self, place: int) -> Tensor:
+    def supervised_tokens(self, index: int) -> Tensor:
         """The supervised tokens of an example."""
-        tokens, mask = self.text(self.places[place][0])
+        tokens, mask = self.text(self.places[index][0])
         return tokens[mask]
 
     def text(self, number: int) -> tuple[Tensor, Tensor]:
         """Tokens and loss mask of an example, by its number in the data."""
-        begin, end = self.ends[number] - self.lengths[number], self.ends[number]
-        return self.tokens[begin:end].long(), self.loss_mask[begin:end]
+        end = self.ends[number]
+        start = end - self.lengths[number]
+        return self.tokens[start:end].long(), self.loss_mask[start:end]
 
     def path(self, shard: int) -> Path:
         """The file of a shard."""
         return self.folder / f"shard-{shard:05d}.safetensors"
 
     def faults(self, *, read: bool = False) -> Iterator[tuple[int, str | None]]:
-        """Every shard and what is wrong with it: by a look at its start and size or, with `read`, at every byte."""
+        """Every shard and its fault or None, by its header and size or, with `read`, by every byte."""
         for shard, tokens in enumerate(self.index["shard_tokens"]):
             header = self._header(shard)
             size = len(header) + tokens * self.bytes_per_token
             yield shard, shard_fault(self.path(shard), header, size, read=read)
 
-    def look(self) -> None:
-        """Serve the shards that are there."""
+    def refresh(self) -> None:
+        """Look again which shards are complete, and serve their examples."""
         self.serve_all_but({shard: fault for shard, fault in self.faults() if fault})
 
-    def described(self) -> str:
-        """The absent shards in one sentence."""
-        listed = [f"{self.path(shard).name} ({fault})" for shard, fault in list(self.absent.items())[:5]]
-        more = f" and {len(self.absent) - 5} more" if len(self.absent) > 5 else ""
-        return (
-            f"{len(self.absent)} of {len(self.plan)} shards in {self.folder} are not whole: {', '.join(listed)}{more}"
-        )
+    def describe_absent(self) -> str:
+        """The absent shards and their faults in one sentence."""
+        count = len(self.absent)
+        listed = ", ".join(f"{self.path(shard).name} ({fault})" for shard, fault in list(self.absent.items())[:5])
+        more = f" and {count - 5} more" if count > 5 else ""
+        return f"{count} of {len(self.plan)} shards in {self.folder} are not whole: {listed}{more}"
 
     def serve_all_but(self, absent: dict[int, str]) -> None:
-        """Serve the examples of all other shards, in the data's order."""
+        """Serve the examples of all shards but these, in the data's order."""
         self.absent = absent
         self.places: list[tuple[int, int, int]] = []  # (example number, shard, its first token there)
         for shard, batches in enumerate(self.plan):
@@ -222,35 +230,33 @@ class FeatureStore:
         self.places.sort()
 
     def discard(self, shards: Sequence[int]) -> None:
-        """Remove those shards, so that they are computed again."""
+        """Remove these shards, so that they are computed again."""
         for shard in shards:
             checksum_file(self.path(shard)).unlink(missing_ok=True)
             self.path(shard).unlink(missing_ok=True)
-        self.look()
+        self.refresh()
 
     def writer(self, shard: int) -> ShardWriter:
-        """Opens a shard for its examples, in the order of the plan."""
+        """A writer of a shard, which takes its examples in the order of the plan."""
         return ShardWriter(self.path(shard), self._header(shard))
 
     @property
     def bytes_per_token(self) -> int:
-        """What the features of one token take on disk."""
+        """Bytes on disk of one token's features."""
         return token_bytes(self.dtype, len(self.taps), self.index["made"]["width"])
 
     def _header(self, shard: int) -> bytes:
-        metadata = {"store": self._name, "shard": str(shard)}  # so that a shard of another store is seen
+        metadata = {"store": self._fingerprint, "shard": str(shard)}  # so that a shard of another store is refused
         width, tokens = self.index["made"]["width"], self.index["shard_tokens"][shard]
         return shard_header(self.dtype, tokens, len(self.taps), width, metadata)
 
     @cached_property
-    def _name(self) -> str:
-        made_of = json.dumps(
-            [self.index["identity"], self.index["examples"], self.index["shard_tokens"]], sort_keys=True
-        )
-        return hashlib.sha256(made_of.encode()).hexdigest()
+    def _fingerprint(self) -> str:
+        content = [self.index[key] for key in ("identity", "examples", "shard_tokens")]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
-    def _checked(self, name: str, checksum: str) -> Path:
-        """A file of the store that is no shard, if its bytes are those that were written."""
+    def _check_file(self, name: str, checksum: str) -> Path:
+        """The path of a file of this store, or Damaged if its checksum is another."""
         path = self.folder / name
         if not path.is_file() or sha256(path) != checksum:
             raise Damaged(
@@ -260,14 +266,15 @@ class FeatureStore:
         return path
 
     def _load_examples(self) -> None:
-        with safe_open(self._checked("examples.safetensors", self.index["examples"]["sha256"]), "pt") as file:
-            held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
-        self.tokens, self.loss_mask, self.lengths = held["tokens"], held["loss_mask"], held["lengths"].tolist()
+        with safe_open(self._check_file("examples.safetensors", self.index["examples"]["sha256"]), "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
+        self.tokens, self.loss_mask = tensors["tokens"], tensors["loss_mask"]
+        self.lengths = tensors["lengths"].tolist()
         self.ends = list(accumulate(self.lengths))
-        order, batch_sizes = iter(held["order"].tolist()), iter(held["batch_sizes"].tolist())
+        order, batch_sizes = iter(tensors["order"].tolist()), iter(tensors["batch_sizes"].tolist())
         self.plan: Plan = [
             [[next(order) for _ in range(next(batch_sizes))] for _ in range(batches)]
-            for batches in held["shard_batches"].tolist()
+            for batches in tensors["shard_batches"].tolist()
         ]
         tokens = [sum(self.lengths[number] for batch in shard for number in batch) for shard in self.plan]
         if tokens != self.index["shard_tokens"]:

@@ -129,7 +129,7 @@ def measured(reading: Reading, batch: Batch, target: TargetHead, levels: int) ->
     found = head.unrolled(reading.given(batch), reading.frozen, levels)
     places, count = found.places, len(batch.tokens)
     owner = torch.repeat_interleave(torch.arange(len(batch.lengths)), torch.tensor(batch.lengths)).to(device)
-    true, texts = batch.tapped((-1,))[:, 0], owner[places]
+    true, texts = batch.select_taps((-1,))[:, 0], owner[places]
     following = batch.tokens[(places + 2).clamp(max=count - 1)]
     columns: list[list[Tensor]] = []
     for level, state in enumerate(found.states):

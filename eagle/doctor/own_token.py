@@ -36,7 +36,7 @@ def first_level(head: Any, frozen: TargetHead, texts: Batch) -> tuple[Tensor, Te
 
     block, agreed = head.layers[0], []
     weight = block.mlp.up_proj.weight
-    columns = (texts.tokens, texts.tapped(head.taps), texts.tapped((-1,)), texts.loss_mask)
+    columns = (texts.tokens, texts.select_taps(head.taps), texts.select_taps((-1,)), texts.loss_mask)
     with block.self_attn.register_forward_pre_hook(look):
         for tokens, taps, true, counted in zip(*(column.split(texts.lengths) for column in columns), strict=True):
             if len(tokens) > 2:

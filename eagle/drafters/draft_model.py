@@ -103,7 +103,7 @@ class DraftModel(TrainableDrafter):
             teacher, law = batch.tokens.index_select(0, before + 1), _Text(own.weight)
         else:
             known = slice(len(own.weight))
-            teacher, law = batch.tapped((-1,))[:, 0].index_select(0, before), frozen.narrowed(known)
+            teacher, law = batch.select_taps((-1,))[:, 0].index_select(0, before), frozen.narrowed(known)
         weights = torch.full((1, len(before)), 1 / max(len(before), 1), device=student.device)
         objective = Objective(KINDS.get(divergence, divergence))
         total, _ = distilled(student[None], teacher, weights, (own, law), objective)

@@ -169,7 +169,7 @@ class Eagle3(UnrolledDrafter):
         said = self.t2d[batch.tokens[found.places + 2]] if self.drafts is not None else None
         weights = shares(found.places, settings.steps, said, settings.decay)
         student = shifted(self.norm(state) for state in found.states)
-        true = batch.tapped((-1,))[:, 0].index_select(0, found.places + 1)
+        true = batch.select_taps((-1,))[:, 0].index_select(0, found.places + 1)
         own = OwnHead(self.lm_head.weight.to(frozen.weight.dtype))  # that of the products, which autocast makes so
         total, each = distilled(student, true, weights, (own, self._taught(frozen)), Objective(settings.loss))
         return {"total": total, **{f"laws/{step}": value for step, value in enumerate(each)}}

@@ -1,4 +1,4 @@
-"""What lets a stock model read a tree: a cache that drops rejected nodes in place, masks, and grouped attention."""
+"""Tree cache (drops rejected nodes in place), tree masks and grouped attention for stock transformers models."""
 
 # N new tokens, R rows behind S committed tokens, H heads, K key/value heads, D head width
 
@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class Rows:
-    """A tensor [1, X, S, D] that is written at S in place; it is copied only where it has to grow."""
+    """A buffer [1, X, S, D] that is written in place along S and reallocated only to grow."""
 
     def __init__(self) -> None:
         self.buffer = torch.empty(1, 0, 0, 0)  # replaced by the first rows, in their shape, dtype and device
@@ -26,15 +26,12 @@ class Rows:
         """Put [1, X, N, D] at row `start` and return all rows up to the last new one, a view."""
         end = start + new.shape[2]
         if self.buffer.shape[2] < end:
-            self._grow(start, end, new)
+            old, size = self.buffer, max(self.room, end + end // 2, 64)
+            self.buffer = new.new_empty((1, new.shape[1], size, new.shape[3]))
+            if start:
+                self.buffer[:, :, :start] = old[:, :, :start]
         self.buffer.narrow(2, start, new.shape[2]).copy_(new)  # half the time of the same by slices
         return self.buffer.narrow(2, 0, end)
-
-    def _grow(self, start: int, end: int, like: Tensor) -> None:
-        grown = like.new_empty((1, like.shape[1], max(self.room, end + end // 2, 64), like.shape[3]))
-        if start:
-            grown[:, :, :start] = self.buffer[:, :, :start]
-        self.buffer = grown
 
 
 class _Layer(CacheLayerMixin):
@@ -45,7 +42,8 @@ class _Layer(CacheLayerMixin):
 
     def __init__(self, owner: TreeCache) -> None:
         super().__init__()
-        self.owner, self.key_rows, self.value_rows = owner, Rows(), Rows()
+        self.owner = owner
+        self.key_rows, self.value_rows = Rows(), Rows()
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -66,32 +64,30 @@ class _Layer(CacheLayerMixin):
 
 
 class TreeCache(Cache):
-    """Keys, values and tapped states of the committed text; what a forward adds lies behind it until some is kept."""
+    """Keys, values and tapped states of the committed text, followed by the rows of the last forward until `keep`."""
 
     def __init__(self, num_layers: int) -> None:
         self.length = 0  # of the committed text, the same for all layers
         layers: list[Any] = [_Layer(self) for _ in range(num_layers)]
         super().__init__(layers=layers)
         self.tapped = Rows()
-        self.every = [rows for layer in layers for rows in (layer.key_rows, layer.value_rows)] + [self.tapped]
+        self.buffers = [rows for layer in layers for rows in (layer.key_rows, layer.value_rows)] + [self.tapped]
 
     def reserve(self, room: int) -> None:
         """Make the next allocation hold at least `room` rows."""
-        for rows in self.every:
+        for rows in self.buffers:
             rows.room = room
 
+    @torch.inference_mode()
     def keep(self, path: list[int]) -> None:
         """Commit these of the rows added last, in this order; the rows before stay where they are."""
         start, end = self.length, self.length + len(path)
         if path != list(range(len(path))):
-            self._move(start, end, [start + node for node in path])
+            rows_kept = [start + node for node in path]
+            for rows in self.buffers:
+                if rows.buffer.shape[2]:
+                    rows.buffer[:, :, start:end] = rows.buffer[:, :, rows_kept]
         self.length = end
-
-    @torch.inference_mode()
-    def _move(self, start: int, end: int, places: list[int]) -> None:
-        for rows in self.every:
-            if rows.buffer.shape[2]:
-                rows.buffer[:, :, start:end] = rows.buffer[:, :, places]
 
 
 def grouped_attention(
@@ -104,7 +100,7 @@ def grouped_attention(
     dropout: float = 0.0,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Stock attention without copying keys and values for grouped heads: a group's queries become rows of one head."""
+    """Scaled dot-product attention without repeating keys and values: a group's queries become rows of one head."""
     _, heads, count, width = query.shape
     groups = heads // key.shape[1]
     unmasked = attention_mask.shape[-1] == 1  # the sign for "all that was before", or "causal, and nothing before"
@@ -123,14 +119,13 @@ def grouped_attention(
     return output.view(1, heads, count, -1).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register("eagle_grouped", grouped_attention)
-
-
+GROUPED = "eagle_grouped"
+AttentionInterface.register(GROUPED, grouped_attention)
 SWITCH = "_attn_implementation_internal"  # where a config holds the name of its attention
 
 
 def can_group(model: Any, config: Any) -> bool:
-    """Whether a model may attend by `grouped_attention`: one that takes any registered attention, without windows."""
+    """Whether a model can run `grouped_attention`: it takes any registered attention and has no sliding windows."""
     return (
         model._supports_attention_backend
         and vars(config).get(SWITCH) == "sdpa"
@@ -139,24 +134,26 @@ def can_group(model: Any, config: Any) -> bool:
 
 
 def windows_of(config: Any) -> dict[str, int | None]:
-    """The window of each type of layer; None where all that was before is seen."""
+    """The sliding window of each layer type, None for full attention."""
     window = getattr(config, "sliding_window", None)
     kinds = sorted(set(getattr(config, "layer_types", None) or ["any"]))
     return {kind: None if kind == "full_attention" else window for kind in kinds}
 
 
 class Masks:
-    """Additive masks, which are right in eager and sdpa alike: one, or one per layer type where windows slide."""
+    """Additive attention masks for eager and sdpa: one, or a dict by layer type where some windows slide."""
 
     def __init__(self, model: Any, config: Any, grouped: bool) -> None:
-        self.dtype, self.device = model.dtype, model.get_input_embeddings().weight.device
-        self.windows, self.grouped = windows_of(config), grouped
+        self.dtype = model.dtype
+        self.device = model.get_input_embeddings().weight.device
+        self.windows = windows_of(config)
+        self.grouped = grouped
         self.unmasked = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
 
     def __call__(self, start: int, positions: list[int], seen: Tensor | None) -> Tensor | dict[str, Tensor]:
-        """What new tokens see of `start` committed ones and of the rows at these positions behind them.
+        """The mask of new tokens over `start` committed ones and the R rows at these positions behind them.
 
-        `seen` [N, R] tells it of the last N of R rows, which are the new ones; None: all rows are new, and a chain.
+        `seen` [N, R] says which rows each of the last N rows attends to; None means that all R are new, and a chain.
         """
         count = len(positions)
         if self.grouped and (count == 1 or (seen is None and start == 0)):
@@ -171,34 +168,32 @@ class Masks:
         mask = torch.zeros(len(seen), start + len(positions), dtype=self.dtype, device=seen.device)
         mask[:, start:].masked_fill_(~seen, lowest)
         if window is not None:  # distance counts positions: siblings share one
-            places = torch.tensor([*range(start), *positions], device=seen.device)
-            mask.masked_fill_(places[-len(seen) :, None] - places >= window, lowest)
+            key_positions = torch.tensor([*range(start), *positions], device=seen.device)
+            mask.masked_fill_(key_positions[-len(seen) :, None] - key_positions >= window, lowest)
         return mask[None, None].to(self.device)
 
 
 def why_no_trees(model: Any, config: Any) -> str | None:
-    """The reason for which this model cannot read a tree, or None."""
+    """The reason why this model cannot read a tree, or None."""
     kinds = set(getattr(config, "layer_types", None) or [])
-    takes = inspect.signature(type(model.base_model).forward).parameters
+    arguments = inspect.signature(type(model.base_model).forward).parameters
     if model._is_stateful or "linear_attention" in kinds:
-        why = "keeps recurrent state, which cannot branch"
-    elif "past_key_values" not in takes:
-        why = "keeps no keys and values"
-    elif config._attn_implementation not in ("eager", "sdpa"):
-        why = f"attends by {config._attn_implementation}, which takes no tree mask; load it with 'sdpa' or 'eager'"
-    elif "position_ids" not in takes or getattr(config, "alibi", False):
-        why = "takes positions from a 2-D mask or their order, and so cannot place siblings side by side"
-    elif unknown := kinds - {"full_attention", "sliding_attention"}:
-        why = f"has layers of type {sorted(unknown)}, for which no tree mask is known"
-    else:
-        return None
-    return why
+        return "keeps recurrent state, which cannot branch"
+    if "past_key_values" not in arguments:
+        return "keeps no keys and values"
+    if config._attn_implementation not in ("eager", "sdpa"):
+        return f"attends by {config._attn_implementation}, which takes no tree mask; load it with 'sdpa' or 'eager'"
+    if "position_ids" not in arguments or getattr(config, "alibi", False):
+        return "takes positions from a 2-D mask or their order, and so cannot place siblings side by side"
+    if unknown := kinds - {"full_attention", "sliding_attention"}:
+        return f"has layers of type {sorted(unknown)}, for which no tree mask is known"
+    return None
 
 
 def rope_border(config: Any) -> float:
-    """The length beyond which a longrope model reads the *whole* text with other frequencies; most have none."""
+    """The length beyond which a longrope model reads the whole text with other frequencies, else infinity."""
     rope = getattr(config, "rope_parameters", None) or {}
-    for kind in (rope, *rope.values()):  # one set of parameters, or one per layer type
-        if isinstance(kind, dict) and kind.get("rope_type") == "longrope":
-            return kind["original_max_position_embeddings"]
+    for parameters in (rope, *rope.values()):  # one set, or one per layer type
+        if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
+            return parameters["original_max_position_embeddings"]
     return math.inf

@@ -1,6 +1,6 @@
-"""What a head borrows of its target, on disk: training on stored features then does without the target."""
+"""The target's embedding and LM head: taken from the model, and on disk, so that stored features need no target."""
 
-# V vocabulary, D target width
+# T tokens, V vocabulary, D target width
 
 from __future__ import annotations
 
@@ -23,9 +23,43 @@ SCALES = ("embed_scale", "logit_scale", "softcap")
 PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+@torch.no_grad()
+def borrow_head(model: Any, config: Any, tokens: Tensor, states: Tensor) -> TargetHead:
+    """The embedding and LM head with the config's scales; ValueError if they do not give the model's own logits.
+
+    `states` [T, 2, D] are the first layer's and the LM head's inputs at `tokens` [1, T].
+    """
+    embedding = model.get_input_embeddings()
+    scales = (1.0, getattr(config, "embedding_multiplier", 1.0), config.hidden_size**0.5)
+    embedded = embedding(tokens[0])
+    matching = [scale for scale in scales if is_close(states[:, 0], embedded * scale)]
+    head = TargetHead(
+        embedding,
+        model.get_output_embeddings(),
+        # none matches where positions are learned: then the bare embedding is borrowed
+        embed_scale=float(matching[0]) if matching else 1.0,
+        logit_scale=getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1),
+        softcap=getattr(config, "final_logit_softcapping", None),
+    )
+    if not is_close(head.logits(states[:, 1]), model(input_ids=tokens, use_cache=False).logits[0]):
+        raise ValueError(
+            f"the logits of {config.model_type} are not head(hidden) with the scale and soft cap of its config: "
+            "its LM head cannot be borrowed; add its transform to TargetHead"
+        )
+    return head
+
+
+def is_close(got: Tensor, expected: Tensor) -> bool:
+    """Whether tensors differ by rounding alone, as far as their precision tells."""
+    if got.shape != expected.shape:
+        return False
+    tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 2e-2
+    return bool((got - expected).norm() <= tolerance * expected.norm())
+
+
 @dataclass(frozen=True, slots=True)
 class Borrowed:
-    """A target of which no more is here than its text config, its embedding and its LM head."""
+    """A target of which only the text config, the embedding and the LM head are loaded."""
 
     config: Any
     head: TargetHead
@@ -36,23 +70,23 @@ class Borrowed:
 
 
 def save_borrowed(folder: str | Path, head: TargetHead, config: Any) -> dict[str, str]:
-    """Write head and config, and tell the checksums of the files; nothing where plain matrices would not do."""
+    """Write head and config and return the checksums by file name; {} where plain matrices cannot express the head."""
     folder = Path(folder)
-    tensors, scales = _parts(head)
-    if config.model_type not in CONFIG_MAPPING or not _says_the_same(tensors, scales, head):
+    tensors, scales = _split_head(head)
+    if config.model_type not in CONFIG_MAPPING or not _reproduce_head(tensors, scales, head):
         return {}
-    told = {"scales": json.dumps(scales)}  # one entry: several are written in another order each time
-    write_tensors(folder / HEAD, tensors, told)
+    metadata = {"scales": json.dumps(scales)}  # one entry: several are written in another order each time
+    write_tensors(folder / HEAD, tensors, metadata)
     write_whole(folder / CONFIG, [config.to_json_string().encode()])
     return {name: sha256(folder / name) for name in (HEAD, CONFIG)}
 
 
 def load_borrowed(folder: str | Path, device: str = "cpu") -> Borrowed:
-    """What `save_borrowed` left in a folder."""
+    """Read what `save_borrowed` wrote into a folder."""
     with safe_open(Path(folder) / HEAD, "pt") as file:
         tensors = {name: file.get_tensor(name).to(device) for name in file.keys()}  # noqa: SIM118, it is no dict
         scales = json.loads(file.metadata()["scales"])
-    return Borrowed(AutoConfig.from_pretrained(folder), _plain(tensors, scales))
+    return Borrowed(AutoConfig.from_pretrained(folder), _build_head(tensors, scales))
 
 
 def target_config(path: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Any:
@@ -60,8 +94,8 @@ def target_config(path: str, revision: str | None = None, *, trust_remote_code: 
     return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code).get_text_config()
 
 
-def is_here(path: str, revision: str | None = None) -> bool:
-    """Whether a target's files can be read without a download: from its folder, or from a hub's cache."""
+def is_local_model(path: str, revision: str | None = None) -> bool:
+    """Whether a target's weights can be read without a download: from a folder, or from the hub's cache."""
     if Path(path).exists():
         return True
     flags = dict.fromkeys(("missing_entries", "gated_repo", "connection_errors"), False)
@@ -73,9 +107,10 @@ def is_here(path: str, revision: str | None = None) -> bool:
         return False
 
 
-def _parts(head: TargetHead) -> tuple[dict[str, Tensor], dict[str, float | None]]:
-    """The matrices, one where they are tied, and the scales with which they say what the head says."""
-    embedding, bias = head.embedding.get_parameter("weight"), getattr(head.output, "bias", None)
+def _split_head(head: TargetHead) -> tuple[dict[str, Tensor], dict[str, float | None]]:
+    """The head's matrices (one where they are tied) and its scales."""
+    embedding = head.embedding.get_parameter("weight")
+    bias = getattr(head.output, "bias", None)
     tensors = {"embedding": embedding.data}
     if head.weight.data_ptr() != embedding.data_ptr():
         tensors["output"] = head.weight.data
@@ -84,7 +119,7 @@ def _parts(head: TargetHead) -> tuple[dict[str, Tensor], dict[str, float | None]
     return tensors, {**{name: getattr(head, name) for name in SCALES}, "embed_scale": head.scale}
 
 
-def _plain(tensors: dict[str, Tensor], scales: dict[str, Any]) -> TargetHead:
+def _build_head(tensors: dict[str, Tensor], scales: dict[str, Any]) -> TargetHead:
     embedding = nn.Embedding.from_pretrained(tensors["embedding"])
     weight = tensors.get("output", tensors["embedding"])
     output = nn.Linear(weight.shape[1], weight.shape[0], bias="bias" in tensors, device="meta")
@@ -95,14 +130,15 @@ def _plain(tensors: dict[str, Tensor], scales: dict[str, Any]) -> TargetHead:
 
 
 @torch.no_grad()
-def _says_the_same(tensors: dict[str, Tensor], scales: dict[str, Any], head: TargetHead) -> bool:
-    """Whether plain matrices are all there is to a head: not where they are quantised, offloaded or transformed."""
+def _reproduce_head(tensors: dict[str, Tensor], scales: dict[str, Any], head: TargetHead) -> bool:
+    """Whether plain matrices give the head's logits: not if it is quantised, offloaded or transformed."""
     if any(tensor.is_meta or tensor.dtype not in PLAIN for tensor in tensors.values()):
         return False
-    plain, tokens = _plain(tensors, scales), torch.arange(min(64, len(tensors["embedding"])))
+    plain = _build_head(tensors, scales)
+    tokens = torch.arange(min(64, len(tensors["embedding"])))
     embedded = head.embed(tokens.to(tensors["embedding"].device))
     hidden = embedded.to(head.weight.device)
-    expected, got = head.logits(hidden), plain.logits(hidden)
-    # other products may round otherwise; a missing scale or transform shows far above
-    near = (got - expected).norm() <= 1e-2 * expected.norm()
+    expected = head.logits(hidden)
+    # kernels may round differently; a missing scale or transform differs by far more
+    near = (plain.logits(hidden) - expected).norm() <= 1e-2 * expected.norm()
     return torch.equal(plain.embed(tokens.to(embedded.device)), embedded) and bool(near)

@@ -1,4 +1,4 @@
-"""A causal language model and its tokenizer from a folder or a hub, whole: no weight made up, none left over."""
+"""Load a causal language model and its tokenizer; refuse checkpoints with missing or unknown weights."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-# what older releases saved beside the weights, and compute anew; layers that predict further tokens, which nobody runs
+# buffers that older releases saved and newer ones compute; multi-token prediction layers, which are not run
 COMPUTED = re.compile(r"(rotary_emb|rotary_pos_emb)\.inv_freq$|\.(attn|attention|self_attn)\.(masked_)?bias$|^mtp\.")
-NAMED = 4  # tensors of which a refusal tells
+MAX_NAMED = 4  # tensors that an error lists
 
 
 def load_model(path: str | Path, dtype: torch.dtype, adapter: str | None = None, **source: Any) -> Any:
-    """The model of a folder of save_pretrained or a hub id; refused where weights are missing or of something else."""
+    """The model from a save_pretrained folder or a hub id; ValueError if weights are missing or of another model."""
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ValueError(f"{path} is no model: got a folder without config.json, expected one of save_pretrained")
     try:
@@ -34,34 +34,34 @@ def load_model(path: str | Path, dtype: torch.dtype, adapter: str | None = None,
 def check_weights(path: str | Path, model: Any, report: dict[str, Any]) -> None:
     """Refuse a model with weights that no file held, or with files of weights that are not the model's."""
     missing = sorted(report["missing_keys"])
-    parts = {name for name in vars(model.config).get("sub_configs", {}) or type(model.config).sub_configs}
-    unexpected = [] if parts else [name for name in sorted(report["unexpected_keys"]) if not _is_spare(name, model)]
+    unexpected = [name for name in sorted(report["unexpected_keys"]) if not _is_spare(name, model)]
+    if vars(model.config).get("sub_configs", {}) or type(model.config).sub_configs:  # the text part of a larger model
+        unexpected = []
     if missing or unexpected:
-        found = [
-            f"{kind} weights {_some(names)}" for kind, names in (("missing", missing), ("unknown", unexpected)) if names
-        ]
+        lists = (("missing", missing), ("unknown", unexpected))
+        faults = [f"{kind} weights {_list_some(names)}" for kind, names in lists if names]
         raise ValueError(
-            f"{path} is no whole {model.config.model_type} model: {'; '.join(found)}. What is missing would be made up "
-            "at random: take a folder that save_pretrained wrote. A draft head that was exported, or that another tool "
+            f"{path} is no whole {model.config.model_type} model: {'; '.join(faults)}. Missing weights would be "
+            "random: take a folder that save_pretrained wrote. A draft head that was exported, or that another tool "
             "made, comes in by `eagle import`"
         )
 
 
 def _is_spare(name: str, model: Any) -> bool:
-    """Whether a tensor is one that the model computes, or belongs to layers behind its last that nobody runs."""
-    layer, config = re.search(r"\.layers\.(\d+)\.", name), model.config
-    extra = getattr(config, "num_nextn_predict_layers", None) or 0
-    behind = layer is not None and 0 <= int(layer[1]) - config.num_hidden_layers < extra
-    return behind or COMPUTED.search(name) is not None
+    """Whether an unknown tensor is a buffer that the model computes, or belongs to a multi-token prediction layer."""
+    layer = re.search(r"\.layers\.(\d+)\.", name)
+    extra = getattr(model.config, "num_nextn_predict_layers", None) or 0
+    is_extra = layer is not None and 0 <= int(layer[1]) - model.config.num_hidden_layers < extra
+    return is_extra or COMPUTED.search(name) is not None
 
 
-def _some(names: list[str]) -> str:
-    more = len(names) - NAMED
-    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
+def _list_some(names: list[str]) -> str:
+    more = len(names) - MAX_NAMED
+    return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def merge_adapter(model: Any, adapter: str) -> Any:
-    """The model with a LoRA adapter added into its weights."""
+    """The model with a LoRA adapter merged into its weights."""
     try:
         from peft import PeftModel
     except ImportError:
@@ -75,10 +75,10 @@ def check_model(model: Any) -> None:
         raise ValueError(f"Target takes a model, got the path {str(model)!r}: use Target.load({str(model)!r})")
     if not hasattr(model, "get_output_embeddings") or not hasattr(model, "base_model"):
         raise ValueError(f"Target takes a model of transformers, got {type(model).__name__}: load one with Target.load")
-    name = type(model).__name__
-    if model.base_model is model and model.get_output_embeddings() is not None:
+    name, output = type(model).__name__, model.get_output_embeddings()
+    if model.base_model is model and output is not None:
         raise ValueError(f"{name} keeps no base model apart from its LM head: the states between them cannot be read")
-    if model.get_output_embeddings() is None:
+    if output is None:
         raise ValueError(
             f"{name} has no LM head: got a model that is no causal language model of transformers, "
             "expected one of AutoModelForCausalLM"
@@ -86,7 +86,7 @@ def check_model(model: Any) -> None:
 
 
 def tokenizer_of(path: str | Path, **source: Any) -> Any:
-    """The tokenizer beside a model, or None: ids are enough for all but text; `chat` and stop strings ask for it."""
+    """The tokenizer beside a model, or None; only `chat`, stop strings and text need one."""
     try:
         return AutoTokenizer.from_pretrained(path, **source)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""A model made able to read trees, and the check that it reads one as it reads the texts that are in it."""
+"""Forwards of a model over draft trees, and the check that it reads a tree as it reads the tree's paths as texts."""
 
 # N new tokens, R rows behind S committed tokens, P prompt tokens of the check, D width
 
@@ -7,39 +7,44 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from eagle.target.attention import SWITCH, Masks, TreeCache, can_group, why_no_trees, windows_of
+from eagle.target.attention import GROUPED, SWITCH, Masks, TreeCache, can_group, why_no_trees, windows_of
 from eagle.target.twin import share_weights
 
 LONGEST_PROBE = 4096  # tokens of a prompt that crosses a window
-COPIES = 32  # of one node of the tree: whoever counts rows takes the last for another than the first
-WINDOW_NAMES = re.compile("window|chunk|block_size|local_attention")  # of numbers in configs, whatever they do
+COPIES = 32  # of one node of the tree: a model that counts rows would give the last another position than the first
+WINDOW_NAMES = re.compile("window|chunk|block_size|local_attention")  # config keys that may bound attention
 FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError)
 
 
 class TreeReader:
-    """Reads tokens under any mask, by modules of its own over the model's weights: the model stays as it is."""
+    """Runs a model under any mask through a second set of modules over its weights; the model itself is unchanged."""
 
     def __init__(self, model: Any, config: Any) -> None:
-        self.original, self.config, self.checked = model, config, False
+        self.original = model
+        self.config = config
+        self.checked = False
         self.use(can_group(model, config))
 
     def use(self, grouped: bool) -> None:
-        """Attend by `grouped_attention`, or as the model does."""
+        """Run the model with `grouped_attention`, or with its own attention."""
         layers = decoder_layers(self.original, self.config.num_hidden_layers)
-        self.model, own_config = share_weights(self.original, self.config, layers)
+        self.model, twin_config = share_weights(self.original, self.config, layers)
         self.layers = decoder_layers(self.model, len(layers))
-        self.masks, self.settings = Masks(self.original, self.config, grouped), vars(own_config)
+        self.masks = Masks(self.original, self.config, grouped)
+        self.settings = vars(twin_config)
         if grouped:
-            self.settings[SWITCH] = "eagle_grouped"  # past the property, of which other configs would hear
+            self.settings[SWITCH] = GROUPED  # past the property, of which other configs would hear
 
     def read_texts(self, tokens: Tensor) -> Tensor:
-        """[B, T, D], the LM head's input at right-padded tokens [B, T], by a forward that any causal model can do."""
-        attention, self.settings[SWITCH] = self.settings.get(SWITCH), vars(self.config).get(SWITCH)
+        """[B, T, D], the LM head's input at right-padded tokens [B, T], by the model's own plain forward."""
+        attention = self.settings.get(SWITCH)
+        self.settings[SWITCH] = vars(self.config).get(SWITCH)
         try:
             return self.model.base_model(input_ids=tokens.to(self.masks.device), use_cache=False).last_hidden_state
         finally:
@@ -58,16 +63,17 @@ class TreeReader:
 
     @contextmanager
     def tapping(self, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-        """While open, the tapped layers' inputs [B, T, D] land in the dict; no other layer's are held."""
+        """A dict that receives the inputs [B, T, D] of the tapped layers while the block runs."""
         tapped: dict[int, Tensor] = {}
 
-        def catch(tap: int) -> Any:
-            def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                tapped[tap] = args[0] if args else kwargs["hidden_states"]
+        def record(tap: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            tapped[tap] = args[0] if args else kwargs["hidden_states"]
 
-            return self.layers[tap].register_forward_pre_hook(hook, with_kwargs=True)
-
-        handles = [catch(tap) for tap in taps if tap != -1]
+        handles = [
+            self.layers[tap].register_forward_pre_hook(partial(record, tap), with_kwargs=True)
+            for tap in taps
+            if tap != -1
+        ]
         try:
             yield tapped
         finally:
@@ -76,27 +82,29 @@ class TreeReader:
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Refuse a model that cannot read a tree, by what it is or by how it reads one; once, at the first text."""
-        if reason := why_no_trees(self.original, self.config):
-            raise ValueError(_refusal(self.config, reason))
-        if self.checked:
-            return
-        reason = self._misreading()
-        if reason and self.masks.grouped:  # it may need the masks that grouped attention does without
-            self.use(grouped=False)
-            reason = self._misreading()
+        """Refuse a model that cannot read a tree by its type, or (tried once) reads a small one wrongly."""
+        reason = why_no_trees(self.original, self.config)
+        if reason is None and not self.checked:
+            reason = self._find_misreading()
+            if reason and self.masks.grouped:  # it may need the masks that grouped attention does without
+                self.use(grouped=False)
+                reason = self._find_misreading()
         if reason:
-            raise ValueError(_refusal(self.config, reason))
+            raise ValueError(
+                f"{self.config.model_type} cannot read a tree: it {reason}. Taps, extraction and training work; "
+                "decoding does not."
+            )
         self.checked = True
 
-    def _misreading(self) -> str | None:
-        """What is wrong with how this reader reads a small tree, beside the model's own forward over its paths."""
+    def _find_misreading(self) -> str | None:
+        """How this reader's hidden states of a small tree differ from the model's plain forwards over its paths."""
         count = self._prompt_length()
         size = self.original.get_input_embeddings().weight.shape[0]
         order = torch.randperm(min(size, 4096), generator=torch.Generator().manual_seed(0))
-        # a long prompt repeats itself, so that whoever picks the best few of its tokens meets ties
-        places = torch.cat([torch.arange(count) % 5, torch.arange(5, 11)]) % len(order)
-        tokens, cache = order[places], TreeCache(self.config.num_hidden_layers)
+        # a long prompt repeats itself, so that attention to only the best few of its tokens meets ties
+        indices = torch.cat([torch.arange(count) % 5, torch.arange(5, 11)]) % len(order)
+        tokens = order[indices]
+        cache = TreeCache(self.config.num_hidden_layers)
         try:
             expected, limit = self._read_paths(tokens, count)
             nodes = self._read_tree(tokens, count, cache)
@@ -106,24 +114,24 @@ class TreeReader:
         except FAILURES as error:
             return f"fails under a tree's mask and positions ({type(error).__name__}: {str(error)[:200]})"
         if not (nodes - expected).norm() <= limit * expected.norm():
-            return "reads a small tree otherwise than the texts that are in it, for it masks or places tokens by itself"
+            return "reads a small tree unlike the texts along its paths, for it masks or places tokens by itself"
         if not (copies - copies[0]).norm(dim=-1).max() <= limit * copies[0].norm():
             return "attends by the order of rows in its cache, which in a tree is not that of positions"
         return None
 
     def _read_paths(self, tokens: Tensor, count: int) -> tuple[Tensor, float]:
-        """[7, D] of a tree's nodes r, a, c and r, b, d, e by plain forwards, and the difference that is tolerated."""
+        """[7, D] hidden states of nodes r, a, c and r, b, d, e by plain forwards, and the tolerated difference."""
         prompt, (r, a, b, c, d, e) = tokens[:count].tolist(), tokens[count:].tolist()
         paths = torch.tensor([[*prompt, r, a, c, e], [*prompt, r, b, d, e], [*prompt, r, a, b, d]])
         hidden = self.original.base_model(input_ids=paths.to(self.masks.device), use_cache=False).last_hidden_state
         first, second, mixed = hidden[:, count:]
-        # how far a node is from where it would be if it saw its parent's sibling
+        # the difference that seeing its parent's sibling would make to a node
         misread = float((mixed[3] - second[2]).norm() / second[2].norm())
         exact = hidden.dtype in (torch.float32, torch.float64)
         return torch.cat([first[:3], second]), max(1e-5, min(misread / 10, 1e-3)) if exact else max(misread / 3, 1e-3)
 
     def _read_tree(self, tokens: Tensor, count: int, cache: TreeCache) -> Tensor:
-        """[7, D] of nodes r, a, c and r, b, d of one tree, and of a token e behind its path r, b, d."""
+        """[7, D] hidden states of nodes r, a, c and r, b, d of one tree, and of a token e after keeping r, b, d."""
         r, a, b, c, d, e = tokens[count:].tolist()
         self(tokens[:count], list(range(count)), None, 0, cache)
         cache.length = count
@@ -136,9 +144,9 @@ class TreeReader:
         return torch.cat([hidden[[0, 1, 3, 0, 2, 4]], last])
 
     def _read_copies(self, tokens: Tensor, count: int, cache: TreeCache) -> Tensor:
-        """[COPIES, D] of one token that stands many times in one place, behind a prompt of large and random values."""
-        for rows in cache.every[1:-1:2]:
-            values = rows.buffer[:, :, :count]  # else a row more or less drowns in rounding
+        """[COPIES, D] hidden states of one token many times at one position, behind large artificial values."""
+        for rows in cache.buffers[1:-1:2]:
+            values = rows.buffer[:, :, :count]  # large: else a row more or less is lost in rounding
             values.copy_(torch.arange(values.numel()).sin().view_as(values) * 100)
         cache.length = count
         seen = torch.eye(1 + COPIES, dtype=torch.bool)
@@ -147,25 +155,19 @@ class TreeReader:
         return self(copies, [count, *[count + 1] * COPIES], seen, count, cache)[0, 1:]
 
     def _prompt_length(self) -> int:
-        """A few tokens, or enough to look behind each window that the config names and the masks do not know."""
-        known, longest = {*windows_of(self.config).values()}, getattr(self.config, "max_position_embeddings", None)
+        """A few tokens, or enough to cross each window that the config names and the masks do not know."""
+        known = {*windows_of(self.config).values()}
         named = {value for name, value in vars(self.config).items() if WINDOW_NAMES.search(name) and type(value) is int}
-        most = min(LONGEST_PROBE, (longest or LONGEST_PROBE) - COPIES - 8)
-        return max([6, *(window + 2 for window in named - known if window + 2 <= most)])
+        max_positions = getattr(self.config, "max_position_embeddings", None) or LONGEST_PROBE
+        longest = min(LONGEST_PROBE, max_positions - COPIES - 8)
+        return max([6, *(window + 2 for window in named - known if window + 2 <= longest)])
 
 
 def decoder_layers(model: Any, count: int) -> nn.ModuleList:
-    """The model's stack of decoder layers: its outermost list of that length, behind any tower."""
+    """The model's stack of decoder layers: its outermost module list of that length, the last of equally deep ones."""
     lists = [(name, module) for name, module in model.base_model.named_modules() if isinstance(module, nn.ModuleList)]
     stacks = [(name.count("."), module) for name, module in lists if len(module) == count]
     if not stacks:
         kind = type(model.base_model).__name__
         raise ValueError(f"{kind} has no module list of {count} layers: its layers cannot be tapped")
     return min(reversed(stacks), key=lambda stack: stack[0])[1]
-
-
-def _refusal(config: Any, reason: str) -> str:
-    """The sentence in which a model is refused."""
-    return (
-        f"{config.model_type} cannot read a tree: it {reason}. Taps, extraction and training work; decoding does not."
-    )

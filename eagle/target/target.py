@@ -1,4 +1,4 @@
-"""Any frozen causal language model of transformers, made able to read a draft tree in one forward."""
+"""Any frozen causal language model of transformers, able to read a draft tree in one forward."""
 
 # N tree nodes, A accepted nodes, S committed tokens, B batch, T tokens, L taps, D target width
 
@@ -16,16 +16,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from eagle.core.drafter import Committed, TargetHead
+from eagle.core.drafter import Committed
 from eagle.core.ownership import Turn
 from eagle.core.sampling import refuse_fields
-from eagle.core.tree import DraftTree, Reading
+from eagle.core.tree import DraftTree, TargetOutput
 from eagle.core.verify import Choose, Sampling
 from eagle.device import best_device, fastest_dtype, in_dtype
 from eagle.target.attention import Masks, TreeCache, rope_border
+from eagle.target.borrowed import borrow_head
 from eagle.target.loading import check_model, dtype_of, load_model, tokenizer_of
 from eagle.target.reader import TreeReader
-from eagle.target.view import TargetView, is_close
+from eagle.target.view import TargetView
 
 PREFILL_CHUNK = 1024
 ONE_TEXT = (
@@ -40,18 +41,21 @@ class Target:
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
         check_model(model)
-        self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
-        self.reader, self.turn = TreeReader(model, self.config), Turn(ONE_TEXT)
+        self.reader = TreeReader(model, self.config)
+        self.turn = Turn(ONE_TEXT)
         self.device = model.get_input_embeddings().weight.device
         self.vocab_size = model.get_output_embeddings().weight.shape[0]  # may be more than the tokenizer knows
-        self.head = self._borrow_head()
-        self.border = rope_border(self.config)
+        tokens = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
+        self.head = borrow_head(model, self.config, tokens, self.features(tokens, (0, -1))[0])
+        self.border = rope_border(self.config)  # no text may grow across it
         self.sharded = False
         self.viewed: TargetView | None = None
         self.taps: tuple[int, ...] = ()
         self.text: list[int] = []
-        self.draws = Counter[tuple[int, int]]()  # requests that drew by lot, by seed and request
+        self.draws = Counter[tuple[int, int]]()  # uses of private random numbers, by seed and request
         self.cache = TreeCache(self.config.num_hidden_layers)
 
     @classmethod
@@ -72,17 +76,17 @@ class Target:
         source = {"revision": revision, "trust_remote_code": trust_remote_code}
         model = load_model(path, dtype, adapter, device_map=device_map, **source)
         if device_map is None and not getattr(model, "is_quantized", False):
-            mixed = model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict  # by design, not by dequantising
+            mixed = model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict
             model = (model if mixed else in_dtype(model, dtype)).to(device)
         return cls(model, tokenizer_of(path, **source))
 
     def shard(self) -> Target:
-        """The same target, its layers spread over the devices of all processes, which must then compute together."""
+        """Shard this target's layers over the devices of all processes, which must then run its forwards together."""
         if not dist.is_initialized():  # one process
             return self
         self.device = torch.device(best_device())
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
-        for layer in self.layers:  # one at a time goes from the host to the device, of which its share stays
+        for layer in self.layers:  # one at a time moves to the device, where only its shard stays
             fully_shard(layer, mesh=mesh)
         for model in (self.reader.model, self.model):  # they share weights, but not buffers
             model.to(self.device)
@@ -91,7 +95,7 @@ class Target:
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers as this target runs them: their weights are the model's, their hooks are not."""
+        """The decoder layers as this target runs them: the model's weights, hooks of their own."""
         return self.reader.layers
 
     def view(self) -> TargetView:
@@ -111,24 +115,25 @@ class Target:
 
     @property
     def masks(self) -> Masks:
-        """What new tokens see."""
+        """The attention masks of tree forwards."""
         return self.reader.masks
 
     @property
     def max_positions(self) -> int | None:
-        """The longest text that the model was built for."""
+        """The model's number of positions, None where its config names none."""
         return getattr(self.config, "max_position_embeddings", None)
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """Every token that ends an answer, as the generation config, the config and the tokenizer know them."""
-        owners = (self.model.generation_config, self.config, self.tokenizer)
-        found = [getattr(owner, "eos_token_id", None) for owner in owners]
-        flat = [token for ids in found if ids is not None for token in (ids if isinstance(ids, list) else [ids])]
-        return tuple(dict.fromkeys(flat))
+        """The EOS tokens of the generation config, the config and the tokenizer."""
+        tokens: list[int] = []
+        for owner in (self.model.generation_config, self.config, self.tokenizer):
+            eos = getattr(owner, "eos_token_id", None)
+            tokens += eos if isinstance(eos, list) else [] if eos is None else [eos]
+        return tuple(dict.fromkeys(tokens))
 
     def chat(self, messages: str | list[dict[str, Any]], **template_kwargs: Any) -> list[int]:
-        """Token ids of a conversation, or of one user message, up to where the assistant begins to speak."""
+        """Token ids of a conversation, or of one user message, with the generation prompt."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise ValueError("this target has no chat template: pass token ids, or load a tokenizer that has one")
         if isinstance(messages, str):
@@ -137,7 +142,7 @@ class Target:
         return self.tokenizer.apply_chat_template(messages, **kwargs)
 
     def default_sampling(self, **fields: Any) -> Sampling:
-        """What `model.generate` does by itself, but for `fields`; refused by name where it cannot be followed."""
+        """The sampling of the model's generation config with `fields` replaced; ValueError for unsupported settings."""
         refuse_fields(self.model.generation_config)
         config, _ = self.model._prepare_generation_config(None)  # with transformers' defaults, as a top-k of 50
         processors = self.model._get_logits_processor(generation_config=config, input_ids_seq_length=1)
@@ -148,39 +153,42 @@ class Target:
     def begin(
         self, prompt: list[int], choose: Choose, taps: tuple[int, ...] = (), room: int = 0, stream: Any = None
     ) -> Committed:
-        """Read a prompt after which `room` tokens are expected; what its start shares with the cache is not reread.
+        """Prefill a prompt (less the prefix in the cache) and choose its next token; reserve `room` more cache rows.
 
-        From here on the target reads for this `stream` alone, any object: calls for another are refused.
+        From here on the target serves this `stream` (any object) alone; calls with another one are refused.
         """
         self._check_prompt(prompt)
         self._check_taps(taps)
         with self.turn.beginning(stream):
             self.reader.check()
-            hidden = self._extended(prompt[self._rewind(prompt, taps, room) :])
+            hidden = self._prefill(prompt[self._rewind(prompt, taps, room) :])
             logits = self.head.logits(hidden[-1:])
             features = self.cache.tapped.buffer[0, :, : len(prompt)].transpose(0, 1).clone() if taps else None
-        last = Reading(DraftTree.chain(prompt[-1:]), logits, None, [len(prompt)], prompt[:-1])
-        return Committed(torch.tensor(prompt), features, choose(last, [0])[0])
+        output = TargetOutput(DraftTree.chain(prompt[-1:]), logits, None, [len(prompt)], prompt[:-1])
+        return Committed(torch.tensor(prompt), features, choose(output, [0])[0])
 
-    def _rewind(self, text: list[int], taps: tuple[int, ...] = (), room: int = 0) -> int:
-        """Drop of the cached text what is not the start of this one; how many of its tokens need not be read again."""
+    def _rewind(self, text: list[int], taps: tuple[int, ...], room: int) -> int:
+        """Cut the cache back to the longest prefix that it shares with `text`; returns the prefix's length."""
         beyond = len(text) > self.border
         if taps != self.taps or beyond != (len(self.text) > self.border):
-            self.taps, self.text, self.cache = taps, [], TreeCache(self.config.num_hidden_layers)
+            self.taps = taps
+            self.text = []
+            self.cache = TreeCache(self.config.num_hidden_layers)
         shared = min(_common_prefix(self.text, text), len(text) - 1)
-        self.text, self.cache.length = self.text[:shared], shared
+        self.text = self.text[:shared]
+        self.cache.length = shared
         self.cache.reserve(len(text) + room)
         return shared
 
     @torch.inference_mode()
     def extend(self, tokens: list[int], stream: Any = None) -> Tensor:
-        """Commit these tokens; [V], the logits after the last of them."""
+        """Read and commit these tokens; returns [V], the logits after the last of them."""
         with self.turn.of(stream):
             self._check_border(len(self.text), len(self.text) + len(tokens))
-            return self.head.logits(self._extended(tokens)[-1])
+            return self.head.logits(self._prefill(tokens)[-1])
 
-    def _extended(self, tokens: list[int]) -> Tensor:
-        """The LM head's input at the last tokens committed."""
+    def _prefill(self, tokens: list[int]) -> Tensor:
+        """Read and commit tokens in chunks; returns the LM head's input at the last chunk."""
         step = len(tokens) if len(self.text) + len(tokens) > self.border else PREFILL_CHUNK
         for first in range(0, len(tokens), step):
             chunk, start = tokens[first : first + step], len(self.text)
@@ -191,9 +199,9 @@ class Target:
 
     @torch.inference_mode()
     def ahead(self, tokens: Tensor, depths: list[int], seen: Tensor, stream: Any = None) -> Tensor:
-        """[K, V] logits of one more level of a draft behind the text: all its R rows stand `depths` deep.
+        """[K, V] logits of a draft's last K rows, which attend to `seen` [K, R] of its R rows; none is committed.
 
-        The new rows are the last K; `seen` [K, R] tells which rows they see. None is committed.
+        Row i stands `depths[i]` positions behind the text, and the rows before the last K were read by earlier calls.
         """
         with self.turn.of(stream):
             start = len(self.text)
@@ -204,15 +212,15 @@ class Target:
                 self.cache.length = start
 
     @torch.inference_mode()
-    def read(self, tree: DraftTree, stream: Any = None) -> Reading:
-        """One forward over the whole tree: a node sees the committed text, its ancestors and itself."""
+    def read(self, tree: DraftTree, stream: Any = None) -> TargetOutput:
+        """One forward over a tree: each node attends to the committed text, its ancestors and itself."""
         with self.turn.of(stream):
             start = len(self.text)
             positions = [start + depth for depth in tree.depths()]
             self._check_border(start, max(positions) + 1)
             hidden, states = self._forward(tree.tokens, positions, None if len(tree) == 1 else tree.ancestors())
-            after = [position + 1 for position in positions]
-            return Reading(tree, self.head.logits(hidden), states, after, self.text)
+            next_positions = [position + 1 for position in positions]
+            return TargetOutput(tree, self.head.logits(hidden), states, next_positions, self.text)
 
     def keep(self, tree: DraftTree, path: list[int], stream: Any = None) -> None:
         """Commit the path's tokens and drop all other nodes from the cache, in place."""
@@ -222,21 +230,19 @@ class Target:
             self.text += [tokens[node] for node in path]
 
     def forget(self) -> None:
-        """Drop the cached text, so that the next prompt is read whole: to be called after weights have changed.
-
-        A target keeps keys and values from one answer to the next, and sees no change of the model's weights.
-        """
+        """Drop the prefix cache, which is kept between answers; needed after the model's weights have changed."""
         with self.turn.beginning(None):
-            self.text, self.cache.length = [], 0
+            self.text = []
+            self.cache.length = 0
 
     def levels(self, wanted: int) -> int:
-        """At most that many levels of a draft: a longrope model reads none across the border of its frequencies."""
+        """How many of the wanted draft levels fit: no draft may cross the border of longrope frequencies."""
         start = len(self.text)
         return wanted if start > self.border or start + 1 + wanted <= self.border else int(self.border) - start - 1
 
     @torch.no_grad()
     def features(self, tokens: Tensor, taps: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """[B, T, L, D] of right-padded tokens [B, T] by a plain forward, which any causal model can do."""
+        """[B, T, L, D], tapped states of right-padded tokens [B, T], by one plain forward without a cache."""
         self._check_taps(taps)
         with self.turn.lock, self.reader.tapping(taps) as tapped:
             tapped[-1] = self.reader.read_texts(tokens.to(self.device))
@@ -245,12 +251,12 @@ class Target:
             shapes = {tap: tuple(state.shape) for tap, state in tapped.items()}
             raise ValueError(
                 f"{self.config.model_type} hands states of different shapes from layer to layer, {shapes}, expected "
-                f"[batch, tokens, width] in layers {taps} (-1 is the LM head's input): its layers cannot be tapped"
+                f"[batch, tokens, width] at taps {taps} (-1 is the LM head's input): its layers cannot be tapped"
             )
         return torch.stack(states, dim=2)
 
     def _forward(self, tokens: Tensor, positions: list[int], seen: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The LM head's input [N, D] and tapped states [N, L, D] at N tokens behind the text; `seen` as in Masks."""
+        """The LM head's input [N, D] and the tapped states [N, L, D] at the N last rows; `seen` as in Masks."""
         tapping: Any = self.reader.tapping(self.taps) if self.taps else nullcontext({})
         with tapping as tapped:
             tapped[-1] = self.reader(tokens, positions, seen, len(self.text), self.cache)
@@ -279,37 +285,12 @@ class Target:
             )
 
     def _check_border(self, start: int, end: int) -> None:
-        if 0 < start <= self.border < end:  # from the first token on one set of frequencies reads all
+        if 0 < start <= self.border < end:  # one set of frequencies must read the whole text
             raise ValueError(
                 f"{self.config.model_type} reads texts of more than {self.border} tokens with other rotary frequencies "
                 f"throughout, and so cannot grow from {start} tokens to {end}: keep prompt and max_new_tokens within "
                 f"{self.border} together, or begin with a prompt that is longer than that"
             )
-
-    @torch.no_grad()
-    def _borrow_head(self) -> TargetHead:
-        """The embedding and head with the config's scales, verified against the model's own logits."""
-        config, tokens = self.config, torch.arange(1, 5, device=self.device)[None] % self.vocab_size
-        states = self.features(tokens, (0, -1))[0]
-        embedding, output = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        scales = (1.0, getattr(config, "embedding_multiplier", 1.0), config.hidden_size**0.5)
-        embedded = embedding(tokens[0])
-        matching = [scale for scale in scales if is_close(states[:, 0], embedded * scale)]
-        head = TargetHead(
-            embedding,
-            output,
-            # none matches where positions are learned: then the bare embedding is what can be borrowed
-            embed_scale=float(matching[0]) if matching else 1.0,
-            logit_scale=getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1),
-            softcap=getattr(config, "final_logit_softcapping", None),
-        )
-        expected = self.model(input_ids=tokens, use_cache=False).logits[0]
-        if not is_close(head.logits(states[:, 1]), expected):
-            raise ValueError(
-                f"the logits of {config.model_type} are not head(hidden) with the scale and soft cap of its config: "
-                "its LM head cannot be borrowed; add its transform to TargetHead"
-            )
-        return head
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:

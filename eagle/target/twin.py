@@ -1,4 +1,4 @@
-"""A model twice over one set of weights: what is done to the modules of one does not show in the other."""
+"""A second set of modules over one model's weights, so that hooks and buffers of one do not affect the other."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Any
 from torch import nn
 
 HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-OWN = ("_modules", "_buffers", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", *HOOKS)
+SEPARATE = ("_modules", "_buffers", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", *HOOKS)
 
 
 def share_weights(model: Any, config: Any, layers: nn.ModuleList) -> tuple[Any, Any]:
-    """A second tree of modules over the model's parameters, and the copy of `config` that it reads.
+    """A second module tree over the model's parameters, and the copy of `config` that it reads.
 
     Buffers can be replaced in one tree alone, as some rotary embeddings do while they run; so can the hooks of these
     layers. Everything else is shared, other modules' hooks included.
     """
     modules = list(model.modules())
     twins: dict[int, Any] = {id(module): object.__new__(type(module)) for module in modules}
-    own_config = twins[id(config)] = copy.copy(config)
+    twin_config = twins[id(config)] = copy.copy(config)
     separate = {id(layer) for layer in layers}
     for module in modules:
         state = {name: _swap(value, twins) for name, value in vars(module).items()}
-        for name in OWN if id(module) in separate else OWN[:2]:
+        for name in SEPARATE if id(module) in separate else SEPARATE[:2]:
             state[name] = type(state[name])((key, _swap(value, twins)) for key, value in vars(module)[name].items())
         vars(twins[id(module)]).update(state)
-    return twins[id(model)], own_config
+    return twins[id(model)], twin_config
 
 
 def _swap(value: Any, twins: dict[int, Any]) -> Any:
-    """What stands for a value in the second tree: a module's twin, a method or call bound to it, or the value."""
+    """The value in the second tree: a module's twin, a method or partial bound to it, else the value itself."""
     if id(value) in twins:
         return twins[id(value)]
     if isinstance(value, MethodType):

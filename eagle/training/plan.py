@@ -71,7 +71,7 @@ class Plan:
         return settings.lr * shapes[settings.schedule]
 
 
-def gated(mask: Tensor, gate: str) -> Tensor:
+def gate_mask(mask: Tensor, gate: str) -> Tensor:
     """The loss mask; with "read", as published: a slot counts if the token that it reads does, two before the other."""
     return torch.cat([mask.new_zeros(2), mask[:-2]]) if gate == "read" else mask
 

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.core.tree import PUBLISHED_TREE, chain_paths
-from eagle.data.examples import Batch, Features, ahead, collate, supervised
+from eagle.data.examples import Batch, Features, collate, read_ahead, trim_mask
 from eagle.disk import lock_folder
 from eagle.drafters.parts.validation import added, figures
 from eagle.formats.checkpoint import save_head
 from eagle.log import Metrics, interrupted_by_user, memory_gb, progress
 from eagle.recipe import Recipe
-from eagle.training.plan import Plan, gated
+from eagle.training.plan import Plan, gate_mask
 from eagle.training.resume import DISK_FAULTS, Checkpoints
 
 TREES = {"chain": chain_paths(4), "tree": PUBLISHED_TREE}  # of which validation predicts the acceptance length
@@ -76,7 +76,7 @@ class _Run:
         self.features, self.decode, self.settings = features, decode, recipe.train
         self.out = Path(recipe.train.out)
         slots = [
-            int(supervised(gated(features.mask(place), recipe.train.gate)).sum()) for place in range(len(features))
+            int(trim_mask(gate_mask(features.mask(place), recipe.train.gate)).sum()) for place in range(len(features))
         ]
         self.plan = Plan(slots, recipe.train)
         self.say(
@@ -185,12 +185,12 @@ class _Run:
             for part in self._parts(number)[rank::count]
         )
         # a sharded target reads on all processes together, and must not do so while gradients are exchanged
-        return (job() for job in jobs) if self.features.together else ahead(jobs)
+        return (job() for job in jobs) if self.features.together else read_ahead(jobs)
 
     def _load(self, places: Sequence[int], seeds: Sequence[int] = (), gate: str = "predicted") -> Batch:
-        examples = [replace(held, loss_mask=gated(held.loss_mask, gate)) for held in self.features.read(places)]
+        examples = [replace(held, loss_mask=gate_mask(held.loss_mask, gate)) for held in self.features.read(places)]
         batch = collate(examples, self.features.taps, seeds)
-        return batch.pinned() if self.accelerator.device.type == "cuda" else batch
+        return batch.pin_memory() if self.accelerator.device.type == "cuda" else batch
 
     # -- telling ------------------------------------------------------------------------------------------------------
 

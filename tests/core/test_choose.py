@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessorList
 from transformers.generation import logits_process as processors
 
-from eagle.core.tree import DraftTree, Reading
+from eagle.core.tree import DraftTree, TargetOutput
 from eagle.core.verify import Choose, Noise, Sampling
 
 VOCAB = 50
@@ -32,12 +32,12 @@ LAW = np.array([0.4, 0.25, 0.2, 0.1, 0.05])
 CHANCE = 1e-4  # the p-value below which a statistic is not believed to be chance
 
 
-def make_reading(dtype: torch.dtype, seed: int = 0) -> Reading:
+def make_reading(dtype: torch.dtype, seed: int = 0) -> TargetOutput:
     """Two branches and a twig after a prompt, tokens of which come back in the tree."""
     tree = DraftTree.from_paths(7, [[3, 9, 11], [4, 3], [3, 10]])
     generator = torch.Generator().manual_seed(seed)
     logits = (3 * torch.randn(len(tree), VOCAB, generator=generator, dtype=torch.float64)).to(dtype)
-    return Reading(tree, logits, None, [5 + depth for depth in tree.depths()], [3, 20, 21, 21])
+    return TargetOutput(tree, logits, None, [5 + depth for depth in tree.depths()], [3, 20, 21, 21])
 
 
 @pytest.fixture(scope="module")
@@ -59,20 +59,20 @@ def processors_of(model: LlamaForCausalLM, filters: dict[str, Any]) -> LogitsPro
 @pytest.mark.parametrize("filters", FILTERS, ids=lambda filters: "-".join(map(str, filters.values())))
 def test_laws_are_those_of_transformers(model: LlamaForCausalLM, filters: dict[str, Any], dtype: torch.dtype) -> None:
     """At every node of a tree, whose path counts as text, each combination of filters gives transformers' own law."""
-    reading, warpers, choose = make_reading(dtype), processors_of(model, filters), Choose(Sampling(**filters))
-    for node, row in enumerate(reading.logits):
+    output, warpers, choose = make_reading(dtype), processors_of(model, filters), Choose(Sampling(**filters))
+    for node, row in enumerate(output.logits):
         scores = row if dtype == torch.float64 else row.float()
-        expected = warpers(torch.tensor([reading.prefix(node)]), scores[None]).softmax(-1)[0]
-        torch.testing.assert_close(choose.law(reading, node), expected, atol=1e-6, rtol=0)
+        expected = warpers(torch.tensor([output.prefix(node)]), scores[None]).softmax(-1)[0]
+        torch.testing.assert_close(choose.law(output, node), expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}], ids=str)
 def test_the_strictest_filters_leave_the_likeliest_token(filters: dict[str, Any]) -> None:
     """However little is let through, it is never nothing."""
-    reading, choose = make_reading(torch.float32), Choose(Sampling(temperature=1.0, **filters))
-    likeliest = reading.logits.argmax(-1).tolist()
-    assert [choose.law(reading, node)[token].item() for node, token in enumerate(likeliest)] == [1.0] * 7
-    assert choose(reading, NODES) == likeliest
+    output, choose = make_reading(torch.float32), Choose(Sampling(temperature=1.0, **filters))
+    likeliest = output.logits.argmax(-1).tolist()
+    assert [choose.law(output, node)[token].item() for node, token in enumerate(likeliest)] == [1.0] * 7
+    assert choose(output, NODES) == likeliest
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=lambda filters: "-".join(map(str, filters.values())))
@@ -134,28 +134,28 @@ def test_lenient_block_verification_is_refused() -> None:
 def test_nodes_may_be_asked_one_by_one_or_together(filters: dict[str, Any], nodes: list[int]) -> None:
     """A node's choice depends on the node, not on what else is asked or in which order."""
     for seed in range(20):
-        reading, sampling = make_reading(torch.float32, seed), Sampling(**filters, seed=seed)
-        together = Choose(sampling)(reading, list(nodes))
-        assert together == [Choose(sampling)(reading, [node])[0] for node in nodes]
+        output, sampling = make_reading(torch.float32, seed), Sampling(**filters, seed=seed)
+        together = Choose(sampling)(output, list(nodes))
+        assert together == [Choose(sampling)(output, [node])[0] for node in nodes]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_greedy_target_chooses_the_likeliest_token(dtype: torch.dtype) -> None:
     """The argmax after every node, with certainty as its law, and no noise to offer."""
-    reading, choose = make_reading(dtype), Choose(Sampling())
-    likeliest = reading.logits.argmax(-1).tolist()
-    assert choose(reading, NODES) == likeliest
-    assert [choose.law(reading, node)[token].item() for node, token in enumerate(likeliest)] == [1.0] * 7
+    output, choose = make_reading(dtype), Choose(Sampling())
+    likeliest = output.logits.argmax(-1).tolist()
+    assert choose(output, NODES) == likeliest
+    assert [choose.law(output, node)[token].item() for node, token in enumerate(likeliest)] == [1.0] * 7
     assert choose.offer(VOCAB, CPU) is None
 
 
 def test_the_choice_is_the_warped_logits_plus_the_noise_on_offer() -> None:
     """A drafter that adds the noise offered to what it believes guesses what the target will choose."""
-    reading, sampling = make_reading(torch.float32), Sampling(temperature=0.8, top_k=9, seed=5)
+    output, sampling = make_reading(torch.float32), Sampling(temperature=0.8, top_k=9, seed=5)
     choose = Choose(sampling)
-    laws = torch.stack([choose.law(reading, node) for node in NODES])
-    noise = Choose(sampling).offer(VOCAB, CPU)(reading.positions)
-    assert choose(reading, NODES) == (laws.log() * 0.8 + noise).argmax(-1).tolist()
+    laws = torch.stack([choose.law(output, node) for node in NODES])
+    noise = Choose(sampling).offer(VOCAB, CPU)(output.positions)
+    assert choose(output, NODES) == (laws.log() * 0.8 + noise).argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.3, 0.5, 1 - 2**-53])

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from eagle.core.drafter import Budget
-from eagle.core.tree import PUBLISHED_TREE, DraftTree, Reading, best_tree, chain_paths
+from eagle.core.tree import PUBLISHED_TREE, DraftTree, TargetOutput, best_tree, chain_paths
 from eagle.core.verify import walk
 
 EVERY_TREE_OF_FIVE = [(-1, *parents) for parents in product(*(range(node) for node in range(1, 5)))]
@@ -136,10 +136,10 @@ def test_the_walk_takes_only_children_of_the_last_node() -> None:
 def test_a_reading_knows_the_whole_text_of_a_node() -> None:
     """Committed text, root and drafted tokens; features follow a path, or are none."""
     tree, features = DraftTree.from_paths(3, [[4], [5, 6]]), torch.rand(4, 2, 8)
-    reading = Reading(tree, torch.zeros(4, 9), features, [3, 4, 4, 5], [1, 2])
-    assert [reading.prefix(node) for node in range(4)] == [[1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 5, 6]]
-    assert reading.features_at([0, 2]).equal(features[[0, 2]])
-    assert Reading(tree, torch.zeros(4, 9), None, [3, 4, 4, 5], [1, 2]).features_at([0]) is None
+    output = TargetOutput(tree, torch.zeros(4, 9), features, [3, 4, 4, 5], [1, 2])
+    assert [output.prefix(node) for node in range(4)] == [[1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 5, 6]]
+    assert output.features_at([0, 2]).equal(features[[0, 2]])
+    assert TargetOutput(tree, torch.zeros(4, 9), None, [3, 4, 4, 5], [1, 2]).features_at([0]) is None
 
 
 # -- the best shape ---------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eagle import Budget, DraftTree, Sampling
 from eagle.core.noise import mix64
-from eagle.core.tree import Paths, Reading, best_tree, chain_paths
+from eagle.core.tree import Paths, TargetOutput, best_tree, chain_paths
 from eagle.core.verify import Choose, Offer, verify, warp
 from eagle.drafters.parts.growth import grow
 from tests.core.test_verify_law import verify_by
@@ -215,7 +215,7 @@ def spoken(target: Laws, head: Laws, sampling: Sampling, paths: Paths, offer: An
         tree = drawn(head, paths, noise, said)
         texts = [(*said, *text) for text in texts_of(tree)]
         logits = torch.stack([target[len(text)][text] for text in texts])
-        path, token = verify(Reading(tree, logits, None, [3 + len(text) for text in texts], [1, 2]), choose)
+        path, token = verify(TargetOutput(tree, logits, None, [3 + len(text) for text in texts], [1, 2]), choose)
         said = (*texts[path[-1]], token)
     return said[:length]
 

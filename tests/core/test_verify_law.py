@@ -12,7 +12,7 @@ import pytest
 import scipy.stats
 import torch
 
-from eagle.core.tree import DraftTree, Reading
+from eagle.core.tree import DraftTree, TargetOutput
 from eagle.core.verify import Choose, Coin, Law, Pick, Sampling, sample_block, sample_tree, verify, walk
 from tests.enumerate_law import (
     Chance,
@@ -235,10 +235,10 @@ def test_walking_by_choices_leaves_the_law_as_it_is_for_any_tree(make: partial[D
         assert distance(joint, target) < 1e-12
 
 
-def read(tree: DraftTree, logits: Laws) -> Reading:
+def read(tree: DraftTree, logits: Laws) -> TargetOutput:
     """What a target with these logits says about a tree, after a text of two tokens."""
     rows = [logits[len(text)][text] for text in texts_of(tree)]
-    return Reading(tree, torch.stack(rows), None, [3 + depth for depth in tree.depths()], [1, 2])
+    return TargetOutput(tree, torch.stack(rows), None, [3 + depth for depth in tree.depths()], [1, 2])
 
 
 def verify_by(
@@ -288,9 +288,9 @@ class ScriptedChoose(Choose):
         super().__init__(sampling)
         self.chance = chance
 
-    def __call__(self, reading: Reading, nodes: Sequence[int]) -> list[int]:
+    def __call__(self, output: TargetOutput, nodes: Sequence[int]) -> list[int]:
         """The tokens chosen after `nodes`."""
-        return [self.chance.draw(self.law(reading, node).tolist()) for node in nodes]
+        return [self.chance.draw(self.law(output, node).tolist()) for node in nodes]
 
 
 def test_verify_walks_drafts_that_carry_no_law() -> None:
@@ -298,9 +298,9 @@ def test_verify_walks_drafts_that_carry_no_law() -> None:
     sampling = Sampling(temperature=0.7, top_p=0.9)
     for seed in range(8):
         logits, tree = random_logits(seed, 4, 4, torch.float64), random_tree(seed, 4, 4)
-        target, reading, texts = laws_of(logits, sampling), read(tree, logits), texts_of(tree)
+        target, output, texts = laws_of(logits, sampling), read(tree, logits), texts_of(tree)
         joint, after = np.zeros([4] * 4), futures(target)
-        for (path, token), odds in every_outcome(lambda chance, r=reading: verify(r, ScriptedChoose(sampling, chance))):
+        for (path, token), odds in every_outcome(lambda chance, r=output: verify(r, ScriptedChoose(sampling, chance))):
             text = (*texts[path[-1]], token)
             joint[text] += odds * after[len(text)][text]
         assert distance(joint, target) < 1e-12
@@ -325,6 +325,6 @@ def test_block_verification_refuses_branches() -> None:
 
 def test_lenient_sampling_refuses_drafts_without_law() -> None:
     """Without the draft's law there is nothing to be lenient against."""
-    reading = read(DraftTree.chain([0, 1]), random_logits(0, 4, 2, torch.float32))
+    output = read(DraftTree.chain([0, 1]), random_logits(0, 4, 2, torch.float32))
     with pytest.raises(ValueError, match="lenience at temperature > 0 needs drafts that carry their law"):
-        verify(reading, Choose(Sampling(temperature=1.0, lenience=0.5)))
+        verify(output, Choose(Sampling(temperature=1.0, lenience=0.5)))

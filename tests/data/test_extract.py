@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle import Target
 from eagle.data.examples import Example
-from eagle.data.features import LiveFeatures, batch_slots, features_of, forecast, plan_of, planned
+from eagle.data.features import LiveFeatures, batch_slots, compute_features, forecast, plan_extraction, plan_of
 from eagle.data.identity import identity
 from eagle.recipe import Recipe
 
@@ -32,12 +32,12 @@ def test_padding_and_neighbours_change_nothing(name: str) -> None:
     """Batched features equal each text's own hidden states, and stay when the texts beside it are others."""
     target = Target(build(name))
     ours, others = texts(1), texts(2)
-    values = features_of(target, ours, TAPS, "float32")[0]
+    values = compute_features(target, ours, TAPS, "float32")[0]
     for row, text in enumerate(ours):
         with torch.no_grad():
             states = target.model(input_ids=text[None], use_cache=False, output_hidden_states=True).hidden_states
         alone = torch.stack([states[tap][0] for tap in TAPS], dim=1)
-        beside = features_of(target, [*others[:row], text, *others[row + 1 :]], TAPS, "float32")[0]
+        beside = compute_features(target, [*others[:row], text, *others[row + 1 :]], TAPS, "float32")[0]
         for got in (values[row, : len(text)], beside[row, : len(text)]):
             assert (got - alone).abs().max() <= 1e-5 * alone.abs().max()
         # the check can fail: a neighbour's states, or those of the next layer, are far away
@@ -72,7 +72,7 @@ def test_texts_beyond_the_targets_positions_are_refused() -> None:
         LiveFeatures(target, examples, {"taps": [-1], "dtype": "float32"})
     section = Recipe.load("recipes/tiny/eagle1.yaml").features
     with pytest.raises(ValueError, match=r"set data\.max_length to at most 256"):
-        planned(examples, target, (-1,), section)
+        plan_extraction(examples, target, (-1,), section)
 
 
 def test_a_forecast_tells_size_and_time() -> None:

@@ -17,7 +17,7 @@ from eagle import Target
 from eagle.core.noise import Noise
 from eagle.data.examples import Example
 from eagle.data.features import LiveFeatures
-from eagle.data.on_policy import OwnSamples, continued
+from eagle.data.on_policy import OnPolicyFeatures, sample_answers
 from eagle.drafters import DRAFTERS, settings_of
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ STOP = 2
 
 
 @pytest.fixture(scope="module")
-def own(tiny_target: Target) -> OwnSamples:
+def own(tiny_target: Target) -> OnPolicyFeatures:
     """Five texts of three answers each, and a draft model that nobody has trained."""
     torch.manual_seed(0)
     texts = torch.randint(4, tiny_target.vocab_size, (5, 50)).unbind()
@@ -36,7 +36,7 @@ def own(tiny_target: Target) -> OwnSamples:
     examples = [Example(text, mask) for text, mask in zip(texts, masks, strict=True)]
     settings = settings_of({"kind": "draft_model"}, "test")
     head: Any = DRAFTERS["draft_model"].for_target(settings, tiny_target.config, tiny_target.head, supervised=())
-    return OwnSamples(LiveFeatures(tiny_target, examples, {"taps": [-1], "dtype": "float32"}), head.train())
+    return OnPolicyFeatures(LiveFeatures(tiny_target, examples, {"taps": [-1], "dtype": "float32"}), head.train())
 
 
 @torch.no_grad()
@@ -57,7 +57,7 @@ def test_side_by_side_is_alone() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=16, n_layer=2, n_head=2, initializer_range=0.5)).eval()
     prompts = [torch.randint(99, (length,)) for length in (7, 1, 19)]
     limits, stops = [3, 30, 21], (17, 40)
-    said = continued(model, prompts, limits, [Noise(5, place) for place in range(3)], stops)
+    said = sample_answers(model, prompts, limits, [Noise(5, place) for place in range(3)], stops)
     for place, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         assert torch.equal(said[place], alone(model, prompt, limit, Noise(5, place), stops))
     ends = [int(row[-1]) in stops for row in said]
@@ -70,7 +70,7 @@ def test_it_is_drawn_from_the_law() -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=6, initializer_range=1.0, **sizes)).eval()
     prompt, count = torch.tensor([1, 5, 3]), 1200
-    said = continued(model, [prompt] * count, [2] * count, [Noise(seed, 0) for seed in range(count)], ())
+    said = sample_answers(model, [prompt] * count, [2] * count, [Noise(seed, 0) for seed in range(count)], ())
     found, expected = Counter(tuple(row.tolist()) for row in said), {}
     with torch.no_grad():
         first = model(input_ids=prompt[None]).logits[0, -1].softmax(-1)
@@ -83,7 +83,7 @@ def test_it_is_drawn_from_the_law() -> None:
     assert sum((seen - value) ** 2 / value for seen, value in cells) < 75  # 36 cells: 1 in 10,000
 
 
-def test_a_text_ends_with_one_answer_of_its_own(own: OwnSamples, tiny_target: Target) -> None:
+def test_a_text_ends_with_one_answer_of_its_own(own: OnPolicyFeatures, tiny_target: Target) -> None:
     """The words before it are the data's, its length is at most theirs, the target's states are of the new text."""
     torch.manual_seed(3)
     read = own.read([4, 0, 2])
@@ -96,7 +96,7 @@ def test_a_text_ends_with_one_answer_of_its_own(own: OwnSamples, tiny_target: Ta
         assert torch.equal(example.features, tiny_target.features(example.tokens[None], (-1,))[0])
 
 
-def test_the_step_decides_what_is_said(own: OwnSamples) -> None:
+def test_the_step_decides_what_is_said(own: OnPolicyFeatures) -> None:
     """The same again within a step, whatever else is read with it; something else in the next; answers take turns."""
 
     def said(seed: int, *places: int) -> list[list[int]]:
@@ -113,7 +113,7 @@ def test_the_step_decides_what_is_said(own: OwnSamples) -> None:
     assert starts == {start for start, _ in ANSWERS}
 
 
-def test_a_head_is_judged_on_the_data(own: OwnSamples) -> None:
+def test_a_head_is_judged_on_the_data(own: OnPolicyFeatures) -> None:
     """While it is not training, its own words are no measure."""
     own.head.eval()
     (read,) = own.read([1])

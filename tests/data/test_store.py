@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from eagle import Target
 from eagle.data.examples import Example
 from eagle.data.features import LiveFeatures, check_room, extract
-from eagle.data.shards import packed, unpacked
+from eagle.data.shards import pack_features, unpack_features
 from eagle.data.store import Damaged, FeatureStore, batches_of, plan_of
 
 IDENTITY = {"target": {"weights": "w", "dtype": "float32"}, "tokenizer": "t", "taps": [0, 3, -1], "dtype": "float32"}
@@ -116,8 +116,8 @@ def test_float8_is_within_its_rounding() -> None:
     features = torch.randn(50, 3, 64, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(-3, 0)[:, None]
     features[:, :, 5] *= 500
     features[0] = 0
-    values, scales = packed(features, "float8")
-    error = (unpacked(values, scales).float() - features).abs()
+    values, scales = pack_features(features, "float8")
+    error = (unpack_features(values, scales).float() - features).abs()
     smallest = features.abs().amax(-1, keepdim=True) / 448 * 2**-6  # below it steps are equal
     assert values.dtype == torch.float8_e4m3fn and scales.shape == (50, 3)
     assert (error <= torch.maximum(features.abs(), smallest) * (2**-4 + 2**-8)).all()
@@ -175,7 +175,7 @@ def test_damage_is_named_and_mended(damage: str, whole: Path, tiny_target: Targe
     do(FeatureStore(folder).path(3))
     store = FeatureStore(folder, partial=True)
     store.serve_all_but({shard: fault for shard, fault in store.faults(read=True) if fault})
-    assert list(store.absent) == [3] and named in store.absent[3] and "shard-00003" in store.described()
+    assert list(store.absent) == [3] and named in store.absent[3] and "shard-00003" in store.describe_absent()
     numbers = {number for batch in store.plan[3] for number in batch}
     assert [number for number, _, _ in store.places] == sorted(set(range(48)) - numbers)
     assert len(store.read(range(len(store)))) == len(store) > 0

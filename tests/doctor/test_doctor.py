@@ -284,7 +284,7 @@ def test_answers_end_once_there_are_enough(target: Target) -> None:
 def test_a_head_that_learned_hard_labels_is_not_called_broken(kind: str, target: Target) -> None:
     """Too sure of the target's likeliest tokens, as many tools train: what flattens its law would lower greedy τ."""
     texts = answers(target, [random_tokens(6, seed) for seed in range(24)], 20, (0.0, 1.0))
-    true = target.head.logits(texts.tapped((-1,))[:, 0]).argmax(-1)
+    true = target.head.logits(texts.select_taps((-1,))[:, 0]).argmax(-1)
     head = trained(target, texts, kind, 0).train()
     optimizer = torch.optim.AdamW([one for one in head.parameters() if one.requires_grad], lr=3e-3)
     for _ in range(60):

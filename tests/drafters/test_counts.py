@@ -22,7 +22,7 @@ from torch import Tensor
 from data_prep.count_tokens import counted
 from eagle import Budget, Sampling, Target
 from eagle.core.drafter import Committed
-from eagle.core.tree import Paths, Reading, best_tree, chain_paths
+from eagle.core.tree import Paths, TargetOutput, best_tree, chain_paths
 from eagle.core.verify import Choose, verify
 from eagle.drafters.bigram import BigramDrafter
 from eagle.drafters.parts.counts import CountDrafter, Tables, load_tables, save_tables, tokenizer_identity
@@ -175,7 +175,7 @@ def test_a_target_that_is_the_table_accepts_whole_branches(
     for _ in range(4):
         tree = drafter.propose(news, budget)
         positions = [len(text) + 1 + depth for depth in tree.depths()]
-        path, root = verify(Reading(tree, drafter.logits(tree.tokens), None, positions, text), choose)
+        path, root = verify(TargetOutput(tree, drafter.logits(tree.tokens), None, positions, text), choose)
         assert len(path) == 1 + max(tree.depths())
         news = Committed(tree.tokens[path], None, root)
         text += news.tokens.tolist()

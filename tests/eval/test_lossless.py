@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessorList, TemperatureL
 
 from eagle import Target
 from eagle.core.noise import Noise
-from eagle.core.tree import DraftTree, Reading
+from eagle.core.tree import DraftTree, TargetOutput
 from eagle.core.verify import Choose, Sampling
 from eagle.drafters.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head
@@ -101,9 +101,9 @@ def noise_of_the_next_place(patch: pytest.MonkeyPatch) -> None:
     """The choices after drafted nodes use noise that is not theirs: only sampled output can tell."""
     choose = Choose.__call__
 
-    def wrong(self: Choose, reading: Reading, nodes: Sequence[int]) -> list[int]:
-        shift = int(len(reading.tree) > 1)
-        return choose(self, replace(reading, positions=[place + shift for place in reading.positions]), nodes)
+    def wrong(self: Choose, output: TargetOutput, nodes: Sequence[int]) -> list[int]:
+        shift = int(len(output.tree) > 1)
+        return choose(self, replace(output, positions=[place + shift for place in output.positions]), nodes)
 
     patch.setattr(Choose, "__call__", wrong)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from eagle import Budget, Target, generate
-from eagle.core.tree import DraftTree, Reading, chain_paths
+from eagle.core.tree import DraftTree, TargetOutput, chain_paths
 from eagle.core.verify import Sampling, sample_tree, walk
 from eagle.drafters.eagle1 import Eagle1
 from eval.theory import (
@@ -177,20 +177,20 @@ def test_what_is_no_rate_is_refused(alpha: float, gamma: int) -> None:
 
 def test_a_sampled_chain_keeps_what_its_tokens_let_one_expect(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop's mean over its coins lies in the 95% interval around the exact expectation, given what was drafted."""
-    target, read, readings = Target(build("llama")), Target.read, list[Reading]()
+    target, read, outputs = Target(build("llama")), Target.read, list[TargetOutput]()
     torch.manual_seed(0)
     head = Eagle1.for_target(Eagle1.Settings(), target.config).bind(target.head)
-    monkeypatch.setattr(target, "read", lambda *args: readings.append(read(target, *args)) or readings[-1])
+    monkeypatch.setattr(target, "read", lambda *args: outputs.append(read(target, *args)) or outputs[-1])
     accepted, ratios = [], []
     for request in range(12):
         sampling, budget = Sampling(temperature=1.0, request=request), Budget.fixed(chain_paths(4), "sampled")
         options = {"sampling": sampling, "budget": budget, "max_new_tokens": 48, "stop": []}
         trace = generate(target, head, random_tokens(12, seed=request), **options)
         accepted += [cycle.accepted for cycle in trace.cycles if cycle.nodes]
-    for reading in readings:
-        if reading.tree.laws is None:  # at the end of an answer nothing is drafted
+    for output in outputs:
+        if output.tree.laws is None:  # at the end of an answer nothing is drafted
             continue
-        laws = zip(reading.logits.softmax(-1), reading.tree.laws[1:], reading.tree.tokens[1:].tolist(), strict=False)
+        laws = zip(output.logits.softmax(-1), output.tree.laws[1:], output.tree.tokens[1:].tolist(), strict=False)
         ratios.append([float(own[token] / drawn[token]) for own, drawn, token in laws])
     reached = [list(accumulate((min(1.0, ratio) for ratio in cycle), mul)) for cycle in ratios]
     square = [sum((2 * place + 1) * chance for place, chance in enumerate(cycle)) for cycle in reached]

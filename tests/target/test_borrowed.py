@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from eagle import Target
 from eagle.data.examples import Example
 from eagle.data.store import Damaged, FeatureStore
-from eagle.target.borrowed import is_here, load_borrowed, save_borrowed
+from eagle.target.borrowed import is_local_model, load_borrowed, save_borrowed
 from tests.families import FAMILIES, build, random_tokens
 
 TEXT = torch.tensor(random_tokens(20, seed=3))
@@ -86,16 +86,17 @@ def test_a_store_looks_at_every_byte(damage: Callable[[Path], None], file: str, 
     """When they are asked for, and only then; a store that has none says so."""
     target, text = Target(build("llama")), Example(TEXT, TEXT > 0)
     made = {"target": {}, "taps": [-1], "dtype": "float32"}
-    assert FeatureStore.create(tmp_path, [text], made, [[[0]]], width=32).borrowed() is None
+    assert FeatureStore.create(tmp_path, [text], made, [[[0]]], width=32).borrowed_folder() is None
     files = save_borrowed(tmp_path, target.head, target.config)
-    assert FeatureStore.create(tmp_path, [text], made, [[[0]]], width=32, borrowed=files).borrowed() == tmp_path
+    assert FeatureStore.create(tmp_path, [text], made, [[[0]]], width=32, borrowed=files).borrowed_folder() == tmp_path
     damage(tmp_path / file)
     store = FeatureStore(tmp_path, partial=True)
     with pytest.raises(Damaged, match=f"{file} is missing or damaged: .*--repair"):
-        store.borrowed()
+        store.borrowed_folder()
 
 
 def test_a_target_is_here_or_not(tmp_path: Path) -> None:
     """A folder, no folder, and ids that no cache holds; nothing is asked of a network."""
-    assert is_here(str(tmp_path))
-    assert not any(is_here(name) for name in (str(tmp_path / "none"), "some/where/else", "nobody/has-this", "nor-this"))
+    assert is_local_model(str(tmp_path))
+    for name in (str(tmp_path / "none"), "some/where/else", "nobody/has-this", "nor-this"):
+        assert not is_local_model(name)

@@ -39,8 +39,11 @@ UNKNOWN = {"fc.weight": torch.ones(2, 2), "d2t": torch.ones(3)}
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        (MISSING, r"no whole llama model: missing weights model.layers.1.mlp.up_proj.weight\. What .* `eagle import`"),
-        (UNKNOWN, r"no whole llama model: unknown weights d2t, fc.weight\. What is missing .* `eagle import`"),
+        (
+            MISSING,
+            r"no whole llama model: missing weights .*up_proj.weight\. Missing weights .* `eagle import`",
+        ),
+        (UNKNOWN, r"no whole llama model: unknown weights d2t, fc.weight\. Missing weights .* `eagle import`"),
         ({**MISSING, **UNKNOWN}, r"missing weights model.layers.1.mlp.up_proj.weight; unknown weights d2t, fc.weight"),
         ({f"x{i}": torch.ones(1) for i in range(6)}, r"unknown weights x0, x1, x2, x3 and 2 more\."),
         ({"model.norm.weight": torch.ones(7)}, r"holds weights of other sizes than its config.json says"),

@@ -111,7 +111,7 @@ def test_a_planted_fault_is_seen_in_every_precision(
         return mask
 
     monkeypatch.setattr(masks, "_additive", broken)
-    with pytest.raises(ValueError, match="cannot read a tree: it reads a small tree otherwise"):
+    with pytest.raises(ValueError, match="cannot read a tree: it reads a small tree unlike"):
         target.begin([1, 2, 3], Choose(Sampling()))
 
 

@@ -45,7 +45,7 @@ def close(got: Tensor, expected: Tensor) -> bool:
 
 def buffers(target: Target) -> list[int]:
     """Where the cache's tensors lie."""
-    return [rows.buffer.data_ptr() for rows in target.cache.every]
+    return [rows.buffer.data_ptr() for rows in target.cache.buffers]
 
 
 @pytest.mark.parametrize(
@@ -130,10 +130,10 @@ def test_reading_again_does_not_see_the_tree_before(target: Target) -> None:
 def test_keep_leaves_the_path_alone(target: Target, path: list[int]) -> None:
     """Whichever path is kept, the next tree is read after exactly its tokens, and its features stay its own."""
     target.begin(PROMPT, GREEDY, taps=(0, -1))
-    reading = target.read(TREE)
+    output = target.read(TREE)
     target.keep(TREE, path)
     text = PROMPT + TREE.tokens[path].tolist()
-    assert close(reading.features_at(path), target.features(torch.tensor([text]), (0, -1))[0, len(PROMPT) :])
+    assert close(output.features_at(path), target.features(torch.tensor([text]), (0, -1))[0, len(PROMPT) :])
     assert close(target.read(DraftTree.chain([50, 51])).logits, own_logits(target.model, [*text, 50, 51])[-2:])
 
 

@@ -101,7 +101,7 @@ class FeatureHead(UnrolledDrafter):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Smooth-L1 of the features and what their laws lack, each summed over the steps; the latter of each step."""
         found = self.unrolled(batch, frozen, steps, detach=True, noised=partial(self._noised, batch))
-        true = batch.tapped((-1,))[:, 0].index_select(0, found.places + 1)
+        true = batch.select_taps((-1,))[:, 0].index_select(0, found.places + 1)
         student, weights = shifted(found.states), shares(found.places, steps)
         lacking, each = distilled(student, true, weights, (frozen, frozen), objective)
         return feature_regression(student, true, weights), lacking, each

@@ -92,7 +92,7 @@ class UnrolledDrafter(TrainableDrafter):
         """
         block: Block = self.layers[0]
         known, positions, spans = _slots(batch, batch.tokens.device)
-        features = noised(batch.tapped(self.taps)[known].to(block.mlp.up_proj.weight.dtype))
+        features = noised(batch.select_taps(self.taps)[known].to(block.mlp.up_proj.weight.dtype))
         tokens = self.tokens(frozen.embed(batch.tokens).to(features.dtype))
         turn = self._tables(features, max(batch.lengths, default=0) + steps)
         entered = self.entered(tokens.index_select(0, known + 1), self.first(features))

@@ -62,7 +62,7 @@ def judged_batch(
 ) -> dict[str, Tensor]:
     """The same over the slots of all texts of a batch, for which `states` are K times [S, D]."""
     counts = [int(mask[2:].sum()) for mask in batch.loss_mask.split(batch.lengths)]
-    columns = (batch.tapped((-1,))[:, 0], batch.tokens, batch.loss_mask)
+    columns = (batch.select_taps((-1,))[:, 0], batch.tokens, batch.loss_mask)
     texts = zip(*(column.split(batch.lengths) for column in columns), strict=True)
     parts = zip(*(state.split(counts) for state in states), strict=True)
     sums: dict[str, Tensor] = {}
