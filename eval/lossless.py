@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from eval.drafters import Measured, load_drafters, load_target, made_by, started
 from torch import Tensor
 
 from eagle.core.decode import generate
@@ -22,7 +23,6 @@ from eagle.disk import write_text
 from eagle.log import progress, script
 from eagle.recipe import Recipe, command_line
 from eagle.target.target import Target
-from eval.drafters import Measured, load_drafters, load_target, made_by, started
 from eval.prompts import Case, Key, cases, key_of, prompt_of, questions, sampling_of
 
 TEMPERATURES = (0.0, 1.0)

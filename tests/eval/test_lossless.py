@@ -19,7 +19,7 @@ from eagle.core.verify import Choose, Sampling
 from eagle.drafters.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head
 from eagle.recipe import Recipe
-from eval.drafters import load_drafters
+from eval.load_run import load_drafters
 from eval.lossless import Divergence, certify, compared, main, own_answer, rounding
 from tests.families import own_answer as uncached_answer
 
