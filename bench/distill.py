@@ -34,7 +34,7 @@ from eagle.formats.checkpoint import load_head
 from eagle.log import script
 from eagle.recipe import Recipe
 from eagle.target.target import Target
-from eval.statistics import paired
+from eval.statistics import estimate_difference
 from recipes.train_eagle import main as train
 
 RECIPE, BATCH, SAMPLED = "recipes/tiny/draft_model.yaml", 4, 64
@@ -227,7 +227,7 @@ def more(runs: Sequence[dict[str, Any]], counts: Sequence[int], one: str, other:
         }
         for name in (one, other)
     ]
-    value, low, high = paired(*rows, cluster=lambda key: key[0]).estimate
+    value, low, high = estimate_difference(*rows, cluster=lambda key: key[0]).estimate
     seeds = sorted({seed for _, seed in rows[0]} & {seed for _, seed in rows[1]})
     by_seed = [
         (sum(rows[1][place, seed][0] - rows[0][place, seed][0] for place in range(len(counts)))) / sum(counts)

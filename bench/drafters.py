@@ -19,10 +19,9 @@ from eagle.core.verify import Sampling
 from eagle.formats.checkpoint import load_drafter
 from eagle.log import script
 from eagle.recipe import Recipe
-from eval.drafters import load_target
-from eval.page_parts import modelled, price
+from eval.load_run import load_target
 from eval.prompts import first_turns
-from eval.results import beside, pace, prompt_of, read, speed_up, taken
+from eval.results import SPEED_UP, count_cycles, count_seconds, prompt_key, read_results, speed_up
 from eval.statistics import Estimate, estimate
 
 OUT = Path("docs/results/drafters.json")
@@ -32,21 +31,19 @@ MODES = {"greedy": (0.0, "noise"), "shared noise": (1.0, "noise"), "drawn": (1.0
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
     """What each answer adds: tokens and cycles, measured and modelled seconds, and those of `none`."""
-    results, rows = read(path), list[dict[str, Any]]()
-    for group in results.groups():
-        if group.drafter != "none":
-            price(results, group)
+    rows: list[dict[str, Any]] = []
+    for group in read_results(path).groups():
         rows += [
             {
                 "drafter": group.drafter,
                 "temperature": group.temperature,
                 "task": answer["task"],
-                "conversation": prompt_of(answer)[1],
+                "conversation": prompt_key(answer)[1],
                 "identical": answer["identical"],
-                "taken": taken(answer),
-                "pace": pace(answer),
-                "beside": beside(answer),
-                **({"modelled": modelled(answer)} if "modelled" in answer else {}),
+                "taken": count_cycles(answer),
+                "pace": count_seconds(answer),
+                "beside": SPEED_UP.columns(answer),
+                **({"modelled": answer["modelled"]} if "modelled" in answer and group.drafter != "none" else {}),
             }
             for answer in group.answers
         ]
@@ -144,7 +141,7 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     path, recipe = args.results, Recipe.load(args.recipe, args.overrides)
     rows = rows_of(path)
-    header = read(path).header
+    header = read_results(path).header
     about = {"target": Path(header["target"]).name, "dtype": header["dtype"], "new_tokens": header["new_tokens"]}
     prompts = len({row["conversation"] for row in rows})
     found = {"machine": made_on(**about, prompts=prompts), "rows": rows, "own": for_itself(recipe)}

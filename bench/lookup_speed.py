@@ -31,10 +31,10 @@ from eagle.log import progress, script
 from eagle.recipe import Recipe, command_line
 from eagle.target.target import Target
 from eval.costs import Costs, bare_costs
-from eval.drafters import load_target
+from eval.load_run import load_target
 from eval.prompts import questions
 from eval.replay import NOWHERE, Answer, plain, recorded, replay
-from eval.statistics import estimate, paired
+from eval.statistics import estimate, estimate_difference
 
 CONTEXTS, NEW, TEXTS, ROUNDS = (400, 4000), 200, 6, 3
 PERIOD = 37  # of the text that loops
@@ -154,7 +154,7 @@ def kept(target: Target, told: list[Answer], costs: Costs) -> dict[str, Any]:
         found[name] = {
             key: {
                 "value": estimate({number: [row] for number, row in rows[name].items()}, statistic),
-                "over_default": paired(best, rows[name], lambda number: number, statistic).estimate,
+                "over_default": estimate_difference(best, rows[name], lambda number: number, statistic).estimate,
             }
             for key, statistic in {
                 "tau": lambda sums: sums[0] / sums[1],

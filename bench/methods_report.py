@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bench.methods_arms import ABLATIONS, ARMS, LONG_CHAIN, METHODS, TWICE
-from eval.statistics import Difference, Estimate, Row, estimate, paired
+from eval.statistics import Difference, Estimate, Row, estimate, estimate_difference
 
 BASE, ABLATED = "EAGLE-1", "as it is"  # against whom the methods stand, and the ablations
 PAIRS = (  # what should be no better, and what should be no worse
@@ -66,7 +66,7 @@ def length(results: Mapping[str, Any], arm: str, shape: str) -> Estimate:
 
 def difference(results: Mapping[str, Any], less: str, more: str, shape: str) -> Difference:
     """How much longer the second arm's acceptance length is, over the prompts and seeds that both have."""
-    return paired(lengths(results, less, shape), lengths(results, more, shape), lambda key: key[0])
+    return estimate_difference(lengths(results, less, shape), lengths(results, more, shape), lambda key: key[0])
 
 
 def methods_table(results: dict[str, Any]) -> str:

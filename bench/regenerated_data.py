@@ -19,7 +19,7 @@ import torch
 
 from eagle.data.store import FeatureStore
 from eagle.log import script
-from eval.results import commit, newest_run, summary
+from eval.results import ACCEPTANCE_LENGTH, commit, read_results
 
 RECIPE = "recipes/tiny/eagle1.yaml"
 ANSWERS: dict[str, list[str]] = {
@@ -41,8 +41,12 @@ def measured(overrides: list[str], conversations: int, prompts: int) -> dict[str
         for stage in stages:
             subprocess.run([sys.executable, *stage, *command], check=True)
         store = FeatureStore(f"{folder}/features")
-        rows = summary(newest_run(f"{folder}/head/results.jsonl")[1])
-        lengths = {f"{row['temperature']:g}": row["acceptance_length"] for row in rows if row["drafter"] == "eagle1"}
+        groups = read_results(f"{folder}/head/results.jsonl").groups()
+        lengths = {
+            f"{group.temperature:g}": group.estimate(ACCEPTANCE_LENGTH).value
+            for group in groups
+            if group.drafter == "eagle1"
+        }
         supervised = int(store.loss_mask.sum())
         return {"examples": len(store), "supervised": supervised, "acceptance_length": lengths}
 

@@ -11,18 +11,18 @@ from pathlib import Path
 
 from eagle.disk import write_text
 from eagle.log import script
-from eval.results import read, taken
+from eval.results import count_cycles, read_results
 
 DROPPED = {"text", "pieces", "digest", "finish"}
 
 
 def short(path: Path) -> list[str]:
     """What the header says in a word, and the rows with their cycles counted, as lines."""
-    results = read(path)
+    results = read_results(path)
     header = {key: value for key, value in results.header.items() if not isinstance(value, dict | list)}
     lines = [{"run": {**header, "target": Path(header["target"]).name}}]
     for answer in results.answers:
-        committed, cycles = taken(answer)
+        committed, cycles = count_cycles(answer)
         kept = {key: value for key, value in answer.items() if key not in DROPPED}
         lines.append({**kept, "cycles": cycles, "committed": committed})
     return [json.dumps(line) for line in lines]

@@ -22,10 +22,10 @@ from eagle.formats.checkpoint import load_drafter
 from eagle.log import progress, script
 from eagle.recipe import Recipe, command_line
 from eagle.target.target import Target
-from eval.drafters import load_target
+from eval.load_run import load_target
 from eval.prompts import Question, questions
 from eval.replay import Answer, answer, rates_by_rank, recorded, replay
-from eval.statistics import Estimate, Row, estimate, paired
+from eval.statistics import Estimate, Row, estimate, estimate_difference
 from eval.tune import GUESS, WIDE, tuning_questions
 
 LEVELS, NODES = 6, (8, 25, 60)
@@ -129,7 +129,7 @@ def kinds_table(results: dict[str, Any]) -> str:
         cells = []
         for heat in heats:
             rows = results["kinds"][heat]["lengths"]
-            cells.append(_said(paired(rows[less], rows[more], lambda prompt: prompt).estimate, "+.2f"))
+            cells.append(_said(estimate_difference(rows[less], rows[more], lambda prompt: prompt).estimate, "+.2f"))
         lines.append(f"| {more} over {less} | {' | '.join(cells)} |")
     return "\n".join(
         [*lines, "", f"<sub>{', '.join(f'{key} {value}' for key, value in results['machine'].items())}</sub>"]

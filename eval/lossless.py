@@ -1,4 +1,4 @@
-"""Drafted output against the untouched model's own decoding: `python -m eval.lossless RECIPE [key=value ...]`."""
+"""Compare drafted output with the untouched model's own: `python -m eval.lossless RECIPE [key=value ...]`."""
 
 # V vocabulary
 
@@ -22,25 +22,26 @@ from eagle.disk import write_text
 from eagle.log import progress, script
 from eagle.recipe import Recipe, command_line
 from eagle.target.target import Target
-from eval.drafters import Measured, load_drafters, load_target, made_by, started
-from eval.prompts import Case, Key, cases, key_of, prompt_of, questions, sampling_of
+from eval.load_run import MeasuredDrafter, describe_run, describe_start, load_drafters, load_target
+from eval.prompts import KEY_NAMES, Case, Key, cases, encode_prompt, questions
 
 TEMPERATURES = (0.0, 1.0)
 REMEMBERED = 32  # steps whose logits show how the model rounds
 
 
 @dataclass(frozen=True)
-class Own:
+class ModelAnswer:
     """The untouched model's answer, and the logits [V] of its last steps."""
 
     prompt: list[int]
     tokens: list[int]
-    last: list[Tensor]
+    last_logits: list[Tensor]
+    choose: Choose  # the rule and the noise that it was decoded with
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where drafted output first differs from the model's own."""
+    """The first token where drafted output differs from the model's own."""
 
     key: Key
     position: int  # in the answer
@@ -48,7 +49,7 @@ class Divergence:
     own: int | None
     texts: tuple[str, str]
     gap: float | None  # by how much the model prefers its own token, in units of plain logits
-    rounding: float  # how far the model is from itself, reading token by token and all at once
+    rounding: float  # largest difference of the model's logits between reading token by token and all at once
 
     @property
     def is_rounding(self) -> bool:
@@ -63,10 +64,15 @@ class Divergence:
             f"{self.texts[0]!r}, the model's own {self.own} {self.texts[1]!r}, {gap}, rounding {self.rounding:.2g}"
         )
 
+    def to_json(self) -> dict[str, Any]:
+        """The fields with the key spelt out."""
+        row = asdict(self)
+        return {**dict(zip(KEY_NAMES, row.pop("key"), strict=True)), **row, "is_rounding": self.is_rounding}
+
 
 @dataclass
 class Verdict:
-    """What came of one drafter at one temperature."""
+    """The comparison of one drafter at one temperature."""
 
     drafter: str
     temperature: float
@@ -79,137 +85,137 @@ class Verdict:
         """Whether all answers are the model's own, up to rounding."""
         return all(divergence.is_rounding for divergence in self.divergences)
 
-    def __str__(self) -> str:
-        same = self.answers - len(self.divergences)
-        said = f"{self.drafter} at T = {self.temperature:g}: identical on {same} of {self.answers}"
-        said += f" ({self.left_out} more leave no room for an answer)" if self.left_out else ""
-        worst = sorted(self.divergences, key=lambda one: one.is_rounding)[:1]
-        return "\n".join([said, *(f"  {'rounding' if one.is_rounding else 'DIFFERS'}: {one}" for one in worst)])
+    @property
+    def identical(self) -> int:
+        """Number of answers that are the model's own token by token."""
+        return self.answers - len(self.divergences)
 
-    def told(self) -> dict[str, Any]:
-        """As JSON."""
-        names = ("set", "conversation", "turn", "temperature", "seed")
-        divergences = []
-        for one in self.divergences:
-            row = asdict(one)
-            divergences.append({**dict(zip(names, row.pop("key"), strict=True)), **row, "is_rounding": one.is_rounding})
+    def __str__(self) -> str:
+        text = f"{self.drafter} at T = {self.temperature:g}: identical on {self.identical} of {self.answers}"
+        text += f" ({self.left_out} more leave no room for an answer)" if self.left_out else ""
+        for worst in sorted(self.divergences, key=lambda divergence: divergence.is_rounding)[:1]:
+            text += f"\n  {'rounding' if worst.is_rounding else 'DIFFERS'}: {worst}"
+        return text
+
+    def to_json(self) -> dict[str, Any]:
+        """The verdict as the certificate holds it."""
         return {
             "drafter": self.drafter,
             "temperature": self.temperature,
             "answers": self.answers,
             "left_out": self.left_out,
-            "identical": self.answers - len(divergences),
+            "identical": self.identical,
             "lossless": self.is_lossless,
-            "divergences": divergences,
+            "divergences": [divergence.to_json() for divergence in self.divergences],
         }
 
 
 @torch.inference_mode()
-def own_answer(model: Any, choose: Choose, prompt: list[int], stop: Sequence[int], count: int) -> Own:
-    """The model's own decoding, token by token over its own cache: nothing of ours but the rule of choice."""
-    new, tokens, cache = torch.tensor([prompt], device=model.device), list[int](), None
-    last: deque[Tensor] = deque(maxlen=REMEMBERED)
+def decode_untouched(model: Any, choose: Choose, prompt: list[int], stop: Sequence[int], count: int) -> ModelAnswer:
+    """Decode with the model alone, token by token over its own cache; of ours there is only the rule of choice."""
+    inputs, tokens, cache = torch.tensor([prompt], device=model.device), list[int](), None
+    last_logits: deque[Tensor] = deque(maxlen=REMEMBERED)
     while len(tokens) < count and not (tokens and tokens[-1] in stop):
-        said = model(input_ids=new, past_key_values=cache, use_cache=True)
-        cache = said.past_key_values
-        last.append(said.logits[0, -1].clone())
-        tokens.append(_choice(choose, last[-1], prompt + tokens))
-        new = torch.tensor([tokens[-1:]], device=model.device)
-    return Own(prompt, tokens, list(last))
+        output = model(input_ids=inputs, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        last_logits.append(output.logits[0, -1].clone())
+        tokens.append(_choose_token(choose, last_logits[-1], prompt + tokens))
+        inputs = torch.tensor([tokens[-1:]], device=model.device)
+    return ModelAnswer(prompt, tokens, list(last_logits), choose)
 
 
-def _choice(choose: Choose, logits: Tensor, text: list[int]) -> int:
-    """The token after a text, by the rule that drafted output follows."""
+def _choose_token(choose: Choose, logits: Tensor, prefix: list[int]) -> int:
+    """The token after a prefix, by the rule that drafted output follows."""
     if choose.noise is not None:
-        choose.noise.forget(len(text))
-    return choose(TargetOutput(DraftTree.chain(text[-1:]), logits[None], None, [len(text)], text[:-1]), [0])[0]
+        choose.noise.forget(len(prefix))
+    return choose(TargetOutput(DraftTree.chain(prefix[-1:]), logits[None], None, [len(prefix)], prefix[:-1]), [0])[0]
 
 
-def compared(model: Any, tokenizer: Any, key: Key, choose: Choose, own: Own, drafted: list[int]) -> Divergence | None:
-    """The first difference, or None."""
-    if drafted == own.tokens:
+def find_divergence(model: Any, tokenizer: Any, key: Key, answer: ModelAnswer, drafted: list[int]) -> Divergence | None:
+    """The first difference of drafted tokens from the model's answer, or None."""
+    if drafted == answer.tokens:
         return None
-    shorter = min(len(drafted), len(own.tokens))
-    at = next((place for place in range(shorter) if drafted[place] != own.tokens[place]), shorter)
-    one, other = (tokens[at] if at < len(tokens) else None for tokens in (drafted, own.tokens))
+    shorter = min(len(drafted), len(answer.tokens))
+    at = next((place for place in range(shorter) if drafted[place] != answer.tokens[place]), shorter)
+    token = drafted[at] if at < len(drafted) else None
+    expected = answer.tokens[at] if at < len(answer.tokens) else None
     gap = None
-    if one is not None and other is not None:
-        text = own.prompt + own.tokens[:at]
-        scores = _logits(model, text)[-1].float()
-        if (offered := choose.offer(len(scores), scores.device)) is not None:
-            scores = scores + offered([len(text)])[0]
-        gap = float(scores[other] - scores[one])
-    texts = tuple("" if token is None else tokenizer.decode([token]) for token in (one, other))
-    return Divergence(key, at, one, other, (texts[0], texts[1]), gap, rounding(model, own))
+    if token is not None and expected is not None:
+        prefix = answer.prompt + answer.tokens[:at]
+        scores = _logits(model, prefix)[-1].float()
+        if (offered := answer.choose.offer(len(scores), scores.device)) is not None:
+            scores = scores + offered([len(prefix)])[0]
+        gap = float(scores[expected] - scores[token])
+    texts = ["" if each is None else tokenizer.decode([each]) for each in (token, expected)]
+    return Divergence(key, at, token, expected, (texts[0], texts[1]), gap, measure_rounding(model, answer))
 
 
-def rounding(model: Any, own: Own) -> float:
+def measure_rounding(model: Any, answer: ModelAnswer) -> float:
     """The largest difference between the logits of the model's last steps and those of one forward over all."""
-    rows = torch.stack(own.last)
+    rows = torch.stack(answer.last_logits)
     least = 8 * torch.finfo(rows.dtype).eps * float(rows.abs().max())
-    return max(least, float((_logits(model, own.prompt + own.tokens[:-1])[-len(rows) :] - rows).abs().max()))
+    whole = _logits(model, answer.prompt + answer.tokens[:-1])[-len(rows) :]
+    return max(least, float((whole - rows).abs().max()))
 
 
 @torch.inference_mode()
-def _logits(model: Any, text: list[int]) -> Tensor:
+def _logits(model: Any, tokens: list[int]) -> Tensor:
     """[T, V] of one forward without a cache."""
-    return model(input_ids=torch.tensor([text], device=model.device), use_cache=False).logits[0]
+    return model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits[0]
 
 
-def own_turns(recipe: Recipe, target: Target, model: Any, case: Case) -> Iterator[tuple[int, Choose, Own | None]]:
+def answer_turns(recipe: Recipe, target: Target, model: Any, case: Case) -> Iterator[tuple[int, ModelAnswer | None]]:
     """The model's own answers to a question's turns, each after those before; None where it has no room for one."""
-    said: list[str] = []
-    for turn, text in enumerate(case[2].turns):
-        prompt, choose = prompt_of(recipe, target, [*said, text]), Choose(sampling_of(case, turn))
+    turns: list[str] = []
+    for turn, text in enumerate(case.question.turns):
+        prompt = encode_prompt(recipe, target, [*turns, text])
         if prompt is None:
-            yield turn, choose, None
+            yield turn, None
             return  # later turns are longer still
-        own = own_answer(model, choose, prompt, target.stop_tokens, recipe.eval.max_new_tokens)
-        yield turn, choose, own
-        said += [text, target.tokenizer.decode(own.tokens, skip_special_tokens=True)]
+        choose = Choose(case.sampling(turn))
+        answer = decode_untouched(model, choose, prompt, target.stop_tokens, recipe.eval.max_new_tokens)
+        yield turn, answer
+        turns += [text, target.tokenizer.decode(answer.tokens, skip_special_tokens=True)]
 
 
-def certify(recipe: Recipe, target: Target, model: Any, drafters: dict[str, Measured]) -> list[Verdict]:
-    """Every drafter and temperature beside the model's own answers to all questions of the recipe."""
+def certify(recipe: Recipe, target: Target, model: Any, drafters: dict[str, MeasuredDrafter]) -> list[Verdict]:
+    """Compare every drafter at every temperature with the model's own answers to all questions of the recipe."""
     temperatures = sorted({*TEMPERATURES, *recipe.eval.temperatures})
-    # drafts that carry their law share the law of the output, not its tokens
-    verdicts = {
-        (name, temperature): Verdict(name, temperature)
-        for temperature in temperatures
-        for name, measured in drafters.items()
-        if temperature == 0 or not measured.drawn
-    }
+    # sampled drafts keep the distribution of the output, not its tokens
+    verdicts: dict[float, list[Verdict]] = {temperature: [] for temperature in temperatures}
+    for temperature, part in verdicts.items():
+        names = [name for name, measured in drafters.items() if temperature == 0 or not measured.is_sampled]
+        part += [Verdict(name, temperature) for name in names]
     every = cases(recipe, questions(recipe), temperatures)
     for case in progress(every, "compare", len(every), unit="questions"):
-        here = [verdict for (_, temperature), verdict in verdicts.items() if temperature == case[0]]
-        for turn, choose, own in own_turns(recipe, target, model, case):
-            for verdict in here:
-                if own is None:
+        for turn, answer in answer_turns(recipe, target, model, case):
+            for verdict in verdicts[case.temperature]:
+                if answer is None:
                     verdict.left_out += 1
                     continue
                 measured = drafters[verdict.drafter]
                 options = {"budget": measured.budget, "max_new_tokens": recipe.eval.max_new_tokens}
                 target.forget()
-                drafted = generate(target, measured.drafter, own.prompt, sampling=choose.sampling, **options).tokens
-                different = compared(model, target.tokenizer, key_of(case, turn), choose, own, drafted)
+                trace = generate(target, measured.drafter, answer.prompt, sampling=answer.choose.sampling, **options)
+                divergence = find_divergence(model, target.tokenizer, case.key(turn), answer, trace.tokens)
                 verdict.answers += 1
-                verdict.divergences += [different] if different else []
-    return list(verdicts.values())
+                verdict.divergences += [divergence] if divergence else []
+    return [verdict for part in verdicts.values() for verdict in part]
 
 
 def main(argv: list[str]) -> None:
-    """Compare, print what was found, and write it beside the results; ends with 1 if output differs."""
-    asked = command_line("eval.lossless", __doc__).parse_args(argv)
-    recipe = Recipe.load(asked.recipe, asked.overrides)
+    """Compare, print the verdicts, and write them beside the results; ends with 1 if output differs."""
+    args = command_line("eval.lossless", __doc__).parse_args(argv)
+    recipe = Recipe.load(args.recipe, args.overrides)
     target, model = load_target(recipe), load_target(recipe).model  # the second one reads no tree, ever
     drafters = load_drafters(recipe, target)
     verdicts = certify(recipe, target, model, drafters)
     print(*verdicts, sep="\n")
-    for name in (name for name, measured in drafters.items() if measured.drawn):
-        print(f"{name} above T = 0: its drafts carry their law, so that of the output is the model's, not each token")
-    made = {**started(recipe, asked.recipe), **made_by(recipe, target, drafters)}
+    for name in (name for name, measured in drafters.items() if measured.is_sampled):
+        print(f"{name} above T = 0: drafts are sampled, so the output keeps the model's distribution, not each token")
+    header = {**describe_start(recipe, args.recipe), **describe_run(recipe, target, drafters)}
     path = Path(recipe.train.out) / "lossless.json"
-    write_text(path, json.dumps({"run": made, "verdicts": [verdict.told() for verdict in verdicts]}, indent=2) + "\n")
+    write_text(path, json.dumps({"run": header, "verdicts": [each.to_json() for each in verdicts]}, indent=2) + "\n")
     if not all(verdict.is_lossless for verdict in verdicts):
         sys.exit(f"the output of a drafter is not the model's own: see {path}")
 

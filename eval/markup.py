@@ -1,4 +1,4 @@
-"""HTML from plain values: whatever is not `Html` already is escaped, in attributes too."""
+"""Build HTML: whatever is not `Html` already is escaped, in attributes too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PLAIN = "\n\t\u00a0\u200c\u200d\u3000"  # not printable in Python's eyes, and ha
 
 
 class Html(str):
-    """Text that is markup already."""
+    """Text that is already markup."""
 
     __slots__ = ()
 
@@ -31,6 +31,8 @@ def html(value: object) -> Html:
 
 def tag(name: str, /, *children: object, **attributes: object) -> Html:
     """An element; `class_` and `stroke_width` stand for `class` and `stroke-width`, None for no attribute."""
-    given = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
-    opened = f"<{name}" + "".join(f' {key}="{escape(readable(value))}"' for key, value in given.items()) + ">"
-    return Html(opened if name in VOID else f"{opened}{html(children)}</{name}>")
+    start = f"<{name}"
+    for key, value in attributes.items():
+        if value is not None:
+            start += f' {key.rstrip("_").replace("_", "-")}="{escape(readable(value))}"'
+    return Html(f"{start}>" if name in VOID else f"{start}>{html(children)}</{name}>")

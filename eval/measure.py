@@ -1,4 +1,4 @@
-"""Drafters on prompts, always beside `none`: `python -m eval.measure RECIPE [key=value ...] [--again]`."""
+"""Measure drafters on prompts, always beside `none`: `python -m eval.measure RECIPE [key=value ...] [--again]`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 import secrets
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter, process_time
@@ -20,101 +20,91 @@ from eagle.log import interrupted_by_user, progress, script
 from eagle.recipe import Recipe, command_line
 from eagle.target.target import Target
 from eval.costs import bare_costs
-from eval.drafters import Measured, load_drafters, load_target, made_by, settle_threads, started
-from eval.prompts import Case, Key, Question, cases, key_of, prompt_of, questions, sampling_of
+from eval.load_run import MeasuredDrafter, describe_run, describe_start, load_drafters, load_target, settle_threads
+from eval.prompts import KEY_NAMES, Case, Key, Question, cases, encode_prompt, questions
 from eval.report import markdown
-from eval.results import loops, parse_line
+from eval.results import Results, ends_in_loop, prompt_key, read_results
 
 WARM_UP = 16  # tokens of a generation that is not counted
-COLOURED = 2  # questions of each set whose answers are kept in pieces
+IN_PIECES = 2  # questions of each set whose answers are also kept in pieces
 
 Row = dict[str, Any]
 
 
-class Results:
-    """The rows of one run in a file that only grows; what belongs to other settings is moved aside."""
+def read_stored(path: Path) -> Results:
+    """The rows of earlier runs, if any; a torn last line is cut off the file."""
+    if not path.exists():
+        return Results(path, [], [])
+    data = path.read_bytes()
+    end = data.rfind(b"\n") + 1
+    if end < len(data):
+        print(f"{path}: the last line is torn; its {len(data) - end} bytes are cut off, and it is measured again")
+        with path.open("r+b") as file:
+            file.truncate(end)
+    return read_results(path)
 
-    def __init__(self, path: Path, made: dict[str, Any], *, again: bool = False) -> None:
-        self.path, self.id = path, secrets.token_hex(4)
-        self.made = json.loads(json.dumps(made))
+
+class ResultsWriter:
+    """Appends rows to a results file; a file that other settings made is moved aside first."""
+
+    def __init__(self, stored: Results, settings: dict[str, Any], *, again: bool = False) -> None:
+        self.path = stored.path
+        self.id = secrets.token_hex(4)
+        self.settings = json.loads(json.dumps(settings))
         self.rows: dict[Key, dict[str, Row]] = {}  # by key and drafter
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [json.loads(line) for line in whole_lines(path)]
-        header = last_header(lines)
-        if header is not None and not again and self._same(header):
-            self.id = header["id"]
-            for row in lines:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if stored.headers and not again and self._is_same(stored.header):
+            self.id = stored.header["id"]
+            for row in stored.answers:
                 if row["run"] == self.id:
-                    self._note(row)
-        elif lines:
-            self._move_aside(header or {})
+                    self._remember(row)
+        elif stored.headers or stored.answers:
+            aside = self.path.with_stem(f"{self.path.stem}-{stored.header.get('id', secrets.token_hex(4))}")
+            self.path.rename(aside)
+            print(f"what {self.path} held is in {aside} now, and measuring begins anew")
 
-    def _same(self, header: dict[str, Any]) -> bool:
-        """Whether the file was made by what would be measured now; said where it was not."""
-        if other := [key for key, value in self.made.items() if header.get(key) != value]:
+    def begin(self, start: dict[str, Any]) -> None:
+        """Write the header of the rows that follow."""
+        self._append({"run": {"id": self.id, **start, **self.settings}})
+
+    def add(self, row: Row) -> None:
+        """Write one answer; it is in the file when this returns."""
+        self._append({"run": self.id, **row})
+        self._remember(row)
+
+    def _is_same(self, header: dict[str, Any]) -> bool:
+        """Whether the file was made with these settings; prints the names of those that differ."""
+        other = [key for key, value in self.settings.items() if header.get(key) != value]
+        if other:
             print(f"{self.path} was made by something else ({', '.join(other)})")
         return not other
 
-    def _move_aside(self, header: dict[str, Any]) -> None:
-        aside = self.path.with_name(f"{self.path.stem}-{header.get('id', secrets.token_hex(4))}{self.path.suffix}")
-        self.path.rename(aside)
-        print(f"what {self.path} held is in {aside} now, and measuring begins anew")
-
-    def _note(self, row: Row) -> None:
-        key = (row["set"], row["conversation"], row["turn"], row["temperature"], row["seed"])
-        self.rows.setdefault(key, {})[row["drafter"]] = row
-
-    def begin(self, started: dict[str, Any]) -> None:
-        """Say what made the rows that follow."""
-        self._append({"run": {"id": self.id, **started, **self.made}})
-
-    def add(self, row: Row) -> None:
-        """One answer, in the file when this returns."""
-        self._append({"run": self.id, **row})
-        self._note(row)
+    def _remember(self, row: Row) -> None:
+        self.rows.setdefault(prompt_key(row), {})[row["drafter"]] = row
 
     def _append(self, line: Row) -> None:
         with self.path.open("a") as file:
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 
-def last_header(lines: Sequence[Row]) -> dict[str, Any] | None:
-    """What the newest run of a results file was made by."""
-    return next((line["run"] for line in reversed(lines) if isinstance(line.get("run"), dict)), None)
-
-
-def whole_lines(path: Path) -> list[str]:
-    """The lines of a file; a last one that was torn is cut off."""
-    data = path.read_bytes() if path.exists() else b""
-    end = data.rfind(b"\n") + 1
-    if end < len(data):
-        print(f"{path}: the last line is torn; its {len(data) - end} bytes are cut off, and it is measured again")
-        with path.open("r+b") as file:
-            file.truncate(end)
-    lines = data[:end].splitlines()
-    for number, line in enumerate(lines, start=1):
-        parse_line(path, number, line)
-    return list(map(bytes.decode, lines))
-
-
 @dataclass
 class Measurement:
-    """Who answers what, and which answers are there."""
+    """The drafters, the questions, and the answers so far."""
 
     recipe: Recipe
     target: Target
-    drafters: dict[str, Measured]
+    drafters: dict[str, MeasuredDrafter]
     asked: list[Question]
-    results: Results
+    results: ResultsWriter
     missing: Counter[str] = field(default_factory=Counter)  # answers by set, for which the model has no positions
 
     def cases(self) -> list[Case]:
-        """What is asked, one after the other."""
+        """All questions at all temperatures with all seeds."""
         return cases(self.recipe, self.asked, self.recipe.eval.temperatures)
 
     def is_done(self, case: Case) -> bool:
-        """Whether all answers are there."""
-        keys = [key_of(case, turn) for turn in range(len(case[2].turns))]
+        """Whether every drafter has answered all turns."""
+        keys = [case.key(turn) for turn in range(len(case.question.turns))]
         return all(self.results.rows.get(key, {}).keys() >= self.drafters.keys() for key in keys)
 
     def run(self) -> None:
@@ -128,50 +118,51 @@ class Measurement:
                 self.results.add(row)
 
     def warm_up(self) -> None:
-        """Each drafter once, so that no row pays for what happens once."""
-        found = (prompt_of(self.recipe, self.target, question.turns[:1]) for question in self.asked)
-        prompt = next((one for one in found if one is not None), None)
+        """Decode once with each drafter, so that no row pays for what happens once."""
+        section = self.recipe.eval
+        prompts = (encode_prompt(self.recipe, self.target, question.turns[:1]) for question in self.asked)
+        prompt = next((prompt for prompt in prompts if prompt is not None), None)
         if prompt is None:
             raise ValueError(
-                f"none of {len(self.asked)} prompts and {self.recipe.eval.max_new_tokens} new tokens fit in the "
+                f"none of {len(self.asked)} prompts and {section.max_new_tokens} new tokens fit in the "
                 f"model's {self.target.max_positions} positions: lower eval.max_new_tokens, or take shorter prompts"
             )
-        asked = self.recipe.eval
+        sampling, tokens = Sampling(max(section.temperatures)), min(WARM_UP, section.max_new_tokens)
         for measured in self.drafters.values():
-            timed(self.target, measured, prompt, Sampling(max(asked.temperatures)), min(WARM_UP, asked.max_new_tokens))
+            time_answer(self.target, measured, prompt, sampling, tokens)
 
     def answers(self, case: Case, order: list[str]) -> Iterator[Row]:
-        """The rows of one question that are not there yet, turn by turn; drafters answer in this order."""
-        (temperature, _, question), said = case, list[str]()
-        for turn, text in enumerate(question.turns):
-            said.append(text)
-            prompt, sampling = prompt_of(self.recipe, self.target, said), sampling_of(case, turn)
-            there = self.results.rows.get(key_of(case, turn), {})
+        """The missing rows of one question, turn by turn; drafters answer in this order."""
+        turns: list[str] = []
+        for turn, text in enumerate(case.question.turns):
+            turns.append(text)
+            prompt = encode_prompt(self.recipe, self.target, turns)
             if prompt is None:
-                self.missing[question.set] += len(self.drafters)
+                self.missing[case.question.set] += len(self.drafters)
                 return  # later turns are longer still
-            new: dict[str, Any] = {}
-            for name in (name for name in order if name not in there):
-                answer = timed(self.target, self.drafters[name], prompt, sampling, self.recipe.eval.max_new_tokens)
-                new[name] = {"drafter": name, **named(case, turn), **row_of(*answer)}
-                if self.is_coloured(question):
-                    new[name]["pieces"] = answer[0].pieces()
-            plain = (there | new)["none"]
+            stored = self.results.rows.get(case.key(turn), {})
+            new = {name: self.answer(case, turn, name, prompt) for name in order if name not in stored}
+            plain = (stored | new)["none"]
             for name in (name for name in self.drafters if name in new):
-                drawn = self.drafters[name].drawn and temperature > 0
-                new[name]["identical"] = None if drawn else new[name]["digest"] == plain["digest"]
+                is_sampled = self.drafters[name].is_sampled and case.temperature > 0
+                new[name]["identical"] = None if is_sampled else new[name]["digest"] == plain["digest"]
                 yield new[name]
-            said.append(plain["text"])
+            turns.append(plain["text"])
 
-    def is_coloured(self, question: Question) -> bool:
-        """Whether this is one of the few questions whose answers are kept in pieces."""
-        return question in [one for one in self.asked if one.set == question.set][:COLOURED]
+    def answer(self, case: Case, turn: int, name: str, prompt: list[int]) -> Row:
+        """The row of one drafter's answer to a turn."""
+        tokens = self.recipe.eval.max_new_tokens
+        trace, wall, cpu = time_answer(self.target, self.drafters[name], prompt, case.sampling(turn), tokens)
+        key = dict(zip(KEY_NAMES, case.key(turn), strict=True))
+        row = {"drafter": name, **key, "task": case.question.task, **row_of(trace, wall, cpu)}
+        of_set = [question for question in self.asked if question.set == case.question.set]
+        return {**row, "pieces": trace.pieces()} if case.question in of_set[:IN_PIECES] else row
 
 
-def timed(
-    target: Target, measured: Measured, prompt: list[int], sampling: Sampling, new_tokens: int
+def time_answer(
+    target: Target, measured: MeasuredDrafter, prompt: list[int], sampling: Sampling, new_tokens: int
 ) -> tuple[Trace, float, float]:
-    """An answer, and the seconds that it took by the wall's clock and by the CPU's; the prompt is read anew."""
+    """Decode an answer, reading the prompt anew; its trace, wall seconds and CPU seconds."""
     target.forget()
     wall, cpu = perf_counter(), process_time()
     options: dict[str, Any] = {"sampling": sampling, "budget": measured.budget, "max_new_tokens": new_tokens}
@@ -179,21 +170,15 @@ def timed(
     return trace, perf_counter() - wall, process_time() - cpu
 
 
-def named(case: Case, turn: int) -> Row:
-    """What a row answers."""
-    keys = ("set", "conversation", "turn", "temperature", "seed")
-    return {**dict(zip(keys, key_of(case, turn), strict=True)), "task": case[2].task}
-
-
 def row_of(trace: Trace, wall: float, cpu: float) -> Row:
-    """What came of it."""
+    """A trace as the columns of a row."""
     return {
         "prompt_tokens": len(trace.prompt),
         "tokens": len(trace.tokens),
         "finish": trace.finish,
         "seconds": round(wall, 6),
         "cpu_seconds": round(cpu, 6),
-        "loops": loops(trace.tokens),
+        "loops": ends_in_loop(trace.tokens),
         "digest": hashlib.sha256(json.dumps(trace.tokens).encode()).hexdigest()[:16],
         "text": trace.text,
         "cycles": list(map(cycle_of, trace.cycles)),
@@ -201,9 +186,8 @@ def row_of(trace: Trace, wall: float, cpu: float) -> Row:
 
 
 def cycle_of(cycle: Cycle) -> dict[str, Any]:
-    """What is written down of a cycle."""
-    seconds = {part: round(spent, 7) for part, spent in (cycle.seconds or {}).items()}
-    sure = [(round(likely, 4), kept) for likely, kept in cycle.confidence]
+    """A cycle as a row holds it."""
+    confidence = [(round(prob, 4), accepted) for prob, accepted in cycle.confidence]
     return {
         "nodes": cycle.nodes,
         "depth": cycle.depth,
@@ -211,44 +195,45 @@ def cycle_of(cycle: Cycle) -> dict[str, Any]:
         "committed": cycle.committed,
         "context": cycle.context,
         "path": cycle.path,
-        **({"confidence": sure} if sure else {}),
-        "seconds": seconds,
+        **({"confidence": confidence} if confidence else {}),
+        "seconds": {part: round(seconds, 7) for part, seconds in (cycle.seconds or {}).items()},
     }
 
 
 def costs_of(measurement: Measurement) -> dict[str, Any]:
     """Bare forwards by drafter, each head's timed once, from the shortest prompt to the end of the longest answer."""
-    asked, new = measurement.asked, measurement.recipe.eval.max_new_tokens
-    prompts = [prompt_of(measurement.recipe, measurement.target, question.turns[:1]) for question in asked]
+    asked, recipe = measurement.asked, measurement.recipe
+    prompts = [encode_prompt(recipe, measurement.target, question.turns[:1]) for question in asked]
     lengths = [len(prompt) for prompt in prompts if prompt is not None] or [1]
-    low, high = min(lengths), max(lengths) + new * max(len(question.turns) for question in asked)
+    low = min(lengths)
+    high = max(lengths) + recipe.eval.max_new_tokens * max(len(question.turns) for question in asked)
     costs: dict[str, Any] = {}
-    measured: dict[Drafter | None, Any] = {}
-    for name, one in measurement.drafters.items():
-        probed = one.drafter if one.drafter.probe(1, 1, 1) else None  # the others share the target's forwards
-        if probed not in measured:
-            measured[probed] = asdict(bare_costs(measurement.target, probed, [low, (low + high) // 2, high]))
-        costs[name] = measured[probed]
+    by_drafter: dict[Drafter | None, Any] = {}
+    for name, measured in measurement.drafters.items():
+        timed = measured.drafter if measured.drafter.probe(1, 1, 1) else None  # the others share the target's forwards
+        if timed not in by_drafter:
+            by_drafter[timed] = asdict(bare_costs(measurement.target, timed, [low, (low + high) // 2, high]))
+        costs[name] = by_drafter[timed]
     return costs
 
 
 def results_file(recipe: Recipe) -> Path:
-    """Where the rows of a recipe are."""
+    """The results file of a recipe."""
     return Path(recipe.train.out) / "results.jsonl"
 
 
 def measure(recipe: Recipe, path: str, *, again: bool = False) -> Path:
-    """Measure what a recipe asks for, as far as it is not there yet; returns where the rows are."""
-    target, out = load_target(recipe), results_file(recipe)
-    settle_threads(target, None if again else last_header([json.loads(line) for line in whole_lines(out)]))
+    """Measure what a recipe asks for and is not measured yet; returns the results file."""
+    target, stored = load_target(recipe), read_stored(results_file(recipe))
+    settle_threads(target, None if again else stored.header)
     drafters = load_drafters(recipe, target)
-    results = Results(out, made_by(recipe, target, drafters), again=again)
+    results = ResultsWriter(stored, describe_run(recipe, target, drafters), again=again)
     measurement = Measurement(recipe, target, drafters, questions(recipe), results)
     if all(map(measurement.is_done, measurement.cases())):
         print(f"all answers are in {results.path} already: --again measures anew")
         return results.path
     costs = {"costs": costs_of(measurement)} if recipe.eval.costs else {}
-    results.begin({**started(recipe, path), "prompts": len(measurement.asked), **costs})
+    results.begin({**describe_start(recipe, path), "prompts": len(measurement.asked), **costs})
     measurement.run()
     for name, count in measurement.missing.items():
         print(
@@ -259,14 +244,14 @@ def measure(recipe: Recipe, path: str, *, again: bool = False) -> Path:
 
 
 def main(argv: list[str]) -> None:
-    """Measure the recipe's drafters, append the rows to results.jsonl and print the summary."""
+    """Measure the recipe's drafters, append the rows to results.jsonl and print the table."""
     parser = command_line("eval.measure", __doc__)
     parser.add_argument("--again", action="store_true", help="measure anew; the rows that are there are kept aside")
-    asked = parser.parse_intermixed_args(argv)
-    recipe = Recipe.load(asked.recipe, asked.overrides)
-    goes_on = "finished answers are kept, and the same command goes on"
-    with interrupted_by_user(lambda: goes_on), lock_path(results_file(recipe)):
-        print(markdown(measure(recipe, asked.recipe, again=asked.again)))
+    args = parser.parse_intermixed_args(argv)
+    recipe = Recipe.load(args.recipe, args.overrides)
+    message = "finished answers are kept, and the same command goes on"
+    with interrupted_by_user(lambda: message), lock_path(results_file(recipe)):
+        print(markdown(measure(recipe, args.recipe, again=args.again)))
 
 
 if __name__ == "__main__":

@@ -1,174 +1,164 @@
-"""The page's figures of acceptance: by position, task, temperature and rule; how long, how sure, and where."""
+"""Sections on acceptance: by position, by task and rule, accepted lengths, calibration, and nodes of the tree."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate, pairwise
 
-from eval.figures import Points, Scale, bars, branches, figure, legend, plot
+from eval.figures import Points, Scale, draw_bars, draw_plot, draw_tree, figure, legend
 from eval.markup import Html
-from eval.page_parts import Shown, by_temperature, code, figure_of, missing, panels, section, table
-from eval.page_speed import tasks
-from eval.page_theory import Rates
-from eval.results import Answer, Group, cycles, prompt_of, taken
-from eval.statistics import Estimate, Row, estimate
+from eval.page_parts import ReportData, by_temperature, cell, code, figures_by_task, missing, panels, section, table
+from eval.page_theory import count_level, count_shapes
+from eval.results import ACCEPTANCE_LENGTH, Answer, Group, Metric, cycles, prompt_key
+from eval.statistics import Row, estimate
 
 SHARE = Scale(0, 1, percent=True, step=0.2)
 BINS = 8  # of equally many drafted tokens
 NODES, RARE = 16, 0.01  # most used nodes drawn, and none that fewer cycles reach
 
 
-def positions(shown: Shown) -> Html:
-    """How often the drafted token of each level is accepted: of all cycles, and of those that reached the level."""
+def positions(report: ReportData) -> Html:
+    """Acceptance rate of each level of the draft: of all cycles, and of those that reached the level."""
+    title = "Acceptance by position"
     lead = (
         "Of all cycles: how often at least so many drafted tokens were accepted. Of those that came so far: how often "
         "a level's token was, where the one before it was accepted and the tree had this level."
     )
-    known = [group for group in shown.drafting if any(cycles(answer) for answer in group.answers)]
-    if not known:
-        return section("position", "Acceptance by position", lead, missing("These results keep no cycles."))
-    drawn = []
-    for heat, groups in by_temperature(known):
-        levels = max(len(Rates.of(group).by_level) for group in groups)
-        x = Scale(1, max(levels, 2), step=1)
-        for title, given in (("of all cycles", False), ("of those that came so far", True)):
-            series = [(shown.series[group.name], by_position(group, levels, given)) for group in groups]
-            label = f"share accepted by position, {title}, {heat}"
-            drawn.append(
-                figure(f"{heat}, {title}", plot(series, x, SHARE, ("position in the draft", "accepted"), label))
-            )
-    return section("position", "Acceptance by position", lead, legend(shown.names), panels(*drawn))
+    groups_with_cycles = [group for group in report.drafting if any(cycles(answer) for answer in group.answers)]
+    if not groups_with_cycles:
+        return section("position", title, lead, missing("These results keep no cycles."))
+    figures = []
+    for heading, groups in by_temperature(groups_with_cycles):
+        for name, reached in (("of all cycles", False), ("of those that came so far", True)):
+            series = [(report.series[group.name], by_position(group, reached)) for group in groups]
+            x = Scale(1, max(2, *(len(points) for _, points in series)), step=1)
+            label = f"share accepted by position, {name}, {heading}"
+            drawing = draw_plot(series, x, SHARE, ("position in the draft", "accepted"), label)
+            figures.append(figure(f"{heading}, {name}", drawing))
+    return section("position", title, lead, legend(report.names), panels(*figures))
 
 
-def by_position(group: Group, levels: int, given: bool) -> Points:
+def by_position(group: Group, reached: bool) -> Points:
     """The share of cycles that accepted each level, of all or of those that had accepted the level before it."""
+    shapes = {id(answer): count_shapes([answer]) for answer in group.answers}
+    levels = max(depth for counts in shapes.values() for _, depth in counts)
 
-    def counts(level: int) -> Estimate:
-        def of_answer(answer: Answer) -> Row:
-            seen = [(cycle["accepted"], cycle["depth"]) for cycle in cycles(answer)]
-            tried = [kept for kept, depth in seen if not given or (kept >= level - 1 and depth >= level)]
-            return sum(kept >= level for kept in tried), len(tried)
+    def count(level: int) -> Callable[[Answer], Row]:
+        return lambda answer: count_level(shapes[id(answer)], level, reached)
 
-        return group.estimate(of_answer)
-
-    return [(level, counts(level)) for level in range(1, min(levels, len(Rates.of(group).by_level)) + 1)]
+    return [(level, group.estimate(Metric(count(level)))) for level in range(1, levels + 1)]
 
 
-def by_task(shown: Shown) -> Html:
+def by_task(report: ReportData) -> Html:
     """Acceptance length by task and by rule."""
     lead = "Tokens per target forward by prompt set and task; a τ of 1 is plain decoding."
-    figures = tasks(shown, "τ", taken, start=1)
+    figures = figures_by_task(report, "τ", ACCEPTANCE_LENGTH, start=1)
     rows = [
-        (code(group.name), heat, group.rule, figure_of(group.estimate(taken)))
-        for heat, groups in by_temperature(shown.drafting)
+        (code(group.name), heading, group.rule, cell(group.estimate(ACCEPTANCE_LENGTH)))
+        for heading, groups in by_temperature(report.drafting)
         for group in groups
     ]
     by_rule = table(["drafter", "temperature", "children drafted", "τ"], [("", rows)])
-    title, shapes = "Acceptance by task, temperature and rule", legend(shown.names)
-    return section("task", title, lead, shapes, panels(*figures), by_rule)
+    title = "Acceptance by task, temperature and rule"
+    return section("task", title, lead, legend(report.names), panels(*figures), by_rule)
 
 
-def lengths(shown: Shown) -> Html:
-    """How many drafted tokens a cycle accepts."""
+def lengths(report: ReportData) -> Html:
+    """Distribution of the accepted tokens of a cycle."""
     lead = "The share of cycles that accepted so many drafted tokens; the target's own token comes on top."
-    found = [(group, accepted_lengths(group)) for group in shown.drafting]
-    found = [(group, shares) for group, shares in found if shares]
-    if not found:
+    shares_by_group = [(group, shares) for group in report.drafting if (shares := accepted_lengths(group))]
+    if not shares_by_group:
         return section("length", "Accepted length", lead, missing("These results keep no cycles."))
-    y = Scale.over([share for _, shares in found for share in shares], percent=True)
-    drawn = [
+    y = Scale.over([share for _, shares in shares_by_group for share in shares], percent=True)
+    titles = ("accepted tokens", "share")
+    figures = [
         figure(
             f"{group.name}, T = {group.temperature:g}",
-            bars(shares, y, shown.series[group.name], ("accepted tokens", "share"), f"accepted length, {group.name}"),
+            draw_bars(shares, y, report.series[group.name], titles, f"accepted length, {group.name}"),
             f"mean {sum(number * share for number, share in enumerate(shares)):.2f}",
         )
-        for group, shares in found
+        for group, shares in shares_by_group
     ]
-    return section("length", "Accepted length", lead, panels(*drawn))
+    return section("length", "Accepted length", lead, panels(*figures))
 
 
 def accepted_lengths(group: Group) -> list[float]:
     """The share of cycles that accepted 0, 1, 2 ... drafted tokens."""
-    seen = Counter(cycle["accepted"] for answer in group.answers for cycle in cycles(answer))
-    return [seen[number] / seen.total() for number in range(max(seen) + 1)] if seen else []
+    counts = Counter(cycle["accepted"] for answer in group.answers for cycle in cycles(answer))
+    return [counts[length] / counts.total() for length in range(max(counts, default=-1) + 1)]
 
 
-def calibration(shown: Shown) -> Html:
-    """The draft's confidence against what was accepted."""
+def calibration(report: ReportData) -> Html:
+    """The draft's confidence against the share accepted."""
     lead = (
         "Each drafted token whose parent was accepted has a probability in the draft's eyes, and was accepted or not. "
         f"A point holds an {BINS}th of them, by confidence; on the dashed line the draft is as right as it believes."
     )
-    found = [(group, calibrated(group)) for group in shown.drafting]
-    found = [(group, bins) for group, bins in found if bins]
-    if not found:
-        said = "These results keep no confidences: a cycle's “confidence” would be a list of [probability, accepted]."
-        return section("calibration", "Calibration", lead, missing(said))
-    bins = {id(group): points for group, points in found}
-    drawn = []
-    for heat, groups in by_temperature(group for group, _ in found):
-        series = [(shown.series[group.name], bins[id(group)]) for group in groups]
-        titles, label = ("confidence of the draft", "accepted"), f"acceptance by confidence at {heat}"
-        off = ", ".join(f"{group.name} {_off(bins[id(group)]):.0%}" for group in groups)
-        drawing = plot(series, SHARE, SHARE, titles, label, diagonal=True)
-        drawn.append(figure(f"Accepted by confidence, {heat}", drawing, f"Mean distance from the line: {off}."))
-    return section("calibration", "Calibration", lead, legend(shown.names), panels(*drawn))
+    bins_by_group = [(group, bins) for group in report.drafting if (bins := bin_confidences(group))]
+    if not bins_by_group:
+        note = "These results keep no confidences: a cycle's “confidence” would be a list of [probability, accepted]."
+        return section("calibration", "Calibration", lead, missing(note))
+    figures = []
+    for heading in dict.fromkeys(group.temperature for group, _ in bins_by_group):
+        shown = [(group.name, bins) for group, bins in bins_by_group if group.temperature == heading]
+        series = [(report.series[name], bins) for name, bins in shown]
+        label = f"acceptance by confidence at T = {heading:g}"
+        drawing = draw_plot(series, SHARE, SHARE, ("confidence of the draft", "accepted"), label, diagonal=True)
+        errors = ", ".join(
+            f"{name} {sum(abs(at - share.value) for at, share in bins) / len(bins):.0%}" for name, bins in shown
+        )
+        figures.append(
+            figure(f"Accepted by confidence, T = {heading:g}", drawing, f"Mean distance from the line: {errors}.")
+        )
+    return section("calibration", "Calibration", lead, legend(report.names), panels(*figures))
 
 
-def _off(bins: Points) -> float:
-    return sum(abs(at - kept.value) for at, kept in bins) / len(bins)
-
-
-def calibrated(group: Group) -> Points:
+def bin_confidences(group: Group) -> Points:
     """Mean confidence and share accepted, in bins of equally many drafted tokens."""
-    pairs = sorted(confidences(group), key=lambda pair: pair[1])
-    cuts = [len(pairs) * place // BINS for place in range(BINS + 1)]
+    tokens = sorted(_confidences(group), key=lambda token: token[1])
+    cuts = [len(tokens) * place // BINS for place in range(BINS + 1)]
     points = []
     for left, right in pairwise(cuts):
-        if inside := pairs[left:right]:
+        if inside := tokens[left:right]:
             rows: dict[object, list[Row]] = {}
-            for conversation, _, kept in inside:
-                rows.setdefault(conversation, []).append((kept, 1))
-            points.append((sum(sure for _, sure, _ in inside) / len(inside), estimate(rows)))
+            for conversation, _, accepted in inside:
+                rows.setdefault(conversation, []).append((accepted, 1))
+            points.append((sum(confidence for _, confidence, _ in inside) / len(inside), estimate(rows)))
     return points
 
 
-def confidences(group: Group) -> Iterator[tuple[object, float, bool]]:
+def _confidences(group: Group) -> Iterator[tuple[object, float, bool]]:
     """Conversation, confidence and whether it was accepted, of every drafted token whose parent was."""
     for answer in group.answers:
         for cycle in cycles(answer):
-            for sure, kept in cycle.get("confidence") or ():
-                yield prompt_of(answer)[:2], sure, kept
+            for confidence, accepted in cycle.get("confidence") or ():
+                yield prompt_key(answer)[:2], confidence, accepted
 
 
-def nodes(shown: Shown) -> Html:
-    """Where in the tree the accepted tokens were."""
+def nodes(report: ReportData) -> Html:
+    """Places of the accepted tokens in the tree."""
     lead = (
         f"The {NODES} most used nodes, of those that at least {RARE:.0%} of the cycles reached: in each its rank among "
         "its siblings, below it the share of cycles in which the target went there."
     )
-    found = [(group, used(group)) for group in shown.drafting]
-    found = [(group, shares) for group, shares in found if len(shares) > 1]
-    if not found:
-        said = "These results keep no paths: a cycle's “path” would be the ranks of its accepted tokens among siblings."
-        return section("nodes", "Most used nodes", lead, missing(said))
-    drawn = [
-        figure(f"{group.name}, T = {group.temperature:g}", branches(shares, f"most used nodes of {group.name}"))
-        for group, shares in found
+    shares_by_group = [(group, shares) for group in report.drafting if len(shares := most_used_nodes(group)) > 1]
+    if not shares_by_group:
+        note = "These results keep no paths: a cycle's “path” would be the ranks of its accepted tokens among siblings."
+        return section("nodes", "Most used nodes", lead, missing(note))
+    figures = [
+        figure(f"{group.name}, T = {group.temperature:g}", draw_tree(shares, f"most used nodes of {group.name}"))
+        for group, shares in shares_by_group
     ]
-    return section("nodes", "Most used nodes", lead, panels(*drawn))
+    return section("nodes", "Most used nodes", lead, panels(*figures))
 
 
-def used(group: Group) -> dict[tuple[int, ...], float]:
-    """The nodes that the target went to most often, by their ranks, as shares of all cycles."""
-    seen: Counter[tuple[int, ...]] = Counter()
-    number = 0
-    for answer in group.answers:
-        for cycle in cycles(answer):
-            if (ranks := cycle.get("path")) is not None:
-                number += 1
-                seen.update(tuple(path) for path in accumulate(([rank] for rank in ranks), initial=[]))
+def most_used_nodes(group: Group) -> dict[tuple[int, ...], float]:
+    """The most often accepted nodes, by their ranks, as shares of all cycles."""
+    paths = [cycle["path"] for answer in group.answers for cycle in cycles(answer) if cycle.get("path") is not None]
+    counts: Counter[tuple[int, ...]] = Counter()
+    for ranks in paths:
+        counts.update(tuple(path) for path in accumulate(([rank] for rank in ranks), initial=[]))
     # a parent is never rarer than its child, and comes first where they are level: so no node lacks its parent
-    order = sorted(seen, key=lambda path: (-seen[path], len(path), path))
-    return {path: seen[path] / number for path in order[: NODES + 1] if seen[path] >= RARE * number}
+    order = sorted(counts, key=lambda path: (-counts[path], len(path), path))
+    return {path: counts[path] / len(paths) for path in order[: NODES + 1] if counts[path] >= RARE * len(paths)}

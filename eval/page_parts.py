@@ -1,4 +1,4 @@
-"""What the page's sections share: the groups that they show, and their headings, tables and words."""
+"""Parts that the sections of the report share: its data, headings, tables, panels and figures by task."""
 
 from __future__ import annotations
 
@@ -7,29 +7,28 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
-from eagle.core.drafter import Budget
-from eval.costs import Costs, draft_seconds
+from eval.figures import draw_dots, figure
 from eval.markup import Html, html, tag
-from eval.results import Answer, Group, Results, cycles, read, taken
-from eval.statistics import Estimate, Row
+from eval.results import Answer, Group, Metric, Results, read_results
+from eval.statistics import Estimate
+
+Rows = list[tuple[str, list[tuple[int, Estimate]]]]  # names, each with figures by series
 
 
 @dataclass(frozen=True)
-class Shown:
-    """Everything that the page is made of."""
+class ReportData:
+    """The results that a report shows."""
 
-    runs: dict[str, Results]  # by label; the label of a single one is empty
+    runs: dict[str, Results]  # by label; the label of a single run is empty
     groups: list[Group]  # by temperature
     series: dict[str, int]  # a number for every drafter, 0 for `none`
 
     @classmethod
-    def load(cls, paths: Sequence[str | Path]) -> Shown:
-        """Results files, told apart by what their paths do not share."""
-        runs = dict(zip(labels(paths), map(read, paths), strict=True))
+    def load(cls, paths: Sequence[str | Path]) -> ReportData:
+        """Read results files and label each by the part of its path that tells them apart."""
+        runs = {label: read_results(path) for label, path in zip(labels(paths), paths, strict=True)}
         groups = [group for label, run in runs.items() for group in run.groups(label)]
         groups.sort(key=lambda group: group.temperature)
-        for group in groups:
-            price(runs[group.run], group)
         if not groups:
             raise ValueError(f"no answers in {', '.join(map(str, paths))}: run eval.measure first")
         names = dict.fromkeys(group.name for group in groups if group.drafter != "none")
@@ -48,40 +47,6 @@ class Shown:
         return {name: number for name, number in self.series.items() if number}
 
 
-def by_temperature(groups: Iterable[Group]) -> list[tuple[str, list[Group]]]:
-    """Groups under the heading of their temperature."""
-    found: dict[str, list[Group]] = {}
-    for group in groups:
-        found.setdefault(f"T = {group.temperature:g}", []).append(group)
-    return list(found.items())
-
-
-def price(run: Results, group: Group) -> None:
-    """Give each answer the seconds of its cycles and of `none`'s at the bare costs in the header, if it has them."""
-    if (bare := (run.header.get("costs") or {}).get(group.drafter)) is None:
-        return
-    costs, budget = Costs.parse(bare), run.settings(group.drafter)["budget"]
-    paths = budget.get("paths")
-    given = Budget(**{**budget, "paths": paths and tuple(map(tuple, paths))})
-    recorded = (cycle for answer in group.answers for cycle in cycles(answer))
-    drafting = {} if costs.first or not given.nodes else draft_seconds(recorded)
-    for answer in group.answers:
-        spent = costs.modelled(cycles(answer), given, run.header.get("new_tokens"))
-        spent += sum(drafting.get((cycle["nodes"], cycle["depth"]), 0.0) for cycle in cycles(answer))
-        answer["modelled"] = spent, costs.modelled(cycles(answer["plain"]))
-
-
-def is_modelled(group: Group) -> bool:
-    """Whether the bare costs of its forwards are known."""
-    return all("modelled" in answer for answer in group.answers)
-
-
-def modelled(answer: Answer) -> Row:
-    """Tokens and modelled seconds of an answer, prefill excluded, then those of `none` on the same prompt."""
-    mine, plain = answer["modelled"]
-    return taken(answer)[0], mine, taken(answer["plain"])[0], plain
-
-
 def labels(paths: Sequence[str | Path]) -> list[str]:
     """A short name for every file: the first of file name, folder and whole path in which they all differ."""
     if len(paths) == 1:
@@ -94,6 +59,14 @@ def labels(paths: Sequence[str | Path]) -> list[str]:
     raise ValueError(f"the same results file is given twice: {', '.join(map(str, paths))}; give each once")
 
 
+def by_temperature(groups: Iterable[Group]) -> list[tuple[str, list[Group]]]:
+    """Groups under the heading of their temperature."""
+    parts: dict[str, list[Group]] = {}
+    for group in groups:
+        parts.setdefault(f"T = {group.temperature:g}", []).append(group)
+    return list(parts.items())
+
+
 def section(name: str, title: str, lead: object, *content: object) -> Html:
     """A part of the page with an address of its own."""
     return tag("section", tag("h2", title), tag("p", lead), content, id=name)
@@ -104,9 +77,14 @@ def panels(*figures: object) -> Html:
     return tag("div", figures, class_="panels two" if len(figures) in (2, 4) else "panels")
 
 
-def missing(*what: object) -> Html:
-    """Says that something is not there, and what would make it."""
-    return tag("p", what, class_="missing")
+def missing(*message: object) -> Html:
+    """A note that data are missing, and what would make them."""
+    return tag("p", message, class_="missing")
+
+
+def code(name: object) -> Html:
+    """A name in typewriter letters."""
+    return tag("code", name)
 
 
 def table(columns: Sequence[str], parts: Iterable[tuple[str, Sequence[Sequence[object]]]]) -> Html:
@@ -121,18 +99,44 @@ def table(columns: Sequence[str], parts: Iterable[tuple[str, Sequence[Sequence[o
     return tag("table", head, tag("tbody", body))
 
 
-def code(name: object) -> Html:
-    """A name as one types it."""
-    return tag("code", name)
-
-
-def figure_of(value: Estimate, unit: str = "", digits: int = 2, signed: bool = False) -> Html:
-    """A figure in a table, its interval small beside it."""
+def cell(value: Estimate, unit: str = "", digits: int = 2, signed: bool = False) -> Html:
+    """A figure in a table, with its interval in small letters."""
     sign = "+" if signed else ""
     if not isfinite(value.value):
         return html("–")
-    said = f"{value.value:{sign}.{digits}f}{unit} "
+    text = f"{value.value:{sign}.{digits}f}{unit} "
     if not isfinite(value.low):
-        return html([said, tag("span", "one conversation: no interval", class_="low")])
-    reach = f"{value.low:{sign}.{digits}f} to {value.high:{sign}.{digits}f}"
-    return html([said.replace("-", "−"), tag("span", reach.replace("-", "−"), class_="low")])
+        return html([text, tag("span", "one conversation: no interval", class_="low")])
+    interval = f"{value.low:{sign}.{digits}f} to {value.high:{sign}.{digits}f}"
+    return html([text.replace("-", "−"), tag("span", interval.replace("-", "−"), class_="low")])
+
+
+def task_of(answer: Answer) -> str:
+    """The prompt set, and the task within it."""
+    return " · ".join(str(part) for part in (answer.get("set") or "prompts", answer.get("task")) if part)
+
+
+def figures_by_task(report: ReportData, label: str, metric: Metric, start: float = 0, unit: str = "") -> list[Html]:
+    """A panel per temperature with the metric of each drafter by set and task."""
+    lines: dict[str, Rows] = {}
+    for heading, groups in by_temperature(report.drafting):
+        tasks: dict[str, list[tuple[int, Estimate]]] = {
+            task_of(answer): [] for group in groups for answer in group.answers
+        }
+        for name, points in tasks.items():
+            for group in groups:
+                part = group.select(lambda answer, name=name: task_of(answer) == name)  # type: ignore[misc]
+                if part.answers:
+                    points.append((report.series[group.name], part.estimate(metric)))
+        lines[heading] = list(tasks.items())
+    return side_by_side(f"{label} by task", lines, start, unit)
+
+
+def side_by_side(label: str, lines: dict[str, Rows], start: float, unit: str, note: str = "") -> list[Html]:
+    """A panel per temperature, all over one axis; plain decoding is at 1."""
+    values = [value for rows in lines.values() for _, points in rows for _, value in points]
+    top = max(end for value in values for end in value if isfinite(end))
+    return [
+        figure(f"{label}, {heading}", draw_dots(rows, f"{label} at {heading}", unit, start, 1, top), note)
+        for heading, rows in lines.items()
+    ]

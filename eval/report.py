@@ -4,57 +4,44 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from eagle.disk import write_text
 from eagle.log import script
-from eval.figures import number
+from eval.figures import format_number
 from eval.page import page
-from eval.page_parts import is_modelled, modelled, price
-from eval.results import Group, beside, pace, read, speed_up, summary, taken
-
-COLUMNS = ("T", "drafter", "acceptance length τ", "tokens/s", "speed-up", "output", "answers that loop")
+from eval.results import ACCEPTANCE_LENGTH, MODELLED_SPEED_UP, SPEED_UP, TOKENS_PER_SECOND, Group, Metric, read_results
 
 
 def markdown(path: str | Path) -> str:
-    """The newest run as a table, with what made it; with intervals where rows name their conversation."""
-    results = read(path)
-    known = bool(results.answers) and all("conversation" in answer for answer in results.answers)
-    groups = results.groups() if known else []
+    """The results as a table with intervals, and under it what made them."""
+    results = read_results(path)
+    groups = results.groups()
+    speeds = {"speed-up": SPEED_UP}
+    if groups and all(group.is_modelled for group in groups):
+        speeds["in modelled time"] = MODELLED_SPEED_UP
+    columns = ["T", "drafter", "acceptance length τ", "tokens/s", *speeds, "output", "answers that loop"]
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for group in groups:
-        price(results, group)
-    priced = bool(groups) and all(map(is_modelled, groups))
-    columns = [*COLUMNS[:5], *["in modelled time"] * priced, *COLUMNS[5:]]
-    head = f"| {' | '.join(columns)} |\n|" + "---|" * len(columns)
-    rows = [_sure(group, priced) for group in groups] if known else list(map(_plain, summary(results.answers)))
-    made = {key: value for key, value in results.header.items() if key != "id" and not isinstance(value, dict | list)}
-    return "\n".join([head, *rows, "", f"<sub>{', '.join(f'{key} {value}' for key, value in made.items())}</sub>"])
+        gains = ["1.00 ×" if group.drafter == "none" else _format(group, metric, " ×") for metric in speeds.values()]
+        lines.append(
+            f"| {group.temperature:g} | `{group.drafter}` | {_format(group, ACCEPTANCE_LENGTH)} | "
+            f"{_format(group, TOKENS_PER_SECOND, digits=0)} | {' | '.join(gains)} | {_output(group)} | "
+            f"{group.looping:.0%} |"
+        )
+    header = {key: value for key, value in results.header.items() if key != "id" and not isinstance(value, dict | list)}
+    return "\n".join([*lines, "", f"<sub>{', '.join(f'{key} {value}' for key, value in header.items())}</sub>"])
 
 
-def _plain(row: dict[str, Any]) -> str:
-    return (
-        f"| {row['temperature']:g} | `{row['drafter']}` | {row['acceptance_length']:.2f} | "
-        f"{row['tokens_per_second']:.0f} | {row['speed_up']:.2f} × | "
-        f"{'identical' if row['identical'] else '**differs**'} | {row['loops']:.0%} |"
-    )
-
-
-def _sure(group: Group, priced: bool) -> str:
-    measures = [beside, *[modelled] * priced]
-    speeds = [number(group.estimate(measure, speed_up), " ×") for measure in measures]
-    speeds = ["1.00 ×"] * len(measures) if group.drafter == "none" else speeds
-    return (
-        f"| {group.temperature:g} | `{group.drafter}` | {number(group.estimate(taken))} | "
-        f"{number(group.estimate(pace), digits=0)} | {' | '.join(speeds)} | {_output(group)} | {group.looping:.0%} |"
-    )
+def _format(group: Group, metric: Metric, unit: str = "", digits: int = 2) -> str:
+    return format_number(group.estimate(metric), unit, digits)
 
 
 def _output(group: Group) -> str:
-    return "**differs**" if group.differing else "identical" if group.identical else "same law"
+    return "**differs**" if group.differing else "identical" if group.identical else "same distribution"
 
 
 def main(argv: list[str]) -> None:
-    """Write the page, print the table, or both; the page lies beside the first file unless told otherwise."""
+    """Write the page, print the table, or both; by default the page lies beside the first file."""
     parser = argparse.ArgumentParser(prog="python -m eval.report", description=__doc__)
     parser.add_argument("results", nargs="+", type=Path, help="what eval.measure wrote; several are compared by prompt")
     parser.add_argument("--html", type=Path, metavar="OUT", help="where the page goes (default: beside the first file)")

@@ -1,19 +1,20 @@
-"""What `eval.measure` wrote, read again: rows, the runs that they belong to, and groups of them to take figures of."""
+"""Read what `eval.measure` wrote: rows, the runs that they belong to, and figures of groups of rows."""
 
 from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eval.statistics import Difference, Estimate, Row, Statistic, estimate, paired, ratio
+from eagle.core.drafter import Budget
+from eval.costs import Costs, draft_seconds
+from eval.statistics import Difference, Estimate, Row, Statistic, estimate, estimate_difference, ratio
 
-Answer = dict[str, Any]  # one line of a results file
-Prompt = tuple[Any, ...]  # set, conversation, turn, temperature, seed
-Measure = Callable[[Answer], Row]
+Answer = dict[str, Any]  # one row of a results file
+Key = tuple[Any, ...]  # set, conversation, turn, temperature, seed
 ANSWER = {"drafter", "temperature", "tokens", "seconds", "cycles", "loops", "identical"}  # what every row has
 RULES = {
     "noise": "ranked with the target's own noise",
@@ -23,66 +24,63 @@ RULES = {
 
 
 def commit() -> str:
-    """The commit that figures were measured at."""
-    asked = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() or "unknown"
+    """The git commit that figures were measured at."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    output = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout
+    return output.strip() or "unknown"
 
 
-def loops(tokens: Sequence[int], window: int = 64, period: int = 16) -> bool:
+def ends_in_loop(tokens: Sequence[int], window: int = 64, period: int = 16) -> bool:
     """Whether the last `window` tokens repeat with a period of at most `period`."""
     tail = list(tokens[-window:])
     return len(tail) == window and any(tail[step:] == tail[:-step] for step in range(1, period + 1))
 
 
+def prompt_key(answer: Answer) -> Key:
+    """What identifies the prompt of an answer; its first two items are the conversation."""
+    conversation = answer.get("conversation", answer.get("prompt"))
+    return answer.get("set"), conversation, answer.get("turn", 0), answer["temperature"], answer.get("seed", 0)
+
+
 def cycles(answer: Answer) -> list[Answer]:
-    """The cycles of an answer; none where the file only counted them."""
+    """The cycles of an answer; empty where the file holds only their number."""
     return answer["cycles"] if isinstance(answer["cycles"], list) else []
 
 
-def taken(answer: Answer) -> Row:
-    """Tokens committed, and the cycles that it took."""
+def count_cycles(answer: Answer) -> Row:
+    """Committed tokens and cycles of an answer."""
     if isinstance(answer["cycles"], int):
         return answer["committed"], answer["cycles"]
     return sum(cycle["committed"] for cycle in answer["cycles"]), len(answer["cycles"])
 
 
-def pace(answer: Answer) -> Row:
-    """Tokens, and the seconds that they took, prefill included."""
+def count_seconds(answer: Answer) -> Row:
+    """Tokens and seconds of an answer, prefill included."""
     return answer["tokens"], answer["seconds"]
 
 
-def beside(answer: Answer) -> Row:
-    """Tokens and seconds of an answer, then those of `none` on the same prompt."""
-    return *pace(answer), *pace(answer["plain"])
-
-
 def speed_up(sums: Any) -> Any:
-    """Tokens per second over those of `none`, from the columns of `beside`."""
+    """(tokens / seconds) of a drafter over (tokens / seconds) of its baseline, from these four columns."""
     return (sums[0] / sums[1]) / (sums[2] / sums[3])
 
 
-def prompt_of(answer: Answer) -> Prompt:
-    """What was asked: a row's key but for the drafter."""
-    conversation = answer.get("conversation", answer.get("prompt"))
-    return answer.get("set"), conversation, answer.get("turn", 0), answer["temperature"], answer.get("seed", 0)
+@dataclass(frozen=True)
+class Metric:
+    """A figure of many answers: the columns that each answer adds, and a statistic of the columns' sums."""
+
+    columns: Callable[[Answer], Row]
+    statistic: Statistic = ratio
 
 
-def conversation_of(prompt: Prompt) -> Prompt:
-    """What prompts are clustered by: the turns and seeds of one conversation are not independent."""
-    return prompt[:2]
-
-
-def clustered(answers: Iterable[Answer], measure: Measure) -> dict[Prompt, list[Row]]:
-    """What `measure` takes of each answer, by conversation."""
-    rows: dict[Prompt, list[Row]] = {}
-    for answer in answers:
-        rows.setdefault(conversation_of(prompt_of(answer)), []).append(measure(answer))
-    return rows
+ACCEPTANCE_LENGTH = Metric(count_cycles)
+TOKENS_PER_SECOND = Metric(count_seconds)
+SPEED_UP = Metric(lambda answer: (*count_seconds(answer), *count_seconds(answer["baseline"])), speed_up)
+MODELLED_SPEED_UP = Metric(lambda answer: answer["modelled"], speed_up)  # prefill excluded
 
 
 @dataclass(frozen=True)
 class Group:
-    """The answers of one drafter at one temperature, in one run; each has `none`'s to the same prompt as "plain"."""
+    """The answers of one drafter at one temperature in one run; each holds `none`'s to its prompt as "baseline"."""
 
     run: str  # the run's label; empty where there is but one
     drafter: str
@@ -95,32 +93,40 @@ class Group:
         """The drafter, with its run where there are several."""
         return f"{self.run} · {self.drafter}" if self.run else self.drafter
 
-    def estimate(self, measure: Measure, statistic: Statistic = ratio) -> Estimate:
-        """A statistic of what `measure` takes of each answer, with its interval."""
-        return estimate(clustered(self.answers, measure), statistic)
+    def estimate(self, metric: Metric) -> Estimate:
+        """The metric over all answers, with its interval over conversations."""
+        rows: dict[Key, list[Row]] = {}
+        for answer in self.answers:
+            rows.setdefault(prompt_key(answer)[:2], []).append(metric.columns(answer))
+        return estimate(rows, metric.statistic)
 
-    def more_than(self, other: Group, measure: Measure, statistic: Statistic = ratio) -> Difference:
-        """How much more this group has of a statistic, by prompt."""
-        mine, others = ({prompt_of(answer): measure(answer) for answer in group.answers} for group in (self, other))
-        return paired(others, mine, conversation_of, statistic)
+    def compare(self, other: Group, metric: Metric) -> Difference:
+        """The metric of this group less that of another, over the prompts that both answered."""
+        mine, others = ({prompt_key(row): metric.columns(row) for row in group.answers} for group in (self, other))
+        return estimate_difference(others, mine, lambda key: key[:2], metric.statistic)
 
-    def part(self, kept: Callable[[Answer], bool]) -> Group:
-        """The group of some of the answers."""
-        return Group(self.run, self.drafter, self.temperature, self.rule, [a for a in self.answers if kept(a)])
+    def select(self, keep: Callable[[Answer], bool]) -> Group:
+        """The group of those answers that `keep` accepts."""
+        return replace(self, answers=[answer for answer in self.answers if keep(answer)])
+
+    @property
+    def is_modelled(self) -> bool:
+        """Whether the bare costs of its forwards are known."""
+        return all("modelled" in answer for answer in self.answers)
 
     @property
     def identical(self) -> int:
-        """How many answers are the very tokens of `none`."""
+        """Number of answers with exactly the tokens of `none`."""
         return sum(answer["identical"] is True for answer in self.answers)
 
     @property
     def differing(self) -> int:
-        """How many answers are not, and should be: a draft sampled with its law keeps the law alone."""
+        """Number of answers that differ from `none` and should not; sampled drafts need not be identical."""
         return sum(answer["identical"] is False for answer in self.answers)
 
     @property
     def looping(self) -> float:
-        """The share of answers that end in a loop."""
+        """Share of answers that end in a loop."""
         return sum(answer["loops"] for answer in self.answers) / len(self.answers)
 
 
@@ -138,65 +144,86 @@ class Results:
         return self.headers[-1] if self.headers else {}
 
     def settings(self, drafter: str) -> dict[str, Any]:
-        """What the header says of a drafter: its head and its budget."""
+        """Head and budget of a drafter, from the header."""
         drafters = self.header.get("drafters")
         return (drafters.get(drafter) or {}) if isinstance(drafters, dict) else {}
 
     def groups(self, label: str = "") -> list[Group]:
-        """The answers by temperature and drafter, in the order in which they were measured."""
-        plain = {prompt_of(answer): answer for answer in self.answers if answer["drafter"] == "none"}
+        """The answers by temperature and drafter, in measured order, with modelled seconds where costs are known."""
+        baselines = {prompt_key(answer): answer for answer in self.answers if answer["drafter"] == "none"}
         groups: dict[tuple[float, str], list[Answer]] = {}
         for answer in self.answers:
-            if prompt_of(answer) not in plain:
+            if (key := prompt_key(answer)) not in baselines:
                 raise ValueError(
-                    f"{self.path}: `{answer['drafter']}` answered {prompt_of(answer)} and `none` did not; "
+                    f"{self.path}: `{answer['drafter']}` answered {key} and `none` did not; "
                     "every figure needs its baseline in the same run: let eval.measure finish, then report again"
                 )
-            row = {**answer, "plain": plain[prompt_of(answer)]}
-            groups.setdefault((answer["temperature"], answer["drafter"]), []).append(row)
-        return [Group(label, name, heat, self._rule(name, heat), rows) for (heat, name), rows in groups.items()]
+            group = groups.setdefault((answer["temperature"], answer["drafter"]), [])
+            group.append({**answer, "baseline": baselines[key]})
+        for (_, name), rows in groups.items():
+            self._add_modelled(name, rows)
+        return [
+            Group(label, name, temperature, self._rule(name, temperature), rows)
+            for (temperature, name), rows in groups.items()
+        ]
+
+    def _add_modelled(self, drafter: str, answers: list[Answer]) -> None:
+        """Tokens and seconds of each answer and of its baseline, at the bare costs in the header if it has them."""
+        if (bare := (self.header.get("costs") or {}).get(drafter)) is None:
+            return
+        costs, limit = Costs.parse(bare), self.header.get("new_tokens")
+        values = self.settings(drafter)["budget"]
+        paths = values.get("paths")
+        budget = Budget(**{**values, "paths": paths and tuple(map(tuple, paths))})
+        recorded = (cycle for answer in answers for cycle in cycles(answer))
+        drafting = {} if costs.first or not budget.nodes else draft_seconds(recorded)
+        for answer in answers:
+            seconds = costs.modelled(cycles(answer), budget, limit)
+            seconds += sum(drafting.get((cycle["nodes"], cycle["depth"]), 0.0) for cycle in cycles(answer))
+            baseline = answer["baseline"]
+            baseline_seconds = costs.modelled(cycles(baseline))
+            answer["modelled"] = count_cycles(answer)[0], seconds, count_cycles(baseline)[0], baseline_seconds
 
     def _rule(self, drafter: str, temperature: float) -> str:
-        """How a drafter drew, as its budget in the header says."""
+        """How a drafter chose its tokens, from its budget in the header."""
         settings = self.settings(drafter)
         if "weights" in settings and settings["weights"] is None:
-            return "found without a law"
+            return "proposed without probabilities"
         if temperature == 0:
             return "the likeliest"
         draw = (settings.get("budget") or {}).get("draw", "noise")
         return RULES.get(draw, draw)
 
 
-def read(path: str | Path) -> Results:
-    """A results file: rows that name their run add up over restarts; in a file without names the last run counts."""
+def read_results(path: str | Path) -> Results:
+    """Read a results file: runs with an id add up over restarts; of runs without one the last counts."""
     headers: list[dict[str, Any]] = []
     answers: dict[Any, Answer] = {}
-    for line, item in _lines(Path(path)):
+    for number, item in _read_lines(Path(path)):
         if isinstance(item.get("run"), dict):
             headers.append(item["run"])
             if "id" not in item["run"]:
                 headers, answers = headers[-1:], {}
         else:
-            key = (item["drafter"], *prompt_of(item)) if "conversation" in item else line
-            answers[key] = item
+            answers[(item["drafter"], *prompt_key(item)) if "conversation" in item else number] = item
     return Results(Path(path), headers, list(answers.values()))
 
 
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The lines as JSON; a last one that was cut off while it was written is not one yet."""
+def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Parse line by line; a last line that was cut off while it was written is left out."""
     if not path.is_file():
         raise ValueError(f"no results at {path}: expected a file that eval.measure wrote")
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                yield number, parse_line(path, number, line)
+                yield number, _parse_line(path, number, line)
             except ValueError:
                 if line.endswith(b"\n"):
                     raise
 
 
-def parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    """What a line of a results file holds: what made a run, or an answer; anything else is refused by its place."""
+def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    """A header or an answer; anything else is refused by its place."""
     try:
         item = json.loads(line)
     except ValueError as error:
@@ -207,34 +234,3 @@ def parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
             f"{path}:{number} is no answer: {', '.join(sorted(missing))} missing; remove that line or measure again"
         )
     return item
-
-
-def newest_run(path: str | Path) -> tuple[dict[str, Any], list[Answer]]:
-    """What made the last run in a results file, and its rows."""
-    results = read(path)
-    return results.header, results.answers
-
-
-def summary(rows: list[Answer]) -> list[dict[str, Any]]:
-    """Per temperature and drafter: acceptance length, speed, speed-up over `none`, and whether nothing was lost."""
-    groups: dict[tuple[float, str], list[Answer]] = {}
-    for row in rows:
-        groups.setdefault((row["temperature"], row["drafter"]), []).append(row)
-    speed = {key: _total(map(pace, group)) for key, group in groups.items()}
-    return [
-        {
-            "temperature": temperature,
-            "drafter": name,
-            "acceptance_length": _total(map(taken, group)),
-            "tokens_per_second": speed[temperature, name],
-            "speed_up": speed[temperature, name] / speed[temperature, "none"],
-            "identical": all(row["identical"] for row in group),
-            "loops": sum(row["loops"] for row in group) / len(group),
-        }
-        for (temperature, name), group in groups.items()
-    ]
-
-
-def _total(rows: Iterable[Row]) -> float:
-    over, under = map(sum, zip(*rows, strict=True))
-    return over / max(under, 1e-9)

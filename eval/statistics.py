@@ -1,4 +1,4 @@
-"""How sure a figure is: bootstrap intervals over conversations, and differences paired by prompt."""
+"""Bootstrap intervals of figures over conversations, and differences paired by prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-Row = Sequence[float]  # what one answer adds: cycles, tokens, seconds
+Row = Sequence[float]  # numbers that one answer adds: cycles, tokens, seconds
 Clusters = Mapping[Any, Sequence[Row]]  # the rows of every conversation
 Statistic = Callable[[Any], Any]  # of the sums of the columns; a sum is a number, or a tensor [draws]
 
@@ -25,12 +25,12 @@ class Estimate(NamedTuple):
 
     @property
     def sign(self) -> int:
-        """The sign of a difference that was shown: 0 where the interval holds zero."""
+        """The sign of a significant difference: 0 where the interval contains zero."""
         return (self.low > 0) - (self.high < 0)
 
 
 class Difference(NamedTuple):
-    """How much more the second of two has than the first, over the prompts that both answered."""
+    """Second minus first, over the prompts that both answered."""
 
     estimate: Estimate
     pairs: int
@@ -44,19 +44,19 @@ def ratio(sums: Any) -> Any:
 def interval(
     values_by_cluster: Clusters, statistic: Statistic = ratio, draws: int = 2000, seed: int = 0, level: float = 0.95
 ) -> tuple[float, float]:
-    """Bootstrap interval of a statistic of column sums; whole clusters are drawn, for their rows are not independent.
+    """Bootstrap interval of a statistic of column sums, resampling whole clusters: their rows are not independent.
 
-    One cluster says nothing of how clusters differ: its interval is everything.
+    With a single cluster the interval is infinite.
     """
     number = len(values_by_cluster)
     if number < 2:
         return -inf, inf
-    drawn = statistic((_times_drawn(number, draws, seed) @ _sums(values_by_cluster)).T)
-    drawn = drawn[drawn.isfinite()]  # a draw in which nothing came so far as to be counted
-    if not len(drawn):
+    samples = statistic((_draw_counts(number, draws, seed) @ _sums(values_by_cluster)).T)
+    samples = samples[samples.isfinite()]  # not finite where no row of a draw was counted
+    if not len(samples):
         return -inf, inf
     tail = _tail(number, level)
-    low, high = torch.quantile(drawn, torch.tensor([tail, 1 - tail], dtype=drawn.dtype)).tolist()
+    low, high = torch.quantile(samples, torch.tensor([tail, 1 - tail], dtype=samples.dtype)).tolist()
     return low, high
 
 
@@ -66,7 +66,7 @@ def estimate(values_by_cluster: Clusters, statistic: Statistic = ratio, draws: i
     return Estimate(float(value), *interval(values_by_cluster, statistic, draws, seed))
 
 
-def paired(
+def estimate_difference(
     first: Mapping[Any, Row],
     second: Mapping[Any, Row],
     cluster: Callable[[Any], Hashable],
@@ -74,9 +74,9 @@ def paired(
     draws: int = 2000,
     seed: int = 0,
 ) -> Difference:
-    """The second's statistic less the first's, on the prompts that both have; `cluster` names a prompt's conversation.
+    """The second's statistic minus the first's, over shared prompts; `cluster` maps a prompt to its conversation.
 
-    Both are drawn together, so what makes a prompt easy for both cancels.
+    Both are resampled together, so a prompt that is easy for both cancels out.
     """
     shared = [prompt for prompt in first if prompt in second]
     if not shared:
@@ -88,8 +88,8 @@ def paired(
     rows: dict[Hashable, list[Row]] = {}
     for prompt in shared:
         rows.setdefault(cluster(prompt), []).append([*first[prompt], *second[prompt]])
-    more = estimate(rows, lambda sums: statistic(sums[width:]) - statistic(sums[:width]), draws, seed)
-    return Difference(more, len(shared))
+    difference = estimate(rows, lambda sums: statistic(sums[width:]) - statistic(sums[:width]), draws, seed)
+    return Difference(difference, len(shared))
 
 
 def _sums(clusters: Clusters) -> Tensor:
@@ -98,19 +98,19 @@ def _sums(clusters: Clusters) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _times_drawn(number: int, draws: int, seed: int) -> Tensor:
-    """How often each cluster is in each draw  # [draws, clusters]"""
+def _draw_counts(number: int, draws: int, seed: int) -> Tensor:
+    """How often each draw contains each cluster  # [draws, clusters]"""
     picks = torch.randint(number, (draws, number), generator=torch.Generator().manual_seed(seed))
-    times = torch.zeros(draws, number, dtype=torch.float64)
-    return times.scatter_add_(1, picks, torch.ones_like(times))
+    counts = torch.zeros(draws, number, dtype=torch.float64)
+    return counts.scatter_add_(1, picks, torch.ones_like(counts))
 
 
 def _tail(number: int, level: float) -> float:
     """The share to cut off at each end, less than (1 - level) / 2 where clusters are few.
 
-    Percentiles of a bootstrap are too narrow by sqrt((n-1)/n) and by the normal law's thin tails; cutting at
-    Φ(-t sqrt(n/(n-1))) makes up for both (Hesterberg 2015, "expanded percentile"). t is Student's, by the expansion
-    in 1/df of Abramowitz and Stegun 26.7.5.
+    Percentiles of a bootstrap are too narrow by sqrt((n-1)/n) and by the thin tails of the normal distribution.
+    Cutting at Φ(-t sqrt(n/(n-1))) makes up for both (Hesterberg 2015, "expanded percentile"). t is Student's, by the
+    expansion in 1/df of Abramowitz and Stegun 26.7.5.
     """
     z, df = NormalDist().inv_cdf((1 + level) / 2), number - 1
     student = z + (z**3 + z) / (4 * df) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)

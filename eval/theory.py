@@ -1,7 +1,7 @@
-"""The closed forms of speculative decoding: what acceptance makes possible, and what it costs.
+"""Closed forms of speculative decoding, from Leviathan et al. 2023 (arXiv 2211.17192) unless noted.
 
-Leviathan et al. 2023 (arXiv 2211.17192) unless said otherwise. p is the target's law and q the draft's, both after
-temperature and truncation; alpha is how often a drafted token is kept, gamma the length of a chain.
+p is the target's distribution and q the draft's, both after temperature and truncation; alpha is the acceptance rate of
+a drafted token, gamma the length of a chain.
 """
 
 from __future__ import annotations
@@ -17,54 +17,51 @@ from torch import Tensor
 
 
 def overlap(p: Tensor, q: Tensor, lenience: float = 1.0) -> float:
-    """alpha = E sum min(p / l, q) over contexts [.., V]: how often a token drawn from q is accepted; l = 1 is exact."""
+    """alpha = E sum min(p / l, q) over contexts [.., V]: acceptance rate of a token sampled from q; l = 1 is exact."""
     return float((p / lenience).minimum(q).sum(-1).mean())
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
-    """Tokens per target forward of a chain whose tokens are kept independently, the target's own token included."""
+    """(1 - alpha^(gamma+1)) / (1 - alpha): tokens per target forward of a chain with independent acceptances."""
     _check(alpha, gamma)
     return gamma + 1.0 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
 
 
 def tokens_of_rates(rates: Sequence[float]) -> float:
-    """The same where each position has its own rate, given that the one before was kept."""
+    """1 + r1 + r1 r2 + ...: tokens per target forward; a rate is given that the position before was accepted."""
     return 1 + sum(accumulate(rates, mul))
 
 
 def speed_up(alpha: float, gamma: int, cost: float) -> float:
-    """Improvement in time where one step of the draft takes `cost` target forwards, and a longer read is free."""
+    """Speed-up where one draft step costs `cost` target forwards, and verifying more tokens costs nothing."""
     return expected_tokens(alpha, gamma) / (gamma * cost + 1)
 
 
 def operations(alpha: float, gamma: int, cost: float) -> float:
-    """Growth in arithmetic per token where one token of the draft takes `cost` times the target's operations."""
+    """Factor of arithmetic per token where a drafted token costs `cost` times the target's operations."""
     return (gamma * cost + gamma + 1) / expected_tokens(alpha, gamma)
 
 
 def best_gamma(alpha: float, cost: float, longest: int = 64) -> int:
-    """The fastest chain; 0 where none pays."""
+    """Length of the fastest chain; 0 where drafting is slower."""
     return max(range(longest + 1), key=lambda gamma: speed_up(alpha, gamma, cost))
 
 
 def oracle(alpha: float) -> float:
-    """Tokens per target forward if one knew before each draft how long it will last."""
+    """1 / (1 - alpha): tokens per target forward if the accepted length were known before each draft."""
     _check(alpha, 0)
     return math.inf if alpha == 1 else 1 / (1 - alpha)
 
 
 def chain_accepted(ratios: Iterable[Sequence[float]]) -> float:
-    """Accepted tokens per cycle that the drafted tokens let one expect, without the coins' luck.
-
-    Each cycle holds p(x) / q(x) of the tokens that a sampled chain drafted, in order.
-    """
+    """Expected accepted tokens per cycle, given p(x) / q(x) of the tokens that each sampled chain drafted, in order."""
     return fmean(sum(accumulate((min(1.0, ratio) for ratio in cycle), mul)) for cycle in ratios)
 
 
 def tree_tokens(parents: Sequence[int], probabilities: Sequence[float]) -> float:
-    """Tokens per target forward of a tree whose tokens did not depend on the target's noise: exact.
+    """Exact tokens per target forward of a tree that is independent of the target's noise.
 
-    `probabilities` holds the target's of each node's token after its parent; node 0 is the root.
+    `probabilities` holds the target's probability of each node's token after its parent; node 0 is the root.
     """
     paths = [1.0]
     for parent, probability in zip(parents[1:], probabilities[1:], strict=True):
@@ -72,21 +69,21 @@ def tree_tokens(parents: Sequence[int], probabilities: Sequence[float]) -> float
     return sum(paths)
 
 
-def tree_bound(law: Callable[[tuple[int, ...]], Sequence[float]], nodes: int, depth: int) -> float:
-    """The most that any such tree can expect: that of the likeliest prefixes, which are a tree.
+def tree_bound(next_probs: Callable[[tuple[int, ...]], Sequence[float]], nodes: int, depth: int) -> float:
+    """The largest `tree_tokens` of any tree of this size: that of the likeliest prefixes, which form a tree.
 
-    `law` gives the target's probabilities of the next token after a prefix.
+    `next_probs` gives the target's probabilities of the next token after a prefix.
     """
     heap: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
-    found = 0.0
+    total = 0.0
     for _ in range(nodes + 1):
         if not heap:
             break
         likelihood, prefix = heappop(heap)
-        found -= likelihood
-        for token, probability in enumerate(law(prefix) if len(prefix) < depth else ()):
+        total -= likelihood
+        for token, probability in enumerate(next_probs(prefix) if len(prefix) < depth else ()):
             heappush(heap, (likelihood * probability, (*prefix, token)))
-    return found
+    return total
 
 
 def _check(alpha: float, gamma: int) -> None:

@@ -21,7 +21,7 @@ from eagle.log import progress, script
 from eagle.recipe import Recipe, command_line
 from eagle.target.target import Target
 from eval.costs import Costs, bare_costs, draft_seconds
-from eval.drafters import load_target, settle_threads
+from eval.load_run import load_target, settle_threads
 from eval.prompts import Question, questions
 from eval.replay import Answer, answer, plain, rates_by_rank, recorded, replay
 

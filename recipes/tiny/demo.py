@@ -1,4 +1,4 @@
-"""The whole path on the embedded default, stage by stage, as a user would run it: `make demo`."""
+"""Run every stage on the tiny default model, as a user would: `make demo`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import torch
 
 from eagle.device import choose_threads
 from eagle.log import script
-from eval.page_parts import is_modelled, modelled, price
-from eval.results import beside, read, speed_up, taken
-from eval.statistics import Estimate
+from eval.figures import format_number
+from eval.results import ACCEPTANCE_LENGTH, MODELLED_SPEED_UP, SPEED_UP, read_results
 
 RECIPE = str(Path(__file__).with_name("eagle1.yaml"))
 HERE = Path(__file__).parent
@@ -44,34 +43,31 @@ STAGES = {
 
 
 def run(stages: dict[str, list[str]]) -> None:
-    """Run the stages in order, all on the number of threads that is fastest now; the first that fails ends it."""
-    left, right = torch.ones(512, 256), torch.ones(256, 1024)  # as large as what is trained
+    """Run the stages in order, all on the number of threads that is fastest now; stop at the first that fails."""
+    left, right = torch.ones(512, 256), torch.ones(256, 1024)  # as large as the matrices that are trained
     threads = choose_threads(lambda: [left @ right for _ in range(8)])
     env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     print(f"threads: {threads}, by timing; OMP_NUM_THREADS sets the most that are tried")
-    for number, (what, command) in enumerate(stages.items(), start=1):
-        print(f"\n[{number}/{len(stages)}] {what}", flush=True)
-        done = subprocess.run([sys.executable, *command], cwd=ROOT, env=env)
-        if done.returncode:
+    for number, (title, command) in enumerate(stages.items(), start=1):
+        print(f"\n[{number}/{len(stages)}] {title}", flush=True)
+        process = subprocess.run([sys.executable, *command], cwd=ROOT, env=env)
+        if process.returncode:
             sys.exit(f"stage {number} failed: {' '.join(command)}")
 
 
 def outcome(results: Path, certificate: Path) -> str:
-    """What drafting brought at each temperature, and whether it changed anything."""
-    run, lines = read(results), []
-    for group in run.groups():
+    """Acceptance length and speed-up at each temperature, and whether the output is unchanged."""
+    lines = []
+    for group in read_results(results).groups():
         if group.drafter in ("none", "ngram"):
             continue
-        price(run, group)
-        length, measured = group.estimate(taken), group.estimate(beside, speed_up)
-        speeds = [f"× {_reach(measured)} by the clock"]
-        if is_modelled(group):
-            speeds.insert(
-                0, f"× {_reach(group.estimate(modelled, speed_up))} in modelled time, which other work leaves alone"
-            )
+        metrics = {"by the clock": SPEED_UP}
+        if group.is_modelled:
+            metrics = {"in modelled time, which other work leaves alone": MODELLED_SPEED_UP, **metrics}
+        speeds = (f"{format_number(group.estimate(metric))} {name}" for name, metric in metrics.items())
         lines.append(
-            f"{group.drafter} at T = {group.temperature:g}: acceptance length τ {length.value:.2f}; "
-            f"speed of plain decoding {', '.join(speeds)}"
+            f"{group.drafter} at T = {group.temperature:g}: acceptance length τ "
+            f"{group.estimate(ACCEPTANCE_LENGTH).value:.2f}; speed of plain decoding × {', × '.join(speeds)}"
         )
     verdicts = json.loads(certificate.read_text())["verdicts"]
     same, answers = (sum(verdict[key] for verdict in verdicts) for key in ("identical", "answers"))
@@ -79,16 +75,12 @@ def outcome(results: Path, certificate: Path) -> str:
     return "\n".join([*lines, f"lossless: {lossless}, {same} of {answers} answers are the untouched model's own"])
 
 
-def _reach(speed: Estimate) -> str:
-    return f"{speed.value:.2f} [{speed.low:.2f}, {speed.high:.2f}]"
-
-
 def main() -> None:
-    """All stages, timed."""
+    """Run all stages, and print the time and the outcome."""
     argparse.ArgumentParser(description=__doc__).parse_args()
-    begun = perf_counter()
+    start = perf_counter()
     run(STAGES)
-    print(f"\nDone in {perf_counter() - begun:.0f} s. Everything is in runs/tiny.\n")
+    print(f"\nDone in {perf_counter() - start:.0f} s. Everything is in runs/tiny.\n")
     print(outcome(ROOT / RESULTS, ROOT / CERTIFICATE))
     print(f"report: {REPORT}")
 

@@ -31,7 +31,7 @@ from data_prep.conversations import ROLES
 from eagle.device import fastest_dtype
 from eagle.disk import apply_umask, lock_folder
 from eagle.log import script
-from eval.results import loops
+from eval.results import ends_in_loop
 
 STEPS, BATCH, WINDOW, WARMUP = 400, 4, 512, 40
 MATRIX_LR, LR, WEIGHT_DECAY = 0.02, 2.5e-2, 0.1
@@ -150,7 +150,7 @@ def build(folder: Path, steps: int, seed: int, max_conversations: int | None) ->
     return {
         "perplexity": measured,
         "bigram_perplexity": bigram,
-        "loop_share": sum(map(loops, answers)) / len(answers),
+        "loop_share": sum(map(ends_in_loop, answers)) / len(answers),
         "mean_answer_tokens": sum(map(len, answers)) / len(answers),
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "tokens": {"in_corpus": train_rows.numel(), "seen": steps * BATCH * WINDOW},

@@ -19,8 +19,8 @@ from eagle.core.verify import Choose, Sampling
 from eagle.drafters.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head
 from eagle.recipe import Recipe
-from eval.drafters import load_drafters
-from eval.lossless import Divergence, certify, compared, main, own_answer, rounding
+from eval.load_run import load_drafters
+from eval.lossless import Divergence, certify, decode_untouched, find_divergence, main, measure_rounding
 from tests.families import own_answer as uncached_answer
 
 ROOT = Path(__file__).parents[2]
@@ -53,16 +53,16 @@ def test_the_truth_is_the_stock_models_own_decoding(model: Any, tiny_target: Tar
     prompt = tiny_target.chat("What does copy do?")
     ids = torch.tensor([prompt])
     given = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)[0].tolist()
-    own = own_answer(model, Choose(Sampling()), prompt, tiny_target.stop_tokens, 24)
+    own = decode_untouched(model, Choose(Sampling()), prompt, tiny_target.stop_tokens, 24)
     assert own.tokens == given[len(prompt) :]
     noise = Noise(seed=3, request=5)
     warp = LogitsProcessorList([TemperatureLogitsWarper(0.7)])
     expected = uncached_answer(model, prompt, 12, warp, lambda at: noise([at], model.config.vocab_size, ids.device)[0])
     sampling = Sampling(0.7, seed=3, request=5)
-    assert own_answer(model, Choose(sampling), prompt, [], 12).tokens == expected
+    assert decode_untouched(model, Choose(sampling), prompt, [], 12).tokens == expected
     stop = expected[4]
     first = expected.index(stop)
-    assert own_answer(model, Choose(sampling), prompt, [stop], 12).tokens == expected[: first + 1]
+    assert decode_untouched(model, Choose(sampling), prompt, [stop], 12).tokens == expected[: first + 1]
 
 
 def test_what_is_equal_is_certified(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,10 +140,10 @@ def test_the_gap_is_the_models_own_preference(model: Any, tiny_target: Target) -
     prompt = tiny_target.chat("What does chain do?")
     for temperature in (0.0, 0.5):
         sampling = Sampling(temperature, seed=1)
-        own = own_answer(model, Choose(sampling), prompt, [], 8)
+        own = decode_untouched(model, Choose(sampling), prompt, [], 8)
         other = (own.tokens[5] + 1) % model.config.vocab_size
         drafted = [*own.tokens[:5], other, *own.tokens[:2]]
-        found = compared(model, tiny_target.tokenizer, ("s", "c", 0, temperature, 1), Choose(sampling), own, drafted)
+        found = find_divergence(model, tiny_target.tokenizer, ("s", "c", 0, temperature, 1), own, drafted)
         assert found is not None and (found.position, found.drafted, found.own) == (5, other, own.tokens[5])
         with torch.no_grad():
             scores = model(input_ids=torch.tensor([prompt + own.tokens[:5]])).logits[0, -1]
@@ -152,16 +152,13 @@ def test_the_gap_is_the_models_own_preference(model: Any, tiny_target: Target) -
             scores = scores + 0.5 * Noise(1, 0)([place], len(scores), scores.device)[0]
         assert found.gap == pytest.approx(float(scores[own.tokens[5]] - scores[other]), abs=1e-4)
         assert found.gap > 0 and not found.is_rounding
-        assert (
-            compared(model, tiny_target.tokenizer, ("s", "c", 0, temperature, 1), Choose(sampling), own, own.tokens)
-            is None
-        )
+        assert find_divergence(model, tiny_target.tokenizer, ("s", "c", 0, temperature, 1), own, own.tokens) is None
 
 
 def test_an_answer_that_ends_early_differs(model: Any, tiny_target: Target) -> None:
     """There is no other token to compare with, and so no gap that could excuse it."""
-    own = own_answer(model, Choose(Sampling()), tiny_target.chat("What?"), [], 6)
-    found = compared(model, tiny_target.tokenizer, ("s", "c", 0, 0.0, 0), Choose(Sampling()), own, own.tokens[:4])
+    own = decode_untouched(model, Choose(Sampling()), tiny_target.chat("What?"), [], 6)
+    found = find_divergence(model, tiny_target.tokenizer, ("s", "c", 0, 0.0, 0), own, own.tokens[:4])
     assert found is not None and (found.position, found.drafted, found.gap) == (4, None, None)
     assert not found.is_rounding and "no gap to tell" in str(found)
 
@@ -169,10 +166,10 @@ def test_an_answer_that_ends_early_differs(model: Any, tiny_target: Target) -> N
 def test_rounding_is_what_the_model_differs_by_from_itself(model: Any, tiny_target: Target) -> None:
     """Small in fp32, large in bf16; a flip within it is told from a fault."""
     prompt = tiny_target.chat("What does copy do?")
-    exact = rounding(model, own_answer(model, Choose(Sampling()), prompt, [], 8))
+    exact = measure_rounding(model, decode_untouched(model, Choose(Sampling()), prompt, [], 8))
     assert 0 < exact < 1e-3
     coarse = AutoModelForCausalLM.from_pretrained(model.config._name_or_path, dtype=torch.bfloat16)
-    assert rounding(coarse, own_answer(coarse, Choose(Sampling()), prompt, [], 8)) > 100 * exact
+    assert measure_rounding(coarse, decode_untouched(coarse, Choose(Sampling()), prompt, [], 8)) > 100 * exact
     told = [Divergence(("s", "c", 0, 0.0, 0), 3, 1, 2, ("a", "b"), gap, 1e-5) for gap in (-1e-6, 2e-5, 3e-5)]
     assert [one.is_rounding for one in told] == [True, True, False]
 

@@ -21,9 +21,9 @@ from eagle.drafters.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head, write_budget
 from eagle.recipe import Recipe
 from eval import measure as module
-from eval.drafters import load_drafters
+from eval.load_run import load_drafters
 from eval.measure import measure
-from eval.prompts import cases, prompt_of, questions, sampling_of
+from eval.prompts import cases, encode_prompt, questions
 
 QUESTIONS = [
     {"question_id": 1, "category": "twice", "turns": ["What does copy do?", "How do I call it?"]},
@@ -82,12 +82,12 @@ def test_rows_say_what_the_decoder_did(small: Recipe, tiny_target: Target) -> No
     assert len(by_key) == len(rows) == 4 * 4 * 2  # drafters, turns, temperatures
     for case in cases(small, questions(small), (0, 1)):
         said: list[str] = []
-        for turn, text in enumerate(case[2].turns):
+        for turn, text in enumerate(case.question.turns):
             said.append(text)
-            prompt, plain = prompt_of(small, tiny_target, said), ""
+            prompt, plain = encode_prompt(small, tiny_target, said), ""
             for name, one in drafters.items():
-                row = by_key[name, "few", case[2].id, turn, case[0], case[1]]
-                sampling = sampling_of(case, turn)
+                row = by_key[name, "few", case.question.id, turn, case.temperature, case.seed]
+                sampling = case.sampling(turn)
                 trace = generate(
                     tiny_target, one.drafter, prompt, sampling=sampling, budget=one.budget, max_new_tokens=6
                 )
@@ -120,13 +120,13 @@ def check(row: dict[str, Any], trace: Trace, plain: str, run: str) -> None:
 
 def test_drafters_take_turns_and_another_begins_each_time(small: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the cases each drafter goes first, second and so on equally often, up to one."""
-    measured, real = list[str](), module.timed
+    measured, real = list[str](), module.time_answer
 
     def noted(target: Target, one: Any, *more: Any) -> Any:
         measured.append("none" if one.head == "none" else one.head if one.head == "ngram" else str(one.budget.paths))
         return real(target, one, *more)
 
-    monkeypatch.setattr(module, "timed", noted)
+    monkeypatch.setattr(module, "time_answer", noted)
     measure(with_eval(small, temperatures=[1], seeds=[0, 1, 2, 3], max_new_tokens=2), "small.yaml")
     names = measured[:4]  # the warm-up
     assert len(set(names)) == 4
@@ -201,9 +201,9 @@ def test_a_resumed_run_keeps_its_threads(small: Recipe, monkeypatch: pytest.Monk
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        monkeypatch.setattr("eval.drafters.choose_threads", lambda _: torch.set_num_threads(1) or 1)
+        monkeypatch.setattr("eval.load_run.choose_threads", lambda _: torch.set_num_threads(1) or 1)
         path = measure(with_eval(small, count=1, temperatures=[0]), "small.yaml")
-        monkeypatch.setattr("eval.drafters.choose_threads", lambda _: torch.set_num_threads(2) or 2)
+        monkeypatch.setattr("eval.load_run.choose_threads", lambda _: torch.set_num_threads(2) or 2)
         measure(with_eval(small, count=2, temperatures=[0]), "small.yaml")
         headers, _ = lines_of(path)
         assert len(headers) == 2 and {header["machine"].rpartition(", ")[2] for header in headers} == {"1 threads"}

@@ -14,12 +14,12 @@ from eagle.core.drafter import Budget
 from eval.costs import Costs
 from eval.markup import Html, html, readable, tag
 from eval.page import SECTIONS, page
-from eval.page_accepted import accepted_lengths, by_position, calibrated, used
-from eval.page_parts import Shown, labels, modelled
-from eval.page_speed import split
+from eval.page_accepted import accepted_lengths, bin_confidences, by_position, most_used_nodes
+from eval.page_parts import ReportData, labels
+from eval.page_speed import mean_milliseconds
 from eval.page_theory import Rates, break_even
 from eval.report import main, markdown
-from eval.results import Group, beside, cycles, read, speed_up, taken
+from eval.results import ACCEPTANCE_LENGTH, MODELLED_SPEED_UP, SPEED_UP, Group, count_cycles, cycles, read_results
 from eval.statistics import Row, estimate
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +62,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def groups(results: Path) -> dict[tuple[str, float], Group]:
     """Its groups by drafter and temperature."""
-    return {(group.drafter, group.temperature): group for group in read(results).groups()}
+    return {(group.drafter, group.temperature): group for group in read_results(results).groups()}
 
 
 @pytest.fixture(scope="module")
@@ -135,9 +135,9 @@ def test_intervals_are_clustered_by_conversation(groups: dict[tuple[str, float],
     group = groups["eagle1", 0.0]
     rows: dict[tuple[str, str], list[Row]] = {}
     for one in group.answers:
-        rows.setdefault((one["set"], one["conversation"]), []).append(taken(one))
+        rows.setdefault((one["set"], one["conversation"]), []).append(count_cycles(one))
     assert len(group.answers) > len(rows) > len({one["conversation"] for one in group.answers})
-    assert group.estimate(taken) == estimate(rows)
+    assert group.estimate(ACCEPTANCE_LENGTH) == estimate(rows)
 
 
 def test_positions_are_counted_as_a_loop_counts_them(groups: dict[tuple[str, float], Group]) -> None:
@@ -145,7 +145,7 @@ def test_positions_are_counted_as_a_loop_counts_them(groups: dict[tuple[str, flo
     for group in groups.values():
         every = [cycle for one in group.answers for cycle in cycles(one)]
         levels = max(cycle["depth"] for cycle in every)
-        shares, given = (dict(by_position(group, levels, given)) for given in (False, True))
+        shares, given = (dict(by_position(group, reached)) for reached in (False, True))
         for level in range(1, levels + 1):
             came = [c for c in every if c["accepted"] >= level - 1 and c["depth"] >= level]
             reached = [c for c in every if c["accepted"] >= level]
@@ -162,18 +162,18 @@ def test_lengths_and_time_are_means_over_cycles(groups: dict[tuple[str, float], 
     mean = sum(place * share for place, share in enumerate(accepted_lengths(group)))
     assert mean == pytest.approx(sum(cycle["accepted"] for cycle in every) / len(every))
     whole = sum(sum(cycle["seconds"].values()) for cycle in every) / len(every)
-    assert sum(milliseconds for _, milliseconds in split(group)) == pytest.approx(1000 * whole)
+    assert sum(milliseconds for _, milliseconds in mean_milliseconds(group)) == pytest.approx(1000 * whole)
     plain = [cycle for one in groups["none", 0.0].answers for cycle in cycles(one)]
     assert break_even(group) == pytest.approx(whole / (sum(sum(c["seconds"].values()) for c in plain) / len(plain)))
 
 
 def test_rates_by_position_give_the_measured_length(tmp_path: Path) -> None:
     """With trees of one depth the theory by position is an identity: no cycle may be lost between the two."""
-    group = read(write(tmp_path / "results.jsonl", temperatures=(0.0,))).groups()[2]
+    group = read_results(write(tmp_path / "results.jsonl", temperatures=(0.0,))).groups()[2]
     whole = [[c for c in cycles(one) if c["depth"] == RATES["eagle1"][1]] for one in group.answers]
     answers = [{**one, "cycles": kept} for one, kept in zip(group.answers, whole, strict=True)]
     every = [cycle["accepted"] + 1 for one in answers for cycle in one["cycles"]]
-    counted = Rates.of(Group("", group.drafter, 0.0, "", answers))
+    counted = Rates.count(Group("", group.drafter, 0.0, "", answers))
     assert counted.mean_depth == RATES["eagle1"][1]
     assert counted.by_position == pytest.approx(sum(every) / len(every))
     assert counted.alpha == pytest.approx(RATES["eagle1"][0], abs=0.05)
@@ -183,10 +183,10 @@ def test_rates_by_position_give_the_measured_length(tmp_path: Path) -> None:
 
 def test_a_cycle_that_drafts_nothing_is_one_token(tmp_path: Path) -> None:
     """A drafter that is often silent is not credited with the levels of its deepest tree."""
-    group = read(write(tmp_path / "results.jsonl", ["eagle1"], (0.0,))).groups()[1]
+    group = read_results(write(tmp_path / "results.jsonl", ["eagle1"], (0.0,))).groups()[1]
     silent = {"nodes": 0, "depth": 0, "accepted": 0, "committed": 1, "context": 9}
     answers = [{**one, "cycles": cycles(one) + [silent] * len(cycles(one))} for one in group.answers]
-    before, after = Rates.of(group), Rates.of(Group("", "eagle1", 0.0, "", answers))
+    before, after = Rates.count(group), Rates.count(Group("", "eagle1", 0.0, "", answers))
     assert after.by_level == before.by_level
     assert after.by_alpha == pytest.approx((before.by_alpha + 1) / 2)
     assert after.by_position == pytest.approx((before.by_position + 1) / 2)
@@ -196,7 +196,7 @@ def test_calibration_counts_every_token_once(groups: dict[tuple[str, float], Gro
     """Bins of equal size hold all pairs: their mean is the mean of all."""
     group = groups["eagle1", 1.0]
     pairs = [pair for one in group.answers for cycle in cycles(one) for pair in cycle["confidence"]]
-    bins = calibrated(group)
+    bins = bin_confidences(group)
     assert [at for at, _ in bins] == sorted(at for at, _ in bins)
     assert sum(at for at, _ in bins) / 8 == pytest.approx(sum(sure for sure, _ in pairs) / len(pairs), abs=0.01)
     assert sum(kept.value for _, kept in bins) / 8 == pytest.approx(sum(k for _, k in pairs) / len(pairs), abs=0.01)
@@ -206,7 +206,7 @@ def test_the_most_used_nodes_are_a_tree(groups: dict[tuple[str, float], Group]) 
     """Shares are those of the cycles that passed the node, the most used ones are kept, and none lacks its parent."""
     group = groups["eagle1", 0.0]
     paths = [tuple(cycle["path"]) for one in group.answers for cycle in cycles(one)]
-    shares = used(group)
+    shares = most_used_nodes(group)
     for node, share in shares.items():
         assert share == pytest.approx(sum(path[: len(node)] == node for path in paths) / len(paths))
         assert not node or node[:-1] in shares
@@ -260,16 +260,16 @@ def test_modelled_time_takes_the_headers_costs(tmp_path: Path) -> None:
     """A cycle costs its forwards: with a free head and reads at one price, modelled speed-up is τ."""
     flat = {"contexts": [100], "sizes": [1, 9], "target": [[0.01, 0.01]], "first": [[0.0, 0.0]], "level": [[0.0, 0.0]]}
     path = write(tmp_path / "results.jsonl", ["eagle1"], (0.0,), costs={"eagle1": flat}, new_tokens=49)
-    shown = Shown.load([path])
-    group = shown.drafting[0]
-    assert group.estimate(modelled, speed_up) == pytest.approx(group.estimate(taken))
+    report = ReportData.load([path])
+    group = report.drafting[0]
+    assert group.estimate(MODELLED_SPEED_UP) == pytest.approx(group.estimate(ACCEPTANCE_LENGTH))
     dear = {**flat, "first": [[0.002, 0.002]], "level": [[0.001, 0.001]]}
     path = write(tmp_path / "results.jsonl", ["eagle1"], (0.0,), costs={"eagle1": dear}, new_tokens=49)
-    shown = Shown.load([path])
+    report = ReportData.load([path])
     costs = Costs.parse(dear)
-    spent = sum(costs.modelled(cycles(one), Budget(8, 5, 3), 49) for one in shown.drafting[0].answers)
-    plain = sum(costs.modelled(cycles(one["plain"])) for one in shown.drafting[0].answers)
-    assert shown.drafting[0].estimate(modelled, speed_up).value == pytest.approx(plain / spent)
+    spent = sum(costs.modelled(cycles(one), Budget(8, 5, 3), 49) for one in report.drafting[0].answers)
+    plain = sum(costs.modelled(cycles(one["baseline"])) for one in report.drafting[0].answers)
+    assert report.drafting[0].estimate(MODELLED_SPEED_UP).value == pytest.approx(plain / spent)
     made = Parsed(page([path]))
     assert "modelled" in made.sections["headline"]
     assert "in modelled time" in made.sections["top"]
@@ -280,7 +280,7 @@ def test_the_table_has_intervals_where_rows_name_their_conversation(results: Pat
     """The README's columns; the figures are those of the groups."""
     table = markdown(results)
     group = groups["eagle1", 0.0]
-    length, speed = group.estimate(taken), group.estimate(beside, speed_up)
+    length, speed = group.estimate(ACCEPTANCE_LENGTH), group.estimate(SPEED_UP)
     assert f"{length.value:.2f} [{length.low:.2f}, {length.high:.2f}]" in table
     assert f"{speed.value:.2f} × [{speed.low:.2f}, {speed.high:.2f}]" in table
     nameless = {"drafter": "none", "temperature": 0.0, "prompt": 0, "tokens": 12, "cycles": 11, "committed": 11}
@@ -301,11 +301,11 @@ def test_a_restarted_run_adds_up(tmp_path: Path) -> None:
     header = json.dumps({"run": {"id": "a"}})
     none, drafted = (json.dumps(answer(name, 0, 0.0)) for name in ("none", "ngram"))
     path.write_text("\n".join([header, none, header, none, drafted, '{"run": "a", "dra']))
-    found = read(path)
-    assert (len(found.headers), len(found.answers)) == (2, 2)
+    results = read_results(path)
+    assert (len(results.headers), len(results.answers)) == (2, 2)
     path.write_text("\n".join([header, '{"torn', none]))
     with pytest.raises(ValueError, match=r"results.jsonl:2 is not JSON .* remove that line"):
-        read(path)
+        read_results(path)
     path.write_text("\n".join([header, drafted]))
     with pytest.raises(ValueError, match="every figure needs its baseline"):
         page([path])

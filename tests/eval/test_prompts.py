@@ -12,7 +12,7 @@ import yaml
 
 from eagle import Target
 from eagle.recipe import Recipe
-from eval.prompts import MT_BENCH, cases, first_turns, prompt_of, question_sets, questions, sampling_of
+from eval.prompts import MT_BENCH, cases, encode_prompt, first_turns, question_sets, questions
 
 SPEC_BENCH = Path(__file__).parents[3] / "shared/data/eval/spec_bench/question.jsonl"
 OTHERS = ("translation", "summarization", "qa", "math_reasoning", "rag")
@@ -137,24 +137,24 @@ def test_greedy_has_one_seed_and_each_question_its_own_noise(recipe: Recipe, tmp
         *((0.0, 4, str(number)) for number in range(3)),
         *((1.0, seed, str(number)) for seed in (4, 5) for number in range(3)),
     ]
-    samplings = {sampling_of(case, turn) for case in every for turn in (0, 1)}
+    samplings = {case.sampling(turn) for case in every for turn in (0, 1)}
     assert len(samplings) == 2 * len(every)
     assert len({sampling.request for sampling in samplings}) == 6
     fewer = asking(seeded, path, 1)
-    assert sampling_of(cases(fewer, questions(fewer), (1.0,))[0], 0) == sampling_of(every[3], 0)
+    assert cases(fewer, questions(fewer), (1.0,))[0].sampling(0) == every[3].sampling(0)
 
 
 def test_turns_alternate_and_what_has_no_room_is_none(recipe: Recipe, tiny_target: Target) -> None:
     """User, assistant, user; a prompt that leaves no room for the answer is not asked."""
     said = ["A?", "B.", "C?"]
     messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), said, strict=True)]
-    assert prompt_of(recipe, tiny_target, said) == tiny_target.chat(messages)
+    assert encode_prompt(recipe, tiny_target, said) == tiny_target.chat(messages)
     most = tiny_target.max_positions
     assert most is not None
     bare = len(tiny_target.chat("word"))
     fits, longer = (["word" + " word" * count] for count in (1, most))
-    assert prompt_of(recipe, tiny_target, fits) is not None and bare < most
-    assert prompt_of(recipe, tiny_target, longer) is None
+    assert encode_prompt(recipe, tiny_target, fits) is not None and bare < most
+    assert encode_prompt(recipe, tiny_target, longer) is None
 
 
 @pytest.mark.parametrize(

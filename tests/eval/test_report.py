@@ -39,7 +39,7 @@ from eagle import DraftTree
 from eval.draw import svg
 from eval.engines import table as engines_table
 from eval.report import markdown
-from eval.results import loops, summary
+from eval.results import ACCEPTANCE_LENGTH, SPEED_UP, Results, ends_in_loop
 
 ROOT = Path(__file__).parents[2]
 TABLE = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
@@ -98,19 +98,22 @@ def test_the_picture_of_methods_is_the_result_files_own() -> None:
     assert plot(results) == (ROOT / "docs/images/methods.svg").read_text()
 
 
-def test_summary_pools_cycles_and_compares_with_none() -> None:
+def test_groups_pool_cycles_and_compare_with_none() -> None:
     """Acceptance length is pooled over cycles, speed-up is against `none` at the same temperature."""
     common = {"temperature": 0.0, "identical": True, "loops": False}
+    plain = {**common, "drafter": "none", "tokens": 11, "committed": 10, "cycles": 10, "seconds": 1.0}
     rows = [
-        {**common, "drafter": "none", "tokens": 11, "committed": 10, "cycles": 10, "seconds": 1.0},
-        {**common, "drafter": "x", "tokens": 11, "committed": 10, "cycles": 4, "seconds": 0.5},
-        {**common, "drafter": "x", "tokens": 21, "committed": 20, "cycles": 6, "seconds": 0.5, "identical": False},
+        {**plain, "conversation": "a"},
+        {**plain, "conversation": "b"},
+        {**common, "conversation": "a", "drafter": "x", "tokens": 11, "committed": 10, "cycles": 4, "seconds": 0.5},
+        {**common, "conversation": "b", "drafter": "x", "tokens": 21, "committed": 20, "cycles": 6, "seconds": 0.5},
     ]
-    none, other = summary(rows)
-    assert (none["acceptance_length"], none["speed_up"]) == (1.0, 1.0)
-    assert other["acceptance_length"] == 3.0
-    assert other["speed_up"] == pytest.approx(32 / 11)
-    assert none["identical"] and not other["identical"]
+    rows[-1]["identical"] = False
+    none, other = Results(Path(), [], rows).groups()
+    assert (none.estimate(ACCEPTANCE_LENGTH).value, none.estimate(SPEED_UP).value) == (1.0, 1.0)
+    assert other.estimate(ACCEPTANCE_LENGTH).value == 3.0
+    assert other.estimate(SPEED_UP).value == pytest.approx(32 / 11)
+    assert (none.identical, none.differing, other.identical, other.differing) == (2, 0, 1, 1)
 
 
 def test_newest_run_is_reported(tmp_path: Path) -> None:
@@ -136,7 +139,7 @@ def test_newest_run_is_reported(tmp_path: Path) -> None:
 )
 def test_loops_are_seen(tokens: list[int], expected: bool) -> None:
     """A loop is a period of at most 16 over the last 64 tokens."""
-    assert loops(tokens) is expected
+    assert ends_in_loop(tokens) is expected
 
 
 def test_a_drawing_escapes_what_the_model_said() -> None:

@@ -13,7 +13,7 @@ from data_prep.parts import begin, finished, is_whole
 from eagle.drafters.parts.counts import Tables, save_tables
 from eagle.training.resume import MARK, Checkpoints
 from eval.engines import merged
-from eval.measure import Results
+from eval.measure import ResultsWriter, read_stored
 from eval.report import main as report
 from recipes.tiny.make_target import finished as finished_target
 
@@ -38,7 +38,7 @@ def test_a_damaged_row_is_named_by_its_place(line: bytes, tmp_path: Path) -> Non
         with pytest.raises(ValueError, match=r"results\.jsonl:2 is (not JSON|no answer).* remove that line or measure"):
             report([str(path), *options])
     with pytest.raises(ValueError, match=r"results\.jsonl:2 is"):
-        Results(path, {})
+        ResultsWriter(read_stored(path), {})
     assert [file.name for file in tmp_path.iterdir()] == ["results.jsonl"]
 
 

@@ -1,4 +1,4 @@
-"""Who is measured, and what the figures belong to: target, drafters with their budgets, packages, machine."""
+"""Load what a run measures, and describe it: target, drafters with their budgets, packages, machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEAD = ("config.json", "model.safetensors")
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredDrafter:
     """A drafter, and how much it may draft."""
 
     drafter: Drafter
@@ -35,12 +35,12 @@ class Measured:
     head: str  # where it comes from: a folder, a hub id, the name of a method without weights, or several of these
 
     @property
-    def drawn(self) -> bool:
-        """Whether drafts at T > 0 carry their law: then the law of the output is the target's, not each token."""
+    def is_sampled(self) -> bool:
+        """Whether drafts at T > 0 are sampled from q: output keeps the target's distribution, not each token."""
         return self.budget.draw == "sampled"
 
-    def made(self) -> dict[str, Any]:
-        """What decides its drafts."""
+    def describe(self) -> dict[str, Any]:
+        """What decides its drafts, for the header of results."""
         folders = [name for name in self.head.split(",") if name not in DRAFTERS]
         weights = fingerprint([folder_of(name, None, HEAD) / HEAD[1] for name in folders]) if folders else None
         return {"head": self.head, "weights": weights, "budget": asdict(self.budget)}
@@ -57,7 +57,7 @@ def load_target(recipe: Recipe) -> Target:
 
 
 def settle_threads(target: Target, header: dict[str, Any] | None = None) -> None:
-    """Compute with as many threads as make this target fastest on a CPU, or as made the rows under this header."""
+    """Set the number of threads to that of an earlier run's header, else to the fastest for this target on a CPU."""
     earlier = re.search(r", (\d+) threads", str((header or {}).get("machine")))
     if earlier:
         torch.set_num_threads(int(earlier[1]))
@@ -67,41 +67,41 @@ def settle_threads(target: Target, header: dict[str, Any] | None = None) -> None
             choose_threads(lambda: target.model(input_ids=tokens, use_cache=False))
 
 
-def load_drafters(recipe: Recipe, target: Target) -> dict[str, Measured]:
+def load_drafters(recipe: Recipe, target: Target) -> dict[str, MeasuredDrafter]:
     """`none`, then the drafters that the recipe names, or ngram and its own head."""
-    own = str(Path(recipe.train.out) / "head")
-    named = recipe.eval.drafters or {"ngram": MeasuredSection(head="ngram"), recipe.drafter.kind: MeasuredSection()}
-    if "none" in named:
+    default = {"ngram": MeasuredSection(head="ngram"), recipe.drafter.kind: MeasuredSection()}
+    sections = recipe.eval.drafters or default
+    if "none" in sections:
         raise ValueError("eval.drafters names `none`, which is measured always: leave it out, or take another name")
     loaded: dict[str, Drafter] = {}
-    measured = {"none": Measured(load_drafter("none", target), Budget(0, 0, 0), "none")}
-    for name, section in named.items():
-        head = section.head or own
+    measured = {"none": MeasuredDrafter(load_drafter("none", target), Budget(0, 0, 0), "none")}
+    for name, section in sections.items():
+        head = section.head or str(Path(recipe.train.out) / "head")
         if head not in loaded:
             loaded[head] = load_drafter(head, target)
-        measured[name] = Measured(loaded[head], _budget(recipe, section.budget, loaded[head]), head)
+        measured[name] = MeasuredDrafter(loaded[head], _choose_budget(recipe, section.budget, loaded[head]), head)
     return measured
 
 
-def _budget(recipe: Recipe, given: BudgetSection | None, drafter: Drafter) -> Budget:
-    """What the recipe says for this drafter or for all, else what the head was tuned to, else the recipe's defaults."""
-    if given is not None:
-        return budget_of(given)
-    own = drafter.budget
-    if own is not None and not {"nodes", "depth", "top_k"} & recipe.eval.model_fields_set:
-        return own
+def _choose_budget(recipe: Recipe, section: BudgetSection | None, drafter: Drafter) -> Budget:
+    """The recipe's budget for this drafter or for all, else what the head was tuned to, else the recipe's defaults."""
+    if section is not None:
+        return budget_of(section)
+    tuned = drafter.budget
+    if tuned is not None and not {"nodes", "depth", "top_k"} & recipe.eval.model_fields_set:
+        return tuned
     return Budget(recipe.eval.nodes, recipe.eval.depth, recipe.eval.top_k)
 
 
 def budget_of(section: BudgetSection) -> Budget:
     """The budget that a recipe writes."""
-    given = section.model_dump(exclude_none=True)
-    paths = given.pop("paths", None)
-    return Budget(**given) if paths is None else replace(Budget.fixed(paths), **given)
+    values = section.model_dump(exclude_none=True)
+    paths = values.pop("paths", None)
+    return Budget(**values) if paths is None else replace(Budget.fixed(paths), **values)
 
 
-def made_by(recipe: Recipe, target: Target, drafters: dict[str, Measured]) -> dict[str, Any]:
-    """What decides the answers and the time they take; rows of anything else do not go into the same file."""
+def describe_run(recipe: Recipe, target: Target, drafters: dict[str, MeasuredDrafter]) -> dict[str, Any]:
+    """What decides the answers and their time; rows made by anything else do not go into the same file."""
     device = best_device()
     name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
     return {
@@ -109,7 +109,7 @@ def made_by(recipe: Recipe, target: Target, drafters: dict[str, Measured]) -> di
         "weights": target_identity(recipe.target),
         "dtype": str(target.model.dtype).removeprefix("torch."),
         "template": {"file": recipe.data.template, **recipe.data.template_kwargs},
-        "drafters": {name: one.made() for name, one in drafters.items()},
+        "drafters": {name: measured.describe() for name, measured in drafters.items()},
         "sets": question_sets(recipe),
         "new_tokens": recipe.eval.max_new_tokens,
         "machine": f"{name}, {torch.get_num_threads()} threads",
@@ -119,13 +119,12 @@ def made_by(recipe: Recipe, target: Target, drafters: dict[str, Measured]) -> di
     }
 
 
-def started(recipe: Recipe, path: str) -> dict[str, Any]:
-    """What a run was asked for, and when; a run that is resumed may be asked for more."""
-    asked = recipe.eval
+def describe_start(recipe: Recipe, path: str) -> dict[str, Any]:
+    """Amount and date of a run; a resumed run may be asked for more."""
     return {
         "recipe": path,
-        "count": asked.count,
-        "temperatures": list(asked.temperatures),
-        "seeds": list(asked.seeds),
+        "count": recipe.eval.count,
+        "temperatures": list(recipe.eval.temperatures),
+        "seeds": list(recipe.eval.seeds),
         "date": str(date.today()),
     }
