@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby, zip_longest
 from typing import Any
 
-from data_prep.conversations import Conversation
+from data_prep.records import Conversation
 from data_prep.tokens import stop_texts
 from eagle.data.examples import Example
 from eagle.recipe import DataSection

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from data_prep.conversations import Conversation
+from data_prep.records import Conversation
 from eagle.recipe import DataSection
 
 Message = dict[str, Any]

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from data_prep.conversations import Conversation, Tally, read_conversations
+from data_prep.conversations import Tally, read_conversations
+from data_prep.records import Conversation
 from data_prep.render import Printed, Refused, render_answers
 from eagle.data.examples import Example
 from eagle.data.identity import stop_ids

@@ -10,7 +10,8 @@ import pytest
 from chats import TEMPLATES, TWO, chat, section
 
 from data_prep.check_mask import faults
-from data_prep.conversations import Conversation, Tally
+from data_prep.conversations import Tally
+from data_prep.records import Conversation
 from data_prep.render import end_mark
 from data_prep.tokens import STOP_IDS, examples_of, load_tokenizer
 from eagle.recipe import Recipe

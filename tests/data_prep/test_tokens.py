@@ -14,7 +14,8 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from data_prep import render, tokens
 from data_prep.check_mask import faults
-from data_prep.conversations import Conversation, Tally
+from data_prep.conversations import Tally
+from data_prep.records import Conversation
 from data_prep.tokens import examples_of, load_tokenizer, tokenized
 from eagle.data.examples import Example
 from eagle.recipe import Recipe
