@@ -13,7 +13,7 @@ from rich.text import Text
 
 from data_prep.check_mask import faults, runs, unlike_served
 from data_prep.conversations import Tally
-from data_prep.tokens import each, load_tokenizer
+from data_prep.tokens import load_tokenizer, tokenize_each
 from eagle.data.examples import Example
 from eagle.disk import write_text
 from eagle.log import script
@@ -119,7 +119,7 @@ def main(argv: list[str]) -> None:
     every: list[Example] = []
     wrong: list[str] = []
     articles: list[str] = []
-    for conversation, examples in each(recipe, tokenizer, tally):
+    for conversation, examples in tokenize_each(recipe, tokenizer, tally):
         every += examples
         found = faults(conversation, examples, tokenizer, recipe.data) if examples else []
         wrong += found
