@@ -25,7 +25,7 @@ from bench.methods import folder_of
 from bench.methods_report import made
 from data_prep.extract import main as extract
 from data_prep.regenerate import main as regenerate
-from data_prep.tokens import load_tokenizer, tokenized
+from data_prep.tokens import load_tokenizer, tokenize_data
 from eagle.data.examples import Example
 from eagle.data.features import LiveFeatures
 from eagle.data.identity import identity
@@ -146,7 +146,7 @@ class Bench:
     def read(self, name: str) -> list[Example]:
         """The examples of one of the files that teach something."""
         recipe = self.recipe(name)
-        return [one for one in tokenized(recipe, load_tokenizer(recipe))[0] if one.loss_mask[1:].any()]
+        return [one for one in tokenize_data(recipe, load_tokenizer(recipe))[0] if one.loss_mask[1:].any()]
 
     @torch.no_grad()
     def law(self, example: Example) -> Tensor:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from bench.machine import made_on
-from data_prep.tokens import load_tokenizer, tokenized
+from data_prep.tokens import load_tokenizer, tokenize_data
 from eagle import Target
 from eagle.data.examples import Example
 from eagle.data.features import extract
@@ -44,7 +44,7 @@ def read(model: Path, data: Path, limit: int) -> list[Example]:
         "recipes/tiny/eagle1.yaml",
         [f"target.path={model}", f"data.train={data}", f"data.limit={limit}", "data.max_length=2048"],
     )
-    return tokenized(recipe, load_tokenizer(recipe))[0]
+    return tokenize_data(recipe, load_tokenizer(recipe))[0]
 
 
 def bare(target: Target, examples: list[Example], folder: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data_prep.tokens import load_tokenizer, tokenized
+from data_prep.tokens import load_tokenizer, tokenize_data
 from eagle.core.drafter import TargetHead
 from eagle.data.examples import Batch, Example, collate
 from eagle.drafters import DRAFTERS, settings_of
@@ -218,7 +218,7 @@ def main(argv: list[str]) -> None:
         if way.texts not in known:
             places = [f"target.path={args.runs}/target", f"data.train={args.runs}/data/{way.texts}.jsonl"]
             recipe = Recipe.load(RECIPE, places)
-            examples, _ = tokenized(recipe, load_tokenizer(recipe))
+            examples, _ = tokenize_data(recipe, load_tokenizer(recipe))
             known[way.texts] = with_features(target, [one for one in examples if one.loss_mask[2:].any()])
         head = trained(name, way, target, known[way.texts], args.seed * 100 + number)
         save_pretrained(head, args.out / name)

@@ -31,7 +31,7 @@ from transformers import LlamaConfig
 from bench.published_eagle1 import PublishedHead, padded, published_loss, published_optimizer, published_step
 from bench.resident import beyond
 from bench.train_report import plot, table
-from data_prep.tokens import load_tokenizer, tokenized
+from data_prep.tokens import load_tokenizer, tokenize_data
 from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.data.examples import Batch, Example, collate
 from eagle.drafters.eagle1 import Eagle1
@@ -222,7 +222,7 @@ def read(data: Path, tokenizer: Path, count: int) -> list[Text]:
     overrides = [f"target.path={tokenizer}", f"data.train={data}", "data.max_length=2048", "data.limit=1000"]
     recipe = Recipe.load(Path(__file__).parent.parent / "recipes/tiny/eagle1.yaml", overrides)
     texts = []
-    for example in tokenized(recipe, load_tokenizer(recipe))[0]:
+    for example in tokenize_data(recipe, load_tokenizer(recipe))[0]:
         edges = torch.nn.functional.pad(example.loss_mask.int(), (1, 1)).diff().nonzero()[:, 0].tolist()
         texts.append((len(example.tokens), [list(pair) for pair in zip(edges[::2], edges[1::2], strict=True)]))
     return Random(0).sample([text for text in texts if cut(text, 256)], count)

@@ -27,7 +27,7 @@ from bench.rivals.serve import Work
 from bench.train_speed import DTYPES, Case, Sizes, peak
 from bench.unroll_cost import Shape, anchors, necessary
 from bench.unroll_report import memory_table, plot, table
-from data_prep.tokens import load_tokenizer, tokenized
+from data_prep.tokens import load_tokenizer, tokenize_data
 from eagle.log import script
 from eagle.recipe import Recipe
 
@@ -128,7 +128,7 @@ def share(data: Path, tokenizer: Path, length: int) -> dict[str, Any]:
     """The share of supervised tokens in conversations that are cut at `length`."""
     overrides = [f"target.path={tokenizer}", f"data.train={data}", f"data.max_length={length}", "data.limit=1000"]
     recipe = Recipe.load(ROOT / "recipes/tiny/eagle3.yaml", overrides)
-    masks = [example.loss_mask for example in tokenized(recipe, load_tokenizer(recipe))[0]]
+    masks = [example.loss_mask for example in tokenize_data(recipe, load_tokenizer(recipe))[0]]
     return {"share": round(float(torch.cat(masks).float().mean()), 3), "conversations": len(masks), "length": length}
 
 

@@ -8,15 +8,13 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 from data_prep.json_records import Numbered, json_records
-from data_prep.records import ROLES, Conversation, Dropped, conversation_of
+from data_prep.records import Conversation, conversation_of
+from data_prep.turns import Dropped
 from eagle.log import script
-
-__all__ = ["ROLES", "Conversation", "Tally", "read_conversations", "read_records"]
 
 JSON = (".json", ".jsonl", ".ndjson")
 TABLES = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}  # read by the datasets library
@@ -25,27 +23,27 @@ SPLITS = {  # the words that name a split in a file's name, as the hub reads the
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-SHOWN = 3  # records named for each reason
+MAX_PLACES = 3  # records named for each reason
 
 
 @dataclass
 class Tally:
-    """How many records were kept, dropped for which reason, and kept with which remark."""
+    """How many records were kept, how many were dropped for each reason, and how many were kept with each note."""
 
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     noted: Counter[str] = field(default_factory=Counter)
-    places: dict[str, list[str]] = field(default_factory=dict)  # of the first few records that were dropped, by reason
+    places: dict[str, list[str]] = field(default_factory=dict)  # reason -> where its first few dropped records are
 
     def drop(self, reason: str, place: str) -> None:
-        """Count a record that is dropped, and remember where the first of its kind are."""
+        """Count a dropped record, and remember its place if it is among the first for this reason."""
         self.dropped[reason] += 1
         places = self.places.setdefault(reason, [])
-        if len(places) < SHOWN:
+        if len(places) < MAX_PLACES:
             places.append(place)
 
     def table(self) -> str:
-        """Lines for the console, the most frequent reason first."""
+        """All counts as lines for the console, the most frequent reason first."""
         rows = [("kept", "", self.kept), ("dropped", "", sum(self.dropped.values()))]
         rows += [("dropped", reason, count) for reason, count in self.dropped.most_common()]
         rows += [("noted", reason, count) for reason, count in self.noted.most_common()]
@@ -54,10 +52,10 @@ class Tally:
 
     def where(self) -> list[str]:
         """Lines that name the first few dropped records of each reason, the most frequent reason first."""
-        counts = self.dropped.most_common()
-        named = [(reason, count, self.places[reason]) for reason, count in counts if reason in self.places]
         return [
-            f"{reason}: {', '.join(places)}{' ...' if count > len(places) else ''}" for reason, count, places in named
+            f"{reason}: {', '.join(self.places[reason])}{' ...' if count > len(self.places[reason]) else ''}"
+            for reason, count in self.dropped.most_common()
+            if reason in self.places
         ]
 
 
@@ -76,18 +74,19 @@ def read_conversations(
     With `answered=False` questions alone will do: their answers are yet to come.
     """
     tally = Tally() if tally is None else tally
-    opened = read_records(source, split, revision)
-    kept = (talk for name, records in opened for talk in _kept(name, records, tally, strict, answered))
-    return islice(kept, limit)
+    files = read_records(source, split, revision)
+    lists = (_convert(name, records, tally, strict, answered) for name, records in files)
+    return islice(chain.from_iterable(lists), limit)
 
 
-def _kept(name: str, records: Numbered, tally: Tally, strict: bool, answered: bool) -> Iterator[Conversation]:
-    """The conversations among the records of one file."""
+def _convert(name: str, records: Numbered, tally: Tally, strict: bool, answered: bool) -> Iterator[Conversation]:
+    """The conversations among the records of one file; in strict mode the first drop is an error."""
     number = 0
     for number, record in records:
         try:
-            place = f"{Path(name).name}:{number}"
-            conversation, notes = conversation_of(_or_raise(record), place, answered=answered)
+            if isinstance(record, Dropped):
+                raise record
+            conversation, notes = conversation_of(record, f"{Path(name).name}:{number}", answered=answered)
         except Dropped as reason:
             if strict:
                 raise ValueError(
@@ -103,37 +102,27 @@ def _kept(name: str, records: Numbered, tally: Tally, strict: bool, answered: bo
         tally.noted["a file without records"] += 1
 
 
-def _or_raise(record: Any) -> Any:
-    if isinstance(record, Dropped):
-        raise record
-    return record
-
-
 def read_records(source: str | Path, split: str, revision: str | None) -> list[tuple[str, Numbered]]:
-    """Name and records of each file, or of the hub dataset."""
+    """The name and the records of each file, or of the hub dataset."""
     path = Path(source)
+    suffixes = (*JSON, *TABLES)
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.is_file() and _suffix(file) in (*JSON, *TABLES))
+        files = sorted(file for file in path.iterdir() if file.is_file() and _suffix(file) in suffixes)
         if not files:
-            raise ValueError(f"no data in the folder {path}: expected files named {', '.join((*JSON, *TABLES))}")
-        return [(str(file), _records(file)) for file in _of_split(path, files, split)]
+            raise ValueError(f"no data in the folder {path}: expected files named {', '.join(suffixes)}")
+        return [(str(file), _file_records(file)) for file in _files_of_split(path, files, split)]
     if path.exists():
-        return [(str(path), _records(path))]
-    if (
-        _suffix(path) in (*JSON, *TABLES, ".txt")
-        or str(source).startswith((".", "/", "~"))
-        or str(source).count("/") > 1
-    ):
-        raise ValueError(
-            f"no file or folder at {source}: expected {', '.join((*JSON, *TABLES))}, or a hub dataset's name"
-        )
-    return [(str(source), _hub_records(str(source), split, revision))]
+        return [(str(path), _file_records(path))]
+    name = str(source)
+    if _suffix(path) in (*suffixes, ".txt") or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ValueError(f"no file or folder at {source}: expected {', '.join(suffixes)}, or a hub dataset's name")
+    return [(name, _hub_records(name, split, revision))]
 
 
-def _of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
-    """The files of a folder but for those whose names say that they hold another split, which are named."""
+def _files_of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
+    """The files of a folder without those named after another split, which are printed."""
     wanted = {part.partition("[")[0].strip().lower() for part in split.split("+")}
-    chosen = [file for file in files if "all" in wanted or _holds(file, wanted)]
+    chosen = [file for file in files if "all" in wanted or _is_of_split(file, wanted)]
     left_out = [file.name for file in files if file not in chosen]
     if not chosen:
         raise ValueError(
@@ -146,8 +135,8 @@ def _of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
     return chosen
 
 
-def _holds(file: Path, wanted: set[str]) -> bool:
-    """Whether a file's name says one of these splits, or none at all."""
+def _is_of_split(file: Path, wanted: set[str]) -> bool:
+    """Whether a file's name has one of these splits in it, or none at all."""
     name = file.name.lower()
     words = set(re.split("[^a-z]+", name))
     named = {split for split, spellings in SPLITS.items() if words.intersection(spellings)}
@@ -159,7 +148,7 @@ def _suffix(path: Path) -> str:
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
-def _records(path: Path) -> Numbered:
+def _file_records(path: Path) -> Numbered:
     return _table_records(path) if _suffix(path) in TABLES else json_records(path)
 
 
@@ -185,7 +174,7 @@ def _table_records(path: Path) -> Numbered:
 
 
 def main(argv: list[str]) -> None:
-    """What a source holds: kept, dropped and noted, by reason."""
+    """Print how many records of a source are kept, dropped and noted, by reason."""
     parser = argparse.ArgumentParser(prog="python -m data_prep.conversations", description=main.__doc__)
     parser.add_argument("source", metavar="SOURCE", help="a file, a folder of files, or a hub dataset")
     parser.add_argument("--strict", action="store_true", help="take the first record that would be dropped as an error")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from data_prep.conversations import Tally
 from data_prep.draft_vocab import vocab_size_of
-from data_prep.tokens import each, encoded, load_tokenizer
+from data_prep.tokens import encode, load_tokenizer, tokenize_each
 from eagle.disk import lock_folder
 from eagle.drafters.parts.counts import Tables, save_tables, tokenizer_identity
 from eagle.log import progress, script
@@ -61,7 +61,7 @@ def parts(texts: Iterable[Text]) -> Iterator[list[Tensor]]:
 
 
 def merged(keys: np.ndarray, counts: np.ndarray, found: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Ascending keys and how often each was found, once those in `found` are counted too."""
+    """Ascending keys and how often tokenize_each was found, once those in `found` are counted too."""
     new, times = np.unique(found, return_counts=True)
     keys, counts = np.concatenate([keys, new]), np.concatenate([counts, times])
     order = keys.argsort(kind="stable")  # of two ascending runs: that is to merge them
@@ -72,7 +72,7 @@ def merged(keys: np.ndarray, counts: np.ndarray, found: np.ndarray) -> tuple[np.
 
 def said_in_conversations(recipe: Recipe, tokenizer: Any, tally: Tally) -> Iterator[Text]:
     """The recipe's training examples; what the assistant said is counted, as that is what is drafted."""
-    for _, examples in each(recipe, tokenizer, tally):
+    for _, examples in tokenize_each(recipe, tokenizer, tally):
         yield from ((example.tokens, example.loss_mask) for example in examples)
     if not tally.kept:
         raise ValueError(f"nothing is said in {recipe.data.train}; what became of its records:\n{tally.table()}")
@@ -84,7 +84,7 @@ def said_in_files(files: Iterable[Path], tokenizer: Any) -> Iterator[Text]:
         last = torch.zeros(0, dtype=torch.long)
         size = file.stat().st_size
         for piece in progress(pieces(file), file.name, size, unit="bytes", size=lambda text: len(text.encode())):
-            tokens = encoded(piece, tokenizer)[0]
+            tokens = encode(piece, tokenizer)[0]
             told = torch.cat([last, tokens])
             yield told, torch.arange(len(told)) >= len(last)  # the last token of the piece before is counted already
             last = told[-1:]

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from data_prep.tokens import load_tokenizer, tokenized
+from data_prep.tokens import load_tokenizer, tokenize_data
 from eagle.data.examples import Example, most_frequent, token_counts
 from eagle.data.identity import data_identity, folder_of
 from eagle.drafters.parts.reduced_vocab import save_draft_vocab
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", required=True, help="the file to write, as runs/tiny/draft_vocab.safetensors")
     said = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(said.recipe, said.overrides)
-    examples, tally = tokenized(recipe, load_tokenizer(recipe))
+    examples, tally = tokenize_data(recipe, load_tokenizer(recipe))
     counts = counts_of(examples, vocab_size_of(recipe.target))
     save_draft_vocab(said.out, counts, said.size, data_identity(recipe))
     print(tally.table(), report(counts, said.size), f"the draft vocabulary is in {said.out}", sep="\n")

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from data_prep.tokens import load_tokenizer, tokenized
+from data_prep.tokens import load_tokenizer, tokenize_data
 from eagle.data.examples import Example
 from eagle.data.features import check_room, extract, forecast, plan_extraction, taps_of, world
 from eagle.data.identity import identity, in_precision
@@ -143,7 +143,7 @@ def precision_note(asked: str, dtype: str, kept_in: str) -> str:
 
 def read(recipe: Recipe, *, strict: bool) -> list[Example]:
     """The recipe's examples, after a table of what was kept and dropped."""
-    examples, tally = tokenized(recipe, load_tokenizer(recipe), strict=strict)
+    examples, tally = tokenize_data(recipe, load_tokenizer(recipe), strict=strict)
     total, supervised = sum(len(e.tokens) for e in examples), sum(int(e.loss_mask.sum()) for e in examples)
     print(f"{tally.table()}\n{len(examples):,} examples, {total:,} tokens, {supervised / total:.0%} supervised")
     return examples

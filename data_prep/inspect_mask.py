@@ -1,4 +1,4 @@
-"""Shows what is supervised, and checks it: `python -m data_prep.inspect_mask RECIPE [key=value ...]`."""
+"""Show which tokens are supervised, and check the mask: `python -m data_prep.inspect_mask RECIPE [key=value ...]`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from data_prep.check_mask import faults, runs, unlike_served
+from data_prep.check_mask import faults, runs_of, unlike_served
 from data_prep.conversations import Tally
-from data_prep.tokens import each, load_tokenizer
+from data_prep.tokens import load_tokenizer, tokenize_each
 from eagle.data.examples import Example
 from eagle.disk import write_text
 from eagle.log import script
@@ -21,13 +21,13 @@ from eagle.recipe import Recipe, command_line
 
 UNLIKE_SERVED = "answers learned after another prompt than serving shows"
 STYLE = """
-:root { color-scheme: light dark; --said: light-dark(#c9f0d0, #14532d); --card: light-dark(#fff, #1c1c1f); }
+:root { color-scheme: light dark; --learned: light-dark(#c9f0d0, #14532d); --card: light-dark(#fff, #1c1c1f); }
 body { font: 15px/1.6 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
        background: light-dark(#f4f4f5, #111113); }
 article { background: var(--card); border-radius: 8px; padding: .8rem 1.2rem; margin: 1rem 0; }
 h2 { font-size: 1rem; margin: .2rem 0; overflow-wrap: anywhere; }
 pre { font: 13px/1.7 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; unicode-bidi: plaintext; }
-mark { background: var(--said); color: inherit; border-radius: 3px; }
+mark { background: var(--learned); color: inherit; border-radius: 3px; }
 span:hover, mark:hover { outline: 1px solid #888; }
 .br::before { content: "\\21b5"; opacity: .4; }
 .fault { color: #dc2626; font-weight: 600; }
@@ -35,12 +35,10 @@ table { border-collapse: collapse; } td { padding: .1rem 1.5rem .1rem 0; }
 """
 
 
-# ---- what people look at
-
-
 def pieces(example: Example, tokenizer: Any) -> Iterator[tuple[list[int], str, bool]]:
     """(ids, text, supervised) of the smallest groups of tokens that are whole characters."""
-    tokens, mask, before, start = example.tokens.tolist(), example.loss_mask.tolist(), 0, 0
+    tokens, mask = example.tokens.tolist(), example.loss_mask.tolist()
+    before = start = 0
     for end in range(1, len(tokens) + 1):
         text = tokenizer.decode(tokens[before:end])[len(tokenizer.decode(tokens[before:start])) :]
         if not text.endswith("\ufffd") or end == len(tokens) or end - start == 12:  # parts of a character, or many
@@ -48,60 +46,59 @@ def pieces(example: Example, tokenizer: Any) -> Iterator[tuple[list[int], str, b
             before, start = start, end
 
 
-def coloured(example: Example, tokenizer: Any) -> Text:
+def colour_supervised(example: Example, tokenizer: Any) -> Text:
     """An example for the terminal, its supervised tokens in green."""
     text = Text()
     for _, piece, supervised in pieces(example, tokenizer):
-        text.append(visible(piece), "black on green" if supervised else "")
+        text.append(show_controls(piece), "black on green" if supervised else "")
     return text
 
 
-def article(title: str, examples: Sequence[Example], wrong: Sequence[str], tokenizer: Any) -> str:
-    """A conversation for the browser."""
-    body = "".join(f"<pre>{''.join(map(tagged, pieces(example, tokenizer)))}</pre>" for example in examples)
-    found = "".join(f'<p class="fault">{html.escape(one)}</p>' for one in wrong)
-    return f"<article><h2>{html.escape(title)}</h2>{found}{body}</article>"
+def make_article(title: str, examples: Sequence[Example], wrong: Sequence[str], tokenizer: Any) -> str:
+    """A conversation in HTML; a piece of text shows its token ids where the mouse rests."""
+    lines = [f"<article><h2>{html.escape(title)}</h2>"]
+    lines += [f'<p class="fault">{html.escape(fault)}</p>' for fault in wrong]
+    for example in examples:
+        lines.append("<pre>")
+        for ids, piece, supervised in pieces(example, tokenizer):
+            tag = "mark" if supervised else "span"
+            text = html.escape(show_controls(piece)).replace("\n", '<i class="br"></i>\n')
+            lines.append(f'<{tag} title="{" ".join(map(str, ids))}">{text}</{tag}>')
+        lines.append("</pre>")
+    return "".join([*lines, "</article>"])
 
 
-def tagged(piece: tuple[list[int], str, bool]) -> str:
-    """One piece of text that tells its tokens where the mouse rests."""
-    ids, text, supervised = piece
-    name, shown = "mark" if supervised else "span", html.escape(visible(text))
-    lines = shown.replace("\n", '<i class="br"></i>\n')
-    return f'<{name} title="{" ".join(map(str, ids))}">{lines}</{name}>'
+def show_controls(text: str) -> str:
+    """The text with control characters as their pictures, so that they neither hide nor act."""
+    return "".join(chr(0x2400 + ord(char)) if ord(char) < 32 and char not in "\n\t" else char for char in text)
 
 
-def visible(text: str) -> str:
-    """Control characters as their pictures, so that they neither hide nor act."""
-    return "".join(chr(0x2400 + ord(one)) if ord(one) < 32 and one not in "\n\t" else one for one in text)
-
-
-def page(articles: Sequence[str], rows: Sequence[tuple[str, str]]) -> str:
-    """All of it as one HTML file."""
+def make_page(articles: Sequence[str], rows: Sequence[tuple[str, str]]) -> str:
+    """The table and all articles as one HTML file."""
     table = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>" for name, value in rows)
     legend = "<p><mark>Supervised</mark> tokens are learned, others only read. Rest on a token to see its id.</p>"
     head = f"<!doctype html><html><head><meta charset='utf-8'><title>Loss mask</title><style>{STYLE}</style></head>"
     return f"{head}<body><h1>Loss mask</h1>{legend}<table>{table}</table>{''.join(articles)}</body></html>\n"
 
 
-def summary(examples: Sequence[Example], tally: Tally) -> list[tuple[str, str]]:
-    """(what, how much) of all that was read."""
-    tokens, supervised = sum(len(one.tokens) for one in examples), sum(int(one.loss_mask.sum()) for one in examples)
-    spans = [end - start for one in examples for start, end in runs(one.loss_mask.tolist())]
+def summarise(examples: Sequence[Example], tally: Tally) -> list[tuple[str, str]]:
+    """(name, value) of the counts and lengths of all that was read."""
+    lengths = [len(example.tokens) for example in examples]
+    runs = [end - start for _, (start, end) in runs_of(examples)]
     rows = [
         ("conversations", f"{tally.kept:,}"),
         ("examples", f"{len(examples):,}"),
-        ("tokens", f"{tokens:,}"),
-        ("supervised", f"{supervised / max(1, tokens):.1%}"),
-        ("tokens of an example", spread([len(one.tokens) for one in examples])),
-        ("tokens of a supervised run", spread(spans)),
+        ("tokens", f"{sum(lengths):,}"),
+        ("supervised", f"{sum(runs) / max(1, sum(lengths)):.1%}"),
+        ("tokens of an example", quartiles(lengths)),
+        ("tokens of a supervised run", quartiles(runs)),
     ]
     rows += [(f"dropped: {reason}", f"{count:,}") for reason, count in tally.dropped.most_common()]
     return rows + [(f"noted: {reason}", f"{count:,}") for reason, count in tally.noted.most_common()]
 
 
-def spread(lengths: Sequence[int]) -> str:
-    """Smallest, quartiles and largest."""
+def quartiles(lengths: Sequence[int]) -> str:
+    """The smallest, the three quartiles and the largest of some lengths."""
     if not lengths:
         return "none"
     middle = quantiles(lengths, n=4, method="inclusive") if len(lengths) > 1 else [*lengths] * 3
@@ -113,38 +110,35 @@ def main(argv: list[str]) -> None:
     parser = command_line("data_prep.inspect_mask", __doc__)
     parser.add_argument("--count", type=int, default=3, help="conversations to show")
     parser.add_argument("--html", metavar="PATH", help="write them there, too")
-    options = parser.parse_intermixed_args(argv)
-    recipe = Recipe.load(options.recipe, options.overrides)
+    args = parser.parse_intermixed_args(argv)
+    recipe = Recipe.load(args.recipe, args.overrides)
     tokenizer, tally, console = load_tokenizer(recipe), Tally(), Console()
-    every: list[Example] = []
+    all_examples: list[Example] = []
     wrong: list[str] = []
     articles: list[str] = []
-    for conversation, examples in each(recipe, tokenizer, tally):
-        every += examples
-        found = faults(conversation, examples, tokenizer, recipe.data) if examples else []
-        wrong += found
+    for conversation, examples in tokenize_each(recipe, tokenizer, tally):
+        if not examples:
+            continue
+        all_examples += examples
+        faults_here = faults(conversation, examples, tokenizer, recipe.data)
+        wrong += faults_here
         if unlike := unlike_served(conversation, examples, tokenizer, recipe.data):
             tally.noted[UNLIKE_SERVED] += unlike
-        if examples and (len(articles) < options.count or (found and len(wrong) < 20)):
-            articles.append(article(conversation.id, examples, found, tokenizer))
+        if len(articles) < args.count or (faults_here and len(wrong) < 20):
+            articles.append(make_article(conversation.id, examples, faults_here, tokenizer))
             console.rule(conversation.id)
             for example in examples:
-                console.print(coloured(example, tokenizer))
-    rows = summary(every, tally)
-    show(rows, console)
-    if options.html:
-        write_text(options.html, page(articles, rows))
-        print(f"written to {options.html}")
-    if wrong or not every:
-        raise SystemExit("\n".join(wrong[:50]) or "no example: nothing to learn from")
-
-
-def show(rows: Sequence[tuple[str, str]], console: Console) -> None:
-    """The table, in the terminal."""
+                console.print(colour_supervised(example, tokenizer))
+    rows = summarise(all_examples, tally)
     table = Table(show_header=False, caption="lengths: least / quartiles / most; black on green is supervised")
     for name, value in rows:
         table.add_row(Text(name), Text(value))
     console.print(table)
+    if args.html:
+        write_text(args.html, make_page(articles, rows))
+        print(f"written to {args.html}")
+    if wrong or not all_examples:
+        raise SystemExit("\n".join(wrong[:50]) or "no example: nothing to learn from")
 
 
 if __name__ == "__main__":

@@ -25,22 +25,22 @@ Numbered = Iterator[tuple[int, Any]]  # line or record number; the record, or `D
 
 
 def json_records(path: Path) -> Numbered:
-    """The records of JSON of any shape; where its compressed form breaks, that is one drop more."""
+    """The records of JSON of any shape; where the compressed form breaks, that is one more drop at the end."""
     number, broken = 0, list[Dropped]()
-    pieces = _pieces(path, broken)
+    pieces = _read_pieces(path, broken)
     head = b"".join(islice(pieces, HEAD // PIECE))
-    reader = _in_lines if _has_lines(head) else _in_stream
-    for number, record in reader(chain([head], pieces)):
+    read = _read_lines if _has_lines(head) else _read_stream
+    for number, record in read(chain([head], pieces)):
         if not (broken and isinstance(record, Dropped) and str(record) == CUT):
             yield number, record
     yield from ((number + 1, reason) for reason in broken)
 
 
-def _pieces(path: Path, broken: list[Dropped]) -> Iterator[bytes]:
-    """The bytes of a file as UTF-8, unzipped; `broken` gets the reason if that does not go to the end."""
+def _read_pieces(path: Path, broken: list[Dropped]) -> Iterator[bytes]:
+    """The bytes of a file as UTF-8, unzipped; the reason is added to `broken` if that stops before the end."""
     with path.open("rb") as file:
         zipped = file.peek(3).startswith(b"\x1f\x8b\x08")
-        pieces = _unzipped(cast(IO[bytes], file), broken) if zipped else iter(lambda: file.read(PIECE), b"")
+        pieces = _unzip(cast(IO[bytes], file), broken) if zipped else iter(lambda: file.read(PIECE), b"")
         first = next(pieces, b"")
         pieces = chain([first], pieces)
         if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -49,7 +49,7 @@ def _pieces(path: Path, broken: list[Dropped]) -> Iterator[bytes]:
         yield from pieces
 
 
-def _unzipped(file: IO[bytes], broken: list[Dropped]) -> Iterator[bytes]:
+def _unzip(file: IO[bytes], broken: list[Dropped]) -> Iterator[bytes]:
     try:
         with gzip.GzipFile(fileobj=file) as unzipped:
             yield from iter(lambda: unzipped.read1(PIECE), b"")
@@ -62,89 +62,88 @@ def _unzipped(file: IO[bytes], broken: list[Dropped]) -> Iterator[bytes]:
 def _has_lines(head: bytes) -> bool:
     """Whether one of the first lines is a record by itself; in other JSON a record begins indented, or in an array."""
     head = head.removeprefix(codecs.BOM_UTF8).lstrip()
-    lines = (_on_line(line)[0] for line in head.split(b"\n")[:100] if line.startswith(b"{"))
-    return not head.startswith(b"[") and any(
-        isinstance(record, dict) and _unwrapped(record)[0] is record for record in lines
-    )
+    if head.startswith(b"["):
+        return False
+    records = (_parse_line(line)[0] for line in head.split(b"\n")[:100] if line.startswith(b"{"))
+    return any(isinstance(record, dict) and _unwrap(record)[0] is record for record in records)
 
 
-def _in_lines(pieces: Iterable[bytes]) -> Numbered:
+def _read_lines(pieces: Iterable[bytes]) -> Numbered:
     """The records of JSONL; a line that is damaged takes no other with it."""
-    for number, line in enumerate(_lines(pieces), 1):
-        yield from ((number, record) for record in _on_line(line))
+    for number, line in enumerate(_split_lines(pieces), 1):
+        yield from ((number, record) for record in _parse_line(line))
 
 
-def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
+def _split_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
     """Lines with their ends; a line ends at a newline and at nothing else."""
-    begun: list[bytes] = []
+    pending: list[bytes] = []
     for piece in pieces:
         *ends, rest = piece.split(b"\n")
         for end in ends:
-            yield b"".join([*begun, end, b"\n"])
-            begun = []
-        begun.append(rest)
-    yield b"".join(begun)
+            yield b"".join([*pending, end, b"\n"])
+            pending = []
+        pending.append(rest)
+    yield b"".join(pending)
 
 
-def _on_line(line: bytes) -> list[Any]:
-    """The record of a line, or what is left of it: a writer that was killed and resumed puts two on one."""
+def _parse_line(line: bytes) -> list[Any]:
+    """The records of a line, or what is left of them: a writer that was killed and resumed puts two on one line."""
     try:
         text = line.decode().strip("\ufeff \t\r\n")
-        found = [json.loads(text)] if text else []
+        return [json.loads(text)] if text else []
     except UnicodeDecodeError as error:  # the end of the line cannot be missing if its newline is there
-        found = [Dropped(CUT if error.reason == "unexpected end of data" else "not UTF-8")]
+        return [Dropped(CUT if error.reason == "unexpected end of data" else "not UTF-8")]
     except RecursionError:
-        found = [Dropped(DEEP)]
+        return [Dropped(DEEP)]
     except ValueError:
-        found = list(_values(iter([text]), NOT_JSON if line.endswith(b"\n") else CUT)) or [Dropped(NOT_JSON)]
-    return found
+        return list(_scan_values(iter([text]), NOT_JSON if line.endswith(b"\n") else CUT)) or [Dropped(NOT_JSON)]
 
 
-def _in_stream(pieces: Iterable[bytes]) -> Numbered:
+def _read_stream(pieces: Iterable[bytes]) -> Numbered:
     """The records of an array, of an object that holds one, or of objects one after another over many lines."""
-    values = _values(codecs.iterdecode(pieces, "utf-8", errors="surrogateescape"), CUT)
-    return enumerate((record for value in values for record in _unwrapped(value)), 1)
+    values = _scan_values(codecs.iterdecode(pieces, "utf-8", errors="surrogateescape"), CUT)
+    return enumerate((record for value in values for record in _unwrap(value)), 1)
 
 
-def _unwrapped(value: Any) -> list[Any]:
-    """The records of an object that is none itself and has one list of them."""
-    lists = [one for one in value.values() if isinstance(one, list)] if isinstance(value, dict) else []
+def _unwrap(value: Any) -> list[Any]:
+    """The records in the one list of an object that is no record itself; else the value alone."""
+    lists = [item for item in value.values() if isinstance(item, list)] if isinstance(value, dict) else []
     # questions about one text, which stands beside their list, are no records without it
-    holds = len(lists) == 1 and layout_of(value) is None
-    holds = holds and any(layout_of(record) not in (None, "question", "query") for record in lists[0])
-    return lists[0] if holds else [value]
+    holds_records = len(lists) == 1 and layout_of(value) is None
+    holds_records = holds_records and any(layout_of(item) not in (None, "question", "query") for item in lists[0])
+    return lists[0] if holds_records else [value]
 
 
 def _is_record(value: Any) -> bool:
-    """Whether a value behind damage is a record; the arguments of a call may hold a query, too."""
+    """Whether a value behind damage is a record; the arguments of a tool call may hold a query, too."""
     layout = layout_of(value)
     return layout is not None and (layout != "query" or first_of(value, *ANSWERS["query"]) is not None)
 
 
-def _values(texts: Iterator[str], cut: str) -> Iterator[Any]:
-    """JSON values, commas and brackets between them; damage is one drop, and ends at the next record."""
-    text, at, lost = "", 0, False
+def _scan_values(texts: Iterator[str], cut: str) -> Iterator[Any]:
+    """JSON values with commas and brackets between them; damage is one drop, and ends at the next record."""
+    text, place, lost = "", 0, False
     while True:
-        found = (OBJECT if lost else VALUE).search(text, at)
-        start = found.start() if found else len(text)
-        value, end, unsure = _value_at(text, start)
-        if unsure and (more := _more(texts, len(text) - start)):
-            text, at = text[start:] + more, 0
+        match = (OBJECT if lost else VALUE).search(text, place)
+        start = match.start() if match else len(text)
+        value, end, unsure = _decode_value(text, start)
+        if unsure and (more := _take_text(texts, len(text) - start)):
+            text, place = text[start:] + more, 0
         elif start == len(text):
             return
         elif isinstance(value, Dropped):
             if not lost:
                 yield Dropped(cut) if unsure and text[start] == "{" else value
-            at, lost = start + 1, True
-        elif lost and not any(map(_is_record, _unwrapped(value))):
-            at = start + 1
+            place, lost = start + 1, True
+        elif lost and not any(map(_is_record, _unwrap(value))):
+            place = start + 1
         else:
             yield value if _is_utf8(text[start:end]) else Dropped("not UTF-8")
-            at, lost = end, False
+            place, lost = end, False
 
 
-def _value_at(text: str, start: int) -> tuple[Any, int, bool]:
-    """The value that begins there, its end, and whether more text could change it."""
+def _decode_value(text: str, start: int) -> tuple[Any, int, bool]:
+    """The value that begins at `start`, its end, and whether more text could change it."""
     try:
         value, end = DECODER.raw_decode(text, start)
         return value, end, end == len(text) and not isinstance(value, dict)
@@ -156,8 +155,8 @@ def _value_at(text: str, start: int) -> tuple[Any, int, bool]:
         return Dropped(NOT_JSON), start, unsure
 
 
-def _more(texts: Iterator[str], size: int) -> str:
-    """At least so much text again, so that a long record is tried a few times only."""
+def _take_text(texts: Iterator[str], size: int) -> str:
+    """More than `size` further characters if there are: reading doubles, so a long record is tried a few times only."""
     taken: list[str] = []
     while size >= 0 and (text := next(texts, "")):
         taken.append(text)

@@ -1,4 +1,4 @@
-"""One turn of any known spelling -> a message as OpenAI writes it."""
+"""One turn in any known spelling -> a message as OpenAI writes it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from data_prep.turns import (
     ASSISTANT,
     MARKS,
-    NUMBERS,
     SYSTEM,
     TOOL,
     USER,
+    WEIGHTS,
     Dropped,
     check_media,
+    describe,
     first_of,
-    parsed,
-    shown,
+    parse_json,
 )
 
 VISIBLE = re.compile(r"[^\s\u200b-\u200d\u2060\ufeff]")  # zero-width characters alone are no answer
@@ -37,97 +37,100 @@ BROKEN_OFF = ("abort", "aborted", "cancelled", "error", FILTERED)
 
 
 def message_of(turn: Any) -> dict[str, Any]:
-    """The turn's role, content, reasoning, calls and, where it says so, its weight."""
+    """The turn's role, content, reasoning, tool calls and, where it has one, its weight."""
     if not isinstance(turn, dict):
         raise Dropped("a turn that is not an object")
-    speaker, content = first_of(turn, "from", "role"), first_of(turn, "value", "content", "text")
+    speaker = first_of(turn, "from", "role")
     speaker = speaker.strip().lower() if isinstance(speaker, str) else speaker
     role = ROLES.get(speaker) if isinstance(speaker, str) else None
     if role is None:
-        raise Dropped("a turn without a role" if speaker is None else f"unknown role {shown(speaker)!r}")
+        raise Dropped("a turn without a role" if speaker is None else f"unknown role {describe(speaker)!r}")
     check_media(turn)
-    text, thought, calls = ("", "", _calls(content, "function_call")) if speaker in CALLS else _parts(content)
+    content = first_of(turn, "value", "content", "text")
+    text, reasoning, calls = ("", "", _calls(content, "function_call")) if speaker in CALLS else _parts(content)
     if role == USER and (placeholder := PLACEHOLDER.search(text)):
         raise Dropped(f"a placeholder in the text: {placeholder[0].strip()}")
-    thought += _text(first_of(turn, "reasoning_content", "reasoning", "thinking"), "reasoning_content")
+    reasoning += _text(first_of(turn, "reasoning_content", "reasoning", "thinking"), "reasoning_content")
     calls += _calls(first_of(turn, "tool_calls", "function_call") or [], "tool_calls")
-    if role != ASSISTANT and (thought or calls):
+    if role != ASSISTANT and (reasoning or calls):
         raise Dropped(f"reasoning or tool calls in a turn of the {role}")
-    message = {"role": role, "content": text, "reasoning_content": thought, "tool_calls": calls}
+    message = {"role": role, "content": text, "reasoning_content": reasoning, "tool_calls": calls}
     message.update({key: _text(turn.get(key), key) for key in ("name", "tool_call_id")})
     message = {key: value for key, value in message.items() if value or key == "content"}
     return message | _weight(turn) if role == ASSISTANT else message
 
 
 def says_something(message: dict[str, Any]) -> bool:
-    """Whether a message has text that can be seen, or calls."""
+    """Whether a message has visible text or tool calls."""
     return bool(VISIBLE.search(message["content"])) or "tool_calls" in message
 
 
 def finish_of(turn: dict[str, Any]) -> str | None:
-    """Why an answer ended, if the turn says so."""
+    """The reason for which an answer ended, in lower case, if the turn names one."""
     reason = first_of(turn, "finish_reason", "stop_reason")
     return reason.lower() if isinstance(reason, str) else None
 
 
 def tools_of(tools: Any) -> list[dict[str, Any]] | None:
     """The tools that the assistant may call, each wrapped as OpenAI does."""
-    tools = parsed(tools or None, "tools that are")
+    tools = parse_json(tools or None, "tools that are")
     if tools is None or tools == []:
         return None
     if not isinstance(tools, list):
         raise Dropped("tools that are not a list")
-    return [_tool(parsed(tool, "a tool that is")) for tool in tools]
+    return [_tool(parse_json(tool, "a tool that is")) for tool in tools]
 
 
 def _parts(content: Any) -> tuple[str, str, list[dict[str, Any]]]:
-    """What a content says, thinks and calls."""
+    """The text, the reasoning and the tool calls in a content."""
     if not isinstance(content, list):
         return _text(content, "content"), "", []
-    text, thought, calls = "", "", []
+    text, reasoning, calls = "", "", []
     for part in content:
         kind = part.get("type") or "text" if isinstance(part, dict) else type(part).__name__
         if kind == "text":
             text += _text(first_of(part, "text", "value"), "a text part")
         elif kind in ("reasoning", "thinking"):
-            thought += _text(first_of(part, "text", "value", kind), "a reasoning part")
+            reasoning += _text(first_of(part, "text", "value", kind), "a reasoning part")
         elif kind == "tool_call":
             calls += _calls(first_of(part, "value", "tool_call") or part, "tool_call")
         else:
-            raise Dropped(f"content that is not text: {shown(kind)}")
-    return text, thought, calls
+            raise Dropped(f"content that is not text: {describe(kind)}")
+    return text, reasoning, calls
 
 
-def _calls(value: Any, what: str) -> list[dict[str, Any]]:
-    """Tool calls, from JSON text, one object or a list of them."""
-    calls = parsed(value, f"{what} that is")
+def _calls(value: Any, name: str) -> list[dict[str, Any]]:
+    """The tool calls in JSON text, in one object or in a list of them."""
+    calls = parse_json(value, f"{name} that is")
     return [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
 
 
 def _call(call: Any) -> dict[str, Any]:
     """One tool call, its arguments as an object, since templates print them as JSON themselves."""
-    function = (call.get("function") or call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Dropped("a tool call without a name")
-    arguments = parsed(first_of(function, "arguments", "parameters") or {}, "tool call arguments that are")
+    function = _check_name((call.get("function") or call) if isinstance(call, dict) else None, "a tool call")
+    arguments = parse_json(first_of(function, "arguments", "parameters") or {}, "tool call arguments that are")
     if not isinstance(arguments, dict):
         raise Dropped("tool call arguments that are not an object")
-    identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return {**identity, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    call_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**call_id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _tool(tool: Any) -> dict[str, Any]:
     wrapped = tool if isinstance(tool, dict) and "function" in tool else {"function": tool}
-    function = wrapped["function"]
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Dropped("a tool without a name")
+    _check_name(wrapped["function"], "a tool")
     return {"type": "function", **wrapped}
 
 
+def _check_name(function: Any, kind: str) -> dict[str, Any]:
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Dropped(f"{kind} without a name")
+    return function
+
+
 def _weight(turn: dict[str, Any]) -> dict[str, int]:
-    """A weight of 0 where any mark says that the answer is not to be learned."""
+    """A weight of 0 where any mark excludes the answer from the loss."""
     marks = {key: turn[key] for key in MARKS if turn.get(key) is not None}
-    for key in NUMBERS:
+    for key in WEIGHTS:
         if marks.get(key, 0) not in (0, 1):
             raise Dropped(f"{key} that is neither 0 nor 1")
     if any(mark == 0 for mark in marks.values()):
@@ -135,7 +138,7 @@ def _weight(turn: dict[str, Any]) -> dict[str, int]:
     return {"weight": 1} if "weight" in marks else {}
 
 
-def _text(value: Any, what: str) -> str:
+def _text(value: Any, name: str) -> str:
     if value is not None and not isinstance(value, str):
-        raise Dropped(f"{what} that is not text: {type(value).__name__}")
+        raise Dropped(f"{name} that is not text: {type(value).__name__}")
     return value or ""

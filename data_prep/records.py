@@ -1,4 +1,4 @@
-"""One record of any known layout -> a conversation, or the reason for which it is none."""
+"""One record of any known layout -> a conversation, or the reason for which it gives none."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from data_prep.messages import BROKEN_OFF, ROLES, TRUNCATED, finish_of, message_of, says_something, tools_of
-from data_prep.turns import ASSISTANT, SYSTEM, USER, Dropped, check_wanted, first_of, layout_of, turns_of
-
-__all__ = ["ROLES", "Conversation", "Dropped", "conversation_of", "layout_of"]
+from data_prep.messages import BROKEN_OFF, TRUNCATED, finish_of, message_of, says_something, tools_of
+from data_prep.turns import ASSISTANT, SYSTEM, USER, Dropped, check_wanted, first_of, turns_of
 
 IDS = ("id", "conversation_id", "conversation_hash", "uuid", "uid", "prompt_id", "question_id", "message_tree_id")
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns as OpenAI writes them: `role` and `content`; an assistant's may carry calls, reasoning and a weight."""
+    """Messages as OpenAI writes them: `role` and `content`; an answer may have tool calls, reasoning and a weight."""
 
     id: str
     messages: list[dict[str, Any]]
@@ -24,9 +22,9 @@ class Conversation:
 
 
 def conversation_of(record: Any, place: str, *, answered: bool = True) -> tuple[Conversation, set[str]]:
-    """The conversation and what was changed in it; `place` is its id where the record has none.
+    """The conversation of a record, and notes of what was changed; `place` is its id where the record has none.
 
-    With `answered=False` answers are yet to come: questions alone will do, and what answers are like is not looked at.
+    With `answered=False` the answers are yet to come: questions alone will do, and the answers are not checked.
     """
     if not isinstance(record, dict):
         raise Dropped("not an object")
@@ -35,16 +33,18 @@ def conversation_of(record: Any, place: str, *, answered: bool = True) -> tuple[
         turns = turns_of(record, notes)
         if answered:
             check_wanted(record)
-        messages = _shaped(_usable(turns, notes, answered), notes, answered)
-        conversation = Conversation(_id(record, place), messages, tools_of(first_of(record, "tools", "functions")))
+        messages = _trim(_messages_of(turns, notes, answered), notes, answered)
+        name = first_of(record, *IDS)
+        name = str(name) if isinstance(name, str | int) and name != "" else place
+        conversation = Conversation(name, messages, tools_of(first_of(record, "tools", "functions")))
         _check_text(conversation)
     except RecursionError:
         raise Dropped("nested too deeply") from None
     return conversation, notes
 
 
-def _usable(turns: list[Any], notes: set[str], answered: bool) -> list[dict[str, Any]]:
-    """The messages up to the first that is empty or broken off; before the first question such are passed over."""
+def _messages_of(turns: list[Any], notes: set[str], answered: bool) -> list[dict[str, Any]]:
+    """The messages up to the first that is empty or broken off; before the first question such are left out."""
     messages: list[dict[str, Any]] = []
     for place, turn in enumerate(turns):
         message = message_of(turn)
@@ -63,30 +63,30 @@ def _usable(turns: list[Any], notes: set[str], answered: bool) -> list[dict[str,
         elif not any(before["role"] == USER for before in messages):
             notes.add(f"leading {role} turns cut")
         else:
-            _check_answered(messages, turns[place:], finish if broken_off else None)
+            _check_first_answer(messages, turns[place:], finish if broken_off else None)
             notes.add(f"cut at an answer that was broken off: {finish}" if broken_off else "cut at an empty turn")
             break
     return messages
 
 
-def _check_answered(messages: list[dict[str, Any]], cut: list[Any], broken_off: str | None) -> None:
-    """Name what stands before the first answer, where what is cut away holds it."""
+def _check_first_answer(messages: list[dict[str, Any]], cut_turns: list[Any], broken_off: str | None) -> None:
+    """Refuse a conversation of which the cut leaves questions alone, if what is cut away has an answer."""
     roles = [message["role"] for message in messages]
     if ASSISTANT in roles[roles.index(USER) :]:
         return
     if broken_off:
         raise Dropped(f"the first answer was broken off: {broken_off}")
-    if any(message["role"] == ASSISTANT and says_something(message) for message in map(message_of, cut)):
+    if any(message["role"] == ASSISTANT and says_something(message) for message in map(message_of, cut_turns)):
         raise Dropped("an empty turn before the first answer")
 
 
-def _shaped(messages: list[dict[str, Any]], notes: set[str], answered: bool) -> list[dict[str, Any]]:
-    """System turns, then from the first question to the last answer, or to where the last question's would stand."""
+def _trim(messages: list[dict[str, Any]], notes: set[str], answered: bool) -> list[dict[str, Any]]:
+    """System turns, then from the first question to the last answer; without `answered`, an empty one may be added."""
     roles = [message["role"] for message in messages]
     if USER not in roles:
-        empty = "leading user turns cut" in notes
-        named = "every user turn is empty" if empty else "no user turn"
-        raise Dropped(named if empty or ASSISTANT in roles or not answered else "no answer")
+        if "leading user turns cut" in notes:
+            raise Dropped("every user turn is empty")
+        raise Dropped("no user turn" if ASSISTANT in roles or not answered else "no answer")
     first = roles.index(USER)
     last = len(roles) - 1 - roles[::-1].index(USER)
     if not answered and ASSISTANT not in roles[last:]:
@@ -103,16 +103,10 @@ def _shaped(messages: list[dict[str, Any]], notes: set[str], answered: bool) -> 
     return [message for message in messages[:first] if message["role"] == SYSTEM] + messages[first:end]
 
 
-def _id(record: dict[str, Any], place: str) -> str:
-    name = first_of(record, *IDS)
-    return str(name) if isinstance(name, str | int) and name != "" else place
-
-
 def _check_text(conversation: Conversation) -> None:
-    """What cannot be written as UTF-8 or as JSON cannot be tokenised or stored either."""
+    """Refuse what cannot be written as UTF-8 or as JSON: it cannot be tokenised or stored either."""
     try:
-        whole = [conversation.id, conversation.messages, conversation.tools]
-        json.dumps(whole, ensure_ascii=False).encode()
+        json.dumps([conversation.id, conversation.messages, conversation.tools], ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise Dropped("text with lone surrogates") from None
     except TypeError:

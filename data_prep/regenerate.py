@@ -15,10 +15,11 @@ from time import perf_counter
 from typing import Any
 
 from data_prep.answers import Answer, Local, Prompt, Walk
-from data_prep.conversations import Conversation, Tally, read_conversations
+from data_prep.conversations import Tally, read_conversations
 from data_prep.endpoint import PROBE, Endpoint
 from data_prep.messages import FILTERED, says_something
 from data_prep.parts import begin, finished, is_whole, lines_of, open_part, put_together
+from data_prep.records import Conversation
 from data_prep.sampler_check import is_broken
 from data_prep.tokens import load_tokenizer
 from eagle.data.features import world

@@ -1,4 +1,4 @@
-"""Conversation -> tokens and loss mask, by asking the chat template what it prints for the assistant."""
+"""Conversation -> tokens and loss mask, from what the chat template prints for the assistant."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from data_prep.conversations import Conversation, Tally, read_conversations
-from data_prep.render import Printed, Refused, render_answers
+from data_prep.conversations import Tally, read_conversations
+from data_prep.records import Conversation
+from data_prep.render import RenderedText, render_answers
+from data_prep.turns import Dropped
 from eagle.data.examples import Example
 from eagle.data.identity import stop_ids
 from eagle.log import progress
@@ -43,25 +45,25 @@ def load_tokenizer(recipe: Recipe) -> Any:
 
 
 def stop_texts(tokenizer: Any) -> list[str]:
-    """Every token that is known to end an answer, as text."""
+    """The text of every token that is known to end an answer."""
     listed = tokenizer.convert_ids_to_tokens(tokenizer.init_kwargs.get(STOP_IDS, []))
     return [token for token in (tokenizer.eos_token, *listed) if token]
 
 
-def tokenized(recipe: Recipe, tokenizer: Any, *, strict: bool = False) -> tuple[list[Example], Tally]:
-    """The recipe's training examples, and what was kept, dropped and noted."""
-    data, tally = recipe.data, Tally()
-    examples = [example for _, found in each(recipe, tokenizer, tally, strict=strict) for example in found]
+def tokenize_data(recipe: Recipe, tokenizer: Any, *, strict: bool = False) -> tuple[list[Example], Tally]:
+    """The recipe's training examples, and how many conversations were kept, dropped and noted."""
+    tally = Tally()
+    examples = [example for _, some in tokenize_each(recipe, tokenizer, tally, strict=strict) for example in some]
     if not any(example.loss_mask.any() for example in examples):
         raise ValueError(
-            f"no example of {data.train} has a supervised token; what became of its records:\n{tally.table()}"
+            f"no example of {recipe.data.train} has a supervised token; what became of its records:\n{tally.table()}"
         )
     if all(example.loss_mask.all() for example in examples):
         print("warning: every token is supervised; look at `python -m data_prep.inspect_mask RECIPE`")
     return examples, tally
 
 
-def each(
+def tokenize_each(
     recipe: Recipe, tokenizer: Any, tally: Tally, *, strict: bool = False
 ) -> Iterator[tuple[Conversation, list[Example]]]:
     """Every conversation of the recipe with its examples; one that gives none is counted as dropped, not as kept."""
@@ -70,46 +72,46 @@ def each(
         raise ValueError(
             f"{data.train} is not there: run `python -m data_prep.regenerate RECIPE` first, which makes it"
         )
-    read = list(
+    conversations = list(
         read_conversations(data.train, tally, limit=data.limit, strict=strict, split=data.split, revision=data.revision)
     )
-    for conversation in progress(read, "tokenise", len(read)):
-        before = tally.dropped.copy()
+    for conversation in progress(conversations, "tokenise", len(conversations)):
+        dropped_before = tally.dropped.copy()
         examples = examples_of(conversation, tokenizer, data, tally)
         tally.kept -= not examples
         if strict and not examples:
-            raise ValueError(f"{conversation.id}: {next(iter(tally.dropped - before))}")
+            raise ValueError(f"{conversation.id}: {next(iter(tally.dropped - dropped_before))}")
         yield conversation, examples
 
 
 def examples_of(conversation: Conversation, tokenizer: Any, data: DataSection, tally: Tally) -> list[Example]:
-    """One, or several where the template rewrites history; none if it is dropped. Both are counted in `tally`."""
+    """The examples of a conversation: several where the template rewrites history, none if it is dropped."""
     if not tokenizer.is_fast:
         raise ValueError(f"{type(tokenizer).__name__} says no offsets: expected a fast tokenizer (a tokenizer.json)")
     notes: set[str] = set()
     try:
-        parts = render_answers(conversation, tokenizer, data, stop_texts(tokenizer), notes)
-        found = [example_of(part, tokenizer, data.max_length, notes) for part in parts]
-        if not any(found):
-            raise Refused(CUT_AWAY)
-    except Refused as refused:
-        tally.dropped[str(refused)] += 1
+        texts = render_answers(conversation, tokenizer, data, stop_texts(tokenizer), notes)
+        examples = [example for text in texts if (example := example_of(text, tokenizer, data.max_length, notes))]
+        if not examples:
+            raise Dropped(CUT_AWAY)
+    except Dropped as reason:
+        tally.dropped[str(reason)] += 1
         return []
-    examples = [example for example in found if example]
     if all(example.loss_mask.all() for example in examples):
         notes.add(ALL_ONES)
-    if mentions_special_tokens(conversation, tokenizer):
+    contents = "\0".join(str(turn.get("content") or "") for turn in conversation.messages)
+    if any(text in contents for text in special_texts(tokenizer, len(tokenizer))):
         notes.add(MARK_IN_CONTENT)
     tally.noted.update(notes)
     return examples
 
 
-def example_of(part: Printed, tokenizer: Any, max_length: int, notes: set[str]) -> Example | None:
-    """The text as tokens, those of the answers supervised; None if none of them comes before `max_length`."""
-    tokens, offsets = encoded(part.text, tokenizer)
+def example_of(rendered: RenderedText, tokenizer: Any, max_length: int, notes: set[str]) -> Example | None:
+    """The tokens of a text, with those of the answers supervised; None if no answer starts before `max_length`."""
+    tokens, offsets = encode(rendered.text, tokenizer)
     first, last = offsets[:max_length].unbind(1)
     mask = torch.zeros(len(first), dtype=torch.bool)
-    for start, end in part.answers:
+    for start, end in rendered.spans:
         mask |= (first < end) & (last > start)
         if ((first < start) & (last > start)).any():
             notes.add(STRADDLES)
@@ -118,19 +120,19 @@ def example_of(part: Printed, tokenizer: Any, max_length: int, notes: set[str]) 
     return Example(tokens[:max_length], mask) if mask.any() else None
 
 
-def encoded(text: str, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T] tokens and [T, 2] the characters of each. Nothing is added: templates print their own special tokens."""
+def encode(text: str, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens [T] of a text and the characters [T, 2] of each; templates print their own special tokens."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise Refused("half a surrogate pair: no valid text") from None
-    encoding = encoder_of(tokenizer, len(tokenizer)).encode(text, add_special_tokens=False)
+        raise Dropped("half a surrogate pair: no valid text") from None
+    encoding = plain_encoder(tokenizer, len(tokenizer)).encode(text, add_special_tokens=False)
     return torch.tensor(encoding.ids), torch.tensor(encoding.offsets).view(-1, 2)
 
 
 @lru_cache(maxsize=4)
-def encoder_of(tokenizer: Any, size: int) -> Any:
-    """What makes its tokens, without the step that adds special ones and, in some families, trims offsets."""
+def plain_encoder(tokenizer: Any, size: int) -> Any:
+    """The tokenizer's backend without the step that adds special tokens and, in some families, trims offsets."""
     encoder = copy.deepcopy(tokenizer.backend_tokenizer)
     encoder.post_processor = None
     encoder.no_truncation()
@@ -142,9 +144,3 @@ def encoder_of(tokenizer: Any, size: int) -> Any:
 def special_texts(tokenizer: Any, size: int) -> tuple[str, ...]:
     """The texts that this tokenizer reads as one special token."""
     return tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-
-
-def mentions_special_tokens(conversation: Conversation, tokenizer: Any) -> bool:
-    """Whether something said would be read as a special token."""
-    said = "\0".join(str(turn.get("content") or "") for turn in conversation.messages)
-    return any(text in said for text in special_texts(tokenizer, len(tokenizer)))

@@ -1,8 +1,10 @@
-"""A record of any known layout -> its turns, as the dataset writes them."""
+"""A record of any known layout -> its turns, each still as the dataset spells it."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 USER, ASSISTANT, SYSTEM, TOOL = "user", "assistant", "system", "tool"
@@ -14,8 +16,8 @@ ANSWERS = {  # where a record of one question has its answer
     "query": ("response", "answer"),
 }
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-MARKS = ("weight", "loss_weight", "loss_scale", "train", "training", "loss", "label")  # 0 or false: not learned
-NUMBERS = ("weight", "loss_weight", "loss_scale")  # of which anything but 0 and 1 cannot be followed
+WEIGHTS = ("weight", "loss_weight", "loss_scale")  # 0: not learned; any other number but 1 is refused
+MARKS = (*WEIGHTS, "train", "training", "loss", "label")  # 0 or false: not learned
 
 
 class Dropped(Exception):
@@ -26,25 +28,26 @@ def layout_of(record: Any) -> str | None:
     """The key that holds the turns or the question, if the record has one that is known."""
     if not isinstance(record, dict):
         return None
-    layout = next((key for key in LISTS if record.get(key) is not None), None)
-    if layout is None and isinstance(record.get("turns"), list):
-        layout = "turns"
-    if layout is None and _all_of(record.get("data"), str):
-        layout = "data"
-    layout = layout or next((key for key in ANSWERS if record.get(key) not in (None, "")), None)
-    return "chosen" if layout is None and _all_of(record.get("chosen"), dict) else layout
+    is_there = {
+        **{key: record.get(key) is not None for key in LISTS},
+        "turns": isinstance(record.get("turns"), list),
+        "data": _is_list_of(record.get("data"), str),
+        **{key: record.get(key) not in (None, "") for key in ANSWERS},
+        "chosen": _is_list_of(record.get("chosen"), dict),
+    }
+    return next((key for key in is_there if is_there[key]), None)
 
 
 def turns_of(record: dict[str, Any], notes: set[str]) -> list[Any]:
-    """The record's turns, questions without an answer followed by an empty one."""
+    """The turns of a record, where a question without an answer is followed by an answer without content."""
     layout = layout_of(record)
     if layout is None:
-        raise Dropped("unknown layout: keys " + ", ".join(shown(key) for key in sorted(record, key=str)[:6]))
+        raise Dropped("unknown layout: keys " + ", ".join(describe(key) for key in sorted(record, key=str)[:6]))
     check_media(record)
-    turns = _turns_at(layout, record, notes)
+    turns = _turns_in(layout, record, notes)
     if not turns:
         raise Dropped("no turns")
-    turns = _with_chosen(turns, record.get("chosen"), notes)
+    turns = _with_chosen_answer(turns, record.get("chosen"), notes)
     finish = record.get("finish_reason")
     if finish is not None and isinstance(turns[-1], dict):
         turns = [*turns[:-1], {"finish_reason": finish, **turns[-1]}]
@@ -53,9 +56,9 @@ def turns_of(record: dict[str, Any], notes: set[str]) -> list[Any]:
 
 
 def check_wanted(record: dict[str, Any]) -> None:
-    """Refuse a record that is marked as a whole as not to be learned; a label of 0 may be a class of anything."""
+    """Refuse a record that is marked as not to be learned; a label of 0 may stand for a class of any kind."""
     for key in MARKS:
-        if record.get(key) is False or (key in NUMBERS and record.get(key) == 0):
+        if record.get(key) is False or (key in WEIGHTS and record.get(key) == 0):
             raise Dropped(f"marked as not to be learned: {key}")
 
 
@@ -67,83 +70,90 @@ def check_media(values: dict[str, Any]) -> None:
             raise Dropped(f"{key} beside the text")
 
 
-def parsed(value: Any, what: str) -> Any:
-    """JSON text as what it says, anything else as it is."""
+def parse_json(value: Any, name: str) -> Any:
+    """The value of JSON text; anything but text stays as it is."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
-        raise Dropped(f"{what} not JSON") from None
+        raise Dropped(f"{name} not JSON") from None
 
 
 def first_of(values: dict[str, Any], *keys: str) -> Any:
-    """The first of these that is there; a table from Arrow holds None for keys that a record lacks."""
+    """The value of the first key that has one; a table from Arrow holds None for keys that a record lacks."""
     return next((values[key] for key in keys if values.get(key) is not None), None)
 
 
-def shown(value: Any) -> str:
-    """A word of the data on one short printable line."""
+def describe(value: Any) -> str:
+    """A text of the data on one short printable line, or the type of anything else."""
     return repr(value)[1:-1][:40] if isinstance(value, str) else type(value).__name__
 
 
-def _turns_at(layout: str, record: dict[str, Any], notes: set[str]) -> list[Any]:
-    """The turns that one key holds, in whichever form."""
+def _turns_in(layout: str, record: dict[str, Any], notes: set[str]) -> list[Any]:
+    """The turns that the layout's key holds, in whichever form."""
     value = record[layout]
     if layout in LISTS:
-        value = parsed(value, f"{layout}: text that is")
+        value = parse_json(value, f"{layout}: text that is")
         if not isinstance(value, list):
             raise Dropped(f"{layout}: not a list")
         return value
-    if layout == "chosen":  # what stands there is a whole conversation, and is taken below
+    if layout == "chosen":  # a whole conversation, which `_with_chosen_answer` takes
         return value
     if layout == "data":  # UltraChat: user and assistant in turn
-        return [{"role": (USER, ASSISTANT)[place % 2], "content": text} for place, text in enumerate(value)]
+        return _alternate(value)
     if layout == "turns":
-        return _asked(value)
+        return _questions(value)
     if isinstance(value, dict):
         return _best_path(value, notes)
-    return _pair(layout, record)
+    return _question_and_answer(layout, record)
 
 
-def _asked(values: list[Any]) -> list[Any]:
-    """Questions, as text or as turns without a role, each with room for its answer; turns with roles as they are."""
+def _questions(values: list[Any]) -> list[Any]:
+    """Texts or turns without roles as questions, an empty answer after each; turns with roles as they are."""
     if any(isinstance(value, dict) and first_of(value, "role", "from") is not None for value in values):
         return values
     texts = [first_of(value, "content", "value") if isinstance(value, dict) else value for value in values]
     if not all(isinstance(text, str) and text.strip() for text in texts):
         raise Dropped("turns that are no texts")
-    return [{"role": role, "content": content} for text in texts for role, content in ((USER, text), (ASSISTANT, None))]
+    return _alternate(content for text in texts for content in (text, None))
 
 
-def _pair(layout: str, record: dict[str, Any]) -> list[Any]:
-    """A question and what is added to it, its answer, and the history of both before it."""
-    question, answer, history = record[layout], first_of(record, *ANSWERS[layout]), record.get("history") or []
+def _alternate(contents: Iterable[Any]) -> list[Any]:
+    """Turns of the user and of the assistant in turn, with these contents."""
+    return [{"role": (USER, ASSISTANT)[place % 2], "content": content} for place, content in enumerate(contents)]
+
+
+def _question_and_answer(layout: str, record: dict[str, Any]) -> list[Any]:
+    """The history of a record of one question, the question with its input or context, and the answer."""
+    question = record[layout]
+    answer = first_of(record, *ANSWERS[layout])
+    history = record.get("history") or []
     if first_of(record, "choices", "options") is not None:
         raise Dropped("a question with choices")
-    if added := first_of(record, "input", "context") if layout in ("instruction", "question") else None:
-        if not isinstance(question, str) or not isinstance(added, str):
+    context = first_of(record, "input", "context") if layout in ("instruction", "question") else None
+    if context:
+        if not isinstance(question, str) or not isinstance(context, str):
             raise Dropped(f"{layout} or input: not text")
-        question = f"{question}\n\n{added}"
+        question = f"{question}\n\n{context}"
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise Dropped("history: not a list of pairs")
     if answer is None and "rejected" in record and isinstance(record.get("chosen"), str):
         answer = record["chosen"]
-    before = [
-        {"role": role, "content": text} for pair in history for role, text in zip((USER, ASSISTANT), pair, strict=True)
-    ]
-    asked = [{"role": USER, "content": question}]
+    turns = [{"role": USER, "content": question}]
     if isinstance(question, list):
-        asked = _asked(question)
-        asked = asked if asked is question else asked[:-1]  # the place of the answer that follows
-    return [*before, *asked, *(answer if _all_of(answer, dict) else [{"role": ASSISTANT, "content": answer}])]
+        turns = _questions(question)
+        turns = turns if turns is question else turns[:-1]  # the answer that follows takes the place of an empty one
+    answers = answer if _is_list_of(answer, dict) else [{"role": ASSISTANT, "content": answer}]
+    return [*_alternate(chain.from_iterable(history)), *turns, *answers]
 
 
 def _best_path(node: Any, notes: set[str]) -> list[Any]:
-    """From the root of a tree of messages, the reply of the best rank each time."""
+    """The turns from the root of a message tree, following the reply of the best rank."""
     notes.add("message tree: the best-ranked reply each time")
     turns: list[Any] = []
     while isinstance(node, dict):
         turns.append({key: node.get(key) for key in ("role", "text")})
-        replies = [reply for reply in node.get("replies") or [] if isinstance(reply, dict)]
+        replies = node.get("replies")
+        replies = [reply for reply in replies if isinstance(reply, dict)] if isinstance(replies, list) else []
         node = min(replies, key=_rank, default=None)
     return turns
 
@@ -153,17 +163,17 @@ def _rank(reply: dict[str, Any]) -> float:
     return rank if isinstance(rank, int | float) else float("inf")
 
 
-def _with_chosen(turns: list[Any], chosen: Any, notes: set[str]) -> list[Any]:
-    """The turns with the answer that was preferred; one with its question in it is the whole conversation."""
+def _with_chosen_answer(turns: list[Any], chosen: Any, notes: set[str]) -> list[Any]:
+    """The turns with the preferred answer; `chosen` replaces them where it holds a question too."""
     chosen = [chosen] if isinstance(chosen, dict) else chosen
-    if not _all_of(chosen, dict):
+    if not _is_list_of(chosen, dict):
         return turns
     notes.add("preference record: the chosen answer is taken")
     if any(first_of(turn, "role", "from") in (USER, "human") for turn in chosen):
         return chosen
-    answered = isinstance(turns[-1], dict) and "content" in turns[-1] and turns[-1]["content"] is None
-    return [*(turns[:-1] if answered else turns), *chosen]
+    ends_empty = isinstance(turns[-1], dict) and "content" in turns[-1] and turns[-1]["content"] is None
+    return [*(turns[:-1] if ends_empty else turns), *chosen]
 
 
-def _all_of(value: Any, kind: type) -> bool:
+def _is_list_of(value: Any, kind: type) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, kind) for item in value)

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from data_prep.conversations import read_records
 from data_prep.messages import says_something
-from data_prep.records import Dropped, conversation_of
+from data_prep.records import conversation_of
+from data_prep.turns import Dropped
 from eagle.core.verify import Sampling
 from eagle.recipe import Recipe
 from eagle.target.target import Target

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from data_prep.conversations import Tally, read_conversations
-from data_prep.tokens import each, load_tokenizer
+from data_prep.tokens import load_tokenizer, tokenize_each
 from eagle.core.decode import generate
 from eagle.core.drafter import Budget, TrainableDrafter
 from eagle.data.examples import Batch, Example, collate
@@ -102,7 +102,7 @@ def first_examples(recipe: Recipe) -> tuple[list[Example], int]:
     """Enough examples for two batches, and how many conversations it took."""
     wanted, found = STEPS * recipe.train.batch_size, []
     plain = recipe.model_copy(update={"regenerate": None})
-    for read, (_, more) in enumerate(each(plain, load_tokenizer(recipe), Tally()), start=1):
+    for read, (_, more) in enumerate(tokenize_each(plain, load_tokenizer(recipe), Tally()), start=1):
         found += [example for example in more if example.loss_mask[2:].any()]
         if len(found) >= wanted:
             return found[:wanted], read

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 
 from data_prep.extract import name_of
-from data_prep.tokens import load_tokenizer, tokenized
+from data_prep.tokens import load_tokenizer, tokenize_data
 from eagle.core.decode import generate
 from eagle.core.drafter import Budget, TrainableDrafter
 from eagle.data.examples import Features
@@ -120,7 +120,7 @@ def source(recipe: Recipe, target: Target, made: dict[str, Any]) -> Features:
     """The stored features, or such as are computed when they are read, where the recipe has no store."""
     if recipe.features.store:
         return FeatureStore(recipe.features.store, made)
-    examples, tally = tokenized(recipe, load_tokenizer(recipe))
+    examples, tally = tokenize_data(recipe, load_tokenizer(recipe))
     print(tally.table())
     return LiveFeatures(target, examples, in_precision(made, target.model.dtype), recipe.features.batch_tokens)
 

@@ -10,7 +10,7 @@ import torch
 
 from data_prep import count_tokens
 from data_prep.count_tokens import Text, counted
-from data_prep.tokens import load_tokenizer, tokenized
+from data_prep.tokens import load_tokenizer, tokenize_data
 from eagle import Target
 from eagle.drafters.bigram import BigramDrafter
 from eagle.drafters.parts.counts import load_tables
@@ -51,7 +51,7 @@ def test_the_command_counts_the_recipes_answers(
     """Conversations as for training, for the config's vocabulary, ready to load; unigrams alone where asked for."""
     where = [f"target.path={recipe.target.path}", f"data.train={recipe.data.train}"]
     count_tokens.main([TINY, *where, "--out", str(tmp_path / "two")])
-    said = [(example.tokens, example.loss_mask) for example in tokenized(recipe, load_tokenizer(recipe))[0]]
+    said = [(example.tokens, example.loss_mask) for example in tokenize_data(recipe, load_tokenizer(recipe))[0]]
     expected = naive(said)
     assert held(BigramDrafter.load(tmp_path / "two", tiny_target).tables) == expected
     printed = capsys.readouterr().out

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 
 from data_prep import draft_vocab
 from data_prep.draft_vocab import counts_of, coverage
-from data_prep.tokens import load_tokenizer, tokenized
+from data_prep.tokens import load_tokenizer, tokenize_data
 from eagle.data.examples import Example, most_frequent
 from eagle.data.identity import data_identity
 from eagle.drafters.eagle3 import Eagle3
@@ -130,7 +130,7 @@ def test_the_command_counts_the_recipes_own_data(tiny_target_dir: Path, tmp_path
     recipe = Recipe.load(TINY, overrides)
     _, t2d = load_draft_vocab(out, data_identity(recipe))
     counts: Counter[int] = Counter()
-    for example in tokenized(recipe, load_tokenizer(recipe))[0]:
+    for example in tokenize_data(recipe, load_tokenizer(recipe))[0]:
         counts.update(example.tokens[example.loss_mask].tolist())
     order = sorted(range(len(t2d)), key=lambda token: (-counts[token], token))
     assert t2d.nonzero()[:, 0].tolist() == sorted(order[:256])

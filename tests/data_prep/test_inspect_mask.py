@@ -16,8 +16,9 @@ from data_prep import inspect_mask, tokens
 from data_prep.check_mask import faults, unlike_served
 from data_prep.conversations import Tally, read_conversations
 from data_prep.inspect_mask import pieces
-from data_prep.render import Refused, render_answers
+from data_prep.render import render_answers
 from data_prep.tokens import examples_of
+from data_prep.turns import Dropped
 from eagle.data.examples import Example
 from eagle.recipe import DataSection, Recipe
 
@@ -160,10 +161,10 @@ def test_real_templates_end_an_answer_with_the_mark_written_by_hand() -> None:
         mark = hand_mark(str(file.relative_to(REAL / "chat_templates")), tokenizer.eos_token)
         try:
             parts = render_answers(TWO, tokenizer, DataSection(train="-"), [tokenizer.eos_token], set())
-        except Refused as refused:
+        except Dropped as refused:
             assert "the template refuses" in str(refused)
             continue
-        spans = [part.text[start:end] for part in parts for start, end in part.answers]
+        spans = [part.text[start:end] for part in parts for start, end in part.spans]
         behind = [span.rpartition(word)[2].lstrip() for span, word in zip(spans, ("One.", "Two."), strict=True)]
         assert mark is None or behind == [mark.lstrip()] * 2, file.name
         checked += mark is not None

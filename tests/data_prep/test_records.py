@@ -10,7 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data_prep.records import ROLES, Conversation, Dropped, conversation_of
+from data_prep.messages import ROLES
+from data_prep.records import Conversation, conversation_of
+from data_prep.turns import Dropped
 
 TOOL = {"name": "add", "description": "a sum", "parameters": {}}
 
@@ -210,6 +212,7 @@ REASONS = [
     ({**record("a"), "train": False}, "marked as not to be learned: train"),
     ({"question": "a", "choices": ["b", "c"], "answer": "B"}, "a question with choices"),
     ({"data": ["a"]}, "no answer"),
+    ({"prompt": {"role": "prompter", "text": "a", "replies": 1}}, "no answer"),
     ({"prompt": "a"}, "no answer"),
     ({"prompt": 3, "completion": "b"}, "content that is not text: int"),
     ({"chosen": "Human: a", "rejected": "Human: b"}, "unknown layout: keys chosen, rejected"),

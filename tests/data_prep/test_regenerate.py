@@ -18,9 +18,10 @@ import torch
 
 from data_prep import answers, regenerate
 from data_prep.answers import Local, Prompt, pads_harmlessly
-from data_prep.conversations import Conversation, read_conversations
+from data_prep.conversations import read_conversations
 from data_prep.endpoint import PROBE, Endpoint
 from data_prep.parts import begin, is_whole, put_together
+from data_prep.records import Conversation
 from data_prep.regenerate import Reader, answer_all, main, named, table, walk
 from eagle import Target
 from eagle.core.decode import generate

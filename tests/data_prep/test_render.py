@@ -10,8 +10,9 @@ import pytest
 from chats import TEMPLATES, TWO, chat, section
 
 from data_prep.check_mask import faults
-from data_prep.conversations import Conversation, Tally
-from data_prep.render import end_mark
+from data_prep.conversations import Tally
+from data_prep.records import Conversation
+from data_prep.render import find_end_mark
 from data_prep.tokens import STOP_IDS, examples_of, load_tokenizer
 from eagle.recipe import Recipe
 from tests.data_prep.test_tokens import CALL, TOOLS, spoken
@@ -114,7 +115,7 @@ def test_the_end_mark_is_what_the_model_says_itself(
     tail: str, following: str, stops: tuple[str, ...], mark: str
 ) -> None:
     """Written out by hand: what follows the last answer, what follows one before a question, the known stop tokens."""
-    assert end_mark(tail, following, stops) == mark
+    assert find_end_mark(tail, following, stops) == mark
 
 
 def test_a_tool_call_ends_with_its_mark(base: Any) -> None:

@@ -14,8 +14,9 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from data_prep import render, tokens
 from data_prep.check_mask import faults
-from data_prep.conversations import Conversation, Tally
-from data_prep.tokens import examples_of, load_tokenizer, tokenized
+from data_prep.conversations import Tally
+from data_prep.records import Conversation
+from data_prep.tokens import examples_of, load_tokenizer, tokenize_data
 from eagle.data.examples import Example
 from eagle.recipe import Recipe
 
@@ -191,9 +192,9 @@ def test_offsets_that_leave_out_spaces_lose_no_token() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     tokenizer.chat_template = TEMPLATES["vicuna"]
     assert tokenizer(" x", return_offsets_mapping=True)["offset_mapping"] == [(0, 0), (1, 2)]
-    assert tokens.encoded(" x", tokenizer)[1].tolist() == [[0, 1], [1, 2]]
+    assert tokens.encode(" x", tokenizer)[1].tolist() == [[0, 1], [1, 2]]
     (example,) = examples_of(chat("Who?", " é\n"), tokenizer, section(), Tally())
-    assert tokens.encoded("  é\n</s>", tokenizer)[0].tolist() == example.tokens[example.loss_mask].tolist()
+    assert tokens.encode("  é\n</s>", tokenizer)[0].tolist() == example.tokens[example.loss_mask].tolist()
 
 
 def test_slow_tokenizers_are_refused() -> None:
@@ -220,17 +221,17 @@ def test_a_recipe_names_the_template(recipe: Recipe, tmp_path: Path) -> None:
 def test_all_data_become_examples_or_reasons(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
     """Kept and dropped add up; nothing learned is an error with the table, everything learned a warning."""
     tokenizer = load_tokenizer(recipe)
-    examples, tally = tokenized(recipe, tokenizer)
+    examples, tally = tokenize_data(recipe, tokenizer)
     assert (len(examples), tally.kept) == (3, 3) and "warning" not in capsys.readouterr().out
-    _, tally = tokenized(changed(recipe, max_length=12), tokenizer)
+    _, tally = tokenize_data(changed(recipe, max_length=12), tokenizer)
     assert (tally.kept, tally.dropped) == (3 - tally.dropped.total(), tally.dropped)
     tokenizer.chat_template = TEMPLATES["dated"]
     with pytest.raises(ValueError, match=r"no example of(.|\n)*'date' is undefined +3"):
-        tokenized(recipe, tokenizer)
+        tokenize_data(recipe, tokenizer)
     with pytest.raises(ValueError, match=r"data.jsonl:1: the template refuses: 'date' is undefined"):
-        tokenized(recipe, tokenizer, strict=True)
+        tokenize_data(recipe, tokenizer, strict=True)
     tokenizer.chat_template = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
-    tokenized(recipe, tokenizer)
+    tokenize_data(recipe, tokenizer)
     assert "every token is supervised" in capsys.readouterr().out
 
 
@@ -239,4 +240,4 @@ def test_answers_that_are_not_there_yet_are_asked_for(tmp_path: Path) -> None:
     missing = str(tmp_path / "answers.jsonl")
     recipe = Recipe.load("recipes/tiny/eagle1.yaml", [f"data.train={missing}", f"regenerate.out={missing}"])
     with pytest.raises(ValueError, match=r"answers\.jsonl is not there: run `python -m data_prep\.regenerate"):
-        tokenized(recipe, None)
+        tokenize_data(recipe, None)
