@@ -1,8 +1,7 @@
-"""Heads that left this project and come back are the same, go on training, and others say what they said at home."""
+"""Heads that left this project and come back are the same, and go on training."""
 
 from __future__ import annotations
 
-import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -78,20 +77,3 @@ def test_a_warm_start_from_an_imported_head_trains(
     losses = {out: [row["total"] for row in trained.rows(out) if "total" in row] for out in (warm, cold)}
     assert losses[warm][0] < losses[cold][0] - 0.1
     assert losses[warm][-1] < losses[warm][0]
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("rival", ["speculators", "modelopt"])
-def test_logits_are_those_of_the_project_that_made_the_head(rival: str, tmp_path: Path) -> None:
-    """Random heads that the rivals make, save and run themselves."""
-    from bench import foreign_logits
-
-    python = os.environ.get(f"EAGLE_{rival.upper()}_PYTHON")
-    if python is None:
-        pytest.skip(f"no {rival}: set EAGLE_{rival.upper()}_PYTHON to the python of an environment that holds it")
-    for number, (what, some, switches) in enumerate(foreign_logits.HEADS[rival]):
-        (folder := tmp_path / str(number)).mkdir()
-        foreign_logits.prepared(folder)
-        found = foreign_logits.compared(folder, python, rival, switches, folder / ("some" if some else "all"))
-        close = foreign_logits.worst(found) < foreign_logits.BOUND
-        assert close == (what != foreign_logits.EXPLAINED), (what, found)

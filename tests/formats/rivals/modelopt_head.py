@@ -1,4 +1,4 @@
-"""A random EAGLE-3 head of `nvidia-modelopt`, as it exports it, and its logits; see `bench.rivals.foreign`."""
+"""A random EAGLE-3 head of `nvidia-modelopt`, as it exports it, and its logits; see `random_head`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import modelopt.torch.speculative as mtsp
 import torch
 from modelopt.torch.export import export_speculative_decoding
 from modelopt.torch.speculative.config import EAGLE3_DEFAULT_CFG
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from bench.rivals.foreign import Asked, heard, scatter, told
+from tests.formats.rivals.random_head import HeadRequest, randomize_, record_logits, save_logits
 
 
 def as_exported(model: Any) -> None:
@@ -32,29 +33,30 @@ def main() -> None:
 
     Switches: `input_layernorm` moves the norm that they use twice, `as_exported` computes what the export says.
     """
-    asked, said = Asked.here(), []
-    tokens, features, drafts = asked.text()
-    model = AutoModelForCausalLM.from_pretrained(asked.target, dtype=torch.float32)
+    request = HeadRequest.from_command_line()
+    logits: list[Tensor] = []
+    tokens, features, drafts = request.load_inputs()
+    model = AutoModelForCausalLM.from_pretrained(request.target, dtype=torch.float32)
     config = model.config
     config.num_orig_hidden_layers = config.num_hidden_layers
     settings = deepcopy(EAGLE3_DEFAULT_CFG["config"])
-    settings |= {"eagle_offline": True, "eagle_use_torch_compile": False, "eagle_ttt_steps": asked.steps}
+    settings |= {"eagle_offline": True, "eagle_use_torch_compile": False, "eagle_ttt_steps": request.steps}
     shape = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"]
     architecture = {name: getattr(config, name) for name in shape}
     architecture |= {"draft_vocab_size": len(drafts), "num_hidden_layers": 1, "has_lm_head": True}
     settings["eagle_architecture_config"] |= architecture
-    if not asked.switches.get("as_exported"):  # which they write into what they export, and do not train with
+    if not request.switches.get("as_exported"):  # which they write into what they export, and do not train with
         settings["eagle_export_rope_scaling"] = {}
     mtsp.convert(model, mode=[("eagle", settings)])
     head = model.eagle_module
-    scatter(head.parameters(), asked.moved)
-    if not asked.switches.get("input_layernorm"):  # on the token, and on the state before its own norm
+    randomize_(head.parameters())
+    if not request.switches.get("input_layernorm"):  # on the token, and on the state before its own norm
         torch.nn.init.ones_(head.layers[0].input_layernorm.weight)
     if len(drafts) < config.vocab_size:
         head.d2t.copy_(drafts - torch.arange(len(drafts)))
-    if asked.switches.get("as_exported"):
+    if request.switches.get("as_exported"):
         as_exported(model)
-    heard(head.lm_head, said)
+    record_logits(head.lm_head, logits)
     with torch.no_grad():
         model.train()(
             input_ids=tokens[None],
@@ -66,8 +68,8 @@ def main() -> None:
                 "aux_hidden_states": features[None],
             },
         )
-    export_speculative_decoding(model, export_dir=asked.out)
-    told(asked, [one.roll(-step, 0) for step, one in enumerate(said)], "nvidia-modelopt")
+    export_speculative_decoding(model, export_dir=request.out)
+    save_logits(request, [rows.roll(-step, 0) for step, rows in enumerate(logits)])
 
 
 if __name__ == "__main__":
