@@ -32,9 +32,9 @@ from eagle.drafters import settings_of
 from eagle.log import progress, script
 from eagle.recipe import Recipe
 from eagle.target.target import Target
+from eagle.training.first_head import first_head
 from eagle.training.plan import Plan
 from eval.prompts import questions
-from recipes.first_head import first_head
 
 BATCH, HEATS = 4, (0.0, 1.0)
 CURVE = ("agreement", "overlap", "chain/tau", "tree/tau")  # of what validation tells

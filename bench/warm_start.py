@@ -29,12 +29,12 @@ from eagle.drafters.parts.validation import added, figures
 from eagle.log import progress, script
 from eagle.recipe import Recipe
 from eagle.target.target import Target
+from eagle.training.first_head import first_head
 from eagle.training.launch import launch
 from eagle.training.plan import Plan
 from eagle.training.train import TREES, train
-from recipes.first_head import first_head
 from recipes.tiny.make_target import BATCH, packed, perplexity
-from recipes.train_eagle import decoded
+from recipes.train_eagle import decode_prompts as decoded
 
 TINY, FIRST = "recipes/tiny/eagle1.yaml", Path("runs/tiny")
 PART = "torch"  # the package whose documentation the sibling has read again

@@ -61,6 +61,13 @@ def tokenized(recipe: Recipe, tokenizer: Any, *, strict: bool = False) -> tuple[
     return examples, tally
 
 
+def read_examples(recipe: Recipe) -> list[Example]:
+    """The recipe's training examples, after a table of what was kept and dropped."""
+    examples, tally = tokenized(recipe, load_tokenizer(recipe))
+    print(tally.table())
+    return examples
+
+
 def each(
     recipe: Recipe, tokenizer: Any, tally: Tally, *, strict: bool = False
 ) -> Iterator[tuple[Conversation, list[Example]]]:
