@@ -63,6 +63,13 @@ def tokenize_data(recipe: Recipe, tokenizer: Any, *, strict: bool = False) -> tu
     return examples, tally
 
 
+def read_examples(recipe: Recipe) -> list[Example]:
+    """The recipe's training examples, after a table of what was kept and dropped."""
+    examples, tally = tokenize_data(recipe, load_tokenizer(recipe))
+    print(tally.table())
+    return examples
+
+
 def tokenize_each(
     recipe: Recipe, tokenizer: Any, tally: Tally, *, strict: bool = False
 ) -> Iterator[tuple[Conversation, list[Example]]]:

@@ -157,7 +157,7 @@ class Recipe(Section):
         values = yaml.safe_load(Path(path).read_text())
         written = copy.deepcopy(values)
         for override in overrides:
-            _lay_over(values, override)
+            lay_over(values, override)
         given = {override.partition("=")[0] for override in overrides}
         return cls.parse(_in_folder_of_target(values, written, given), str(path))
 
@@ -246,7 +246,8 @@ def _in_folder_of_target(values: Any, written: Any, given: set[str]) -> Any:
     return values if name == was else moved(values, "")
 
 
-def _lay_over(values: dict[str, Any], override: str) -> None:
+def lay_over(values: dict[str, Any], override: str) -> None:
+    """Set one `key.sub=value` in nested values, in place."""
     key, equals, value = override.partition("=")
     if not equals:
         raise ValueError(f"override {override!r}: expected key.sub=value")

@@ -28,7 +28,7 @@ from eagle.formats.checkpoint import load_head, save_head
 from eagle.formats.export import EXPORTERS, export
 from eagle.recipe import Recipe
 from eagle.target.target import Target
-from recipes.first_head import first_head
+from eagle.training.first_head import first_head
 from recipes.forecast import GB, parameters, training_bytes
 
 STEPS = 2

@@ -9,29 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
-from data_prep.extract import name_of
-from data_prep.tokens import load_tokenizer, tokenize_data
+from data_prep.tokens import read_examples
 from eagle.core.decode import generate
 from eagle.core.drafter import Budget, TrainableDrafter
-from eagle.data.examples import Features
-from eagle.data.features import LiveFeatures, taps_of
-from eagle.data.identity import MASK_RULES, data_identity, identity, in_precision
-from eagle.data.on_policy import OnPolicyFeatures
-from eagle.data.store import FeatureStore
-from eagle.device import best_device, fastest_dtype, in_dtype
+from eagle.data.open import follow_head, open_features
+from eagle.device import in_dtype
 from eagle.drafters import settings_of
 from eagle.log import script
 from eagle.recipe import Recipe
-from eagle.target.borrowed import Borrowed, is_local_model, load_borrowed
 from eagle.target.target import Target
-from eagle.training.launch import launch
+from eagle.training.first_head import first_head
+from eagle.training.launch import launch, resolve_dtype, splits_weights
 from eagle.training.train import TREES, train
 from eval.prompts import first_turns
 from eval.results import commit
 from recipes.check import check
-from recipes.first_head import first_head
 from recipes.tiny import demo
 
 
@@ -44,7 +37,7 @@ def main(argv: list[str]) -> None:
     path = argv.pop(0) if argv and "=" not in argv[0] else None
     if path is None:
         os.chdir(demo.ROOT)
-    recipe = resolved(Recipe.load(path or demo.RECIPE, argv))
+    recipe = resolve_dtype(Recipe.load(path or demo.RECIPE, argv))
     if path is None and not Path(recipe.target.path).exists() and "LOCAL_RANK" not in os.environ:
         demo.run(demo.TO_TRAIN)
     if checking:
@@ -52,13 +45,12 @@ def main(argv: list[str]) -> None:
         return
     accelerator = launch(recipe.train)
     settings = settings_of(recipe.drafter.model_dump(), path or demo.RECIPE)
-    target, features = opened(recipe, settings, main=accelerator.is_main_process)
+    target, features = open_features(recipe, settings, partial(read_examples, recipe), main=accelerator.is_main_process)
     torch.manual_seed(recipe.train.seed)  # the head's first weights are part of the run
     head = first_head(recipe, settings, target, features)
-    if getattr(settings, "samples", "data") == "own":
-        features = own_samples(recipe, features, head, accelerator)
+    features = follow_head(recipe, settings, features, head, weights_split=splits_weights(accelerator))
     frozen = target.head.cast(getattr(torch, recipe.train.dtype))
-    decode = partial(decoded, recipe, target) if isinstance(target, Target) and recipe.train.decode else None
+    decode = partial(decode_prompts, recipe, target) if isinstance(target, Target) and recipe.train.decode else None
     if decode is None and recipe.features.store:
         del target  # only its embedding and LM head are needed
     folder = train(accelerator, recipe, head, frozen, features, decode, commit())
@@ -66,82 +58,7 @@ def main(argv: list[str]) -> None:
     accelerator.end_training()
 
 
-def resolved(recipe: Recipe) -> Recipe:
-    """The recipe with the precision that suits this device written out."""
-    if recipe.train.decode and recipe.features.shard_target:
-        raise ValueError("a sharded target cannot decode while a head is trained: set train.decode=0")
-    if recipe.train.dtype != "auto":
-        return recipe
-    dtype = str(fastest_dtype(best_device())).removeprefix("torch.")
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"dtype": dtype})})
-
-
-def opened(recipe: Recipe, settings: Any, *, main: bool = True) -> tuple[Target | Borrowed, Features]:
-    """What a head borrows from, and the features; the target itself only where it must compute or decode."""
-    if recipe.features.store and not recipe.train.decode:
-        store = FeatureStore(recipe.features.store)
-        if folder := store.borrowed_folder():
-            borrowed = load_borrowed(folder, best_device())
-            if main:  # its reading of all weights is enough for all processes
-                store.expect(needed(recipe, taps_of(settings, borrowed.config), store))
-            return borrowed, store
-    shard = recipe.features.shard_target
-    target = Target.load(**recipe.target.model_dump(), device="cpu" if shard else "auto")
-    if shard:
-        target.shard()
-    return target, source(recipe, target, identity(recipe, taps_of(settings, target.config)))
-
-
-def needed(recipe: Recipe, taps: tuple[int, ...], store: FeatureStore) -> dict[str, Any]:
-    """The identity that a store must have; of a target whose files are not here only the name can be compared."""
-    if is_local_model(recipe.target.path, recipe.target.revision):
-        return identity(recipe, taps)
-    named, made_from = name_of(recipe), store.index["made"]["target"]
-    if named != made_from:
-        raise ValueError(
-            f"the target {named} is not here, and {store.folder} was made from {made_from}: name that one, or the "
-            "folder where this one lies"
-        )
-    print(f"no target at {recipe.target.path}: its files could not be compared with what made {store.folder}")
-    told = store.identity
-    elsewhere = recipe.target.model_copy(update={"path": str(store.folder)})  # where no tokenizer lies
-    untold = ["tokenizer"] if recipe.data.template else ["tokenizer", "template"]
-    return {
-        **data_identity(recipe.model_copy(update={"target": elsewhere})),
-        **{name: told[name] for name in untold},
-        "masks": {"rules": MASK_RULES, "stop_ids": told.get("masks", {}).get("stop_ids")},
-        "target": {**told["target"], "dtype": recipe.target.dtype},
-        "taps": list(taps),
-        "dtype": recipe.features.dtype,
-    }
-
-
-def source(recipe: Recipe, target: Target, made: dict[str, Any]) -> Features:
-    """The stored features, or such as are computed when they are read, where the recipe has no store."""
-    if recipe.features.store:
-        return FeatureStore(recipe.features.store, made)
-    examples, tally = tokenize_data(recipe, load_tokenizer(recipe))
-    print(tally.table())
-    return LiveFeatures(target, examples, in_precision(made, target.model.dtype), recipe.features.batch_tokens)
-
-
-def own_samples(recipe: Recipe, features: Features, head: TrainableDrafter, accelerator: Accelerator) -> Features:
-    """What the head says itself at every step, in place of the answers of the data."""
-    engine = accelerator.state.deepspeed_plugin
-    if engine is not None and engine.zero_stage == 3:  # whose processes read weights together, and answers differ
-        raise ValueError(
-            "drafter.samples is own, which needs all weights on every process, and ZeRO-3 splits them: launch with "
-            "recipes/accelerate/ddp.yaml or zero2.yaml"
-        )
-    if not isinstance(features, LiveFeatures):
-        raise ValueError(
-            f"drafter.samples is own, and features.store is {recipe.features.store}: what the draft says changes with "
-            "every step, expected features.store=null, which computes features while training"
-        )
-    return OnPolicyFeatures(features, head)
-
-
-def decoded(recipe: Recipe, target: Target, head: TrainableDrafter) -> dict[str, float]:
+def decode_prompts(recipe: Recipe, target: Target, head: TrainableDrafter) -> dict[str, float]:
     """The acceptance lengths that the decoder reaches with a chain of 4 and with the published tree, greedily."""
     asked = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"count": recipe.train.decode})})
     drafter: Any = in_dtype(copy.deepcopy(head).to(target.device), target.model.dtype).bind(target.head)

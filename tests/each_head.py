@@ -6,17 +6,19 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from data_prep.tokens import read_examples
+from eagle.data.open import follow_head, open_features
 from eagle.drafters import settings_of
 from eagle.log import script
 from eagle.recipe import DrafterSection, Recipe
-from eagle.training.launch import launch
+from eagle.training.first_head import first_head
+from eagle.training.launch import launch, splits_weights
 from eagle.training.train import train
-from recipes.first_head import first_head
-from recipes.train_eagle import opened, own_samples
 
 HEADS = {
     "eagle1": {"kind": "eagle1"},
@@ -39,11 +41,10 @@ def main(argv: list[str]) -> None:
         train_section = base.train.model_copy(update={"out": str(folder / name)})
         recipe = base.model_copy(update={"drafter": DrafterSection(**HEADS[name]), "train": train_section})
         settings = settings_of(recipe.drafter.model_dump(), name)
-        target, features = opened(recipe, settings)
+        target, features = open_features(recipe, settings, partial(read_examples, recipe))
         torch.manual_seed(recipe.train.seed)
         head = first_head(recipe, settings, target, features)
-        if name == "own":
-            features = own_samples(recipe, features, head, accelerator)
+        features = follow_head(recipe, settings, features, head, weights_split=splits_weights(accelerator))
         if kill and name == names[-1] and accelerator.process_index == accelerator.num_processes - 1:
             threading.Thread(target=die_after, args=(folder / name / "checkpoints/step-2",), daemon=True).start()
         train(accelerator, recipe, head, target.head.cast(getattr(torch, recipe.train.dtype)), features)

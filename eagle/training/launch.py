@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
 
-from eagle.recipe import TrainSection
+from eagle.device import best_device, fastest_dtype
+from eagle.recipe import Recipe, TrainSection
 
 HOW = (
     "launch with `accelerate launch --config_file recipes/accelerate/ddp.yaml --num_processes N`, or by "
@@ -44,6 +45,22 @@ def launch(settings: TrainSection) -> Accelerator:
         engine["torch_autocast"] = {"enabled": bf16, "dtype": "bfloat16", "lower_precision_safe_modules": []}
         engine["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True  # at each validation
     return accelerator
+
+
+def resolve_dtype(recipe: Recipe) -> Recipe:
+    """The recipe with the precision of training that suits this device written out."""
+    if recipe.train.decode and recipe.features.shard_target:
+        raise ValueError("a sharded target cannot decode while a head is trained: set train.decode=0")
+    if recipe.train.dtype != "auto":
+        return recipe
+    dtype = str(fastest_dtype(best_device())).removeprefix("torch.")
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"dtype": dtype})})
+
+
+def splits_weights(accelerator: Accelerator) -> bool:
+    """Whether every process holds a part of the head's weights, as under ZeRO-3."""
+    engine = accelerator.state.deepspeed_plugin
+    return engine is not None and engine.zero_stage == 3
 
 
 def _refuse_other_settings(settings: TrainSection) -> None:

@@ -17,7 +17,7 @@ from eagle.drafters.eagle3 import Eagle3
 from eagle.drafters.hass import Hass
 from eagle.formats.checkpoint import load_head, save_head
 from eagle.recipe import Recipe
-from recipes.first_head import first_head
+from eagle.training.first_head import first_head
 from tests.naive_unroll import hass_loss
 from tests.unrolled_heads import SHAPE, TAPS, apart, computed, frozen_head, texts_of
 

@@ -1,0 +1,80 @@
+"""The features that a recipe trains on: stored, computed while training, or of answers that the head itself writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from eagle.data.examples import Example, Features
+from eagle.data.features import LiveFeatures, taps_of
+from eagle.data.identity import MASK_RULES, data_identity, identity, in_precision
+from eagle.data.on_policy import OnPolicyFeatures
+from eagle.data.store import FeatureStore
+from eagle.device import best_device
+from eagle.recipe import Recipe
+from eagle.target.borrowed import Borrowed, is_local_model, load_borrowed
+from eagle.target.target import Target
+
+
+def open_features(
+    recipe: Recipe, settings: Any, read_examples: Callable[[], Sequence[Example]], *, main: bool = True
+) -> tuple[Target | Borrowed, Features]:
+    """What a head borrows from, and the features; the target itself only where it must compute or decode."""
+    if recipe.features.store and not recipe.train.decode:
+        store = FeatureStore(recipe.features.store)
+        if folder := store.borrowed_folder():
+            borrowed = load_borrowed(folder, best_device())
+            if main:  # its reading of all weights is enough for all processes
+                store.expect(_expected_identity(recipe, taps_of(settings, borrowed.config), store))
+            return borrowed, store
+    shard = recipe.features.shard_target
+    target = Target.load(**recipe.target.model_dump(), device="cpu" if shard else "auto")
+    if shard:
+        target.shard()
+    expected = identity(recipe, taps_of(settings, target.config))
+    if recipe.features.store:
+        return target, FeatureStore(recipe.features.store, expected)
+    expected = in_precision(expected, target.model.dtype)
+    return target, LiveFeatures(target, read_examples(), expected, recipe.features.batch_tokens)
+
+
+def follow_head(recipe: Recipe, settings: Any, features: Features, head: Any, *, weights_split: bool) -> Features:
+    """The features, or where `drafter.samples` is own those of answers that the head writes anew at every step."""
+    if getattr(settings, "samples", "data") != "own":
+        return features
+    if weights_split:  # processes read weights together, and answers differ
+        raise ValueError(
+            "drafter.samples is own, which needs all weights on every process, and ZeRO-3 splits them: launch with "
+            "recipes/accelerate/ddp.yaml or zero2.yaml"
+        )
+    if not isinstance(features, LiveFeatures):
+        raise ValueError(
+            f"drafter.samples is own, and features.store is {recipe.features.store}: what the draft says changes with "
+            "every step, expected features.store=null, which computes features while training"
+        )
+    return OnPolicyFeatures(features, head)
+
+
+def _expected_identity(recipe: Recipe, taps: tuple[int, ...], store: FeatureStore) -> dict[str, Any]:
+    """The identity that a store must have; of a target whose files are not here only the name can be compared."""
+    if is_local_model(recipe.target.path, recipe.target.revision):
+        return identity(recipe, taps)
+    name = recipe.target.model_dump(include={"path", "revision", "adapter"})
+    made_from = store.index["made"]["target"]
+    if name != made_from:
+        raise ValueError(
+            f"the target {name} is not here, and {store.folder} was made from {made_from}: name that one, or the "
+            "folder where this one lies"
+        )
+    print(f"no target at {recipe.target.path}: its files could not be compared with what made {store.folder}")
+    stored = store.identity
+    without_tokenizer = recipe.target.model_copy(update={"path": str(store.folder)})
+    uncompared = ["tokenizer"] if recipe.data.template else ["tokenizer", "template"]
+    return {
+        **data_identity(recipe.model_copy(update={"target": without_tokenizer})),
+        **{key: stored[key] for key in uncompared},
+        "masks": {"rules": MASK_RULES, "stop_ids": stored.get("masks", {}).get("stop_ids")},
+        "target": {**stored["target"], "dtype": recipe.target.dtype},
+        "taps": list(taps),
+        "dtype": recipe.features.dtype,
+    }

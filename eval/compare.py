@@ -1,0 +1,131 @@
+"""Methods side by side: `python -m eval.compare COMPARISON.yaml [key=value ...] [--report]`.
+
+Every arm of the file is trained with every seed, and measured on the same prompts; `docs/compare.md` explains the file.
+A comparison that was killed goes on when the same command is given again. With `--report` the table is made anew from
+the results that are there, without any training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle.data.identity import target_identity
+from eagle.data.store import differences
+from eagle.device import best_device
+from eagle.disk import lock_folder, write_text
+from eagle.log import interrupted_by_user, progress, script
+from eval.compare_decode import Decoder
+from eval.compare_plan import Comparison
+from eval.compare_rows import Rows
+from eval.compare_table import Table, markdown
+from eval.compare_train import is_trained, store_features, train_arm
+from eval.results import commit
+
+GOES_ON = "what is trained and measured is kept, and the same command goes on"
+
+
+def prepare(comparison: Comparison) -> None:
+    """Run the command of every needed file that is not there."""
+    for path, command in comparison.section.prepare.items():
+        if Path(path).exists():
+            continue
+        print(f"{path} is not there yet: python {command}", flush=True)
+        done = subprocess.run([sys.executable, *shlex.split(command)])
+        if done.returncode or not Path(path).exists():
+            raise ValueError(f"{path} is still missing after `python {command}` (status {done.returncode}): see above")
+
+
+def header(comparison: Comparison, decoder: Decoder) -> dict[str, Any]:
+    """What the rows that follow were made by."""
+    device = best_device()
+    processor = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+    return {
+        "comparison": comparison.source,
+        "target": target_identity(comparison.recipe.target),
+        "prompts": [[question.set, question.id] for question in decoder.questions],
+        "new_tokens": comparison.recipe.eval.max_new_tokens,
+        "machine": f"{processor}, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "date": str(date.today()),
+        "commit": commit(),
+    }
+
+
+def begin(rows: Rows, about: dict[str, Any]) -> None:
+    """Note what this run is made by; rows of another target are refused."""
+    for run in rows.of("run"):
+        for name, earlier, now in differences(run["target"], about["target"]):
+            raise ValueError(
+                f"{rows.path} holds results of another target: its {name} is {earlier!r}, now {now!r}; name another "
+                "out, or remove that file"
+            )
+    if about not in rows.of("run")[-1:]:
+        rows.add("run", [about])
+
+
+def run(comparison: Comparison) -> str:
+    """Prepare, train and measure what is missing, seed by seed; the table."""
+    rows = Rows(comparison.folder)
+    prepare(comparison)
+    decoder = Decoder(comparison, rows)
+    begin(rows, header(comparison, decoder))
+    store_features(comparison)
+    seeds, arms = comparison.section.seeds, list(comparison.arms.values())
+    every = [
+        (work, arm, seed)
+        for seed in seeds
+        for work in ("train", "measure")
+        for arm in arms
+        if arm.is_trained or (work == "measure" and seed == seeds[0])
+    ]
+    for work, arm, seed in progress(every, "compare", len(every), unit="arms"):
+        if work == "train" and not is_trained(rows, arm, seed):
+            decoder.release()
+            print(f"training {arm.name}, seed {seed}", flush=True)
+            train_arm(comparison, rows, arm, seed)
+        elif work == "measure" and not decoder.is_done(arm, seed):
+            decoder.measure(arm, seed)
+            report(comparison, rows)
+    return report(comparison, rows)
+
+
+def report(comparison: Comparison, rows: Rows) -> str:
+    """Write the figures and the table of the rows that are there; the table."""
+    if not rows.of("run"):
+        raise ValueError(f"no results in {rows.path}: give the command without --report first")
+    figures = Table(comparison, rows).figures()
+    table = markdown(figures)
+    write_text(comparison.folder / "comparison.json", json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
+    write_text(comparison.folder / "comparison.md", table + "\n")
+    return table
+
+
+def main(argv: list[str]) -> None:
+    """Compare, and print the table."""
+    parser = argparse.ArgumentParser(prog="python -m eval.compare", description=__doc__)
+    parser.add_argument("comparison", help="a YAML file, such as recipes/compare/tiny.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the file")
+    parser.add_argument("--report", action="store_true", help="the table of the results that are there")
+    args = parser.parse_intermixed_args(argv)
+    comparison = Comparison.load(args.comparison, args.overrides)
+    if args.report:
+        print(report(comparison, Rows(comparison.folder)))
+        return
+    with interrupted_by_user(lambda: GOES_ON), lock_folder(comparison.folder):
+        print(run(comparison))
+
+
+if __name__ == "__main__":
+    script(main)

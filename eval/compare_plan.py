@@ -1,0 +1,212 @@
+"""What a comparison file says: arms, their recipes and budgets of training, and what is measured of each."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+from eval.drafters import budget_of
+from pydantic import Field
+
+from eagle.drafters import settings_of
+from eagle.recipe import BudgetSection, Recipe, Section, lay_over, validated
+from eagle.training.launch import resolve_dtype
+from eagle.training.train import FREE
+
+OF_AN_ARM = ("drafter", "features", "train")  # what counts of a recipe that one arm names
+OF_ALL = ("target", "eval")  # what arms share, else their figures cannot be compared
+BUDGETS = ("tokens", "seconds", "as_long_as")
+
+
+class ArmSection(Section):
+    """One way to a drafter: a method, its data, and how long it is trained."""
+
+    base: str | None = None  # a recipe file whose drafter, features and train sections this arm takes
+    recipe: dict[str, Any] = Field({})  # laid over the recipe of the comparison, for this arm alone
+    untrained: str | None = None  # a drafter that is not trained here: a method without weights, a folder, a hub id
+    start: str | None = None  # the arm whose head this one goes on from
+    tokens: int | None = Field(None, ge=1)  # supervised tokens to learn from, those of its start included
+    seconds: float | None = Field(None, gt=0)  # of training, its start's included
+    as_long_as: str | None = None  # the arm whose seconds of training this one has
+
+
+class ComparisonSection(Section):
+    """Arms, and what they have in common."""
+
+    out: str
+    prepare: dict[str, str] = Field({})  # a file or folder that is needed, and the Python command that makes it
+    base: str | None = None  # a recipe file that all arms share
+    recipe: dict[str, Any] = Field({})  # sections laid over it, or the whole recipe
+    seeds: tuple[int, ...] = Field((0,), min_length=1)
+    tokens: int | None = Field(None, ge=1)  # of each arm that names no budget of its own
+    seconds: float | None = Field(None, gt=0)
+    clock_steps: int = Field(20, ge=1)  # steps in which arms with a budget of time are timed, in turns
+    shapes: dict[str, BudgetSection] = Field(min_length=1)  # what is drafted in a cycle
+    arms: dict[str, ArmSection] = Field(min_length=1)
+    compare: tuple[tuple[str, str], ...] | None = None  # second minus first; by default all minus the first arm
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm with its whole recipe."""
+
+    name: str
+    section: ArmSection
+    recipe: Recipe
+    start: Arm | None
+    as_long_as: Arm | None
+    digest: str  # of everything that decides its head, but for the seed
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the comparison trains it."""
+        return self.section.untrained is None
+
+    def line(self) -> list[Arm]:
+        """The arms that its head went through, itself last."""
+        return [*(self.start.line() if self.start else []), self]
+
+    def for_seed(self, folder: Path, seed: int) -> Recipe:
+        """The recipe of one training run."""
+        train = {"out": str(self.folder(folder, seed)), "seed": seed, "decode": 0}
+        if self.start is not None:
+            train["init"] = str(self.start.folder(folder, seed) / "last")
+        return self.recipe.model_copy(update={"train": self.recipe.train.model_copy(update=train)})
+
+    def folder(self, folder: Path, seed: int) -> Path:
+        """Where a training run of this arm lies."""
+        return folder / "runs" / f"{re.sub('[^A-Za-z0-9]+', '-', self.name)}-{seed}-{self.digest}"
+
+
+class Comparison:
+    """A comparison file, checked."""
+
+    def __init__(self, section: ComparisonSection, source: str) -> None:
+        self.section, self.source, self.folder = section, source, Path(section.out)
+        self.shared = _merged(_read_yaml(section.base), section.recipe)
+        self.recipe = self._recipe_of("", ArmSection.model_validate({}))
+        self.shapes = {name: budget_of(shape) for name, shape in section.shapes.items()}
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Comparison:
+        """A comparison from YAML, with `key.sub=value` laid over it; every mistake is named before anything runs."""
+        values = _read_yaml(str(path))
+        for override in overrides:
+            lay_over(values, override)
+        comparison = cls(validated(ComparisonSection, values, str(path)), str(path))
+        comparison.check()
+        return comparison
+
+    def check(self) -> None:
+        """Refuse arms, pairs and budgets that contradict each other, and recipes that no method takes."""
+        names = list(self.section.arms)
+        for place, (name, section) in enumerate(self.section.arms.items()):
+            self._check_arm(f"{self.source}: arms.{name}", section, names[:place])
+        for name in {name for pair in self.section.compare or () for name in pair} - set(names):
+            raise ValueError(f"{self.source}: compare names {name!r}, expected one of the arms: {', '.join(names)}")
+        if self.section.tokens is not None and self.section.seconds is not None:
+            raise ValueError(f"{self.source} has tokens and seconds, expected one budget for all arms")
+        trained = [arm for arm in self.arms.values() if arm.is_trained]
+        for arm in trained:
+            settings_of(arm.recipe.drafter.model_dump(), f"{self.source}: arms.{arm.name}")
+        if len(dtypes := {arm.recipe.train.dtype for arm in trained}) > 1:
+            raise ValueError(f"{self.source}: arms train in {' and '.join(sorted(dtypes))}, expected one train.dtype")
+
+    def _check_arm(self, place: str, arm: ArmSection, before: Sequence[str]) -> None:
+        for key in ("start", "as_long_as"):
+            other = getattr(arm, key)
+            if other is not None and (other not in before or self.section.arms[other].untrained):
+                raise ValueError(f"{place}.{key} is {other!r}, expected a trained arm that comes before")
+        budgets = [key for key in BUDGETS if getattr(arm, key) is not None]
+        if len(budgets) > 1:
+            raise ValueError(f"{place} has {' and '.join(budgets)}, expected one budget")
+        if arm.untrained is not None and (arm.start or budgets or arm.recipe or arm.base):
+            raise ValueError(f"{place} is untrained, expected no other key beside it")
+        if shared := [key for key in OF_ALL if key in arm.recipe]:
+            raise ValueError(
+                f"{place}.recipe names {' and '.join(shared)}, expected sections that arms may differ in: name those "
+                "in the recipe of the comparison"
+            )
+
+    @cached_property
+    def arms(self) -> dict[str, Arm]:
+        """The arms by name; one that starts from another or is timed by it comes after it."""
+        arms: dict[str, Arm] = {}
+        for name, section in self.section.arms.items():
+            if section.untrained is None and all(getattr(section, key) is None for key in BUDGETS):
+                shared = {key: getattr(self.section, key) for key in ("tokens", "seconds")}
+                section = section.model_copy(update=shared)
+            recipe = resolve_dtype(self._recipe_of(name, section))
+            start, as_long_as = arms.get(section.start or ""), arms.get(section.as_long_as or "")
+            digest = digest_of(_decisive(recipe, section), start and start.digest, as_long_as and as_long_as.digest)
+            arms[name] = Arm(name, section, recipe, start, as_long_as, digest)
+        return arms
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Which arms are compared, the second with the first."""
+        first, *others = self.section.arms
+        return list(self.section.compare) if self.section.compare is not None else [(first, other) for other in others]
+
+    @property
+    def answer_digest(self) -> str:
+        """What decides the target's answers beside its weights, prompt, temperature and seed."""
+        data = self.recipe.data
+        return digest_of(data.template, data.template_kwargs, self.recipe.eval.max_new_tokens)
+
+    def row_digest(self, arm: Arm, shape: str) -> str:
+        """What decides the cycles of an arm in this shape."""
+        return digest_of(self.answer_digest, arm.digest, repr(self.shapes[shape]))
+
+    def _recipe_of(self, name: str, arm: ArmSection) -> Recipe:
+        """The comparison's recipe, with the sections that an arm's own recipe file has, and what is laid over both."""
+        values = dict(self.shared)
+        if arm.base is not None:
+            own = _read_yaml(arm.base)
+            values |= {key: own[key] for key in OF_AN_ARM if key in own}
+            values = _merged(values, {key: self.section.recipe.get(key, {}) for key in OF_AN_ARM if key != "drafter"})
+        source = f"{self.source}: arms.{name}" if name else self.source
+        return Recipe.parse(_merged(values, arm.recipe), source)
+
+
+def _merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Nested values with changes laid over them; a drafter section that names its kind replaces the other whole."""
+    merged = dict(values)
+    for key, value in changes.items():
+        below = merged.get(key)
+        replaces = key == "drafter" and isinstance(value, dict) and "kind" in value
+        nested = isinstance(value, dict) and isinstance(below, dict) and not replaces
+        merged[key] = _merged(below, value) if nested else value  # type: ignore[arg-type]
+    return merged
+
+
+def _decisive(recipe: Recipe, section: ArmSection) -> list[Any]:
+    """What of an arm decides its head."""
+    if section.untrained is not None:
+        return [section.untrained]
+    values = recipe.model_dump(mode="json", exclude={"eval", "regenerate"})
+    free = FREE | {"seed"} | ({"init"} if section.start else set())
+    values["train"] = {key: value for key, value in values["train"].items() if key not in free}
+    return [values, {key: getattr(section, key) for key in ("tokens", "seconds")}]
+
+
+def digest_of(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _read_yaml(path: str | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    if not Path(path).is_file():
+        raise ValueError(f"no file at {path}: expected YAML, such as recipes/compare/tiny.yaml")
+    values = yaml.safe_load(Path(path).read_text())
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds {type(values).__name__}, expected keys and values")
+    return values

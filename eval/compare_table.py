@@ -1,0 +1,152 @@
+"""The table of a comparison: acceptance lengths of all arms, what their training took, and differences of pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from eval.compare_plan import Arm, Comparison
+from eval.compare_rows import Rows
+from eval.statistics import Estimate, Row, estimate, estimate_difference
+
+Key = tuple[Any, ...]  # seed, set, conversation, turn, sampling seed
+NO_DATA = "–"
+
+
+@dataclass(frozen=True)
+class Table:
+    """The figures of a comparison, from the rows that are there."""
+
+    comparison: Comparison
+    rows: Rows
+
+    @property
+    def columns(self) -> list[tuple[str, float]]:
+        """Every shape at every temperature."""
+        temperatures = self.comparison.recipe.eval.temperatures
+        return [(shape, temperature) for shape in self.comparison.shapes for temperature in temperatures]
+
+    def lengths(self, arm: Arm, shape: str, temperature: float) -> dict[Key, Row]:
+        """Tokens and cycles of every answer to what was asked last; those of an untrained arm count for every seed."""
+        asked = {tuple(prompt) for prompt in self.rows.of("run")[-1]["prompts"]}
+        seeds = self.comparison.section.seeds
+        digest = self.comparison.row_digest(arm, shape)
+        return {
+            (seed, row["set"], row["conversation"], row["turn"], row["sampling_seed"]): (
+                row["committed"],
+                row["cycles"],
+            )
+            for row in self.rows.of("row", digest=digest, temperature=temperature)
+            for seed in (seeds if row["seed"] is None else [row["seed"]])
+            if seed in seeds and (row["set"], row["conversation"]) in asked
+        }
+
+    def training(self, arm: Arm, seed: int) -> dict[str, float] | None:
+        """Tokens, steps and seconds of training, those of its starts included; None where it is not done."""
+        total = {"tokens": 0.0, "steps": 0.0, "seconds": 0.0}
+        for part in arm.line() if arm.is_trained else []:
+            found = self.rows.of("trained", digest=part.digest, seed=seed)
+            if not found:
+                return None
+            total = {name: value + found[-1][name] for name, value in total.items()}
+        return total
+
+    def figures(self) -> dict[str, Any]:
+        """Everything that the table shows, and what every seed has."""
+        return {
+            "about": self.rows.of("run")[-1],
+            "commits": sorted({run["commit"] for run in self.rows.of("run")}),
+            "arms": [self._arm(arm) for arm in self.comparison.arms.values()],
+            "pairs": [self._pair(first, second) for first, second in self.comparison.pairs],
+        }
+
+    def _arm(self, arm: Arm) -> dict[str, Any]:
+        by_seed = {seed: self.training(arm, seed) for seed in self.comparison.section.seeds}
+        trained = [training for training in by_seed.values() if training is not None]
+        means = {
+            name: sum(training[name] for training in trained) / len(trained) if trained else None
+            for name in ("tokens", "steps", "seconds")
+        }
+        tau = {}
+        for shape, temperature in self.columns:
+            if lengths := self.lengths(arm, shape, temperature):
+                seeds = sorted({key[0] for key in lengths})
+                tau[column_name(shape, temperature)] = {
+                    **_tau(lengths)._asdict(),
+                    "by_seed": {str(seed): _ratio(lengths, seed) for seed in seeds},
+                }
+        return {"arm": arm.name, "trained": arm.is_trained, "seeds": len(trained), **means, "tau": tau}
+
+    def _pair(self, first: str, second: str) -> dict[str, Any]:
+        """How much longer the second arm's acceptance lengths are, by prompt and seed."""
+        tau = {}
+        for shape, temperature in self.columns:
+            less, more = (self.lengths(self.comparison.arms[name], shape, temperature) for name in (first, second))
+            if less.keys() & more.keys():
+                difference = estimate_difference(less, more, conversation_of)
+                tau[column_name(shape, temperature)] = {**difference.estimate._asdict(), "answers": difference.pairs}
+        return {"first": first, "second": second, "tau": tau}
+
+
+def conversation_of(key: Key) -> Key:
+    """What answers are clustered by: turns and seeds of one conversation are not independent."""
+    return key[1:3]
+
+
+def column_name(shape: str, temperature: float) -> str:
+    """A shape at a temperature."""
+    return f"{shape}, T = {temperature:g}"
+
+
+def _tau(lengths: Mapping[Key, Row]) -> Estimate:
+    """Tokens per cycle, over all answers and seeds."""
+    clusters: dict[Key, list[Row]] = {}
+    for key, row in lengths.items():
+        clusters.setdefault(conversation_of(key), []).append(row)
+    return estimate(clusters)
+
+
+def _ratio(lengths: Mapping[Key, Row], seed: int) -> float:
+    rows = [row for key, row in lengths.items() if key[0] == seed]
+    return sum(row[0] for row in rows) / max(sum(row[1] for row in rows), 1)
+
+
+def markdown(figures: Mapping[str, Any]) -> str:
+    """The figures as one table."""
+    columns = list(dict.fromkeys(column for arm in figures["arms"] for column in arm["tau"]))
+    lines = [
+        f"| acceptance length τ | seeds | tokens | steps | seconds | {' | '.join(columns)} |",
+        "|---|" + "---:|" * (4 + len(columns)),
+    ]
+    for arm in figures["arms"]:
+        lengths = (f"{arm['tau'][column]['value']:.2f}" if column in arm["tau"] else NO_DATA for column in columns)
+        lines.append(f"| {arm['arm']} | {' | '.join([*_training_cells(arm), *lengths])} |")
+    for pair in figures["pairs"]:
+        cells = (_difference(pair["tau"].get(column)) for column in columns)
+        lines.append(f"| {pair['second']} − {pair['first']} | | | | | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"<sub>{', '.join(_about(figures))}</sub>"])
+
+
+def _training_cells(arm: Mapping[str, Any]) -> list[str]:
+    if not arm["trained"]:
+        return [NO_DATA] * 4
+    numbers = (arm[name] for name in ("tokens", "steps", "seconds"))
+    return [str(arm["seeds"]), *(NO_DATA if number is None else f"{number:,.0f}" for number in numbers)]
+
+
+def _difference(more: Mapping[str, float] | None) -> str:
+    """A difference with its interval, bold where that excludes zero."""
+    if more is None:
+        return NO_DATA
+    shown = f"{more['value']:+.2f} [{more['low']:+.2f}, {more['high']:+.2f}]"
+    return f"**{shown}**" if Estimate(more["value"], more["low"], more["high"]).sign else shown
+
+
+def _about(figures: Mapping[str, Any]) -> Iterator[str]:
+    about = figures["about"]
+    yield f"{len(about['prompts'])} prompts of up to {about['new_tokens']} new tokens"
+    yield "differences with 95% intervals by prompt and seed, bold where they exclude 0"
+    yield "tokens, steps and seconds of training are means of the seeds, starts included"
+    yield f"{about['machine']}, torch {about['torch']}, transformers {about['transformers']}, {about['date']}"
+    yield f"commit {', '.join(figures['commits'])}"
