@@ -28,7 +28,7 @@ from bench.machine import made_on
 from bench.rivals.foreign import Asked
 from eagle import Target
 from eagle.data.examples import Example, collate
-from eagle.formats.foreign import imported, inspect, read_head
+from eagle.formats.foreign import import_head, inspect, read_head
 from eagle.log import script
 
 ROOT = Path(__file__).parent.parent
@@ -97,7 +97,7 @@ def compared(folder: Path, python: str, rival: str, switches: dict[str, bool], i
     """The largest difference of any logit in each step, and what was imported."""
     asked = Asked(str(folder / "target"), str(inputs), str(folder / "head"), STEPS, switches=switches)
     versions, target = made(python, rival, asked), Target.load(folder / "target", dtype=torch.float32)
-    print(imported(asked.out, folder / "out", asked.target))  # what it writes is what is asked below
+    print(import_head(asked.out, folder / "out", asked.target))  # what it writes is what is asked below
     found, true = ours(read_head(folder / "out"), target, inputs), load_file(f"{asked.out}.logits")
     differences = [
         # beyond the text there is no token to read

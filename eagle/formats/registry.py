@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.formats.engine import Engine, Trap
+from eagle.formats.engine import Engine
 from eagle.formats.layout import Layout
 from eagle.formats.llamacpp import LLAMACPP
 from eagle.formats.networks import LANGUAGE_MODEL, network_of
@@ -36,8 +36,3 @@ def write_layout(engine: Engine, drafter: TrainableDrafter, target_config: Any) 
         advice = f"export to {' or '.join(able)} (docs/serving.md)" if able else "no exporter has a layout for it"
         raise ValueError(f"{engine.name}: {reason}: {advice}")
     return engine.layout(drafter, target_config)
-
-
-def servers_with(trap: Trap) -> tuple[str, ...]:
-    """The engines that a trap strikes."""
-    return tuple(engine.title for engine in SERVERS if trap in engine.traps)
