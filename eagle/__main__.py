@@ -18,9 +18,9 @@ from eagle.device import choose_threads
 from eagle.doctor import examine
 from eagle.formats.checkpoint import load_drafter, load_head
 from eagle.formats.export import EXPORTERS, export
-from eagle.formats.foreign import imported, inspect
-from eagle.formats.foreign_head import embedding_dtype
+from eagle.formats.foreign import import_head, inspect
 from eagle.formats.norm_output import MEANINGS
+from eagle.formats.target_files import embedding_dtype
 from eagle.log import interrupted_by_user
 from eagle.target.target import Target
 
@@ -170,7 +170,7 @@ def _import(args: argparse.Namespace) -> None:
         taps = tuple(map(int, args.taps.split(","))) if args.taps else None
     except ValueError:
         raise ValueError(f"--taps is {args.taps!r}, expected numbers as 2,16,29: the inputs of layers") from None
-    print(imported(args.folder, args.out, args.target, taps, args.norm_output))
+    print(import_head(args.folder, args.out, args.target, taps, args.norm_output))
 
 
 def _inspect(args: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eagle.formats.foreign import imported, inspect
+from eagle.formats.foreign import import_head, inspect
 
 H, MLP, HEADS, KEYS, WIDE, V, D, LAYERS = 16, 24, 2, 1, 8, 61, 40, 9
 TAPS = (2, 4, 6)  # of a target with that many layers, where nothing is said
@@ -249,7 +249,7 @@ def refused(folder: Path, out: Path | None = None) -> str:
     """The error of an import, which leaves everything as it was; and `inspect` tells it too."""
     before = everything(folder.parent)
     with pytest.raises(ValueError) as error:
-        imported(folder, out or folder.parent / "out")
+        import_head(folder, out or folder.parent / "out")
     assert everything(folder.parent) == before
     said = str(error.value)
     assert said and len(said) < 5000

@@ -1,35 +1,22 @@
-"""Heads in the layouts of the engines that serve them, one line each."""
+"""Heads in the layouts of the engines that serve them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from eagle.disk import lock_folder, write_tensors, write_text
 from eagle.formats.layout import Layout
-from eagle.formats.llamacpp import layout as llamacpp
-from eagle.formats.notes import notes
-from eagle.formats.openvino import layout as openvino
-from eagle.formats.portable import layout as portable
-from eagle.formats.reference import layout as reference
-from eagle.formats.sglang import layout as sglang
-from eagle.formats.speculators import layout as speculators
-from eagle.formats.transformers import layout as transformers
-from eagle.formats.trtllm import layout as trtllm
-from eagle.formats.vllm import layout as vllm
+from eagle.formats.notes import write_notes
+from eagle.formats.portable import write_portable
+from eagle.formats.registry import ENGINES, write_layout
 
 EXPORTERS: dict[str, Callable[[Any, Any], Layout]] = {
-    "portable": portable,
-    "vllm": vllm,
-    "sglang": sglang,
-    "trtllm": trtllm,
-    "openvino": openvino,
-    "llamacpp": llamacpp,
-    "speculators": speculators,
-    "eagle": reference,
-    "transformers": transformers,
+    "portable": write_portable,
+    **{engine.name: partial(write_layout, engine) for engine in ENGINES},
 }
 
 
@@ -37,11 +24,12 @@ def export(drafter: Any, target_config: Any, engine: str, out: str | Path, head:
     """Write the head as that engine reads it; `head` is the folder that it came from, for what stands beside it."""
     if engine not in EXPORTERS:
         raise ValueError(f"no exporter for {engine!r}: expected one of {', '.join(EXPORTERS)}")
-    layout, out = EXPORTERS[engine](drafter, target_config), Path(out)
+    out = Path(out)
+    layout = EXPORTERS[engine](drafter, target_config)
     if (out / "recipe.yaml").exists():
         raise ValueError(f"{out} holds a head of this project, which an export would overwrite: name another folder")
     target = getattr(target_config, "name_or_path", "")
-    texts = notes(layout, drafter, engine, out, Path(head) if head else None, target)
+    texts = write_notes(layout, drafter, engine, out, Path(head) if head else None, target)
     with lock_folder(out):
         write_text(out / "config.json", json.dumps(layout.config, indent=2) + "\n")
         write_tensors(out / "model.safetensors", layout.tensors)

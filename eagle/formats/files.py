@@ -19,25 +19,16 @@ from torch import Tensor
 CONFIG_BYTES, INDEX_BYTES, HEADER_BYTES = 1_000_000, 16_000_000, 4_000_000
 LARGEST = 40_000_000_000  # of all tensors together
 DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+}  # fmt: skip
 PLAIN = re.compile(r"[\w][\w.\-+]*")  # a name that leads nowhere else
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor that lies in a file: what it is, before it is read."""
+class TensorEntry:
+    """A tensor that lies in a file, before it is read."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -50,19 +41,19 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Tensors:
+class FolderTensors:
     """All tensors of a folder by name, each read when it is asked for."""
 
-    stored: dict[str, Stored] = field(default_factory=dict)
-    held: dict[Path, dict[str, Tensor]] = field(default_factory=dict)  # of a .bin file, mapped and not read
+    stored: dict[str, TensorEntry] = field(default_factory=dict)
+    pickled: dict[Path, dict[str, Tensor]] = field(default_factory=dict)  # of .bin files, mapped and not read
 
     def load(self, name: str) -> Tensor:
-        """One of them."""
+        """The values of one tensor."""
         path = self.stored[name].file
-        if path in self.held:
-            return self.held[path][name]
-        with safe_open(path, framework="pt") as opened:
-            return opened.get_tensor(name)
+        if path in self.pickled:
+            return self.pickled[path][name]
+        with safe_open(path, framework="pt") as file:
+            return file.get_tensor(name)
 
 
 def folder_at(path: str | Path) -> Path:
@@ -111,51 +102,50 @@ def read_json(folder: Path, name: str, most: int = CONFIG_BYTES) -> dict[str, An
     path = plain_file(folder, name)
     if (size := path.stat().st_size) > most:
         raise ValueError(f"{folder / name} has {size:,} bytes, expected at most {most:,}: none is that long")
-    return parsed(_bytes(path, size), str(folder / name))
+    return parse_json(_read_bytes(path, size), str(folder / name))
 
 
-def parsed(text: bytes, source: str) -> dict[str, Any]:
+def parse_json(text: bytes, source: str) -> dict[str, Any]:
     """The mapping that some bytes of JSON stand for."""
     try:
-        found = json.loads(
-            text.decode("utf-8"), parse_constant=_refused, parse_float=_finite, object_pairs_hook=_each_once
+        value = json.loads(
+            text.decode("utf-8"), parse_constant=_refuse, parse_float=_parse_float, object_pairs_hook=_build_mapping
         )
     except (ValueError, RecursionError) as error:  # a decoding error is a ValueError
-        raise ValueError(f"{source} is not JSON: {_short(error)}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{source} holds {type(found).__name__}, expected a mapping")
-    return found
+        raise ValueError(f"{source} is not JSON: {_shorten(error)}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{source} holds {type(value).__name__}, expected a mapping")
+    return value
 
 
-def _refused(constant: str) -> Any:
+def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not a number")
 
 
-def _finite(text: str) -> float:
+def _parse_float(text: str) -> float:
     value = float(text)
-    return value if math.isfinite(value) else _refused(text)
+    return value if math.isfinite(value) else _refuse(text)
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
+def _build_mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
         raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice")
-    return found
+    return dict(pairs)
 
 
-def _bytes(path: Path, count: int) -> bytes:
+def _read_bytes(path: Path, count: int) -> bytes:
     try:
-        with path.open("rb") as opened:
-            return opened.read(count)
+        with path.open("rb") as file:
+            return file.read(count)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
 
 
-def _short(error: object) -> str:
-    """What an error says, without pages of it, and without what would steer a terminal."""
-    said = str(error).strip().splitlines() or [type(error).__name__]
-    return "".join(letter if letter.isprintable() else "?" for letter in said[0][:200])
+def _shorten(error: object) -> str:
+    """The first line of an error, without what would steer a terminal."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return "".join(letter if letter.isprintable() else "?" for letter in lines[0][:200])
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
@@ -168,77 +158,74 @@ def weight_files(folder: Path) -> list[str]:
 
 def _weight_map(folder: Path) -> dict[str, str]:
     """The file of each tensor, as an index says; without one, the file that holds all."""
-    for single in ("model.safetensors", "pytorch_model.bin"):
-        if has(folder, single):
-            return {"": single}
-        if has(folder, f"{single}.index.json"):
-            named = read_json(folder, f"{single}.index.json", INDEX_BYTES).get("weight_map")
-            if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
-                raise ValueError(f"{folder / single}.index.json: weight_map must map each tensor to a file")
-            return named
-        if (
-            single == "model.safetensors"
-            and len(others := sorted(path.name for path in folder.glob("*.safetensors"))) == 1
-        ):
+    for whole in ("model.safetensors", "pytorch_model.bin"):
+        if has(folder, whole):
+            return {"": whole}
+        if has(folder, f"{whole}.index.json"):
+            files = read_json(folder, f"{whole}.index.json", INDEX_BYTES).get("weight_map")
+            if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+                raise ValueError(f"{folder / whole}.index.json: weight_map must map each tensor to a file")
+            return files
+        others = sorted(path.name for path in folder.glob("*.safetensors"))
+        if whole == "model.safetensors" and len(others) == 1:
             return {"": others[0]}
     raise ValueError(f"no weights in {folder}: expected model.safetensors or pytorch_model.bin, whole or with an index")
 
 
-def read_tensors(folder: Path, most: int | None = LARGEST) -> Tensors:
+def read_tensors(folder: Path, most: int | None = LARGEST) -> FolderTensors:
     """What lies in the weight files, checked against their sizes, none of it read yet."""
-    found, total, named = Tensors(), 0, _weight_map(folder)
-    for name in sorted(set(named.values())):
+    tensors, files = FolderTensors(), _weight_map(folder)
+    for name in sorted(set(files.values())):
         path, shown = plain_file(folder, name), folder / name
-        _not_hollow(path, shown)
+        _check_not_hollow(path, shown)
         if name.endswith(".safetensors"):
-            stored = _safetensors(path, shown)
+            entries = _read_header(path, shown)
         elif name.endswith(".bin"):
-            found.held[path] = _pickled(path, shown)
-            stored = {key: Stored(value.dtype, tuple(value.shape), path) for key, value in found.held[path].items()}
+            tensors.pickled[path] = _map_pickle(path, shown)
+            pickled = tensors.pickled[path].items()
+            entries = {key: TensorEntry(value.dtype, tuple(value.shape), path) for key, value in pickled}
         else:
             raise ValueError(f"{shown}: expected weights in .safetensors or .bin")
-        if odd := [key for key in stored if not key.isprintable() or len(key) > 200]:
+        if odd := [key for key in entries if not key.isprintable() or len(key) > 200]:
             raise ValueError(f"{shown} holds a tensor called {odd[0]!r:.200}: this is no name")
-        if twice := sorted(stored.keys() & found.stored.keys()):
+        if twice := sorted(entries.keys() & tensors.stored.keys()):
             raise ValueError(f"{shown} holds {twice[0]}, which another file holds too")
-        found.stored.update(stored)
-        total += sum(tensor.bytes for tensor in stored.values())
-    if "" not in named and (wrong := sorted(named.keys() ^ found.stored.keys())):
+        tensors.stored.update(entries)
+    if "" not in files and (wrong := sorted(files.keys() ^ tensors.stored.keys())):
         raise ValueError(
             f"{folder}: index and files differ in {', '.join(map(repr, wrong[:4])):.300}: copy them all again"
         )
+    total = sum(entry.bytes for entry in tensors.stored.values())
     if most is not None and total > most:
         raise ValueError(
             f"the tensors in {folder} take {total:,} bytes, expected at most {LARGEST:,}: this is no draft head"
         )
-    return found
+    return tensors
 
 
-def _not_hollow(path: Path, shown: Path) -> None:
+def _check_not_hollow(path: Path, shown: Path) -> None:
     """A file that says to be long and has nothing on the disk would fill the memory with zeros."""
-    found = path.stat()
-    if getattr(found, "st_blocks", found.st_size) * 512 * 8 < found.st_size - 4096:
-        raise ValueError(
-            f"{shown} says to have {found.st_size:,} bytes, and almost none are on the disk: copy it again"
-        )
-
-
-def _safetensors(path: Path, shown: Path) -> dict[str, Stored]:
-    """The header of a file whose parts must cover it exactly, one behind the other."""
     size = path.stat().st_size
-    length = int.from_bytes(_bytes(path, 8), "little")
+    if getattr(path.stat(), "st_blocks", size) * 512 * 8 < size - 4096:
+        raise ValueError(f"{shown} says to have {size:,} bytes, and almost none are on the disk: copy it again")
+
+
+def _read_header(path: Path, shown: Path) -> dict[str, TensorEntry]:
+    """The header of a safetensors file, whose parts must cover it exactly, one behind the other."""
+    size = path.stat().st_size
+    length = int.from_bytes(_read_bytes(path, 8), "little")
     if size < 8 or length > size - 8 or length > HEADER_BYTES:
         raise ValueError(
             f"{shown} has {size:,} bytes and a header of {length:,}: it is cut short, or no safetensors file"
         )
-    header = parsed(_bytes(path, 8 + length)[8:], f"the header of {shown}")
+    header = parse_json(_read_bytes(path, 8 + length)[8:], f"the header of {shown}")
     header.pop("__metadata__", None)
-    found, spans = {}, []
-    for name, entry in header.items():
-        dtype, shape, start, stop = _entry(entry, f"{shown}: {name!r:.100}")
-        found[name] = Stored(dtype, shape, path)
-        if stop - start != found[name].bytes:
-            needed = f"needs {found[name].bytes:,} bytes, it has {stop - start:,}"
+    entries, spans = {}, []
+    for name, line in header.items():
+        dtype, shape, start, stop = _parse_entry(line, f"{shown}: {name!r:.100}")
+        entry = entries[name] = TensorEntry(dtype, shape, path)
+        if stop - start != entry.bytes:
+            needed = f"needs {entry.bytes:,} bytes, it has {stop - start:,}"
             raise ValueError(f"{shown}: {name!r:.100} of shape {list(shape)} in {dtype} {needed}")
         spans.append((start, stop))
     end = 0
@@ -248,10 +235,10 @@ def _safetensors(path: Path, shown: Path) -> dict[str, Stored]:
         end = stop
     if end != size - 8 - length:
         raise ValueError(f"{shown}: its tensors take {end:,} bytes and the file has {size - 8 - length:,} for them")
-    return found
+    return entries
 
 
-def _entry(entry: Any, where: str) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+def _parse_entry(entry: Any, where: str) -> tuple[torch.dtype, tuple[int, ...], int, int]:
     """One line of a header."""
     try:
         dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -266,29 +253,28 @@ def _entry(entry: Any, where: str) -> tuple[torch.dtype, tuple[int, ...], int, i
     return DTYPES[dtype], tuple(shape), start, stop
 
 
-def _pickled(path: Path, shown: Path) -> dict[str, Tensor]:
+def _map_pickle(path: Path, shown: Path) -> dict[str, Tensor]:
     """A .bin file's tensors, mapped; what its pickle wants to call is not called."""
     size = path.stat().st_size
-    _uncompressed(path, shown, size)
+    _check_uncompressed(path, shown, size)
     try:  # on the device without memory first, for the sizes that the pickle claims
-        claimed = torch.load(path, map_location="meta", weights_only=True)
-        _check_claims(claimed, size)
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        _check_claims(torch.load(path, map_location="meta", weights_only=True), size)
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # of many kinds: code in the pickle, a torn file, sizes that nothing holds
-        raise ValueError(
-            f"{shown} cannot be read as weights alone (torch.load, weights_only=True): {_short(error)}"
-        ) from None
-    return {name: tensor.detach() for name, tensor in found.items()}
+        reason = _shorten(error)
+        raise ValueError(f"{shown} cannot be read as weights alone (torch.load, weights_only=True): {reason}") from None
+    return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
-def _uncompressed(path: Path, shown: Path, size: int) -> None:
+def _check_uncompressed(path: Path, shown: Path, size: int) -> None:
     """An archive that grows when it is read is refused before it is."""
     try:
         with zipfile.ZipFile(path) as archive:
             parts = archive.infolist()
     except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        reason = _shorten(error)
         raise ValueError(
-            f"{shown} is not what torch.save has written since 1.6: {_short(error)}. Save it again, or as safetensors"
+            f"{shown} is not what torch.save has written since 1.6: {reason}. Save it again, or as safetensors"
         ) from None
     if any(part.compress_type != zipfile.ZIP_STORED for part in parts) or sum(part.file_size for part in parts) > size:
         raise ValueError(f"{shown} holds compressed parts, expected what torch.save writes: save it again")

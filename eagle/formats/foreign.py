@@ -12,38 +12,36 @@ from eagle.data.identity import fingerprint
 from eagle.disk import lock_path
 from eagle.formats.checkpoint import save_head
 from eagle.formats.files import folder_at, read_json, weight_files
-from eagle.formats.foreign_head import Served, converted, folder_for
+from eagle.formats.foreign_head import convert_head
+from eagle.formats.head_folder import OWN, UNKNOWN, Finding
+from eagle.formats.inspection import Inspection, describe_kind, list_facts
 from eagle.formats.kinds import kind_by_config
 from eagle.formats.lint import lint
-from eagle.formats.norm_output import settle
-from eagle.formats.recognise import read
-from eagle.formats.summary import Inspection, facts, kind_of
-from eagle.formats.tensors import OWN, UNKNOWN, Finding, Reading
+from eagle.formats.norm_output import settle_norm_output
+from eagle.formats.recognise import read_folder
+from eagle.formats.target_files import TargetFiles
 
-__all__ = ["Finding", "Inspection", "imported", "inspect", "read_head"]
+__all__ = ["Finding", "Inspection", "import_head", "inspect", "read_head"]
 
 
 def inspect(folder: str | Path, target: str | None = None) -> Inspection:
     """What a checkpoint is and what is wrong with it; a broken one is described as far as it can be read."""
-    found, served = folder_at(folder), None if target is None else Served.at(target)
+    path, target_files = folder_at(folder), _read_target(target)
     try:
-        reading = read(found)
+        head = read_folder(path)
     except ValueError as error:
-        kind = _said_kind(found)
-        kind = f"unreadable, by its config {kind}" if kind else "unreadable"
+        kind = _kind_of_unreadable(path)
         return Inspection(str(folder), kind, UNKNOWN, {}, (Finding(str(error), fix="Copy or export it again"),))
-    kind = kind_of(reading)
-    return Inspection(
-        str(folder), kind, reading.layout, facts(reading), tuple(lint(reading, served)), tuple(reading.notes)
-    )
+    findings, notes = tuple(lint(head, target_files)), tuple(head.notes)
+    return Inspection(str(folder), describe_kind(head), head.layout, list_facts(head), findings, notes)
 
 
 def read_head(folder: str | Path, target: str | None = None, taps: tuple[int, ...] | None = None) -> TrainableDrafter:
     """The head of a checkpoint; ValueError with all that is missing, unknown or without counterpart here."""
-    return converted(read(folder_at(folder)), None if target is None else Served.at(target), taps)[0]
+    return convert_head(read_folder(folder_at(folder)), _read_target(target), taps)[0]
 
 
-def imported(
+def import_head(
     folder: str | Path,
     out: str | Path,
     target: str | None = None,
@@ -52,44 +50,51 @@ def imported(
 ) -> str:
     """Write a checkpoint as a head of this project, and say all that was taken, left out or assumed."""
     with lock_path(out):
-        return _write_head(folder, out, target, taps, norm_output)
+        source = folder_at(folder)
+        _check_empty(out, source)
+        head = read_folder(source)
+        if head.layout == OWN:
+            raise ValueError(f"{folder} is a head of this project already: copy it")
+        if not head.problems:
+            settle_norm_output(head, norm_output)
+        drafter, notes = convert_head(head, _read_target(target), taps)
+        weights = fingerprint([source / name for name in weight_files(source)])
+        provenance = {
+            "eagle": version("eagle"),
+            "imported": {"layout": head.layout, "weights": weights, "notes": notes},
+        }
+        verifier = head.keys.section("speculators_config").section("verifier").text("name_or_path")
+        recipe = {
+            "target": {"path": target or verifier or "unknown"},
+            "data": {"train": "unknown: the head was imported"},
+            "drafter": drafter.settings.model_dump(mode="json"),
+            "train": {"out": Path(out).name, "imported_from": head.layout},
+        }
+        save_head(out, drafter, yaml.safe_dump(recipe, sort_keys=False), provenance)
+    title = f"{folder}: {describe_kind(head)}, {head.layout}; every tensor was used or is named here"
+    return "\n".join([title, *notes, f"{out} is a head of this project"])
 
 
-def _write_head(
-    folder: str | Path, out: str | Path, target: str | None, taps: tuple[int, ...] | None, norm_output: str | None
-) -> str:
-    source = folder_at(folder)
-    place, reading = folder_for(out, source), read(source)
-    if reading.layout == OWN:
-        raise ValueError(f"{folder} is a head of this project already: copy it")
-    if not reading.problems:
-        settle(reading, norm_output)
-    head, notes = converted(reading, None if target is None else Served.at(target), taps)
-    files = [source / name for name in weight_files(source)]
-    made = {
-        "eagle": version("eagle"),
-        "imported": {"layout": reading.layout, "weights": fingerprint(files), "notes": notes},
-    }
-    recipe = {
-        "target": {"path": target or _verifier(reading) or "unknown"},
-        "data": {"train": "unknown: the head was imported"},
-        "drafter": head.settings.model_dump(mode="json"),
-        "train": {"out": place.name, "imported_from": reading.layout},
-    }
-    save_head(place, head, yaml.safe_dump(recipe, sort_keys=False), made)
-    said = [f"{folder}: {kind_of(reading)}, {reading.layout}; every tensor was used or is named here", *notes]
-    return "\n".join([*said, f"{out} is a head of this project"])
+def _read_target(path: str | None) -> TargetFiles | None:
+    return None if path is None else TargetFiles.read(path)
 
 
-def _said_kind(folder: Path) -> str:
+def _check_empty(out: str | Path, source: Path) -> None:
+    """Refuse a place for a new head that is not empty, or mixed with its source."""
+    folder = Path(out)
+    aside = folder.with_name(folder.name + ".part")
+    for path in (folder, aside):
+        if path.is_symlink() or (path.exists() and (path is aside or not path.is_dir() or any(path.iterdir()))):
+            raise ValueError(f"{path} is there already: name a new folder, or take it away")
+    real = folder.resolve()
+    if real.is_relative_to(source) or source.is_relative_to(real):
+        raise ValueError(f"{out} lies in {source}, or around it: name another folder for the head")
+
+
+def _kind_of_unreadable(path: Path) -> str:
     """What the config of a folder says that it is, if it can be read."""
     try:
-        return kind_by_config(read_json(folder, "config.json"))
+        kind = kind_by_config(read_json(path, "config.json"))
     except ValueError:
-        return ""
-
-
-def _verifier(reading: Reading) -> str | None:
-    """The target that a config names."""
-    section = reading.keys.section("speculators_config").section("verifier")
-    return section.text("name_or_path")
+        kind = ""
+    return f"unreadable, by its config {kind}" if kind else "unreadable"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,22 +62,22 @@ class Keys:
 
     def whole(self, name: str, least: int = 0) -> tuple[int, ...] | None:
         """Some whole numbers."""
-
-        def fits(value: Any) -> bool:
-            return _all(value, lambda one: type(one) is int and least <= one < MOST)
-
-        found = self._take(name, f"a list of whole numbers, {least} or more", fits)
-        return None if found is None else tuple(found)
+        numbers = self._take(
+            name,
+            f"a list of whole numbers, {least} or more",
+            lambda value: _is_list(value, lambda number: type(number) is int and least <= number < MOST),
+        )
+        return None if numbers is None else tuple(numbers)
 
     def words(self, name: str) -> tuple[str, ...]:
         """Some texts; none where there are none."""
-        found = self._take(name, "a list of texts", lambda value: _all(value, lambda one: isinstance(one, str)))
-        return tuple(found or ())
+        texts = self._take(name, "a list of texts", lambda value: _is_list(value, lambda word: isinstance(word, str)))
+        return tuple(texts or ())
 
     def section(self, name: str) -> Keys:
         """A mapping inside, which tells what is wrong with it to the same list."""
-        found = self._take(name, "a mapping", lambda value: isinstance(value, dict))
-        return Keys(found or {}, f"{self.where}{name}.", self.wrong)
+        values = self._take(name, "a mapping", lambda value: isinstance(value, dict))
+        return Keys(values or {}, f"{self.where}{name}.", self.wrong)
 
     def left(self) -> list[str]:
         """The keys that hold something, that nobody took, and that are not known to be of no matter."""
@@ -84,7 +85,7 @@ class Keys:
         left = sorted(held - self.taken - NO_MATTER)
         return [f"{self.where}{name if name.isprintable() else ascii(name)}"[:100] for name in left]
 
-    def _take(self, name: str, expected: str, fits: Any) -> Any:
+    def _take(self, name: str, expected: str, fits: Callable[[Any], bool]) -> Any:
         self.taken.add(name)
         value = self.values.get(name)
         if value is None or fits(value):
@@ -97,14 +98,8 @@ def short(value: Any) -> str:
     """A value, shortened, as an error shows it."""
     if isinstance(value, int) and abs(value) > 10**30:
         return "an absurd number"
-    if isinstance(value, dict | list):
-        return (
-            f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)}" if len(value) > 8 else _shown(value)
-        )
-    return f"{value!r:.60}"
-
-
-def _shown(value: Any) -> str:
+    if isinstance(value, dict | list) and len(value) > 8:
+        return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)}"
     try:
         return f"{value!r:.60}"
     except RecursionError:
@@ -116,49 +111,44 @@ def is_number(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < 1e30 and math.isfinite(value)
 
 
-def _all(value: Any, fits: Any) -> bool:
+def _is_list(value: Any, fits: Callable[[Any], bool]) -> bool:
     return isinstance(value, list) and len(value) <= 1000 and all(map(fits, value))
 
 
-def rope_of(keys: Keys, notes: list[str]) -> dict[str, Any]:
+def _is_rotary_value(value: Any) -> bool:
+    number = type(value) in (int, float) and abs(value) < 1e30
+    return number or isinstance(value, str | bool) or _is_list(value, is_number)
+
+
+def read_rope(keys: Keys, notes: list[str]) -> dict[str, Any]:
     """The rotary parameters, whichever of its three spellings a config uses; two that disagree are told."""
-    theta, newer, older = keys.number("rope_theta"), keys.section("rope_parameters"), keys.section("rope_scaling")
-    found: dict[str, Any] = {}
+    theta = keys.number("rope_theta")
+    newer, older = keys.section("rope_parameters"), keys.section("rope_scaling")
+    rope: dict[str, Any] = {}
     for section in (older, newer):
         values = {name: value for name, value in section.values.items() if value is not None}
         kind = values.pop("type", None)
         if kind is not None:
             values.setdefault("rope_type", kind)
-        if bad := [name for name, value in values.items() if not _plain(value)]:
+        if bad := [name for name, value in values.items() if not _is_rotary_value(value)]:
             keys.wrong.append(f"{section.where}{bad[0]} is {short(values[bad[0]])}, expected a number or a word")
             continue
-        for name in found.keys() & values.keys():
-            if found[name] != values[name]:
-                keys.wrong.append(
-                    f"rope_scaling and rope_parameters differ in {name}: {found[name]!r}, {values[name]!r}"
-                )
-        found |= values
-    if "rope_theta" in found and not is_number(found["rope_theta"]):
-        keys.wrong.append(f"rope_theta is {short(found.pop('rope_theta'))}, expected a number above 0")
-    if theta is not None and found.setdefault("rope_theta", theta) != theta:
-        keys.wrong.append(f"rope_theta is {theta:g}, but {found['rope_theta']!r} inside of the rotary parameters")
-    if unknown := sorted(found.keys() - ROPE):
+        for name in (name for name in rope.keys() & values.keys() if rope[name] != values[name]):
+            keys.wrong.append(f"rope_scaling and rope_parameters differ in {name}: {rope[name]!r}, {values[name]!r}")
+        rope |= values
+    if "rope_theta" in rope and not is_number(rope["rope_theta"]):
+        keys.wrong.append(f"rope_theta is {short(rope.pop('rope_theta'))}, expected a number above 0")
+    if theta is not None and rope.setdefault("rope_theta", theta) != theta:
+        keys.wrong.append(f"rope_theta is {theta:g}, but {rope['rope_theta']!r} inside of the rotary parameters")
+    if unknown := sorted(rope.keys() - ROPE):
         notes.append(f"unknown rotary parameters, not used: {', '.join(map(repr, unknown)):.200}")
-        found = {name: value for name, value in found.items() if name in ROPE}
-    if "rope_theta" not in found:
+        rope = {name: value for name, value in rope.items() if name in ROPE}
+    if "rope_theta" not in rope:
         notes.append("no rope_theta: 10000, as in a Llama config without one")
-    if found.setdefault("rope_type", "default") not in ROPE_TYPES:
-        keys.wrong.append(f"rope_type is {short(found.pop('rope_type'))}, expected one of {', '.join(ROPE_TYPES)}")
-    partial = found.pop("partial_rotary_factor", None) or keys.number("partial_rotary_factor")
+    if rope.setdefault("rope_type", "default") not in ROPE_TYPES:
+        keys.wrong.append(f"rope_type is {short(rope.pop('rope_type'))}, expected one of {', '.join(ROPE_TYPES)}")
+    partial = rope.pop("partial_rotary_factor", None) or keys.number("partial_rotary_factor")
     if partial not in (None, 1, 1.0):
         keys.wrong.append(f"partial_rotary_factor is {partial!r}, expected 1: heads turn whole vectors")
-    return {"rope_type": "default", "rope_theta": 10000.0, **found, **_float(found.get("rope_theta"))}
-
-
-def _float(theta: Any) -> dict[str, float]:
-    return {} if theta is None else {"rope_theta": float(theta)}
-
-
-def _plain(value: Any) -> bool:
-    number = type(value) in (int, float) and abs(value) < 1e30
-    return number or isinstance(value, str | bool) or _all(value, is_number)
+    rope = {"rope_type": "default", "rope_theta": 10000.0, **rope}
+    return {**rope, "rope_theta": float(rope["rope_theta"])}

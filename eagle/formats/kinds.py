@@ -56,39 +56,39 @@ MODEL = re.compile(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
 
 def kind_by_tensors(names: Iterable[str], config: dict[str, Any]) -> tuple[str, str]:
     """What a checkpoint with these tensors is, and what can be done with it; two empty texts for a head of EAGLE's."""
-    names, words = list(names), _words(config)
+    names, words = list(names), _read_words(config)
     for kind in KINDS:
-        if any(re.match(kind.tensors, name) for name in names) or _is_said(kind, words, config):
+        if any(re.match(kind.tensors, name) for name in names) or _is_named(kind, words, config):
             return kind.name, NOT_YET
     if not _is_eagle(names, words, config):
-        layers = {int(found[1]) for name in names if (found := BLOCKS.search(name))}
-        mtp = any(re.match(MTP.tensors, name) for name in names)
-        if len(layers) > 1 or (not mtp and _is_whole(names)):
+        layers = {int(match[1]) for name in names if (match := BLOCKS.search(name))}
+        has_mtp = any(re.match(MTP.tensors, name) for name in names)
+        if len(layers) > 1 or (not has_mtp and _is_whole(set(names))):
             return f"a causal language model ({_architecture(config)}, {len(layers)} layers here)", AS_DRAFT
-        if mtp or any(config.get(key) for key in MTP.common):
+        if has_mtp or any(config.get(key) for key in MTP.common):
             return MTP.name, NOT_YET
         for kind in KINDS:
             if any(key in config for key in kind.common):
                 return kind.name, NOT_YET
-    if (named := config.get("speculators_model_type")) not in (None, "eagle3"):
-        return f"a speculator of the type {named!r:.40}", NOT_YET
+    if (speculator := config.get("speculators_model_type")) not in (None, "eagle3"):
+        return f"a speculator of the type {speculator!r:.40}", NOT_YET
     return "", ""
 
 
 def kind_by_config(config: dict[str, Any]) -> str:
     """What a checkpoint says to be whose weights cannot be read, or an empty text."""
-    words = _words(config)
+    words = _read_words(config)
     for kind in (*KINDS, MTP):
-        if _is_said(kind, words, config):
+        if _is_named(kind, words, config):
             return kind.name
-    layers = config.get("num_hidden_layers")
-    several = isinstance(layers, int) and layers > 1
-    if several and MODEL.search(_architecture(config)) and not _is_eagle([], words, config):
-        return f"a causal language model ({_architecture(config)})"
+    layers, architecture = config.get("num_hidden_layers"), _architecture(config)
+    is_deep = isinstance(layers, int) and layers > 1
+    if is_deep and MODEL.search(architecture) and not _is_eagle([], words, config):
+        return f"a causal language model ({architecture})"
     return ""
 
 
-def _is_said(kind: Kind, words: list[str], config: dict[str, Any]) -> bool:
+def _is_named(kind: Kind, words: list[str], config: dict[str, Any]) -> bool:
     return any(re.search(kind.words, word) for word in words) or any(key in config for key in kind.keys)
 
 
@@ -98,18 +98,18 @@ def _is_eagle(names: list[str], words: list[str], config: dict[str, Any]) -> boo
     return bool(keys) or any("eagle" in word for word in words) or any(EAGLE_TENSORS.match(name) for name in names)
 
 
-def _is_whole(names: list[str]) -> bool:
+def _is_whole(names: set[str]) -> bool:
     """Whether a single layer has all that a head leaves out: its input norm, an embedding and what stands behind it."""
-    behind = {"norm.weight", "lm_head.weight"} & set(names)
-    return bool(behind) and {"layers.0.input_layernorm.weight", "embed_tokens.weight"} <= set(names)
+    has_output = bool(names & {"norm.weight", "lm_head.weight"})
+    return has_output and {"layers.0.input_layernorm.weight", "embed_tokens.weight"} <= names
 
 
-def _words(config: dict[str, Any]) -> list[str]:
+def _read_words(config: dict[str, Any]) -> list[str]:
     """The names that a config gives to what it describes, in small letters."""
     nested = config.get("dflash_config")
     projector = nested.get("projector_type") if isinstance(nested, dict) else None
-    named = [config.get("model_type"), config.get("speculators_model_type"), projector, _architecture(config)]
-    return [word.lower() for word in named if isinstance(word, str)]
+    words = [config.get("model_type"), config.get("speculators_model_type"), projector, _architecture(config)]
+    return [word.lower() for word in words if isinstance(word, str)]
 
 
 def _architecture(config: dict[str, Any]) -> str:

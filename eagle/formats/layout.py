@@ -4,14 +4,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.formats.rotary import check_rotary, rotary_of
+
+PER_TARGET = ("partial_rotary_factor", "full_attention", "sliding_attention")  # heads turn whole vectors in one way
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,19 +23,10 @@ class Layout:
     tensors: dict[str, Tensor]
     serve: str  # where HEAD, TARGET and DEPTH stand for themselves
 
-    def of(self, serve: str, **config: Any) -> Layout:
-        """The same for another engine: how that one is started, and what its config says otherwise."""
-        return replace(self, serve=serve, config={**self.config, **config})
 
-    def without(self, *names: str) -> Layout:
-        """The same without some tensors."""
-        return replace(self, tensors={name: tensor for name, tensor in self.tensors.items() if name not in names})
-
-
-def llama_config(drafter: TrainableDrafter, target_config: Any, engine: str, **more: Any) -> dict[str, Any]:
-    """The keys that any engine reads of a Llama block; older readers know the rotary ones by their first two names."""
+def llama_config(drafter: TrainableDrafter, target_config: Any, **more: Any) -> dict[str, Any]:
+    """The keys that any engine reads of Llama blocks; older readers know the rotary ones by their first two names."""
     shape = drafter.shape
-    check_rotary(shape, engine)
     rope = rotary_of(shape)
     scaled = {key: value for key, value in rope.items() if key != "rope_theta"}
     return {
@@ -42,7 +34,7 @@ def llama_config(drafter: TrainableDrafter, target_config: Any, engine: str, **m
         "vocab_size": target_config.vocab_size,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": shape.num_hidden_layers,
         "num_attention_heads": shape.num_attention_heads,
         "num_key_value_heads": shape.num_key_value_heads,
         "head_dim": shape.head_dim,
@@ -68,17 +60,23 @@ def tensors_of(drafter: TrainableDrafter) -> dict[str, Tensor]:
 
 def embedding_of(drafter: TrainableDrafter, engine: str) -> Tensor:
     """[V, H], the token embeddings that the head was trained on, in the dtype of its weights."""
-    frozen = getattr(drafter, "frozen", ())
-    if not frozen:
+    if not drafter.frozen:
         raise ValueError(
             f"{engine}: a copy of the target's embedding is part of this layout: call bind(target.head) first"
         )
-    weight = frozen[0].embedding.get_parameter("weight")
-    rows = frozen[0].embed(torch.arange(len(weight), device=weight.device))
+    target_head = drafter.frozen[0]
+    weight = target_head.embedding.get_parameter("weight")
+    rows = target_head.embed(torch.arange(len(weight), device=weight.device))
     return rows.detach().to("cpu", next(drafter.parameters()).dtype)
 
 
 def scale_of(drafter: TrainableDrafter) -> float:
     """What the target multiplies its embedding's rows with, of which engines know nothing when they draft."""
-    frozen = getattr(drafter, "frozen", ())
-    return frozen[0].scale if frozen else 1.0
+    return drafter.frozen[0].scale if drafter.frozen else 1.0
+
+
+def rotary_of(shape: Any) -> dict[str, Any]:
+    """The head's rotary parameters without those of its target that it does not follow."""
+    return {
+        key: value for key, value in shape.rope_parameters.items() if value is not None and key not in PER_TARGET
+    } | {"rope_type": shape.rope_parameters.get("rope_type", "default")}

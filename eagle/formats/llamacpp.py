@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from eagle.core.drafter import TrainableDrafter
-from eagle.formats.fused import fused_layout
-from eagle.formats.layout import Layout
+from eagle.formats.engine import Engine, Trap
+from eagle.formats.networks import FUSED, FusedLayout
 
 SERVE = """```sh
 python convert_hf_to_gguf.py TARGET --outtype f32 --outfile target.gguf
@@ -16,9 +13,10 @@ llama-server -m target.gguf -md head.gguf --spec-type draft-eagle3 --spec-draft-
 
 llama.cpp as of October 2026. `llama-speculative-simple` takes the same flags and prints how many tokens were drafted
 and accepted."""
-
-
-def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:
-    """Of EAGLE-3's switches it knows the normed residual."""
-    made = fused_layout(drafter, target_config, "llamacpp", ("norm_before_residual",), own_embedding=True)
-    return made.of(SERVE)
+LLAMACPP = Engine(
+    name="llamacpp",
+    title="llama.cpp",
+    networks={FUSED: FusedLayout(SERVE, switches=("norm_before_residual",), reads_embedding=True)},
+    ignored_rotary=("attention_factor", "truncate", "mscale", "mscale_all_dim"),
+    traps=(Trap.MODEL_PREFIX, Trap.INNER_IDS_MISREAD, Trap.ROPE_THETA_AT_TOP, Trap.FUSED_BIAS, Trap.LAYER_COUNT),
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eagle.formats.tensors import FUSED, MIDLAYER, REFERENCE, Reading
+from eagle.formats.head_folder import MIDLAYER, REFERENCE, HeadFolder
 
 NEXT_STEP, LM_HEAD = "next-step", "lm-head"
 MEANINGS = {
@@ -12,36 +12,31 @@ MEANINGS = {
 ASK = f"Import it with --norm-output={LM_HEAD} if SpecForge trained it, else with --norm-output={NEXT_STEP}"
 
 
-def is_ambiguous(reading: Reading) -> bool:
+def is_ambiguous(head: HeadFolder) -> bool:
     """Whether the config holds `norm_output` and nothing tells whose: SpecForge never writes norm_before_residual."""
-    held = [name for keys in (reading.keys, reading.nested) for name in keys.values]
-    mixed = reading.network == FUSED and reading.layout in (MIDLAYER, REFERENCE)
-    return mixed and "norm_output" in held and "norm_before_residual" not in held
+    keys = head.keys.values.keys() | head.nested.values.keys()
+    return head.layout in (MIDLAYER, REFERENCE) and "norm_output" in keys and "norm_before_residual" not in keys
 
 
-def describe(reading: Reading) -> str:
+def describe_choice(head: HeadFolder) -> str:
     """The question that the config leaves open."""
-    return (
-        f"norm_output is {str(reading.switches['norm_output']).lower()}, which has two meanings: either "
-        + ", or ".join(MEANINGS.values())
-    )
+    value = str(head.switches["norm_output"]).lower()
+    return f"norm_output is {value}, which has two meanings: either {', or '.join(MEANINGS.values())}"
 
 
-def settle(reading: Reading, meaning: str | None) -> None:
+def settle_norm_output(head: HeadFolder, meaning: str | None) -> None:
     """Set the head's switch by what `norm_output` is told to mean; ValueError if that is open or has no counterpart."""
-    if meaning is None:
-        if is_ambiguous(reading):
-            raise ValueError(f"{reading.folder}: {describe(reading)}. {ASK}")
-        return
-    if meaning not in MEANINGS:
+    if meaning is None and is_ambiguous(head):
+        raise ValueError(f"{head.path}: {describe_choice(head)}. {ASK}")
+    if meaning not in (None, *MEANINGS):
         raise ValueError(f"norm_output is {meaning!r}, expected {' or '.join(map(repr, MEANINGS))}: what the key means")
-    if reading.network != FUSED or meaning == NEXT_STEP:
+    if not head.is_fused or meaning != LM_HEAD:
         return
-    if not reading.switches["norm_output"] and is_ambiguous(reading):
+    if head.switches["norm_output"]:
+        head.notes.append(f"norm_output is true and means, as asked: {MEANINGS[LM_HEAD]}")
+        head.switches["norm_output"] = False
+    elif is_ambiguous(head):
         raise ValueError(
-            f"{reading.folder}: norm_output is false, by which SpecForge means that the LM head reads the un-normed "
+            f"{head.path}: norm_output is false, by which SpecForge means that the LM head reads the un-normed "
             "state: no head here does"
         )
-    if reading.switches["norm_output"]:
-        reading.notes.append(f"norm_output is true and means, as asked: {MEANINGS[LM_HEAD]}")
-        reading.switches["norm_output"] = False

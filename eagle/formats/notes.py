@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ USUAL = 3  # tokens of a chain where nothing is known
 WORTH = 1 / 8  # of all drafts must be kept whole, lest a level costs more than it saves
 
 
-def notes(
+def write_notes(
     layout: Layout, drafter: TrainableDrafter, engine: str, out: Path, head: Path | None, target: str = ""
 ) -> dict[str, str]:
     """The texts of README.md and provenance.json; `head` is where the drafter came from, `target` its target's path."""
-    recipe = _yaml(head / "recipe.yaml") if head else {}
-    made = _json(head / "provenance.json") if head else {}
+    recipe = _read_mapping(head / "recipe.yaml", lambda text: yaml.safe_load(text) or {}) if head else {}
+    made = _read_mapping(head / "provenance.json", json.loads) if head else {}
     shares = kept(made.get("validation", {}))
     depth, why = _chain(drafter, shares)
     trained_on = _section(recipe, "target").get("path", "unknown")
@@ -97,29 +98,20 @@ def _accepted(shares: list[float], head: Path | None) -> str:
     return "\n\n".join(parts) or "Nothing was measured: `python -m eagle doctor` tells."
 
 
-def _yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a file of YAML, nothing where there is no file."""
+def _read_mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+    """The mapping in a file, an empty one where there is no file; ValueError with its name for anything else."""
+    if not path.is_file():
+        return {}
     try:
-        return _mapping(yaml.safe_load(path.read_text()) or {}, path) if path.is_file() else {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        value = parse(path.read_text())
+    except (yaml.YAMLError, ValueError) as error:  # text that is none, and JSON that is none, are ValueErrors
         raise ValueError(f"{path} cannot be read: {error}; copy it again, or take it away") from None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """The mapping in a file of JSON, nothing where there is no file."""
-    try:
-        return _mapping(json.loads(path.read_text()), path) if path.is_file() else {}
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}; copy it again, or take it away") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds {type(value).__name__}, expected a mapping: copy it again, or take it away")
+    return value
 
 
 def _section(recipe: dict[str, Any], name: str) -> dict[str, Any]:
     """A part of a recipe, empty where it has none."""
     section = recipe.get(name)
     return section if isinstance(section, dict) else {}
-
-
-def _mapping(value: Any, path: Path) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds {type(value).__name__}, expected a mapping: copy it again, or take it away")
-    return value

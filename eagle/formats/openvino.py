@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from eagle.core.drafter import TrainableDrafter
-from eagle.formats.fused import fused_layout, with_offsets
-from eagle.formats.layout import Layout
+from eagle.formats.engine import Engine, Trap
+from eagle.formats.networks import FUSED, FusedLayout
 
 SERVE = """Convert, say which layers the head reads, counted by their *outputs* (left out, OpenVINO reads each one too
 late), and serve both:
@@ -29,10 +26,9 @@ config = genai.GenerationConfig(max_new_tokens=128, do_sample=False, num_assista
 
 OpenVINO GenAI 2026.4.1 with optimum-intel 2.2.0, greedy decoding only. A tree instead of a chain: `tree_depth` and
 `branching_factor`."""
-
-
-def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:
-    """None of EAGLE-3's switches is known there."""
-    made = with_offsets(fused_layout(drafter, target_config, "openvino"))
-    layers = made.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-    return made.of(SERVE.replace("LAYERS", " ".join(map(str, layers))))
+OPENVINO = Engine(
+    name="openvino",
+    title="OpenVINO",
+    networks={FUSED: FusedLayout(SERVE, needs_offsets=True)},
+    traps=(Trap.MIDLAYER_ONLY, Trap.NO_IDS_LATE),
+)

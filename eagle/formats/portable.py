@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.formats.feature_layout import features_layout, is_features, without_bias
-from eagle.formats.fused import fused_layout
+from eagle.formats.engine import Engine
 from eagle.formats.layout import Layout
-from eagle.formats.llamacpp import layout as llamacpp
-from eagle.formats.openvino import layout as openvino
-from eagle.formats.sglang import layout as sglang
-from eagle.formats.trtllm import layout as trtllm
-from eagle.formats.vllm import layout as vllm
+from eagle.formats.networks import FEATURES, FUSED, FeatureLayout, FusedLayout, network_of
+from eagle.formats.registry import SERVERS, write_layout
 
 NOT_RUN = "SGLang and TensorRT-LLM were not run with it; the others were, with the layouts that this one is made of."
-FEATURES = {"vLLM": vllm, "SGLang": sglang}
-FUSED = {**FEATURES, "TensorRT-LLM": trtllm, "OpenVINO": openvino, "llama.cpp": llamacpp}
+NETWORKS = {FEATURES: FeatureLayout("", reads_bias=False), FUSED: FusedLayout("")}
+PORTABLE = Engine("portable", "all engines", NETWORKS, scalings=None)
 
 
-def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:
+def write_portable(drafter: TrainableDrafter, target_config: Any) -> Layout:
     """EAGLE-1's for vLLM and SGLang; EAGLE-3's for all engines, with a draft vocabulary and without its switches."""
-    if is_features(drafter):
-        made, engines = without_bias(features_layout(drafter, target_config, "portable"), "portable"), FEATURES
-    else:
-        made, engines = fused_layout(drafter, target_config, "portable"), FUSED
-        if made.config["draft_vocab_size"] == made.config["vocab_size"]:
-            raise ValueError(
-                "portable: vLLM refuses `d2t` where the head may say all tokens, and OpenVINO needs it: export to vllm "
-                "(right for SGLang, TensorRT-LLM and llama.cpp too) or to openvino, or train with drafter.draft_vocab"
-            )
+    layout = write_layout(PORTABLE, drafter, target_config)
+    network = network_of(drafter)
+    if network == FUSED and layout.config["draft_vocab_size"] == layout.config["vocab_size"]:
+        raise ValueError(
+            "portable: vLLM refuses `d2t` where the head may say all tokens, and OpenVINO needs it: export to vllm "
+            "(right for SGLang, TensorRT-LLM and llama.cpp too) or to openvino, or train with drafter.draft_vocab"
+        )
+    engines = [engine for engine in SERVERS if network in engine.networks]
     try:
-        serve = [f"### {name}\n\n{layout(drafter, target_config).serve}" for name, layout in engines.items()]
+        parts = [f"### {engine.title}\n\n{write_layout(engine, drafter, target_config).serve}" for engine in engines]
     except ValueError as error:
         raise ValueError(f"portable: {error}; such a head has no folder for all engines") from None
-    return made.of("\n\n".join([f"One folder for {', '.join(engines)}. {NOT_RUN}", *serve]))
+    titles = ", ".join(engine.title for engine in engines)
+    return replace(layout, serve="\n\n".join([f"One folder for {titles}. {NOT_RUN}", *parts]))

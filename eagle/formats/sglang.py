@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from eagle.core.drafter import TrainableDrafter
-from eagle.formats.feature_layout import features_layout, is_features
-from eagle.formats.fused import fused_layout
-from eagle.formats.layout import Layout
+from eagle.formats.engine import Engine, Trap
+from eagle.formats.networks import FEATURES, FUSED, FeatureLayout, FusedLayout
 
 SERVE = """```sh
 python -m sglang.launch_server --model-path TARGET --speculative-algorithm METHOD \\
@@ -19,12 +15,13 @@ SGLang 0.5.23. The last number counts the root too: one more than the steps of a
 (`--enable-metrics`) tell the accept length, in which the target's own token counts.
 
 Not run by this project, for it needs a GPU: names, shapes and keys are those of SGLang's source."""
-
-
-def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:
-    """A residual that is normed is not known there."""
-    if is_features(drafter):
-        made = features_layout(drafter, target_config, "sglang")
-        return made.of(SERVE.replace("METHOD", "EAGLE"), architectures=["LlamaForCausalLMEagle"])
-    made = fused_layout(drafter, target_config, "sglang", ("fc_norm", "norm_output"))
-    return made.of(SERVE.replace("METHOD", "EAGLE3"))
+SGLANG = Engine(
+    name="sglang",
+    title="SGLang",
+    networks={
+        FEATURES: FeatureLayout(SERVE.replace("METHOD", "EAGLE"), ("LlamaForCausalLMEagle",)),
+        FUSED: FusedLayout(SERVE.replace("METHOD", "EAGLE3"), switches=("fc_norm", "norm_output")),
+    },
+    ignored_rotary=("attention_factor",),
+    traps=(Trap.OUTER_IDS_UNREAD, Trap.ROPE_THETA_AT_TOP, Trap.FUSED_BIAS, Trap.LAYER_COUNT),
+)

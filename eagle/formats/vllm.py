@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from eagle.core.drafter import TrainableDrafter
-from eagle.formats.feature_layout import features_layout, is_features, without_bias
-from eagle.formats.fused import SWITCHES, fused_layout
-from eagle.formats.layout import Layout
+from eagle.formats.engine import SCALINGS, Engine, Trap
+from eagle.formats.networks import FEATURES, FUSED, SWITCHES, FeatureLayout, FusedLayout
 
 ON_CPU = """
 
@@ -30,13 +26,21 @@ The counts are on the server's `/metrics`: `vllm:spec_decode_num_drafts_total` a
 `vllm:spec_decode_num_accepted_tokens_per_pos_total`."""
     + ON_CPU
 )
-
-
-def layout(drafter: TrainableDrafter, target_config: Any) -> Layout:
-    """All of EAGLE-3's switches are known there; a bias of EAGLE-1's `fc` is not."""
-    if is_features(drafter):
-        made = without_bias(features_layout(drafter, target_config, "vllm"), "vllm")
-        return made.of(SERVE.replace("METHOD", "eagle"))
-    # offsets for a full vocabulary are refused there
-    made = fused_layout(drafter, target_config, "vllm", SWITCHES, own_embedding=True)
-    return made.of(SERVE.replace("METHOD", "eagle3"))
+VLLM = Engine(
+    name="vllm",
+    title="vLLM",
+    networks={
+        FEATURES: FeatureLayout(SERVE.replace("METHOD", "eagle"), reads_bias=False),
+        FUSED: FusedLayout(SERVE.replace("METHOD", "eagle3"), switches=SWITCHES, reads_embedding=True),
+    },
+    scalings=(*SCALINGS, "dynamic"),
+    traps=(
+        Trap.MODEL_PREFIX,
+        Trap.INNER_IDS_MISREAD,
+        Trap.SORTS_IDS,
+        Trap.FULL_D2T_REFUSED,
+        Trap.NORMED_BY_DEFAULT,
+        Trap.FUSED_BIAS,
+        Trap.PROMISED_BIAS,
+    ),
+)

@@ -21,7 +21,7 @@ from eagle.drafters.parts.counts import Tables, save_tables
 from eagle.drafters.parts.reduced_vocab import save_draft_vocab
 from eagle.formats.checkpoint import save_head, write_budget
 from eagle.formats.export import export
-from eagle.formats.foreign import imported
+from eagle.formats.foreign import import_head
 from eagle.target.borrowed import save_borrowed
 from eval.engines import merged
 
@@ -48,7 +48,7 @@ def test_every_writer_follows_the_umask(umask: int, tiny_target: Target, tmp_pat
     write_budget(tmp_path / "head", Budget(2, 2, 1))
     for engine in ("vllm", "sglang", "eagle"):
         export(head, tiny_target.config, engine, tmp_path / engine, tmp_path / "head")
-    imported(tmp_path / "vllm", tmp_path / "imported", str(tiny_target.model.config._name_or_path))
+    import_head(tmp_path / "vllm", tmp_path / "imported", str(tiny_target.model.config._name_or_path))
     example = Example(torch.arange(20, 40), torch.ones(20, dtype=torch.bool))
     identity = {"taps": [-1], "dtype": "float32"}
     about = {"width": tiny_target.config.hidden_size, "borrowed": {}}

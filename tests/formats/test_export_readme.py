@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eagle.__main__ import main
 from eagle.formats.checkpoint import load_head, save_head
 from eagle.formats.export import export
-from eagle.formats.foreign import imported
+from eagle.formats.foreign import import_head
 from eagle.target.target import Target
 from tests import foreign_heads as made
 from tests.formats.test_export_verb import write_head, write_target
@@ -68,7 +68,7 @@ def test_vllm_on_a_cpu(engine: str, work: Path, monkeypatch: pytest.MonkeyPatch)
 def test_nothing_is_claimed_of_an_imported_head(tmp_path: Path) -> None:
     """Nobody knows its template; a target that nobody named is a placeholder with an explanation."""
     folder = made.write(tmp_path / "foreign", made.eagle1())
-    imported(folder, tmp_path / "head")
+    import_head(folder, tmp_path / "head")
     torch.manual_seed(0)
     config: dict[str, Any] = {**made.LLAMA, "num_hidden_layers": 2}
     target = Target(LlamaForCausalLM(LlamaConfig(**config)))

@@ -14,7 +14,7 @@ from eagle import Budget, Target
 from eagle.core.drafter import Committed
 from eagle.formats.checkpoint import load_head
 from eagle.formats.export import EXPORTERS, export
-from eagle.formats.foreign import imported, read_head
+from eagle.formats.foreign import import_head, read_head
 from tests import trained
 from tests.unrolled_heads import NARROW, SHAPE, VARIANTS, frozen_head, new_head
 
@@ -70,7 +70,7 @@ def test_a_warm_start_from_an_imported_head_trains(
     first, served = trained.run(recipe, tmp_path / "first", "train.epochs=8"), Target.load(target, dtype="float32")
     head: Any = load_head(first / "last")
     export(head.bind(served.head), served.config, engine, tmp_path / "foreign")
-    imported(tmp_path / "foreign", tmp_path / "imported", target)
+    import_head(tmp_path / "foreign", tmp_path / "imported", target)
     assert trained.apart(trained.weights(first), load_file(tmp_path / "imported/model.safetensors")) == 0
     warm = trained.run(recipe, tmp_path / "warm", f"train.init={tmp_path / 'imported'}", "train.epochs=4")
     cold = trained.run(recipe, tmp_path / "cold", "train.epochs=4")

@@ -16,7 +16,7 @@ from eagle.__main__ import main
 from eagle.core.drafter import TargetHead
 from eagle.data.examples import Example, collate
 from eagle.formats.checkpoint import load_head
-from eagle.formats.foreign import imported, inspect
+from eagle.formats.foreign import import_head, inspect
 from tests import foreign_heads as made
 
 STEPS, LENGTH = 3, 12
@@ -121,7 +121,7 @@ def test_an_imported_head_says_what_specforge_trained_it_to_say(norm_output: boo
 def test_the_engines_meaning_is_another_one(tmp_path: Path) -> None:
     """They feed the normed state back, so that logits agree in the first step alone."""
     head = specforge31()
-    imported(made.write(tmp_path / "head", head), tmp_path / "out", norm_output="next-step")
+    import_head(made.write(tmp_path / "head", head), tmp_path / "out", norm_output="next-step")
     first, *later = differences(tmp_path / "out", head, True)
     assert first < 1e-4 < 0.1 < min(later)
     assert load_head(tmp_path / "out").settings.norm_output is True
@@ -141,7 +141,7 @@ def test_a_head_whose_lm_head_reads_the_bare_state_has_no_counterpart(tmp_path: 
     """SpecForge's `norm_output: false`."""
     folder = made.write(tmp_path / "head", specforge31(False))
     with pytest.raises(ValueError, match="LM head reads the un-normed state"):
-        imported(folder, tmp_path / "out", norm_output="lm-head")
+        import_head(folder, tmp_path / "out", norm_output="lm-head")
 
 
 @pytest.mark.parametrize("name", ["speculators EAGLE-3.1", "speculators trainer", "Automodel"])
@@ -149,6 +149,6 @@ def test_layouts_of_one_meaning_are_not_asked(name: str, tmp_path: Path) -> None
     """Speculators and Automodel feed the normed state back, as engines do."""
     config, tensors = made.LAYOUTS[name]
     folder = made.write(tmp_path / "head", ({**config, "norm_output": True}, tensors))
-    imported(folder, tmp_path / "out", made.write_target(tmp_path / "target"))
+    import_head(folder, tmp_path / "out", made.write_target(tmp_path / "target"))
     assert load_head(tmp_path / "out").settings.norm_output is True
     assert "SpecForge" not in str(inspect(folder))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from eagle.formats.foreign import imported, inspect, read_head
+from eagle.formats.foreign import import_head, inspect, read_head
 from tests import foreign_heads as made
 from tests.foreign_heads import refused, told
 
@@ -110,7 +110,7 @@ def test_an_empty_folder_is_filled_and_one_that_is_missing_made(folder: Path, tm
     """And nothing else appears beside them."""
     (tmp_path / "empty").mkdir()
     for out in (tmp_path / "empty", tmp_path / "deep/new"):
-        imported(folder, out)
+        import_head(folder, out)
         assert sorted(path.name for path in out.iterdir()) == [
             "config.json",
             "model.safetensors",
@@ -124,6 +124,6 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     """With the same kind of error, by both."""
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "missing", tmp_path / "file", Path("a\0b")):
-        for action in (lambda path: imported(path, tmp_path / "out"), inspect):
+        for action in (lambda path: import_head(path, tmp_path / "out"), inspect):
             with pytest.raises(ValueError, match="expected one with"):
                 action(path)

@@ -1,6 +1,6 @@
-"""What was found out about a checkpoint: what it says of itself, and all that is wrong with it."""
+"""A checkpoint that somebody wrote: what it says of itself, and all that is wrong with it."""
 
-# H width, D tokens that can be drafted, V vocabulary
+# D tokens that can be drafted
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from eagle.formats.files import Stored, Tensors
+from eagle.formats.files import FolderTensors, TensorEntry
 from eagle.formats.keys import Keys
+from eagle.formats.networks import FUSED
 
 OWN, SPECULATORS, AUTOMODEL, REFERENCE = "this project", "speculators", "Automodel", "SafeAILab/EAGLE"
 MODELOPT, MIDLAYER, LAYERS, UNKNOWN = "ModelOpt", "EAGLE-3, midlayer.*", "EAGLE-3, layers.0.*", "unknown"
 EAGLE1 = "EAGLE-1"
-FUSED, FEATURES = "eagle3", "eagle1"  # the two networks, by the first method that had them
-SWITCHES = ("fc_norm", "norm_output", "norm_before_residual")
 
 
 @dataclass(frozen=True)
@@ -35,12 +34,12 @@ class Finding:
 
 
 @dataclass
-class Reading:
-    """What a checkpoint says of itself, by this project's names, and all that keeps it from being a head here."""
+class HeadFolder:
+    """A checkpoint by this project's names, and all that keeps it from being a head here."""
 
-    folder: Path
+    path: Path
     config: dict[str, Any]
-    tensors: Tensors
+    tensors: FolderTensors
     keys: Keys  # of the whole config
     block: Keys  # of its Llama block
     nested: Keys  # of its eagle_config, or of this project's settings
@@ -49,21 +48,46 @@ class Reading:
     kind: str = ""  # what it is where it is no head of EAGLE's
     names: dict[str, str] = field(default_factory=dict)  # ours: theirs
     shape: dict[str, Any] = field(default_factory=dict)
-    said: int = 0  # D
-    taps: int = 1  # how many
+    draft_vocab_size: int = 0  # D
+    tap_count: int = 1
     switches: dict[str, bool] = field(default_factory=dict)
     inputs: tuple[int, ...] | None = None  # layer ids that count inputs
     outputs: tuple[int, ...] | None = None  # layer ids that count outputs
     problems: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)  # keys
+    unknown_keys: list[str] = field(default_factory=list)
 
-    def stored(self, name: str) -> Stored | None:
+    @property
+    def is_fused(self) -> bool:
+        """Whether it has EAGLE-3's network."""
+        return self.network == FUSED
+
+    @property
+    def inputs_by_outputs(self) -> tuple[int, ...] | None:
+        """The layer ids that count outputs as ids that count inputs."""
+        return None if self.outputs is None else tuple(layer + 1 for layer in self.outputs)
+
+    @property
+    def architectures(self) -> list[str]:
+        """The names by which engines know what to load."""
+        named = self.config.get("architectures")
+        return [name[:80] for name in named if isinstance(name, str)][:8] if isinstance(named, list) else []
+
+    @property
+    def prefixed(self) -> list[str]:
+        """Tensors that stand under `model.`."""
+        return [name for name in self.tensors.stored if name.startswith("model.")]
+
+    def has_block(self, prefix: str) -> bool:
+        """Whether tensors of the file begin so."""
+        return any(name.startswith(prefix) for name in self.names.values())
+
+    def entry(self, name: str) -> TensorEntry | None:
         """A tensor by this project's name, if it is there."""
         return self.tensors.stored.get(self.names.get(name, ""))
 
     def load(self, name: str) -> Tensor:
-        """Its values."""
+        """A tensor's values by this project's name."""
         return self.tensors.load(self.names[name])
 
     def problem(self, what: str, fix: str = "", fatal: bool = True) -> None:

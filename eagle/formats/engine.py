@@ -1,0 +1,65 @@
+"""An engine as data: the networks that it reads, what it leaves out, and what goes wrong there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from eagle.core.drafter import TrainableDrafter
+from eagle.formats.layout import Layout, rotary_of
+from eagle.formats.networks import NetworkLayout, network_of
+
+SCALINGS = ("linear", "llama3", "yarn")  # rotary ones that most engines read; longrope is chosen by length, by none
+
+
+class Trap(Enum):
+    """What goes wrong in an engine without a word, or keeps a checkpoint from loading."""
+
+    MODEL_PREFIX = "does not find tensors under `model.`"
+    MIDLAYER_ONLY = "does not find a block called `layers.0`"
+    OUTER_IDS_UNREAD = "does not read layer ids at the top of the config, which count inputs"
+    INNER_IDS_MISREAD = "does not read layer ids in eagle_config, which count outputs, or takes them for inputs"
+    NO_IDS_LATE = "reads every layer one too late where no layer ids are said"
+    SORTS_IDS = "sorts layer ids, and not the columns of fc with them"
+    FULL_D2T_REFUSED = "refuses d2t where all tokens can be drafted"
+    ROPE_THETA_AT_TOP = "looks for rope_theta beside the rotary parameters, and not among them"
+    NORMED_BY_DEFAULT = "takes norm_before_residual for true where a head of speculators does not say"
+    FUSED_BIAS = "has no bias in fc of EAGLE-3"
+    PROMISED_BIAS = "expects the biases that the config promises"
+    LAYER_COUNT = "makes as many layers as the config says"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine's layouts and traps."""
+
+    name: str  # as `--to` has it
+    title: str
+    networks: Mapping[str, NetworkLayout]
+    scalings: tuple[str, ...] | None = SCALINGS  # None for all
+    ignored_rotary: tuple[str, ...] = ()  # keys that would change what is computed
+    traps: tuple[Trap, ...] = ()
+    unknown: str = "no layout for {kind!r}: {advice}"  # of a network that it does not read
+
+    def layout(self, drafter: TrainableDrafter, target_config: Any) -> Layout:
+        """The head as this engine reads it; ValueError where it would serve it badly."""
+        network = self.networks[network_of(drafter)]
+        layout = network.write(drafter, target_config, self.name)
+        return network.finish(layout, drafter, target_config) if network.finish else layout
+
+    def unread_rotary(self, shape: Any) -> str:
+        """Why positions of this head would be turned otherwise here; an empty text if they would not."""
+        if self.scalings is None:
+            return ""
+        rotary = rotary_of(shape)
+        kind = rotary["rope_type"]
+        if kind != "default" and kind not in self.scalings:
+            known = ", ".join(self.scalings) or "none"
+            return f"the head's rotary scaling is {kind!r}, of which this engine knows {known}"
+        for key in self.ignored_rotary:
+            if key in rotary and not (key == "truncate" and rotary[key] is True):
+                silence = "would be left out in silence there, and acceptance lost"
+                return f"{key}={rotary[key]!r} of the head's rotary scaling ({kind}) {silence}"
+        return ""

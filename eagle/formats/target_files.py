@@ -1,0 +1,73 @@
+"""The files of a target: what a head that is said to be for it is compared with."""
+
+# H width, V vocabulary
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle.data.identity import folder_of
+from eagle.formats.files import FolderTensors, folder_at, read_json, read_tensors
+from eagle.formats.keys import Keys, read_rope
+
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+LM_HEADS = ("lm_head.weight", "embed_out.weight")
+
+
+@dataclass(frozen=True)
+class TargetFiles:
+    """The target that a head is said to be for."""
+
+    path: str
+    layers: int
+    width: int
+    vocab_size: int
+    positions: int | None
+    rope: dict[str, Any]  # empty where it is not one for all layers
+    tied: bool
+    tensors: FolderTensors
+
+    @classmethod
+    def read(cls, path: str) -> TargetFiles:
+        """Those of a folder, or of the hub."""
+        folder = folder_at(folder_of(path, None, ("*.safetensors", "*.bin", "*.json")))
+        config = read_json(folder, "config.json")
+        text = config.get("text_config")
+        keys = Keys(text if isinstance(text, dict) else config)
+        layers, width, vocab_size = (keys.size(name) for name in ("num_hidden_layers", "hidden_size", "vocab_size"))
+        if layers is None or width is None or vocab_size is None:
+            raise ValueError(
+                f"the config.json of {path} does not tell layers, width and vocabulary: is it the target's?"
+            )
+        tied, rope = keys.flag("tie_word_embeddings"), read_rope(keys, [])
+        rope = {} if keys.wrong else rope  # some targets turn each kind of layer in its own way
+        positions = keys.size("max_position_embeddings")
+        return cls(path, layers, width, vocab_size, positions, rope, bool(tied), read_tensors(folder, most=None))
+
+    def matrix(self, names: tuple[str, ...]) -> Tensor | None:
+        """Its embedding or its LM head, [V, H]."""
+        matching = [name for name in self.tensors.stored if name.endswith(names)]
+        if not matching and names is LM_HEADS and self.tied:
+            return self.matrix(EMBEDDINGS)
+        return self.tensors.load(matching[0]) if len(matching) == 1 else None
+
+
+def embedding_dtype(path: str) -> torch.dtype:
+    """The precision in which a target's files hold its embedding; float32, which rounds none, if they do not tell."""
+    try:
+        folder = folder_at(folder_of(path, None, ("*.safetensors", "*.json")))
+        stored = read_tensors(folder, most=None).stored
+    except (OSError, ValueError):  # whoever loads the target says what is wrong with it
+        return torch.float32
+    dtypes = {entry.dtype for name, entry in stored.items() if name.endswith(EMBEDDINGS)}
+    return dtypes.pop() if len(dtypes) == 1 and dtypes <= {torch.bfloat16, torch.float16} else torch.float32
+
+
+def count_differing_rows(ours: Tensor, theirs: Tensor) -> int:
+    """How many rows differ, both rounded to the coarser of their dtypes."""
+    coarse = max(ours.dtype, theirs.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    return int((ours.to(coarse) != theirs.to(coarse)).any(1).sum())
