@@ -1,15 +1,20 @@
-"""What a benchmark's figures belong to."""
+"""What the benchmarks share: the machine that figures belong to, runs that take turns, tables and result files."""
 
 from __future__ import annotations
 
+import json
 import platform
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import transformers
 
 from eval.results import commit
+
+T = TypeVar("T")
 
 
 def made_on(**about: Any) -> dict[str, Any]:
@@ -23,3 +28,27 @@ def made_on(**about: Any) -> dict[str, Any]:
         "date": str(date.today()),
         "commit": commit(),
     }
+
+
+def take_turns(rounds: int, runs: Mapping[str, Callable[[], T]]) -> dict[str, list[T]]:
+    """What each run returned in every round; all take turns, so that a drifting machine hurts all alike."""
+    figures: dict[str, list[T]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            figures[name].append(run())
+    return figures
+
+
+def markdown(header: Sequence[object], rows: Iterable[Sequence[object]], about: Mapping[str, Any] | None = None) -> str:
+    """A table as Markdown, with what it was made on below it."""
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in (header, *rows)]
+    lines.insert(1, "|---" * len(header) + "|")
+    if about is not None:
+        lines += ["", f"<sub>{', '.join(f'{key} {value}' for key, value in about.items())}</sub>"]
+    return "\n".join(lines)
+
+
+def write_results(path: Path, results: dict[str, Any]) -> None:
+    """Write a result file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

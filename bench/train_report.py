@@ -1,87 +1,107 @@
-"""Results of `bench/train_speed.py` as a table and as a picture."""
+"""Results of `bench/train_speed.py` as tables; what was aimed at stands in brackets."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+from bench.machine import markdown
 
-def goals(row: dict[str, Any]) -> dict[str, float]:
-    """What a row should reach, where something was said."""
+Row = dict[str, Any]
+PAIRS = {"speculators": "frozen", "modelopt": "trained"}  # each rival, and ours with its trainable tensors
+# what was aimed at in fp32, by tokens of a text and steps
+FASTER = {(256, 3): 1.2, (256, 7): 1.4, (1024, 3): 1.4, (1024, 7): 2.1}
+FASTER_AT_SHARE = {(256, 3): 1.4, (256, 7): 1.65, (1024, 3): 1.9, (1024, 7): 2.7}
+SMALLER = {(256, 7): 0.45, (1024, 3): 0.40, (1024, 7): 0.35}
+
+
+def eagle1_goals(row: Row) -> dict[str, float]:
+    """What a row of EAGLE-1 should reach."""
     wide, bf16 = row["vocab"] > 100000, row["dtype"] == "bf16"
     if row["texts"] == "full":
         return {"ratio": 1.4}
-    found = {"of_limit": 0.55 if wide and bf16 else 0.65, "memory": 0.1 if wide else 0.25}
-    return {**found, "ratio": 2.5 if bf16 else 2.0} if row["length"] >= 1024 else found
+    goals = {"of_limit": 0.55 if wide and bf16 else 0.65, "memory": 0.1 if wide else 0.25}
+    return {**goals, "ratio": 2.5 if bf16 else 2.0} if row["length"] >= 1024 else goals
 
 
-def table(results: dict[str, Any]) -> str:
-    """The results as Markdown; what was aimed at in brackets."""
-    lines = [
-        "| numbers | V | T | texts | fill | share | limit, tokens/s | published | ours | ours / published "
-        "| of the limit | memory, published | ours | ratio |",
-        "|" + "---|" * 14,
-    ]
+def eagle3_goals(row: Row) -> dict[str, float]:
+    """What a row of EAGLE-3 should reach."""
+    if row["dtype"] != "fp32":
+        return {}
+    cell = (row["length"], row["steps"])
+    goals = {"ratio": (FASTER if row["all"] else FASTER_AT_SHARE).get(cell)}
+    if row["all"]:
+        goals |= {"of_limit": 0.7 if cell in FASTER else None, "memory": SMALLER.get(cell)}
+    return {name: value for name, value in goals.items() if value is not None}
+
+
+def ratio(row: Row, suffix: str = "") -> float:
+    """How many times faster ours is than the rival nearest to it, by medians, or by the best of each."""
+    return min(row[f"ours_{kind}{suffix}"] / row[f"{rival}{suffix}"] for rival, kind in PAIRS.items())
+
+
+def of_limit(row: Row) -> float:
+    """The share of the limit that ours reaches, whichever tensors are trained."""
+    return min(row[f"ours_{kind}"] / row[f"limit_{kind}"] for kind in PAIRS.values())
+
+
+def smaller(row: Row) -> float:
+    """The memory of ours in that of the rival nearest to it."""
+    return max(row[f"ours_{kind}_mb"] / row[f"{rival}_mb"] for rival, kind in PAIRS.items())
+
+
+def with_goal(value: str, goals: dict[str, float], name: str, form: str) -> str:
+    """A figure, with its goal behind it where there is one."""
+    return f"{value} ({goals[name]:{form}})" if name in goals else value
+
+
+def eagle1_table(results: Row) -> str:
+    """Speed and memory of the EAGLE-1 step."""
+    header = ["numbers", "V", "T", "texts", "fill", "share", "limit, tokens/s", "published", "ours"]
+    header += ["ours / published", "of the limit", "memory, published", "ours", "ratio"]
+    lines = []
     for row in results["rows"]:
-        aim, memory = goals(row), row["ours_mb"] / row["published_mb"]
+        goals = eagle1_goals(row)
         texts = f"{row['batch']} real" if row["texts"] == "real" else "1 full"
-        cells = [
-            row["dtype"],
-            f"{row['vocab']:,}",
-            f"{row['length']:,}",
-            texts,
-            f"{row['fill']:.2f}",
-            f"{row['share']:.2f}",
-        ]
+        cells = [row["dtype"], f"{row['vocab']:,}", f"{row['length']:,}", texts]
+        cells += [f"{row['fill']:.2f}", f"{row['share']:.2f}"]
         cells += [f"{row[name]:,.0f}" for name in ("limit", "published", "ours")]
-        cells += [f"**{row['ratio']:.2f}**" + _aim(aim, "ratio", ".1f")]
-        cells += [f"{row['of_limit']:.0%}" + _aim(aim, "of_limit", ".0%")]
-        cells += [f"{row['published_mb']:,.0f} MB", f"{row['ours_mb']:,.0f} MB"]
-        cells += [f"{memory:.2f}" + _aim(aim, "memory", ".2f")]
-        lines.append(f"| {' | '.join(cells)} |")
-    made_by = ", ".join(f"{key} {value}" for key, value in results["machine"].items())
-    return "\n".join([*lines, "", f"<sub>{made_by}</sub>"])
+        cells.append(with_goal(f"**{row['ratio']:.2f}**", goals, "ratio", ".1f"))
+        cells.append(with_goal(f"{row['of_limit']:.0%}", goals, "of_limit", ".0%"))
+        cells += [f"{row[f'{name}_mb']:,.0f} MB" for name in ("published", "ours")]
+        cells.append(with_goal(f"{row['ours_mb'] / row['published_mb']:.2f}", goals, "memory", ".2f"))
+        lines.append(cells)
+    return markdown(header, lines, results["machine"])
 
 
-def _aim(aim: dict[str, float], name: str, form: str) -> str:
-    return f" ({aim[name]:{form}})" if name in aim else ""
-
-
-COLOURS = {"published": "#b0413e", "ours": "#2d6a4f", "limit": "#888888"}
-PANELS = {"length": "tokens of a text", "vocabulary": "entries of a vocabulary"}
-HIGH, WIDE, TOP = 220, 280, 50  # of a panel
-
-
-def plot(results: dict[str, Any]) -> str:
-    """Two panels: microseconds per token against the length of a text, and against the vocabulary; both logarithmic."""
-    parts = [
-        '<svg xmlns="http://www.w3.org/2000/svg" width="760" height="330" font-family="sans-serif" font-size="12">'
+def eagle3_rows(results: Row) -> list[tuple[Row, list[str]]]:
+    """The rows of both tables with their first cells; the result file also holds other numbers of steps."""
+    rows = [row for row in results["rows"] if row["steps"] in (3, 7)]
+    return [
+        (row, [row["dtype"], f"{row['length']:,}", str(row["steps"]), "all" if row["all"] else f"{row['share']:.2f}"])
+        for row in rows
     ]
-    parts.append('<rect width="760" height="330" fill="#ffffff"/>')
-    for number, (name, title) in enumerate(PANELS.items()):
-        parts.append(f'<g transform="translate({60 + 370 * number},{TOP})"><text y="-26">µs per token, {title}</text>')
-        parts += [*_panel(results["curves"][name]), "</g>"]
-    for number, (side, colour) in enumerate(COLOURS.items()):
-        parts.append(f'<text x="{60 + 90 * number}" y="318" fill="{colour}">— {side}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _panel(rows: list[dict[str, Any]]) -> list[str]:
-    costs = [1e6 / row[side] for row in rows for side in COLOURS]
-    low, high = math.floor(math.log10(min(costs)) * 3), math.ceil(math.log10(max(costs)) * 3)  # three lines a decade
-    places = [WIDE * math.log(row["at"] / rows[0]["at"]) / math.log(rows[-1]["at"] / rows[0]["at"]) for row in rows]
+def eagle3_table(results: Row) -> str:
+    """Speed of the EAGLE-3 step."""
+    header = ["numbers", "T", "k", "supervised", "limit", "speculators", "ours", "limit, LM head trained", "modelopt"]
+    header += ["ours", "ours / the better rival", "best / best", "of the limit"]
+    lines = []
+    for row, cells in eagle3_rows(results):
+        goals = eagle3_goals(row)
+        for rival, kind in PAIRS.items():
+            cells += [f"{row[name]:,.0f}" for name in (f"limit_{kind}", rival, f"ours_{kind}")]
+        cells += [with_goal(f"**{ratio(row):.2f}**", goals, "ratio", ".2f"), f"{ratio(row, '_best'):.2f}"]
+        lines.append([*cells, with_goal(f"{of_limit(row):.0%}", goals, "of_limit", ".0%")])
+    return markdown(header, lines, results["machine"])
 
-    def down(cost: float) -> float:
-        return HIGH * (high - 3 * math.log10(cost)) / (high - low)
 
-    parts = []
-    for tick in range(low, high + 1):
-        y, cost = down(10 ** (tick / 3)), float(f"{10 ** (tick / 3):.2g}")
-        parts.append(f'<line x2="{WIDE}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e4e4e4"/>')
-        parts.append(f'<text x="-6" y="{y + 4:.1f}" text-anchor="end">{cost:g}</text>')
-    for place, row in zip(places, rows, strict=True):
-        parts.append(f'<text x="{place:.1f}" y="{HIGH + 20}" text-anchor="middle">{row["at"]:,}</text>')
-    for side, colour in COLOURS.items():
-        points = (f"{place:.1f},{down(1e6 / row[side]):.1f}" for place, row in zip(places, rows, strict=True))
-        parts.append(f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}" stroke-width="2"/>')
-    return parts
+def eagle3_memory_table(results: Row) -> str:
+    """Working memory of the EAGLE-3 step."""
+    header = ["numbers", "T", "k", "supervised", "speculators", "ours", "modelopt", "ours, LM head trained"]
+    lines = []
+    for row, cells in eagle3_rows(results):
+        for rival, kind in PAIRS.items():
+            cells += [f"{row[f'{name}_mb']:,.0f} MB" for name in (rival, f"ours_{kind}")]
+        lines.append([*cells, with_goal(f"**{smaller(row):.2f}**", eagle3_goals(row), "memory", ".2f")])
+    return markdown([*header, "ours / the better rival"], lines)

@@ -1,238 +1,217 @@
-"""Speed and memory of a training step beside the published one and the machine's limit: `python bench/train_speed.py`.
+"""Speed and memory of a training step against other code and the machine's limit: `python bench/train_speed.py`.
 
-In one run on one thread, in CPU seconds: the limit is the floating-point operations that a step cannot do without, at
-the matrix-product peak measured then and there; both loops take turns. On an accelerator (`--device cuda --size
-llama-3.1-8b`) seconds are those of the clock, after all work is done.
+EAGLE-1 stands against the published step; with `--speculators PYTHON --modelopt PYTHON`, each the interpreter of an
+environment that has that rival, EAGLE-3 stands against these. Each side is a process of its own on one thread, and all
+take turns. The limit is the floating-point operations that a step cannot do without, at the peak of matrix products
+measured beside them. Seconds are those of the CPU, or of the clock on an accelerator (`--device cuda --size
+llama-3.1-8b`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import platform
+import shlex
+import subprocess
 import sys
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
-from datetime import date
-from functools import partial
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from random import Random
 from statistics import median
-from time import perf_counter, process_time
-from typing import Any, NamedTuple
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import Any
 
 import torch
-from torch import nn
-from transformers import LlamaConfig
+from transformers import LlamaForCausalLM
 
-from bench.published_eagle1 import PublishedHead, padded, published_loss, published_optimizer, published_step
-from bench.resident import beyond
-from bench.train_report import plot, table
+from bench.machine import made_on, write_results
+from bench.rivals.serve import DTYPES, Text, Work, clock
+from bench.train_cost import Sizes, anchors, eagle1_flops, eagle3_flops
+from bench.train_report import eagle1_table, eagle3_memory_table, eagle3_table
 from data_prep.tokens import load_tokenizer, tokenize_data
-from eagle.core.drafter import TargetHead, TrainableDrafter
-from eagle.data.examples import Batch, Example, collate
-from eagle.drafters.eagle1 import Eagle1
 from eagle.log import script
 from eagle.recipe import Recipe
-from eval.results import commit
 
-Text = tuple[int, list[list[int]]]  # how long, and where the assistant speaks
-SMALL: tuple[Text, ...] = ((64, [[8, 60]]),)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-class Sizes(NamedTuple):
-    """The sizes of a head."""
-
-    vocab: int
-    width: int
-    mlp: int
-    heads: int
-    key_heads: int
+ROOT = Path(__file__).parent.parent
+EAGLE1_RESULTS, EAGLE3_RESULTS = (ROOT / f"docs/results/{name}_speed.json" for name in ("train", "unroll"))
+# the heads of EAGLE-1, and conversations a batch: two where four would take the published step 10 GB
+EAGLE1_HEADS: dict[str, list[tuple[Sizes, int]]] = {
+    "small": [(Sizes(8192, 256, 704, 4, 4, 64), 4), (Sizes(131072, 512, 1408, 8, 8, 64), 2)],
+    "llama-3.1-8b": [(Sizes(128256, 4096, 14336, 32, 8, 128), 4)],
+}
+EAGLE3_HEAD, EAGLE3_TARGET_VOCAB = Sizes(2048, 256, 688, 4, 2, 64), 8192
+REPEAT_SECONDS = 1.0  # a turn is as many passes as take about so long
 
 
-@dataclass(frozen=True)
-class Case:
-    """A head, and batches of texts for it."""
+class Side:
+    """A process that makes training steps whenever it is asked to."""
 
-    sizes: Sizes
-    batches: tuple[tuple[Text, ...], ...]
-    dtype: str
-    device: str
+    def __init__(self, name: str, python: str, module: str, work: Work) -> None:
+        self.name, self.stderr = name, TemporaryFile("w+")  # noqa: SIM115
+        self.command = [python, "-m", f"bench.rivals.{module}", json.dumps(asdict(work))]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(self.command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=self.stderr, text=True)
+        self.trained = self._read()  # weights
 
-    def shape(self) -> LlamaConfig:
-        """The head's sizes as a configuration."""
-        vocab, width, mlp, heads, key_heads = self.sizes
-        shape = LlamaConfig(vocab_size=vocab, hidden_size=width, intermediate_size=mlp, head_dim=width // heads)
-        shape.num_attention_heads, shape.num_key_value_heads = heads, key_heads
-        return shape
+    def _read(self) -> float:
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        if not line:
+            self.stderr.seek(0)
+            raise ValueError(
+                f"{self.name} stopped with code {self.process.wait()}, expected an answer: run "
+                f"{shlex.join(self.command)}, which printed:\n{self.stderr.read()[-2000:]}"
+            )
+        return float(line)
 
-    def cost(self) -> dict[str, float]:
-        """Tokens, slots and necessary operations: what follows a text's last answer is left out, the rest is read."""
-        vocab, width, mlp, heads, key_heads = self.sizes
-        texts = [text for batch in self.batches for text in batch]
-        counted = [[place for span in spans for place in range(*span)] for _, spans in texts]
-        slots, rows = sum(map(len, counted)), sum(places[-1] - 1 for places in counted)
-        pairs = sum(place - 1 for places in counted for place in places)  # of a query and a key that it sees
-        fuse, law = rows * 2 * width**2, slots * vocab * width
-        block = rows * 2 * width * key_heads * width // heads + slots * (2 * width**2 + 3 * width * mlp)
-        block += 2 * pairs * width
-        # forward: both laws; backward: the weights of fc, the hidden states of one law, weights and inputs of the block
-        flops = 2 * (fuse + 2 * law + block + fuse + law + 2 * block)
-        tokens, places = sum(length for length, _ in texts), sum(len(b) * max(n for n, _ in b) for b in self.batches)
-        return {"tokens": tokens, "slots": slots, "fill": tokens / places, "share": slots / tokens, "flops": flops}
+    def ask(self, question: str) -> float:
+        """The seconds of a "pass" over all batches, or the megabytes of a step for "memory"."""
+        assert self.process.stdin
+        self.process.stdin.write(question + "\n")
+        self.process.stdin.flush()
+        return self._read()
 
+    def __enter__(self) -> Side:
+        return self
 
-def made(case: Case) -> tuple[nn.Embedding, nn.Linear, list[list[Example]]]:
-    """A random embedding and LM head in fp32, and the case's batches with random tokens and features."""
-    torch.manual_seed(0)
-    vocab, width = case.sizes[:2]
-    with torch.device(case.device):
-        embedding, output = nn.Embedding(vocab, width), nn.Linear(width, vocab, bias=False)
-    batches: list[list[Example]] = []
-    for batch in case.batches:
-        batches.append([])
-        for length, spans in batch:
-            mask = torch.zeros(length, dtype=torch.bool)
-            for start, stop in spans:
-                mask[start:stop] = True
-            features = torch.randn(length, 1, width)
-            batches[-1].append(Example(torch.randint(vocab, (length,)), mask, features))
-    return embedding.requires_grad_(False), output.requires_grad_(False), batches
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self.stderr.close()
 
 
-def published(case: Case) -> Callable[[int], None]:
-    """The rendering: a step of it on batch i."""
-    embedding, output, batches = made(case)
-    head = PublishedHead(case.shape()).to(case.device)
-    optimizer, inputs = published_optimizer(head), [padded(batch, case.device) for batch in batches]
-
-    def step(i: int) -> None:
-        loss = partial(published_loss, head, inputs[i], embedding.weight, output.weight, noise_seed=i)
-        published_step(loss, optimizer, bf16=case.dtype == "bf16")
-
-    return step
-
-
-def ours(case: Case) -> Callable[[int], None]:
-    """This project's step on batch i, with masters in fp32 and what is frozen in the dtype of the case."""
-    embedding, output, batches = made(case)
-    frozen = TargetHead(embedding.to(DTYPES[case.dtype]), output.to(DTYPES[case.dtype]))
-    head = Eagle1.for_target(Eagle1.Settings(), case.shape()).to(case.device)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=3e-5, betas=(0.9, 0.95), fused=True)
-    inputs = [collate(batch, (-1,)).to(torch.device(case.device)) for batch in batches]
-
-    return lambda i: our_step(head, inputs[i], frozen, optimizer, bf16=case.dtype == "bf16")
-
-
-def our_step(
-    head: TrainableDrafter, batch: Batch, frozen: TargetHead, optimizer: torch.optim.Optimizer, *, bf16: bool
-) -> None:
-    """One update as the training loop makes it."""
-    with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=bf16):
-        total = head(batch, frozen)["total"]
-    total.backward()
-    nn.utils.clip_grad_norm_(head.parameters(), 0.5)
-    optimizer.step()
-    optimizer.zero_grad()
+def open_sides(work: Work, pythons: dict[str, str], stack: ExitStack) -> dict[str, Side]:
+    """All sides of a comparison; every rival trains as many weights as ours."""
+    ours = sys.executable
+    if not work.steps:
+        modules = {"published": (ours, "published_step", False), "ours": (ours, "eagle_step", False)}
+        pairs = {"published": "ours"}
+    else:
+        modules = {"speculators": (pythons["speculators"], "speculators_step", False)}
+        modules |= {"ours_frozen": (ours, "eagle_step", False)}
+        modules |= {"modelopt": (pythons["modelopt"], "modelopt_step", True)}
+        modules |= {"ours_trained": (ours, "eagle_step", True)}
+        pairs = {"speculators": "ours_frozen", "modelopt": "ours_trained"}
+    sides = {
+        name: stack.enter_context(Side(name, python, module, replace(work, train_lm_head=train_lm_head)))
+        for name, (python, module, train_lm_head) in modules.items()
+    }
+    for rival, ours in pairs.items():
+        if sides[ours].trained != sides[rival].trained:
+            raise ValueError(
+                f"{ours} trains {sides[ours].trained:.0f} weights, expected {sides[rival].trained:.0f} as {rival} "
+                f"does: make both train the same tensors in bench/rivals"
+            )
+    return sides
 
 
-SIDES = {"published": published, "ours": ours}
-
-
-def clock(device: str) -> float:
-    """CPU seconds of this process, or seconds once an accelerator has done all it was told."""
-    if device == "cpu":
-        return process_time()
-    torch.accelerator.synchronize()
-    return perf_counter()
-
-
-def peak(case: Case, tries: int = 2) -> float:
+def peak(sizes: Sizes, dtype: str, device: str, tries: int = 2) -> float:
     """The most operations a second of several big products: a square one, and the step's own shapes."""
-    dtype, best, (vocab, width, mlp, *_) = DTYPES[case.dtype], 0.0, case.sizes
-    for m, k, n in [(2048, 2048, 2048), (1024, width, mlp), (256, width, min(vocab, 32768))]:
-        left, right = (torch.randn(*size, device=case.device, dtype=dtype) for size in ((m, k), (n, k)))
-        repeats = max(int(1e10 // (2 * m * k * n)), 1) if case.device == "cpu" else 100
+    best = 0.0
+    for m, k, n in [(2048, 2048, 2048), (1024, sizes.width, sizes.mlp), (256, sizes.width, min(sizes.vocab, 32768))]:
+        left, right = (torch.randn(*size, device=device, dtype=DTYPES[dtype]) for size in ((m, k), (n, k)))
+        repeats = max(int(1e10 // (2 * m * k * n)), 1) if device == "cpu" else 100
         for _ in range(tries):
-            begun = clock(case.device)
+            start = clock(device)
             for _ in range(repeats):
                 left @ right.T
-            best = max(best, repeats * 2 * m * k * n / (clock(case.device) - begun))
+            best = max(best, repeats * 2 * m * k * n / (clock(device) - start))
     return best
 
 
-def speeds(case: Case, rounds: int) -> dict[str, Any]:
-    """Useful tokens a second of both, taking turns, and of the limit."""
-    steps = {name: side(case) for name, side in SIDES.items()}
-    times: dict[str, list[float]] = {name: [] for name in SIDES}
-    small = replace(case, batches=(SMALL,))
-    for side in SIDES.values():
-        side(small)(0)
-    cost, peaks = case.cost(), []
-    for _ in range(rounds):
-        peaks.append(peak(case))
-        for name, step in steps.items():
-            begun = clock(case.device)
-            for i in range(len(case.batches)):
-                step(i)
-            times[name].append(clock(case.device) - begun)
-    seconds = {name: median(found) for name, found in times.items()}
-    speed = {name: cost["tokens"] / spent for name, spent in seconds.items()}
-    return {
-        **cost,
-        "peak": max(peaks),
-        "limit": cost["tokens"] * max(peaks) / cost["flops"],
-        **speed,
-        "ratio": speed["ours"] / speed["published"],
-        "of_limit": cost["flops"] / max(peaks) / seconds["ours"],
-    }
+def measure(work: Work, sizes: Sizes, pythons: dict[str, str], rounds: int) -> dict[str, float]:
+    """Of each side memory, and tokens per second by the median and at best; and the peak of matrix products."""
+    row: dict[str, float] = {}
+    with ExitStack() as stack:
+        sides = open_sides(work, pythons, stack)
+        repeats = {}
+        for name, side in sides.items():
+            repeats[name] = max(int(REPEAT_SECONDS / side.ask("pass")), 1)
+            row[f"{name}_mb"] = side.ask("memory")
+        seconds: dict[str, list[float]] = {name: [] for name in sides}
+        peaks = []
+        for _ in range(rounds):
+            peaks.append(peak(sizes, work.dtype, work.device))
+            for name, side in sides.items():
+                seconds[name] += [side.ask("pass") for _ in range(repeats[name])]
+    tokens = sum(length for batch in work.batches for length, _ in batch)
+    for name, passes in seconds.items():
+        row |= {name: tokens / median(passes), f"{name}_best": tokens / min(passes)}
+    return row | {"peak": max(peaks), "samples": min(map(len, seconds.values()))}
 
 
-def memory(case: Case, name: str) -> float:
-    """Megabytes that one step needs at its peak, beyond what was held before it; in a process of its own."""
-    torch.set_num_threads(1)
-    step = SIDES[name](replace(case, batches=(SMALL, case.batches[0])))
-    step(0)
-    if case.device != "cpu":
-        held = torch.accelerator.memory_allocated()
-        torch.accelerator.reset_peak_memory_stats()
-        step(1)
-        return (torch.accelerator.max_memory_allocated() - held) / 1e6
-    return beyond(lambda: step(1))
+def rounded(figures: dict[str, float]) -> dict[str, float]:
+    """Four digits of each."""
+    return {name: float(f"{value:.4g}") for name, value in figures.items()}
 
 
-def both(case: Case, rounds: int) -> dict[str, Any]:
-    """Speed here, memory of each side in a fresh process."""
-    row = speeds(case, rounds)
-    for name in SIDES:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
-            row[f"{name}_mb"] = fresh.submit(memory, case, name).result()
-    return {key: float(f"{value:.4g}") for key, value in row.items()}
+def eagle1_rows(args: argparse.Namespace, texts: list[Text], target: str) -> Iterator[dict[str, Any]]:
+    """Rows of the published step and ours, on real texts cut at each length and on a text without padding."""
+    for dtype, (sizes, batch), length in product(args.dtypes, EAGLE1_HEADS[args.size], args.lengths or [256, 1024]):
+        sizes.target_config(sizes.vocab).save_pretrained(target)
+        short = [text for text in (cut(text, length) for text in texts) if text]
+        used = short[: (4 if sizes.vocab < 100000 else 2) * batch]
+        real = [used[i : i + batch] for i in range(0, len(used), batch)]
+        for kind, batches in (("real", real), ("full", [[full(length)]])):
+            work = Work(target, sizes.vocab, batches, dtype, device=args.device)
+            row = measure(work, sizes, {}, args.rounds)
+            flat = [text for texts in batches for text in texts]
+            tokens = sum(text[0] for text in flat)
+            supervised = sum(stop - start for _, spans in flat for start, stop in spans)
+            places = sum(len(texts) * max(text[0] for text in texts) for texts in batches)
+            row |= {"fill": tokens / places, "share": supervised / tokens}
+            row["limit"] = tokens * row["peak"] / eagle1_flops(sizes, flat)
+            row |= {"ratio": row["ours"] / row["published"], "of_limit": row["ours"] / row["limit"]}
+            about = {"texts": kind, "dtype": dtype, "length": length, "vocab": sizes.vocab, "batch": len(batches[0])}
+            yield {**about, **rounded(row)}
+
+
+def eagle3_rows(args: argparse.Namespace, share: float, target: str) -> Iterator[dict[str, Any]]:
+    """Rows of the rivals' steps and ours, on a text that is supervised everywhere and on one that is in part."""
+    LlamaForCausalLM(EAGLE3_HEAD.target_config(EAGLE3_TARGET_VOCAB)).save_pretrained(target)
+    pythons = {"speculators": args.speculators, "modelopt": args.modelopt}
+    lengths = args.lengths or [256, 1024, 2048]
+    for dtype, supervised, length, steps in product(args.dtypes, [1.0, share], lengths, args.steps):
+        spans = answers(length, supervised)
+        work = Work(target, EAGLE3_HEAD.vocab, [[(length, spans)]], dtype, steps)
+        row = measure(work, EAGLE3_HEAD, pythons, args.rounds)
+        mask = work.tokens_and_mask((length, spans))[1].tolist()
+        for name, train_lm_head in (("frozen", False), ("trained", True)):
+            flops = eagle3_flops(EAGLE3_HEAD, mask, steps, train_lm_head)
+            row[f"limit_{name}"] = length * row["peak"] / flops
+        row["share"] = len(anchors(mask, steps)) / length
+        yield {"dtype": dtype, "length": length, "steps": steps, "all": supervised == 1, **rounded(row)}
 
 
 # -- texts -------------------------------------------------------------------------------------------------------------
 
 
-def read(data: Path, tokenizer: Path, count: int) -> list[Text]:
-    """How long real conversations are and where the assistant speaks in them, of `count` drawn at random."""
+def read_texts(data: Path, tokenizer: Path) -> list[Text]:
+    """How long real conversations are, and where the assistant speaks in them."""
     overrides = [f"target.path={tokenizer}", f"data.train={data}", "data.max_length=2048", "data.limit=1000"]
-    recipe = Recipe.load(Path(__file__).parent.parent / "recipes/tiny/eagle1.yaml", overrides)
+    recipe = Recipe.load(ROOT / "recipes/tiny/eagle1.yaml", overrides)
     texts = []
     for example in tokenize_data(recipe, load_tokenizer(recipe))[0]:
         edges = torch.nn.functional.pad(example.loss_mask.int(), (1, 1)).diff().nonzero()[:, 0].tolist()
         texts.append((len(example.tokens), [list(pair) for pair in zip(edges[::2], edges[1::2], strict=True)]))
-    return Random(0).sample([text for text in texts if cut(text, 256)], count)
+    return texts
+
+
+def supervised_share(texts: list[Text], longest: int) -> dict[str, Any]:
+    """The share of supervised tokens in texts that are cut."""
+    tokens = sum(min(length, longest) for length, _ in texts)
+    supervised = sum(max(min(stop, longest) - start, 0) for _, spans in texts for start, stop in spans)
+    return {"share": round(supervised / tokens, 3), "conversations": len(texts), "length": longest}
 
 
 def cut(text: Text, longest: int) -> Text | None:
     """A text's first tokens, without answers that no slot predicts; None where no answer is left."""
     length, spans = min(text[0], longest), [[max(start, 2), min(stop, longest)] for start, stop in text[1]]
-    kept = [span for span in spans if span[0] < span[1]]
-    return (length, kept) if kept else None
+    spans = [span for span in spans if span[0] < span[1]]
+    return (length, spans) if spans else None
 
 
 def full(length: int) -> Text:
@@ -241,71 +220,48 @@ def full(length: int) -> Text:
     return length, [[place + quarter // 4, place + quarter] for place in range(0, length, quarter)]
 
 
-# the head, and conversations a batch: two where four would take the published step 10 GB
-SIZES: dict[str, list[tuple[Sizes, int]]] = {
-    "small": [(Sizes(8192, 256, 704, 4, 4), 4), (Sizes(131072, 512, 1408, 8, 8), 2)],
-    "llama-3.1-8b": [(Sizes(128256, 4096, 14336, 32, 8), 4)],
-}
-
-
-def cells(texts: list[Text], size: str, device: str, lengths: list[int], rounds: int) -> list[dict[str, Any]]:
-    """All rows of the table, each printed when it is there."""
-    rows = []
-    for dtype, (sizes, batch), length in product(DTYPES, SIZES[size], lengths):
-        short = [text for text in (cut(text, length) for text in texts) if text]
-        used = short[: (4 if sizes.vocab < 100000 else 2) * batch]
-        batches = tuple(tuple(used[i : i + batch]) for i in range(0, len(used), batch))
-        for kind, chosen in (("real", batches), ("full", ((full(length),),))):
-            facts = {"texts": kind, "dtype": dtype, "length": length, "vocab": sizes.vocab, "batch": len(chosen[0])}
-            rows.append({**facts, **both(Case(sizes, chosen, dtype, device), rounds)})
-            print(rows[-1], file=sys.stderr, flush=True)
-    return rows
-
-
-def curves(device: str, rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """How the cost of a token grows with the length of a text and with the vocabulary, in fp32."""
-    found: dict[str, list[dict[str, Any]]] = {"length": [], "vocabulary": []}
-    for length in (256, 512, 1024, 2048):
-        case = Case(Sizes(8192, 256, 704, 4, 4), ((full(length),),), "fp32", device)
-        found["length"].append({"at": length, **speeds(case, rounds)})
-    for vocab in (2048, 8192, 32768, 131072):
-        case = Case(Sizes(vocab, 256, 704, 4, 4), ((full(512),),), "fp32", device)
-        found["vocabulary"].append({"at": vocab, **speeds(case, rounds)})
-    keys = ("at", "limit", "published", "ours")
-    return {name: [{key: round(row[key], 1) for key in keys} for row in rows] for name, rows in found.items()}
+def answers(length: int, supervised: float) -> list[list[int]]:
+    """A text with an answer in every 256 tokens, which ends with them and is this share of them; 1: all of it."""
+    if supervised == 1:
+        return [[0, length]]
+    return [[end - round(256 * supervised), end] for end in range(256, length + 1, 256)]
 
 
 def main(argv: list[str]) -> None:
-    """Measure, print the table, write the result file and the picture."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024])
+    """Measure, print the tables and write the result file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--speculators", help="a Python that has speculators: compares EAGLE-3's step")
+    parser.add_argument("--modelopt", help="a Python that has nvidia-modelopt: compares EAGLE-3's step")
+    parser.add_argument("--device", default="cpu", help="of EAGLE-1's steps")
+    parser.add_argument("--size", choices=EAGLE1_HEADS, default="small", help="of EAGLE-1's heads")
+    parser.add_argument("--lengths", type=int, nargs="+", help="tokens of a text")
+    parser.add_argument("--steps", type=int, nargs="+", default=[3, 7], help="of EAGLE-3's unroll")
+    parser.add_argument("--dtypes", choices=DTYPES, nargs="+", default=list(DTYPES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--data", type=Path, help="conversations; without, the lengths and answers of the last result")
     parser.add_argument("--tokenizer", type=Path, help="a folder with a tokenizer and a chat template, for --data")
-    parser.add_argument("--out", type=Path, default=Path("docs/results/train_speed.json"))
-    parser.add_argument("--picture", type=Path, default=Path("docs/images/train_speed.svg"))
+    parser.add_argument("--out", type=Path, help="default: the file in docs/results")
     args = parser.parse_args(argv)
+    if bool(args.speculators) != bool(args.modelopt) or bool(args.data) != bool(args.tokenizer):
+        parser.error("expected both or neither of --speculators and --modelopt, and of --data and --tokenizer")
     torch.set_num_threads(1)
-    last = Path("docs/results/train_speed.json")
-    texts = read(args.data, args.tokenizer, 16) if args.data else json.loads(last.read_text())["texts"]
-    results = {
-        "machine": {
-            "device": platform.machine() if args.device == "cpu" else torch.cuda.get_device_name(),
-            "size": args.size,
-            "torch": torch.__version__,
-            "date": str(date.today()),
-            "commit": commit(),
-        },
-        "rows": cells(texts, args.size, args.device, args.lengths, args.rounds),
-        "curves": curves(args.device, args.rounds) if args.size == "small" else {},
-        "texts": texts,
-    }
-    print(table(results))
-    args.out.write_text(json.dumps(results) + "\n")
-    if results["curves"]:
-        args.picture.write_text(plot(results))
+    eagle3 = bool(args.speculators)
+    out = EAGLE3_RESULTS if eagle3 else EAGLE1_RESULTS
+    texts = read_texts(args.data, args.tokenizer) if args.data else None
+    if texts is None:
+        described = json.loads(out.read_text())["texts"]
+    else:
+        usable = [text for text in texts if cut(text, 256)]
+        described = supervised_share(texts, 1024) if eagle3 else Random(0).sample(usable, 16)
+    about = made_on(rounds=args.rounds) if eagle3 else made_on(device=args.device, size=args.size)
+    results: dict[str, Any] = {"machine": about, "texts": described, "rows": []}
+    with TemporaryDirectory() as target:
+        rows = eagle3_rows(args, described["share"], target) if eagle3 else eagle1_rows(args, described, target)
+        for row in rows:
+            results["rows"].append(row)
+            print(row, file=sys.stderr, flush=True)
+    print(*[eagle3_table(results), eagle3_memory_table(results)] if eagle3 else [eagle1_table(results)], sep="\n\n")
+    write_results(args.out or out, results)
 
 
 if __name__ == "__main__":

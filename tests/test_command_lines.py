@@ -46,8 +46,7 @@ WRONG: dict[str, list[list[str]]] = {
     "bench/loop_overhead.py": [["--target", GONE, "--head", GONE]],
     "bench/mask_templates.py": [["--templates", GONE, "--tokenizers", GONE, "--conversations", GONE]],
     "bench/other_heads.py": [["out", "--set", "unknown", "--seed", "1"], ["out", "--set", "tuning", "--seed", "few"]],
-    "bench/train_speed.py": [["--size", "unknown"]],
-    "bench/unroll_speed.py": [["--speculators", GONE]],
+    "bench/train_speed.py": [["--size", "unknown"], ["--speculators", GONE]],
 }
 FREE = {
     *("recipes.forecast", "recipes/train_eagle.py", "recipes/tiny/make_target.py", "recipes/tiny/demo.py"),

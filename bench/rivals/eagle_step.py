@@ -1,32 +1,57 @@
-"""This project's EAGLE-3 step, as `bench.rivals.serve` describes."""
+"""This project's EAGLE-1 and EAGLE-3 steps, as `bench.rivals.serve` describes."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 from transformers import LlamaConfig
 
-from bench.rivals.serve import Made, Work, serve
-from eagle.core.drafter import TargetHead
+from bench.rivals.serve import Step, Work, serve, update_step
+from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.data.examples import Example, collate
 from eagle.data.features import taps_of
+from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.eagle3 import Eagle3
 
 
-def side(work: Work) -> Made:
-    """The head's own loss, with an LM head that is trained or not."""
+def random_target_head(work: Work, config: LlamaConfig, dtype: torch.dtype) -> TargetHead:
+    """A random embedding and LM head, frozen."""
+    with torch.device(work.device):
+        embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    return TargetHead(embedding.requires_grad_(False).to(dtype), output.requires_grad_(False).to(dtype))
+
+
+def random_examples(work: Work, taps: int, width: int) -> list[list[Example]]:
+    """The batches, with random features."""
+    dtype = work.frozen_dtype if work.steps else torch.float32
+    batches: list[list[Example]] = []
+    for texts in work.batches:
+        batches.append([])
+        for text in texts:
+            tokens, mask = work.tokens_and_mask(text)
+            batches[-1].append(Example(tokens, mask, torch.randn(len(tokens), taps, width, dtype=dtype)))
+    return batches
+
+
+def side(work: Work) -> tuple[Step, Iterable[nn.Parameter]]:
+    """The head's own loss; EAGLE-3's LM head is trained or not."""
     config = LlamaConfig.from_pretrained(work.target)
-    embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-    output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-    embedding, output = (part.requires_grad_(False).to(work.numbers) for part in (embedding, output))
-    frozen = TargetHead(embedding, output)
-    settings = Eagle3.Settings(steps=work.steps, draft_vocab=work.draft_vocab, train_lm_head=work.head_trained)
-    head = Eagle3.for_target(settings, config, frozen, supervised=[torch.arange(work.draft_vocab)])
-    tokens, mask = work.text()
-    taps = taps_of(settings, config)
-    features = torch.randn(work.length, len(taps), config.hidden_size, dtype=work.numbers)
-    batch = collate([Example(tokens, mask, features)], taps)
-    return lambda: head(batch, frozen)["total"], head.parameters()
+    frozen = random_target_head(work, config, work.frozen_dtype)
+    head: TrainableDrafter
+    if work.steps:
+        settings = Eagle3.Settings(steps=work.steps, draft_vocab=work.draft_vocab, train_lm_head=work.train_lm_head)
+        taps = taps_of(settings, config)
+        head = Eagle3.for_target(settings, config, frozen, [torch.arange(work.draft_vocab)])
+    else:
+        taps = (-1,)
+        head = Eagle1.for_target(Eagle1.Settings(), config)
+    head.to(work.device)
+    device = torch.device(work.device)
+    batches = [collate(batch, taps).to(device) for batch in random_examples(work, len(taps), config.hidden_size)]
+    return update_step(lambda i: head(batches[i], frozen)["total"], head.parameters(), work), head.parameters()
 
 
 if __name__ == "__main__":

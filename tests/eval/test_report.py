@@ -16,7 +16,7 @@ from bench.decode_speed import table as decode_table
 from bench.extract_speed import table as extract_table
 from bench.loop_overhead import table as overhead_table
 from bench.mask_templates import table as mask_table
-from bench.train_report import table as train_table
+from bench.train_report import eagle1_table as train_table
 from eagle import DraftTree
 from eval.draw import svg
 from eval.engines import table as engines_table

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaForCausalLM
 
 from bench.rivals.serve import Work
-from bench.unroll_cost import Shape, anchors, necessary
-from bench.unroll_report import goals, memory_table, of_limit, plot, ratio, smaller, table
-from bench.unroll_speed import HEAD, ROOT, TARGET, Side, answers
+from bench.train_cost import Sizes, anchors, eagle3_flops
+from bench.train_report import eagle3_goals, eagle3_memory_table, eagle3_table, of_limit, ratio, smaller
+from bench.train_speed import EAGLE3_HEAD, ROOT, Side, answers, full, measure
 
-SHAPE = Shape(vocab=11, width=8, mlp=12, heads=4, key_heads=2, head_width=3)
+SHAPE = Sizes(vocab=11, width=8, mlp=12, heads=4, key_heads=2, head_width=3)
 MASKS = ["0011111111", "0010011101100", "1100000111100"]
 
 
@@ -83,7 +84,7 @@ def counted(mask: str, steps: int, *, head_trained: bool) -> int:
 def test_necessary_operations_are_those_of_a_lazy_loop(mask: str, steps: int, head_trained: bool) -> None:
     """Forward and backward, counted by torch at every matrix product."""
     supervised = [place > 1 and mark == "1" for place, mark in enumerate(mask)]
-    assert necessary(SHAPE, supervised, steps, head_trained) == counted(mask, steps, head_trained=head_trained)
+    assert eagle3_flops(SHAPE, supervised, steps, head_trained) == counted(mask, steps, head_trained=head_trained)
 
 
 def test_anchors_are_the_slots_whose_drafts_are_supervised_all_the_way() -> None:
@@ -112,33 +113,48 @@ def test_a_row_is_judged_by_the_rival_nearest_to_it() -> None:
     row |= {"speculators": 10, "ours_frozen": 25, "limit_frozen": 40, "speculators_mb": 100, "ours_frozen_mb": 20}
     row |= {"modelopt": 8, "ours_trained": 24, "limit_trained": 30, "modelopt_mb": 200, "ours_trained_mb": 30}
     assert (ratio(row), of_limit(row), smaller(row)) == (2.5, 0.625, 0.2)
-    assert goals(row) == {"ratio": 2.1, "of_limit": 0.7, "memory": 0.35}
-    assert goals({**row, "all": False}) == {"ratio": 2.7}
-    assert goals({**row, "dtype": "bf16"}) == {}
+    assert eagle3_goals(row) == {"ratio": 2.1, "of_limit": 0.7, "memory": 0.35}
+    assert eagle3_goals({**row, "all": False}) == {"ratio": 2.7}
+    assert eagle3_goals({**row, "dtype": "bf16"}) == {}
 
 
-@pytest.mark.parametrize("show", [table, memory_table])
+@pytest.mark.parametrize("show", [eagle3_table, eagle3_memory_table])
 def test_the_page_shows_the_result_file(show: Callable[[Any], str]) -> None:
     """What stands in the documents is what the benchmark prints for the committed results."""
     results = json.loads((ROOT / "docs/results/unroll_speed.json").read_text())
     assert show(results) in (ROOT / "docs/benchmarks.md").read_text()
-    assert plot(results) == (ROOT / "docs/images/unroll_speed.svg").read_text()
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Work:
+    """Two EAGLE-3 steps on a short text, all of it supervised."""
+    LlamaForCausalLM(EAGLE3_HEAD.target_config(8192)).save_pretrained(tmp_path / "target")
+    return Work(str(tmp_path / "target"), EAGLE3_HEAD.vocab, [[(64, answers(64, 1))]], "fp32", 2, True)
 
 
 @pytest.mark.slow
-def test_our_side_makes_steps_and_tells_its_memory(tmp_path: Path) -> None:
+def test_our_side_makes_steps_and_measures_its_memory(work: Work) -> None:
     """A process answers with seconds and megabytes, and what it trains is what the rivals train."""
-    LlamaForCausalLM(TARGET).save_pretrained(tmp_path)
-    work = Work(str(tmp_path), HEAD.vocab, 64, answers(64, 1), 2, "fp32", True)
-    with Side("ours_trained", sys.executable, work) as side:
+    with Side("ours_trained", sys.executable, "eagle_step", work) as side:
         assert side.trained == 1577984
-        assert 0 < side.ask("step") < 60
+        assert 0 < side.ask("pass") < 60
         assert 0 < side.ask("memory") < 1000
 
 
 @pytest.mark.slow
-def test_a_side_that_fails_says_why(tmp_path: Path) -> None:
-    """What it said before it stopped is in the error."""
-    work = Work(str(tmp_path / "nowhere"), HEAD.vocab, 64, answers(64, 1), 2, "fp32", True)
+def test_a_side_that_fails_says_why(work: Work) -> None:
+    """What it printed before it stopped is in the error."""
     with pytest.raises(ValueError, match=r"ours_trained stopped with code 1(.|\n)*nowhere"):
-        Side("ours_trained", sys.executable, work)
+        Side("ours_trained", sys.executable, "eagle_step", replace(work, target="/nowhere"))
+
+
+@pytest.mark.slow
+def test_both_eagle1_steps_are_measured(tmp_path: Path) -> None:
+    """Both train the same weights, and a pass is over all batches."""
+    sizes = Sizes(97, 64, 176, 4, 2, 16)
+    sizes.target_config(97).save_pretrained(tmp_path)
+    row = measure(Work(str(tmp_path), 97, [[full(64), full(32)], [full(48)]], "bf16"), sizes, {}, 1)
+    assert row.keys() == {f"{side}{suffix}" for side in ("ours", "published") for suffix in ("", "_best", "_mb")} | {
+        *("peak", "samples")
+    }
+    assert min(row[name] for name in row if not name.endswith("_mb")) > 0
