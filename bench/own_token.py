@@ -13,9 +13,11 @@ from typing import Any
 
 from bench.machine import made_on
 from bench.methods_report import made
+from eagle.core.tree import chain_paths
 from eagle.data.examples import collate
 from eagle.data.store import FeatureStore
-from eagle.doctor.own_token import first_level
+from eagle.doctor.own_token import own_token_shares
+from eagle.drafters.parts.validation import figures
 from eagle.formats.checkpoint import load_head
 from eagle.log import progress, script
 from eagle.target.target import Target
@@ -25,8 +27,10 @@ def measured(target: Target, store: FeatureStore, folder: str, count: int) -> di
     """Of one head: the share of the query head that has most, and its agreement."""
     head = load_head(folder).eval()
     texts = collate(store.read(range(count)), store.taps)
-    shares, agreed = first_level(head, target.head, texts)
-    return {"own": shares.mean(-1).max().item(), "agreement": agreed.float().mean().item(), "slots": agreed.numel()}
+    shares = own_token_shares(head, target.head, texts)
+    assert shares is not None, f"{folder} does not read its token by attention alone"
+    agreement = figures(head.judge(texts, target.head, {"chain": chain_paths(1)}))["agreement"]
+    return {"own": shares.mean(-1).max().item(), "agreement": agreement, "slots": shares.shape[1]}
 
 
 def table(results: dict[str, Any]) -> str:

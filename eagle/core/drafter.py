@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, get_args
 
@@ -211,6 +211,12 @@ class TrainableDrafter(nn.Module):
         raise NotImplementedError(
             f"{type(self).__name__} cannot be validated: write judge(batch, frozen, trees), see parts/validation.py"
         )
+
+    def draft_levels(
+        self, batch: Batch, frozen: TargetHead, levels: int
+    ) -> Iterable[tuple[Tensor, Callable[[Tensor], Tensor]]]:
+        """Of each level of a chain the states [S, ..] at all supervised slots, and what makes logits of such states."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be examined: write draft_levels, see parts/unroll.py")
 
 
 @dataclass(frozen=True, slots=True)

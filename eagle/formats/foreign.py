@@ -10,7 +10,7 @@ import yaml
 from eagle.core.drafter import TrainableDrafter
 from eagle.data.identity import fingerprint
 from eagle.disk import lock_path
-from eagle.formats.checkpoint import save_head
+from eagle.formats.checkpoint import load_head, save_head
 from eagle.formats.files import folder_at, read_json, weight_files
 from eagle.formats.foreign_head import Served, converted, folder_for
 from eagle.formats.kinds import kind_by_config
@@ -40,7 +40,10 @@ def inspect(folder: str | Path, target: str | None = None) -> Inspection:
 
 def read_head(folder: str | Path, target: str | None = None, taps: tuple[int, ...] | None = None) -> TrainableDrafter:
     """The head of a checkpoint; ValueError with all that is missing, unknown or without counterpart here."""
-    return converted(read(folder_at(folder)), None if target is None else Served.at(target), taps)[0]
+    reading = read(folder_at(folder))
+    if reading.layout == OWN and reading.network is None:  # of another method than EAGLE's: as it was saved
+        return load_head(reading.folder)
+    return converted(reading, None if target is None else Served.at(target), taps)[0]
 
 
 def imported(
