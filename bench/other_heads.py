@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,64 +32,52 @@ from eagle.target.target import Target
 RECIPE = "recipes/tiny/eagle3.yaml"
 TAPS = (0, 1, 2, 4, 5, 7, 8, 9, -1)  # all that any head below reads
 TEXTS, WARMUP, CLIP = 3, 0.05, 0.5  # texts of a batch; of the steps; norm of the gradient
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # head's logits and target's [S, V], text's token [S] -> [S]
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # logits of head and target [S, V], the text's tokens [S] -> [S]
 
 
-# -- what two laws are compared by ------------------------------------------------------------------------------------
-
-
-def soft(logits: Tensor, true: Tensor, following: Tensor) -> Tensor:
+def soft(logits: Tensor, true: Tensor, tokens: Tensor) -> Tensor:
     """Cross-entropy from the target's probabilities."""
     return -(true.softmax(-1) * logits.log_softmax(-1)).sum(-1)
 
 
-def kl(logits: Tensor, true: Tensor, following: Tensor) -> Tensor:
+def hard(logits: Tensor, true: Tensor, tokens: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Cross-entropy from the target's likeliest token, with a part of it spread over all."""
+    return F.cross_entropy(logits, true.argmax(-1), reduction="none", label_smoothing=smoothing)
+
+
+def kl(logits: Tensor, true: Tensor, tokens: Tensor) -> Tensor:
     """KL(target, head), as speculators has it."""
     return F.kl_div(logits.log_softmax(-1), true.log_softmax(-1), log_target=True, reduction="none").sum(-1)
 
 
-def reverse_kl(logits: Tensor, true: Tensor, following: Tensor) -> Tensor:
-    """KL(head, target)."""
-    return kl(true, logits, following)
-
-
-def hard(logits: Tensor, true: Tensor, following: Tensor) -> Tensor:
-    """Cross-entropy from the target's likeliest token alone."""
-    return F.cross_entropy(logits, true.argmax(-1), reduction="none")
-
-
-def text(logits: Tensor, true: Tensor, following: Tensor) -> Tensor:
-    """Cross-entropy from the token that stands in the text."""
-    return F.cross_entropy(logits, following, reduction="none", ignore_index=-1)
-
-
-def smoothed(logits: Tensor, true: Tensor, following: Tensor) -> Tensor:
-    """Cross-entropy from the likeliest token with a tenth spread over all."""
-    return F.cross_entropy(logits, true.argmax(-1), reduction="none", label_smoothing=0.1)
-
-
-def sharpened(logits: Tensor, true: Tensor, following: Tensor) -> Tensor:
-    """Cross-entropy from the target's probabilities at T = 0.5."""
-    return soft(logits, 2 * true, following)
-
-
-def focal(logits: Tensor, true: Tensor, following: Tensor) -> Tensor:
-    """Cross-entropy from the likeliest token, less where the head is sure of it."""
-    entropy = hard(logits, true, following)
+def focal(logits: Tensor, true: Tensor, tokens: Tensor) -> Tensor:
+    """Hard cross-entropy, less where the head is sure of the token."""
+    entropy = hard(logits, true, tokens)
     return (1 - (-entropy).exp()) ** 2 * entropy
 
 
-def variation(logits: Tensor, true: Tensor, following: Tensor) -> Tensor:
-    """Half the sum of |p - q|, with a little cross-entropy to begin with."""
-    return (logits.softmax(-1) - true.softmax(-1)).abs().sum(-1) / 2 + 0.1 * soft(logits, true, following)
+LOSSES: dict[str, Loss] = {
+    "soft": soft,
+    "hard": hard,
+    "kl": kl,
+    "focal": focal,
+    "smoothed": partial(hard, smoothing=0.1),
+    "sharpened": lambda logits, true, tokens: soft(logits, 2 * true, tokens),  # T = 0.5
+    "reverse_kl": lambda logits, true, tokens: kl(true, logits, tokens),
+    "text": lambda logits, true, tokens: F.cross_entropy(logits, tokens, reduction="none", ignore_index=-1),
+    # half the sum of |p - q|, with a little cross-entropy to begin with
+    "variation": lambda logits, true, tokens: (
+        (logits.softmax(-1) - true.softmax(-1)).abs().sum(-1) / 2 + 0.1 * soft(logits, true, tokens)
+    ),
+}
 
 
 @dataclass(frozen=True)
-class Way:
+class Training:
     """A kind of head, and how it is trained."""
 
     head: dict[str, Any]
-    loss: Loss | None = None  # the head's own, which this project trains it with
+    loss: str | None = None  # of LOSSES; the head's own, which this project trains it with, if none
     unroll: int = 4  # drafting steps in training
     decay: float = 0.8  # of a step's weight
     lr: float = 3e-3
@@ -105,97 +94,98 @@ E1, E3 = {"kind": "eagle1", "fc_bias": False}, {"kind": "eagle3"}
 RANDOM = {**E3, "lm_head": "random", "queries": "random"}
 NORMED = {**E3, "fc_norm": True, "norm_output": True, "draft_vocab": 512}
 TUNING = {
-    "eagle1-soft": Way(E1, soft, unroll=1, lr=1e-3, regression=1.0, noise=0.1),
-    "eagle1-hard": Way(E1, hard, unroll=1, lr=1e-3, regression=1.0),
-    "eagle1-text": Way({**E1, "fc_bias": True}, text, unroll=1, lr=2e-3),
-    "eagle3-hard": Way(E3, hard),
-    "eagle3-specforge": Way({**RANDOM, "draft_vocab": 512}, soft, unroll=7),
-    "eagle3-speculators": Way({**RANDOM, "draft_vocab": 512, "norm_before_residual": True}, kl, unroll=3, decay=1.0),
-    "eagle3-hard-512": Way({**E3, "draft_vocab": 512}, hard, decay=1.0),
-    "eagle3-smoothed": Way(RANDOM, smoothed, lr=1e-3),
-    "eagle3.1-hard": Way(NORMED, hard),
-    "eagle3-texts": Way({**E3, "draft_vocab": 512}, text, texts="train"),
-    "eagle3-overfit": Way(E3, hard, steps=400, answers=40),
-    "eagle3-frozen": Way({**E3, "draft_vocab": 256, "train_lm_head": False}, soft, decay=1.0),
-    "eagle3-decayed": Way(E3, soft, weight_decay=1.0, dropout=0.1),
-    "eagle3-single": Way(E3, hard, unroll=1),
+    "eagle1-soft": Training(E1, "soft", unroll=1, lr=1e-3, regression=1.0, noise=0.1),
+    "eagle1-hard": Training(E1, "hard", unroll=1, lr=1e-3, regression=1.0),
+    "eagle1-text": Training({**E1, "fc_bias": True}, "text", unroll=1, lr=2e-3),
+    "eagle3-hard": Training(E3, "hard"),
+    "eagle3-specforge": Training({**RANDOM, "draft_vocab": 512}, "soft", unroll=7),
+    "eagle3-speculators": Training(
+        {**RANDOM, "draft_vocab": 512, "norm_before_residual": True}, "kl", unroll=3, decay=1.0
+    ),
+    "eagle3-hard-512": Training({**E3, "draft_vocab": 512}, "hard", decay=1.0),
+    "eagle3-smoothed": Training(RANDOM, "smoothed", lr=1e-3),
+    "eagle3.1-hard": Training(NORMED, "hard"),
+    "eagle3-texts": Training({**E3, "draft_vocab": 512}, "text", texts="train"),
+    "eagle3-overfit": Training(E3, "hard", steps=400, answers=40),
+    "eagle3-frozen": Training({**E3, "draft_vocab": 256, "train_lm_head": False}, "soft", decay=1.0),
+    "eagle3-decayed": Training(E3, "soft", weight_decay=1.0, dropout=0.1),
+    "eagle3-single": Training(E3, "hard", unroll=1),
 }
 AGAIN = ("eagle1-hard", "eagle3-hard", "eagle3-speculators", "eagle3.1-hard")
 REPORTED = {
-    "eagle1": Way(E1, steps=600, lr=1e-3),
-    "hass": Way({**E1, "kind": "hass", "top": 0}, steps=300, lr=1e-3),
-    "eagle3-short": Way({**E3, "draft_vocab": 512, "steps": 4}),
-    "eagle3-full-short": Way({**E3, "steps": 4}),
-    "eagle3.1-short": Way({**NORMED, "steps": 4}),
+    "eagle1": Training(E1, steps=600, lr=1e-3),
+    "hass": Training({**E1, "kind": "hass", "top": 0}, steps=300, lr=1e-3),
+    "eagle3-short": Training({**E3, "draft_vocab": 512, "steps": 4}),
+    "eagle3-full-short": Training({**E3, "steps": 4}),
+    "eagle3.1-short": Training({**NORMED, "steps": 4}),
     **{f"{name}-2": TUNING[name] for name in AGAIN},
-    "eagle1-entropy": Way(E1, soft, unroll=1, lr=3e-3, steps=400, dropout=0.1),
-    "eagle1-smoothed": Way({**E1, "fc_bias": True}, smoothed, unroll=3, decay=1.0, lr=1e-3, regression=0.1),
-    "eagle3-text-512": Way({**RANDOM, "draft_vocab": 512}, text, noise=0.2),
-    "eagle3-sharpened": Way(E3, sharpened, lr=1e-2),
-    "eagle3-reverse": Way({**E3, "norm_before_residual": True}, reverse_kl),
-    "eagle3-taps": Way({**E3, "taps": (0, 1, 5, 9)}, hard),
-    "eagle3-focal": Way({**E3, "draft_vocab": 1024, "taps": (1, 4, 8)}, focal, decay=0.6),
-    "eagle3.1-variation": Way({**NORMED, "draft_vocab": None}, variation, lr=1e-3),
-    "eagle3-long": Way({**E3, "train_lm_head": False}, text, steps=350, answers=60, weight_decay=0.1),
+    "eagle1-entropy": Training(E1, "soft", unroll=1, lr=3e-3, steps=400, dropout=0.1),
+    "eagle1-smoothed": Training({**E1, "fc_bias": True}, "smoothed", unroll=3, decay=1.0, lr=1e-3, regression=0.1),
+    "eagle3-text-512": Training({**RANDOM, "draft_vocab": 512}, "text", noise=0.2),
+    "eagle3-sharpened": Training(E3, "sharpened", lr=1e-2),
+    "eagle3-reverse": Training({**E3, "norm_before_residual": True}, "reverse_kl"),
+    "eagle3-taps": Training({**E3, "taps": (0, 1, 5, 9)}, "hard"),
+    "eagle3-focal": Training({**E3, "draft_vocab": 1024, "taps": (1, 4, 8)}, "focal", decay=0.6),
+    "eagle3.1-variation": Training({**NORMED, "draft_vocab": None}, "variation", lr=1e-3),
+    "eagle3-long": Training({**E3, "train_lm_head": False}, "text", steps=350, answers=60, weight_decay=0.1),
 }
 
 
-# -- training ---------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def with_features(target: Target, examples: list[Example]) -> list[Example]:
-    """The examples with the target's states."""
+def read_features(target: Target, recipe: Recipe) -> list[Example]:
+    """The recipe's conversations with the target's states."""
+    examples, _ = tokenize_data(recipe, load_tokenizer(recipe))
+    examples = [example for example in examples if example.loss_mask[2:].any()]
     shown = progress(examples, "states", len(examples))
-    return [replace(one, features=target.features(one.tokens[None], TAPS)[0]) for one in shown]
+    with torch.no_grad():
+        return [replace(example, features=target.features(example.tokens[None], TAPS)[0]) for example in shown]
 
 
-def loss_of(head: Any, batch: Batch, way: Way, frozen: TargetHead) -> Tensor:
+def sum_losses(head: Any, batch: Batch, training: Training, frozen: TargetHead) -> Tensor:
     """The mean over slots of every step's loss, later steps less."""
-    if way.loss is None:
+    if training.loss is None:
         return head(batch, frozen)["total"]
 
-    def noised(features: Tensor) -> Tensor:
-        return F.dropout(features + way.noise * (2 * torch.rand_like(features) - 1), way.dropout)
+    def add_noise(features: Tensor) -> Tensor:
+        return F.dropout(features + training.noise * (2 * torch.rand_like(features) - 1), training.dropout)
 
-    unrolled = head.unrolled(batch, frozen, way.unroll, noised=noised)
+    unrolled = head.unrolled(batch, frozen, training.unroll, noised=add_noise)
     true, total = batch.select_taps((-1,))[:, 0], torch.zeros(())
     owner = torch.repeat_interleave(torch.arange(len(batch.lengths)), torch.tensor(batch.lengths))
-    for step, state in enumerate(unrolled.states):
-        at = unrolled.places + 1 + step
-        inside = at + 1 < len(owner)
-        inside[inside.clone()] = owner[at[inside] + 1] == owner[unrolled.places[inside]]
-        at, state = at[inside], state[inside]
-        wanted, following = frozen.logits(true[at]), batch.tokens[at + 1]
-        if head.drafts is not None:  # other tools narrow the target's law likewise, and leave out what cannot be said
-            known = torch.isin(wanted.argmax(-1), head.drafts)
-            at, state, following = at[known], state[known], following[known]
-            place = torch.full((wanted.shape[-1],), -1).scatter(0, head.drafts, torch.arange(len(head.drafts)))
-            wanted, following = wanted[known][:, head.drafts], place[following]
-        loss = way.loss(head.law(state, frozen), wanted, following).mean()
-        if way.regression:
-            loss = 0.1 * loss + way.regression * F.smooth_l1_loss(state, true[at])
-        total = total + way.decay**step * loss
+    for step, states in enumerate(unrolled.states):
+        places = unrolled.places + 1 + step
+        inside = places + 1 < len(owner)
+        inside[inside.clone()] = owner[places[inside] + 1] == owner[unrolled.places[inside]]
+        places, states = places[inside], states[inside]
+        target_logits, tokens = frozen.logits(true[places]), batch.tokens[places + 1]
+        if head.drafts is not None:  # other tools narrow the target's probs likewise, and leave out what cannot be said
+            known = torch.isin(target_logits.argmax(-1), head.drafts)
+            places, states, tokens = places[known], states[known], tokens[known]
+            row = torch.full((target_logits.shape[-1],), -1).scatter(0, head.drafts, torch.arange(len(head.drafts)))
+            target_logits, tokens = target_logits[known][:, head.drafts], row[tokens]
+        loss = LOSSES[training.loss](head.law(states, frozen), target_logits, tokens).mean()
+        if training.regression:
+            loss = 0.1 * loss + training.regression * F.smooth_l1_loss(states, true[places])
+        total = total + training.decay**step * loss
     return total
 
 
-def trained(name: str, way: Way, target: Target, examples: list[Example], seed: int) -> Any:
+def train(name: str, training: Training, target: Target, examples: list[Example], seed: int) -> Any:
     """A head that was trained in that way; healthy, whatever anybody says."""
     torch.manual_seed(seed)
-    settings, said = settings_of(way.head, name), [one.tokens[one.loss_mask] for one in examples]
-    head = DRAFTERS[settings.kind].for_target(settings, target.config, target.head, said).train()
-    learned = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(learned, lr=way.lr, betas=(0.9, 0.95), weight_decay=way.weight_decay, fused=True)
+    settings, supervised = settings_of(training.head, name), [example.tokens[example.loss_mask] for example in examples]
+    head = DRAFTERS[settings.kind].for_target(settings, target.config, target.head, supervised).train()
+    weights, decay = [weight for weight in head.parameters() if weight.requires_grad], training.weight_decay
+    optimizer = torch.optim.AdamW(weights, lr=training.lr, betas=(0.9, 0.95), weight_decay=decay, fused=True)
     taps = tuple(dict.fromkeys((*head.taps, -1)))
     columns = [TAPS.index(tap) for tap in taps]
-    few = [replace(one, features=one.features[:, columns]) for one in examples[: way.answers]]  # type: ignore[index]
-    for step in progress(range(way.steps), name, way.steps, unit="steps"):
-        done = step / way.steps
-        optimizer.param_groups[0]["lr"] = way.lr * min((done + 1 / way.steps) / WARMUP, 1 - done)
-        batch = collate([few[place] for place in torch.randint(len(few), (TEXTS,)).tolist()], taps)
-        loss = loss_of(head, batch, way, target.head)
+    used = [replace(example, features=example.features[:, columns]) for example in examples[: training.answers]]  # type: ignore[index]
+    for step in progress(range(training.steps), name, training.steps, unit="steps"):
+        done = step / training.steps
+        optimizer.param_groups[0]["lr"] = training.lr * min((done + 1 / training.steps) / WARMUP, 1 - done)
+        batch = collate([used[place] for place in torch.randint(len(used), (TEXTS,)).tolist()], taps)
+        loss = sum_losses(head, batch, training, target.head)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(learned, CLIP)
+        torch.nn.utils.clip_grad_norm_(weights, CLIP)
         optimizer.step()
         optimizer.zero_grad()
     print(f"{name}: loss {loss.item():.3f}", flush=True)
@@ -211,17 +201,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seed", type=int, required=True)
     args = parser.parse_args(argv)
     target = Target.load(f"{args.runs}/target", dtype="float32")
-    known: dict[str, list[Example]] = {}
-    for number, (name, way) in enumerate((TUNING if args.set == "tuning" else REPORTED).items()):
-        if (args.out / name / "config.json").is_file():
-            continue
-        if way.texts not in known:
-            places = [f"target.path={args.runs}/target", f"data.train={args.runs}/data/{way.texts}.jsonl"]
-            recipe = Recipe.load(RECIPE, places)
-            examples, _ = tokenize_data(recipe, load_tokenizer(recipe))
-            known[way.texts] = with_features(target, [one for one in examples if one.loss_mask[2:].any()])
-        head = trained(name, way, target, known[way.texts], args.seed * 100 + number)
-        save_pretrained(head, args.out / name)
+    examples: dict[str, list[Example]] = {}
+    for number, (name, training) in enumerate((TUNING if args.set == "tuning" else REPORTED).items()):
+        if not (args.out / name / "config.json").is_file():
+            if training.texts not in examples:
+                paths = [f"target.path={args.runs}/target", f"data.train={args.runs}/data/{training.texts}.jsonl"]
+                examples[training.texts] = read_features(target, Recipe.load(RECIPE, paths))
+            head = train(name, training, target, examples[training.texts], args.seed * 100 + number)
+            save_pretrained(head, args.out / name)
 
 
 if __name__ == "__main__":

@@ -31,12 +31,12 @@ class Case:
 # -- edits ------------------------------------------------------------------------------------------------------------
 
 
-def nothing(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """The export as it is."""
+def keep_all(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Leave the export as it is."""
 
 
-def without(*names: str) -> Edit:
-    """Tensors left out."""
+def remove(*names: str) -> Edit:
+    """Leave tensors out."""
 
     def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         for name in names:
@@ -45,61 +45,25 @@ def without(*names: str) -> Edit:
     return edit
 
 
-def with_tensor(name: str, made: Callable[[dict[str, Any], dict[str, Tensor]], Tensor]) -> Edit:
-    """A tensor put in, or another in its place."""
-    return lambda config, tensors: tensors.update({name: made(config, tensors)})
+def add(name: str, make: Callable[[dict[str, Any], dict[str, Tensor]], Tensor]) -> Edit:
+    """Put a tensor in, or another in its place."""
+    return lambda config, tensors: tensors.update({name: make(config, tensors)})
 
 
-def with_key(name: str, made: Callable[[Any], Any]) -> Edit:
-    """Another value in the config."""
-    return lambda config, tensors: config.update({name: made(config.get(name))})
+def change_key(name: str, make: Callable[[Any], Any]) -> Edit:
+    """Write another value into the config."""
+    return lambda config, tensors: config.update({name: make(config.get(name))})
 
 
-def opposite(name: str) -> Edit:
-    """A switch turned."""
-    return with_key(name, lambda on: not on)
+def change(pattern: str, function: Callable[[Tensor], Tensor]) -> Edit:
+    """Put a function of each tensor whose name has this pattern in its place."""
+    return lambda config, tensors: tensors.update(
+        {name: function(tensor) for name, tensor in tensors.items() if re.search(pattern, name)}
+    )
 
 
-def blocks(order: tuple[int, ...]) -> Edit:
-    """The blocks of `fc` in another order."""
-
-    def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        parts = tensors["fc.weight"].chunk(len(order), dim=1)
-        tensors["fc.weight"] = torch.cat([parts[place] for place in order], dim=1)
-
-    return edit
-
-
-def halves(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Queries, keys and values of EAGLE-3 with their halves swapped."""
-    for part in "qkv":
-        name = f"midlayer.self_attn.{part}_proj.weight"
-        tensors[name] = torch.cat(tensors[name].chunk(2, dim=1)[::-1], dim=1)
-
-
-def layers(shift: int) -> Edit:
-    """Layer ids moved, in both places."""
-
-    def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        for section in (config, config["eagle_config"]):
-            moved = [layer + shift for layer in section.pop(IDS)]
-            section.update({IDS: moved} if min(moved) >= 0 else {})  # no output stands in front of the first layer's
-
-    return edit
-
-
-def swapped(one: str, other: str) -> Edit:
-    """Two tensors in each other's place."""
-
-    def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        first, second = f"{one}.weight", f"{other}.weight"
-        tensors[first], tensors[second] = tensors[second], tensors[first]
-
-    return edit
-
-
-def renamed(pattern: str, by: str) -> Edit:
-    """Tensors under other names."""
+def rename(pattern: str, by: str) -> Edit:
+    """Write all tensors under other names."""
 
     def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         for name in list(tensors):
@@ -108,125 +72,122 @@ def renamed(pattern: str, by: str) -> Edit:
     return edit
 
 
-def interleaved(*parts: str) -> Edit:
-    """Rows of queries or keys that stood in halves, in turns."""
-
-    def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        for part in parts:
-            name = next(name for name in tensors if name.endswith(f"self_attn.{part}_proj.weight"))
-            rows = tensors[name].unflatten(0, (-1, 2, config["head_dim"] // 2))  # [heads, half, w / 2, H]
-            tensors[name] = rows.transpose(1, 2).flatten(0, 2)
-
-    return edit
+def swap(*names: str) -> Edit:
+    """Put two tensors in each other's place."""
+    first, second = (f"{name}.weight" for name in names)
+    return lambda config, tensors: tensors.update({first: tensors[second], second: tensors[first]})
 
 
-def as_offsets(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Norms' gains less 1, as Gemma has them."""
-    for name in tensors:
-        if "norm" in name:
-            tensors[name] = tensors[name] - 1
+def order_blocks(order: tuple[int, ...]) -> Edit:
+    """Put the blocks of `fc` into another order."""
+    return change(r"^fc\.weight", lambda matrix: torch.cat([matrix.chunk(len(order), 1)[place] for place in order], 1))
 
 
-def reordered(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """The LM head's rows in another order than the tokens that they stand for."""
-    order = torch.randperm(len(tensors["lm_head.weight"]), generator=torch.Generator().manual_seed(0))
-    tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
+def interleave_queries(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Put the rows of queries that stood in halves in turns."""
+    split = (-1, 2, config["head_dim"] // 2)  # [heads, half, w / 2, H]
+    change(r"q_proj", lambda matrix: matrix.unflatten(0, split).transpose(1, 2).flatten(0, 2))(config, tensors)
 
 
-def transposed(part: str) -> Edit:
-    """A square matrix that another framework keeps the other way round."""
-
-    def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        name = next(name for name in tensors if name.endswith(f"{part}.weight"))
-        tensors[name] = tensors[name].T
-
-    return edit
-
-
-def one_layer(place: int, shift: int) -> Edit:
-    """One layer id moved, in both places."""
+def move_layers(shift: int, place: int | None = None) -> Edit:
+    """Move the layer ids, or one of them, in both places of the config."""
 
     def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         for section in (config, config["eagle_config"]):
-            section[IDS] = [layer + shift * (number == place) for number, layer in enumerate(section[IDS])]
+            ids = [layer + shift * (place in (None, number)) for number, layer in enumerate(section.pop(IDS))]
+            section.update({IDS: ids} if min(ids) >= 0 else {})  # no output stands in front of the first layer's
 
     return edit
+
+
+def shuffle(matrix: Tensor) -> Tensor:
+    """The matrix with its rows in another order."""
+    return matrix[torch.randperm(len(matrix), generator=torch.Generator().manual_seed(0))]
+
+
+HALVES = change(r"self_attn\.[qkv]_proj", lambda matrix: torch.cat(matrix.chunk(2, dim=1)[::-1], dim=1))
 
 
 # -- cases ------------------------------------------------------------------------------------------------------------
 
 
-def catalogue() -> list[Case]:
+def known_cases() -> list[Case]:
     """What is known to be wrong and silent in some engine."""
-    ids = with_tensor("d2t", lambda config, tensors: tensors["d2t"] + torch.arange(len(tensors["d2t"])))
-    zeros = with_tensor("d2t", lambda config, tensors: torch.zeros(config["vocab_size"], dtype=torch.long))
-    bias = with_tensor("fc.bias", lambda config, tensors: torch.full((config["hidden_size"],), 0.1))
-    norm = with_tensor("layers.0.input_layernorm.weight", lambda config, tensors: torch.ones(config["hidden_size"]))
-    prefix, plain = renamed("^(?=fc|midlayer|norm|lm_head)", "model."), renamed("^midlayer", "layers.0")
-    residual, full, taken = "norm_before_residual", "eagle3-full", "[state; embedding]"
+    ids = add("d2t", lambda config, tensors: tensors["d2t"] + torch.arange(len(tensors["d2t"])))
+    zeros = add("d2t", lambda config, tensors: torch.zeros(config["vocab_size"], dtype=torch.long))
+    bias = add("fc.bias", lambda config, tensors: torch.full((config["hidden_size"],), 0.1))
+    norm = add("layers.0.input_layernorm.weight", lambda config, tensors: torch.ones(config["hidden_size"]))
+    prefix, plain = rename("^(?=fc|midlayer|norm|lm_head)", "model."), rename("^midlayer", "layers.0")
+    residual, full, halves = "norm_before_residual", "eagle3-full", "[state; embedding]"
     rows: list[tuple[str, str, Edit, str]] = [
         ("`model.` in front of the names", "eagle3", prefix, "`model.`"),
-        ("fc.weight missing", "eagle3", without("fc.weight"), "fc.weight is missing"),
-        ("fc's blocks in wrong layer order", "eagle3", blocks((2, 1, 0)), "blocks of fc"),
-        ("[state; embedding] in attention", full, halves, f"take {taken}"),
+        ("fc.weight missing", "eagle3", remove("fc.weight"), "fc.weight is missing"),
+        ("fc's blocks in wrong layer order", "eagle3", order_blocks((2, 1, 0)), "blocks of fc"),
+        ("[state; embedding] in attention", full, HALVES, f"take {halves}"),
         ("d2t holds ids, not offsets", "eagle3", ids, "d2t holds"),
-        ("d2t missing with a draft vocabulary", "eagle3", without("d2t", "t2d"), "d2t is missing"),
+        ("d2t missing with a draft vocabulary", "eagle3", remove("d2t", "t2d"), "d2t is missing"),
         ("d2t present with the full vocabulary", full, zeros, "d2t is there although"),
-        ("norm_before_residual wrong", "eagle3", opposite(residual), residual),
-        ("layer ids one too high", full, layers(1), "are 1 too high"),
-        ("layer ids one too low", "eagle3", layers(-1), "are 1 too low"),
+        ("norm_before_residual wrong", "eagle3", change_key(residual, lambda on: not on), residual),
+        ("layer ids one too high", full, move_layers(1), "are 1 too high"),
+        ("layer ids one too low", "eagle3", move_layers(-1), "are 1 too low"),
         ("layers.0 for OpenVINO", "eagle3", plain, "layers.0: OpenVINO"),
-        ("lm_head missing", full, without("lm_head.weight"), "lm_head.weight is missing"),
+        ("lm_head missing", full, remove("lm_head.weight"), "lm_head.weight is missing"),
         ("fc.bias in EAGLE-3", "eagle3", bias, "fc.bias"),
         ("fc.bias in EAGLE-1", "eagle1", bias, "fc.bias"),
         ("EAGLE-1 with an input norm", "eagle1", norm, "input_layernorm"),
-        ("EAGLE-1, fc's halves swapped", "eagle1", blocks((1, 0)), f"takes {taken}"),
-        ("HASS, fc's halves swapped", "hass", blocks((1, 0)), f"takes {taken}"),
+        ("EAGLE-1, fc's halves swapped", "eagle1", order_blocks((1, 0)), f"takes {halves}"),
+        ("HASS, fc's halves swapped", "hass", order_blocks((1, 0)), f"takes {halves}"),
     ]
     return [Case(fault, kind, edit, (words,)) for fault, kind, edit, words in rows]
 
 
-def drawn(seed: int) -> list[Case]:
+def draw_cases(seed: int) -> list[Case]:
     """Six faults, of which chance decides the details."""
     chance = random.Random(seed)
     orders, fused = [*permutations(range(3))][1:], ["eagle3", "eagle3-full", "eagle3.1"]
-    order, shift, (one, other) = chance.choice(orders), chance.choice((2, -2)), chance.sample(NORMS, 2)
-    theta = with_key("rope_theta", lambda value: value * 10)
+    order, shift, (first, second) = chance.choice(orders), chance.choice((2, -2)), chance.sample(NORMS, 2)
     singles = {
-        "blocks of fc": blocks(chance.choice(orders)),
-        "take [state; embedding]": halves,
-        "2 too low": layers(-2),
-        "norm_before_residual": opposite("norm_before_residual"),
+        "blocks of fc": order_blocks(chance.choice(orders)),
+        "take [state; embedding]": HALVES,
+        "2 too low": move_layers(-2),
+        "norm_before_residual": change_key("norm_before_residual", lambda on: not on),
     }
     both = tuple(chance.sample(list(singles), 2))
 
-    def two(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def spoil_twice(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         for name in both:
             singles[name](config, tensors)
 
     amount = f"are 2 too {'high' if shift > 0 else 'low'}"
+    theta = change_key("rope_theta", lambda value: value * 10)
     return [
-        Case(f"fc's blocks as {order}", chance.choice(fused), blocks(order), ("blocks of fc",)),
-        Case(f"layer ids {amount[4:]}", chance.choice(fused), layers(shift), (amount,)),
+        Case(f"fc's blocks as {order}", chance.choice(fused), order_blocks(order), ("blocks of fc",)),
+        Case(f"layer ids {amount[4:]}", chance.choice(fused), move_layers(shift), (amount,)),
         Case("rope theta × 10", chance.choice(["eagle1", *fused]), theta, ("rope",)),
-        Case(f"{one} and {other} swapped", chance.choice(fused), swapped(one, other), ("are swapped",)),
-        Case(f"two faults: {both[0]}, {both[1]}", chance.choice(fused), two, both),
-        Case(SIBLING, chance.choice(["eagle1", *fused]), nothing, ("another target",)),
+        Case(f"{first} and {second} swapped", chance.choice(fused), swap(first, second), ("are swapped",)),
+        Case(f"two faults: {both[0]}, {both[1]}", chance.choice(fused), spoil_twice, both),
+        Case(SIBLING, chance.choice(["eagle1", *fused]), keep_all, ("another target",)),
     ]
 
 
-def further() -> list[Case]:
+def later_cases() -> list[Case]:
     """Faults that the doctor's first probes did not know, and two known ones, on heads that other losses trained."""
-    mlp, gate_up = "midlayer.mlp", "mlp.gate_proj and mlp.up_proj are swapped"
-    one_high = with_tensor("d2t", lambda config, tensors: tensors["d2t"] + 1)
+    gate, up, interleaved = "mlp.gate_proj", "mlp.up_proj", "rows of q are not interleaved"
+    one_high = add("d2t", lambda config, tensors: tensors["d2t"] + 1)
+    transposed = change(r"o_proj\.weight", lambda matrix: matrix.T)
     rows: list[tuple[str, str, Edit, str]] = [
         ("d2t one too high", "eagle3-speculators-2", one_high, "d2t"),
-        ("queries alone interleaved", "eagle1-hard-2", interleaved("q"), "rows of q are not interleaved"),
-        ("first layer id 2 too high", "eagle3", one_layer(0, 2), "layer id "),
-        ("norms' gains less 1", "eagle3.1-hard-2", as_offsets, "offsets from 1"),
-        ("LM head's rows in another order", "eagle3-reverse", reordered, "LM head"),
-        ("o_proj transposed", "eagle3-hard-2", transposed("o_proj"), "o_proj is transposed"),
-        ("queries alone interleaved", "eagle3-hard-2", interleaved("q"), "rows of q are not interleaved"),
-        ("gate_proj and up_proj swapped", "eagle3-focal", swapped(f"{mlp}.gate_proj", f"{mlp}.up_proj"), gate_up),
+        ("queries alone interleaved", "eagle1-hard-2", interleave_queries, interleaved),
+        ("first layer id 2 too high", "eagle3", move_layers(2, place=0), "layer id "),
+        ("norms' gains less 1", "eagle3.1-hard-2", change("norm", lambda gain: gain - 1), "offsets from 1"),
+        ("LM head's rows in another order", "eagle3-reverse", change(r"lm_head\.weight", shuffle), "LM head"),
+        ("o_proj transposed", "eagle3-hard-2", transposed, "o_proj is transposed"),
+        ("queries alone interleaved", "eagle3-hard-2", interleave_queries, interleaved),
+        (
+            "gate_proj and up_proj swapped",
+            "eagle3-focal",
+            swap(f"midlayer.{gate}", f"midlayer.{up}"),
+            f"{gate} and {up} are swapped",
+        ),
     ]
     return [Case(fault, head, edit, (words,)) for fault, head, edit, words in rows]

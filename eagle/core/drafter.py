@@ -241,6 +241,12 @@ class TrainableDrafter(nn.Module, Drafter):
             f"{type(self).__name__} cannot be validated: write validate(batch, frozen, trees), see parts/validation.py"
         )
 
+    def draft_levels(
+        self, batch: Batch, frozen: TargetHead, levels: int
+    ) -> Iterable[tuple[Tensor, Callable[[Tensor], Tensor]]]:
+        """Of each level of a chain the states [S, ..] at all supervised slots, and what makes logits of such states."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be examined: write draft_levels, see parts/unroll.py")
+
 
 @dataclass(frozen=True, slots=True)
 class TargetHead:

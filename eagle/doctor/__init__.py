@@ -1,7 +1,7 @@
 """Why a head accepts badly: probes, figures and a verdict."""
 
-from eagle.doctor.examine import diagnosed, examine
-from eagle.doctor.server import Served, served
+from eagle.doctor.examine import diagnose, examine
+from eagle.doctor.server import ServerCounts, read_server
 from eagle.doctor.verdict import Diagnosis, Effect
 
-__all__ = ["Diagnosis", "Effect", "Served", "diagnosed", "examine", "served"]
+__all__ = ["Diagnosis", "Effect", "ServerCounts", "diagnose", "examine", "read_server"]

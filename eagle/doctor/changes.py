@@ -10,92 +10,89 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from eagle.doctor.effects import Reading
+from eagle.doctor.wiring import Wiring
 from eagle.drafters.parts.blocks import Rotary
 
-Change = Callable[[Reading], Reading]
+Change = Callable[[Wiring], Wiring]
 
 
-def on_head(change: Callable[[Any], None]) -> Change:
-    """A change of the head's copy."""
+def on_head(edit: Callable[[Any], None]) -> Change:
+    """A change that edits a copy of the head."""
 
-    def changed(reading: Reading) -> Reading:
-        head = copy.deepcopy(reading.head)
-        change(head)
-        return replace(reading, head=head)
-
-    return changed
-
-
-def setting(**fields: Any) -> Change:
-    """Other settings of the head."""
-
-    def change(head: Any) -> None:
-        head.settings = head.settings.model_copy(update=fields)
-
-    return on_head(change)
-
-
-def weight(name: str, made: Callable[[Tensor], Tensor]) -> Callable[[Any], None]:
-    """A tensor made of the one that is there."""
-
-    def change(head: Any) -> None:
-        parameter = head.get_parameter(name)
-        parameter.data = made(parameter.data)
+    def change(wiring: Wiring) -> Wiring:
+        head = copy.deepcopy(wiring.head)
+        edit(head)
+        return replace(wiring, head=head)
 
     return change
 
 
-def tapped(taps: tuple[int, ...]) -> Change:
-    """Other states of the target."""
+def map_tensors(names: list[str], function: Callable[[Tensor], Tensor]) -> Change:
+    """A change that puts a function of each of these parameters in its place."""
 
-    def change(head: Any) -> None:
-        head.taps = taps
+    def edit(head: Any) -> None:
+        for name in names:
+            parameter = head.get_parameter(name)
+            parameter.data = function(parameter.data)
 
-    return on_head(change)
+    return on_head(edit)
 
 
-def ordered(matrix: Tensor, order: tuple[int, ...]) -> Tensor:
-    """The matrix whose block `order[i]` is block i of this one."""
+def swap_tensors(pairs: list[tuple[str, str]]) -> Change:
+    """A change that puts the parameters of each pair in each other's place."""
+
+    def edit(head: Any) -> None:
+        for names in pairs:
+            first, second = map(head.get_parameter, names)
+            first.data, second.data = second.data, first.data
+
+    return on_head(edit)
+
+
+def set_taps(taps: tuple[int, ...]) -> Change:
+    """A change that gives the head other states of the target."""
+    return on_head(lambda head: setattr(head, "taps", taps))
+
+
+def set_rope(names: list[str], values: dict[str, Any]) -> Change:
+    """A change that makes rotary tables anew, by other parameters."""
+
+    def edit(head: Any) -> None:
+        head.shape = copy.deepcopy(head.shape)
+        head.shape.rope_parameters = values
+        for name in names:
+            head.set_submodule(name, Rotary(head.shape).to(next(head.parameters()).device))
+
+    return on_head(edit)
+
+
+def set_switch(name: str, value: bool) -> Change:
+    """A change of a setting, and of every part that took it over."""
+
+    def edit(head: Any) -> None:
+        head.settings = head.settings.model_copy(update={name: value})
+        for part in head.modules():
+            if name in vars(part):
+                setattr(part, name, value)
+
+    return on_head(edit)
+
+
+def reorder_blocks(matrix: Tensor, order: tuple[int, ...]) -> Tensor:
+    """The matrix whose block `order[i]` of columns is block i of this one."""
     parts = matrix.chunk(len(order), dim=1)
     return torch.cat([parts[order.index(place)] for place in range(len(order))], dim=1)
 
 
-def off(name: str) -> Callable[[Any], None]:
-    """A norm left out."""
-
-    def change(head: Any) -> None:
-        owner, _, own = name.rpartition(".")
-        parent: Any = head.get_submodule(owner)
-        if own.isdigit():
-            parent[int(own)] = nn.Identity()
-        else:
-            setattr(parent, own, nn.Identity())
-
-    return change
+def swap_halves(matrix: Tensor) -> Tensor:
+    """The matrix with the halves of its columns in each other's place."""
+    return torch.cat(matrix.chunk(2, dim=1)[::-1], dim=1)
 
 
-def turning(values: dict[str, Any]) -> Change:
-    """Other rotary parameters."""
-
-    def change(head: Any) -> None:
-        head.shape = copy.deepcopy(head.shape)
-        head.shape.rope_parameters = values
-        head.rotary = Rotary(head.shape).to(head.layers[0].mlp.up_proj.weight.device)
-
-    return on_head(change)
-
-
-def interleaved(back: bool, parts: str = "qk") -> Callable[[Any], None]:
-    """Rows of queries, of keys or of both that stood in halves in turns; or `back`."""
-
-    def change(head: Any) -> None:
-        attention = head.layers[0].self_attn
-        for part in (attention.get_submodule(f"{name}_proj") for name in parts):
-            rows = part.weight.data.unflatten(0, (-1, attention.width))
-            split = (attention.width // 2, 2) if back else (2, attention.width // 2)
-            part.weight.data = rows.unflatten(1, split).transpose(1, 2).flatten(1, 2).flatten(0, 1)
-
-    return change
+def reorder_rows(matrix: Tensor, width: int, interleaved: bool) -> Tensor:
+    """The matrix whose rows of each attention head stand in halves where they were `interleaved`, or the reverse."""
+    split = (width // 2, 2) if interleaved else (2, width // 2)
+    rows = matrix.unflatten(0, (-1, width)).unflatten(1, split)
+    return rows.transpose(1, 2).flatten(1, 2).flatten(0, 1)

@@ -4,22 +4,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, permutations, product
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from eagle.doctor.changes import Change, interleaved, off, on_head, ordered, setting, tapped, turning, weight
-from eagle.doctor.effects import Reading
+from eagle.doctor.changes import (
+    Change,
+    map_tensors,
+    on_head,
+    reorder_blocks,
+    reorder_rows,
+    set_rope,
+    set_switch,
+    set_taps,
+    swap_halves,
+    swap_tensors,
+)
+from eagle.doctor.wiring import Wiring, draft_ids, find_tensors
 from eagle.target.target import Target
 
 THETA = "rope_theta"
 COUNTED = {1: " (outputs were counted)", -1: " (they were taken for outputs)"}  # the two conventions are one apart
 GUESS = "another rope"  # of values that nothing speaks for
+PROJECTIONS = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", **{part: f"self_attn.{part}_proj" for part in "qkv"}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,136 +44,130 @@ class Probe:
     change: Change
 
 
-def probes(reading: Reading, target: Target) -> list[Probe]:
-    """All that can be asked of this head."""
-    head = reading.head
-    reads, parts = (_taps, _pairing, _embedding), (_fused, _bias, _halves, _norms, _states, _rope, _projections)
-    kinds = (*reads, *parts, _vocabulary, _dtype)
-    return [Probe(*found) for kind in kinds for found in kind(head, reading, target)]
+Found = Iterator[tuple[str, str, Change]]  # kind, fault and change
 
 
-Found = Iterator[tuple[str, str, Change]]
+def list_probes(wiring: Wiring, target: Target) -> list[Probe]:
+    """All single changes that this head has the parts for."""
+    return [Probe(*probe) for check in CHECKS for probe in check(wiring.head, wiring, target)]
+
+
+def list_missing(wiring: Wiring, target: Target) -> list[str]:
+    """What is not looked at, because there is nothing of the kind in this head."""
+    checks = [check for check in CHECKS if next(check(wiring.head, wiring, target), None) is None]
+    return [check.__name__.removeprefix("probe_").replace("_", " ") for check in checks]
 
 
 # -- what it reads of the target --------------------------------------------------------------------------------------
 
 
-def _taps(head: Any, reading: Reading, target: Target) -> Found:
+def probe_layer_ids(head: Any, wiring: Wiring, target: Target) -> Found:
     last = len(target.layers)
     if head.taps == (-1,):
-        yield "final norm", "trained on the state in front of the final norm, reads the one behind it", tapped((last,))
+        yield (
+            "final norm",
+            "trained on the state in front of the final norm, reads the one behind it",
+            set_taps((last,)),
+        )
         return
     if head.taps == (last,):
-        yield "final norm", "trained on the state behind the final norm, reads the one in front of it", tapped((-1,))
+        yield "final norm", "trained on the state behind the final norm, reads the one in front of it", set_taps((-1,))
         return
-    at = [last if tap == -1 else tap for tap in head.taps]
+    layers = [last if tap == -1 else tap for tap in head.taps]
     for shift in (1, -1, 2, -2):
-        taps = tuple(tap + shift for tap in at)
+        taps = tuple(layer + shift for layer in layers)
         if min(taps) >= 0 and max(taps) <= last:
             amount = f"{abs(shift)} too {'low' if shift > 0 else 'high'}{COUNTED.get(shift, '')}"
-            what = f"layer ids {list(head.taps)} are {amount}: inputs of {list(taps)} were meant"
-            yield "layer ids", what, tapped(taps)
-    for place, shift in product(range(len(at)), (1, -1)):
-        tap = at[place] + shift
-        if 0 <= tap <= last and tap not in at and len(at) > 1:
-            what = f"layer id {at[place]} of {list(head.taps)} is 1 too {'low' if shift > 0 else 'high'}"
-            yield "layer ids", f"{what}: the input of {tap} was meant", tapped((*at[:place], tap, *at[place + 1 :]))
+            fault = f"layer ids {list(head.taps)} are {amount}: inputs of {list(taps)} were meant"
+            yield "layer ids", fault, set_taps(taps)
+    for place, shift in product(range(len(layers)), (1, -1)):
+        tap = layers[place] + shift
+        if 0 <= tap <= last and tap not in layers and len(layers) > 1:
+            fault = f"layer id {layers[place]} of {list(head.taps)} is 1 too {'low' if shift > 0 else 'high'}"
+            taps = (*layers[:place], tap, *layers[place + 1 :])
+            yield "layer ids", f"{fault}: the input of {tap} was meant", set_taps(taps)
 
 
-def _pairing(head: Any, reading: Reading, target: Target) -> Found:
+def probe_positions(head: Any, wiring: Wiring, target: Target) -> Found:
     # both could be served; a token or a state from further on would be the answer itself
-    if reading.token_back == reading.state_back == 0:
+    if wiring.token_back == wiring.state_back == 0:
         for field, what in (("token_back", "token"), ("state_back", "state")):
-            change = lambda reading, field=field: replace(reading, **{field: 1})  # noqa: E731
+            change = lambda wiring, field=field: replace(wiring, **{field: 1})  # noqa: E731
             yield "position", f"trained with the {what} one place earlier than it is given", change
 
 
-def _embedding(head: Any, reading: Reading, target: Target) -> Found:
+def probe_embedding_scale(head: Any, wiring: Wiring, target: Target) -> Found:
     usual, scale = target.head.embed_scale, target.head.scale
     if scale != 1.0:
-        as_target = reading.frozen.embed_scale != usual
+        as_target = wiring.frozen.embed_scale != usual
         other = usual if as_target else usual / scale
-        what = f"trained {'with' if as_target else 'without'} the target's embedding scale of {scale:g}"
-        change = lambda reading: replace(reading, frozen=replace(reading.frozen, embed_scale=other))  # noqa: E731
-        yield "embedding", what, change
+        fault = f"trained {'with' if as_target else 'without'} the target's embedding scale of {scale:g}"
+        change = lambda wiring: replace(wiring, frozen=replace(wiring.frozen, embed_scale=other))  # noqa: E731
+        yield "embedding", fault, change
 
 
 # -- how its parts are put together -----------------------------------------------------------------------------------
 
 
-def _fused(head: Any, reading: Reading, target: Target) -> Found:
-    count = len(head.taps)
-    if count < 2 or not hasattr(head, "fc"):
+def probe_fc_order(head: Any, wiring: Wiring, target: Target) -> Found:
+    count, names = len(head.taps), find_tensors(head, "fc.weight")
+    if count < 2 or not names:
         return
-    for order in permutations(range(count)) if count <= 3 else _exchanges(count):
-        if order != tuple(range(count)):
-            change = weight("fc.weight", partial(ordered, order=order))
-            yield "fc order", f"the blocks of fc stand in the order {list(order)} of the layers", on_head(change)
+    usual = tuple(range(count))
+    for order in permutations(usual) if count <= 3 else _exchange_two(count):
+        if order != usual:
+            change = map_tensors(names, partial(reorder_blocks, order=order))
+            yield "fc order", f"the blocks of fc stand in the order {list(order)} of the layers", change
 
 
-def _exchanges(count: int) -> Iterator[tuple[int, ...]]:
+def _exchange_two(count: int) -> Iterator[tuple[int, ...]]:
     """Orders in which two have changed places, and the reversed one."""
-    for one, other in combinations(range(count), 2):
+    for first, second in combinations(range(count), 2):
         order = list(range(count))
-        order[one], order[other] = other, one
+        order[first], order[second] = second, first
         yield tuple(order)
     yield tuple(reversed(range(count)))
 
 
-def _bias(head: Any, reading: Reading, target: Target) -> Found:
-    if getattr(head.fc, "bias", None) is not None:
-        change = on_head(weight("fc.bias", torch.zeros_like))
-        yield "fc.bias", "fc.bias is added, but was not there in training", change
+def probe_fc_bias(head: Any, wiring: Wiring, target: Target) -> Found:
+    if names := find_tensors(head, "fc.bias"):
+        yield "fc.bias", "fc.bias is added, but was not there in training", map_tensors(names, torch.zeros_like)
 
 
-def _halves(head: Any, reading: Reading, target: Target) -> Found:
-    swapped = lambda matrix: torch.cat(matrix.chunk(2, dim=1)[::-1], dim=1)  # noqa: E731
-    if head.taps in ((-1,), (len(target.layers),)):
-        change = on_head(weight("fc.weight", swapped))
-        yield "halves", "fc takes [state; embedding], expected [embedding; state]", change
-        return
-
-    def swap(head: Any) -> None:
-        for part in "qkv":
-            weight(f"layers.0.self_attn.{part}_proj.weight", swapped)(head)
-
-    yield "halves", "q, k and v take [state; embedding], expected [embedding; state]", on_head(swap)
+def probe_halves(head: Any, wiring: Wiring, target: Target) -> Found:
+    wide = 2 * head.shape.hidden_size
+    for what, endings in (("fc takes", ["fc"]), ("q, k and v take", [PROJECTIONS[part] for part in "qkv"])):
+        names = [name for ending in endings for name in find_tensors(head, f"{ending}.weight")]
+        names = [name for name in names if head.get_parameter(name).shape[1] == wide]
+        if names and (what != "fc takes" or len(head.taps) == 1):  # else fc takes two states
+            fault = f"{what} [state; embedding], expected [embedding; state]"
+            yield "halves", fault, map_tensors(names, swap_halves)
 
 
-def _norms(head: Any, reading: Reading, target: Target) -> Found:
-    width = head.shape.hidden_size
-    names = [name for name, part in head.named_modules() if isinstance(getattr(part, "weight", None), Tensor)
-             and part.weight.shape == (width,)]  # fmt: skip
-    for one, other in combinations(names, 2):
-
-        def change(head: Any, one: str = one, other: str = other) -> None:
-            first, second = (head.get_submodule(name) for name in (one, other))
-            first.weight.data, second.weight.data = second.weight.data, first.weight.data
-
-        yield "norms", f"{one} and {other} are swapped", on_head(change)
+def probe_norms(head: Any, wiring: Wiring, target: Target) -> Found:
+    gains = [name for name, part in head.named_parameters() if part.shape == (head.shape.hidden_size,)]
+    names = [name.removesuffix(".weight") for name in gains if name.endswith(".weight")]
+    for first, second in combinations(names, 2):
+        change = swap_tensors([(f"{first}.weight", f"{second}.weight")])
+        yield "norms", f"{first} and {second} are swapped", change
     for name in names:
-        yield "norm off", f"{name} is applied, but was not there in training", on_head(off(name))
-
-    def raised(head: Any) -> None:
-        for name in names:
-            head.get_submodule(name).weight.data += 1
-
+        change = on_head(lambda head, name=name: head.set_submodule(name, nn.Identity()))  # type: ignore[misc]
+        yield "norm off", f"{name} is applied, but was not there in training", change
     if names:
-        yield "norm gains", "the norms' gains are offsets from 1, as Gemma's, and are taken for gains", on_head(raised)
+        change = map_tensors([f"{name}.weight" for name in names], lambda gain: gain + 1)
+        yield "norm gains", "the norms' gains are offsets from 1, as Gemma's, and are taken for gains", change
 
 
-def _states(head: Any, reading: Reading, target: Target) -> Found:
-    block = head.layers[0]
-    if hasattr(block, "norm_before_residual"):
-        kept = not block.norm_before_residual
-        change = lambda head: setattr(head.layers[0], "norm_before_residual", kept)  # noqa: E731
-        yield "norm_before_residual", f"norm_before_residual is {not kept}, expected {kept}", on_head(change)
-    if hasattr(head.settings, "norm_output"):
-        handed = not head.settings.norm_output
-        yield "norm_output", f"norm_output is {not handed}, expected {handed}", setting(norm_output=handed)
+def probe_switches(head: Any, wiring: Wiring, target: Target) -> Found:
+    for name, value in head.network.items():
+        if value is True or value is False:
+            yield name, f"{name} is {value}, expected {not value}", set_switch(name, not value)
 
 
-def _rope(head: Any, reading: Reading, target: Target) -> Found:
+def probe_rope(head: Any, wiring: Wiring, target: Target) -> Found:
+    names = [name.rpartition(".")[0] for name in find_tensors(head, "inv_freq")]
+    if not names:
+        return
     own, its = dict(head.shape.rope_parameters), dict(getattr(target.config, "rope_parameters", None) or {})
     theta = own[THETA]
     wanted: list[tuple[str, str, dict[str, Any]]] = []
@@ -176,69 +183,98 @@ def _rope(head: Any, reading: Reading, target: Target) -> Found:
         if values not in seen:
             seen.append(values)
             has = f"rope theta is {theta:g} ({own.get('rope_type', 'default')})"
-            yield kind, f"{has}, expected {what}", turning(values)
-    for parts, back in product(("qk", "q", "k"), (False, True)):
-        order, rows = "interleaved" if back else "in halves", " and ".join(parts)
-        yield "rope order", f"rows of {rows} are not {order}, as rope expects them", on_head(interleaved(back, parts))
+            yield kind, f"{has}, expected {what}", set_rope(names, values)
+    for parts, interleaved in product(("qk", "q", "k"), (False, True)):
+        order = "interleaved" if interleaved else "in halves"
+        names = [name for part in parts for name in find_tensors(head, f"{PROJECTIONS[part]}.weight")]
+        change = map_tensors(names, partial(reorder_rows, width=head.shape.head_dim, interleaved=interleaved))
+        yield "rope order", f"rows of {' and '.join(parts)} are not {order}, as rope expects them", change
 
 
-def _projections(head: Any, reading: Reading, target: Target) -> Found:
-    block = head.layers[0]
+def probe_projections(head: Any, wiring: Wiring, target: Target) -> Found:
+    tensors = dict(head.named_parameters())
+    for parts in (("gate", "up"), ("q", "k"), ("k", "v"), ("q", "v")):
+        first, second = (PROJECTIONS[part] for part in parts)
+        pairs = list(zip(*(find_tensors(head, f"{name}.weight") for name in (first, second)), strict=False))
+        if pairs and all(tensors[one].shape == tensors[other].shape for one, other in pairs):
+            yield "projections", f"{first} and {second} are swapped", swap_tensors(pairs)
 
-    def swap(head: Any, one: str, other: str) -> None:
-        first, second = head.layers[0].get_submodule(one), head.layers[0].get_submodule(other)
-        first.weight.data, second.weight.data = second.weight.data, first.weight.data
 
-    parts = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", **{part: f"self_attn.{part}_proj" for part in "qkv"}}
-    pairs = [(parts[one], parts[other]) for one, other in (("gate", "up"), ("q", "k"), ("k", "v"), ("q", "v"))]
-    for one, other in pairs:
-        if block.get_submodule(one).weight.shape == block.get_submodule(other).weight.shape:
-            change = lambda head, one=one, other=other: swap(head, one, other)  # noqa: E731
-            yield "projections", f"{one} and {other} are swapped", on_head(change)
-    for name in (*parts.values(), "self_attn.o_proj"):
-        rows, columns = block.get_submodule(name).weight.shape
-        if rows == columns:
-            turned = on_head(weight(f"layers.0.{name}.weight", lambda matrix: matrix.T.contiguous()))
-            yield "transposed", f"{name} is transposed", turned
+def probe_square_matrices(head: Any, wiring: Wiring, target: Target) -> Found:
+    square: dict[str, list[str]] = {}
+    for name, tensor in head.named_parameters():
+        if tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]:
+            square.setdefault(re.sub(r"^.*\.\d+\.", "", name).removesuffix(".weight"), []).append(name)
+    for part, names in square.items():
+        yield "transposed", f"{part} is transposed", map_tensors(names, lambda matrix: matrix.T.contiguous())
+
+
+def probe_numbered_parts(head: Any, wiring: Wiring, target: Target) -> Found:
+    # blocks of a stack, or a part for each level; norms are asked about one by one
+    shapes: dict[tuple[str, str], dict[str, torch.Size]] = {}
+    for name, tensor in head.named_parameters():
+        if numbered := re.match(r"(.*?)\.(\d+)\.(.*)", name):
+            shapes.setdefault((numbered[1], numbered[2]), {})[numbered[3]] = tensor.shape
+    for ((stack, first), parts), ((other, second), others) in combinations(shapes.items(), 2):
+        if stack == other and parts == others and max(map(len, parts.values())) > 1:
+            pairs = [(f"{stack}.{first}.{part}", f"{stack}.{second}.{part}") for part in parts]
+            yield "numbered parts", f"{stack}.{first} and {stack}.{second} are swapped", swap_tensors(pairs)
 
 
 # -- what it says -----------------------------------------------------------------------------------------------------
 
 
-def _vocabulary(head: Any, reading: Reading, target: Target) -> Found:
-    if not hasattr(head, "lm_head"):
+def probe_lm_head(head: Any, wiring: Wiring, target: Target) -> Found:
+    rows, drafts = target.head.weight.data * target.head.logit_scale, draft_ids(head)
+    if drafts is not None:
+        rows = rows[drafts.clamp(0, len(rows) - 1).to(rows.device)]
+    names = [name for name in find_tensors(head, "lm_head.weight") if head.get_parameter(name).shape == rows.shape]
+    if names:
+        fault = "its LM head fits worse than the target's own rows: it is missing, or another's"
+        yield "lm_head", fault, map_tensors(names, lambda matrix: rows.to(matrix))
+
+
+def probe_d2t(head: Any, wiring: Wiring, target: Target) -> Found:
+    drafts = draft_ids(head)
+    if drafts is None:
         return
-    rows = target.head.weight.data * target.head.logit_scale
-
-    def borrowed(head: Any) -> None:
-        own = rows if head.drafts is None else rows[head.drafts.clamp(0, len(rows) - 1).to(rows.device)]
-        head.lm_head.weight.data = own.to(head.lm_head.weight)
-
-    what = "its LM head fits worse than the target's own rows: it is missing, or another's"
-    yield "lm_head", what, on_head(borrowed)
-    if head.drafts is not None:
-        for what, drafts in _vocabularies(head):
-            change = lambda head, drafts=drafts: head.d2t.copy_(drafts - torch.arange(len(drafts)).to(drafts))  # noqa: E731
-            yield "d2t", f"d2t {what}", on_head(change)
-
-
-def _vocabularies(head: Any) -> Iterator[tuple[str, Tensor]]:
-    """Other tokens that its LM head's rows may stand for."""
-    held, places = head.d2t, torch.arange(len(head.d2t), device=head.d2t.device)
-    if int(held.min()) >= 0 and int(held.max()) < head.shape.vocab_size and not torch.equal(held, places + held):
-        yield "holds token ids, expected offsets from the row's number", held.clone()
-    marked = head.t2d.nonzero()[:, 0]
-    if len(marked) == len(held) and not torch.equal(marked, head.drafts):
-        yield "and t2d disagree: t2d was right", marked
-    for shift in (1, -1):
-        drafts = (head.drafts - shift).clamp(0, head.shape.vocab_size - 1)
-        yield f"is 1 too {'high' if shift > 0 else 'low'}", drafts
-    if bool(head.drafts.any()) and not torch.equal(places, head.drafts):
-        yield "is not this head's: its rows stand for the first tokens", places
+    d2t, size, places = head.get_buffer("d2t"), head.shape.vocab_size, torch.arange(len(drafts)).to(drafts)
+    others: list[tuple[str, Tensor]] = []
+    if int(d2t.min()) >= 0 and int(d2t.max()) < size and not torch.equal(d2t, drafts):
+        others.append(("holds token ids, expected offsets from the row's number", d2t.clone()))
+    for t2d in find_tensors(head, "t2d"):
+        marked = head.get_buffer(t2d).nonzero()[:, 0]
+        if len(marked) == len(d2t) and not torch.equal(marked, drafts):
+            others.append(("and t2d disagree: t2d was right", marked))
+    others += [(f"is 1 too {'high' if shift > 0 else 'low'}", (drafts - shift).clamp(0, size - 1)) for shift in (1, -1)]
+    if bool(drafts.any()) and not torch.equal(places, drafts):
+        others.append(("is not this head's: its rows stand for the first tokens", places))
+    for what, tokens in others:
+        change = on_head(lambda head, tokens=tokens: head.get_buffer("d2t").copy_(tokens - places))  # type: ignore[misc]
+        yield "d2t", f"d2t {what}", change
 
 
-def _dtype(head: Any, reading: Reading, target: Target) -> Found:
-    stored = head.layers[0].mlp.up_proj.weight.dtype
+def probe_precision(head: Any, wiring: Wiring, target: Target) -> Found:
+    stored = next(head.parameters()).dtype
     if stored != torch.float32:
-        name = str(stored).removeprefix("torch.")
-        yield "dtype", f"it loses acceptance in {name}, and would not in float32", on_head(lambda head: head.float())
+        fault = f"it loses acceptance in {str(stored).removeprefix('torch.')}, and would not in float32"
+        yield "dtype", fault, on_head(lambda head: head.float())
+
+
+CHECKS: tuple[Callable[[Any, Wiring, Target], Found], ...] = (
+    probe_layer_ids,
+    probe_positions,
+    probe_embedding_scale,
+    probe_fc_order,
+    probe_fc_bias,
+    probe_halves,
+    probe_norms,
+    probe_switches,
+    probe_rope,
+    probe_projections,
+    probe_square_matrices,
+    probe_numbered_parts,
+    probe_lm_head,
+    probe_d2t,
+    probe_precision,
+)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from urllib.error import URLError
 from urllib.request import urlopen
 
 ENOUGH = 0.9  # of what drafts were expected to add
-SECONDS = 10  # until a server that says nothing is given up
-LINE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
+SECONDS = 10  # until a server that does not answer is given up
+SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*?)(?:_total)?(?:\{(.*)\})?\s+(\S+)")
 POSITION = re.compile(r'position="(\d+)"')
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
 PLACES = "vllm:spec_decode_num_accepted_tokens_per_pos"
@@ -18,7 +19,7 @@ LENGTH = "sglang:spec_accept_length"
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServerCounts:
     """Acceptance as an engine counted it since it was started, over all who asked it."""
 
     engine: str
@@ -29,31 +30,31 @@ class Served:
     def __str__(self) -> str:
         places = ", ".join(f"{rate:.3f}" for rate in self.per_position)
         counted = f" over {self.drafts:,} drafts" if self.drafts else ""
-        told = f"{self.engine} accepts {self.tau:.3f} tokens a step{counted}"
-        return f"{told}, up to each place {places}" if places else told
+        text = f"{self.engine} accepts {self.tau:.3f} tokens a step{counted}"
+        return f"{text}, up to each place {places}" if places else text
 
-    def beside(self, per_position: Sequence[float], source: str) -> str:
+    def compare(self, per_position: Sequence[float], source: str) -> str:
         """Whether the server accepts what `source` keeps of a chain up to each place, over the places of both."""
         places = min(len(self.per_position) or len(per_position), len(per_position))
         counted = 1 + sum(self.per_position[:places]) if self.per_position else self.tau
         expected = 1 + sum(per_position[:places])
         ratio = (counted - 1) / max(expected - 1, 1e-9)
-        compared = f"{self}. {source} keeps {expected:.3f} with chains of {places}"
+        text = f"{self}. {source} keeps {expected:.3f} with chains of {places}"
         if not self.per_position:
-            compared += f" ({self.engine} does not tell how many tokens it drafts: start it with {places})"
+            text += f" ({self.engine} does not tell how many tokens it drafts: start it with {places})"
         elif places < len(self.per_position):
-            compared += f", where the server keeps {counted:.3f}"
-        compared += f": drafts add {ratio:.0%} of what they should"
+            text += f", where the server keeps {counted:.3f}"
+        text += f": drafts add {ratio:.0%} of what they should"
         if ratio >= ENOUGH:
-            return compared
+            return text
         return (
-            f"{compared}. Other prompts, or a temperature, explain some of it; else the server runs something else "
+            f"{text}. Other prompts, or a temperature, explain some of it; else the server runs something else "
             "than this head: look there at the layer ids, fc, d2t and the norms' switches"
         )
 
 
-def served(url: str) -> Served:
-    """Read a vLLM's or an SGLang's counters."""
+def read_server(url: str) -> ServerCounts:
+    """The counters of a running vLLM or SGLang."""
     address = url if url.rstrip("/").endswith("/metrics") else f"{url.rstrip('/')}/metrics"
     if not address.startswith(("http://", "https://")):
         raise ValueError(f"the server is {url!r}, expected an address such as http://localhost:8000")
@@ -62,36 +63,36 @@ def served(url: str) -> Served:
             text = answer.read().decode("utf-8", "replace")
     except (URLError, OSError) as error:
         raise ValueError(f"no metrics at {address}: {error}; SGLang shows them with --enable-metrics") from None
-    return counted(text, address)
+    return parse_metrics(text, address)
 
 
-def counted(text: str, source: str) -> Served:
+def parse_metrics(text: str, source: str) -> ServerCounts:
     """The acceptance that a page of Prometheus' text format tells, all models and ranks together."""
-    samples = [(name.removesuffix("_total"), labels or "", float(value)) for name, labels, value in _samples(text)]
-    total = {name: sum(value for own, _, value in samples if own == name) for name in (DRAFTS, ACCEPTED)}
-    if total[DRAFTS]:
+    samples = list(_read_samples(text))
+    drafts, accepted = (sum(value for name, _, value in samples if name == wanted) for wanted in (DRAFTS, ACCEPTED))
+    if drafts:
         places: dict[int, float] = {}
         for name, labels, value in samples:
             if name == PLACES and (place := POSITION.search(labels)):
                 places[int(place[1])] = places.get(int(place[1]), 0.0) + value
-        rates = tuple(places[place] / total[DRAFTS] for place in sorted(places))
-        return Served("vLLM", 1 + total[ACCEPTED] / total[DRAFTS], rates, int(total[DRAFTS]))
+        rates = tuple(places[place] / drafts for place in sorted(places))
+        return ServerCounts("vLLM", 1 + accepted / drafts, rates, int(drafts))
     lengths = [value for name, _, value in samples if name == LENGTH and value > 0]
     if lengths:
-        return Served("SGLang", sum(lengths) / len(lengths))
+        return ServerCounts("SGLang", sum(lengths) / len(lengths))
     raise ValueError(
         f"{source} counts no drafts: expected {DRAFTS}_total of a vLLM or {LENGTH} of an SGLang that has answered "
         "something with speculative decoding on; SGLang's is 0 while it is idle"
     )
 
 
-def _samples(text: str) -> list[tuple[str, str | None, str]]:
-    found = (LINE.match(line) for line in text.splitlines())
-    return [(one[1], one[2], one[3]) for one in found if one and _is_number(one[3])]
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return float(text) == float(text)
-    except ValueError:
-        return False
+def _read_samples(text: str) -> Iterator[tuple[str, str, float]]:
+    """Name, labels and value of each line that holds a number; NaN, which an idle gauge shows, is none."""
+    for line in text.splitlines():
+        if sample := SAMPLE.match(line):
+            try:
+                value = float(sample[3])
+            except ValueError:
+                continue
+            if not math.isnan(value):
+                yield sample[1], sample[2] or "", value

@@ -1,4 +1,4 @@
-"""What the target says to a few prompts, and its states of every layer while it does."""
+"""The target's answers to a few prompts, with its states of every layer."""
 
 # T tokens of one text, L layers, D target width
 
@@ -22,6 +22,9 @@ from eagle.drafters import DRAFTERS
 from eagle.log import progress
 from eagle.target.target import Target
 
+NEW_TOKENS = 96  # of an answer
+TEMPERATURES = (0.0, *[1.0] * 11)  # of the answers to each prompt; greedy ones repeat themselves
+ENOUGH_TOKENS = 5760  # of all answers, after which none is asked for again: twelve prompts, five full answers each
 PROMPTS = (
     "What is a hash table, and when is it slower than a list?",
     "Explain to a ten-year-old why the sky is blue.",
@@ -36,42 +39,45 @@ PROMPTS = (
     "List the planets of the solar system with one fact about each.",
     "Which is better for a small team, a monorepo or many repositories?",
 )
-SAID = ("prompt", "question", "instruction", "content", "value", "text")
-LISTS = ("turns", "messages", "conversations")
+TEXT_KEYS = ("prompt", "question", "instruction", "content", "value", "text")
+LIST_KEYS = ("turns", "messages", "conversations")
 
 
-def prompts_of(file: str | None) -> list[str]:
-    """What to ask: the built-in prompts, or the first user turn of every line of a JSONL file."""
+def read_prompts(file: str | None) -> list[str]:
+    """The built-in prompts, or the first user turn of every line of a JSONL file."""
     if file is None:
         return list(PROMPTS)
     if not Path(file).is_file():
         raise ValueError(f"no prompts at {file}: expected a JSONL file, each line a prompt, a question or messages")
-    found: list[str] = []
+    prompts: list[str] = []
     for number, line in enumerate(Path(file).read_text().splitlines(), start=1):
         try:
-            asked = _asked(json.loads(line)) if line.strip() else ""
+            prompt = _first_turn(json.loads(line)) if line.strip() else ""
         except ValueError:
             raise ValueError(f"{file}:{number} is no JSON: expected one record a line") from None
-        if asked is None:
-            raise ValueError(f"{file}:{number} asks nothing: expected one of the keys {', '.join(SAID + LISTS)}")
-        found += [asked] if asked else []
-    if not found:
+        if prompt is None:
+            keys = ", ".join(TEXT_KEYS + LIST_KEYS)
+            raise ValueError(f"{file}:{number} asks nothing: expected one of the keys {keys}")
+        prompts += [prompt] if prompt else []
+    if not prompts:
         raise ValueError(f"no prompts in {file}: expected at least one line")
-    return found
+    return prompts
 
 
-def _asked(record: Any) -> str | None:
+def _first_turn(record: Any) -> str | None:
     """The text that a record begins with, or None."""
     if isinstance(record, str):
         return record
     if isinstance(record, list):
-        users = [one for one in record if not isinstance(one, dict) or one.get("role", one.get("from")) != "system"]
-        return _asked(users[0]) if users else None
-    values = [record[key] for key in SAID + LISTS if record.get(key)] if isinstance(record, dict) else []
-    return _asked(values[0]) if values else None
+        turns = [
+            turn for turn in record if not isinstance(turn, dict) or turn.get("role", turn.get("from")) != "system"
+        ]
+        return _first_turn(turns[0]) if turns else None
+    values = [record[key] for key in TEXT_KEYS + LIST_KEYS if record.get(key)] if isinstance(record, dict) else []
+    return _first_turn(values[0]) if values else None
 
 
-def rendered(target: Target, prompts: Sequence[str], **template_kwargs: Any) -> list[list[int]]:
+def render_prompts(target: Target, prompts: Sequence[str], **template_kwargs: Any) -> list[list[int]]:
     """Token ids of the prompts, as the target's chat template asks them where it has one."""
     if target.tokenizer is None:
         raise ValueError("this target has no tokenizer: load it from a folder with its tokenizer's files")
@@ -80,12 +86,12 @@ def rendered(target: Target, prompts: Sequence[str], **template_kwargs: Any) -> 
     return [list(target.tokenizer.encode(prompt)) for prompt in prompts]
 
 
-def answers(
+def answer_prompts(
     target: Target,
     prompts: Sequence[Sequence[int]],
-    tokens: int,
-    temperatures: Sequence[float],
-    enough: int | None = None,
+    new_tokens: int = NEW_TOKENS,
+    temperatures: Sequence[float] = TEMPERATURES,
+    enough: int | None = ENOUGH_TOKENS,
 ) -> Batch:
     """The target's own answers with its states of all layers: one text for every prompt and temperature.
 
@@ -94,18 +100,19 @@ def answers(
     """
     jobs = [(prompt, heat, number) for heat in temperatures for number, prompt in enumerate(prompts)]
     examples: list[tuple[int, Example]] = []
-    taps, places = every_tap(target), 0
+    total = 0
     for prompt, heat, number in progress(jobs, "the target's answers", len(jobs)):
-        if number == 0 and enough is not None and places >= enough:
+        if number == 0 and enough is not None and total >= enough:
             break
         sampling = Sampling(heat, request=len(examples))
-        said = generate(target, DRAFTERS["none"](), list(prompt), sampling=sampling, max_new_tokens=tokens).tokens
-        text = torch.tensor([*prompt, *said])
-        examples.append((number, Example(text, torch.arange(len(text)) >= len(prompt), states_of(target, text))))
-        places += len(said)
+        answer = generate(target, DRAFTERS["none"](), list(prompt), sampling=sampling, max_new_tokens=new_tokens).tokens
+        text = torch.tensor([*prompt, *answer])
+        examples.append((number, Example(text, torch.arange(len(text)) >= len(prompt), read_states(target, text))))
+        total += len(answer)
     target.forget()
     examples.sort(key=lambda pair: (pair[0] % 3, pair[0]))
-    return collate([one for _, one in examples if one.loss_mask[2:].any()], taps).to(target.device)
+    answered = [example for _, example in examples if example.loss_mask[2:].any()]
+    return collate(answered, every_tap(target)).to(target.device)
 
 
 def split_texts(batch: Batch, parts: int) -> tuple[Batch, Batch]:
@@ -126,12 +133,13 @@ def select_texts(batch: Batch, chosen: slice) -> Batch:
 
 
 def count_chains(
-    target: Target, head: TrainableDrafter, prompts: Sequence[Sequence[int]], depth: int, tokens: int
+    target: Target, head: TrainableDrafter, prompts: Sequence[Sequence[int]], depth: int, new_tokens: int = NEW_TOKENS
 ) -> list[float]:
     """How often a chain is kept up to each place where this decoder answers the prompts greedily, as engines count."""
-    drafter, budget, accepted = head.bind(target.head), Budget.fixed(chain_paths(depth)), []
+    drafter, budget = head.bind(target.head), Budget.fixed(chain_paths(depth))
+    accepted: list[int] = []
     for prompt in progress(prompts, "chains as the server's", len(prompts)):
-        trace = generate(target, drafter, list(prompt), budget=budget, max_new_tokens=tokens)
+        trace = generate(target, drafter, list(prompt), budget=budget, max_new_tokens=new_tokens)
         accepted += [cycle.accepted for cycle in trace.cycles if cycle.depth == depth]  # none cut at the answer's end
     target.forget()
     return [sum(count > place for count in accepted) / max(len(accepted), 1) for place in range(depth)]
@@ -142,18 +150,15 @@ def every_tap(target: Target) -> tuple[int, ...]:
     return (*range(len(target.layers) + 1), -1)
 
 
-def states_of(target: Target, text: Tensor) -> Tensor:
+def read_states(target: Target, text: Tensor) -> Tensor:
     """[T, L + 2, D], the states that `every_tap` names."""
     taps = every_tap(target)
-    out: list[Tensor] = []
+    outputs: list[Tensor] = []
 
-    def catch(_: nn.Module, __: Any, given: Any) -> None:
-        out.append(given[0] if isinstance(given, tuple) else given)
+    def keep(layer: nn.Module, inputs: Any, output: Any) -> None:
+        outputs.append(output[0] if isinstance(output, tuple) else output)
 
-    hook = target.layers[-1].register_forward_hook(catch)
-    try:
+    with target.layers[-1].register_forward_hook(keep):
         states = target.features(text[None], (*taps[:-2], -1))[0]
-    finally:
-        hook.remove()
-    last = out[0].reshape(-1, states.shape[-1]).to(states)
+    last = outputs[0].reshape(-1, states.shape[-1]).to(states)
     return torch.cat([states[:, :-1], last[:, None], states[:, -1:]], dim=1)

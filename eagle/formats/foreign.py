@@ -10,7 +10,7 @@ import yaml
 from eagle.core.drafter import TrainableDrafter
 from eagle.data.identity import fingerprint
 from eagle.disk import lock_path
-from eagle.formats.checkpoint import save_head
+from eagle.formats.checkpoint import load_head, save_head
 from eagle.formats.files import folder_at, read_json, weight_files
 from eagle.formats.foreign_head import convert_head
 from eagle.formats.head_folder import OWN, UNKNOWN, Finding
@@ -38,7 +38,10 @@ def inspect(folder: str | Path, target: str | None = None) -> Inspection:
 
 def read_head(folder: str | Path, target: str | None = None, taps: tuple[int, ...] | None = None) -> TrainableDrafter:
     """The head of a checkpoint; ValueError with all that is missing, unknown or without counterpart here."""
-    return convert_head(read_folder(folder_at(folder)), _read_target(target), taps)[0]
+    stored = read_folder(folder_at(folder))
+    if stored.layout == OWN and stored.network is None:  # of a method that engines do not know: as it was saved
+        return load_head(stored.path)
+    return convert_head(stored, _read_target(target), taps)[0]
 
 
 def import_head(

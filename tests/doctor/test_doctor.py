@@ -14,10 +14,12 @@ from torch.nn.functional import cross_entropy
 from eagle import Target
 from eagle.core.tree import chain_paths
 from eagle.data.examples import Batch
-from eagle.doctor.effects import Measured, Reading, length, measured
-from eagle.doctor.examine import diagnosed, effect
-from eagle.doctor.probes import Probe, probes
-from eagle.doctor.texts import answers, every_tap, split_texts, states_of
+from eagle.doctor.agreement import Agreement, chain_length, measure
+from eagle.doctor.examine import diagnose
+from eagle.doctor.probes import Probe, list_probes
+from eagle.doctor.texts import answer_prompts, every_tap, read_states, split_texts
+from eagle.doctor.verdict import Effect
+from eagle.doctor.wiring import Wiring
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts.validation import figures
 from tests.families import build, random_tokens
@@ -39,7 +41,7 @@ def target() -> Target:
 @pytest.fixture(scope="module")
 def texts(target: Target) -> Batch:
     """Its answers to ten prompts."""
-    return answers(target, [random_tokens(6, seed) for seed in range(4)], 20, (0.0, 1.0))
+    return answer_prompts(target, [random_tokens(6, seed) for seed in range(4)], 20, (0.0, 1.0))
 
 
 def trained(target: Target, texts: Batch, kind: str, steps: int) -> Any:
@@ -64,25 +66,25 @@ def heads(target: Target, texts: Batch) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_figures_are_those_of_validation(kind: str, heads: dict[str, Any], target: Target, texts: Batch) -> None:
     """Agreement, overlap, every level and τ are what `judge` finds, text by text too."""
-    found = measured(Reading(heads[kind], target.head), texts, target.head, LEVELS)
+    found = measure(Wiring(heads[kind], target.head), texts, target.head, LEVELS)
     expected = figures(heads[kind].validate(texts, target.head, {"chain": chain_paths(LEVELS)}))
     assert found.rates() == pytest.approx([expected[f"chain/{level}"] for level in range(1, LEVELS + 1)])
     assert found.tau == pytest.approx(expected["chain/tau"])
     assert float(found.overlap[0].mean()) == pytest.approx(expected["overlap"], abs=1e-5)
     assert float(found.hits[0].double().mean()) == pytest.approx(expected["agreement"])
     counts = found.counts()
-    assert length((counts[:, 1].sum(0) / counts[:, 0].sum(0).clamp(min=1)).tolist()) == pytest.approx(found.tau)
+    assert chain_length((counts[:, 1].sum(0) / counts[:, 0].sum(0).clamp(min=1)).tolist()) == pytest.approx(found.tau)
 
 
 def test_drawn_drafts_are_accepted_as_their_laws_overlap(heads: dict[str, Any], target: Target, texts: Batch) -> None:
     """The mean of a text is a naive sum over its slots and the levels that the text still has."""
-    found = measured(Reading(heads["eagle3"], target.head), texts, target.head, LEVELS)
-    for text, mean in enumerate(found.soft().tolist()):
+    found = measure(Wiring(heads["eagle3"], target.head), texts, target.head, LEVELS)
+    for text, mean in enumerate(found.drawn_lengths().tolist()):
         lengths = []
-        for slot in (found.texts == text).nonzero()[:, 0].tolist():
+        for slot in (found.text_ids == text).nonzero()[:, 0].tolist():
             total, chance = 1.0, 1.0
             for level in range(LEVELS):
-                chance *= float(found.overlap[level, slot]) if found.there[level, slot] else 0.0
+                chance *= float(found.overlap[level, slot]) if found.in_text[level, slot] else 0.0
                 total += chance
             lengths.append(total)
         assert mean == pytest.approx(sum(lengths) / len(lengths))
@@ -92,17 +94,17 @@ def test_level_two_fed_by_the_target_is_level_one_of_the_next_slot(
     heads: dict[str, Any], target: Target, texts: Batch
 ) -> None:
     """Counted by hand from the hits of level 1."""
-    found = measured(Reading(heads["eagle3"], target.head), texts, target.head, LEVELS)
-    asked = [slot for slot in range(len(found.texts)) if found.reached[1, slot]]
-    assert asked and all(found.texts[slot] == found.texts[slot + 1] for slot in asked)
+    found = measure(Wiring(heads["eagle3"], target.head), texts, target.head, LEVELS)
+    asked = [slot for slot in range(len(found.text_ids)) if found.reached[1, slot]]
+    assert asked and all(found.text_ids[slot] == found.text_ids[slot + 1] for slot in asked)
     right = sum(bool(found.hits[0, slot + 1]) for slot in asked)
-    assert found.taught[1] == pytest.approx(right / len(asked))
+    assert found.teacher_forced_rates[1] == pytest.approx(right / len(asked))
 
 
 def test_states_are_those_of_transformers(target: Target) -> None:
     """Every layer's input, and the last layer's output with and without the final norm."""
     text = torch.tensor(random_tokens(9, 1))
-    states, count = states_of(target, text), len(target.layers)
+    states, count = read_states(target, text), len(target.layers)
     expected = target.model(input_ids=text[None], output_hidden_states=True).hidden_states
     assert every_tap(target) == (*range(count + 1), -1)
     for place in range(count):
@@ -119,44 +121,48 @@ def test_all_positions_may_be_moved(heads: dict[str, Any], target: Target) -> No
     assert torch.allclose(near, far, atol=1e-4)
 
 
+def last_states(wiring: Wiring, texts: Batch) -> Tensor:
+    """The states of level 2."""
+    return wiring.draft_levels(texts, 2)[-1][0]
+
+
+def last_logits(wiring: Wiring, texts: Batch) -> Tensor:
+    """What level 3 makes of its states."""
+    states, logits = wiring.draft_levels(texts, 3)[-1]
+    return logits(states)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_probe_leaves_the_head_as_it_was(kind: str, heads: dict[str, Any], target: Target, texts: Batch) -> None:
     """Every change is made on a copy, changes something, and has a name of its own."""
     head = heads[kind]
     before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
-    reading = Reading(head, target.head)
-    asked = probes(reading, target)
+    wiring = Wiring(head, target.head)
+    asked = list_probes(wiring, target)
     with torch.no_grad():
-        whole = head.law(head.unrolled(texts, target.head, 3).states[-1], target.head)
+        whole = last_logits(wiring, texts)
         for probe in asked:
-            made = probe.change(reading)
-            states = made.head.unrolled(made.given(texts), made.frozen, 3).states[-1]
-            same = torch.equal(made.head.law(states, target.head), whole)
-            assert probe.kind == "d2t" or not same, probe.fault  # it tells what the places of a law stand for
+            same = torch.equal(last_logits(probe.change(wiring), texts), whole)
+            assert probe.kind == "d2t" or not same, probe.fault  # it tells what the rows of logits stand for
     assert all(torch.equal(tensor, before[name]) for name, tensor in head.state_dict().items())
     assert len({probe.fault for probe in asked}) == len(asked)
-    assert (head.taps, head.settings) == (reading.head.taps, reading.head.settings)
+    assert (head.taps, head.settings) == (wiring.head.taps, wiring.head.settings)
 
 
 def change(head: Any, target: Target, fault: str) -> Any:
     """The head with the change of the probe whose words begin so."""
-    (probe,) = (one for one in probes(Reading(head, target.head), target) if one.fault.startswith(fault))
-    return probe.change(Reading(head, target.head)).head
+    (probe,) = (one for one in list_probes(Wiring(head, target.head), target) if one.fault.startswith(fault))
+    return probe.change(Wiring(head, target.head)).head
 
 
 @torch.no_grad()
 def undone(heads: dict[str, Any], target: Target, texts: Batch, kind: str, broken: str) -> list[Probe]:
     """The probes that give back exactly the states of the whole head."""
-    whole = heads[kind].unrolled(texts, target.head, 2).states[-1]
-    reading = Reading(change(heads[kind], target, broken), target.head)
-    assert not torch.allclose(reading.head.unrolled(texts, target.head, 2).states[-1], whole, atol=1e-4)
-    found = []
-    for probe in probes(reading, target):
-        mended = probe.change(reading)
-        states = mended.head.unrolled(mended.given(texts), mended.frozen, 2).states[-1]
-        if torch.allclose(states, whole, atol=1e-5):
-            found.append(probe)
-    return found
+    whole = last_states(Wiring(heads[kind], target.head), texts)
+    wiring = Wiring(change(heads[kind], target, broken), target.head)
+    assert not torch.allclose(last_states(wiring, texts), whole, atol=1e-4)
+    probes = list_probes(wiring, target)
+    return [probe for probe in probes if torch.allclose(last_states(probe.change(wiring), texts), whole, atol=1e-5)]
 
 
 @pytest.mark.parametrize(
@@ -189,8 +195,8 @@ def test_the_order_of_blocks_is_named_as_they_stand(heads: dict[str, Any], targe
     whole = head.fc.weight.data.clone()
     low, middle, high = whole.chunk(3, dim=1)
     head.fc.weight.data = torch.cat([high, low, middle], dim=1)
-    reading = Reading(head, target.head)
-    found = [one for one in probes(reading, target) if torch.equal(one.change(reading).head.fc.weight.data, whole)]
+    wiring = Wiring(head, target.head)
+    found = [one for one in list_probes(wiring, target) if torch.equal(one.change(wiring).head.fc.weight.data, whole)]
     assert [one.fault for one in found] == ["the blocks of fc stand in the order [2, 0, 1] of the layers"]
 
 
@@ -199,27 +205,33 @@ def test_d2t_that_holds_ids_is_undone(heads: dict[str, Any], target: Target) -> 
     head = copy.deepcopy(heads["eagle3.1"])
     offsets = head.d2t.clone()
     head.d2t.copy_(head.drafts)
-    mended = [probe.change(Reading(head, target.head)).head.d2t for probe in probes(Reading(head, target.head), target)
-              if probe.kind == "d2t"]  # fmt: skip
+    wiring = Wiring(head, target.head)
+    probes = [probe for probe in list_probes(wiring, target) if probe.kind == "d2t"]
+    mended = [probe.change(wiring).head.d2t for probe in probes]
     assert any(torch.equal(found, offsets) for found in mended)
+
+
+def compare(kind: str, fault: str, before: Agreement, after: Agreement) -> Effect:
+    """The effect of a change that led from one to the other."""
+    return Effect.compare(Probe(kind, fault, lambda wiring: wiring), before, after)
 
 
 def test_an_effect_is_paired_by_text(heads: dict[str, Any], target: Target, texts: Batch) -> None:
     """No change is no gain; the interval holds the gain, and far more narrowly than the texts differ."""
-    before = measured(Reading(heads["eagle3"], target.head), texts, target.head, LEVELS)
-    none = effect("none", "none", before, before)
-    assert (none.shares, none.errors, none.greedy_gain, none.sure) == ((0, 0), (0, 0), (0, 0), False)
+    before = measure(Wiring(heads["eagle3"], target.head), texts, target.head, LEVELS)
+    none = compare("none", "none", before, before)
+    assert (none.shares, none.errors, none.greedy_gain, none.is_sure) == ((0, 0), (0, 0), (0, 0), False)
     better = replace(before, overlap=before.overlap * 1.02)
-    some = effect("some", "some", before, better)
+    some = compare("some", "some", before, better)
     assert some.drawn_gain[0] < some.drawn[1] - some.drawn[0] < some.drawn_gain[1]
-    assert some.drawn_gain[1] - some.drawn_gain[0] < 0.2 * float(before.soft().std())
+    assert some.drawn_gain[1] - some.drawn_gain[0] < 0.2 * float(before.drawn_lengths().std())
 
 
-def by_hand(hits: Tensor, overlap: float, texts: int) -> Measured:
+def by_hand(hits: Tensor, overlap: float, texts: int) -> Agreement:
     """A head of two levels that is right where `hits` [2, S] says so, in texts of equal length that all go on."""
     there, owner = torch.ones_like(hits), torch.arange(hits.shape[1]) * texts // hits.shape[1]
     jitter = 0.01 * torch.rand(hits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.double)
-    return Measured(overlap + jitter, hits, there, there[0], owner)
+    return Agreement(overlap + jitter, hits, there, there[0], owner)
 
 
 def test_what_raises_drawn_drafts_alone_is_no_fault() -> None:
@@ -228,10 +240,10 @@ def test_what_raises_drawn_drafts_alone_is_no_fault() -> None:
     before, worse, mended = (by_hand(chance < rate, 0.4, 20) for rate in (0.6, 0.55, 0.75))
     flat, flatter = (replace(one, overlap=one.overlap + 0.2) for one in (before, worse))
     for changed in (flat, flatter):
-        said = effect("projections", "gate and up are swapped", before, changed)
-        assert said.errors[0] > 10 and said.shares[0] > 0.3 and not said.sure
-    assert effect("projections", "k and v are swapped", before, replace(mended, overlap=flat.overlap)).sure
-    assert not effect("projections", "k and v are swapped", before, mended).sure  # right more often by chance alone
+        said = compare("projections", "gate and up are swapped", before, changed)
+        assert said.errors[0] > 10 and said.shares[0] > 0.3 and not said.is_sure
+    assert compare("projections", "k and v are swapped", before, replace(mended, overlap=flat.overlap)).is_sure
+    assert not compare("projections", "k and v are swapped", before, mended).is_sure  # right more often by chance alone
 
 
 def test_a_head_that_never_saw_its_own_states_is_not_mended_by_easing_them() -> None:
@@ -239,18 +251,21 @@ def test_a_head_that_never_saw_its_own_states_is_not_mended_by_easing_them() -> 
     chance = torch.rand(2, 600, generator=torch.Generator().manual_seed(1))
     weak, eased, mended = (by_hand(chance < torch.tensor([[0.8], [rate]]), 0.4, 20) for rate in (0.2, 0.35, 0.78))
     sure = [
-        effect("norm_output", "is off", weak, replace(after, overlap=after.overlap + 0.2)) for after in (eased, mended)
+        compare("norm_output", "is off", weak, replace(after, overlap=after.overlap + 0.2)) for after in (eased, mended)
     ]
-    assert [(one.errors[1] > 3, one.eases, one.sure) for one in sure] == [(True, True, False), (True, False, True)]
+    assert [(one.errors[1] > 3, one.only_eases, one.is_sure) for one in sure] == [
+        (True, True, False),
+        (True, False, True),
+    ]
 
 
 def test_greedy_drafts_are_counted_along_the_text(heads: dict[str, Any], target: Target, texts: Batch) -> None:
     """The mean of a text is a naive count of how many levels in a row name the target's likeliest token."""
-    found = measured(Reading(heads["eagle3"], target.head), texts, target.head, LEVELS)
-    for text, mean in enumerate(found.greedy().tolist()):
+    found = measure(Wiring(heads["eagle3"], target.head), texts, target.head, LEVELS)
+    for text, mean in enumerate(found.greedy_lengths().tolist()):
         lengths = []
-        for slot in (found.texts == text).nonzero()[:, 0].tolist():
-            right = [bool(found.hits[level, slot] & found.there[level, slot]) for level in range(LEVELS)]
+        for slot in (found.text_ids == text).nonzero()[:, 0].tolist():
+            right = [bool(found.hits[level, slot] & found.in_text[level, slot]) for level in range(LEVELS)]
             lengths.append(1 + next((level for level in range(LEVELS) if not right[level]), LEVELS))
         assert mean == pytest.approx(sum(lengths) / len(lengths))
 
@@ -273,9 +288,9 @@ def test_texts_that_confirm_had_no_part_in_choosing(texts: Batch) -> None:
 def test_answers_end_once_there_are_enough(target: Target) -> None:
     """Whole rounds of prompts, each drawn anew; the first of greedy answers."""
     prompts = [random_tokens(6, seed) for seed in range(2)]
-    texts = answers(target, prompts, 10, (0.0, 1.0, 1.0, 1.0), enough=35)
+    texts = answer_prompts(target, prompts, 10, (0.0, 1.0, 1.0, 1.0), enough=35)
     assert len(texts.lengths) == 4 and texts.slots >= 35
-    drawn = answers(target, prompts, 10, (1.0, 1.0)).tokens.split(16)
+    drawn = answer_prompts(target, prompts, 10, (1.0, 1.0)).tokens.split(16)
     assert torch.equal(drawn[0][:6], drawn[1][:6]) and not torch.equal(drawn[0], drawn[1])
 
 
@@ -283,7 +298,7 @@ def test_answers_end_once_there_are_enough(target: Target) -> None:
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 def test_a_head_that_learned_hard_labels_is_not_called_broken(kind: str, target: Target) -> None:
     """Too sure of the target's likeliest tokens, as many tools train: what flattens its law would lower greedy τ."""
-    texts = answers(target, [random_tokens(6, seed) for seed in range(24)], 20, (0.0, 1.0))
+    texts = answer_prompts(target, [random_tokens(6, seed) for seed in range(24)], 20, (0.0, 1.0))
     true = target.head.logits(texts.select_taps((-1,))[:, 0]).argmax(-1)
     head = trained(target, texts, kind, 0).train()
     optimizer = torch.optim.AdamW([one for one in head.parameters() if one.requires_grad], lr=3e-3)
@@ -292,6 +307,6 @@ def test_a_head_that_learned_hard_labels_is_not_called_broken(kind: str, target:
         found = head.unrolled(texts, target.head, 1)
         cross_entropy(head.law(found.states[0], target.head), true[found.places + 1]).backward()
         optimizer.step()
-    said = diagnosed(head, target, texts)
+    said = diagnose(head, target, texts)
     assert said.figures is not None and said.figures.rates()[0] > 0.7
     assert not said.broken and not said.faults

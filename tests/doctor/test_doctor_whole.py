@@ -17,10 +17,11 @@ from eagle import Target
 from eagle.__main__ import main
 from eagle.core.decode import generate
 from eagle.core.drafter import Budget
-from eagle.doctor import Served, examine, served
-from eagle.doctor.effects import Reading, measured
-from eagle.doctor.examine import TOKENS, template
-from eagle.doctor.texts import answers, prompts_of, rendered
+from eagle.doctor import ServerCounts, examine, read_server
+from eagle.doctor.agreement import measure
+from eagle.doctor.examine import try_templates
+from eagle.doctor.texts import NEW_TOKENS, answer_prompts, read_prompts, render_prompts
+from eagle.doctor.wiring import Wiring
 from eagle.formats.checkpoint import load_head
 from eagle.formats.export import export
 from tests import foreign_heads
@@ -54,13 +55,13 @@ def test_a_server_is_compared_with_its_own_prompts_and_depth(
 ) -> None:
     """Counters of plain greedy decoding, cycle by cycle, are told as right, whatever training's validation says."""
     target, file, depth = Target.load(TINY / "target", dtype="float32"), tmp_path / "prompts.jsonl", 4
-    head, asked = load_head(TINY / "eagle3-full/head").bind(target.head), prompts_of(None)[:4]
+    head, asked = load_head(TINY / "eagle3-full/head").bind(target.head), read_prompts(None)[:4]
     file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in asked))
     chain = Budget(nodes=depth, depth=depth, top_k=1)
     cycles = [
         cycle
-        for prompt in rendered(target, asked)
-        for cycle in generate(target, head, prompt, budget=chain, max_new_tokens=TOKENS).cycles
+        for prompt in render_prompts(target, asked)
+        for cycle in generate(target, head, prompt, budget=chain, max_new_tokens=NEW_TOKENS).cycles
         if cycle.nodes == depth
     ]
     page = f"vllm:spec_decode_num_drafts_total {len(cycles)}\n"
@@ -95,10 +96,11 @@ def test_two_faults_are_both_named(exported: Path) -> None:
 def test_arguments_of_the_template_are_tried(exported: Path) -> None:
     """Only those that change the prompts, each with what becomes of the acceptance."""
     target, head = Target.load(TINY / "target", dtype="float32"), load_head(TINY / "eagle3-full/head").eval()
-    asked = prompts_of(None)[:2]
+    asked = read_prompts(None)[:2]
     target.tokenizer.chat_template += "{% if enable_thinking is defined and not enable_thinking %}No.{% endif %}"
-    found = measured(Reading(head, target.head), answers(target, rendered(target, asked), 16, (0.0,)), target.head, 2)
-    (told,) = template(head, target, asked, {}, found)
+    texts = answer_prompts(target, render_prompts(target, asked), 16, (0.0,))
+    found = measure(Wiring(head, target.head), texts, target.head, 2)
+    (told,) = try_templates(head, target, asked, {}, found)
     assert 'rendered with {"enable_thinking": false} instead of {}' in told and f"τ {found.tau:.3f} becomes" in told
 
 
@@ -116,12 +118,12 @@ def test_prompts_of_many_layouts(tmp_path: Path) -> None:
     ]
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    assert prompts_of(str(file)) == ["a", "b", "c", "d", "e"]
+    assert read_prompts(str(file)) == ["a", "b", "c", "d", "e"]
     file.write_text('{"prompt": "a"}\n{"id": 3}\n')
     with pytest.raises(ValueError, match="jsonl:2 asks nothing"):
-        prompts_of(str(file))
+        read_prompts(str(file))
     with pytest.raises(ValueError, match="no prompts at"):
-        prompts_of(str(tmp_path / "none.jsonl"))
+        read_prompts(str(tmp_path / "none.jsonl"))
 
 
 VLLM = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
@@ -171,33 +173,33 @@ def server() -> Iterator[Callable[[str], str]]:
 
 def test_vllm_is_read_and_compared(server: Callable[[str], str]) -> None:
     """All engines of the page together, as far as both chains go; too little is said plainly."""
-    found = served(server(VLLM))
+    found = read_server(server(VLLM))
     assert (found.engine, found.tau, found.per_position, found.drafts) == ("vLLM", 2.1, (0.6, 0.3, 0.2), 200)
-    assert "export keeps 2.100 with chains of 3: drafts add 100%" in found.beside([0.6, 0.3, 0.2, 0.1], "export")
-    less = found.beside([0.9, 0.6, 0.5], "export")
+    assert "export keeps 2.100 with chains of 3: drafts add 100%" in found.compare([0.6, 0.3, 0.2, 0.1], "export")
+    less = found.compare([0.9, 0.6, 0.5], "export")
     assert "3.000 with chains of 3: drafts add 55%" in less and "layer ids" in less
 
 
 def test_as_many_places_are_compared_as_both_have() -> None:
     """Four places of a server beside three of an export: its fourth place is no gain over an export without one."""
-    server = Served("vLLM", 1 + 0.6 + 0.4 + 0.3 + 0.2, (0.6, 0.4, 0.3, 0.2), 1000)
-    said = server.beside([0.7, 0.5, 0.4], "export")
+    server = ServerCounts("vLLM", 1 + 0.6 + 0.4 + 0.3 + 0.2, (0.6, 0.4, 0.3, 0.2), 1000)
+    said = server.compare([0.7, 0.5, 0.4], "export")
     assert "export keeps 2.600 with chains of 3, where the server keeps 2.300: drafts add 81%" in said
     assert "layer ids" in said
-    gauge = Served("SGLang", 2.3).beside([0.6, 0.4, 0.3], "export")
+    gauge = ServerCounts("SGLang", 2.3).compare([0.6, 0.4, 0.3], "export")
     assert "does not tell how many tokens it drafts: start it with 3): drafts add 100%" in gauge
 
 
 def test_sglang_is_read(server: Callable[[str], str]) -> None:
     """Its gauge; a page without drafts, and a server that is not there, say what to do."""
-    found = served(server(SGLANG) + "/metrics")
+    found = read_server(server(SGLANG) + "/metrics")
     assert (found.engine, found.tau, found.per_position) == ("SGLang", 1.25, ())
     with pytest.raises(ValueError, match="counts no drafts"):
-        served(server("up 1\n"))
+        read_server(server("up 1\n"))
     with pytest.raises(ValueError, match="no metrics at"):
-        served("http://127.0.0.1:9")
+        read_server("http://127.0.0.1:9")
     with pytest.raises(ValueError, match="expected an address"):
-        served("localhost:8000")
+        read_server("localhost:8000")
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

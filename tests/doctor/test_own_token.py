@@ -9,11 +9,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from eagle.core.tree import chain_paths
 from eagle.data.examples import collate
-from eagle.doctor.own_token import first_level, own_shares
+from eagle.doctor.own_token import own_row_shares, own_token_shares
 from eagle.drafters.parts.blocks import Attention
-from eagle.drafters.parts.validation import figures
 from tests.unrolled_heads import SPANS, TAPS, frozen_head, new_head, texts_of
 
 
@@ -29,7 +27,7 @@ def test_a_share_is_that_of_a_loop_over_queries() -> None:
     shape = LlamaConfig(hidden_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
     attention, read = Attention(shape), torch.randn(1, 5, 16)
     cosine, sine = LlamaRotaryEmbedding(shape)(read, torch.arange(5)[None])
-    found = own_shares(attention, read, (cosine, sine))
+    found = own_row_shares(attention, read, (cosine, sine))
     for head in range(2):
         for place in range(5):
             query = (attention.q_proj.weight @ read[0, place])[8 * head : 8 * head + 8]
@@ -44,11 +42,17 @@ def test_a_share_is_that_of_a_loop_over_queries() -> None:
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle3 draft vocabulary"])
-def test_agreement_is_that_of_validation(name: str, tmp_path: Path) -> None:
-    """At every slot that counts, of texts of several lengths, and a share for each."""
+def test_a_share_of_every_supervised_slot(name: str, tmp_path: Path) -> None:
+    """Of texts of several lengths, read as the head drafts; text by text as for that text alone."""
     head, frozen = new_head(tmp_path, name).eval(), frozen_head(torch.float32)
-    batch = collate(texts_of(SPANS, torch.float32), TAPS)
-    shares, agreed = first_level(head, frozen, batch)
-    sums = head.validate(batch, frozen, {"chain": chain_paths(1)})
-    assert shares.shape == (4, len(agreed)) and len(agreed) == int(sums["slots"])
-    assert float(agreed.float().mean()) == pytest.approx(figures(sums)["agreement"])
+    texts = texts_of(SPANS, torch.float32)
+    shares = own_token_shares(head, frozen, collate(texts, TAPS))
+    alone = [own_token_shares(head, frozen, collate([text], TAPS)) for text in texts if text.loss_mask[2:].any()]
+    assert shares is not None and shares.shape == (4, collate(texts, TAPS).slots)
+    assert torch.equal(shares, torch.cat(alone, dim=-1)) and 0 < float(shares.min()) <= float(shares.max()) <= 1
+
+
+def test_a_head_that_fuses_token_and_state_has_none(tmp_path: Path) -> None:
+    """The network of EAGLE-1 knows the token it stands on without attention."""
+    head, batch = new_head(tmp_path, "hass").eval(), collate(texts_of(SPANS, torch.float32), TAPS)
+    assert own_token_shares(head, frozen_head(torch.float32), batch) is None

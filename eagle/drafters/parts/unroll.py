@@ -129,6 +129,12 @@ class UnrolledDrafter(TrainableDrafter):
         laws = (lambda state: self._everywhere(self.law(state, frozen)), frozen.logits)
         return judged_batch(batch, found.states, laws, trees)
 
+    def draft_levels(
+        self, batch: Batch, frozen: TargetHead, levels: int
+    ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
+        """Each level's states [S, H], all of them read by one LM head."""
+        return [(state, lambda state: self.law(state, frozen)) for state in self.unrolled(batch, frozen, levels).states]
+
     def _everywhere(self, logits: Tensor) -> Tensor:
         """[.., V], impossible where the head says nothing."""
         if self.drafts is None:

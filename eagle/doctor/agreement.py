@@ -1,0 +1,137 @@
+"""How far a head's guesses agree with the target's, slot by slot, so that two wirings of one head can be paired."""
+
+# S slots, K levels, V vocabulary, M texts
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from eagle.core.drafter import TargetHead
+from eagle.data.examples import Batch
+from eagle.doctor.wiring import Logits, Wiring, draft_ids
+
+ROWS = 128  # of logits held at once
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What a head did at every slot [S] in each of K levels, the first fed by the target, the others by itself."""
+
+    overlap: Tensor  # [K, S], of its probs with the target's: how often a draft drawn from them is accepted
+    hits: Tensor  # [K, S], whether its likeliest token is the target's
+    in_text: Tensor  # [K, S], whether the text goes on that far
+    is_greedy: Tensor  # [S], whether the text goes on as the greedy target would
+    text_ids: Tensor  # [S], the text of each slot
+    recurrent: bool = True  # whether later levels read what the head has drafted
+
+    @cached_property
+    def reached(self) -> Tensor:
+        """[K, S], whether a greedy chain comes to that level and the text tells what is right there."""
+        hits, rows = self.hits & self.in_text, [self.in_text[0]]
+        for level in range(1, len(hits)):
+            known = _look_ahead(self.is_greedy, level - 1) & self.in_text[level]
+            rows.append(rows[-1] & hits[level - 1] & known)
+        return torch.stack(rows)
+
+    def rates(self, hits: Tensor | None = None) -> list[float]:
+        """How often each level is right where the levels before it were."""
+        hits = self.hits if hits is None else hits
+        accepted = zip(hits, self.reached, strict=True)
+        return [float((hit & reached).sum() / reached.sum().clamp(min=1)) for hit, reached in accepted]
+
+    @property
+    def teacher_forced_rates(self) -> list[float]:
+        """These rates where every level reads the target's states instead of its own: level 1 of a later slot."""
+        return self.rates(torch.stack([_look_ahead(self.hits[0], level) for level in range(len(self.hits))]))
+
+    @property
+    def own_state_ratio(self) -> float:
+        """What later levels add from the head's own states, as a share of what they would from the target's."""
+        if not self.recurrent:
+            return 1.0
+        forced = chain_length(self.teacher_forced_rates[1:]) - 1
+        return (chain_length(self.rates()[1:]) - 1) / max(forced, 1e-9)
+
+    @property
+    def tau(self) -> float:
+        """The acceptance length that a greedy chain of K drafts would have."""
+        return chain_length(self.rates())
+
+    def counts(self) -> Tensor:
+        """[M, 2, K], of each text how many slots reach a level and how many stay in it."""
+        both = torch.stack([self.reached, self.reached & self.hits]).double()  # [2, K, S]
+        return self._sum_by_text(both).movedim(-1, 0)
+
+    def drawn_lengths(self) -> Tensor:
+        """[M], of each text the mean acceptance length of chains drawn from the head's probs."""
+        return self._mean_lengths(self.overlap)
+
+    def greedy_lengths(self) -> Tensor:
+        """[M], of each text the mean length of chains that name the target's likeliest token, read along the text."""
+        return self._mean_lengths(self.hits.double())
+
+    def _mean_lengths(self, accepted: Tensor) -> Tensor:
+        """[M], 1 + the mean over slots of how many levels [K, S] in a row are accepted."""
+        chains = (accepted * self.in_text).cumprod(0).sum(0)
+        return 1 + self._sum_by_text(chains) / self._sum_by_text(torch.ones_like(chains)).clamp(min=1)
+
+    def _sum_by_text(self, values: Tensor) -> Tensor:
+        """[.., M], sums of [.., S]."""
+        sums = values.new_zeros(*values.shape[:-1], int(self.text_ids.max()) + 1)
+        return sums.index_add_(-1, self.text_ids, values)
+
+
+def chain_length(rates: list[float]) -> float:
+    """The acceptance length of a chain whose levels are accepted so often."""
+    total = reach = 1.0
+    for rate in rates:
+        reach *= rate
+        total += reach
+    return total
+
+
+def _look_ahead(values: Tensor, places: int) -> Tensor:
+    """[S], the value of the slot so many places further; False behind the last."""
+    later = torch.zeros_like(values)
+    later[: len(values) - places or None] = values[places:] if places else values
+    return later
+
+
+@torch.no_grad()
+def measure(wiring: Wiring, batch: Batch, target: TargetHead, levels: int) -> Agreement:
+    """The head at every supervised slot of the texts, each level on the states that the head drafts from."""
+    device, count = batch.tokens.device, len(batch.tokens)
+    slots = batch.loss_mask.nonzero()[:, 0].to(device) - 2
+    owner = torch.repeat_interleave(torch.arange(len(batch.lengths)), torch.tensor(batch.lengths)).to(device)
+    true, text_ids = batch.select_taps((-1,))[:, 0], owner[slots]
+    columns: list[list[Tensor]] = []
+    for level, (states, logits) in enumerate(wiring.draft_levels(batch, levels)):
+        place = slots + 1 + level
+        in_text = (place + 1 < count) & (owner[(place + 1).clamp(max=count - 1)] == text_ids)
+        compare = partial(_compare_probs, logits, target, draft_ids(wiring.head))
+        rows = _apply_in_parts(compare, states, true[place.clamp(max=count - 1)])
+        columns.append([*rows.unbind(1), in_text])
+    overlap, hits, choices, in_text = (torch.stack(column).cpu() for column in zip(*columns, strict=True))
+    is_greedy = choices[0].long() == batch.tokens[(slots + 2).clamp(max=count - 1)].cpu()
+    return Agreement(overlap.double(), hits.bool(), in_text.bool(), is_greedy, text_ids.cpu(), wiring.recurrent)
+
+
+def _apply_in_parts(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+    return torch.cat([function(*parts) for parts in zip(*(tensor.split(ROWS) for tensor in rows), strict=True)])
+
+
+def _compare_probs(logits: Logits, target: TargetHead, drafts: Tensor | None, states: Tensor, true: Tensor) -> Tensor:
+    """[n, 3]: overlap, whether the likeliest tokens agree, and the target's."""
+    target_probs = target.logits(true).float().softmax(-1)
+    probs = logits(states).float().softmax(-1)
+    choice, guess = target_probs.argmax(-1), probs.argmax(-1)
+    if drafts is not None:
+        drafts = drafts.clamp(0, target_probs.shape[-1] - 1)
+        target_probs, guess = target_probs[:, drafts], drafts[guess]
+    overlap = torch.minimum(probs, target_probs).sum(-1)
+    return torch.stack([overlap, guess == choice, choice], dim=1).double()

@@ -1,0 +1,63 @@
+"""A head under examination, how its inputs reach it, and all that the doctor asks of any head."""
+
+# N tokens of all texts, D tokens that can be drafted
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle.core.drafter import TargetHead
+from eagle.data.examples import Batch
+
+Logits = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """A head, what it borrows of the target, and how far its inputs are shifted."""
+
+    head: Any
+    frozen: TargetHead
+    token_back: int = 0  # how many places before its due the token stands
+    state_back: int = 0  # and the state
+    recurrent: bool = True  # whether a level reads the token that the level before has drafted
+
+    def draft_levels(self, batch: Batch, count: int) -> list[tuple[Tensor, Logits]]:
+        """Of each level the states [S, ..] at all supervised slots, and what makes logits of such states."""
+        tokens, features = batch.tokens, batch.features
+        if self.token_back:
+            tokens = _shift_back(tokens, batch.lengths, self.token_back)
+        if self.state_back:
+            features = _shift_back(features, batch.lengths, self.state_back)
+        return list(self.head.draft_levels(replace(batch, tokens=tokens, features=features), self.frozen, count))
+
+    @torch.no_grad()
+    def reads_drafts(self, batch: Batch) -> bool:
+        """Whether level 2 reads the token that level 1 has drafted; a head that guesses all levels at once does not."""
+        tokens = batch.tokens.clone()
+        first_draft = batch.loss_mask.nonzero()[0, 0]
+        tokens[first_draft] = 1 - tokens[first_draft].clamp(max=1)
+        usual, changed = (self.draft_levels(other, 2) for other in (batch, replace(batch, tokens=tokens)))
+        return len(usual) > 1 and not torch.equal(usual[1][0][0], changed[1][0][0])
+
+
+def _shift_back(rows: Tensor, lengths: tuple[int, ...], places: int) -> Tensor:
+    """[N, ..], in each text the rows of so many places before; its first rows stay."""
+    return torch.cat([torch.cat([part[:places], part[:-places]]) for part in rows.split(lengths)])
+
+
+def draft_ids(head: Any) -> Tensor | None:
+    """[D], the tokens that the rows of a head's logits stand for; None for all."""
+    d2t = dict(head.named_buffers()).get("d2t")
+    return None if d2t is None else d2t + torch.arange(len(d2t), device=d2t.device)
+
+
+def find_tensors(head: Any, ending: str) -> list[str]:
+    """Names of the parameters and buffers that are called so, in whichever block they stand."""
+    names = [name for tensors in (head.named_parameters(), head.named_buffers()) for name, _ in tensors]
+    return [name for name in names if f".{name}".endswith(f".{ending}")]

@@ -1,0 +1,138 @@
+"""The doctor knows no method: a head without attention, fc or cache is examined by what it declares."""
+
+# S slots, H width
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, silu
+
+from eagle import Target
+from eagle.core.drafter import TargetHead, TrainableDrafter
+from eagle.data.examples import Batch
+from eagle.doctor import diagnose
+from eagle.doctor.examine import open_head
+from eagle.doctor.texts import answer_prompts
+from eagle.drafters import DRAFTERS, settings_of
+from eagle.drafters.parts.blocks import head_shape
+from eagle.formats.checkpoint import save_pretrained
+from eagle.recipe import Section
+from tests.families import build, random_tokens
+
+
+class MedusaSettings(Section):
+    """What a recipe may say about the head."""
+
+    kind: Literal["medusa"] = "medusa"
+    taps: tuple[int, ...] = (-1,)
+
+
+class Residual(nn.Module):
+    """x + W_down(silu(W_up x))."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 8 * width)
+        self.down = nn.Linear(8 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., H]."""
+        return x + self.down(silu(self.up(x)))
+
+
+class Medusa(TrainableDrafter):
+    """One residual block for each of three levels, all over one state of the target."""
+
+    Settings = MedusaSettings
+
+    def __init__(self, settings: Any, shape: Any) -> None:
+        super().__init__(settings, shape)
+        self.taps = settings.taps
+        self.blocks = nn.ModuleList([Residual(shape.hidden_size) for _ in range(3)])
+
+    def draft_levels(self, batch: Batch, frozen: TargetHead, levels: int) -> list[Any]:
+        """Each level's states [S, H]; no level reads a token."""
+        hidden = batch.select_taps(self.taps)[batch.loss_mask.nonzero()[:, 0] - 2, 0]
+        return [(block(hidden), frozen.logits) for block in self.blocks[:levels]]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """A llama whose answers are no loops."""
+    return Target(build("llama"))
+
+
+@pytest.fixture(scope="module")
+def texts(target: Target) -> Batch:
+    """Its answers to some prompts."""
+    return answer_prompts(target, [random_tokens(6, seed) for seed in range(30)], 20, (0.0,))
+
+
+def train(target: Target, texts: Batch, *taps: int) -> Medusa:
+    """A head that knows these texts by heart."""
+    torch.manual_seed(0)
+    head = Medusa(MedusaSettings(taps=taps), head_shape(target.config))
+    optimizer = torch.optim.AdamW(head.parameters(), lr=5e-3)
+    places, probs = texts.loss_mask.nonzero()[:, 0], target.head.logits(texts.select_taps((-1,))[:, 0]).softmax(-1)
+    for _ in range(80):
+        optimizer.zero_grad()
+        for level, (states, logits) in enumerate(head.draft_levels(texts, target.head, 3)):
+            cross_entropy(logits(states), probs[(places + level - 1).clamp(max=len(probs) - 1)]).backward()
+        optimizer.step()
+    return head.eval()
+
+
+@pytest.fixture(scope="module")
+def head(target: Target, texts: Batch) -> Medusa:
+    """One that reads what the target's LM head reads."""
+    return train(target, texts, -1)
+
+
+def test_a_head_of_another_network_is_examined(head: Medusa, target: Target, texts: Batch) -> None:
+    """What it has is changed, what it has not is named, and three levels at once are no weakness of its own states."""
+    diagnosis = diagnose(head, target, texts)
+    assert diagnosis.verdict.startswith("healthy: level 1 names") and not diagnosis.faults
+    assert any("blocks.0 and blocks.1 are swapped" in effect.fault for effect in diagnosis.tried)
+    (missing,) = (note for note in diagnosis.notes if note.startswith("does not apply to this head"))
+    absent = ("fc order", "fc bias", "halves", "norms", "switches", "rope", "projections", "lm head", "d2t")
+    assert all(name in missing for name in absent) and "layer ids" not in missing
+    assert "without any effect on what it guesses: trained with the token one place earlier" in str(diagnosis)
+
+
+@pytest.mark.parametrize(
+    ("trained", "read", "fault"),
+    [
+        ((4,), (-1,), "trained on the state in front of the final norm, reads the one behind it"),
+        ((3,), (2,), "layer ids [2] are 1 too low (outputs were counted): inputs of [3] were meant"),
+    ],
+)
+def test_a_state_of_the_wrong_layer_is_named(
+    trained: tuple[int, ...], read: tuple[int, ...], fault: str, target: Target, texts: Batch
+) -> None:
+    """The head of one layer is given another's output."""
+    head = train(target, texts, *trained)
+    assert not diagnose(head, target, texts).broken
+    head.taps = read
+    assert diagnose(head, target, texts).verdict == f"broken: {fault}"
+
+
+def test_levels_in_the_wrong_order_are_named(head: Medusa, target: Target, texts: Batch) -> None:
+    """Which no block of EAGLE's has."""
+    broken = copy.deepcopy(head)
+    broken.blocks = nn.ModuleList([head.blocks[1], head.blocks[0], head.blocks[2]])
+    assert diagnose(broken, target, texts).verdict == "broken: blocks.0 and blocks.1 are swapped"
+
+
+def test_a_registered_head_is_opened(head: Medusa, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its folder, in the dtype that it is stored in."""
+    monkeypatch.setitem(DRAFTERS, "medusa", Medusa)
+    save_pretrained(copy.deepcopy(head).bfloat16(), tmp_path)
+    opened, refusal = open_head(tmp_path, "any target")
+    assert refusal is None and opened.settings == settings_of({"kind": "medusa"}, "test")
+    assert opened.blocks[0].up.weight.dtype == torch.bfloat16
