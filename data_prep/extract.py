@@ -36,11 +36,8 @@ def main(argv: list[str]) -> None:
     if said.forecast:
         examples = read(recipe, strict=said.strict)
         target = load(recipe)
-        print(
-            forecast(
-                target, examples, plan_extraction(examples, target, taps, recipe.features), taps, recipe.features.dtype
-            )
-        )
+        plan = plan_extraction(examples, target, taps, recipe.features)
+        print(forecast(target, examples, plan, taps, recipe.features.dtype))
     elif not recipe.features.store:
         raise ValueError(f"{said.recipe} has no features.store: features are computed while training, none are stored")
     elif said.verify:

@@ -1,4 +1,4 @@
-"""`python -m eagle VERB ...`: what needs no checkout."""
+"""The command line: `python -m eagle generate | export | import | inspect | doctor`."""
 
 from __future__ import annotations
 
@@ -25,63 +25,63 @@ from eagle.log import interrupted_by_user
 from eagle.target.target import Target
 
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
-# what a model says must not move a cursor or set a title
+# control characters in an answer must not move the cursor or set a title
 HARMLESS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
-Say = Callable[[str, bool], None]
+Write = Callable[[str, bool], None]  # a piece of text, and whether it was drafted
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the verb and do it."""
+    """Parse the command line and run the verb."""
     parser = argparse.ArgumentParser(prog="eagle", description="Run and ship draft heads.")
     verbs = parser.add_subparsers(dest="verb", required=True)
-    saying = verbs.add_parser("generate", help="stream an answer, drafted by a head or a method's name")
-    saying.add_argument("drafter")
-    saying.add_argument("prompt")
-    saying.add_argument("--target", required=True)
-    saying.add_argument("--temperature", type=float, default=0.0)
-    saying.add_argument("--max-new-tokens", type=int, default=128)
-    saying.add_argument("--compare", action="store_true", help="decode without drafts too: how much faster, and equal?")
-    saying.add_argument("--dtype", help="of the target; by default what is fastest here, and to compare float32")
-    shipping = verbs.add_parser("export", help="write a head as an engine reads it")
-    shipping.add_argument("head")
-    shipping.add_argument("--target", required=True)
-    shipping.add_argument("--to", required=True, choices=list(EXPORTERS))
-    shipping.add_argument("out")
-    taking = verbs.add_parser("import", help="make a head of this project of one that another tool or an export wrote")
-    taking.add_argument("folder")
-    taking.add_argument("out")
-    taking.add_argument("--target")
-    taking.add_argument("--taps", help="inputs of which layers it reads, as 2,16,29, where its config does not tell")
-    taking.add_argument("--norm-output", choices=list(MEANINGS), help="what reads the normed state, by norm_output")
-    looking = verbs.add_parser("inspect", help="what a checkpoint is, and which traps it holds")
-    looking.add_argument("folder")
-    looking.add_argument("--target")
-    curing = verbs.add_parser("doctor", help="why a head accepts as little as it does")
-    curing.add_argument("head")
-    curing.add_argument("--target", required=True)
-    curing.add_argument("--prompts", help="a file of conversations; by default a few questions")
-    curing.add_argument("--server", help="address of a running vLLM or SGLang, whose acceptance is compared")
+    verb = verbs.add_parser("generate", help="stream an answer, drafted by a head or a method's name")
+    verb.add_argument("drafter")
+    verb.add_argument("prompt")
+    verb.add_argument("--target", required=True)
+    verb.add_argument("--temperature", type=float, default=0.0)
+    verb.add_argument("--max-new-tokens", type=int, default=128)
+    verb.add_argument("--compare", action="store_true", help="decode without drafts too: how much faster, and equal?")
+    verb.add_argument("--dtype", help="of the target; by default what is fastest here, and to compare float32")
+    verb = verbs.add_parser("export", help="write a head as an engine reads it")
+    verb.add_argument("head")
+    verb.add_argument("--target", required=True)
+    verb.add_argument("--to", required=True, choices=list(EXPORTERS))
+    verb.add_argument("out")
+    verb = verbs.add_parser("import", help="make a head of this project of one that another tool or an export wrote")
+    verb.add_argument("folder")
+    verb.add_argument("out")
+    verb.add_argument("--target")
+    verb.add_argument("--taps", help="inputs of which layers it reads, as 2,16,29, where its config does not tell")
+    verb.add_argument("--norm-output", choices=list(MEANINGS), help="what reads the normed state, by norm_output")
+    verb = verbs.add_parser("inspect", help="what a checkpoint is, and which traps it holds")
+    verb.add_argument("folder")
+    verb.add_argument("--target")
+    verb = verbs.add_parser("doctor", help="why a head accepts as little as it does")
+    verb.add_argument("head")
+    verb.add_argument("--target", required=True)
+    verb.add_argument("--prompts", help="a file of conversations; by default a few questions")
+    verb.add_argument("--server", help="address of a running vLLM or SGLang, whose acceptance is compared")
     args = parser.parse_args(argv)
-    does = {"generate": _generate, "export": _export, "import": _import, "inspect": _inspect, "doctor": _doctor}
+    run = {"generate": _generate, "export": _export, "import": _import, "inspect": _inspect, "doctor": _doctor}
     try:
         with interrupted_by_user(lambda: "give the same command again"):
-            does[args.verb](args)
+            run[args.verb](args)
     except ValueError as error:
         print(f"eagle: {error}", file=sys.stderr)
         sys.exit(2)  # 1 says that a checkpoint is broken
 
 
 @dataclass(frozen=True)
-class Said:
-    """An answer, and the seconds that decoding it took."""
+class TimedTrace:
+    """An answer and the seconds that decoding it took."""
 
     trace: Trace
     seconds: float
 
     @property
     def speed(self) -> float:
-        """Tokens per second, the prompt's reading included."""
+        """Tokens per second, prefill included."""
         return len(self.trace.tokens) / self.seconds
 
     def __str__(self) -> str:
@@ -92,37 +92,37 @@ class Said:
         )
 
 
-def speak(target: Target, drafter: Drafter, prompt: list[int], say: Say, **options: Any) -> Said:
-    """Decode, and say every piece of the text as soon as it is there, with whether it was drafted."""
+def stream_text(target: Target, drafter: Drafter, prompt: list[int], write: Write, **options: Any) -> TimedTrace:
+    """Decode an answer, writing each piece of its text as soon as it is complete."""
     spell, trace, seconds = Spelling(target.tokenizer), Trace([]), 0.0
     target.forget()
     pieces = stream(target, drafter, prompt, trace=trace, **options)
     while trace.finish == "running":
-        begun = perf_counter()
+        start = perf_counter()
         new = next(pieces)
-        seconds += perf_counter() - begun
+        seconds += perf_counter() - start
         for token, drafted in zip(new, trace.drafted[-len(new) :], strict=True):
             if text := spell(token):
-                say(text, drafted)
+                write(text, drafted)
     if text := spell.rest():
-        say(text, False)
-    return Said(trace, seconds)
+        write(text, False)
+    return TimedTrace(trace, seconds)
 
 
-def on(out: TextIO, coloured: bool) -> Say:
-    """Write pieces of an answer: on a terminal drafted ones in green and nothing that would steer it."""
+def writer_to(out: TextIO, coloured: bool) -> Write:
+    """A function that writes pieces of an answer: drafted ones in green, on a terminal without control characters."""
 
-    def say(text: str, drafted: bool) -> None:
+    def write(text: str, drafted: bool) -> None:
         if out.isatty():
             text = text.translate(HARMLESS)
         out.write(f"{GREEN}{text}{PLAIN}" if drafted and coloured else text)
         out.flush()
 
-    return say
+    return write
 
 
-def takes_colour(out: TextIO) -> bool:
-    """Whether this is a terminal that shows colours, and whose user wants them."""
+def supports_colour(out: TextIO) -> bool:
+    """Whether `out` is a terminal that shows colours, which its user has not switched off."""
     return out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
 
 
@@ -132,34 +132,34 @@ def _generate(args: argparse.Namespace) -> None:
     if target.device.type == "cpu":
         choose_threads(partial(generate, target, none, prompt, max_new_tokens=2))
     options: dict[str, Any] = {"sampling": Sampling(args.temperature), "max_new_tokens": args.max_new_tokens}
-    if args.compare:  # so that neither pays for what happens once
-        for one in (drafter, none):
-            generate(target, one, prompt, **{**options, "max_new_tokens": min(8, args.max_new_tokens)})
-    coloured = takes_colour(sys.stdout)
-    drafted = speak(target, drafter, prompt, on(sys.stdout, coloured), **options)
+    if args.compare:  # warm both up
+        for drafts in (drafter, none):
+            generate(target, drafts, prompt, **{**options, "max_new_tokens": min(8, args.max_new_tokens)})
+    coloured = supports_colour(sys.stdout)
+    drafted = stream_text(target, drafter, prompt, writer_to(sys.stdout, coloured), **options)
     print()
     legend = f" ({GREEN}green{PLAIN}: drafted)" if coloured else ""
     print(f"{args.drafter}: {drafted}{legend}", file=sys.stderr)
     if args.compare:
-        plain = speak(target, none, prompt, lambda *_: None, **options)
+        plain = stream_text(target, none, prompt, lambda *_: None, **options)
         print(f"none: {plain}", file=sys.stderr)
-        same = _difference(drafted.trace, plain.trace, str(target.model.dtype).removeprefix("torch."))
-        print(f"{drafted.speed / plain.speed:.2f} × as fast, {same}", file=sys.stderr)
+        verdict = _compare_tokens(drafted.trace, plain.trace, str(target.model.dtype).removeprefix("torch."))
+        print(f"{drafted.speed / plain.speed:.2f} × as fast, {verdict}", file=sys.stderr)
 
 
-def _difference(drafted: Trace, plain: Trace, dtype: str) -> str:
-    """Whether two answers are the same, and from where on they are not."""
+def _compare_tokens(drafted: Trace, plain: Trace, dtype: str) -> str:
+    """A phrase on whether two answers are the same, and from which token on they differ."""
     if drafted.tokens == plain.tokens:
         return "and the output is the same"
     pairs = enumerate(zip(drafted.tokens, plain.tokens, strict=False), start=1)
-    first = next((place for place, (one, other) in pairs if one != other), len(drafted.tokens))
+    first = next((number for number, (left, right) in pairs if left != right), len(drafted.tokens))
     why = "which must not be" if dtype in ("float32", "float64") else f"as it may in {dtype}: --dtype float32 is exact"
     return f"but the output differs from token {first} on, {why}"
 
 
 def _export(args: argparse.Namespace) -> None:
     head = load_head(args.head)
-    # the target does not decode here: its embedding may be written, which no timing may round
+    # the embedding may be written: in the checkpoint's dtype, not in what is fastest here
     target = Target.load(args.target, dtype=embedding_dtype(args.target), device="cpu")
     export(head.bind(target.head), target.config, args.to, args.out, args.head)
     print(f"{args.out} is ready for {args.to}; its README.md tells how to serve it")
@@ -174,9 +174,9 @@ def _import(args: argparse.Namespace) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> None:
-    found = inspect(args.folder, args.target)
-    print(found)
-    if found.fatal:
+    findings = inspect(args.folder, args.target)
+    print(findings)
+    if findings.fatal:
         sys.exit(1)
 
 

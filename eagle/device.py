@@ -1,4 +1,4 @@
-"""Which device there is, in which precision it is fast, and models in that precision."""
+"""The best device, its fastest dtype and number of threads, and casting modules."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ def fastest_dtype(device: str) -> torch.dtype:
     """bf16 where a matrix product in it is clearly faster than in fp32, timed once per process."""
 
     def seconds(dtype: torch.dtype) -> float:
-        left, right = (
-            torch.ones(64, 1024, dtype=dtype, device=device),
-            torch.ones(1024, 1024, dtype=dtype, device=device),
-        )
+        left = torch.ones(64, 1024, dtype=dtype, device=device)
+        right = torch.ones(1024, 1024, dtype=dtype, device=device)
         times = []
         for _ in range(5):
             start = perf_counter()
@@ -40,16 +38,16 @@ def fastest_dtype(device: str) -> torch.dtype:
 
 
 def choose_threads(forward: Callable[[], Any], seconds: float = 1.0) -> int:
-    """Let torch compute with the number of threads that makes a forward fastest; returns that number.
+    """Set torch's number of threads to that which makes a forward fastest; returns that number.
 
-    Tried are 1, 2, 4, ... up to as many as torch has now, in turns, for about so many seconds. More threads have to be
-    clearly faster: on a busy machine they wait for one another.
+    Tries 1, 2, 4, ... up to torch's present number, in turns, for about `seconds`. More threads must be clearly
+    faster: on a busy machine they wait for one another.
     """
     most = torch.get_num_threads()
     counts = [count for count in (2**power for power in range(most.bit_length())) if count < most] + [most]
     times: dict[int, list[float]] = {count: [] for count in counts}
-    begun = perf_counter()
-    while len(counts) > 1 and (len(times[most]) < 2 or perf_counter() - begun < seconds):  # the first warms up
+    begin = perf_counter()
+    while len(counts) > 1 and (len(times[most]) < 2 or perf_counter() - begin < seconds):  # the first warms up
         for count in counts:
             torch.set_num_threads(count)
             start = perf_counter()
@@ -64,7 +62,7 @@ def choose_threads(forward: Callable[[], Any], seconds: float = 1.0) -> int:
 
 
 def in_dtype(module: Any, dtype: torch.dtype) -> Any:
-    """The module with its weights in that precision; what it computes for itself, as rotary frequencies, stays fp32."""
+    """Cast a module's weights in place; buffers that are not saved, such as rotary frequencies, stay fp32."""
     for tensor in module.state_dict(keep_vars=True).values():
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)

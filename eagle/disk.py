@@ -1,4 +1,4 @@
-"""Writing to disk beside other processes: locks, files that are whole or not there, and their checksums."""
+"""Safe writing to disk: locks, atomic files and checksums."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ LOCK = ".lock"
 
 @contextmanager
 def lock_folder(folder: str | Path, *, hold: bool = True) -> Iterator[None]:
-    """Refuse to every other run to write a folder, which is made if need be, until the block or the process ends.
+    """Lock a folder, created if need be, against other runs that write it, until the block or the process ends.
 
     Of the processes of one command the first holds the lock for all; the others pass `hold=False`.
     """
     folder = Path(folder)
     is_new = not folder.exists()
     try:
-        with _locked(folder / LOCK, folder, hold):
+        with _hold_lock(folder / LOCK, folder, hold):
             yield
     finally:
         if hold and is_new:
@@ -39,14 +39,14 @@ def lock_folder(folder: str | Path, *, hold: bool = True) -> Iterator[None]:
 
 @contextmanager
 def lock_path(path: str | Path, *, hold: bool = True) -> Iterator[None]:
-    """Refuse to every other run to write a file, or a folder that is replaced whole, by a lock beside it."""
+    """Lock a file, or a folder that is replaced whole, against other runs, by a lock file beside it."""
     path = Path(path)
-    with _locked(path.with_name(path.name + LOCK), path, hold):
+    with _hold_lock(path.with_name(path.name + LOCK), path, hold):
         yield
 
 
 @contextmanager
-def _locked(lock: Path, what: Path, hold: bool) -> Iterator[None]:
+def _hold_lock(lock: Path, what: Path, hold: bool) -> Iterator[None]:
     file = _acquire(lock, what) if hold else None
     try:
         yield
@@ -57,7 +57,7 @@ def _locked(lock: Path, what: Path, hold: bool) -> Iterator[None]:
 
 
 def _acquire(lock: Path, what: Path) -> TextIO | None:
-    """The lock file, locked by this process; None where nothing can be locked, which is said."""
+    """The lock file, locked by this process; None, with a warning, where the filesystem has no locks."""
     while True:
         try:
             lock.parent.mkdir(parents=True, exist_ok=True)
@@ -87,24 +87,24 @@ def _acquire(lock: Path, what: Path) -> TextIO | None:
 
 
 def part_file(path: Path) -> Path:
-    """A name of its own, beside a file, to write it under before it is whole."""
+    """A temporary path beside a file, under which it is written until it is complete."""
     return path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
 
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A new file to write, in a folder that is there, which takes the place of `path` unless the block fails."""
+    """A temporary file that replaces `path` unless the block fails; its folder is created."""
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"{path} is a folder: name a file to write")
     if path.exists() and not path.is_file():  # a device or a pipe, as /dev/stdout
         yield path
         return
-    path = path.resolve()  # a link stays, and the file that it leads to is replaced
+    path = path.resolve()  # a link stays, and its file is replaced
     path.parent.mkdir(parents=True, exist_ok=True)
     part = part_file(path)
     part.touch(exist_ok=False)
-    mode = part.stat().st_mode  # as the umask has it; safetensors would leave a file that only its owner can read
+    mode = part.stat().st_mode  # by the umask; safetensors would leave a file that only its owner can read
     try:
         yield part
         part.chmod(mode)
@@ -114,7 +114,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 
 def write_whole(path: str | Path, pieces: Iterable[bytes]) -> None:
-    """Write a file so that it is there whole or not at all."""
+    """Write a file atomically, and flush it to the disk."""
     with replacing(path) as part, part.open("wb") as file:
         file.writelines(pieces)
         file.flush()
@@ -123,18 +123,18 @@ def write_whole(path: str | Path, pieces: Iterable[bytes]) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a text so that it is there whole or not at all."""
+    """Write a text file atomically."""
     write_whole(path, [text.encode()])
 
 
 def write_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file so that it is there whole or not at all, readable for whom the umask allows it."""
+    """Write a safetensors file atomically."""
     with replacing(path) as part:
         save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, part, metadata)
 
 
 def apply_umask(folder: Path) -> None:
-    """Give the files that another library wrote into a folder the mode of any new file."""
+    """Give all files in a folder the mode of a new file, whatever the library that wrote them chose."""
     probe = part_file(folder / "mode")
     probe.touch()
     mode = probe.stat().st_mode

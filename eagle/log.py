@@ -34,20 +34,20 @@ STOPPED_BY_SIGINT = 130  # the exit status that shells give to Ctrl-C
 
 
 def script(main: Callable[[list[str]], None]) -> None:
-    """A script's `main` on its arguments; what its user can mend ends it with a message instead of a traceback."""
+    """Run a script's `main`; a ValueError of this project ends it with its message instead of a traceback."""
     try:
         with interrupted_by_user(lambda: "give the same command again"):
             main(sys.argv[1:])
     except ValueError as error:
         *_, (frame, _) = walk_tb(error.__traceback__)
-        if frame.f_globals["__name__"].split(".")[0] not in OURS:  # not said by us: a fault
+        if frame.f_globals["__name__"].split(".")[0] not in OURS:  # a bug, not a message
             raise
         sys.exit(f"error: {error}")
 
 
 @contextmanager
 def interrupted_by_user(hint: Callable[[], str]) -> Iterator[None]:
-    """Ctrl-C within ends the program with `stopped; HINT` and status 130; where several are nested, the inner hint."""
+    """Ctrl-C in the block ends the program with `stopped; HINT` and status 130; nested, the inner hint counts."""
     try:
         yield
     except KeyboardInterrupt:
@@ -58,14 +58,14 @@ def interrupted_by_user(hint: Callable[[], str]) -> Iterator[None]:
 
 
 class Rate(ProgressColumn):
-    """How much is done a second."""
+    """A progress column with the items per second."""
 
     def __init__(self, unit: str) -> None:
         super().__init__()
         self.unit = unit
 
     def render(self, task: Task) -> Text:
-        """The speed, once there is one."""
+        """The speed, once it is known."""
         return Text(f"{task.speed:,.4g} {self.unit}/s" if task.speed else "")
 
 
@@ -80,7 +80,7 @@ def progress(
     done: int = 0,
     note: Callable[[], str] = str,
 ) -> Iterator[Item]:
-    """The items, with a bar that tells how far, how fast and how long still; an item counts for its size."""
+    """Yield the items while showing a progress bar, in which an item counts for its size."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Rate(unit), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not show) as bar:
         task = bar.add_task(what, total=total, completed=done)
@@ -90,21 +90,21 @@ def progress(
 
 
 def memory_gb() -> float:
-    """The most that this process has held, on its accelerator where it has one."""
+    """Peak memory of this process in GB, on the accelerator where it has one."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 
 
 class Metrics:
-    """One JSON object a line, flushed at once, so that a killed run keeps what it knew; and wandb, where asked for."""
+    """Metrics as JSON lines, flushed at once, and to wandb if `project` is given; rows from `before` on are dropped."""
 
     def __init__(self, path: Path, *, before: int = 0, project: str | None = None, config: Any = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in path.read_text().splitlines() if _step(line) < before] if path.is_file() else []
-        aside = path.with_name(f"{path.name}.part")
-        aside.write_text("".join(f"{line}\n" for line in kept))
-        os.replace(aside, path)
+        lines = path.read_text().splitlines() if path.is_file() else []
+        part = path.with_name(f"{path.name}.part")
+        part.write_text("".join(f"{line}\n" for line in lines if _step_of(line) < before))
+        os.replace(part, path)
         self.file: TextIO = path.open("a")
         self.run = _wandb(project, path.parent, config) if project else None
 
@@ -116,14 +116,14 @@ class Metrics:
             self.run.log(row)
 
     def close(self) -> None:
-        """No more rows."""
+        """Close the file and the wandb run."""
         self.file.close()
         if self.run is not None:
             self.run.finish()
 
 
-def _step(line: str) -> float:
-    """The step of a row; a torn line is of no step that is kept."""
+def _step_of(line: str) -> float:
+    """The step of a row; infinity for a torn line."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
@@ -131,7 +131,7 @@ def _step(line: str) -> float:
 
 
 def _wandb(project: str, folder: Path, config: Any) -> Any:
-    """A wandb run; without a key or a network it is kept on disk for `wandb sync`, and training never waits for it."""
+    """A wandb run, offline on disk for `wandb sync` without a key or a network; training never waits for it."""
     import wandb
 
     settings = wandb.Settings(

@@ -1,4 +1,4 @@
-"""Everything needed to repeat a run: typed sections, YAML, dotted overrides."""
+"""Recipes: typed sections, read from YAML with dotted overrides."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 
 class Section(BaseModel):
-    """A part of a recipe; keys that it does not know are refused."""
+    """A part of a recipe; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -45,7 +45,7 @@ class DataSection(Section):
 
 
 class RegenerateSection(Section):
-    """The target's own answers in place of those of the data."""
+    """Replacing the data's answers by the target's own."""
 
     source: str  # the conversations whose answers are replaced; `data.train` then names `out`
     out: str
@@ -70,7 +70,7 @@ class FeaturesSection(Section):
 
 
 class DrafterSection(BaseModel):
-    """Which method; the other keys belong to it and are checked by it."""
+    """Which method; the other keys are that method's settings, which it checks."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     kind: str
@@ -151,36 +151,36 @@ class Recipe(Section):
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-        """A recipe from YAML, with `key.sub=value` laid over it; another target's files lie in a folder of its name."""
+        """A recipe from YAML with `key.sub=value` overrides; another target moves its files to a folder of its name."""
         if not Path(path).is_file():
             raise ValueError(f"no recipe at {path}: expected a YAML file, such as recipes/tiny/eagle1.yaml")
         values = yaml.safe_load(Path(path).read_text())
-        written = copy.deepcopy(values)
+        original = copy.deepcopy(values)
         for override in overrides:
             lay_over(values, override)
-        given = {override.partition("=")[0] for override in overrides}
-        return cls.parse(_in_folder_of_target(values, written, given), str(path))
+        overridden = {override.partition("=")[0] for override in overrides}
+        return cls.parse(_move_to_target(values, original, overridden), str(path))
 
     @classmethod
     def parse(cls, values: Any, source: str) -> Recipe:
-        """A recipe from plain values; every mistake is named at once."""
-        return validated(cls, values, source)
+        """A recipe from plain values; the error names every mistake."""
+        return parse_section(cls, values, source)
 
     def dump(self) -> str:
-        """The recipe with every default written out, as YAML."""
+        """The recipe as YAML, with every default."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
 def command_line(module: str, about: str | None) -> argparse.ArgumentParser:
-    """The command line that all stages share: a recipe, and what is laid over it."""
+    """The command line that all stages share: a recipe and its overrides."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the recipe")
     return parser
 
 
-def validated(model: type[BaseModel], values: Any, source: str) -> Any:
-    """The values as that model; else an error that names each mistake, and the nearest key to an unknown one."""
+def parse_section(model: type[BaseModel], values: Any, source: str) -> Any:
+    """The values as an instance of `model`; the error names each mistake, and the nearest key to an unknown one."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -188,18 +188,18 @@ def validated(model: type[BaseModel], values: Any, source: str) -> Any:
 
 
 def _explain(model: type[BaseModel], mistake: Any, source: str) -> str:
-    where, name = ".".join(map(str, mistake["loc"])), str(mistake["loc"][-1]) if mistake["loc"] else ""
+    path = ".".join(map(str, mistake["loc"]))
     if mistake["type"] != "extra_forbidden":
-        return f"{source}: {where}: got {mistake['input']!r}; {mistake['msg']}"
+        return f"{source}: {path}: got {mistake['input']!r}; {mistake['msg']}"
     owner: Any = model
     for key in mistake["loc"][:-1]:
-        owner = _below(owner, key)
+        owner = _type_of_key(owner, key)
     known = ", ".join(owner.model_fields)
-    near = _nearest_key(name, owner.model_fields)
-    return f"{source}: unknown key {where}{f': did you mean {near}? Known' if near else '. Known'} here are {known}"
+    near = _nearest_key(str(mistake["loc"][-1]), owner.model_fields)
+    return f"{source}: unknown key {path}{f': did you mean {near}? Known' if near else '. Known'} here are {known}"
 
 
-# what other trainers call keys whose names here look like others
+# keys of other trainers that resemble a wrong key here
 OTHER_NAMES = {
     **{"learning_rate": "lr", "max_grad_norm": "clip", "gradient_clipping": "clip"},
     **{"warmup_steps": "warmup", "warmup_ratio": "warmup", "lr_scheduler_type": "schedule", "scheduler": "schedule"},
@@ -211,39 +211,39 @@ OTHER_NAMES = {
 
 
 def _nearest_key(name: str, known: Iterable[str]) -> str | None:
-    """The known key that a name was meant for, by its letters or as other trainers call it; None where none is near."""
+    """The known key that a name resembles, or that other trainers call by it; None where none is near."""
     names = {other: key for other, key in OTHER_NAMES.items() if key in known} | {key: key for key in known}
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return names[near[0]] if near else None
 
 
-def _below(owner: Any, key: Any) -> Any:
-    """What a section or a mapping holds under this key."""
+def _type_of_key(owner: Any, key: Any) -> Any:
+    """The section or mapping type that a section or a mapping holds under this key."""
     annotation = get_args(owner)[1] if get_origin(owner) is dict else owner.model_fields[key].annotation
     if get_origin(annotation) is dict:
         return annotation
     return next((kind for kind in get_args(annotation) if kind is not type(None)), annotation)
 
 
-def _in_folder_of_target(values: Any, written: Any, given: set[str]) -> Any:
-    """The values, of which those in `runs/RECIPE/` lie in `runs/TARGET/` if the target is another than is written."""
+def _move_to_target(values: Any, original: Any, overridden: set[str]) -> Any:
+    """The values, with paths in `runs/RECIPE/` moved to `runs/TARGET/` if an override has replaced the target."""
     try:
-        folder = Path(written["train"]["out"]).parent
-        was, name = (
-            Path(target.get("adapter") or target["path"]).name for target in (written["target"], values["target"])
+        folder = Path(original["train"]["out"]).parent
+        old, new = (
+            Path(target.get("adapter") or target["path"]).name for target in (original["target"], values["target"])
         )
     except (KeyError, TypeError, AttributeError):  # which parsing explains
         return values
 
-    def moved(value: Any, key: str) -> Any:
-        if key in given or key == "target":
+    def move(value: Any, key: str) -> Any:
+        if key in overridden or key == "target":
             return value
         if isinstance(value, dict):
-            return {name: moved(below, f"{key}.{name}" if key else name) for name, below in value.items()}
-        inside = isinstance(value, str) and value.startswith(f"{folder}/")
-        return str(folder.with_name(name) / Path(value).relative_to(folder)) if inside else value
+            return {name: move(child, f"{key}.{name}" if key else name) for name, child in value.items()}
+        is_inside = isinstance(value, str) and value.startswith(f"{folder}/")
+        return str(folder.with_name(new) / Path(value).relative_to(folder)) if is_inside else value
 
-    return values if name == was else moved(values, "")
+    return values if new == old else move(values, "")
 
 
 def lay_over(values: dict[str, Any], override: str) -> None:

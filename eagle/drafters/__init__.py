@@ -12,7 +12,7 @@ from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
 from eagle.drafters.suffix import SuffixDrafter
 from eagle.drafters.unigram import UnigramDrafter
-from eagle.recipe import validated
+from eagle.recipe import parse_section
 
 DRAFTERS: dict[str, type[Any]] = {
     "none": NoDrafter,
@@ -34,4 +34,4 @@ def settings_of(section: dict[str, Any], source: str) -> Any:
     if method is None or not issubclass(method, TrainableDrafter):
         trained = [name for name, known in DRAFTERS.items() if issubclass(known, TrainableDrafter)]
         raise ValueError(f"{source}: drafter.kind is {kind!r}, expected a method with weights: {', '.join(trained)}")
-    return validated(method.Settings, section, f"{source}: drafter")
+    return parse_section(method.Settings, section, f"{source}: drafter")

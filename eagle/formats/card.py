@@ -1,4 +1,4 @@
-"""The model card of a head: target, data, settings, curves, acceptance, and how to load it."""
+"""The model card of a head: usage, data, settings, loss curve and acceptance lengths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ POINTS = 8  # of a curve
 
 
 def model_card(folder: Path, name: str) -> str:
-    """README.md for the head in a folder; curves and acceptance come from files beside the folder, if any."""
+    """The README.md of a head's folder; its curve and acceptance lengths come from files beside the folder, if any."""
     if absent := [part for part in ("recipe.yaml", "provenance.json") if not (folder / part).is_file()]:
         verb = "are" if len(absent) > 1 else "is"
         raise ValueError(
@@ -20,40 +20,36 @@ def model_card(folder: Path, name: str) -> str:
             "hand, or take the whole folder that training or `python -m eagle import` leaves"
         )
     recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
-    made = json.loads((folder / "provenance.json").read_text())
+    provenance = json.loads((folder / "provenance.json").read_text())
     target, kind = recipe["target"]["path"], recipe["drafter"]["kind"]
     front: dict[str, Any] = {"library_name": "eagle", "tags": ["speculative-decoding", "draft-head", kind]}
-    if not Path(target).exists():  # a folder of this machine is no model of a hub
+    if not Path(target).exists():  # a local folder is no hub id
         front["base_model"] = target
     sections = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# {name.split('/')[-1]}",
         f"A draft head of the kind `{kind}` for `{target}`. The output is the target's own: a draft only saves time.",
-        f"## How to load it\n\n{_loading(name, target)}",
+        f"## How to load it\n\n{_usage(name, target)}",
         f"## Data\n\n{_keys(recipe['data'])}",
         f"## Settings\n\n{_keys({**recipe['drafter'], **recipe['train']})}",
     ]
     if curve := _curve(_rows(folder.parent / "metrics.jsonl")):
         sections.append(f"## Curve\n\n{curve}")
-    if validation := made.pop("validation", None):
+    if validation := provenance.pop("validation", None):
         sections.append(f"## On held-out conversations\n\n{_keys(validation)}")
     if acceptance := acceptance_of(folder.parent):
         sections.append(f"## Acceptance\n\nTokens committed per forward of the target.\n\n{acceptance}")
-    sections.append(f"## What made it\n\n```json\n{json.dumps(made, indent=2)}\n```")
+    sections.append(f"## What made it\n\n```json\n{json.dumps(provenance, indent=2)}\n```")
     return "\n\n".join(sections) + "\n"
 
 
-def _loading(name: str, target: str) -> str:
-    return "\n".join(
-        [
-            "```python",
-            "from eagle import Target, generate, load_drafter",
-            "",
-            f'target = Target.load("{target}")',
-            f'drafter = load_drafter("{name}", target)',
-            'print(generate(target, drafter, target.chat("What is a draft head?"), max_new_tokens=128).text)',
-            "```",
-        ]
-    )
+def _usage(name: str, target: str) -> str:
+    return f"""```python
+from eagle import Target, generate, load_drafter
+
+target = Target.load("{target}")
+drafter = load_drafter("{name}", target)
+print(generate(target, drafter, target.chat("What is a draft head?"), max_new_tokens=128).text)
+```"""
 
 
 def _table(head: list[str], rows: list[list[Any]]) -> str:
@@ -62,8 +58,8 @@ def _table(head: list[str], rows: list[list[Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return shown.replace("|", "\\|").replace("\n", " ")
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def _keys(values: dict[str, Any]) -> str:
@@ -75,35 +71,42 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _curve(rows: list[dict[str, Any]]) -> str:
-    """Some steps, evenly spread, the first and the last among them."""
+    """A table of the losses at evenly spread steps, the first and the last among them."""
     steps = [row for row in rows if "total" in row]
     if not steps:
         return ""
     count = min(POINTS, len(steps))
-    chosen = [steps[place * (len(steps) - 1) // max(count - 1, 1)] for place in range(count)]
+    chosen = [steps[i * (len(steps) - 1) // max(count - 1, 1)] for i in range(count)]
     names = [name for name in ("total", "regression", "cross_entropy") if name in steps[0]]
     return _table(["step", *names], [[row["step"], *(row[name] for name in names)] for row in chosen])
 
 
 def acceptance_of(run: Path) -> str:
-    """The newest measurement in a run's folder: per temperature and drafter, pooled over prompts; "" without one."""
+    """A table of the newest measurement in a run's folder, pooled over prompts; "" without one."""
     rows = _rows(run / "results.jsonl")
-    begins = [place for place, row in enumerate(rows) if isinstance(row.get("run"), dict)]
-    about, measured = (rows[begins[-1]]["run"], rows[begins[-1] + 1 :]) if begins else ({}, rows)
-    if "id" in about:  # a run that was resumed has several beginnings, and its rows name it
-        measured = [row for row in rows if row["run"] == about["id"]]
+    headers = [index for index, row in enumerate(rows) if isinstance(row.get("run"), dict)]
+    header, newest = (rows[headers[-1]]["run"], rows[headers[-1] + 1 :]) if headers else ({}, rows)
+    if "id" in header:  # a run that was resumed has several headers, and its rows name it
+        newest = [row for row in rows if row["run"] == header["id"]]
     groups: dict[tuple[float, str], list[dict[str, Any]]] = {}
-    for row in measured:
+    for row in newest:
         groups.setdefault((row["temperature"], row["drafter"]), []).append(row)
     if not groups:
         return ""
     lines = [[temperature, f"`{drafter}`", _length(group)] for (temperature, drafter), group in groups.items()]
-    made = ", ".join(f"{key} {about[key]}" for key in ("prompts", "tree", "torch", "machine", "date") if key in about)
-    return f"{_table(['T', 'drafter', 'acceptance length'], lines)}\n\n<sub>{made}</sub>"
+    keys = [key for key in ("prompts", "tree", "torch", "machine", "date") if key in header]
+    note = ", ".join(f"{key} {header[key]}" for key in keys)
+    return f"{_table(['T', 'drafter', 'acceptance length'], lines)}\n\n<sub>{note}</sub>"
 
 
 def _length(rows: list[dict[str, Any]]) -> float:
     """Tokens per cycle, of rows that count their cycles or list them."""
-    counted = [(row["committed"], row["cycles"]) for row in rows if isinstance(row["cycles"], int)]
-    listed = [cycle["committed"] for row in rows if isinstance(row["cycles"], list) for cycle in row["cycles"]]
-    return (sum(listed) + sum(tokens for tokens, _ in counted)) / max(len(listed) + sum(n for _, n in counted), 1)
+    tokens = cycles = 0
+    for row in rows:
+        if isinstance(row["cycles"], list):
+            tokens += sum(cycle["committed"] for cycle in row["cycles"])
+            cycles += len(row["cycles"])
+        else:
+            tokens += row["committed"]
+            cycles += row["cycles"]
+    return tokens / max(cycles, 1)

@@ -1,4 +1,4 @@
-"""A head on disk and on the hub: config.json, model.safetensors, and where they came from."""
+"""Heads on disk and on the hub: save, load, push, and `load_drafter` for every kind of drafter."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ON_HUB = ("config.json", "model.safetensors", "recipe.yaml", "provenance.json", 
 
 
 def save_pretrained(head: TrainableDrafter, folder: str | Path) -> None:
-    """Write what a head is and its weights into a folder."""
+    """Write a head's config.json and model.safetensors into a folder."""
     folder = Path(folder)
     config = {"settings": head.settings.model_dump(mode="json"), "shape": head.shape.to_dict()}
     write_text(folder / "config.json", json.dumps(config, indent=2))
@@ -39,19 +39,19 @@ def save_pretrained(head: TrainableDrafter, folder: str | Path) -> None:
 
 
 def save_head(folder: str | Path, head: TrainableDrafter, recipe: str, provenance: dict[str, Any]) -> None:
-    """Write a head and what made it aside, then put it in place whole."""
+    """Replace a folder by a head, its recipe and its provenance, which are written beside it first."""
     folder = Path(folder)
-    aside = folder.with_name(folder.name + ".part")
-    shutil.rmtree(aside, ignore_errors=True)
-    save_pretrained(head, aside)
-    (aside / "recipe.yaml").write_text(recipe)
-    (aside / "provenance.json").write_text(json.dumps(provenance, indent=2))
+    part = folder.with_name(folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    save_pretrained(head, part)
+    (part / "recipe.yaml").write_text(recipe)
+    (part / "provenance.json").write_text(json.dumps(provenance, indent=2))
     shutil.rmtree(folder, ignore_errors=True)
-    os.replace(aside, folder)
+    os.replace(part, folder)
 
 
 def load_head(folder: str | Path) -> TrainableDrafter:
-    """A trained head; ValueError with the file for a torn one, or a tensor too many, too few or of another size."""
+    """A trained head; ValueError for damaged files, and for missing, unknown or misshapen tensors."""
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(f"no head at {folder}: expected the folder that training leaves in train.out, head or last")
@@ -73,43 +73,42 @@ def load_head(folder: str | Path) -> TrainableDrafter:
                 "its config.json: copy both files again"
             )
     head.load_state_dict(weights)
-    head.budget = _budget_of(config.get("budget"), str(folder / "config.json"))
+    head.budget = _read_budget(config.get("budget"), str(folder / "config.json"))
     return head
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """The mapping in a folder's config.json, or ValueError with its name."""
+    """The mapping in a folder's config.json; ValueError if it cannot be read."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:  # text that is none, and JSON that is none, are ValueErrors
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no JSON
         raise ValueError(f"{path} cannot be read: {error}; is it cut short? Copy it again") from None
     return config if isinstance(config, dict) else {}
 
 
 def _build(config: dict[str, Any], source: str) -> TrainableDrafter:
-    """A head of these settings and sizes, with fresh weights."""
+    """A head with a config's settings and sizes, with fresh weights."""
     try:
         settings = settings_of(config["settings"], source)
     except ValueError as error:
         raise ValueError(f"{error}; was the head made by a newer release? This one is {version('eagle')}") from None
     try:
-        head: TrainableDrafter = DRAFTERS[settings.kind](settings, AutoConfig.for_model(**config["shape"]))
-    except Exception as error:  # of many kinds: transformers and torch judge the sizes
+        return DRAFTERS[settings.kind](settings, AutoConfig.for_model(**config["shape"]))
+    except Exception as error:  # of many kinds: transformers and torch check the sizes
         raise ValueError(f"{source}: no head of these sizes can be made: {error!r:.300}") from None
-    return head
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file, or ValueError with its name."""
+    """All tensors of a file; ValueError if it cannot be read."""
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read: {error}; is it cut short? Copy it again") from None
 
 
-def _budget_of(values: dict[str, Any] | None, source: str) -> Budget | None:
-    """How much the head drafts where its user does not say, or None if it was never tuned."""
+def _read_budget(values: dict[str, Any] | None, source: str) -> Budget | None:
+    """The tuned budget in a head's config, None if it has none."""
     if values is None:
         return None
     try:
@@ -120,24 +119,24 @@ def _budget_of(values: dict[str, Any] | None, source: str) -> Budget | None:
 
 
 def write_budget(folder: str | Path, budget: Budget) -> None:
-    """Put into a head's folder what `load_head` hands out as its `budget`."""
-    file = Path(folder) / "config.json"
-    config = json.loads(file.read_text()) | {"budget": asdict(budget)}
-    write_text(file, json.dumps(config, indent=2))
+    """Write a tuned budget into a head's config.json, from which `load_head` reads it."""
+    path = Path(folder) / "config.json"
+    config = json.loads(path.read_text()) | {"budget": asdict(budget)}
+    write_text(path, json.dumps(config, indent=2))
 
 
 def from_pretrained(path: str | Path, revision: str | None = None) -> TrainableDrafter:
-    """A trained head from its folder, or from a hub's repository by its id."""
+    """A trained head from a folder or a hub id."""
     folder = Path(path)
     if not folder.is_dir():
-        folder = _from_hub(str(path), revision)
-    if absent := [name for name in ON_HUB[:2] if not (folder / name).is_file()]:
-        raise ValueError(f"no head in {path}: {', '.join(absent)} missing; expected a folder that save_head wrote")
+        folder = _download(str(path), revision)
+    if missing := [name for name in ON_HUB[:2] if not (folder / name).is_file()]:
+        raise ValueError(f"no head in {path}: {', '.join(missing)} missing; expected a folder that save_head wrote")
     return load_head(folder)
 
 
-def _from_hub(name: str, revision: str | None) -> Path:
-    """The files of a head that a hub holds, in its cache; weights in other formats stay there."""
+def _download(name: str, revision: str | None) -> Path:
+    """The cache folder of a head from the hub, with the files of `ON_HUB` alone."""
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(ON_HUB)))
     except Exception as error:  # of many kinds: not an id, no such repository, no network
@@ -145,19 +144,19 @@ def _from_hub(name: str, revision: str | None) -> Path:
 
 
 def push_to_hub(folder: str | Path, repo_id: str, private: bool = False) -> str:
-    """Upload a head that `save_head` wrote, with a model card; returns its address."""
+    """Upload a head that `save_head` wrote, with a model card; returns its URL."""
     folder = Path(folder)
-    from_pretrained(folder)  # what does not load is not published
-    if not (folder / "README.md").exists():  # a card that someone has edited stays
+    from_pretrained(folder)  # a head that does not load is not published
+    if not (folder / "README.md").exists():  # an edited card stays
         write_text(folder / "README.md", model_card(folder, repo_id))
     api = HfApi()
-    address = api.create_repo(repo_id, private=private, exist_ok=True)
+    url = api.create_repo(repo_id, private=private, exist_ok=True)
     api.upload_folder(repo_id=repo_id, folder_path=folder, allow_patterns=list(ON_HUB))
-    return str(address)
+    return str(url)
 
 
-def _reader(folder: Path) -> Any:
-    """The method that reads a folder which is none of a head: of its kind, or any causal language model."""
+def _method_for(folder: Path) -> Any:
+    """The method that loads a folder of counted tables or a language model; None for a trained head."""
     config = _read_config(folder) if (folder / "config.json").is_file() else {}
     kind = config.get("kind", "draft_model" if "model_type" in config else None)
     if "settings" in config or kind is None:
@@ -171,51 +170,44 @@ def _reader(folder: Path) -> Any:
 def load_drafter(
     name: str | Path | Sequence[str | Path], target: Target, revision: str | None = None, **options: Any
 ) -> Drafter:
-    """A drafter that is ready to draft for a target.
+    """A drafter for a target: a folder or hub id (trained head, table of counts, language model) or a method's name.
 
-    It comes from a folder or the hub (a trained head, a table of counts, a language model), or from the name of a
-    method that needs neither, to which the options go. Several, in a list or with commas between them, are asked in
-    turn, until one of them has a draft; an option goes to each of them that has it.
+    Options go to the methods without weights that take them. Several names, in a list or separated by commas, are
+    asked in turn until one of them has a draft.
     """
     if not isinstance(target, Target):
         raise ValueError(f"the target is a {type(target).__name__}, expected a Target: load_drafter(name, target)")
-    names = _names_of(name)
-    takes = {one: _options_of(one) for one in names}
-    for option in options:
-        if not any(option in known for known in takes.values()):
-            known = sorted({known for one in names for known in takes[one]})
-            raise ValueError(
-                f"{', '.join(names)} has no option {option}{nearest(option, known)}: expected one of "
-                f"{', '.join(known) or 'none: options belong to ' + ', '.join(FREE)}"
-            )
-    drafters = [
-        _load_one(one, target, revision, {key: value for key, value in options.items() if key in takes[one]})
-        for one in names
-    ]
+    names = _split_names(name)
+    accepted = {name: [*inspect.signature(FREE[name]).parameters] if name in FREE else [] for name in names}
+    known = sorted({option for name in names for option in accepted[name]})
+    if unknown := [option for option in options if option not in known]:
+        raise ValueError(
+            f"{', '.join(names)} has no option {unknown[0]}{nearest(unknown[0], known)}: expected one of "
+            f"{', '.join(known) or 'none: options belong to ' + ', '.join(FREE)}"
+        )
+    drafters = []
+    for name in names:
+        name_options = {key: value for key, value in options.items() if key in accepted[name]}
+        drafters.append(_load_one(name, target, revision, name_options))
     return drafters[0] if len(drafters) == 1 else FirstOf(drafters)
 
 
-FREE = {
+FREE = {  # methods without files
     kind: method
     for kind, method in DRAFTERS.items()
     if not issubclass(method, TrainableDrafter) and not hasattr(method, "load")
 }
 
 
-def _names_of(name: Any) -> list[str]:
+def _split_names(name: Any) -> list[str]:
     """The names in a string with commas or in a list; a path is one name."""
-    several = name.split(",") if isinstance(name, str) else [name] if isinstance(name, Path) else name
-    if not isinstance(several, (list, tuple)) or not all(isinstance(one, (str, Path)) for one in several):
+    items = name.split(",") if isinstance(name, str) else [name] if isinstance(name, Path) else name
+    if not isinstance(items, (list, tuple)) or not all(isinstance(item, (str, Path)) for item in items):
         raise ValueError(f"got {type(name).__name__} for a drafter's name, expected a string, a path or a list of them")
-    names = [str(one).strip() for one in several]
+    names = [str(item).strip() for item in items]
     if not names or not all(names):
         raise ValueError(f"got {name!r} for a drafter, expected a folder, a hub id or one of {', '.join(FREE)}")
     return names
-
-
-def _options_of(name: str) -> list[str]:
-    """What a method that needs no files may be told."""
-    return [*inspect.signature(FREE[name]).parameters] if name in FREE else []
 
 
 def _load_one(name: str, target: Target, revision: str | None, options: dict[str, Any]) -> Drafter:
@@ -228,7 +220,7 @@ def _load_one(name: str, target: Target, revision: str | None, options: dict[str
             f"no drafter {folder}{nearest(name, FREE)}: expected a folder with a trained head, counted tables or a "
             f"language model, or one of {', '.join(FREE)}"
         )
-    if (method := _reader(folder)) is not None:
+    if (method := _method_for(folder)) is not None:
         return method.load(folder, target)
     head = in_dtype(from_pretrained(folder, revision).to(target.device), target.model.dtype)
     if head.taps and head.shape.hidden_size != target.config.hidden_size:

@@ -1,4 +1,4 @@
-"""The processes of a run, refused where they are not those that were asked for."""
+"""Join the processes of a run; refuse launch settings that contradict the recipe."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
 from eagle.device import best_device, fastest_dtype
 from eagle.recipe import Recipe, TrainSection
 
-HOW = (
+LAUNCH_HINT = (
     "launch with `accelerate launch --config_file recipes/accelerate/ddp.yaml --num_processes N`, or by "
     "`torchrun --standalone --nproc_per_node N`"
 )
-
-
 SHARDED = "heads are not trained with it: use recipes/accelerate/ddp.yaml, zero2.yaml or zero3.yaml"
 
 
 def launch(settings: TrainSection) -> Accelerator:
-    """Joins the processes that were started, on their own devices."""
+    """The accelerator of this process, with mixed precision, accumulation and DeepSpeed set by the recipe."""
     _refuse_other_settings(settings)
-    cpu, zero = not torch.accelerator.is_available(), os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-    launched, bf16 = "LOCAL_RANK" in os.environ, settings.dtype == "bfloat16"
-    # a rank may read or decode for long while the others wait
+    cpu = not torch.accelerator.is_available()
+    zero = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    launched = "LOCAL_RANK" in os.environ
+    bf16 = settings.dtype == "bfloat16"
+    # a rank may load or decode for long while the others wait
     group = InitProcessGroupKwargs(backend="gloo" if cpu else None, timeout=timedelta(days=1))
     accelerator = Accelerator(
-        cpu=cpu and not zero,  # on a CPU each of two mistakes costs the ranks or ZeRO, in silence
-        mixed_precision="bf16" if bf16 and not zero else "no",  # in which DeepSpeed would hold the weights too
+        cpu=cpu and not zero,  # either mistake on a CPU would silently drop the ranks or ZeRO
+        mixed_precision="bf16" if bf16 and not zero else "no",  # DeepSpeed would hold the weights in bf16 too
         gradient_accumulation_steps=settings.accumulation,
         kwargs_handlers=[group] if launched else [],
     )
-    _check(accelerator, settings, zero)
+    _check_processes(accelerator, settings, zero)
     if zero:
         plugin = accelerator.state.deepspeed_plugin
-        plugin.dschf = None  # through which transformers would split the target too, and load it without weights
+        plugin.dschf = None  # else transformers splits the target too, and loads it without weights
         engine = plugin.deepspeed_config
         refuse_other_engine(engine, settings)
         engine.update(train_micro_batch_size_per_gpu=1, gradient_clipping=settings.clip)
@@ -64,7 +64,7 @@ def splits_weights(accelerator: Accelerator) -> bool:
 
 
 def _refuse_other_settings(settings: TrainSection) -> None:
-    """The recipe decides how a head is trained: what accelerate was told otherwise would count for nothing."""
+    """Refuse accelerate settings that contradict the recipe, which decides how a head is trained."""
     precision = "bf16" if settings.dtype == "bfloat16" else "no"
     for variable, wanted, reason in (
         ("MIXED_PRECISION", {"no", precision}, f"train.dtype is {settings.dtype}, of auto, float32 and bfloat16"),
@@ -77,7 +77,7 @@ def _refuse_other_settings(settings: TrainSection) -> None:
 
 
 def refuse_other_engine(engine: dict[str, Any], settings: TrainSection) -> None:
-    """What a DeepSpeed configuration says against the recipe."""
+    """Refuse a DeepSpeed configuration that contradicts the recipe."""
     zero, accumulation, clip = engine["zero_optimization"], str(settings.accumulation), str(settings.clip)
     steps, clipping = engine.get("gradient_accumulation_steps"), engine.get("gradient_clipping")
     _refuse_unless(
@@ -88,13 +88,13 @@ def refuse_other_engine(engine: dict[str, Any], settings: TrainSection) -> None:
         device = (zero.get(f"offload_{part}") or {}).get("device")
         _refuse_unless(f"offload_{part}_device", device, {"none"}, "heads are trained without offloading")
     for section in ("fp16", "bf16", "optimizer", "scheduler"):
-        given = engine.get(section) or {}
-        enabled = given.get("enabled", True) if given else None
+        options = engine.get(section) or {}
+        enabled = options.get("enabled", True) if options else None
         _refuse_unless(f"{section} in DeepSpeed's file", enabled, {"false"}, "that is the recipe's `train` section")
 
 
 def _refuse_unless(name: str, got: object, wanted: set[str], reason: str) -> None:
-    """A setting that is not given, or one of those that agree with the recipe, passes."""
+    """Refuse a setting that is given and not one of the values that agree with the recipe."""
     if got is not None and str(got).lower() not in wanted:
         raise ValueError(
             f"accelerate was given {name} = {got}, which the recipe does not follow: {reason}. Leave it out of the "
@@ -102,18 +102,18 @@ def _refuse_unless(name: str, got: object, wanted: set[str], reason: str) -> Non
         )
 
 
-def _check(accelerator: Accelerator, settings: TrainSection, zero: bool) -> None:
-    """Launchers start one process, or several strangers, where a flag is missing; neither would be noticed."""
+def _check_processes(accelerator: Accelerator, settings: TrainSection, zero: bool) -> None:
+    """Refuse fewer or unconnected processes, which launchers start silently where a flag is missing."""
     got, kind = accelerator.num_processes, accelerator.distributed_type
     if "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
         raise ValueError(
             "more than one process was asked for and one was started (MASTER_ADDR is set, WORLD_SIZE is not): "
-            f"{HOW}; if one process is what you want, `unset MASTER_ADDR`"
+            f"{LAUNCH_HINT}; if one process is what you want, `unset MASTER_ADDR`"
         )
     started = int(os.environ.get("WORLD_SIZE", "1"))
     asked = settings.processes or started
     if not got == started == asked:
-        raise ValueError(f"asked for {asked} processes; {started} were started, {got} work together: {HOW}")
+        raise ValueError(f"asked for {asked} processes; {started} were started, {got} work together: {LAUNCH_HINT}")
     if zero != (kind == DistributedType.DEEPSPEED) or (got > 1 and kind == DistributedType.NO):
         raise ValueError(f"{'DeepSpeed' if zero else 'DDP'} was asked for on {got} processes, accelerate gives {kind}")
     if zero and settings.clip_by == "value":

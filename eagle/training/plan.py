@@ -1,4 +1,4 @@
-"""Which examples a step reads: the seed and the step's number alone decide, whoever asks and whenever."""
+"""Which examples a step reads, as a function of the seed and the step's number alone."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from torch import Tensor
 
 from eagle.recipe import TrainSection
 
-EPOCHS, EXAMPLES = 1_000_003, 1_000_000_007  # more than a run has: no two draws share a seed
+EPOCHS, EXAMPLES = 1_000_003, 1_000_000_007  # more than a run has, so that no two draws share a seed
 
 
 class Plan:
-    """The steps of a run over examples of `slots` supervised tokens each; those without any are left out."""
+    """The steps of a run over examples with `slots` supervised tokens each; examples without any are left out."""
 
     def __init__(self, slots: Sequence[int], settings: TrainSection) -> None:
-        self.slots, self.settings = slots, settings
-        usable = [place for place, count in enumerate(slots) if count]
+        self.slots = slots
+        self.settings = settings
+        usable = [index for index, count in enumerate(slots) if count]
         self.unusable = len(slots) - len(usable)
         held_out = min(math.ceil(settings.validation * len(usable)), len(usable) - 1)
-        order = _shuffled(len(usable), settings.seed * EPOCHS)
-        self.validation = sorted(usable[place] for place in order[:held_out])
-        self.training = sorted(usable[place] for place in order[held_out:])
+        order = _permute(len(usable), settings.seed * EPOCHS)
+        self.validation = sorted(usable[i] for i in order[:held_out])
+        self.training = sorted(usable[i] for i in order[held_out:])
         self.steps_an_epoch = math.ceil(len(self.training) / settings.batch_size)
-        self.epoch = lru_cache(2)(lambda number: _shuffled(len(self.training), settings.seed * EPOCHS + 1 + number))
+        self.epoch = lru_cache(2)(lambda number: _permute(len(self.training), settings.seed * EPOCHS + 1 + number))
 
     def __len__(self) -> int:
         steps = self.settings.epochs * self.steps_an_epoch
@@ -34,31 +35,31 @@ class Plan:
 
     def step(self, number: int) -> list[int]:
         """The examples of a step."""
-        epoch, place = divmod(number, self.steps_an_epoch)
-        size = self.settings.batch_size
-        return [self.training[i] for i in self.epoch(epoch)[place * size : (place + 1) * size]]
+        epoch, step = divmod(number, self.steps_an_epoch)
+        start = step * self.settings.batch_size
+        return [self.training[i] for i in self.epoch(epoch)[start : start + self.settings.batch_size]]
 
     def parts(self, number: int, count: int) -> list[list[int]]:
-        """A step's examples in that many parts of about equal work; a part without any of its own repeats one."""
-        examples = sorted(self.step(number), key=lambda place: -self.slots[place])
+        """A step's examples in `count` parts of about equal work; a part that would be empty repeats an example."""
+        examples = sorted(self.step(number), key=lambda index: -self.slots[index])
         parts: list[list[int]] = [[] for _ in range(count)]
-        for place in examples:
-            min(parts, key=lambda part: sum(self.slots[held] for held in part)).append(place)
+        for index in examples:
+            min(parts, key=lambda part: sum(self.slots[i] for i in part)).append(index)
         return [part or examples[:1] for part in parts]
 
     def weights(self, number: int, parts: Sequence[Sequence[int]]) -> list[float]:
-        """What share of a step's slots lies in each part; a repeated example weighs nothing."""
-        left, weights = set(self.step(number)), []
-        whole = sum(self.slots[place] for place in left)
+        """The share of a step's slots in each part; a repeated example weighs nothing."""
+        remaining, weights = set(self.step(number)), []
+        total = sum(self.slots[index] for index in remaining)
         for part in parts:
-            weights.append(sum(self.slots[place] for place in part if place in left) / whole)
-            left -= set(part)
+            weights.append(sum(self.slots[index] for index in part if index in remaining) / total)
+            remaining -= set(part)
         return weights
 
     def seeds(self, number: int, part: Sequence[int]) -> list[int]:
-        """A seed for each example, another one in each epoch."""
+        """A seed for each example, different in each epoch."""
         epoch = number // self.steps_an_epoch
-        return [((self.settings.seed * EPOCHS + epoch) * EXAMPLES + place) % 2**63 for place in part]
+        return [((self.settings.seed * EPOCHS + epoch) * EXAMPLES + index) % 2**63 for index in part]
 
     def lr(self, number: int) -> float:
         """The learning rate of a step: a linear warm-up, then the schedule."""
@@ -72,9 +73,9 @@ class Plan:
 
 
 def gate_mask(mask: Tensor, gate: str) -> Tensor:
-    """The loss mask; with "read", as published: a slot counts if the token that it reads does, two before the other."""
+    """The loss mask; shifted by two with "read", as published: a slot counts if the token that it reads does."""
     return torch.cat([mask.new_zeros(2), mask[:-2]]) if gate == "read" else mask
 
 
-def _shuffled(count: int, seed: int) -> list[int]:
+def _permute(count: int, seed: int) -> list[int]:
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed % 2**63)).tolist()

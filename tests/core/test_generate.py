@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from eagle import Sampling, Target, generate, load_drafter
-from eagle.__main__ import GREEN, PLAIN, main, on, speak, takes_colour
+from eagle.__main__ import GREEN, PLAIN, main, stream_text, supports_colour, writer_to
 from eagle.core.decode import Spelling, Trace
 from eagle.core.noise import Noise
 
@@ -84,7 +84,7 @@ def test_what_was_drafted_is_marked(tiny_target: Target) -> None:
     assert accepted and trace.drafted == [place in accepted for place in range(len(trace.tokens))]
     assert "".join(text for text, _ in trace.pieces()) == trace.text
     said: list[tuple[str, bool]] = []
-    heard = speak(tiny_target, drafter, prompt, lambda *piece: said.append(piece), max_new_tokens=40, stop=[])
+    heard = stream_text(tiny_target, drafter, prompt, lambda *piece: said.append(piece), max_new_tokens=40, stop=[])
     assert said == trace.pieces() and heard.trace.tokens == trace.tokens
     assert not Trace([]).drafted
 
@@ -128,14 +128,14 @@ def test_colours_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatc
     """Never in a pipe, nor where NO_COLOR is set or the terminal is dumb; hostile text cannot steer a terminal."""
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    assert takes_colour(Terminal()) and not takes_colour(io.StringIO())
+    assert supports_colour(Terminal()) and not supports_colour(io.StringIO())
     for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
-            assert not takes_colour(Terminal())
+            assert not supports_colour(Terminal())
     shown, piped = Terminal(), io.StringIO()
     for out, coloured in ((shown, True), (piped, False)):
-        say = on(out, coloured)
+        say = writer_to(out, coloured)
         say("a\x1b]0;title\x07\n", False)
         say("b", True)
     assert shown.getvalue() == f"a\ufffd]0;title\ufffd\n{GREEN}b{PLAIN}"
