@@ -48,7 +48,7 @@ Prove = Callable[..., Comparison]
 def prove(work: Path, target: Target) -> Prove:
     """Both sides on 48 held-out conversations, 16 new tokens each, in fp32."""
 
-    def proved(
+    def compare(
         engine: str, head: str, budget: Budget = CHAIN, spoil: Callable[[Path], None] | None = None
     ) -> Comparison:
         folder = os.environ.get(WHERE[engine])
