@@ -1,21 +1,22 @@
-"""One decoding step as a picture: `python -m eval.draw DRAFTER --target T --prompt TEXT --out FILE.svg`."""
+"""Draw one decoding step as a picture: `python -m eval.draw DRAFTER --target T --prompt TEXT --out FILE.svg`."""
 
 from __future__ import annotations
 
 import argparse
 from html import escape
+from itertools import accumulate
 from pathlib import Path
 
-from eagle.core.drafter import Budget, Committed
+from eagle.core.decode import generate
+from eagle.core.drafter import Budget
 from eagle.core.tree import DraftTree
-from eagle.core.verify import Choose, Sampling, verify
 from eagle.disk import write_text
 from eagle.formats.checkpoint import load_drafter
 from eagle.log import script
 from eagle.target.target import Target
 
 COLUMN, ROW, BOX, MARGIN = 132, 38, 26, 16
-KEPT, DROPPED, CHOSEN, LINE = "#1a7f37", "#8c959f", "#0969da", "#d0d7de"
+ACCEPTED, DROPPED, CHOSEN, LINE = "#1a7f37", "#8c959f", "#0969da", "#d0d7de"
 
 
 def svg(tree: DraftTree, words: list[str], path: list[int], choice: str) -> str:
@@ -28,15 +29,11 @@ def svg(tree: DraftTree, words: list[str], path: list[int], choice: str) -> str:
     width, height = max(x for x, _ in places) + COLUMN, max(y for _, y in places) + ROW + MARGIN
     parts = [_edge(place[parent], place[node], node in path) for node, parent in _edges(tree)]
     parts.append(_edge(place[path[-1]], end, True, CHOSEN))
-    parts += [_box(place[node], word, KEPT if node in path else DROPPED) for node, word in enumerate(words)]
+    parts += [_box(place[node], word, ACCEPTED if node in path else DROPPED) for node, word in enumerate(words)]
     parts.append(_box(end, choice, CHOSEN))
     style = "font: 13px ui-monospace, monospace"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" style="{style}">\n'
-        + f'<rect width="{width}" height="{height}" fill="#ffffff"/>\n'
-        + "\n".join(parts)
-        + "\n</svg>\n"
-    )
+    start = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" style="{style}">'
+    return "\n".join([start, f'<rect width="{width}" height="{height}" fill="#ffffff"/>', *parts, "</svg>\n"])
 
 
 def _edges(tree: DraftTree) -> list[tuple[int, int]]:
@@ -53,10 +50,10 @@ def _rows(tree: DraftTree, path: list[int]) -> dict[int, int]:
     return rows
 
 
-def _edge(start: tuple[int, int], end: tuple[int, int], kept: bool, colour: str = KEPT) -> str:
+def _edge(start: tuple[int, int], end: tuple[int, int], accepted: bool, colour: str = ACCEPTED) -> str:
     (x, y), (u, v) = start, end
     x, y, v = x + COLUMN - 20, y + BOX // 2, v + BOX // 2
-    stroke, width = (colour, 2.5) if kept else (LINE, 1.5)
+    stroke, width = (colour, 2.5) if accepted else (LINE, 1.5)
     return (
         f'<path d="M{x} {y} C{x + 14} {y} {u - 14} {v} {u} {v}" stroke="{stroke}" stroke-width="{width}" fill="none"/>'
     )
@@ -72,25 +69,17 @@ def _box(at: tuple[int, int], word: str, colour: str) -> str:
 
 def best_step(target: Target, drafter_name: str, prompt: str, budget: Budget, steps: int) -> str:
     """Decode some steps and draw the one in which most was accepted."""
-    drafter, choose = load_drafter(drafter_name, target), Choose(Sampling())
-    drafter.begin(None)
-    news = target.begin(target.chat(prompt), choose, drafter.taps, room=steps * (budget.depth + 1) + budget.nodes)
-    best: tuple[DraftTree, list[int], int] | None = None
-    for _ in range(steps):
-        tree = drafter.propose(news, budget)
-        output = target.read(tree)
-        path, root = verify(output, choose)
-        target.keep(tree, path)
-        news = Committed(tree.tokens[path], output.features_at(path), root)
-        if best is None or len(path) > len(best[1]):
-            best = (tree, path, root)
-    assert best is not None
-    tree, path, root = best
-    words = [_shown(target, token) for token in tree.tokens.tolist()]
-    return svg(tree, words, path, _shown(target, root))
+    tokens = (steps + 1) * (budget.depth + 1)  # enough that no draft is cut short
+    drafter = load_drafter(drafter_name, target)
+    trace = generate(target, drafter, target.chat(prompt), budget=budget, max_new_tokens=tokens, stop=[])
+    ends = accumulate(cycle.committed for cycle in trace.cycles)
+    best, end = max(zip(trace.cycles[:steps], ends, strict=False), key=lambda pair: pair[0].accepted)
+    words = [_spell(target, token) for token in best.tree.tokens.tolist()]
+    return svg(best.tree, words, [0, *best.kept], _spell(target, trace.tokens[end]))
 
 
-def _shown(target: Target, token: int) -> str:
+def _spell(target: Target, token: int) -> str:
+    """A token with visible spaces and line ends."""
     text = target.tokenizer.convert_ids_to_tokens(token).replace("▁", " ").replace("<0x0A>", "⏎")
     return text.replace(" ", "␣") or "∅"
 

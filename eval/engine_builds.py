@@ -1,4 +1,4 @@
-"""The environments that the engines run in: `python -m eval.engine_builds DIR [ENGINE ...]` makes a folder of each.
+"""Build the environments that the engines run in: `python -m eval.engine_builds DIR [ENGINE ...]`.
 
 They hold the versions that the figures belong to.
 """
@@ -23,26 +23,26 @@ VERSIONS = {
 }
 TORCH = "torch==2.13.0"
 PROGRAMS = ("llama-speculative-simple", "llama-tokenize")
-Step = tuple[str, list[str]]  # what is told, and the command
+Step = tuple[str, list[str]]  # a message and the command
 
 
 def python_of(folder: Path) -> Path:
-    """The python of an environment."""
+    """The Python of an environment."""
     return folder.absolute() / "bin/python"  # not resolved: the link is what makes it that environment's
 
 
-def prepared(engine: str, folder: Path) -> Path:
-    """The environment in that folder, made first where there is none."""
+def build_environment(engine: str, folder: Path) -> Path:
+    """Build the environment in that folder, unless it is there; returns the folder."""
     if holds(engine, folder):
         return folder
     with lock_folder(folder):
         begin = f"making an environment in {folder}", [sys.executable, "-m", "venv", str(folder)]
-        for told, command in chain([begin], BUILDS[engine](folder.absolute())):
-            print(f"{engine}: {told}", file=sys.stderr, flush=True)
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                said = f"{' '.join(command)}\n{(done.stdout + done.stderr)[-3000:]}"
-                raise ValueError(f"{engine}: cannot make its environment in {folder}, this failed:\n{said}")
+        for message, command in chain([begin], BUILDS[engine](folder.absolute())):
+            print(f"{engine}: {message}", file=sys.stderr, flush=True)
+            process = subprocess.run(command, capture_output=True, text=True)
+            if process.returncode:
+                output = f"{' '.join(command)}\n{(process.stdout + process.stderr)[-3000:]}"
+                raise ValueError(f"{engine}: cannot make its environment in {folder}, this failed:\n{output}")
         if not holds(engine, folder):
             raise ValueError(f"{engine}: {folder} was made and does not hold it: remove the folder and try again")
     return folder
@@ -53,8 +53,8 @@ def holds(engine: str, folder: Path) -> bool:
     if engine == "llamacpp":
         return all((folder / "build/bin" / name).is_file() for name in PROGRAMS) and python_of(folder).is_file()
     package = VERSIONS[engine].partition("==")[0]
-    asked = [str(python_of(folder)), "-c", f"from importlib.metadata import version; version({package!r})"]
-    return python_of(folder).is_file() and subprocess.run(asked, capture_output=True).returncode == 0
+    command = [str(python_of(folder)), "-c", f"from importlib.metadata import version; version({package!r})"]
+    return python_of(folder).is_file() and subprocess.run(command, capture_output=True).returncode == 0
 
 
 def _vllm(folder: Path) -> Iterator[Step]:
@@ -68,11 +68,13 @@ def _openvino(folder: Path) -> Iterator[Step]:
     pip = [str(python_of(folder)), "-m", "pip"]
     yield "installing torch", [*pip, "install", TORCH]
     limits = folder / "constraints.txt"
-    limits.write_text(_frozen(folder))  # or torch is replaced by another build
+    show = [str(python_of(folder)), "-c", "from importlib.metadata import version; print('torch==' + version('torch'))"]
+    torch = subprocess.run(show, capture_output=True, text=True, check=True).stdout
+    limits.write_text(torch)  # with the build's name, or torch is replaced by another build
     packages = [VERSIONS["openvino"], "optimum-intel[openvino]==2.2.0"]
     yield "installing OpenVINO", [*pip, "install", "-c", str(limits), *packages]
     yield "removing what does not load", [*pip, "uninstall", "-y", "torchvision"]
-    # asked for by the converter of draft heads, which does not name them
+    # needed by the converter of draft heads, which does not name them
     more = ["diffusers<0.40", "einops", "huggingface-hub<2"]
     yield "installing what its converter wants", [*pip, "install", "-c", str(limits), *more]
 
@@ -88,7 +90,7 @@ def _llamacpp(folder: Path) -> Iterator[Step]:
     with tarfile.open(folder / f"{name}.tar.gz") as packed:
         packed.extractall(folder, filter="data")
     source, link = folder / name / "vendor/llama.cpp", folder / "llama.cpp"
-    link.unlink(missing_ok=True)  # what was broken off goes on
+    link.unlink(missing_ok=True)  # of a build that was interrupted
     link.symlink_to(source)
     options = ["CURL", "OPENSSL", "BUILD_TESTS", "BUILD_SERVER", "BUILD_UI"]
     flags = ["-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", f"-DCMAKE_MAKE_PROGRAM={folder}/bin/ninja"]
@@ -100,17 +102,11 @@ def _llamacpp(folder: Path) -> Iterator[Step]:
     yield "building it (10 to 20 minutes)", ["nice", f"{folder}/bin/ninja", "-C", build, *PROGRAMS]
 
 
-def _frozen(folder: Path) -> str:
-    """The torch that is installed, with the build's name in its version."""
-    asked = "from importlib.metadata import version; print('torch==' + version('torch'))"
-    return subprocess.run([python_of(folder), "-c", asked], capture_output=True, text=True, check=True).stdout
-
-
 BUILDS: dict[str, Callable[[Path], Iterator[Step]]] = {"vllm": _vllm, "openvino": _openvino, "llamacpp": _llamacpp}
 
 
 def main(argv: list[str]) -> None:
-    """Make what is not there yet."""
+    """Build the environments that are missing."""
     parser = argparse.ArgumentParser(prog="python -m eval.engine_builds", description=__doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="where a folder of each is made: 10 GB for all")
     parser.add_argument("engines", nargs="*", metavar="ENGINE", help=f"by default {', '.join(BUILDS)}")
@@ -118,7 +114,7 @@ def main(argv: list[str]) -> None:
     if unknown := [name for name in args.engines if name not in BUILDS]:
         parser.error(f"no engine {', '.join(unknown)}: expected some of {', '.join(BUILDS)}")
     for name in args.engines or BUILDS:
-        prepared(name, args.folder / name)
+        build_environment(name, args.folder / name)
 
 
 if __name__ == "__main__":

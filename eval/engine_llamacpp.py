@@ -20,8 +20,8 @@ TRIES = 5
 TOTALS = re.compile(r"n_drafted = (\d+)\s.*?n_accept\s+= (\d+)\s", re.DOTALL)
 
 
-def converted(model: str, out: Path, dtype: str, *more: str) -> Path:
-    """A model as one file; once converted it stays."""
+def convert(model: str, out: Path, dtype: str, *more: str) -> Path:
+    """Convert a model to one GGUF file, unless it is there."""
     if not out.is_file():
         command = [sys.executable, str(SOURCE / "convert_hf_to_gguf.py"), model, *more]
         kind = {"float32": "f32", "bfloat16": "bf16"}[dtype]
@@ -29,71 +29,74 @@ def converted(model: str, out: Path, dtype: str, *more: str) -> Path:
     return out
 
 
-def said(program: str, *arguments: str | Path) -> str:
-    """All that a program of llama.cpp prints."""
-    done = subprocess.run([PROGRAMS / program, *arguments], capture_output=True)
-    printed = (done.stdout + done.stderr).decode(errors="replace")
-    if done.returncode:
-        raise ValueError(f"{program} failed; its last words:\n{printed[-2000:]}")
-    return printed
+def run_program(program: str, *arguments: str | Path) -> str:
+    """Run a program of llama.cpp; returns all that it prints."""
+    process = subprocess.run([PROGRAMS / program, *arguments], capture_output=True)
+    output = (process.stdout + process.stderr).decode(errors="replace")
+    if process.returncode:
+        raise ValueError(f"{program} failed; its last words:\n{output[-2000:]}")
+    return output
 
 
-def whole(program: str, *arguments: str | Path) -> tuple[str, tuple[int, ...]]:
-    """The same with the totals at its end, which is lost where a process ends before its log is written."""
+def run_with_totals(program: str, *arguments: str | Path) -> tuple[str, tuple[int, ...]]:
+    """Run a program until its output ends with totals, which are lost where it exits before its log is written."""
     for _ in range(TRIES):
-        printed = said(program, *arguments)
-        if totals := TOTALS.search(printed):
-            return printed, tuple(map(int, totals.groups()))
-    raise ValueError(f"{program} ended {TRIES} times without its totals; its last words:\n{printed[-2000:]}")
+        output = run_program(program, *arguments)
+        if totals := TOTALS.search(output):
+            return output, tuple(map(int, totals.groups()))
+    raise ValueError(f"{program} ended {TRIES} times without its totals; its last words:\n{output[-2000:]}")
 
 
-def tokenised(target: Path, text: str) -> list[int]:
+def tokenize(target: Path, text: str) -> list[int]:
     """The tokens that llama.cpp makes of a text."""
-    printed = said("llama-tokenize", "-m", target, "--ids", "--log-disable", "--no-escape", "-p", text)
-    lists = [line for line in printed.splitlines() if line.startswith("[") and line.endswith("]")]
+    output = run_program("llama-tokenize", "-m", target, "--ids", "--log-disable", "--no-escape", "-p", text)
+    lists = [line for line in output.splitlines() if line.startswith("[") and line.endswith("]")]
     return list(map(int, json.loads(lists[-1])))
 
 
 def answer(job: dict[str, Any], target: Path, head: Path, text: str) -> tuple[dict[str, Any], list[int]]:
-    """Its drafts and what it accepted of them, the token it ended each step with, and the tokens it stops at."""
+    """A row of drafts, acceptances and the last token of each step, and the tokens that end an answer."""
     # one draft further than wanted: near its limit this engine drafts less
     limit, depth = str(job["new_tokens"] + job["depth"]), str(job["depth"])
     models: tuple[str | Path, ...] = ("-m", target, "-md", head, "--spec-type", "draft-eagle3")
     greedy = ("--temp", "0", "--top-k", "1", "--spec-draft-n-max", depth, "-n", limit, "-t", "1", "-b", "2048")
     exact = ("-ub", "2048", "-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32", "-fa", "off")
-    printed, totals = whole("llama-speculative-simple", *models, *greedy, *exact, "-v", "--no-escape", "-p", text)
-    steps = [tuple(map(int, step)) for step in STEP.findall(printed)]
+    output, totals = run_with_totals(
+        "llama-speculative-simple", *models, *greedy, *exact, "-v", "--no-escape", "-p", text
+    )
+    steps = [tuple(map(int, step)) for step in STEP.findall(output)]
     if totals != (sum(drafted for _, drafted, _ in steps), sum(accepted for accepted, *_ in steps)):
         raise ValueError(f"its steps {steps} do not add up to its totals {totals}")
-    length, counted = 0, []
+    length = 0
+    counted = []
     for step in steps:
         if length < job["new_tokens"]:
             counted.append(step)
         length += step[0] + 1
     places = [sum(accepted > place for accepted, *_ in counted) for place in range(job["depth"])]
     row = {"drafts": len(counted), "accepted": places, "own": [token for *_, token in counted]}
-    return row, sorted({int(token) for token in ENDS.findall(printed)})
+    return row, sorted({int(token) for token in ENDS.findall(output)})
 
 
 def answers(job: dict[str, Any]) -> dict[str, Any]:
     """One answer a prompt, each from a process of its own."""
-    target = converted(job["target"], Path(job["work"]) / f"target-{job['dtype']}.gguf", job["dtype"])
+    target = convert(job["target"], Path(job["work"]) / f"target-{job['dtype']}.gguf", job["dtype"])
     head = Path(job["head"] + ".gguf")
-    converted(job["head"], head, job["dtype"], "--target-model-dir", job["target"])
+    convert(job["head"], head, job["dtype"], "--target-model-dir", job["target"])
     rows: list[dict[str, Any]] = []
     stops: list[int] = []
     for text in job["texts"]:
         row, stops = answer(job, target, head, text)
-        rows.append({"prompt": tokenised(target, text), **row})
+        rows.append({"prompt": tokenize(target, text), **row})
     return {"version": version(), "stops": stops, "answers": rows}
 
 
 def version() -> str:
-    """Which build of it this is."""
-    found = re.search(r"version: (.*)", said("llama-speculative-simple", "--version"))
-    return found[1].strip() if found else "unknown"
+    """The build of llama.cpp."""
+    match = re.search(r"version: (.*)", run_program("llama-speculative-simple", "--version"))
+    return match[1].strip() if match else "unknown"
 
 
 if __name__ == "__main__":
-    asked = json.loads(Path(sys.argv[1]).read_text())
-    Path(asked["out"]).write_text(json.dumps(answers(asked)))
+    job = json.loads(Path(sys.argv[1]).read_text())
+    Path(job["out"]).write_text(json.dumps(answers(job)))

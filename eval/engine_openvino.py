@@ -17,8 +17,8 @@ from typing import Any
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}  # by default keys and values are rounded
 
 
-def converted(model: str, out: Path, *more: str) -> Path:
-    """A model as OpenVINO reads it; once converted it stays."""
+def convert(model: str, out: Path, *more: str) -> Path:
+    """Convert a model for OpenVINO, unless it is there."""
     if not out.is_dir():
         command = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--model", model]
         command += ["--task", "text-generation-with-past", "--weight-format", "fp32", *more, f"{out}.part"]
@@ -27,11 +27,11 @@ def converted(model: str, out: Path, *more: str) -> Path:
     return out
 
 
-def told_layers(head: Path, layers: Sequence[int]) -> Path:
-    """The converted head with the layers that it reads, counted by their outputs, in its `rt_info`."""
+def add_layers(head: Path, layers: Sequence[int]) -> Path:
+    """Copy a converted head and put the layers that it reads, counted by their outputs, into its `rt_info`."""
     import openvino
 
-    out = Path(f"{head}-told")
+    out = Path(f"{head}-layers")
     shutil.copytree(head, out, dirs_exist_ok=True)
     model = openvino.Core().read_model(head / "openvino_model.xml")
     model.set_rt_info(" ".join(map(str, layers)), ["hidden_layers_list"])
@@ -39,8 +39,8 @@ def told_layers(head: Path, layers: Sequence[int]) -> Path:
     return out
 
 
-def asked_for(job: dict[str, Any]) -> Any:
-    """Greedy decoding by chains, or by trees where more than one child is drafted."""
+def generation_config(job: dict[str, Any]) -> Any:
+    """Greedy decoding by chains, or by trees where a node has several children."""
     import openvino_genai
 
     # one draft further than wanted: near its limit this engine drafts less
@@ -52,13 +52,14 @@ def asked_for(job: dict[str, Any]) -> Any:
     return config
 
 
-def counted(sizes: Sequence[int], job: dict[str, Any]) -> dict[str, Any]:
-    """Steps of the main model that begin in the wanted answer; each says one token more than it accepts."""
-    said, accepted = sizes[0], []
+def count_drafts(sizes: Sequence[int], job: dict[str, Any]) -> dict[str, Any]:
+    """Count the steps of the main model that begin in the wanted answer; each adds one token to those it accepts."""
+    length = sizes[0]
+    accepted = []
     for size in sizes[1:]:
-        if said < job["new_tokens"]:
+        if length < job["new_tokens"]:
             accepted.append(size - 1)
-        said += size
+        length += size
     places = [sum(count > place for count in accepted) for place in range(job["depth"])]
     return {"drafts": len(accepted), "accepted": places}
 
@@ -70,14 +71,15 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
     import openvino_genai
 
     layers = json.loads((Path(job["head"]) / "config.json").read_text())["eagle_config"]
-    head = converted(job["head"], Path(job["head"] + "-ov"), "--trust-remote-code")
-    head = told_layers(head, layers["eagle_aux_hidden_state_layer_ids"])
-    target = converted(job["target"], Path(job["work"]) / "target-ov")
+    head = convert(job["head"], Path(job["head"] + "-ov"), "--trust-remote-code")
+    head = add_layers(head, layers["eagle_aux_hidden_state_layer_ids"])
+    target = convert(job["target"], Path(job["work"]) / "target-ov")
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size, scheduler.enable_prefix_caching = 2, False
     draft = openvino_genai.draft_model(str(head), "CPU", **EXACT)
     llm = openvino_genai.LLMPipeline(str(target), "CPU", scheduler_config=scheduler, draft_model=draft, **EXACT)
-    config, rows = asked_for(job), []
+    config = generation_config(job)
+    rows = []
     for prompt in job["prompts"]:
         ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
         mask = openvino.Tensor(np.ones((1, len(prompt)), dtype=np.int64))
@@ -85,11 +87,11 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
         sizes = list(answer.extended_perf_metrics.main_model_metrics.raw_metrics.m_batch_sizes)
         tokens = list(map(int, answer.tokens[0]))
         if sum(sizes) != len(tokens):
-            raise ValueError(f"the steps of the main model {sizes} do not add up to the {len(tokens)} tokens it said")
-        rows.append({"tokens": tokens[: job["new_tokens"]], **counted(sizes, job)})
+            raise ValueError(f"the steps of the main model {sizes} do not add up to its {len(tokens)} tokens")
+        rows.append({"tokens": tokens[: job["new_tokens"]], **count_drafts(sizes, job)})
     return {"version": version("openvino-genai"), "answers": rows}
 
 
 if __name__ == "__main__":
-    asked = json.loads(Path(sys.argv[1]).read_text())
-    Path(asked["out"]).write_text(json.dumps(answers(asked)))
+    job = json.loads(Path(sys.argv[1]).read_text())
+    Path(job["out"]).write_text(json.dumps(answers(job)))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 
-def counts(llm: Any) -> tuple[int, list[int]]:
+def read_counts(llm: Any) -> tuple[int, list[int]]:
     """Drafts verified so far, and how many of them had each of their positions accepted."""
     metrics = {metric.name: metric for metric in llm.get_metrics()}
     drafts = int(metrics["vllm:spec_decode_num_drafts"].value)
@@ -33,16 +33,16 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
         speculative_config={"method": method, "model": job["head"], "num_speculative_tokens": job["depth"]},
     )
     sampling = vllm.SamplingParams(temperature=0.0, max_tokens=job["new_tokens"], ignore_eos=True)
-    rows, drafts, accepted = [], *counts(llm)
+    rows, drafts, accepted = [], *read_counts(llm)
     for prompt in job["prompts"]:
         (answer,) = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
         before, accepted_before = drafts, accepted
-        drafts, accepted = counts(llm)
+        drafts, accepted = read_counts(llm)
         gained = [now - then for now, then in zip(accepted, accepted_before, strict=True)]
         rows.append({"tokens": list(answer.outputs[0].token_ids), "drafts": drafts - before, "accepted": gained})
     return {"version": vllm.__version__, "answers": rows}
 
 
 if __name__ == "__main__":
-    asked = json.loads(Path(sys.argv[1]).read_text())
-    Path(asked["out"]).write_text(json.dumps(answers(asked)))
+    job = json.loads(Path(sys.argv[1]).read_text())
+    Path(job["out"]).write_text(json.dumps(answers(job)))

@@ -1,7 +1,7 @@
-"""A head guesses in a serving engine as it does here: `python -m eval.engines HEAD --engine ENGINE --target DIR`.
+"""Check that a head drafts in an engine as in this decoder: `python -m eval.engines HEAD --engine ENGINE --target DIR`.
 
-Same target, same prompts, greedy drafts. An engine's answers stay right whatever an export got wrong, so what is
-compared, number for number, is how often the guess at each place of the draft was accepted.
+Same target, same prompts, greedy drafts. An engine's answers stay right whatever an export got wrong, so the numbers of
+accepted tokens at each place of the draft are compared.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from eagle.formats.checkpoint import load_drafter
 from eagle.formats.export import export
 from eagle.log import script
 from eagle.target.target import Target
-from eval.engine_builds import VERSIONS, prepared, python_of
-from eval.engine_here import Job, Row, Rule, here, pooled, same_counts, same_text
+from eval.engine_builds import VERSIONS, build_environment, python_of
+from eval.engine_reference import Job, Row, Rule, decode_as_engine, same_counts, same_text, sum_rows
 from eval.results import commit
 
 NEAR = 0.01  # how far acceptance lengths may differ where sums are rounded
@@ -41,8 +41,8 @@ SETTINGS = {"vllm": (*VLLM, "VLLM_NO_USAGE_STATS=1")}
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
-    """The rows of both sides."""
+class Comparison:
+    """The rows of an engine and of this decoder."""
 
     version: str
     theirs: list[Row]
@@ -56,27 +56,26 @@ class Proof:
 
     @property
     def equal(self) -> bool:
-        """Whether every single answer agrees in all."""
+        """Whether text and counts of every answer agree."""
         return self.same == (len(self.ours), len(self.ours))
 
     @property
     def difference(self) -> float:
-        """How much longer or shorter the engine's acceptance is, in parts of this decoder's."""
-        there, ours = pooled(self.theirs)["tau"], pooled(self.ours)["tau"]
-        return there / ours - 1
+        """The engine's acceptance length over this decoder's, minus 1."""
+        return sum_rows(self.theirs)["tau"] / sum_rows(self.ours)["tau"] - 1
 
 
-def questions(target: Target, file: Path, count: int, room: int) -> list[list[int]]:
-    """Token ids of conversations up to their last question, as many as asked for that leave room to answer."""
+def read_prompts(target: Target, file: Path, count: int, room: int) -> list[list[int]]:
+    """Token ids of the first `count` conversations, up to their last question, that leave room to answer."""
     limit = (target.max_positions or sys.maxsize) - room
-    prompts = (target.chat(list(talk.messages[:-1])) for talk in read_conversations(file))
-    found = list(islice((prompt for prompt in prompts if len(prompt) <= limit), count))
-    if len(found) < count:
-        raise ValueError(f"{file} has {len(found)} prompts that leave {room} tokens of room, expected --count {count}")
-    return found
+    prompts = (target.chat(list(conversation.messages[:-1])) for conversation in read_conversations(file))
+    chosen = list(islice((prompt for prompt in prompts if len(prompt) <= limit), count))
+    if len(chosen) < count:
+        raise ValueError(f"{file} has {len(chosen)} prompts that leave {room} tokens of room, expected --count {count}")
+    return chosen
 
 
-def proof(
+def compare_engine(
     job: Job,
     head: Path,
     engine: str,
@@ -84,46 +83,56 @@ def proof(
     target: Target,
     work: Path,
     spoil: Callable[[Path], None] | None = None,
-) -> Proof:
-    """What both say; `spoil` may change the exported head before the engine reads it, `work` keeps the target."""
+) -> Comparison:
+    """Decode in the engine and here; `spoil` may change the exported head before, `work` keeps the converted target."""
     with tempfile.TemporaryDirectory(dir=work) as folder:
         export(load_drafter(head, target), target.config, engine, f"{folder}/head")
         if spoil is not None:
             spoil(Path(folder) / "head")
-        found = there(job, engine, environment, target, work, Path(folder))
-    pairs = zip(found["answers"], job.prompts, strict=True)
-    misread = sum(row.get("prompt", prompt) != prompt for row, prompt in pairs)
+        output = run_engine(job, engine, environment, target, work, Path(folder))
+    rows = output["answers"]
+    misread = sum(row.get("prompt", prompt) != prompt for row, prompt in zip(rows, job.prompts, strict=True))
     if misread:
         raise ValueError(
             f"{engine} reads {misread} of {len(job.prompts)} prompts as other tokens than the target's own tokenizer: "
             "choose others with --prompts, or a target whose tokenizer it converts whole"
         )
-    rule = Rule(from_prompt=engine == "llamacpp", stops=found.get("stops", ()))
-    return Proof(found["version"], found["answers"], here(job, head, target, rule))
+    rule = Rule(from_prompt=engine == "llamacpp", stops=output.get("stops", ()))
+    return Comparison(output["version"], rows, decode_as_engine(job, head, target, rule))
 
 
-def there(job: Job, engine: str, environment: Path, target: Target, work: Path, folder: Path) -> dict[str, Any]:
-    """What the engine says of the head that was exported to `folder`."""
-    begin = target.tokenizer.bos_token or ""  # which an engine that reads text puts there by itself
-    texts = [target.tokenizer.decode(prompt).removeprefix(begin) for prompt in job.prompts]
-    asked: dict[str, Any] = {"prompts": job.prompts, "texts": texts, "new_tokens": job.new_tokens, "dtype": job.dtype}
-    asked |= {"depth": job.budget.depth, "nodes": job.budget.nodes, "branching": job.budget.top_k}
-    asked |= {"target": str(job.target.resolve()), "work": str(work), "head": f"{folder}/head", "out": f"{folder}/out"}
-    (folder / "job.json").write_text(json.dumps(asked))
+def run_engine(job: Job, engine: str, environment: Path, target: Target, work: Path, folder: Path) -> dict[str, Any]:
+    """Run the engine on the head that was exported to `folder`; its version, answers and stop tokens."""
+    start = target.tokenizer.bos_token or ""  # an engine that reads text adds it by itself
+    values = {
+        "prompts": job.prompts,
+        "texts": [target.tokenizer.decode(prompt).removeprefix(start) for prompt in job.prompts],
+        "new_tokens": job.new_tokens,
+        "dtype": job.dtype,
+        "depth": job.budget.depth,
+        "nodes": job.budget.nodes,
+        "branching": job.budget.top_k,
+        "target": str(job.target.resolve()),
+        "work": str(work),
+        "head": f"{folder}/head",
+        "out": f"{folder}/out",
+    }
+    (folder / "job.json").write_text(json.dumps(values))
     script = Path(__file__).with_name(f"engine_{engine}.py")
     # isolated: this folder holds files that share a name with the standard library's
     command = [str(python_of(environment)), "-I", str(script), f"{folder}/job.json"]
-    done = subprocess.run(["env", "-u", "PYTHONPATH", *QUIET, *SETTINGS.get(engine, ()), *command], capture_output=True)
-    if done.returncode:
-        printed = (done.stdout + done.stderr).decode(errors="replace")
+    settings = ["env", "-u", "PYTHONPATH", *QUIET, *SETTINGS.get(engine, ())]
+    process = subprocess.run([*settings, *command], capture_output=True)
+    if process.returncode:
+        printed = (process.stdout + process.stderr).decode(errors="replace")
         raise ValueError(f"{engine} in {environment} failed; its last words:\n{printed[-3000:]}")
-    answers: dict[str, Any] = json.loads((folder / "out").read_text())
-    return answers
+    output: dict[str, Any] = json.loads((folder / "out").read_text())
+    return output
 
 
-def row_of(found: Proof, job: Job, head: Path, engine: str) -> dict[str, Any]:
+def row_of(comparison: Comparison, job: Job, head: Path, engine: str) -> dict[str, Any]:
     """One row of the result file."""
-    text, counts = found.same
+    text, counts = comparison.same
     return {
         "head": name_of(head),
         "target": name_of(job.target),
@@ -132,9 +141,9 @@ def row_of(found: Proof, job: Job, head: Path, engine: str) -> dict[str, Any]:
         "draft": [job.budget.nodes, job.budget.depth, job.budget.top_k],
         "prompts": len(job.prompts),
         "new_tokens": job.new_tokens,
-        "version": found.version,
-        "there": pooled(found.theirs),
-        "here": pooled(found.ours),
+        "version": comparison.version,
+        "there": sum_rows(comparison.theirs),
+        "here": sum_rows(comparison.ours),
         "same_text": text,
         "same_counts": counts,
         "made": {
@@ -151,12 +160,12 @@ KEY = ("head", "target", "engine", "dtype", "draft", "prompts", "new_tokens")
 
 
 def name_of(folder: Path) -> str:
-    """What a head or a target is called: its folder, or where that says nothing, the one above."""
+    """The name of a head or a target: its folder's, or its parent's where that is `head` or `target`."""
     folder = folder.resolve()
     return folder.parent.name if folder.name in ("head", "target") else folder.name
 
 
-def merged(rows: Sequence[dict[str, Any]], file: Path) -> None:
+def merge_rows(rows: Sequence[dict[str, Any]], file: Path) -> None:
     """Put rows into the result file in place of those with the same key."""
     try:
         before = json.loads(file.read_text()) if file.is_file() else []
@@ -170,25 +179,25 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as Markdown, the engine's figures before this decoder's."""
     lines = ["| head | engine | draft | drafts | accepted at each place | τ | equal |", "|---" * 7 + "|"]
     for row in rows:
-        there, ours = row["there"], row["here"]
-        accepted = " / ".join(", ".join(map(str, side["accepted"])) for side in (there, ours))
+        theirs, ours = row["there"], row["here"]
+        accepted = " / ".join(", ".join(map(str, side["accepted"])) for side in (theirs, ours))
         nodes, depth, width = row["draft"]
         draft = f"chain of {depth}" if width == 1 else f"tree: {nodes} nodes, {depth} deep, {width} wide"
-        known = f"{row['target']} · {row['head']} ({row['dtype']})"
         lines.append(
-            f"| {known} | {row['engine']} {row['version']} | {draft} | {there['drafts']} / {ours['drafts']} | "
-            f"{accepted} | {there['tau']:.3f} / {ours['tau']:.3f} | {verdict(row)} |"
+            f"| {row['target']} · {row['head']} ({row['dtype']}) | {row['engine']} {row['version']} | {draft} | "
+            f"{theirs['drafts']} / {ours['drafts']} | {accepted} | {theirs['tau']:.3f} / {ours['tau']:.3f} | "
+            f"{_verdict(row)} |"
         )
     return "\n".join(lines)
 
 
-def verdict(row: dict[str, Any]) -> str:
-    """Whether all answers agree; where sums are rounded, how far acceptance is apart."""
+def _verdict(row: dict[str, Any]) -> str:
+    """Whether all answers agree; otherwise the difference of acceptance lengths."""
     counts, text = row["same_counts"], row["same_text"]
     if counts == text == row["prompts"]:
         return "yes"
-    apart = row["there"]["tau"] / row["here"]["tau"] - 1
-    return f"{apart:+.2%}; counts of {counts}, text of {text} of {row['prompts']}"
+    difference = row["there"]["tau"] / row["here"]["tau"] - 1
+    return f"{difference:+.2%}; counts of {counts}, text of {text} of {row['prompts']}"
 
 
 def main(argv: list[str]) -> None:
@@ -211,28 +220,29 @@ def main(argv: list[str]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 where all heads agree."""
+    """Compare all heads; the exit status, 0 where they agree."""
     if args.engine != "openvino" and args.branching > 1:
         raise ValueError(f"{args.engine} drafts chains alone: leave --branching out, or take openvino")
     if args.engine == "openvino" and args.dtype != "float32":
         raise ValueError("openvino is compared in float32 alone: its conversion to bfloat16 is not this project's")
-    if absent := [str(head) for head in args.heads if not (head / "config.json").is_file()]:
-        raise ValueError(f"no head at {', '.join(absent)}: expected the folder that training leaves in train.out")
+    if missing := [str(head) for head in args.heads if not (head / "config.json").is_file()]:
+        raise ValueError(f"no head at {', '.join(missing)}: expected the folder that training leaves in train.out")
     target = Target.load(args.target, dtype=args.dtype)
     nodes = args.depth if args.branching == 1 else args.nodes or 8
-    prompts = questions(target, args.prompts, args.count, args.new_tokens + 2 * (nodes + 2))
+    prompts = read_prompts(target, args.prompts, args.count, args.new_tokens + 2 * (nodes + 2))
     job = Job(args.target, prompts, Budget(nodes, args.depth, args.branching), args.new_tokens, args.dtype)
-    rows, right = [], True
-    environment = prepared(args.engine, args.environment or Path("build/engines") / args.engine)
+    rows = []
+    agree = True
+    environment = build_environment(args.engine, args.environment or Path("build/engines") / args.engine)
     with lock_path(args.out), tempfile.TemporaryDirectory() as work:
         for head in args.heads:
             print(f"{args.engine}: {head}", file=sys.stderr, flush=True)
-            found = proof(job, head, args.engine, environment, target, Path(work))
-            right &= found.equal if args.dtype == "float32" else abs(found.difference) <= NEAR
-            rows.append(row_of(found, job, head, args.engine))
-            merged(rows[-1:], args.out)
+            both = compare_engine(job, head, args.engine, environment, target, Path(work))
+            agree &= both.equal if args.dtype == "float32" else abs(both.difference) <= NEAR
+            rows.append(row_of(both, job, head, args.engine))
+            merge_rows(rows[-1:], args.out)
     print(table(rows))
-    return 0 if right else 1
+    return 0 if agree else 1
 
 
 if __name__ == "__main__":

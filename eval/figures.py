@@ -66,12 +66,6 @@ def format_percent(value: Estimate) -> str:
     return f"{value.value:.1%} [{value.low:.1%}, {value.high:.1%}]" if isfinite(value.low) else f"{value.value:.1%}"
 
 
-def figure(title: str, drawing: Html, note: object = "") -> Html:
-    """A drawing under its title and a note."""
-    caption = tag("figcaption", tag("strong", title), tag("span", note, class_="note") if note else "")
-    return tag("figure", caption, drawing)
-
-
 def legend(names: Mapping[str, int]) -> Html:
     """The colour and shape of each series."""
     chips = [
@@ -82,15 +76,15 @@ def legend(names: Mapping[str, int]) -> Html:
 
 
 def draw_dots(
+    title: str,
     rows: Sequence[tuple[str, Sequence[tuple[int, Estimate]]]],
-    label: str,
-    unit: str,
-    start: float,
+    scale: Scale,
     reference: float,
-    top: float,
+    unit: str = "",
+    note: str = "",
 ) -> Html:
     """A row for every name with a point and its interval for every series; a single point has its value in words."""
-    scale = replace(Scale.over([reference, top], start), start=8, end=WIDTH - 14)
+    scale = replace(scale, start=8, end=WIDTH - 14)
     parts = []
     y = 0.0
     for name, points in rows:
@@ -108,15 +102,16 @@ def draw_dots(
     grid = [_line(scale(value), 4, scale(value), y - 3, "grid") for value in scale.ticks()]
     grid.append(_line(scale(reference), 4, scale(reference), y - 3, "reference"))
     ticks = [_text(scale(value), y + 12, scale.format(value) + unit, "tick", "middle") for value in scale.ticks()]
-    return _svg(y + 18, label, grid, parts, ticks)
+    return _figure(title, note, y + 18, grid, parts, ticks)
 
 
 def draw_plot(
+    title: str,
     series: Sequence[tuple[int, Points]],
     x: Scale,
     y: Scale,
-    titles: tuple[str, str],
-    label: str,
+    axes: tuple[str, str],
+    note: str = "",
     joined: bool = True,
     diagonal: bool = False,
 ) -> Html:
@@ -124,7 +119,7 @@ def draw_plot(
     height = 226
     x = replace(x, start=LEFT + 8, end=WIDTH - RIGHT)
     y = replace(y, start=height - BOTTOM, end=TOP)
-    parts = _axes(x, y, height, titles)
+    parts = _axes(x, y, height, axes)
     if diagonal:
         low, high = max(x.low, y.low), min(x.high, y.high)
         parts.append(_line(x(low), y(low), x(high), y(high), "reference"))
@@ -139,10 +134,12 @@ def draw_plot(
             hint = format_percent(value) if y.percent else format_number(value)
             whisker = (at, y(value.low), at, y(value.high))
             parts.append(_point(number, value, whisker, _mark(number, at, y(value.value), hint)))
-    return _svg(height, label, parts)
+    return _figure(title, note, height, parts)
 
 
-def draw_bars(shares: Sequence[float], y: Scale, series: int, titles: tuple[str, str], label: str) -> Html:
+def draw_bars(
+    title: str, shares: Sequence[float], y: Scale, series: int, axes: tuple[str, str], note: str = ""
+) -> Html:
     """A bar for 0, 1, 2 ... with its share above it."""
     height = 168
     x = Scale(-0.5, len(shares) - 0.5, LEFT, WIDTH - RIGHT, step=1)
@@ -156,10 +153,10 @@ def draw_bars(shares: Sequence[float], y: Scale, series: int, titles: tuple[str,
         ])
         for place, share in enumerate(shares)
     ]  # fmt: skip
-    return _svg(height, label, _axes(x, y, height, titles), tag("g", bars, class_=_colour(series)))
+    return _figure(title, note, height, _axes(x, y, height, axes), tag("g", bars, class_=_colour(series)))
 
 
-def draw_stack(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], label: str, unit: str) -> Html:
+def draw_stack(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], unit: str) -> Html:
     """A bar for every name, cut into parts; the parts' names are classes of the style sheet."""
     totals = [sum(value for _, value in parts) for _, parts in rows]
     scale = replace(Scale.over(totals), start=0, end=WIDTH - 8)
@@ -177,10 +174,10 @@ def draw_stack(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], label: s
         y += 42
     ticks = [_text(scale(value), y + 10, scale.format(value), "tick", "middle") for value in scale.ticks()[1:-1]]
     grid = [_line(scale(value), 18, scale(value), y - 4, "grid") for value in scale.ticks()]
-    return _svg(y + 16, label, grid, bars, ticks)
+    return _figure(title, "", y + 16, grid, bars, ticks)
 
 
-def draw_tree(shares: Mapping[Path, float], label: str) -> Html:
+def draw_tree(title: str, shares: Mapping[Path, float]) -> Html:
     """A tree from left to right: at each node its rank among its siblings, and how often the target went there."""
     depth = max(map(len, shares))
     column = (WIDTH - 40) / max(depth, 1)
@@ -196,7 +193,7 @@ def draw_tree(shares: Mapping[Path, float], label: str) -> Html:
         circle = tag("circle", hint, cx=round(x, 1), cy=round(y, 1), r=9, class_="node")
         rank = _text(x, y + 4, path[-1] + 1 if path else "·", "rank", "middle")
         nodes.append(tag("g", circle, rank, _text(x, y + 20, f"{shares[path]:.0%}", "tick", "middle")))
-    return _svg(max(y for _, y in places.values()) + 26, label, edges, nodes)
+    return _figure(title, "", max(y for _, y in places.values()) + 26, edges, nodes)
 
 
 def _rows(shares: Mapping[Path, float]) -> dict[Path, int]:
@@ -214,9 +211,11 @@ def _rows(shares: Mapping[Path, float]) -> dict[Path, int]:
     return rows
 
 
-def _svg(height: float, label: str, *parts: object) -> Html:
-    """A drawing of the common width."""
-    return tag("svg", tag("title", label), parts, viewBox=f"0 0 {WIDTH} {ceil(height)}", role="img")
+def _figure(title: str, note: str, height: float, *parts: object) -> Html:
+    """A drawing of the common width under its title and a note."""
+    drawing = tag("svg", tag("title", title), parts, viewBox=f"0 0 {WIDTH} {ceil(height)}", role="img")
+    caption = tag("figcaption", tag("strong", title), tag("span", note, class_="note") if note else "")
+    return tag("figure", caption, drawing)
 
 
 def _axes(x: Scale, y: Scale, height: float, titles: tuple[str, str]) -> list[Html]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import accumulate, pairwise
 
-from eval.figures import Points, Scale, draw_bars, draw_plot, draw_tree, figure, legend
+from eval.figures import Points, Scale, draw_bars, draw_plot, draw_tree, legend
 from eval.markup import Html
 from eval.page_parts import ReportData, by_temperature, cell, code, figures_by_task, missing, panels, section, table
 from eval.page_theory import count_level, count_shapes
@@ -33,9 +33,7 @@ def positions(report: ReportData) -> Html:
         for name, reached in (("of all cycles", False), ("of those that came so far", True)):
             series = [(report.series[group.name], by_position(group, reached)) for group in groups]
             x = Scale(1, max(2, *(len(points) for _, points in series)), step=1)
-            label = f"share accepted by position, {name}, {heading}"
-            drawing = draw_plot(series, x, SHARE, ("position in the draft", "accepted"), label)
-            figures.append(figure(f"{heading}, {name}", drawing))
+            figures.append(draw_plot(f"{heading}, {name}", series, x, SHARE, ("position in the draft", "accepted")))
     return section("position", title, lead, legend(report.names), panels(*figures))
 
 
@@ -71,11 +69,13 @@ def lengths(report: ReportData) -> Html:
     if not shares_by_group:
         return section("length", "Accepted length", lead, missing("These results keep no cycles."))
     y = Scale.over([share for _, shares in shares_by_group for share in shares], percent=True)
-    titles = ("accepted tokens", "share")
     figures = [
-        figure(
+        draw_bars(
             f"{group.name}, T = {group.temperature:g}",
-            draw_bars(shares, y, report.series[group.name], titles, f"accepted length, {group.name}"),
+            shares,
+            y,
+            report.series[group.name],
+            ("accepted tokens", "share"),
             f"mean {sum(number * share for number, share in enumerate(shares)):.2f}",
         )
         for group, shares in shares_by_group
@@ -100,18 +100,18 @@ def calibration(report: ReportData) -> Html:
         note = "These results keep no confidences: a cycle's “confidence” would be a list of [probability, accepted]."
         return section("calibration", "Calibration", lead, missing(note))
     figures = []
-    for heading in dict.fromkeys(group.temperature for group, _ in bins_by_group):
-        shown = [(group.name, bins) for group, bins in bins_by_group if group.temperature == heading]
-        series = [(report.series[name], bins) for name, bins in shown]
-        label = f"acceptance by confidence at T = {heading:g}"
-        drawing = draw_plot(series, SHARE, SHARE, ("confidence of the draft", "accepted"), label, diagonal=True)
-        errors = ", ".join(
-            f"{name} {sum(abs(at - share.value) for at, share in bins) / len(bins):.0%}" for name, bins in shown
-        )
-        figures.append(
-            figure(f"Accepted by confidence, T = {heading:g}", drawing, f"Mean distance from the line: {errors}.")
-        )
+    for temperature in dict.fromkeys(group.temperature for group, _ in bins_by_group):
+        bins_by_name = {group.name: bins for group, bins in bins_by_group if group.temperature == temperature}
+        series = [(report.series[name], bins) for name, bins in bins_by_name.items()]
+        errors = ", ".join(f"{name} {_calibration_error(bins):.0%}" for name, bins in bins_by_name.items())
+        title, note = f"Accepted by confidence, T = {temperature:g}", f"Mean distance from the line: {errors}."
+        axes = ("confidence of the draft", "accepted")
+        figures.append(draw_plot(title, series, SHARE, SHARE, axes, note, diagonal=True))
     return section("calibration", "Calibration", lead, legend(report.names), panels(*figures))
+
+
+def _calibration_error(bins: Points) -> float:
+    return sum(abs(confidence - share.value) for confidence, share in bins) / len(bins)
 
 
 def bin_confidences(group: Group) -> Points:
@@ -146,10 +146,7 @@ def nodes(report: ReportData) -> Html:
     if not shares_by_group:
         note = "These results keep no paths: a cycle's “path” would be the ranks of its accepted tokens among siblings."
         return section("nodes", "Most used nodes", lead, missing(note))
-    figures = [
-        figure(f"{group.name}, T = {group.temperature:g}", draw_tree(shares, f"most used nodes of {group.name}"))
-        for group, shares in shares_by_group
-    ]
+    figures = [draw_tree(f"{group.name}, T = {group.temperature:g}", shares) for group, shares in shares_by_group]
     return section("nodes", "Most used nodes", lead, panels(*figures))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
-from eval.figures import draw_dots, figure
+from eval.figures import Scale, draw_dots
 from eval.markup import Html, html, tag
 from eval.results import Answer, Group, Metric, Results, read_results
 from eval.statistics import Estimate
@@ -135,8 +135,5 @@ def figures_by_task(report: ReportData, label: str, metric: Metric, start: float
 def side_by_side(label: str, lines: dict[str, Rows], start: float, unit: str, note: str = "") -> list[Html]:
     """A panel per temperature, all over one axis; plain decoding is at 1."""
     values = [value for rows in lines.values() for _, points in rows for _, value in points]
-    top = max(end for value in values for end in value if isfinite(end))
-    return [
-        figure(f"{label}, {heading}", draw_dots(rows, f"{label} at {heading}", unit, start, 1, top), note)
-        for heading, rows in lines.items()
-    ]
+    scale = Scale.over([1, *(end for value in values for end in value)], start)
+    return [draw_dots(f"{label}, {heading}", rows, scale, 1, unit, note) for heading, rows in lines.items()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from eval.figures import draw_stack, figure, legend
+from eval.figures import draw_stack, legend
 from eval.markup import Html, tag
 from eval.page_parts import (
     ReportData,
@@ -159,14 +159,7 @@ def time_split(report: ReportData) -> Html:
         return section("time", title, lead, missing("These results keep no seconds per cycle."))
     chips = [tag("li", tag("i", class_=part), tag("span", part)) for part in PARTS]
     figures = [
-        figure(
-            f"Milliseconds per cycle, {heading}",
-            draw_stack(
-                [(group.name, mean_milliseconds(group)) for group in groups],
-                f"milliseconds per cycle at {heading}, by part",
-                "ms",
-            ),
-        )
+        draw_stack(f"Milliseconds per cycle, {heading}", [(g.name, mean_milliseconds(g)) for g in groups], "ms")
         for heading, groups in by_temperature(timed)
     ]
     return section("time", title, lead, tag("ul", chips, class_="legend"), panels(*figures))

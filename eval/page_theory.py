@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from eval.figures import Scale, draw_plot, figure, legend
+from eval.figures import Scale, draw_plot, legend
 from eval.markup import Html
 from eval.page_parts import ReportData, by_temperature, cell, code, missing, panels, section, table
 from eval.results import ACCEPTANCE_LENGTH, MODELLED_SPEED_UP, SPEED_UP, Answer, Group, cycles
@@ -118,9 +118,9 @@ def theory(report: ReportData) -> Html:
 def _draw_agreement(what: str, how: str, series: Agreement, low: float) -> Html:
     top = [value for _, points in series for at, e in points for value in (at, e.value, e.high)]
     both = Scale.over(top, low)
-    titles = (f"predicted ({how})", "measured")
-    drawing = draw_plot(series, both, both, titles, f"{what}, measured over predicted", joined=False, diagonal=True)
-    return figure(f"{what}: measured over predicted", drawing, "On the dashed line they agree.")
+    title, note = f"{what}: measured over predicted", "On the dashed line they agree."
+    axes = (f"predicted ({how})", "measured")
+    return draw_plot(title, series, both, both, axes, note, joined=False, diagonal=True)
 
 
 def break_even(group: Group) -> float | None:

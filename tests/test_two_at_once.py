@@ -25,7 +25,7 @@ from eagle.data.store import FeatureStore
 from eagle.disk import lock_folder, lock_path
 from eagle.drafters.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head
-from eval.engine_builds import prepared as build_engine
+from eval.engine_builds import build_environment as build_engine
 from eval.measure import main as measure
 from recipes.tiny import make_target as tiny
 from recipes.train_eagle import main as train

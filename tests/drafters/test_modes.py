@@ -23,7 +23,7 @@ from eagle.formats.checkpoint import save_head, write_budget
 from eagle.formats.export import export
 from eagle.formats.foreign import import_head
 from eagle.target.borrowed import save_borrowed
-from eval.engines import merged
+from eval.engines import merge_rows
 
 
 @pytest.fixture(params=[0o022, 0o077, 0o002], ids=oct)
@@ -59,7 +59,7 @@ def test_every_writer_follows_the_umask(umask: int, tiny_target: Target, tmp_pat
     save_tables(tmp_path / "counts", Tables(torch.arange(64), torch.zeros(65, dtype=torch.int64), none, none), "bigram")
     write_text(tmp_path / "report.html", "text")
     row = dict.fromkeys(("head", "target", "engine", "dtype", "draft", "prompts", "new_tokens"), 0)
-    merged([row], tmp_path / "engines.json")
+    merge_rows([row], tmp_path / "engines.json")
     assert json.loads((tmp_path / "engines.json").read_text()) == [row]
     found = modes(tmp_path)
     assert len(found) > 25 and set(found.values()) == {oct(0o666 & ~umask)}, found

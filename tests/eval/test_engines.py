@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from eagle import Budget, Target, generate, load_drafter
 from eval.engine_builds import holds
-from eval.engine_here import Job, Rule, here, pooled, same_counts
-from eval.engine_openvino import counted
-from eval.engines import Proof, merged, proof, questions, row_of, table
+from eval.engine_openvino import count_drafts
+from eval.engine_reference import Job, Rule, decode_as_engine, same_counts, sum_rows
+from eval.engines import Comparison, compare_engine, merge_rows, read_prompts, row_of, table
 
 TINY = Path(__file__).parents[2] / "runs/tiny"
 WHERE = {"vllm": "EAGLE_VLLM", "openvino": "EAGLE_OPENVINO", "llamacpp": "EAGLE_LLAMACPP"}
@@ -41,24 +41,26 @@ def target() -> Target:
     return Target.load(TINY / "target", dtype="float32")
 
 
-Prove = Callable[..., Proof]
+Prove = Callable[..., Comparison]
 
 
 @pytest.fixture
 def prove(work: Path, target: Target) -> Prove:
     """Both sides on 48 held-out conversations, 16 new tokens each, in fp32."""
 
-    def proved(engine: str, head: str, budget: Budget = CHAIN, spoil: Callable[[Path], None] | None = None) -> Proof:
+    def compare(
+        engine: str, head: str, budget: Budget = CHAIN, spoil: Callable[[Path], None] | None = None
+    ) -> Comparison:
         folder = os.environ.get(WHERE[engine])
         if folder is None or not holds(engine, Path(folder)):
             pytest.skip(f"no {engine} in {folder}: `make test-engines` makes its environment and sets {WHERE[engine]}")
         if not (TINY / head / "head").is_dir():
             pytest.skip(f"no trained head in runs/tiny/{head}/head: docs/serving.md has the command")
-        prompts = questions(target, TINY / "data/heldout.jsonl", 48, room=64)
+        prompts = read_prompts(target, TINY / "data/heldout.jsonl", 48, room=64)
         job = Job(TINY / "target", prompts, budget)
-        return proof(job, TINY / head / "head", engine, Path(folder), target, work, spoil)
+        return compare_engine(job, TINY / head / "head", engine, Path(folder), target, work, spoil)
 
-    return proved
+    return compare
 
 
 @pytest.mark.engine
@@ -67,8 +69,8 @@ def test_an_engine_accepts_what_this_decoder_accepts(engine: str, head: str, pro
     """Text, drafts and acceptances at every place are equal in every single answer; the head is no idle one."""
     found = prove(engine, head)
     assert found.theirs and found.same == (48, 48)
-    assert pooled(found.theirs) == pooled(found.ours)
-    assert pooled(found.theirs)["tau"] > 2
+    assert sum_rows(found.theirs) == sum_rows(found.ours)
+    assert sum_rows(found.theirs)["tau"] > 2
 
 
 @pytest.mark.engine
@@ -77,7 +79,7 @@ def test_openvino_grows_the_trees_that_this_decoder_grows(head: str, prove: Prov
     """Ten nodes, four levels, four children: equal in every answer, and more is accepted than of a chain."""
     found = prove("openvino", head, TREE)
     assert found.same == (48, 48)
-    assert pooled(found.theirs)["tau"] > pooled(prove("openvino", head).ours)["tau"]
+    assert sum_rows(found.theirs)["tau"] > sum_rows(prove("openvino", head).ours)["tau"]
 
 
 def rewritten(head: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -125,7 +127,7 @@ def test_a_spoilt_export_is_seen_by_acceptance_alone(
     answers = zip(found.theirs, found.ours, strict=True)
     assert all(row["tokens"] == ours["tokens"] for row, ours in answers if "tokens" in row)
     assert found.same[1] < 48 and not found.equal
-    assert pooled(found.theirs)["accepted"] != pooled(found.ours)["accepted"]
+    assert sum_rows(found.theirs)["accepted"] != sum_rows(found.ours)["accepted"]
 
 
 TEXT = "The function returns the sum. The function returns the sum. The function returns"
@@ -140,7 +142,7 @@ def test_whole_drafts_are_counted(tiny_target: Target) -> None:
     """The counts are those of an answer that goes on: of its cycles that begin before the limit."""
     prompt, total = tiny_target.tokenizer.encode(TEXT), 0
     for limit in (1, 2, 28, 30, 31):
-        (row,) = here(counting(tiny_target, [prompt], limit), "ngram", tiny_target, Rule())
+        (row,) = decode_as_engine(counting(tiny_target, [prompt], limit), "ngram", tiny_target, Rule())
         ngram = load_drafter("ngram", tiny_target)
         trace = generate(tiny_target, ngram, prompt, max_new_tokens=limit + 20, stop=[], budget=CHAIN)
         begins = list(accumulate((cycle.committed for cycle in trace.cycles), initial=1))
@@ -155,39 +157,39 @@ def test_whole_drafts_are_counted(tiny_target: Target) -> None:
 def test_a_draft_behind_the_prompt_is_one_behind_a_first_token(tiny_target: Target) -> None:
     """To draft from a prompt's last token is to draft from the answer's first, where the prompt holds it already."""
     prompt = tiny_target.tokenizer.encode(TEXT)
-    (plain,) = here(counting(tiny_target, [prompt], 36), "ngram", tiny_target, Rule())
+    (plain,) = decode_as_engine(counting(tiny_target, [prompt], 36), "ngram", tiny_target, Rule())
     longer = [*prompt, plain["tokens"][0]]
-    (row,) = here(counting(tiny_target, [longer], 35), "ngram", tiny_target, Rule(from_prompt=True))
+    (row,) = decode_as_engine(counting(tiny_target, [longer], 35), "ngram", tiny_target, Rule(from_prompt=True))
     assert same_counts(row, plain) and row["own"] == plain["own"]
     assert row["tokens"] == plain["tokens"][1:]
     assert plain["accepted"][2] > 0
     other = [*prompt, prompt[0]]  # which the target would not have said
-    (row,) = here(counting(tiny_target, [other], 35), "ngram", tiny_target, Rule(from_prompt=True))
+    (row,) = decode_as_engine(counting(tiny_target, [other], 35), "ngram", tiny_target, Rule(from_prompt=True))
     assert (
         row["tokens"]
         == generate(tiny_target, load_drafter("none", tiny_target), other, max_new_tokens=35, stop=[]).tokens
     )
     stop = plain["own"][1]
-    (short,) = here(counting(tiny_target, [longer], 35), "ngram", tiny_target, Rule(True, stops=[stop]))
+    (short,) = decode_as_engine(counting(tiny_target, [longer], 35), "ngram", tiny_target, Rule(True, stops=[stop]))
     assert short["own"] == [*plain["own"][: plain["own"].index(stop)], stop]
 
 
 def test_steps_are_counted_up_to_the_limit() -> None:
     """OpenVINO tells the sizes of its steps: the prompt's one, then one more each than was accepted."""
     job = {"new_tokens": 6, "depth": 3}
-    assert counted([1, 4, 1, 2, 4], job) == {"drafts": 2, "accepted": [1, 1, 1]}
-    assert counted([1, 4, 1, 2, 4], {**job, "new_tokens": 7}) == {"drafts": 3, "accepted": [2, 1, 1]}
+    assert count_drafts([1, 4, 1, 2, 4], job) == {"drafts": 2, "accepted": [1, 1, 1]}
+    assert count_drafts([1, 4, 1, 2, 4], {**job, "new_tokens": 7}) == {"drafts": 3, "accepted": [2, 1, 1]}
 
 
 def test_rows_are_merged_by_what_was_measured(tiny_target: Target, tmp_path: Path) -> None:
     """A second run of the same replaces the first, another head stands beside it; the table tells what differs."""
     rows = [{"tokens": [2], "own": [3], "drafts": 10, "accepted": [5, 3, 1]}]
     job, file = counting(tiny_target, [[1]], 16), tmp_path / "engines.json"
-    found = Proof("1.0", rows, [{**rows[0], "accepted": [5, 3, 0]}])
+    found = Comparison("1.0", rows, [{**rows[0], "accepted": [5, 3, 0]}])
     for head in ("one/head", "two/head", "one/head"):
-        merged([row_of(found, job, tmp_path / head, "vllm")], file)
+        merge_rows([row_of(found, job, tmp_path / head, "vllm")], file)
     kept = json.loads(file.read_text())
     assert [row["head"] for row in kept] == ["one", "two"]
     assert not found.equal and found.difference == pytest.approx(1.9 / 1.8 - 1)
     assert "+5.56%; counts of 0, text of 1 of 1" in table(kept)
-    assert "| yes |" in table([row_of(Proof("1.0", rows, rows), job, tmp_path / "head", "vllm")])
+    assert "| yes |" in table([row_of(Comparison("1.0", rows, rows), job, tmp_path / "head", "vllm")])

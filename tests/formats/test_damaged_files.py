@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from data_prep.parts import begin, finished, is_whole
 from eagle.drafters.parts.counts import Tables, save_tables
 from eagle.training.resume import MARK, Checkpoints
-from eval.engines import merged
+from eval.engines import merge_rows
 from eval.measure import ResultsWriter, read_stored
 from eval.report import main as report
 from recipes.tiny.make_target import finished as finished_target
@@ -82,7 +82,7 @@ def test_other_damaged_files(text: bytes, tmp_path: Path) -> None:
     (tmp_path / "engines.json").write_bytes(text if text != b"{}" else b"[{}]")
     row = dict.fromkeys(("head", "target", "engine", "dtype", "draft", "prompts", "new_tokens"), 0)
     with pytest.raises(ValueError, match=r"engines\.json holds no rows of eval\.engines"):
-        merged([row], tmp_path / "engines.json")
+        merge_rows([row], tmp_path / "engines.json")
     (tmp_path / "config.json").write_bytes(text)
     none = torch.zeros(0, dtype=torch.int64)
     with pytest.raises(ValueError, match="which tables of counts would overwrite"):

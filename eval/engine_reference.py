@@ -1,4 +1,4 @@
-"""What this decoder drafts and accepts when it counts as a serving engine counts."""
+"""Drafts and acceptances of this decoder, counted as a serving engine counts them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Row = dict[str, Any]  # of one answer: tokens, drafts, and how many had their fi
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What both sides are asked: so many new tokens after each prompt, by drafts of one shape."""
+    """The prompts and the shape of drafts that both the engine and this decoder are given."""
 
     target: Path
     prompts: list[list[int]]
@@ -34,40 +34,44 @@ class Rule:
     """When an engine drafts. All of them count a whole draft, also what a limit or a stop then cuts off."""
 
     from_prompt: bool = False  # the first draft follows the prompt's last token, not the answer's first
-    stops: Collection[int] = ()  # tokens behind which it says no more
+    stops: Collection[int] = ()  # tokens that end an answer
 
 
-def here(job: Job, head: Path | str, target: Target, rule: Rule) -> list[Row]:
-    """A row for every prompt."""
+def decode_as_engine(job: Job, head: Path | str, target: Target, rule: Rule) -> list[Row]:
+    """Decode every prompt with this decoder, and count as the engine does."""
     drafter = load_drafter(head, target)
     if job.budget.top_k > 1:
-        # engines grow trees by the head's own law; ours are grown by a surer one
+        # engines grow trees by the head's own probabilities; this decoder sharpens them
         with torch.no_grad():
             drafter.lm_head.weight /= SURENESS  # type: ignore[attr-defined]
-    return [_answer(job, prompt, target, drafter, rule) for prompt in job.prompts]
+    return [_decode(job, prompt, target, drafter, rule) for prompt in job.prompts]
 
 
-def _answer(job: Job, prompt: list[int], target: Target, drafter: Drafter, rule: Rule) -> Row:
+def _decode(job: Job, prompt: list[int], target: Target, drafter: Drafter, rule: Rule) -> Row:
     choose, budget = Choose(Sampling()), job.budget
     drafter.begin(choose.offer(target.vocab_size, target.device))
-    known = prompt[:-1] if rule.from_prompt else prompt
-    news = target.begin(known, choose, drafter.taps, room=job.new_tokens + budget.depth + budget.nodes + 2)
+    prefix = prompt[:-1] if rule.from_prompt else prompt
+    update = target.begin(prefix, choose, drafter.taps, room=job.new_tokens + budget.depth + budget.nodes + 2)
     if rule.from_prompt:
-        news = replace(news, root=prompt[-1])
-    said: list[int] = [] if rule.from_prompt else [news.root]
-    accepted, own = [], []
-    while len(said) < job.new_tokens and not set(said) & set(rule.stops):
-        tree = drafter.propose(news, budget)
+        update = replace(update, root=prompt[-1])
+    tokens: list[int] = [] if rule.from_prompt else [update.root]
+    accepted, last_tokens = [], []
+    while len(tokens) < job.new_tokens and not set(tokens) & set(rule.stops):
+        tree = drafter.propose(update, budget)
         output = target.read(tree)
         path, root = verify(output, choose)
         target.keep(tree, path)
-        news = Committed(tree.tokens[path], output.features_at(path), root)
-        new = [*news.tokens.tolist()[1:], root]
-        said += new
+        update = Committed(tree.tokens[path], output.features_at(path), root)
+        new = [*update.tokens.tolist()[1:], root]
+        tokens += new
         accepted.append(len(path) - 1)
-        own.append(next((token for token in new if token in rule.stops), root))
-    places = [sum(count > place for count in accepted) for place in range(budget.depth)]
-    return {"tokens": said[: job.new_tokens], "own": own, "drafts": len(accepted), "accepted": places}
+        last_tokens.append(next((token for token in new if token in rule.stops), root))
+    return {
+        "tokens": tokens[: job.new_tokens],
+        "own": last_tokens,
+        "drafts": len(accepted),
+        "accepted": [sum(count > place for count in accepted) for place in range(budget.depth)],
+    }
 
 
 def same_counts(theirs: Row, ours: Row) -> bool:
@@ -76,11 +80,11 @@ def same_counts(theirs: Row, ours: Row) -> bool:
 
 
 def same_text(theirs: Row, ours: Row) -> bool:
-    """Whether an engine said what this decoder said, as far as it tells: its tokens, or the last of every step."""
+    """Whether the tokens are equal, as far as the engine reports them: all, or the last of every step."""
     return all(theirs[key] == ours[key] for key in ("tokens", "own") if key in theirs)
 
 
-def pooled(rows: list[Row]) -> Row:
+def sum_rows(rows: list[Row]) -> Row:
     """Sums over the prompts, and the acceptance length."""
     drafts = sum(row["drafts"] for row in rows)
     accepted = [sum(place) for place in zip(*(row["accepted"] for row in rows), strict=True)]
