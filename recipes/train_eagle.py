@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from data_prep.extract import name_of
+from data_prep.extract import target_name
 from data_prep.tokens import load_tokenizer, tokenize_data
 from eagle.core.decode import generate
 from eagle.core.drafter import Budget, TrainableDrafter
@@ -96,7 +96,7 @@ def needed(recipe: Recipe, taps: tuple[int, ...], store: FeatureStore) -> dict[s
     """The identity that a store must have; of a target whose files are not here only the name can be compared."""
     if is_here(recipe.target.path, recipe.target.revision):
         return identity(recipe, taps)
-    named, made_from = name_of(recipe), store.index["made"]["target"]
+    named, made_from = target_name(recipe), store.index["made"]["target"]
     if named != made_from:
         raise ValueError(
             f"the target {named} is not here, and {store.folder} was made from {made_from}: name that one, or the "
