@@ -26,9 +26,9 @@ class Prompt:
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
-    ids: list[int]  # the same as the target reads it
+    ids: list[int]  # the tokens of the messages
     room: int  # tokens that the answer may have
-    request: int  # what keys its randomness
+    request: int  # the key of its randomness
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,9 @@ class Answer:
     tokens: int
 
 
-Walk = Generator[Prompt, Answer, dict[str, Any]]  # asks for answers in turn, and returns what came of them
-Outcome = tuple[str, "dict[str, Any] | str"]  # a conversation's id, and what came of it; text says why it failed
+# asks for answers in turn, and returns the line of a part
+Dialogue = Generator[Prompt, Answer, dict[str, Any]]
+Outcome = tuple[str, "dict[str, Any] | str"]  # a conversation's id, and its line or the reason for which it failed
 
 
 class Local:
@@ -55,73 +56,79 @@ class Local:
             print(f"{target.config.model_type} reads a padded text otherwise than the bare one: one prompt at a time")
             self.at_once = 1
 
-    def run(self, walks: Iterator[tuple[str, Walk]]) -> Iterator[Outcome]:
-        """Every conversation's outcome, as they end."""
-        pool: list[tuple[Prompt, str, Walk]] = []
+    def run(self, dialogues: Iterator[tuple[str, Dialogue]]) -> Iterator[Outcome]:
+        """The outcome of every conversation, as they end."""
+        waiting: list[tuple[Prompt, str, Dialogue]] = []
 
-        def step(name: str, walk: Walk, answer: Any = None) -> Iterator[Outcome]:
+        def step(name: str, dialogue: Dialogue, answer: Any = None) -> Iterator[Outcome]:
             try:
-                pool.append((walk.send(answer), name, walk))
+                waiting.append((dialogue.send(answer), name, dialogue))
             except StopIteration as end:
                 yield name, end.value
 
         while True:
-            while len(pool) < WINDOW * self.at_once and (following := next(walks, None)):
+            while len(waiting) < WINDOW * self.at_once and (following := next(dialogues, None)):
                 yield from step(*following)
-            if not pool:
+            if not waiting:
                 return
-            pool.sort(key=lambda live: -len(live[0].ids))  # the longest first: what does not fit fails at once
-            batch, pool[: self.at_once] = pool[: self.at_once], []
-            for (_, name, walk), answer in zip(batch, self.answers([live[0] for live in batch]), strict=True):
-                yield from step(name, walk, answer)
+            waiting.sort(key=lambda entry: -len(entry[0].ids))  # the longest first: what does not fit fails at once
+            batch, waiting[: self.at_once] = waiting[: self.at_once], []
+            answers = self.answer([prompt for prompt, _, _ in batch])
+            for (_, name, dialogue), answer in zip(batch, answers, strict=True):
+                yield from step(name, dialogue, answer)
 
-    def answers(self, prompts: list[Prompt]) -> list[Answer]:
-        """The answers to prompts read side by side."""
-        return [self._answer(ids) for ids in decode(self.target, prompts, self.sampling)]
-
-    def _answer(self, ids: list[int]) -> Answer:
-        stopped = ids[-1] in self.target.stop_tokens
-        text = self.tokenizer.decode(
-            ids[: len(ids) - stopped], skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return Answer({"role": "assistant", "content": text}, "stop" if stopped else "length", len(ids))
+    def answer(self, prompts: list[Prompt]) -> list[Answer]:
+        """The answers to prompts that are decoded side by side."""
+        answers = []
+        for ids in decode(self.target, prompts, self.sampling):
+            stopped = ids[-1] in self.target.stop_tokens
+            text = self.tokenizer.decode(
+                ids[: len(ids) - stopped], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            message = {"role": "assistant", "content": text}
+            answers.append(Answer(message, "stop" if stopped else "length", len(ids)))
+        return answers
 
 
 @torch.inference_mode()
 def decode(target: Target, prompts: list[Prompt], sampling: Sampling) -> list[list[int]]:
-    """The tokens that the target says after each prompt, its stop token included; rows that have ended leave."""
-    said: list[list[int]] = [[] for _ in prompts]
+    """The tokens of the target's answer to each prompt, with the stop token; rows that have ended leave the batch."""
+    answers: list[list[int]] = [[] for _ in prompts]
     noises = [Noise(sampling.seed, prompt.request) for prompt in prompts]
-    live, rows = list(range(len(prompts))), _Rows(target, [prompt.ids for prompt in prompts])
+    live = list(range(len(prompts)))
+    rows = PaddedRows(target, [prompt.ids for prompt in prompts])
     while live:
         scores = rows.logits()
         if sampling.temperature > 0:
-            places = [len(prompts[row].ids) + len(said[row]) for row in live]
-            scores = warp(scores, sampling) + _noise([noises[row] for row in live], places, scores)
+            places = [len(prompts[row].ids) + len(answers[row]) for row in live]
+            scores = warp(scores, sampling) + draw_noise([noises[row] for row in live], places, scores)
         tokens = scores.argmax(-1).tolist()
-        for row, token in zip(live, tokens, strict=True):
-            said[row].append(token)
-        ended = [said[row][-1] in target.stop_tokens or len(said[row]) >= prompts[row].room for row in live]
-        going = [place for place, over in enumerate(ended) if not over]
+        going = []
+        for place, (row, token) in enumerate(zip(live, tokens, strict=True)):
+            answers[row].append(token)
+            if token not in target.stop_tokens and len(answers[row]) < prompts[row].room:
+                going.append(place)
         live = [live[place] for place in going]
         rows.grow([tokens[place] for place in going], going)
-    return said
+    return answers
 
 
-def _noise(noises: list[Noise], places: list[int], scores: Tensor) -> Tensor:
-    """[B, V], each row keyed by its own conversation and place, so that neighbours change nothing."""
+def draw_noise(noises: list[Noise], places: list[int], scores: Tensor) -> Tensor:
+    """[B, V], each row keyed by its own conversation and place, so that its neighbours change nothing."""
+    rows = []
     for noise, place in zip(noises, places, strict=True):
         noise.forget(place)
-    rows = [noise([place], scores.shape[-1], scores.device) for noise, place in zip(noises, places, strict=True)]
+        rows.append(noise([place], scores.shape[-1], scores.device))
     return torch.cat(rows)
 
 
-class _Rows:
-    """Texts that grow side by side, padded on the left."""
+class PaddedRows:
+    """Texts that grow side by side, padded on the left, and the target's cache of them."""
 
     def __init__(self, target: Target, texts: list[list[int]]) -> None:
-        self.target, width = target, max(map(len, texts))
+        self.target = target
         self.cache: Any = None
+        width = max(map(len, texts))
         gaps = [width - len(text) for text in texts]
         padded = [[text[0]] * gap + text for gap, text in zip(gaps, texts, strict=True)]
         self.tokens = torch.tensor(padded, device=target.device)  # [B, T]
@@ -130,16 +137,16 @@ class _Rows:
 
     def logits(self) -> Tensor:
         """[B, V] after the newest token of every row."""
-        places = self.mask.cumsum(-1).sub(1).clamp(min=0)[:, -self.tokens.shape[1] :]
-        options = {"position_ids": places} if self.takes_positions else {}
-        read = self.target.model.base_model(
+        positions = self.mask.cumsum(-1).sub(1).clamp(min=0)[:, -self.tokens.shape[1] :]
+        options = {"position_ids": positions} if self.takes_positions else {}
+        output = self.target.model.base_model(
             input_ids=self.tokens, attention_mask=self.mask, past_key_values=self.cache, use_cache=True, **options
         )
-        if (cache := getattr(read, "past_key_values", None)) is None:
+        self.cache = getattr(output, "past_key_values", None)
+        if self.cache is None:
             name = self.target.config.model_type
             raise ValueError(f"{name} keeps no cache that rows can leave: serve it, and name regenerate.endpoint")
-        self.cache = cache
-        return self.target.head.logits(read.last_hidden_state[:, -1]).float()
+        return self.target.head.logits(output.last_hidden_state[:, -1]).float()
 
     def grow(self, tokens: list[int], going: list[int]) -> None:
         """Append a token to the rows that go on; the others are dropped."""
@@ -153,9 +160,9 @@ class _Rows:
 
 @torch.inference_mode()
 def pads_harmlessly(target: Target) -> bool:
-    """Whether a text that stands beside a longer one is read as it is alone, at first and with a cache."""
+    """Whether the logits of a text beside a longer one are those of the text alone, at first and with a cache."""
     short, long = ([token % target.vocab_size for token in range(1, end)] for end in (5, 12))
-    alone, beside = _Rows(target, [short]), _Rows(target, [short, long])
+    alone, beside = PaddedRows(target, [short]), PaddedRows(target, [short, long])
     tolerance = 1e-4 if target.head.output.weight.dtype == torch.float32 else 5e-2
     for _ in range(2):
         expected, got = alone.logits()[0], beside.logits()[0]

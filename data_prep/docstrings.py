@@ -59,34 +59,32 @@ class Documented:
 
 def docstring_conversations(held_out: bool, seen: set[str], tally: Counter[str]) -> Iterator[dict[str, Any]]:
     """ShareGPT records of one split, lazily, none about a name or text in `seen`; `tally` counts kept and dropped."""
-    for item in documented(held_out, tally):
-        text = prose(item.docstring)
-        call, reason = call_answer(item), rejection(item, text, seen)
-        tally[reason or ("kept" if call else "kept, without its arguments: unknown or too long")] += 1
-        if not reason:
+    for item in documented_items(held_out, tally):
+        text = extract_prose(item.docstring)
+        call = call_answer(item)
+        if not item.docstring:
+            tally["dropped: no docstring"] += 1
+        elif len(text.split()) < 5:
+            tally["dropped: fewer than five words of prose"] += 1
+        elif text in seen or item.name in seen:
+            tally["dropped: repeats another"] += 1
+        else:
+            tally["kept" if call else "kept, without its arguments: unknown or too long"] += 1
             seen |= {item.name, text}
-            yield {"id": item.name, "module": item.module, "conversations": turns(item, text, call)}
+            yield {"id": item.name, "module": item.module, "conversations": make_turns(item, text, call)}
 
 
-def rejection(item: Documented, text: str, seen: set[str]) -> str | None:
-    """The reason for which there is no conversation about a documented thing, or None."""
-    if not item.docstring:
-        return "dropped: no docstring"
-    if len(text.split()) < 5:
-        return "dropped: fewer than five words of prose"
-    return "dropped: repeats another" if text in seen or item.name in seen else None
-
-
-def documented(held_out: bool, tally: Counter[str]) -> Iterator[Documented]:
+def documented_items(held_out: bool, tally: Counter[str]) -> Iterator[Documented]:
     """Everything public in the modules of one split, in an order that depends on the installed versions alone."""
     for module in C_MODULES:
         if bool(HELD_OUT.match(module)) == held_out:
-            yield from inspected(module)
+            yield from inspect_module(module)
     for package in (*STDLIB, *PACKAGES):
         for module, path in source_files(package):
             if bool(HELD_OUT.match(module)) == held_out:
-                tally["files skipped" if SKIPPED.search(module) else "files read"] += 1
-                yield from () if SKIPPED.search(module) else parsed(module, path.read_bytes())
+                skipped = SKIPPED.search(module)
+                tally["files skipped" if skipped else "files read"] += 1
+                yield from () if skipped else parse_source(module, path.read_bytes())
 
 
 def source_files(package: str) -> Iterator[tuple[str, Path]]:
@@ -101,7 +99,7 @@ def source_files(package: str) -> Iterator[tuple[str, Path]]:
         yield package, origin
 
 
-def parsed(module: str, source: bytes) -> Iterator[Documented]:
+def parse_source(module: str, source: bytes) -> Iterator[Documented]:
     """The public functions, classes and methods that a source text defines, in its order."""
 
     def visit(body: list[ast.stmt], prefix: str, kind: str) -> Iterator[Documented]:
@@ -120,7 +118,7 @@ def parsed(module: str, source: bytes) -> Iterator[Documented]:
     yield from visit(tree.body, module.split("._")[0], "function")
 
 
-def inspected(module: str) -> Iterator[Documented]:
+def inspect_module(module: str) -> Iterator[Documented]:
     """The public functions, classes and methods of a module written in C, by name."""
 
     def visit(owner: object, prefix: str, kind: str) -> Iterator[Documented]:
@@ -143,9 +141,9 @@ def init_arguments(node: ast.ClassDef) -> ast.arguments | None:
 
 def written_arguments(node: ast.FunctionDef | ast.AsyncFunctionDef, kind: str) -> ast.arguments:
     """The arguments that a caller passes: without annotations and, for a method, without `self`."""
-    named = node.args.posonlyargs or node.args.args
-    if kind == "method" and named and "staticmethod" not in map(ast.unparse, node.decorator_list):
-        named.pop(0)
+    positional = node.args.posonlyargs or node.args.args
+    if kind == "method" and positional and "staticmethod" not in map(ast.unparse, node.decorator_list):
+        positional.pop(0)
     for argument in ast.walk(node.args):
         if isinstance(argument, ast.arg):
             argument.annotation = None
@@ -161,7 +159,7 @@ def live_arguments(value: object) -> ast.arguments | None:
         return None
 
 
-def prose(docstring: str) -> str:
+def extract_prose(docstring: str) -> str:
     """The leading prose of a docstring, a line per paragraph, without markup, sections, lists and examples."""
     kept: list[str] = []
     for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(docstring)):
@@ -180,21 +178,22 @@ def call_answer(item: Documented) -> str | None:
     """How to call a documented thing, as code and as a sentence; None if its arguments are unknown or too long."""
     if item.arguments is None:
         return None
-    call, known = f"{item.name.rpartition('.')[2]}({ast.unparse(item.arguments)})", item.arguments
-    names = [f"`{one.arg}`" for one in (*known.posonlyargs, *known.args, *known.kwonlyargs)]
-    names += [f"`{stars}{one.arg}`" for stars, one in (("*", known.vararg), ("**", known.kwarg)) if one]
+    arguments = item.arguments
+    call = f"{item.name.rpartition('.')[2]}({ast.unparse(arguments)})"
+    names = [f"`{arg.arg}`" for arg in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    names += [f"`{stars}{arg.arg}`" for stars, arg in (("*", arguments.vararg), ("**", arguments.kwarg)) if arg]
     listed = " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
     takes = {0: "no arguments", 1: f"one argument: {listed}"}.get(len(names), f"{len(names)} arguments: {listed}")
     return f"```python\n{call}\n```\nIt takes {takes}." if len(call) <= LONGEST_CALL else None
 
 
-def turns(item: Documented, text: str, call: str | None) -> list[dict[str, str]]:
+def make_turns(item: Documented, text: str, call: str | None) -> list[dict[str, str]]:
     """Two or three questions about a documented thing with their answers, phrased by a checksum of its name."""
     choice = zlib.crc32(item.name.encode())
     owner, _, name = item.name.rpartition(".")
-    said = [PURPOSE[choice % len(PURPOSE)].format(item.name), text]
+    texts = [PURPOSE[choice % len(PURPOSE)].format(item.name), text]
     if call:
-        said += [ARGUMENTS[choice // 7 % len(ARGUMENTS)], call]
+        texts += [ARGUMENTS[choice // 7 % len(ARGUMENTS)], call]
     if not call or choice // 3 % 3 == 0:
-        said += [PLACE[choice // 5 % len(PLACE)], f"`{name}` is a {item.kind} of `{owner or item.module}`."]
-    return [{"from": ("human", "gpt")[place % 2], "value": value} for place, value in enumerate(said)]
+        texts += [PLACE[choice // 5 % len(PLACE)], f"`{name}` is a {item.kind} of `{owner or item.module}`."]
+    return [{"from": ("human", "gpt")[place % 2], "value": value} for place, value in enumerate(texts)]

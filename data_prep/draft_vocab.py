@@ -1,4 +1,4 @@
-"""The tokens that a head may say: `python -m data_prep.draft_vocab RECIPE [key=value ...] --size D --out PATH`."""
+"""Choose a draft vocabulary: `python -m data_prep.draft_vocab RECIPE [key=value ...] --size D --out PATH`."""
 
 # D draft vocabulary, V target vocabulary
 
@@ -18,12 +18,12 @@ from eagle.recipe import Recipe, TargetSection, command_line
 
 
 def counts_of(examples: Iterable[Example], vocab_size: int) -> Tensor:
-    """[V], how often each token is supervised."""
+    """How often each token is supervised, [V]."""
     return token_counts((example.tokens[example.loss_mask] for example in examples), vocab_size)
 
 
 def coverage(counts: Tensor, size: int) -> float:
-    """The share of supervised tokens that the `size` most frequent ones make up."""
+    """The fraction of supervised tokens that are among the `size` most frequent."""
     return float(counts[most_frequent(counts, size)].sum() / counts.sum())
 
 
@@ -37,27 +37,27 @@ def vocab_size_of(target: TargetSection) -> int:
 
 
 def report(counts: Tensor, size: int) -> str:
-    """How much of what is supervised this size, and others beside it, can say."""
+    """Lines that say how many of the supervised tokens this size, and others beside it, covers."""
     vocab_size, distinct = len(counts), int((counts > 0).sum())
     sizes = sorted({size, *(max(1, vocab_size // part) for part in (16, 8, 4, 2))})
     lines = [f"{counts.sum()} supervised tokens, {distinct} distinct of {vocab_size}"]
-    lines += [f"{each:>9} tokens cover {coverage(counts, each):8.3%}{' <-' * (each == size)}" for each in sizes]
+    lines += [f"{other:>9} tokens cover {coverage(counts, other):8.3%}{' <-' * (other == size)}" for other in sizes]
     if distinct < size:
         lines.append(f"only {distinct} tokens occur: the other {size - distinct} are the lowest ids that do not")
     return "\n".join(lines)
 
 
 def main(argv: list[str]) -> None:
-    """Count, choose, write and say how much is covered."""
+    """Count the supervised tokens, save the most frequent, and print how many they cover."""
     parser = command_line("data_prep.draft_vocab", __doc__)
-    parser.add_argument("--size", type=int, required=True, help="tokens that the head may say")
+    parser.add_argument("--size", type=int, required=True, help="tokens in the draft vocabulary")
     parser.add_argument("--out", required=True, help="the file to write, as runs/tiny/draft_vocab.safetensors")
-    said = parser.parse_intermixed_args(argv)
-    recipe = Recipe.load(said.recipe, said.overrides)
+    args = parser.parse_intermixed_args(argv)
+    recipe = Recipe.load(args.recipe, args.overrides)
     examples, tally = tokenize_data(recipe, load_tokenizer(recipe))
     counts = counts_of(examples, vocab_size_of(recipe.target))
-    save_draft_vocab(said.out, counts, said.size, data_identity(recipe))
-    print(tally.table(), report(counts, said.size), f"the draft vocabulary is in {said.out}", sep="\n")
+    save_draft_vocab(args.out, counts, args.size, data_identity(recipe))
+    print(tally.table(), report(counts, args.size), f"the draft vocabulary is in {args.out}", sep="\n")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from threading import Lock
 from typing import Any
 from urllib.error import HTTPError
 
-from data_prep.answers import Answer, Outcome, Prompt, Walk
+from data_prep.answers import Answer, Dialogue, Outcome, Prompt
 from data_prep.messages import BROKEN_OFF, FILTERED
 from data_prep.sampler_check import CAUSE, LIKELIEST, PROBE_TOKENS, PROBES, SamplerCheck
 from eagle.core.noise import mix64
@@ -43,18 +43,14 @@ class Endpoint:
         waits: tuple[float, ...] = WAITS,
     ) -> None:
         assert section.endpoint is not None
-        self.url, self.section, self.at_once, self.waits = (
-            section.endpoint.rstrip("/"),
-            section,
-            section.in_flight,
-            waits,
-        )
+        self.url, self.section, self.waits = section.endpoint.rstrip("/"), section, waits
+        self.at_once = section.in_flight
         self.kwargs = {"chat_template_kwargs": template_kwargs} if template_kwargs else {}
         self.sampler: SamplerCheck | None = None
         self.patience, self.streak, self.lock = max(20, 2 * section.in_flight), 0, Lock()
-        served = self._served(target)
-        self.model: str = served["id"]
-        self.positions: int | None = served.get("max_model_len")
+        entry = self._find_model(target)
+        self.model: str = entry["id"]
+        self.positions: int | None = entry.get("max_model_len")
 
     def check_tokenizer(self, ids: list[int]) -> None:
         """Refuse a server that reads the probe as another number of tokens than our tokenizer."""
@@ -71,45 +67,46 @@ class Endpoint:
             )
 
     def check_sampling(self, ids: list[int], vocab_size: int) -> None:
-        """Refuse a server that answers the probe otherwise than its own probabilities expect, or with nonsense."""
+        """Refuse a server whose answers to the probe are unlikely by its own probabilities, or are nonsense."""
         if self.section.temperature == 0:
             return
         sampler = SamplerCheck(vocab_size, self.section.temperature)
         prompts = [Prompt(PROBE, None, ids, PROBE_TOKENS, number) for number in range(PROBES)]
         with suppress(ConnectionError):  # some servers refuse to tell probabilities
-            sampler.add(self._choice(prompts.pop(), likeliest=True)[0], PROBE)
-        sampler.tells = bool(sampler.draws)
-        if not sampler.tells:
+            sampler.add(self._ask(prompts.pop(), likeliest=True)[0], PROBE)
+        sampler.tells_probs = bool(sampler.draws)
+        if not sampler.tells_probs:
             print(f"{self.url} tells no probabilities: its answers are searched for broken characters alone")
         with ThreadPoolExecutor(self.at_once) as pool:
             try:
-                choices = list(pool.map(lambda prompt: self._choice(prompt, likeliest=sampler.tells), prompts))
+                replies = list(pool.map(lambda prompt: self._ask(prompt, likeliest=sampler.tells_probs), prompts))
             except ConnectionError as error:
                 raise ValueError(f"no answer to the probe conversation from {error}: see the server's log") from None
-        faults = [sampler.add(choice, PROBE) for choice, _ in choices]
+        faults = [sampler.add(choice, PROBE) for choice, _ in replies]
         if fault := faults[-1]:
             raise ValueError(f"{self.url} does not sample from its model: {fault}. {CAUSE}")
         self.sampler = sampler
 
-    def run(self, walks: Iterator[tuple[str, Walk]]) -> Iterator[Outcome]:
-        """Every conversation's outcome, as they end."""
+    def run(self, dialogues: Iterator[tuple[str, Dialogue]]) -> Iterator[Outcome]:
+        """The outcome of every conversation, as they end."""
         pool = ThreadPoolExecutor(self.at_once)
         try:
-            futures = {pool.submit(self._finish, walk): name for name, walk in walks}
+            futures = {pool.submit(self._finish, dialogue): name for name, dialogue in dialogues}
             for future in as_completed(futures):
                 yield futures.pop(future), future.result()
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _finish(self, walk: Walk) -> dict[str, Any] | str:
+    def _finish(self, dialogue: Dialogue) -> dict[str, Any] | str:
         if self.streak >= self.patience:
             return f"not tried, after {self.patience} failures in a row"
         answer: Any = None
         try:
             while True:
                 with self.lock:  # tokenizers are not safe to share
-                    prompt = walk.send(answer)
-                answer, self.streak = self._answer(prompt), 0
+                    prompt = dialogue.send(answer)
+                answer = self._answer(prompt)
+                self.streak = 0
         except StopIteration as end:
             return end.value
         except ConnectionError as error:
@@ -117,7 +114,7 @@ class Endpoint:
             return str(error)
 
     def _answer(self, prompt: Prompt) -> Answer:
-        choice, tokens = self._choice(prompt, likeliest=self.sampler is not None and self.sampler.is_due())
+        choice, tokens = self._ask(prompt, likeliest=self.sampler is not None and self.sampler.is_due())
         message, finish = choice["message"], str(choice.get("finish_reason"))
         if finish in BROKEN_OFF and finish != FILTERED:
             raise ConnectionError(f"{self.url} broke an answer off: finish_reason {finish}")
@@ -126,16 +123,16 @@ class Endpoint:
                 f"{self.url} does not sample from its model any more: {fault}. What was written before stays; the last "
                 f"of it may be as wrong: remove {self.section.out}.parts to have all asked for again. {CAUSE}"
             )
-        answer = {"role": "assistant", "content": message.get("content") or ""}
         reasoning = message.get("reasoning_content") or message.get("reasoning")
-        answer |= {"reasoning_content": reasoning} if reasoning else {}
-        answer |= {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
+        parts = {"reasoning_content": reasoning, "tool_calls": message.get("tool_calls")}
+        answer = {"role": "assistant", "content": message.get("content") or ""}
+        answer |= {key: part for key, part in parts.items() if part}
         return Answer(answer, finish, tokens)
 
-    def _choice(self, prompt: Prompt, *, likeliest: bool = False) -> tuple[dict[str, Any], int]:
-        """The answer as the server sends it, with the likeliest tokens at each place if asked for, and its length."""
-        more = {"logprobs": True, "top_logprobs": LIKELIEST} if likeliest else {}
-        reply = self._post("/chat/completions", {**self._request(prompt), **more})
+    def _ask(self, prompt: Prompt, *, likeliest: bool = False) -> tuple[dict[str, Any], int]:
+        """The first choice of the server's reply, with the likeliest tokens at each place if wanted, and its length."""
+        logprobs = {"logprobs": True, "top_logprobs": LIKELIEST} if likeliest else {}
+        reply = self._post("/chat/completions", {**self._request(prompt), **logprobs})
         try:
             choice = reply["choices"][0]
             choice["message"].get("content")
@@ -156,10 +153,10 @@ class Endpoint:
             **self.kwargs,
         }
 
-    def _served(self, target: TargetSection) -> dict[str, Any]:
-        """The server's entry of the recipe's target."""
+    def _find_model(self, target: TargetSection) -> dict[str, Any]:
+        """The server's entry for the recipe's target."""
         path = target.adapter or target.path
-        wanted = {path, Path(path).name, str(Path(path).resolve())}
+        names = {path, Path(path).name, str(Path(path).resolve())}
         try:
             models = self._post("/models").get("data") or []
         except ConnectionError as error:
@@ -168,7 +165,7 @@ class Endpoint:
                 "to decode here"
             ) from None
         for model in models:
-            if wanted & {model.get("id"), model.get("root")}:
+            if names & {model.get("id"), model.get("root")}:
                 return model
         raise ValueError(
             f"{self.url} serves {[model.get('id') for model in models]}, expected {path} or {Path(path).name}: start "
@@ -176,7 +173,7 @@ class Endpoint:
         )
 
     def _post(self, path: str, payload: dict[str, Any] | None = None) -> Any:
-        """The server's reply, asked for again while it is busy or away; a GET without payload."""
+        """The server's reply to a POST, or to a GET without payload; tried again while the server is busy or away."""
         body = None if payload is None else json.dumps(payload).encode()
         request = urllib.request.Request(self.url + path, body, {"Content-Type": "application/json"})
         for wait in (*self.waits, None):

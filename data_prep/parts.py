@@ -1,9 +1,10 @@
-"""Work that is kept line by line in parts, one per process, until it is whole."""
+"""Answers that are kept line by line in parts, one part per process, until all are there."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -12,14 +13,14 @@ from eagle.disk import write_whole
 
 
 def is_whole(out: Path, settings: dict[str, Any]) -> bool:
-    """Whether the answers are all there already; what was made with other settings is refused."""
+    """Whether the answers are all there already; those made with other settings are refused."""
     note, parts = Path(f"{out}.settings"), Path(f"{out}.parts")
     if out.exists() or parts.exists():
         try:
-            made = json.loads(note.read_text()) if note.is_file() else {}
+            noted = json.loads(note.read_text()) if note.is_file() else {}
         except ValueError as error:
             raise ValueError(f"{note} is damaged ({error}): remove {out}, {note} and {parts}") from None
-        if wrong := [f"{name} was {old!r}, is {new!r}" for name, old, new in differences(made, settings)]:
+        if wrong := [f"{name} was {old!r}, is {new!r}" for name, old, new in differences(noted, settings)]:
             raise ValueError(
                 f"{out if out.exists() else parts} was made with other settings: {'; '.join(wrong)}. Give "
                 f"regenerate.out another name, or remove {out}, {note} and {parts}"
@@ -28,39 +29,32 @@ def is_whole(out: Path, settings: dict[str, Any]) -> bool:
 
 
 def begin(out: Path, settings: dict[str, Any]) -> None:
-    """Note what makes the parts, then make room for them: parts without such a note are refused."""
+    """Note the settings, then make room for the parts: parts without such a note are refused."""
     out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(Path(f"{out}.settings"), [json.dumps(settings, indent=1).encode()])
     Path(f"{out}.parts").mkdir(exist_ok=True)
 
 
-def finished(out: Path) -> dict[str, tuple[Path, int]]:
-    """Where the line of each finished conversation begins; what a killed run left half is none."""
-    found = {}
+def read_parts(out: Path) -> dict[str, bytes]:
+    """The line of each finished conversation by its id; what a killed run left half is left out."""
+    lines = {}
     for path in sorted(Path(f"{out}.parts").glob("part-*.jsonl")):
         with path.open("rb") as file:
-            offset = 0
-            for line in file:
-                if (name := _conversation_of(line)) is not None:
-                    found[name] = (path, offset)
+            for number, line in enumerate(file, 1):
+                try:
+                    outcome = json.loads(line)
+                    name = outcome["id"] if {"id", "record", "notes", "tokens"} <= outcome.keys() else None
+                except (ValueError, AttributeError):
+                    name = None
+                if isinstance(name, str):
+                    lines[name] = line
                 else:
-                    print(f"{path}: the line at byte {offset} is damaged; its conversation is answered again")
-                offset += len(line)
-    return found
-
-
-def _conversation_of(line: bytes) -> str | None:
-    """Which conversation a line has finished; None where it is not what this project wrote."""
-    try:
-        outcome = json.loads(line)
-        whole = {"id", "record", "notes", "tokens"} <= outcome.keys() and isinstance(outcome["id"], str)
-    except (ValueError, AttributeError):
-        return None
-    return outcome["id"] if whole else None
+                    print(f"{path}: line {number} is damaged; its conversation is answered again")
+    return lines
 
 
 def open_part(out: Path, index: int) -> TextIO:
-    """This process's part, to be appended to, without the half line that a killed run may have left."""
+    """The part of one process, to be appended to, without the half line that a killed run may have left."""
     path = Path(f"{out}.parts") / f"part-{index:05d}.jsonl"
     if path.exists():
         with path.open("rb+") as file:
@@ -68,23 +62,9 @@ def open_part(out: Path, index: int) -> TextIO:
     return path.open("a", encoding="utf-8")
 
 
-def lines_of(out: Path, names: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The finished lines of these conversations, in their order."""
-    places = finished(out)
-    files = {path: path.open("rb") for path, _ in places.values()}
-    for name in names:
-        if name in places:
-            path, offset = places[name]
-            files[path].seek(offset)
-            yield json.loads(files[path].readline())
-    for file in files.values():
-        file.close()
-
-
-def put_together(out: Path, names: list[str]) -> None:
-    """All records in source order, in one file that is whole from its first moment; the parts go."""
-    records = (line["record"] for line in lines_of(out, names) if line["record"])
-    write_whole(out, ((json.dumps(record) + "\n").encode() for record in records))
-    for path in Path(f"{out}.parts").iterdir():
-        path.unlink()
-    Path(f"{out}.parts").rmdir()
+def join_parts(out: Path, names: Iterable[str]) -> None:
+    """Write the records of these conversations, in this order, to one file that is whole at once; remove the parts."""
+    lines = read_parts(out)
+    records = (json.loads(lines[name])["record"] for name in names if name in lines)
+    write_whole(out, ((json.dumps(record) + "\n").encode() for record in records if record))
+    shutil.rmtree(f"{out}.parts")

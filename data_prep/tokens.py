@@ -63,10 +63,12 @@ def tokenize_data(recipe: Recipe, tokenizer: Any, *, strict: bool = False) -> tu
     return examples, tally
 
 
-def read_examples(recipe: Recipe) -> list[Example]:
-    """The recipe's training examples, after a table of what was kept and dropped."""
-    examples, tally = tokenize_data(recipe, load_tokenizer(recipe))
-    print(tally.table())
+def read_examples(recipe: Recipe, *, strict: bool = False) -> list[Example]:
+    """The recipe's examples, after a table of what was kept and dropped."""
+    examples, tally = tokenize_data(recipe, load_tokenizer(recipe), strict=strict)
+    tokens = sum(len(example.tokens) for example in examples)
+    supervised = sum(int(example.loss_mask.sum()) for example in examples)
+    print(f"{tally.table()}\n{len(examples):,} examples, {tokens:,} tokens, {supervised / tokens:.0%} supervised")
     return examples
 
 

@@ -16,7 +16,7 @@ from eval.drafters import budget_of
 from pydantic import Field
 
 from eagle.drafters import settings_of
-from eagle.recipe import BudgetSection, Recipe, Section, lay_over, validate
+from eagle.recipe import BudgetSection, Recipe, Section, lay_over, parse_section
 from eagle.training.launch import resolve_dtype
 from eagle.training.train import FREE
 
@@ -100,7 +100,7 @@ class Comparison:
         values = _read_yaml(str(path))
         for override in overrides:
             lay_over(values, override)
-        comparison = cls(validate(ComparisonSection, values, str(path)), str(path))
+        comparison = cls(parse_section(ComparisonSection, values, str(path)), str(path))
         comparison.check()
         return comparison
 

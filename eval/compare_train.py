@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from data_prep.extract import fill
+from data_prep.extract import fill_store
 from data_prep.tokens import read_examples
 from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.data.examples import Features, collate, trim_mask
@@ -46,7 +46,7 @@ def store_features(comparison: Comparison) -> None:
         taps = {tap for recipe in recipes for tap in taps_of(_settings(recipe), config)}
         in_order = tuple(sorted(taps, key=lambda tap: (tap == -1, tap)))
         with lock_folder(store):
-            fill(recipes[0], Path(store), in_order, repair=False, strict=False)
+            fill_store(recipes[0], Path(store), in_order, repair=False, strict=False)
 
 
 @dataclass

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from data_prep.count_tokens import Text, counted
+from data_prep.count_tokens import Text, count_texts
 from eagle.drafters.parts.counts import Tables
 
 Naive = tuple[Counter[int], Counter[tuple[int, int]]]
@@ -26,7 +26,7 @@ def some_text(vocab_size: int, length: int = 400, seed: int = 0) -> Tensor:
 def some_tables(vocab_size: int) -> Tables:
     """Tables of that text."""
     text = some_text(vocab_size)
-    return counted([(text, torch.ones_like(text, dtype=torch.bool))], vocab_size)
+    return count_texts([(text, torch.ones_like(text, dtype=torch.bool))], vocab_size)
 
 
 def naive(texts: list[Text], fault: str = "") -> Naive:

@@ -107,3 +107,8 @@ def folder_of(path: str, revision: str | None, patterns: tuple[str, ...]) -> Pat
 
 def _files(source: Path) -> list[Path]:
     return sorted(path for path in source.iterdir() if path.is_file()) if source.is_dir() else [source]
+
+
+def target_name(recipe: Recipe) -> dict[str, Any]:
+    """The path, revision and adapter of a target: all that can be compared where its files are not."""
+    return recipe.target.model_dump(include={"path", "revision", "adapter"})

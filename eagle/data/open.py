@@ -7,7 +7,7 @@ from typing import Any
 
 from eagle.data.examples import Example, Features
 from eagle.data.features import LiveFeatures, taps_of
-from eagle.data.identity import MASK_RULES, data_identity, identity, in_precision
+from eagle.data.identity import MASK_RULES, data_identity, identity, in_precision, target_name
 from eagle.data.on_policy import OnPolicyFeatures
 from eagle.data.store import FeatureStore
 from eagle.device import best_device
@@ -59,7 +59,7 @@ def _expected_identity(recipe: Recipe, taps: tuple[int, ...], store: FeatureStor
     """The identity that a store must have; of a target whose files are not here only the name can be compared."""
     if is_local_model(recipe.target.path, recipe.target.revision):
         return identity(recipe, taps)
-    name = recipe.target.model_dump(include={"path", "revision", "adapter"})
+    name = target_name(recipe)
     made_from = store.index["made"]["target"]
     if name != made_from:
         raise ValueError(

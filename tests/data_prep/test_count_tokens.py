@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from data_prep import count_tokens
-from data_prep.count_tokens import Text, counted
+from data_prep.count_tokens import Text, count_texts
 from data_prep.tokens import load_tokenizer, tokenize_data
 from eagle import Target
 from eagle.drafters.bigram import BigramDrafter
@@ -33,16 +33,16 @@ def some_texts() -> list[Text]:
 def test_tables_hold_what_a_naive_count_finds(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many pieces are merged; what is not said is not counted, nor a pair across texts."""
     monkeypatch.setattr(count_tokens, "CHUNK", chunk)
-    found = held(counted(some_texts(), V))
+    found = held(count_texts(some_texts(), V))
     assert found == naive(some_texts())
     assert all(found != naive(some_texts(), fault) for fault in ("not said", "across texts"))
-    assert held(counted(some_texts(), V, pairs=False)) == (found[0], Counter())
+    assert held(count_texts(some_texts(), V, pairs=False)) == (found[0], Counter())
 
 
 def test_a_token_beyond_the_vocabulary_is_refused() -> None:
     """Said or not."""
     with pytest.raises(ValueError, match="holds the token 12, the target's vocabulary has 10"):
-        counted([(torch.tensor([3, 12]), torch.zeros(2).bool())], 10)
+        count_texts([(torch.tensor([3, 12]), torch.zeros(2).bool())], 10)
 
 
 def test_the_command_counts_the_recipes_answers(

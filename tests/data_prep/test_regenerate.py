@@ -20,9 +20,9 @@ from data_prep import answers, regenerate
 from data_prep.answers import Local, Prompt, pads_harmlessly
 from data_prep.conversations import read_conversations
 from data_prep.endpoint import PROBE, Endpoint
-from data_prep.parts import begin, is_whole, put_together
+from data_prep.parts import begin, is_whole, join_parts
 from data_prep.records import Conversation
-from data_prep.regenerate import Reader, answer_all, main, named, table, walk
+from data_prep.regenerate import Reader, answer_all, converse, main, make_names_unique, table
 from eagle import Target
 from eagle.core.decode import generate
 from eagle.core.verify import Sampling
@@ -158,7 +158,7 @@ def walked(
         section = section_of(Path("-"), endpoint=url, in_flight=1, **fields)
         endpoint = Endpoint(TargetSection(path="some/target"), section, {}, waits=())
         reader = Reader(target.tokenizer, data or DataSection(train="-"), target.max_positions)
-        ((name, line),) = endpoint.run(iter([("name", walk("name", conversation, reader, section))]))
+        ((name, line),) = endpoint.run(iter([("name", converse("name", conversation, reader, section))]))
     assert name == "name" and isinstance(line, dict) and not queue, line
     return line
 
@@ -178,7 +178,7 @@ def jobs_of(count: int) -> list[tuple[str, Conversation]]:
     """Conversations of one to three answers."""
     turns = ("user: question {}", "assistant: old", "user: more {}", "assistant: older", "user: end", "assistant: no")
     talks = (talk(f"c{n}", *(turn.format(n) for turn in turns[: 2 + 2 * (n % 3)])) for n in range(count))
-    return list(named(talks))
+    return list(make_names_unique(talks))
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +186,7 @@ def uninterrupted(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory)
     """The output of one process in one go, for thirteen jobs."""
     out = tmp_path_factory.mktemp("whole") / "out.jsonl"
     assert not run_echo(out, jobs_of(13), tiny_target)
-    put_together(out, [name for name, _ in jobs_of(13)])
+    join_parts(out, [name for name, _ in jobs_of(13)])
     return out.read_bytes()
 
 
@@ -237,13 +237,13 @@ def test_the_datas_answers_as_history_would_be_seen(
 def test_padding_that_is_looked_at_is_seen(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: without its mask a batch is refused, and each prompt is decoded alone."""
 
-    class Unmasked(answers._Rows):
+    class Unmasked(answers.PaddedRows):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             self.mask = torch.ones_like(self.mask)
 
     assert pads_harmlessly(tiny_target)
-    monkeypatch.setattr(answers, "_Rows", Unmasked)
+    monkeypatch.setattr(answers, "PaddedRows", Unmasked)
     assert not pads_harmlessly(tiny_target)
     assert Local(tiny_target, tiny_target.tokenizer, section_of(Path("-"))).at_once == 1
 
@@ -294,7 +294,7 @@ def test_any_number_of_processes_gives_the_same(
     jobs, out = jobs_of(13), tmp_path / "out.jsonl"
     for index in range(count):
         assert not run_echo(out, jobs, tiny_target, index, count)
-    put_together(out, [name for name, _ in jobs])
+    join_parts(out, [name for name, _ in jobs])
     assert out.read_bytes() == uninterrupted
 
 
@@ -314,7 +314,7 @@ def test_a_killed_run_resumes(uninterrupted: bytes, tiny_target: Target, tmp_pat
 
     assert not run_echo(out, jobs, tiny_target, reply=reply)
     assert len(set(asked)) == 4 + 2  # those never tried, and the two that were cut
-    put_together(out, [name for name, _ in jobs])
+    join_parts(out, [name for name, _ in jobs])
     assert out.read_bytes() == uninterrupted
 
 
@@ -350,7 +350,7 @@ def test_a_busy_server_is_asked_again(uninterrupted: bytes, tiny_target: Target,
     jobs, out, count = jobs_of(13), tmp_path / "out.jsonl", iter(range(10_000))
     faults = {3: 500, 5: 429, 8: None, 9: "<html>", 10: 503}
     assert not run_echo(out, jobs, tiny_target, reply=lambda asked: faults.get(next(count) % 13) or echo(asked))
-    put_together(out, [name for name, _ in jobs])
+    join_parts(out, [name for name, _ in jobs])
     assert out.read_bytes() == uninterrupted
 
 
@@ -424,7 +424,7 @@ def test_a_request_holds_all_that_decides_the_answer(tiny_target: Target) -> Non
         endpoint = Endpoint(TargetSection(path="target"), section, {"enable_thinking": False})
         reader = Reader(tiny_target.tokenizer, DataSection(train="-"), endpoint.positions)
         one = talk("name", "user: a", "assistant: b", "user: c", "assistant: d", tools=TOOLS)
-        list(endpoint.run(iter([("name", walk("name", one, reader, section))])))
+        list(endpoint.run(iter([("name", converse("name", one, reader, section))])))
     first, second = asked
     assert first["messages"] == [{"role": "user", "content": "a"}] and first["tools"] == TOOLS
     assert (first["temperature"], first["top_p"], first["chat_template_kwargs"]) == (
@@ -483,7 +483,7 @@ def test_odd_conversations_are_noted(tiny_target: Target) -> None:
 
 def test_repeated_ids_become_unique(tiny_target: Target) -> None:
     """By their place, the same at every run; the source's own id is kept beside."""
-    names = [name for name, _ in named(talk(name) for name in ("a", "b", "a", "a", "a#2"))]
+    names = [name for name, _ in make_names_unique(talk(name) for name in ("a", "b", "a", "a", "a#2"))]
     assert names == ["a", "b", "a#2", "a#3", "a#2#4"] and len(set(names)) == 5
     with_source = walked(tiny_target, talk("other", "user: a", "assistant: b"), completion("x"))
     assert with_source["record"]["source_id"] == "other"
@@ -501,7 +501,7 @@ def test_what_other_settings_made_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=named_so):
             is_whole(out, wanted)
-    put_together(out, [])
+    join_parts(out, [])
     assert is_whole(out, made)
     (tmp_path / "out.settings").unlink()
     with pytest.raises(ValueError, match="was made with other settings"):

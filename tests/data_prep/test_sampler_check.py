@@ -14,7 +14,7 @@ import torch
 from data_prep import endpoint, sampler_check
 from data_prep.conversations import read_conversations
 from data_prep.endpoint import Endpoint
-from data_prep.regenerate import BROKEN_TEXT, Reader, main, walk
+from data_prep.regenerate import BROKEN_TEXT, Reader, converse, main
 from data_prep.sampler_check import DEVIATIONS, EVERY, PROBES, SamplerCheck, draws_of, is_broken
 from eagle import Target
 from eagle.recipe import DataSection, RegenerateSection, TargetSection
@@ -198,7 +198,7 @@ def test_probabilities_come_now_and_then() -> None:
     """One answer in so many, and none from a server that tells none."""
     check = SamplerCheck(100, 1.0)
     assert [number for number in range(1, 2 * EVERY + 1) if check.is_due()] == [EVERY, 2 * EVERY]
-    check.tells = False
+    check.tells_probs = False
     assert not any(check.is_due() for _ in range(2 * EVERY))
 
 
@@ -220,5 +220,5 @@ def test_answers_that_are_none_are_not_learned(tiny_target: Target) -> None:
         section = RegenerateSection(source="-", out="-", endpoint=url, in_flight=1)
         server = Endpoint(TargetSection(path="some/target"), section, {}, waits=())
         read = Reader(tiny_target.tokenizer, DataSection(train="-"))
-        ((_, outcome),) = server.run(iter([("name", walk("name", one, read, section))]))
+        ((_, outcome),) = server.run(iter([("name", converse("name", one, read, section))]))
     assert isinstance(outcome, str) and outcome.endswith("broke an answer off: finish_reason abort")

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from data_prep.count_tokens import counted
+from data_prep.count_tokens import count_texts
 from eagle import Budget, Sampling, Target
 from eagle.core.drafter import Committed
 from eagle.core.tree import Paths, TargetOutput, best_tree, chain_paths
@@ -50,7 +50,7 @@ def test_the_laws_are_those_of_witten_and_bell(vocab_size: int) -> None:
     """Every row, in whatever order they are asked for; one token is followed by none, which leaves the unigram law."""
     text = some_text(vocab_size, 150)
     text[text == 2] = 1
-    tables = counted([(torch.cat([text, torch.tensor([2])]), torch.ones(151).bool())], vocab_size)
+    tables = count_texts([(torch.cat([text, torch.tensor([2])]), torch.ones(151).bool())], vocab_size)
     rows = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(0))
     bigram, unigram = (drafter(tables).logits(rows).exp().double() for drafter in BOTH)
     np.testing.assert_allclose(tables.unigram(), [float(share) for share in fractions(tables)], rtol=1e-14)

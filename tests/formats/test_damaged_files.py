@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from data_prep.parts import begin, finished, is_whole
+from data_prep.parts import begin, is_whole, read_parts
 from eagle.drafters.parts.counts import Tables, save_tables
 from eagle.training.resume import MARK, Checkpoints
 from eval.engines import merge_rows
@@ -51,8 +51,8 @@ def test_a_damaged_line_of_a_part_is_answered_again(
     begin(out, {})
     whole = json.dumps({"id": "a", "record": None, "notes": [], "tokens": 0}).encode() + b"\n"
     (tmp_path / "answers.jsonl.parts/part-00000.jsonl").write_bytes(line + b"\n" + whole)
-    assert list(finished(out)) == ["a"]
-    assert "the line at byte 0 is damaged" in capsys.readouterr().out
+    assert list(read_parts(out)) == ["a"]
+    assert "line 1 is damaged" in capsys.readouterr().out
     Path(f"{out}.settings").write_bytes(line)
     with pytest.raises(ValueError, match=r"is damaged|was made with other settings"):
         is_whole(out, {"sampling": 1})

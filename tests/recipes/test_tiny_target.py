@@ -17,7 +17,7 @@ import torch
 from sentencepiece import SentencePieceProcessor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from data_prep.docstrings import C_MODULES, call_answer, docstring_conversations, parsed, prose
+from data_prep.docstrings import C_MODULES, call_answer, docstring_conversations, extract_prose, parse_source
 from recipes.tiny.make_target import END, SPECIAL, finished, make_target, new_model, packed, train
 
 ODD = [
@@ -123,10 +123,10 @@ def test_the_splits_share_no_module_and_no_address(tiny_target_dir: Path) -> Non
 
 
 def test_parsing_keeps_what_is_public() -> None:
-    box, opened = parsed("shop._boxes", SOURCE.encode())
+    box, opened = parse_source("shop._boxes", SOURCE.encode())
     assert (box.name, box.kind, opened.name, opened.kind) == ("shop.Box", "class", "shop.Box.open", "method")
-    assert prose(box.docstring) == "Keep a value for `shop.Reader` to find."
-    assert prose(opened.docstring) == "Open the `box` and look at what is inside."
+    assert extract_prose(box.docstring) == "Keep a value for `shop.Reader` to find."
+    assert extract_prose(opened.docstring) == "Open the `box` and look at what is inside."
     assert call_answer(box) == "```python\nBox(value, *, lid=None)\n```\nIt takes 2 arguments: `value` and `lid`."
     assert "open(slowly=False, *keys)" in str(call_answer(opened))
 
