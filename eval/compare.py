@@ -51,7 +51,7 @@ def header(comparison: Comparison, decoder: Decoder) -> dict[str, Any]:
     device = best_device()
     processor = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
     return {
-        "comparison": comparison.source,
+        "comparison": Path(comparison.source).name,
         "target": target_identity(comparison.recipe.target),
         "prompts": [[question.set, question.id] for question in decoder.questions],
         "new_tokens": comparison.recipe.eval.max_new_tokens,

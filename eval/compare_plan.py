@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from pydantic import Field
 
+from eagle.core.drafter import Budget
 from eagle.drafters import settings_of
 from eagle.recipe import BudgetSection, Recipe, Section, lay_over, validated
 from eagle.training.launch import resolve_dtype
@@ -92,7 +93,12 @@ class Comparison:
         self.section, self.source, self.folder = section, source, Path(section.out)
         self.shared = _merged(_read_yaml(section.base), section.recipe)
         self.recipe = self._recipe_of("", ArmSection.model_validate({}))
-        self.shapes = {name: budget_of(shape) for name, shape in section.shapes.items()}
+        self.shapes: dict[str, Budget] = {}
+        for name, shape in section.shapes.items():
+            try:
+                self.shapes[name] = budget_of(shape)
+            except ValueError as error:
+                raise ValueError(f"{source}: shapes.{name}: {error}") from None
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Comparison:

@@ -131,7 +131,7 @@ def train_arm(comparison: Comparison, rows: Rows, arm: Arm, seed: int) -> None:
     if arm.section.tokens is not None:
         steps: int | None = run.steps_for(arm.section.tokens - learned)
     elif arm.section.seconds is not None or arm.as_long_as is not None:
-        steps = _steps_in_time(comparison, rows, arm, seed)
+        steps = steps_in_time(comparison, rows, arm, seed)
     else:
         steps = None
     if steps is not None and steps < 1:
@@ -156,7 +156,7 @@ def _trained(rows: Rows, arm: Arm, seed: int) -> Row:
 # -- budgets of time --------------------------------------------------------------------------------------------------
 
 
-def _steps_in_time(comparison: Comparison, rows: Rows, arm: Arm, seed: int) -> int:
+def steps_in_time(comparison: Comparison, rows: Rows, arm: Arm, seed: int) -> int:
     """The steps that fill an arm's budget of seconds, or those of the arm that it is timed by."""
     budget = arm.section.seconds
     if arm.as_long_as is not None:
