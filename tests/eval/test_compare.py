@@ -172,10 +172,21 @@ def test_a_changed_arm_alone_is_trained_again(
     changed = {**values["arms"], "head": {"tokens": 150, "recipe": {"train": {"lr": 3e-3}}}}
     out = tmp_path / "out"
     out.mkdir()
-    (out / "results.jsonl").write_bytes((Path(values["out"]) / "results.jsonl").read_bytes() + b'{"torn')
+    (out / "results.jsonl").write_bytes((Path(values["out"]) / "results.jsonl").read_bytes())
     main([written(values, tmp_path, arms=changed, out=str(out), seeds=[0])])
     assert trained == [("head", 0), ("longer", 0)]
-    assert b"torn" not in (out / "results.jsonl").read_bytes()
+
+
+def test_a_torn_line_is_cut_off_and_a_foreign_one_named(tmp_path: Path) -> None:
+    """What was whole stays."""
+    Rows(tmp_path).add("clock", [{"a": 1.0}])
+    with (tmp_path / "results.jsonl").open("a") as file:
+        file.write('{"clock": {"b": 2')
+    Rows(tmp_path).add("clock", [{"c": 3.0}])
+    assert Rows(tmp_path).of("clock") == [{"a": 1.0}, {"c": 3.0}]
+    (tmp_path / "results.jsonl").write_text('{"clock": {}}\n[]\n')
+    with pytest.raises(ValueError, match=r"results.jsonl:2 is no row of a comparison"):
+        Rows(tmp_path)
 
 
 def naive_difference(less: dict[Any, Any], more: dict[Any, Any], conversations: list[str]) -> tuple[float, ...]:
@@ -216,8 +227,8 @@ def test_differences_against_a_naive_bootstrap(comparison: Comparison, monkeypat
         assert found["value"] == pytest.approx(value) and found["answers"] == 24
         assert (found["low"], found["high"]) == (pytest.approx(low, abs=2e-3), pytest.approx(high, abs=2e-3))
     clear, unclear = markdown(figures).splitlines()[-4:-2]
-    assert clear.startswith("| head − counts") and clear.count("**") == 8
-    assert unclear.startswith("| longer − counts") and "**" not in unclear
+    assert clear.startswith("| head over counts") and clear.count("**") == 8
+    assert unclear.startswith("| longer over counts") and "**" not in unclear
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
