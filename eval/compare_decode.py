@@ -16,7 +16,7 @@ from eagle.formats.checkpoint import load_drafter
 from eagle.log import progress
 from eagle.target.target import Target
 from eval.compare_plan import Arm, Comparison, digest_of
-from eval.compare_rows import Row, Rows
+from eval.compare_rows import Entry, Rows
 from eval.drafters import load_target
 from eval.prompts import Case, cases, key_of, prompt_of, questions, sampling_of
 from eval.replay import Answer, recorded, replay
@@ -38,7 +38,7 @@ class Decoder:
         return load_target(self.recipe)
 
     @cached_property
-    def answers(self) -> list[Row]:
+    def answers(self) -> list[Entry]:
         """The target's own answers to all prompts at all temperatures; those in the file are not made again."""
         every = cases(self.recipe, self.questions, self.recipe.eval.temperatures)
         turns = sum(len(question.turns) for _, _, question in every)
@@ -78,10 +78,10 @@ class Decoder:
 
     # -- one answer ---------------------------------------------------------------------------------------------------
 
-    def _answer_case(self, case: Case) -> list[Row]:
+    def _answer_case(self, case: Case) -> list[Entry]:
         """The answers to a question's turns, up to the first that the model has no positions for."""
         texts: list[str] = []
-        answers: list[Row] = []
+        answers: list[Entry] = []
         for turn, text in enumerate(case[2].turns):
             prompt = prompt_of(self.recipe, self.target, [*texts, text])
             if prompt is None:
@@ -98,7 +98,7 @@ class Decoder:
             texts += [text, answers[-1]["text"]]
         return answers
 
-    def _with_features(self, row: Row, taps: tuple[int, ...]) -> Answer:
+    def _with_features(self, row: Entry, taps: tuple[int, ...]) -> Answer:
         """An answer with what a drafter reads of the target along it."""
         tokens = row["tokens"]
         features = self.target.features(torch.tensor([tokens]), taps)[0] if taps else None
@@ -122,7 +122,7 @@ class Decoder:
         """What names the figures of an arm in one shape; an untrained one has no seed."""
         return {"digest": self.comparison.row_digest(arm, shape), "seed": seed if arm.is_trained else None}
 
-    def _marks(self, arm: Arm, seed: int, shape: str, temperature: float) -> list[Row]:
+    def _marks(self, arm: Arm, seed: int, shape: str, temperature: float) -> list[Entry]:
         return self.rows.of("done", **self._about(arm, seed, shape), temperature=temperature, asked=self.asked)
 
     def _note(
@@ -131,7 +131,7 @@ class Decoder:
         seed: int,
         shape: str,
         temperature: float,
-        answers: Sequence[Row],
+        answers: Sequence[Entry],
         lengths: Sequence[tuple[int, int]],
     ) -> None:
         """Add the rows of one shape and temperature that are not in the file, then the mark that all are there."""

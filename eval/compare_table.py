@@ -15,7 +15,7 @@ NO_DATA = "–"
 
 
 @dataclass(frozen=True)
-class Table:
+class ComparisonTable:
     """The figures of a comparison, from the rows that are there."""
 
     comparison: Comparison

@@ -23,7 +23,7 @@ from eval import compare, compare_train
 from eval.compare import main
 from eval.compare_plan import Comparison
 from eval.compare_rows import Rows
-from eval.compare_table import Table, markdown
+from eval.compare_table import ComparisonTable, markdown
 from eval.drafters import load_target
 from eval.prompts import cases, prompt_of, questions, sampling_of
 
@@ -99,7 +99,7 @@ def never_train(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_table_says_what_decoding_gives(comparison: Comparison) -> None:
     """Every length in the table is that of decoding with the arm's last head, prompt by prompt."""
-    table, target = Table(comparison, Rows(comparison.folder)), load_target(comparison.recipe)
+    table, target = ComparisonTable(comparison, Rows(comparison.folder)), load_target(comparison.recipe)
     recipe = comparison.recipe
     for arm, seed in [(comparison.arms["counts"], 0), (comparison.arms["longer"], 1)]:
         head = arm.section.untrained or arm.folder(comparison.folder, seed) / "last"
@@ -136,7 +136,7 @@ def test_a_finished_comparison_is_reported_and_not_made_again(
 
 def test_budgets_count_the_start(comparison: Comparison) -> None:
     """Heads learn from as many tokens as they were given, to within a step, with what their start learned from."""
-    table = Table(comparison, Rows(comparison.folder))
+    table = ComparisonTable(comparison, Rows(comparison.folder))
     for name, budget in {"head": 150, "longer": 300}.items():
         for seed in (0, 1):
             training = table.training(comparison.arms[name], seed)
@@ -219,8 +219,8 @@ def test_differences_against_a_naive_bootstrap(comparison: Comparison, monkeypat
         return {(seed, "set", name, 0, 0): (round(n * longer), n) for (seed, name), n in counts.items()}
 
     by_arm = {"counts": lengths(1.5), "head": lengths(1.8), "longer": lengths(1.5)}
-    monkeypatch.setattr(Table, "lengths", lambda _table, arm, _shape, _temperature: by_arm[arm.name])
-    figures = Table(comparison, Rows(comparison.folder)).figures()
+    monkeypatch.setattr(ComparisonTable, "lengths", lambda _table, arm, _shape, _temperature: by_arm[arm.name])
+    figures = ComparisonTable(comparison, Rows(comparison.folder)).figures()
     for pair in figures["pairs"]:
         found = pair["tau"]["tree, T = 0"]
         value, low, high = naive_difference(by_arm[pair["first"]], by_arm[pair["second"]], conversations)
