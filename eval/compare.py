@@ -28,7 +28,7 @@ from eagle.log import interrupted_by_user, progress, script
 from eval.compare_decode import Decoder
 from eval.compare_plan import Comparison
 from eval.compare_rows import Rows
-from eval.compare_table import Table, markdown
+from eval.compare_table import ComparisonTable, markdown
 from eval.compare_train import is_trained, store_features, train_arm
 from eval.results import commit
 
@@ -51,7 +51,7 @@ def header(comparison: Comparison, decoder: Decoder) -> dict[str, Any]:
     device = best_device()
     processor = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
     return {
-        "comparison": comparison.source,
+        "comparison": Path(comparison.source).name,
         "target": target_identity(comparison.recipe.target),
         "prompts": [[question.set, question.id] for question in decoder.questions],
         "new_tokens": comparison.recipe.eval.max_new_tokens,
@@ -105,7 +105,7 @@ def report(comparison: Comparison, rows: Rows) -> str:
     """Write the figures and the table of the rows that are there; the table."""
     if not rows.of("run"):
         raise ValueError(f"no results in {rows.path}: give the command without --report first")
-    figures = Table(comparison, rows).figures()
+    figures = ComparisonTable(comparison, rows).figures()
     table = markdown(figures)
     write_text(comparison.folder / "comparison.json", json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
     write_text(comparison.folder / "comparison.md", table + "\n")

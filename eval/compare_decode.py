@@ -17,7 +17,8 @@ from eagle.formats.checkpoint import load_drafter
 from eagle.log import progress
 from eagle.target.target import Target
 from eval.compare_plan import Arm, Comparison, digest_of
-from eval.compare_rows import Row, Rows
+from eval.compare_rows import Entry, Rows
+from eval.load_run import load_target
 from eval.prompts import Case, cases, encode_prompt, questions
 from eval.replay import Answer, recorded, replay
 
@@ -38,7 +39,7 @@ class Decoder:
         return load_target(self.recipe)
 
     @cached_property
-    def answers(self) -> list[Row]:
+    def answers(self) -> list[Entry]:
         """The target's own answers to all prompts at all temperatures; those in the file are not made again."""
         every = cases(self.recipe, self.questions, self.recipe.eval.temperatures)
         turns = sum(len(question.turns) for _, _, question in every)
@@ -78,10 +79,10 @@ class Decoder:
 
     # -- one answer ---------------------------------------------------------------------------------------------------
 
-    def _answer_case(self, case: Case) -> list[Row]:
+    def _answer_case(self, case: Case) -> list[Entry]:
         """The answers to a question's turns, up to the first that the model has no positions for."""
         texts: list[str] = []
-        answers: list[Row] = []
+        answers: list[Entry] = []
         for turn, text in enumerate(case[2].turns):
             prompt = encode_prompt(self.recipe, self.target, [*texts, text])
             if prompt is None:
@@ -96,7 +97,7 @@ class Decoder:
             texts += [text, answers[-1]["text"]]
         return answers
 
-    def _with_features(self, row: Row, taps: tuple[int, ...]) -> Answer:
+    def _with_features(self, row: Entry, taps: tuple[int, ...]) -> Answer:
         """An answer with what a drafter reads of the target along it."""
         tokens = row["tokens"]
         features = self.target.features(torch.tensor([tokens]), taps)[0] if taps else None
@@ -120,7 +121,7 @@ class Decoder:
         """What names the figures of an arm in one shape; an untrained one has no seed."""
         return {"digest": self.comparison.row_digest(arm, shape), "seed": seed if arm.is_trained else None}
 
-    def _marks(self, arm: Arm, seed: int, shape: str, temperature: float) -> list[Row]:
+    def _marks(self, arm: Arm, seed: int, shape: str, temperature: float) -> list[Entry]:
         return self.rows.of("done", **self._about(arm, seed, shape), temperature=temperature, asked=self.asked)
 
     def _note(
@@ -129,7 +130,7 @@ class Decoder:
         seed: int,
         shape: str,
         temperature: float,
-        answers: Sequence[Row],
+        answers: Sequence[Entry],
         lengths: Sequence[tuple[int, int]],
     ) -> None:
         """Add the rows of one shape and temperature that are not in the file, then the mark that all are there."""

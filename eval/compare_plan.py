@@ -15,6 +15,8 @@ import yaml
 from eval.drafters import budget_of
 from pydantic import Field
 
+from eagle.core.drafter import Budget
+from eagle.data.identity import fingerprint
 from eagle.drafters import settings_of
 from eagle.recipe import BudgetSection, Recipe, Section, lay_over, parse_section
 from eagle.training.launch import resolve_dtype
@@ -92,7 +94,12 @@ class Comparison:
         self.section, self.source, self.folder = section, source, Path(section.out)
         self.shared = _merged(_read_yaml(section.base), section.recipe)
         self.recipe = self._recipe_of("", ArmSection.model_validate({}))
-        self.shapes = {name: budget_of(shape) for name, shape in section.shapes.items()}
+        self.shapes: dict[str, Budget] = {}
+        for name, shape in section.shapes.items():
+            try:
+                self.shapes[name] = budget_of(shape)
+            except ValueError as error:
+                raise ValueError(f"{source}: shapes.{name}: {error}") from None
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Comparison:
@@ -190,7 +197,9 @@ def _merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def _decisive(recipe: Recipe, section: ArmSection) -> list[Any]:
     """What of an arm decides its head."""
     if section.untrained is not None:
-        return [section.untrained]
+        folders = [Path(name) for name in section.untrained.split(",")]
+        weights = [path for folder in folders for path in sorted(folder.glob("*.safetensors"))]
+        return [section.untrained, *([fingerprint(weights)] if weights else [])]
     values = recipe.model_dump(mode="json", exclude={"eval", "regenerate"})
     free = FREE | {"seed"} | ({"init"} if section.start else set())
     values["train"] = {key: value for key, value in values["train"].items() if key not in free}

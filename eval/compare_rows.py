@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
+Entry = dict[str, Any]
 
 
 class Rows:
@@ -16,7 +16,7 @@ class Rows:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "results.jsonl"
-        self.by_kind: dict[str, list[Row]] = {}
+        self.by_kind: dict[str, list[Entry]] = {}
         data = self.path.read_bytes() if self.path.exists() else b""
         self.length = data.rfind(b"\n") + 1  # of the whole lines
         for number, line in enumerate(data[: self.length].splitlines(), start=1):
@@ -28,12 +28,12 @@ class Rows:
                 ) from None
             self.by_kind.setdefault(kind, []).append(row)
 
-    def of(self, kind: str, **fields: Any) -> list[Row]:
+    def of(self, kind: str, **fields: Any) -> list[Entry]:
         """The rows of a kind that have these values."""
         rows = self.by_kind.get(kind, [])
         return [row for row in rows if all(row.get(name) == value for name, value in fields.items())]
 
-    def add(self, kind: str, rows: Iterable[Row]) -> None:
+    def add(self, kind: str, rows: Iterable[Entry]) -> None:
         """Rows that belong together, on the disk when this returns."""
         rows = list(rows)
         lines = "".join(json.dumps({kind: row}, separators=(",", ":"), ensure_ascii=False) + "\n" for row in rows)

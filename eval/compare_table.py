@@ -15,7 +15,7 @@ NO_DATA = "–"
 
 
 @dataclass(frozen=True)
-class Table:
+class ComparisonTable:
     """The figures of a comparison, from the rows that are there."""
 
     comparison: Comparison
@@ -124,22 +124,21 @@ def markdown(figures: Mapping[str, Any]) -> str:
         lines.append(f"| {arm['arm']} | {' | '.join([*_training_cells(arm), *lengths])} |")
     for pair in figures["pairs"]:
         cells = (_difference(pair["tau"].get(column)) for column in columns)
-        lines.append(f"| {pair['second']} − {pair['first']} | | | | | {' | '.join(cells)} |")
+        lines.append(f"| {pair['second']} over {pair['first']} | | | | | {' | '.join(cells)} |")
     return "\n".join([*lines, "", f"<sub>{', '.join(_about(figures))}</sub>"])
 
 
 def _training_cells(arm: Mapping[str, Any]) -> list[str]:
-    if not arm["trained"]:
+    if not arm["trained"] or not arm["seeds"]:
         return [NO_DATA] * 4
-    numbers = (arm[name] for name in ("tokens", "steps", "seconds"))
-    return [str(arm["seeds"]), *(NO_DATA if number is None else f"{number:,.0f}" for number in numbers)]
+    return [f"{arm['seeds']}", f"{arm['tokens']:,.0f}", f"{arm['steps']:,.0f}", f"{arm['seconds']:,.1f}"]
 
 
 def _difference(more: Mapping[str, float] | None) -> str:
     """A difference with its interval, bold where that excludes zero."""
     if more is None:
         return NO_DATA
-    shown = f"{more['value']:+.2f} [{more['low']:+.2f}, {more['high']:+.2f}]"
+    shown = f"{more['value']:+.2f} ({more['low']:+.2f} to {more['high']:+.2f})"
     return f"**{shown}**" if Estimate(more["value"], more["low"], more["high"]).sign else shown
 
 

@@ -28,7 +28,7 @@ from eagle.training.launch import launch, splits_weights
 from eagle.training.plan import Plan, gate_mask
 from eagle.training.train import train
 from eval.compare_plan import Arm, Comparison
-from eval.compare_rows import Row, Rows
+from eval.compare_rows import Entry, Rows
 from eval.results import commit
 
 ENOUGH = 10**6  # epochs, where a budget decides the steps
@@ -50,7 +50,7 @@ def store_features(comparison: Comparison) -> None:
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """A training run that is ready for its first step."""
 
     recipe: Recipe
@@ -61,7 +61,7 @@ class Run:
     slots: list[int]  # supervised tokens of every conversation
 
     @classmethod
-    def open(cls, recipe: Recipe) -> Run:
+    def open(cls, recipe: Recipe) -> TrainingRun:
         """The features of a recipe and its first head, as the training script opens them."""
         accelerator, settings = launch(recipe.train), _settings(recipe)
         target, features = open_features(recipe, settings, partial(read_examples, recipe))
@@ -91,7 +91,7 @@ class Run:
         """Supervised tokens of one step."""
         return sum(self.slots[place] for place in plan.step(step))
 
-    def train(self, steps: int | None) -> Row:
+    def train(self, steps: int | None) -> Entry:
         """Train by the project's loop, or go on; steps, supervised tokens and seconds, those of a part scaled up."""
         plan = self.plan(steps)
         recipe = self.recipe.model_copy(update={"train": plan.settings})
@@ -125,13 +125,13 @@ class Run:
 
 def train_arm(comparison: Comparison, rows: Rows, arm: Arm, seed: int) -> None:
     """Train one arm with one seed for its budget, and note what it took."""
-    run = Run.open(arm.for_seed(comparison.folder, seed))
+    run = TrainingRun.open(arm.for_seed(comparison.folder, seed))
     trained = {part.name: _trained(rows, part, seed) for part in arm.line()[:-1]}
     learned = sum(row["tokens"] for row in trained.values())
     if arm.section.tokens is not None:
         steps: int | None = run.steps_for(arm.section.tokens - learned)
     elif arm.section.seconds is not None or arm.as_long_as is not None:
-        steps = _steps_in_time(comparison, rows, arm, seed)
+        steps = steps_in_time(comparison, rows, arm, seed)
     else:
         steps = None
     if steps is not None and steps < 1:
@@ -149,14 +149,14 @@ def is_trained(rows: Rows, arm: Arm, seed: int) -> bool:
     return not arm.is_trained or bool(rows.of("trained", digest=arm.digest, seed=seed))
 
 
-def _trained(rows: Rows, arm: Arm, seed: int) -> Row:
+def _trained(rows: Rows, arm: Arm, seed: int) -> Entry:
     return rows.of("trained", digest=arm.digest, seed=seed)[-1]
 
 
 # -- budgets of time --------------------------------------------------------------------------------------------------
 
 
-def _steps_in_time(comparison: Comparison, rows: Rows, arm: Arm, seed: int) -> int:
+def steps_in_time(comparison: Comparison, rows: Rows, arm: Arm, seed: int) -> int:
     """The steps that fill an arm's budget of seconds, or those of the arm that it is timed by."""
     budget = arm.section.seconds
     if arm.as_long_as is not None:
@@ -186,7 +186,7 @@ def _clock(comparison: Comparison, rows: Rows) -> dict[str, float]:
         digest: recipe.model_copy(update={"train": recipe.train.model_copy(update={"init": None})})
         for digest, recipe in recipes.items()
     }
-    steps = {digest: Run.open(recipe).timed_step() for digest, recipe in fresh.items()}
+    steps = {digest: TrainingRun.open(recipe).timed_step() for digest, recipe in fresh.items()}
     warm_up = max(count // 10, 1)
     seconds = dict.fromkeys(steps, 0.0)
     for number in progress(range(warm_up + count), "clock", warm_up + count, unit="steps"):

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 GONE, MISSING = "no/such/folder", "missing/recipe.yaml"  # no id of a hub either, which would be asked for
 RECIPES = ("data_prep.extract", "data_prep.regenerate", "data_prep.inspect_mask", "eval.measure", "eval.lossless")
-RECIPES += ("eval.tune", "recipes.forecast")
+RECIPES += ("eval.compare", "eval.tune", "recipes.forecast")
 VERBS = ("generate", "export", "import", "inspect", "doctor")
 ENGINE = ["--engine", "vllm", "--target", GONE, "--environment", GONE]
 # what each needs, and is not there; a command that begins to work without arguments has none in FREE

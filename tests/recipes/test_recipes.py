@@ -22,7 +22,9 @@ from eagle.training.plan import Plan
 from recipes.forecast import Sizes, empty_head, parameters
 
 ROOT = Path(__file__).parents[2]
-RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name != "accelerate")
+RECIPES = sorted(
+    path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name not in ("accelerate", "compare")
+)
 TINY = ROOT / "recipes/tiny/eagle1.yaml"
 
 
