@@ -6,7 +6,6 @@ Everything runs on one thread and is timed in CPU seconds; the figures that coun
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Callable
 from itertools import pairwise
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from bench.machine import made_on
+from bench.machine import made_on, markdown, take_turns, write_results
 from eagle import Budget, DraftTree, Sampling, Target, generate, stream
 from eagle.core.drafter import Committed, Drafter, Noise
 from eagle.drafters.ngram import NgramDrafter
@@ -86,13 +85,9 @@ def our_steps(target: Target, prompt: list[int], count: int) -> float:
     return typical_step([0.0, *times])
 
 
-def interleaved(rounds: int, **runs: Callable[[], float]) -> dict[str, float]:
-    """The median of each run over the rounds, in which all take turns so that a drifting machine hurts all alike."""
-    figures: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            figures[name].append(run())
-    return {name: median(values) for name, values in figures.items()}
+def median_seconds(rounds: int, **runs: Callable[[], float]) -> dict[str, float]:
+    """The median of each run over the rounds."""
+    return {name: median(seconds) for name, seconds in take_turns(rounds, runs).items()}
 
 
 def plain_decoding(model: Any, target: Target, rounds: int) -> dict[str, Any]:
@@ -100,7 +95,7 @@ def plain_decoding(model: Any, target: Target, rounds: int) -> dict[str, Any]:
     rows = {}
     for context in CONTEXTS:
         prompt = random_prompt(target, context)
-        times = interleaved(
+        times = median_seconds(
             rounds,
             transformers=lambda prompt=prompt: plain_steps(model, prompt, 40),
             ours=lambda prompt=prompt: our_steps(target, prompt, 40),
@@ -151,7 +146,7 @@ def growth(model: Any, target: Target, rounds: int) -> dict[str, Any]:
     for context in CONTEXTS:
         prompt = random_prompt(target, context)
         bare = bare_forward(model, prompt, drafter.trees[0])
-        times[context] = interleaved(
+        times[context] = median_seconds(
             rounds, transformers=bare, ours=lambda prompt=prompt: our_cycle(target, drafter, prompt)
         )
     gains = {name: times[CONTEXTS[1]][name] - times[CONTEXTS[0]][name] for name in ("transformers", "ours")}
@@ -194,28 +189,26 @@ def lookup(model: Any, target: Target, tokenizer: Any, rounds: int) -> dict[str,
     """Tokens per second of `ngram` over transformers' prompt lookup, same draft length, on text that repeats."""
     rows = {}
     for name, prompt in repeating_prompts(target, tokenizer).items():
-        ids, count = torch.tensor([prompt]), 120
-        options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        emitted: dict[str, list[int]] = {}
 
-        def theirs(ids: torch.Tensor = ids, options: dict[str, Any] = options) -> tuple[float, list[int]]:
-            begun = process_time()
-            mask = torch.ones_like(ids)
-            found = model.generate(ids, attention_mask=mask, prompt_lookup_num_tokens=10, **options)
-            return process_time() - begun, found[0, ids.shape[1] :].tolist()
+        def run_transformers(prompt: list[int] = prompt, emitted: dict[str, list[int]] = emitted) -> float:
+            ids = torch.tensor([prompt])
+            start = process_time()
+            options = {"max_new_tokens": 120, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+            output = model.generate(ids, attention_mask=torch.ones_like(ids), prompt_lookup_num_tokens=10, **options)
+            emitted["transformers"] = output[0, len(prompt) :].tolist()
+            return process_time() - start
 
-        def ours(prompt: list[int] = prompt, count: int = count) -> tuple[float, list[int]]:
+        def run_ours(prompt: list[int] = prompt, emitted: dict[str, list[int]] = emitted) -> float:
             target.forget()
-            begun = process_time()
-            trace = generate(target, NgramDrafter(), prompt, max_new_tokens=count, stop=[], budget=Budget(10, 10))
-            return process_time() - begun, trace.tokens
+            start = process_time()
+            trace = generate(target, NgramDrafter(), prompt, max_new_tokens=120, stop=[], budget=Budget(10, 10))
+            emitted["ours"] = trace.tokens
+            return process_time() - start
 
-        same = theirs()[1] == ours()[1]
-        times = interleaved(rounds, transformers=lambda run=theirs: run()[0], ours=lambda run=ours: run()[0])
-        rows[name] = {
-            **milliseconds(times),
-            "ratio": round(times["transformers"] / times["ours"], 3),
-            "identical": same,
-        }
+        times = median_seconds(rounds, transformers=run_transformers, ours=run_ours)
+        rows[name] = {**milliseconds(times), "ratio": round(times["transformers"] / times["ours"], 3)}
+        rows[name]["identical"] = emitted["transformers"] == emitted["ours"]
     return rows
 
 
@@ -267,9 +260,7 @@ def table(results: dict[str, Any]) -> str:
         rows.append((f"prompt lookup, 10 drafts, 120 tokens, {name}", *_figures(row)))
     for name, share in results["share_outside_forward"].items():
         rows.append((f"share of a cycle outside the forward, {name}", "", f"{share:.1%}", ""))
-    lines = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
-    made = ", ".join(f"{key} {value}" for key, value in results["machine"].items())
-    return "\n".join([lines[0], "|---|---|---|---|", *lines[1:], "", f"<sub>{made}</sub>"])
+    return markdown(rows[0], rows[1:], results["machine"])
 
 
 def _figures(row: dict[str, Any]) -> list[Any]:
@@ -299,8 +290,7 @@ def main(argv: list[str]) -> None:
         "ngram_over_prompt_lookup": lookup(chat, Target(chat, tokenizer), tokenizer, args.rounds),
     }
     print(table(results))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(results, indent=2) + "\n")
+    write_results(args.out, results)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ count are ratios of medians of CPU seconds, in which the writing thread is inclu
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bench.machine import made_on
+from bench.machine import made_on, markdown, take_turns, write_results
 from data_prep.tokens import load_tokenizer, tokenize_data
 from eagle import Target
 from eagle.data.examples import Example
@@ -29,7 +29,6 @@ from eagle.data.store import FeatureStore, batches_of, plan_of
 from eagle.log import progress, script
 from eagle.recipe import Recipe
 
-DTYPE = "bfloat16"
 WAYS = {
     "bare": "bare: a forward that keeps nothing",
     "stored": "extraction of 4 taps in bf16 with checksums",
@@ -38,7 +37,7 @@ WAYS = {
 }
 
 
-def read(model: Path, data: Path, limit: int) -> list[Example]:
+def read_examples(model: Path, data: Path, limit: int) -> list[Example]:
     """Real conversations as the target reads them."""
     recipe = Recipe.load(
         "recipes/tiny/eagle1.yaml",
@@ -54,23 +53,26 @@ def bare(target: Target, examples: list[Example], folder: Path) -> None:
             target.model.model(input_ids=example.tokens[None], use_cache=False)
 
 
-def stored(target: Target, examples: list[Example], folder: Path, dtype: str = DTYPE) -> None:
+def stored(target: Target, examples: list[Example], folder: Path) -> None:
     """Extraction as the script does it, with checksums and waiting for the disk."""
-    for _ in extracting(target, examples, folder, dtype):
+    for _ in extracting(target, examples, folder):
         pass
 
 
-def extracting(target: Target, examples: list[Example], folder: Path, dtype: str = DTYPE) -> Iterator[int]:
-    """The same, batch by batch."""
+def extracting(target: Target, examples: list[Example], folder: Path) -> Iterator[int]:
+    """The tokens of each batch that extraction has stored."""
     taps = taps_of(target)
     plan = plan_of([len(example.tokens) for example in examples], 1, 1_000_000)
-    made = {"taps": list(taps), "dtype": dtype}
-    store = FeatureStore.create(folder, examples, made, plan, width=target.config.hidden_size)
+    settings = {"taps": list(taps), "dtype": "bfloat16"}
+    store = FeatureStore.create(folder, examples, settings, plan, width=target.config.hidden_size)
     return extract(target, store, range(len(plan)))
 
 
 def saved_one_by_one(target: Target, examples: list[Example], folder: Path, probabilities: bool = False) -> None:
-    """All hidden states of one conversation a forward, and one pickle a conversation."""
+    """All hidden states of one conversation a forward, and one pickle a conversation.
+
+    `probabilities` adds what EAGLE's reference script computes and drops: the likeliest tokens and their probabilities.
+    """
     folder.mkdir()
     with torch.no_grad():
         for number, example in enumerate(examples):
@@ -83,11 +85,6 @@ def saved_one_by_one(target: Target, examples: list[Example], folder: Path, prob
             torch.save(row, folder / f"{number}.pt")
 
 
-def reference(target: Target, examples: list[Example], folder: Path) -> None:
-    """The same with what EAGLE's reference script computes besides and drops: the likeliest tokens and their odds."""
-    saved_one_by_one(target, examples, folder, probabilities=True)
-
-
 def taps_of(target: Target) -> tuple[int, ...]:
     """Three layers and the LM head's input, as EAGLE-3 reads them."""
     count = target.config.num_hidden_layers
@@ -95,34 +92,30 @@ def taps_of(target: Target) -> tuple[int, ...]:
 
 
 def speeds(target: Target, examples: list[Example], rounds: int) -> dict[str, Any]:
-    """Tokens a second of each way, and each way's share of the bare forward."""
+    """Tokens a second of each way, and the time of the others in that of extraction."""
     ways: dict[str, Callable[..., None]] = {
         "bare": bare,
         "stored": stored,
         "saved": saved_one_by_one,
-        "reference": reference,
+        "reference": partial(saved_one_by_one, probabilities=True),
     }
-    cpu: dict[str, list[float]] = {name: [] for name in ways}
-    wall: dict[str, list[float]] = {name: [] for name in ways}
-    tokens = sum(len(example.tokens) for example in examples)
+
+    def measure(way: Callable[..., None]) -> tuple[float, float]:
+        with tempfile.TemporaryDirectory() as folder:
+            cpu, wall = process_time(), perf_counter()
+            way(target, examples, Path(folder) / "out")
+            return process_time() - cpu, perf_counter() - wall
+
     bare(target, examples[:4], Path())
-    for turn in progress(range(rounds), "rounds", rounds):
-        for name in [*ways][turn % 4 :] + [*ways][: turn % 4]:
-            with tempfile.TemporaryDirectory() as folder:
-                begun, clock = process_time(), perf_counter()
-                ways[name](target, examples, Path(folder) / "out")
-                cpu[name].append(process_time() - begun)
-                wall[name].append(perf_counter() - clock)
+    seconds = take_turns(rounds, {name: partial(measure, way) for name, way in ways.items()})
+    medians = {name: [median(column) for column in zip(*pairs, strict=True)] for name, pairs in seconds.items()}
+    tokens = sum(len(example.tokens) for example in examples)
     rows: dict[str, Any] = {"conversations": len(examples), "tokens": tokens, "rounds": rounds}
-    for name in ways:
-        rows[name] = {
-            "tokens_per_cpu_second": round(tokens / median(cpu[name])),
-            "wall": round(tokens / median(wall[name])),
-        }
-    for kind, times in (("cpu", cpu), ("wall", wall)):
-        rows[f"stored_over_bare_{kind}"] = round(median(times["bare"]) / median(times["stored"]), 3)
-        rows[f"stored_over_saved_{kind}"] = round(median(times["saved"]) / median(times["stored"]), 3)
-        rows[f"stored_over_reference_{kind}"] = round(median(times["reference"]) / median(times["stored"]), 3)
+    for name, (cpu, wall) in medians.items():
+        rows[name] = {"tokens_per_cpu_second": round(tokens / cpu), "wall": round(tokens / wall)}
+    for column, kind in enumerate(("cpu", "wall")):
+        for name in ("bare", "saved", "reference"):
+            rows[f"stored_over_{name}_{kind}"] = round(medians[name][column] / medians["stored"][column], 3)
     return rows
 
 
@@ -188,9 +181,7 @@ def table(results: dict[str, Any]) -> str:
         ),
         ("bf16 error of a state, mean over taps (largest)", _error(error["bf16"])),
     ]
-    made = ", ".join(f"{key} {value}" for key, value in results["machine"].items())
-    lines = [f"| {what} | {figure} |" for what, figure in rows]
-    return "\n".join(["| what | figure |", "|---|---|", *lines, "", f"<sub>{made}</sub>"])
+    return markdown(["what", "figure"], rows, results["machine"])
 
 
 def _ratio(speed: dict[str, Any], way: str) -> str:
@@ -212,7 +203,7 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     target = Target.load(args.model, dtype=args.dtype)
-    examples = read(args.model, args.data, 400)
+    examples = read_examples(args.model, args.data, 400)
     results = {
         "machine": made_on(model=f"{args.model.name} in {args.dtype}"),
         "speed": speeds(target, examples[:24], args.rounds),
@@ -221,7 +212,7 @@ def main(argv: list[str]) -> None:
         "float8_error": float8_error(Target.load(args.model, dtype="float32"), examples[:24]),
     }
     print(table(results))
-    args.out.write_text(json.dumps(results, indent=2) + "\n")
+    write_results(args.out, results)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ as much text and under the same attention. One thread, CPU seconds; the figures 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections import defaultdict
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bench.machine import made_on
+from bench.machine import made_on, markdown, write_results
 from eagle import Budget, DraftTree, Target, load_drafter, stream
 from eagle.core.decode import Trace
 from eagle.core.drafter import Committed, Drafter, Noise
@@ -36,11 +35,11 @@ class Timed(Drafter):
         self.drafter, self.taps, self.seconds = drafter, drafter.taps, 0.0
 
     def begin(self, noise: Noise | None = None) -> None:
-        """The same."""
+        """Start the drafter's text."""
         self.drafter.begin(noise)
 
     def propose(self, news: Committed, budget: Budget) -> DraftTree:
-        """The same, timed."""
+        """The drafter's tree; its time is noted."""
         begun = process_time()
         tree = self.drafter.propose(news, budget)
         self.seconds = process_time() - begun
@@ -68,27 +67,27 @@ def shares(target: Target, drafter: Drafter, context: int, budget: Budget, costs
     levels = drafter.forwards(budget) or ()
     draft = [costs.draft([int(row["fed"]), *levels], int(row["at"])) for row in rows]
     read = [costs.read(int(row["read"]), int(row["at"])) for row in rows]
-    found = {
+    seconds = {
         "cycle": fmean(row["cycle"] for row in rows),
         "bare_cycle": fmean(draft) + fmean(read),
         "draft": fmean(row["draft"] for row in rows),
         "bare_draft": fmean(draft),
     }
-    return {name: 1000 * seconds for name, seconds in found.items()}
+    return {name: 1000 * value for name, value in seconds.items()}
 
 
-def measured(target: Target, drafter: Drafter, rounds: int) -> list[dict[str, Any]]:
+def measure(target: Target, drafter: Drafter, rounds: int) -> list[dict[str, Any]]:
     """One row per context and tree; loop and bare forwards take turns, so that a drifting machine hurts both."""
     sizes = [*range(1, DEPTH + 2), *(nodes + 1 for nodes in NODES), *(min(TOP_K, nodes) for nodes in NODES)]
-    found: dict[tuple[int, int], list[dict[str, float]]] = defaultdict(list)
+    rounds_of: dict[tuple[int, int], list[dict[str, float]]] = defaultdict(list)
     for number in range(rounds + 1):  # the first warms up
         for context in CONTEXTS:
             # of an answer's cycles, the middle
             costs = bare_costs(target, drafter, [context, context + CYCLES * (DEPTH + 1)], sizes, rounds=3)
             for nodes in NODES:
                 row = shares(target, drafter, context, Budget(nodes, DEPTH, TOP_K), costs)
-                found[context, nodes] += [row] if number else []
-    return [{"context": context, "nodes": nodes, **_medians(rows)} for (context, nodes), rows in found.items()]
+                rounds_of[context, nodes] += [row] if number else []
+    return [{"context": context, "nodes": nodes, **_medians(rows)} for (context, nodes), rows in rounds_of.items()]
 
 
 def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
@@ -102,18 +101,27 @@ def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
 
 def table(results: dict[str, Any]) -> str:
     """The results as Markdown."""
-    lines = [
-        "| nodes | context | cycle | its bare forwards | over them | drafting | its bare forwards | over them |",
-        "|---|---|---|---|---|---|---|---|",
+    header = [
+        "nodes",
+        "context",
+        "cycle",
+        "its bare forwards",
+        "over them",
+        "drafting",
+        "its bare forwards",
+        "over them",
     ]
+    rows = []
     for row in sorted(results["rows"], key=lambda row: (row["nodes"], row["context"])):
-        lines.append(
-            f"| {row['nodes']} | {row['context']} | {row['cycle_ms']:.2f} ms | {row['bare_cycle_ms']:.2f} ms | "
-            f"{row['over_bare']:+.1%} ({row['beside_ms']:.2f} ms) | {row['draft_ms']:.2f} ms | "
-            f"{row['bare_draft_ms']:.2f} ms | {row['draft_over_bare']:+.1%} |"
+        cycle, bare, draft, bare_draft = (
+            f"{row[f'{name}_ms']:.2f} ms" for name in ("cycle", "bare_cycle", "draft", "bare_draft")
         )
-    made = ", ".join(f"{key} {value}" for key, value in results["machine"].items())
-    return "\n".join([*lines, "", f"<sub>trees of {DEPTH} levels, top {TOP_K}; {made}</sub>"])
+        over = f"{row['over_bare']:+.1%} ({row['beside_ms']:.2f} ms)"
+        rows.append(
+            [row["nodes"], row["context"], cycle, bare, over, draft, bare_draft, f"{row['draft_over_bare']:+.1%}"]
+        )
+    table = markdown([*header, "over them"], rows, results["machine"])
+    return table.replace("<sub>", f"<sub>trees of {DEPTH} levels, top {TOP_K}; ")
 
 
 def main(argv: list[str]) -> None:
@@ -128,11 +136,10 @@ def main(argv: list[str]) -> None:
     target = Target.load(args.target, dtype="float32")
     results = {
         "machine": made_on(target=Path(args.target).name),
-        "rows": measured(target, load_drafter(args.head, target), args.rounds),
+        "rows": measure(target, load_drafter(args.head, target), args.rounds),
     }
     print(table(results))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(results, indent=2) + "\n")
+    write_results(args.out, results)
 
 
 if __name__ == "__main__":

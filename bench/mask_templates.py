@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from datetime import date
 from itertools import groupby, product
 from pathlib import Path
 from time import process_time
 from typing import Any
 
 import tokenizers
-import transformers
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
+from bench.machine import made_on, markdown, write_results
 from bench.template_marks import hand_mark
 from data_prep.check_mask import unlike_served
 from data_prep.conversations import Tally, read_conversations
@@ -35,7 +33,6 @@ from data_prep.tokens import examples_of
 from eagle.data.examples import Example
 from eagle.log import progress, script
 from eagle.recipe import DataSection
-from eval.results import commit
 
 EXACT, STRADDLING_START, STRADDLING_END = "exact", "token straddles the start", "token straddles the end"
 MARKER = "\ue002marker\ue002"
@@ -204,25 +201,13 @@ def totals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> str:
     """The summary as Markdown."""
-    lines = [
-        "| conversations × | render | served | exact | answers | a token straddles their start / end "
-        "| after another prompt than serving shows |",
-        "|---" * 7 + "|",
-    ]
+    header = ["conversations ×", "render", "served", "exact", "answers", "a token straddles their start / end"]
+    rows = []
     for name, row in results["summary"].items():
-        answers, straddling = row["answers"], (row["answers"].get(key, 0) for key in (STRADDLING_START, STRADDLING_END))
-        figures = (
-            name,
-            row["renders"],
-            row["served"],
-            row["exact"],
-            sum(answers.values()),
-            " / ".join(map(str, straddling)),
-            row["unlike_served"],
-        )
-        lines.append("| " + " | ".join(map(str, figures)) + " |")
-    made = ", ".join(f"{key} {value}" for key, value in results["made_with"].items())
-    return "\n".join([*lines, "", f"<sub>{made}</sub>"])
+        straddling = " / ".join(str(row["answers"].get(key, 0)) for key in (STRADDLING_START, STRADDLING_END))
+        counts = [row[key] for key in ("renders", "served", "exact")]
+        rows.append([name, *counts, sum(row["answers"].values()), straddling, row["unlike_served"]])
+    return markdown([*header, "after another prompt than serving shows"], rows, results["made_with"])
 
 
 def main(argv: list[str]) -> None:
@@ -252,18 +237,9 @@ def main(argv: list[str]) -> None:
     rendered = fastchat(options.templates, files, tokenizer)
     Console(width=200).print(shown([*own, *rows]))
     summary = {PUBLISHED: totals(rows), OWN: totals(own)}
-    versions = {"transformers": transformers.__version__, "tokenizers": tokenizers.__version__}
-    told = {
-        "templates": len(files),
-        "cpu": platform.processor() or platform.machine(),
-        "commit": commit(),
-        "date": str(date.today()),
-        "python": platform.python_version(),
-        **versions,
-    }
-    result = {"made_with": told, "summary": summary, "generation_tags": tagged, "fastchat": rendered}
-    result["rows"] = [*own, *rows]
-    options.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    about = made_on(templates=len(files), tokenizers=tokenizers.__version__)
+    result = {"made_with": about, "summary": summary, "generation_tags": tagged, "fastchat": rendered}
+    write_results(options.out, {**result, "rows": [*own, *rows]})
     print(json.dumps({key: result[key] for key in ("generation_tags", "fastchat")}, indent=1), table(result), sep="\n")
 
 

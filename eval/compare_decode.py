@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from eval.drafters import load_target
 
 from eagle.core.decode import generate
 from eagle.core.drafter import Budget, Drafter

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from eval.drafters import load_target
 from scipy.stats import norm
 from scipy.stats import t as student
 
@@ -25,7 +24,8 @@ from eval.compare import main
 from eval.compare_plan import Comparison
 from eval.compare_rows import Rows
 from eval.compare_table import ComparisonTable, markdown
-from eval.prompts import cases, prompt_of, questions, sampling_of
+from eval.load_run import load_target
+from eval.prompts import cases, encode_prompt, questions
 
 ROOT = Path(__file__).parents[2]
 PATHS = [[0], [0, 0], [1]]
@@ -108,9 +108,9 @@ def test_the_table_says_what_decoding_gives(comparison: Comparison) -> None:
                 expected = {}
                 drafter = load_drafter(head, target)
                 for case in cases(recipe, questions(recipe), [temperature]):
-                    prompt = prompt_of(recipe, target, case[2].turns[:1])
+                    prompt = encode_prompt(recipe, target, case[2].turns[:1])
                     trace = generate(
-                        target, drafter, prompt, budget=budget, sampling=sampling_of(case, 0), max_new_tokens=10
+                        target, drafter, prompt, budget=budget, sampling=case.sampling(0), max_new_tokens=10
                     )
                     committed = sum(cycle.committed for cycle in trace.cycles)
                     expected[case[2].id] = (committed, len(trace.cycles))
