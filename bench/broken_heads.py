@@ -108,7 +108,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """The healthy ones, then the broken ones; what is known so far is written after each."""
+    """The healthy ones, then the broken ones, each printed as soon as it is known."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="runs/tiny/target")
     parser.add_argument("--sibling", required=True, help="a target of the same sizes that the heads were not made for")
@@ -121,31 +121,24 @@ def main(argv: list[str]) -> None:
     for path in (args.target, args.sibling):
         target = Target.load(path, dtype="float32")
         asked.append((path, target, answer_prompts(target, render_prompts(target, read_prompts(args.prompts)))))
-    broken: list[dict[str, Any]] = []
-    healthy: list[dict[str, Any]] = []
     with TemporaryDirectory() as work:
-        for folder in [*sorted(args.heads.glob("*/config.json")), *save_untrained(asked[0], Path(work))]:
-            healthy.append(try_healthy(folder.parent if folder.name == "config.json" else folder, asked[0]))
-            write(args, asked[0], broken, healthy)
-        for case in [*known_cases(), *(case for seed in args.seeds for case in draw_cases(seed)), *later_cases()]:
-            broken.append(try_case(case, args.heads, *asked, Path(work) / "spoilt"))
-            write(args, asked[0], broken, healthy)
-    print(table(json.loads(args.out.read_text())))
-
-
-def write(args: argparse.Namespace, asked: Asked, broken: list[dict[str, Any]], healthy: list[dict[str, Any]]) -> None:
-    """Write what is known so far."""
-    path, _, texts = asked
-    about = made_on(target=Path(path).name, answers=len(texts.lengths), places=texts.slots, seeds=args.seeds)
-    counts = {
+        folders = [*sorted(file.parent for file in args.heads.glob("*/config.json"))]
+        healthy = [try_healthy(folder, asked[0]) for folder in (*folders, *save_untrained(asked[0], Path(work)))]
+        cases = [*known_cases(), *(case for seed in args.seeds for case in draw_cases(seed)), *later_cases()]
+        broken = [try_case(case, args.heads, *asked, Path(work) / "spoilt") for case in cases]
+    path, _, texts = asked[0]
+    results = {
+        **made_on(target=Path(path).name, answers=len(texts.lengths), places=texts.slots, seeds=args.seeds),
         "named": sum(bool(row["named_by"]) for row in broken),
         "broken": len(broken),
         "falsely_called_broken": sum(row["broken"] for row in healthy),
         "healthy": len(healthy),
         "thresholds_tuned_on": f"the TUNING heads of bench/other_heads.py, seed 1: {', '.join(TUNING)}",
+        "faults": broken,
+        "healthy_heads": healthy,
     }
-    results = {**about, **counts, "faults": broken, "healthy_heads": healthy}
     args.out.write_text(json.dumps(results, indent=2) + "\n")
+    print(table(results))
 
 
 if __name__ == "__main__":

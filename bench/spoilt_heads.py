@@ -173,6 +173,7 @@ def draw_cases(seed: int) -> list[Case]:
 def later_cases() -> list[Case]:
     """Faults that the doctor's first probes did not know, and two known ones, on heads that other losses trained."""
     gate, up, interleaved = "mlp.gate_proj", "mlp.up_proj", "rows of q are not interleaved"
+    gate_up = f"{gate} and {up} are swapped"
     one_high = add("d2t", lambda config, tensors: tensors["d2t"] + 1)
     transposed = change(r"o_proj\.weight", lambda matrix: matrix.T)
     rows: list[tuple[str, str, Edit, str]] = [
@@ -183,11 +184,6 @@ def later_cases() -> list[Case]:
         ("LM head's rows in another order", "eagle3-reverse", change(r"lm_head\.weight", shuffle), "LM head"),
         ("o_proj transposed", "eagle3-hard-2", transposed, "o_proj is transposed"),
         ("queries alone interleaved", "eagle3-hard-2", interleave_queries, interleaved),
-        (
-            "gate_proj and up_proj swapped",
-            "eagle3-focal",
-            swap(f"midlayer.{gate}", f"midlayer.{up}"),
-            f"{gate} and {up} are swapped",
-        ),
+        ("gate_proj and up_proj swapped", "eagle3-focal", swap(f"midlayer.{gate}", f"midlayer.{up}"), gate_up),
     ]
     return [Case(fault, head, edit, (words,)) for fault, head, edit, words in rows]

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from eval.drafters import budget_of
 from pydantic import Field
 
 from eagle.core.drafter import Budget
@@ -21,6 +20,7 @@ from eagle.drafters import settings_of
 from eagle.recipe import BudgetSection, Recipe, Section, lay_over, parse_section
 from eagle.training.launch import resolve_dtype
 from eagle.training.train import FREE
+from eval.load_run import budget_of
 
 OF_AN_ARM = ("drafter", "features", "train")  # what counts of a recipe that one arm names
 OF_ALL = ("target", "eval")  # what arms share, else their figures cannot be compared

@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -108,24 +107,20 @@ def measure(wiring: Wiring, batch: Batch, target: TargetHead, levels: int) -> Ag
     device, count = batch.tokens.device, len(batch.tokens)
     slots = batch.loss_mask.nonzero()[:, 0].to(device) - 2
     owner = torch.repeat_interleave(torch.arange(len(batch.lengths)), torch.tensor(batch.lengths)).to(device)
-    true, text_ids = batch.select_taps((-1,))[:, 0], owner[slots]
+    true, text_ids, drafts = batch.select_taps((-1,))[:, 0], owner[slots], draft_ids(wiring.head)
     columns: list[list[Tensor]] = []
     for level, (states, logits) in enumerate(wiring.draft_levels(batch, levels)):
         place = slots + 1 + level
         in_text = (place + 1 < count) & (owner[(place + 1).clamp(max=count - 1)] == text_ids)
-        compare = partial(_compare_probs, logits, target, draft_ids(wiring.head))
-        rows = _apply_in_parts(compare, states, true[place.clamp(max=count - 1)])
+        parts = zip(states.split(ROWS), true[place.clamp(max=count - 1)].split(ROWS), strict=True)
+        rows = torch.cat([_compare_probs(*part, logits, target, drafts) for part in parts])
         columns.append([*rows.unbind(1), in_text])
     overlap, hits, choices, in_text = (torch.stack(column).cpu() for column in zip(*columns, strict=True))
     is_greedy = choices[0].long() == batch.tokens[(slots + 2).clamp(max=count - 1)].cpu()
     return Agreement(overlap.double(), hits.bool(), in_text.bool(), is_greedy, text_ids.cpu(), wiring.recurrent)
 
 
-def _apply_in_parts(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-    return torch.cat([function(*parts) for parts in zip(*(tensor.split(ROWS) for tensor in rows), strict=True)])
-
-
-def _compare_probs(logits: Logits, target: TargetHead, drafts: Tensor | None, states: Tensor, true: Tensor) -> Tensor:
+def _compare_probs(states: Tensor, true: Tensor, logits: Logits, target: TargetHead, drafts: Tensor | None) -> Tensor:
     """[n, 3]: overlap, whether the likeliest tokens agree, and the target's."""
     target_probs = target.logits(true).float().softmax(-1)
     probs = logits(states).float().softmax(-1)

@@ -86,11 +86,6 @@ def reorder_blocks(matrix: Tensor, order: tuple[int, ...]) -> Tensor:
     return torch.cat([parts[order.index(place)] for place in range(len(order))], dim=1)
 
 
-def swap_halves(matrix: Tensor) -> Tensor:
-    """The matrix with the halves of its columns in each other's place."""
-    return torch.cat(matrix.chunk(2, dim=1)[::-1], dim=1)
-
-
 def reorder_rows(matrix: Tensor, width: int, interleaved: bool) -> Tensor:
     """The matrix whose rows of each attention head stand in halves where they were `interleaved`, or the reverse."""
     split = (width // 2, 2) if interleaved else (2, width // 2)

@@ -82,7 +82,7 @@ def diagnose(head: TrainableDrafter, target: Target, texts: Batch, fatal: Sequen
     They are chosen on some of the texts and confirmed on the others, which had no part in choosing them.
     """
     wiring, faults = Wiring(head.eval(), target.head), list[Effect]()
-    wiring = replace(wiring, recurrent=wiring.reads_drafts(select_texts(texts, slice(1))))
+    wiring = replace(wiring, recurrent=wiring.reads_drafts(select_texts(texts, 0, 1)))
     notes = [f"does not apply to this head: {', '.join(list_missing(wiring, target))}"]
     figures, (choosing, confirming) = measure(wiring, texts, target.head, LEVELS), split_texts(texts, CHOOSING)
     for _ in range(ROUNDS):

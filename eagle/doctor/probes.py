@@ -23,7 +23,6 @@ from eagle.doctor.changes import (
     set_rope,
     set_switch,
     set_taps,
-    swap_halves,
     swap_tensors,
 )
 from eagle.doctor.wiring import Wiring, draft_ids, find_tensors
@@ -63,15 +62,10 @@ def list_missing(wiring: Wiring, target: Target) -> list[str]:
 
 def probe_layer_ids(head: Any, wiring: Wiring, target: Target) -> Found:
     last = len(target.layers)
-    if head.taps == (-1,):
-        yield (
-            "final norm",
-            "trained on the state in front of the final norm, reads the one behind it",
-            set_taps((last,)),
-        )
-        return
-    if head.taps == (last,):
-        yield "final norm", "trained on the state behind the final norm, reads the one in front of it", set_taps((-1,))
+    sides = {(-1,): ("in front of", "behind", last), (last,): ("behind", "in front of", -1)}
+    if head.taps in sides:
+        trained, read, tap = sides[head.taps]
+        yield "final norm", f"trained on the state {trained} the final norm, reads the one {read} it", set_taps((tap,))
         return
     layers = [last if tap == -1 else tap for tap in head.taps]
     for shift in (1, -1, 2, -2):
@@ -141,7 +135,7 @@ def probe_halves(head: Any, wiring: Wiring, target: Target) -> Found:
         names = [name for name in names if head.get_parameter(name).shape[1] == wide]
         if names and (what != "fc takes" or len(head.taps) == 1):  # else fc takes two states
             fault = f"{what} [state; embedding], expected [embedding; state]"
-            yield "halves", fault, map_tensors(names, swap_halves)
+            yield "halves", fault, map_tensors(names, partial(reorder_blocks, order=(1, 0)))
 
 
 def probe_norms(head: Any, wiring: Wiring, target: Target) -> Found:

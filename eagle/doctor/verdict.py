@@ -107,8 +107,7 @@ def _standard_errors(gain: Tensor) -> float:
 
 
 def _interval(values: Tensor) -> tuple[float, float]:
-    low, high = values.quantile(values.new_tensor([0.025, 0.975])).tolist()
-    return low, high
+    return float(values.quantile(0.025)), float(values.quantile(0.975))
 
 
 def _chain_lengths(counts: Tensor) -> Tensor:
