@@ -42,12 +42,12 @@ class RandomTrees:
 
     def begin(self, noise: Noise | None = None) -> None:
         """Start again with the first tree."""
-        self.turn = 0
+        self.proposed = 0
 
     def propose(self, news: Committed, budget: Budget) -> DraftTree:
         """The next tree, under the new root."""
-        tokens, parents = self.trees[self.turn % len(self.trees)]
-        self.turn += 1
+        tokens, parents = self.trees[self.proposed % len(self.trees)]
+        self.proposed += 1
         tokens[0] = news.root
         return DraftTree(tokens, parents)
 

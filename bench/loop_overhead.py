@@ -101,16 +101,7 @@ def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
 
 def table(results: dict[str, Any]) -> str:
     """The results as Markdown."""
-    header = [
-        "nodes",
-        "context",
-        "cycle",
-        "its bare forwards",
-        "over them",
-        "drafting",
-        "its bare forwards",
-        "over them",
-    ]
+    header = ["nodes", "context", *("cycle", "its bare forwards", "over them"), *("drafting", "its bare forwards")]
     rows = []
     for row in sorted(results["rows"], key=lambda row: (row["nodes"], row["context"])):
         cycle, bare, draft, bare_draft = (
