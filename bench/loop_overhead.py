@@ -38,10 +38,10 @@ class Timed:
         """Start the drafter's text."""
         self.drafter.begin(noise)
 
-    def propose(self, news: Committed, budget: Budget) -> DraftTree:
+    def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """The drafter's tree; its time is noted."""
         begun = process_time()
-        tree = self.drafter.propose(news, budget)
+        tree = self.drafter.propose(update, budget)
         self.seconds = process_time() - begun
         return tree
 
