@@ -42,13 +42,13 @@ class RandomTrees(Drafter):
 
     def begin(self, noise: Noise | None = None) -> None:
         """Start again with the first tree."""
-        self.turn = 0
+        self.proposed = 0
 
-    def propose(self, news: Committed, budget: Budget) -> DraftTree:
+    def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """The next tree, under the new root."""
-        tokens, parents = self.trees[self.turn % len(self.trees)]
-        self.turn += 1
-        tokens[0] = news.root
+        tokens, parents = self.trees[self.proposed % len(self.trees)]
+        self.proposed += 1
+        tokens[0] = update.root
         return DraftTree(tokens, parents)
 
 
@@ -237,7 +237,7 @@ def random_prompt(target: Target, length: int) -> list[int]:
 
 
 def milliseconds(times: dict[str, float]) -> dict[str, float]:
-    """The same figures in ms, named so."""
+    """Seconds by name as milliseconds, by name with the unit."""
     return {f"{name}_ms": round(1000 * value, 3) for name, value in times.items()}
 
 

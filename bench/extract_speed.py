@@ -152,10 +152,10 @@ def float8_error(target: Target, examples: list[Example]) -> dict[str, Any]:
     states = torch.cat([target.features(example.tokens[None], (*taps, -1))[0].float() for example in examples])
 
     def error(rebuilt: torch.Tensor) -> dict[str, list[float]]:
-        found = (rebuilt - states).norm(dim=-1) / states.norm(dim=-1)
+        errors = (rebuilt - states).norm(dim=-1) / states.norm(dim=-1)
         return {
-            "mean": [round(x, 4) for x in found.mean(0).tolist()],
-            "max": [round(x, 4) for x in found.amax(0).tolist()],
+            "mean": [round(x, 4) for x in errors.mean(0).tolist()],
+            "max": [round(x, 4) for x in errors.amax(0).tolist()],
         }
 
     def blocks(width: int) -> torch.Tensor:

@@ -38,10 +38,10 @@ class Timed(Drafter):
         """Start the drafter's text."""
         self.drafter.begin(noise)
 
-    def propose(self, news: Committed, budget: Budget) -> DraftTree:
+    def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """The drafter's tree; its time is noted."""
         begun = process_time()
-        tree = self.drafter.propose(news, budget)
+        tree = self.drafter.propose(update, budget)
         self.seconds = process_time() - begun
         return tree
 
@@ -101,16 +101,7 @@ def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
 
 def table(results: dict[str, Any]) -> str:
     """The results as Markdown."""
-    header = [
-        "nodes",
-        "context",
-        "cycle",
-        "its bare forwards",
-        "over them",
-        "drafting",
-        "its bare forwards",
-        "over them",
-    ]
+    header = ["nodes", "context", *("cycle", "its bare forwards", "over them"), *("drafting", "its bare forwards")]
     rows = []
     for row in sorted(results["rows"], key=lambda row: (row["nodes"], row["context"])):
         cycle, bare, draft, bare_draft = (

@@ -48,7 +48,7 @@ FASTCHAT = {  # its families, and the special tokens that it prints
 
 
 def renders(messages: list[dict[str, Any]], tokenizer: Any, **special: str) -> str | None:
-    """What the template says to a whole conversation; None if it refuses."""
+    """The text that the template makes of a conversation; None if it refuses."""
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **special)
     except Exception:  # a template may raise anything
@@ -101,10 +101,10 @@ def verdicts(conversation: Conversation, examples: Sequence[Example], tokenizer:
     if len(wanted) != len(found):
         return [f"{len(found)} runs for {len(wanted)} answers"]
     pairs = zip(found, wanted, strict=True)
-    return [compared(run, text, tokenizer) if known else "content changed" for run, (text, known) in pairs]
+    return [compare_run(run, text, tokenizer) if known else "content changed" for run, (text, known) in pairs]
 
 
-def compared(run: tuple[str, int, int], wanted: str, tokenizer: Any) -> str:
+def compare_run(run: tuple[str, int, int], wanted: str, tokenizer: Any) -> str:
     """Exact; or with the rest of a token that reaches out of the answer; or not."""
     text, first, last = run
     wanted = tokenizer.decode(
@@ -124,7 +124,7 @@ def refusal(conversation: Conversation, tokenizer: Any) -> str:
     return f"message {place}" if (place := next(refused, None)) else "only a prompt"
 
 
-def measured(name: str, tokenizer: Any, conversations: Sequence[Conversation]) -> dict[str, Any]:
+def measure(name: str, tokenizer: Any, conversations: Sequence[Conversation]) -> dict[str, Any]:
     """One row: a template with a tokenizer over all conversations."""
     counts, answers, refused = Counter[str](renders=0, served=0, exact=0), Counter[str](), Counter[str]()
     tally, seconds, mark = Tally(), 0.0, hand_mark(name, tokenizer.eos_token)
@@ -156,17 +156,18 @@ def generation_tags(
     for conversation in conversations:
         if renders(conversation.messages, tokenizer) is None:
             continue
-        told = tokenizer.apply_chat_template(conversation.messages, return_assistant_tokens_mask=True)
+        rendered = tokenizer.apply_chat_template(conversation.messages, return_assistant_tokens_mask=True)
         ours = examples_of(conversation, tokenizer, DATA, Tally())
         tokens, mask = ours[0].tokens.tolist(), ours[0].loss_mask.int().tolist()
-        row.update(conversations=1, same_tokens=tokens == told["input_ids"], same_mask=mask == told["assistant_masks"])
-        for token, mine, theirs in zip(tokens, mask, told["assistant_masks"], strict=True):
+        tagged = rendered["assistant_masks"]
+        row.update(conversations=1, same_tokens=tokens == rendered["input_ids"], same_mask=mask == tagged)
+        for token, mine, theirs in zip(tokens, mask, tagged, strict=True):
             if mine != theirs:
                 differing[f"{tokenizer.convert_ids_to_tokens(token)!r} only in {'ours' if mine else 'theirs'}"] += 1
     return [{"template": name, "tokenizer": folder, **row, "differing_tokens": dict(differing)}]
 
 
-def fastchat(folder: Path, files: Sequence[Path], tokenizer: Any) -> dict[str, Any]:
+def compare_with_fastchat(folder: Path, files: Sequence[Path], tokenizer: Any) -> dict[str, Any]:
     """Of FastChat's families, the templates that print what FastChat prints, and in how many conversations."""
     path, equal = folder / "fastchat_rendered.json", Counter[tuple[str, str]]()
     records = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
@@ -179,7 +180,7 @@ def fastchat(folder: Path, files: Sequence[Path], tokenizer: Any) -> dict[str, A
     return {"conversations": len(records), "equal": found}
 
 
-def shown(rows: Sequence[dict[str, Any]]) -> Table:
+def console_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The rows for the console."""
     table = Table("template", "tokenizer", "renders", "served", "exact", "supervised", "ms", "answers, and what else")
     for row in rows:
@@ -227,15 +228,15 @@ def main(argv: list[str]) -> None:
     folders = sorted(path for path in options.tokenizers.iterdir() if path.is_dir())
     for place, folder in enumerate([*folders, *options.models]):
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        own.append({"tokenizer": folder.name, **measured("its own", tokenizer, conversations)})
+        own.append({"tokenizer": folder.name, **measure("its own", tokenizer, conversations)})
         tagged += generation_tags("its own", folder.name, tokenizer, conversations)
         some = conversations if place == 0 else conversations[: options.others]
         for file in progress(files, folder.name, len(files)) if folder in folders else ():
             name, tokenizer.chat_template = str(file.relative_to(options.templates)), file.read_text(encoding="utf-8")
-            rows.append({"tokenizer": folder.name, **measured(name, tokenizer, some)})
+            rows.append({"tokenizer": folder.name, **measure(name, tokenizer, some)})
             tagged += generation_tags(name, folder.name, tokenizer, some)
-    rendered = fastchat(options.templates, files, tokenizer)
-    Console(width=200).print(shown([*own, *rows]))
+    rendered = compare_with_fastchat(options.templates, files, tokenizer)
+    Console(width=200).print(console_table([*own, *rows]))
     summary = {PUBLISHED: totals(rows), OWN: totals(own)}
     about = made_on(templates=len(files), tokenizers=tokenizers.__version__)
     result = {"made_with": about, "summary": summary, "generation_tags": tagged, "fastchat": rendered}
