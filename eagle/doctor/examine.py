@@ -87,28 +87,26 @@ def diagnose(head: TrainableDrafter, target: Target, texts: Batch, fatal: Sequen
     figures, (choosing, confirming) = measure(wiring, texts, target.head, LEVELS), split_texts(texts, CHOOSING)
     for _ in range(ROUNDS):
         tried = try_changes(wiring, list_probes(wiring, target), choosing, target)
-        likely = try_changes(wiring, [probe for _, probe in tried[:CANDIDATES]], confirming, target)
-        best, mend = likely[0]
-        if not best.is_sure:
+        likely = try_changes(wiring, [effect.probe for effect in tried[:CANDIDATES]], confirming, target)
+        if not likely[0].is_sure:
             break
-        faults.append(best)
-        wiring = mend.change(wiring)
-    effects = [effect for effect, _ in (*likely, *tried[CANDIDATES:])]
-    if idle := [effect.fault for effect in effects if effect.is_none]:
+        faults.append(likely[0])
+        wiring = likely[0].probe.change(wiring)
+    tried = [*likely, *tried[CANDIDATES:]]
+    if idle := [effect.probe.fault for effect in tried if effect.is_none]:
         notes.append(f"without any effect on what it guesses: {'; '.join(idle)}")
     elsewhere = [finding.what for finding in fatal if "target" in finding.what and "rope" not in finding.what]
     verdict = decide(figures, faults, elsewhere, _norm_shift(head))
-    nearest = tuple(effect for effect in effects if not effect.is_none)
+    nearest = tuple(effect for effect in tried if not effect.is_none)
     return Diagnosis(verdict, tuple(faults), figures, nearest, (*_describe(head, target, texts), *notes))
 
 
-def try_changes(wiring: Wiring, probes: Sequence[Probe], texts: Batch, target: Target) -> list[tuple[Effect, Probe]]:
+def try_changes(wiring: Wiring, probes: Sequence[Probe], texts: Batch, target: Target) -> list[Effect]:
     """What every single change does on these texts, the best first."""
-    before, effects = measure(wiring, texts, target.head, LEVELS), []
-    for probe in progress(probes, "single changes", len(probes)):
-        after = measure(probe.change(wiring), texts, target.head, LEVELS)
-        effects.append((Effect.compare(probe, before, after), probe))
-    return sorted(effects, key=lambda pair: -min(pair[0].shares))  # what flattens the head's probs raises only one
+    before = measure(wiring, texts, target.head, LEVELS)
+    shown = progress(probes, "single changes", len(probes))
+    effects = [Effect(probe, before, measure(probe.change(wiring), texts, target.head, LEVELS)) for probe in shown]
+    return sorted(effects, key=lambda effect: -min(effect.shares))  # what flattens the head's probs raises only one
 
 
 def try_templates(

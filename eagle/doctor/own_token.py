@@ -8,15 +8,14 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from eagle.core.drafter import Budget, Committed, TargetHead
 from eagle.data.examples import Batch
-from eagle.doctor.wiring import find_tensors
-from eagle.drafters.parts.blocks import rotated
+from eagle.drafters.parts.blocks import Attention, rotated
 
 
-def own_row_shares(attention: Any, read: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+def own_row_shares(attention: Attention, read: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """[heads, T], what each query gives to its own row, in a causal pass over rows [1, T, width]."""
     query, key = (
         rotated(projection(read[0]), (rotary[0][0], rotary[1][0]))
@@ -31,17 +30,18 @@ def own_row_shares(attention: Any, read: Tensor, rotary: tuple[Tensor, Tensor]) 
 @torch.no_grad()
 def own_token_shares(head: Any, frozen: TargetHead, texts: Batch) -> Tensor | None:
     """[heads, S], those shares in the first block when it drafts; None for a head that fuses token and state before."""
-    names = find_tensors(head, "self_attn.q_proj.weight")
-    if not names or head.get_parameter(names[0]).shape[1] != 2 * head.shape.hidden_size:
+    drafter = copy.deepcopy(head)
+    attention = next((part for part in drafter.modules() if isinstance(part, Attention)), None)
+    if attention is None or attention.q_proj.in_features != 2 * head.shape.hidden_size:
         return None
     shares: list[Tensor] = []
 
-    def look(attention: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def look(attention: Any, inputs: tuple[Any, ...]) -> None:
         shares.append(own_row_shares(attention, *inputs[:2]))
 
-    drafter = copy.deepcopy(head).bind(frozen)
+    drafter.bind(frozen)
     columns = (texts.tokens, texts.select_taps(head.taps), texts.loss_mask)
-    with drafter.get_submodule(names[0].removesuffix(".q_proj.weight")).register_forward_pre_hook(look):
+    with attention.register_forward_pre_hook(look):
         for tokens, features, mask in zip(*(column.split(texts.lengths) for column in columns), strict=True):
             if len(tokens) > 2:
                 drafter.begin()

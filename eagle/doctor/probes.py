@@ -26,6 +26,7 @@ from eagle.doctor.changes import (
     swap_tensors,
 )
 from eagle.doctor.wiring import Wiring, draft_ids, find_tensors
+from eagle.drafters.parts.blocks import Rotary
 from eagle.target.target import Target
 
 THETA = "rope_theta"
@@ -159,7 +160,7 @@ def probe_switches(head: Any, wiring: Wiring, target: Target) -> Found:
 
 
 def probe_rope(head: Any, wiring: Wiring, target: Target) -> Found:
-    names = [name.rpartition(".")[0] for name in find_tensors(head, "inv_freq")]
+    names = [name for name, part in head.named_modules() if isinstance(part, Rotary)]
     if not names:
         return
     own, its = dict(head.shape.rope_parameters), dict(getattr(target.config, "rope_parameters", None) or {})

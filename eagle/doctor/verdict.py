@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,87 +28,78 @@ LOST = 0.05  # of level 1; what has learned for twenty steps is right more often
 MOVED = 0.01  # of norms, which start at 1: after some twenty steps
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Effect:
-    """What one change did, in acceptance lengths of chains; intervals hold 95 %, paired by text."""
+    """What one change did to the acceptance of chains, paired by text."""
 
-    kind: str
-    fault: str
-    drawn: tuple[float, float]  # before and after, drafts drawn from the head's probs
-    drawn_gain: tuple[float, float]  # from, to
-    greedy: tuple[float, float]
-    greedy_gain: tuple[float, float]
-    along: tuple[float, float]  # greedy ones again, read along the texts: more places, so less of it is chance
-    errors: tuple[float, float]  # standard errors that the gains of drawn drafts and of `along` are above zero
-    level: tuple[float, float]  # how often level 1 is right
-    own_state_ratio: float  # what later levels add afterwards, of what they would add, fed with the target's states
+    probe: Probe
+    before: Agreement
+    after: Agreement
 
-    @classmethod
-    def compare(cls, probe: Probe, before: Agreement, after: Agreement) -> Effect:
-        """The head with a change beside the head as it was, paired by text."""
-        drawn, along = (
-            (before.drawn_lengths(), after.drawn_lengths()),
-            (before.greedy_lengths(), after.greedy_lengths()),
-        )
-        gain, count = drawn[1] - drawn[0], len(drawn[0])
-        again = torch.randint(count, (RESAMPLED, count), generator=torch.Generator().manual_seed(0))
-        tau_gain = _chain_lengths(after.counts()[again].sum(1)) - _chain_lengths(before.counts()[again].sum(1))
-        return cls(
-            probe.kind,
-            probe.fault,
-            (float(drawn[0].mean()), float(drawn[1].mean())),
-            _interval(gain[again].mean(1)),
-            (before.tau, after.tau),
-            _interval(tau_gain),
-            (float(along[0].mean()), float(along[1].mean())),
-            (_standard_errors(gain), _standard_errors(along[1] - along[0])),
-            (before.rates()[0], after.rates()[0]),
-            after.own_state_ratio,
-        )
+    @cached_property
+    def drawn(self) -> tuple[Tensor, Tensor]:
+        """[M] each, acceptance lengths before and after, drafts drawn from the head's probs."""
+        return self.before.drawn_lengths(), self.after.drawn_lengths()
 
-    @property
-    def is_none(self) -> bool:
-        """Whether nothing that the head guesses has changed."""
-        return all(before == after for before, after in (self.drawn, self.greedy, self.along)) and self.errors == (0, 0)
-
-    @property
-    def only_eases(self) -> bool:
-        """Whether it is no mend: a head that never saw its own states is given such as disturb it less."""
-        return self.own_state_ratio < HELD and self.level[1] < (1 + LEAST_GREEDY) * self.level[0]
+    @cached_property
+    def greedy(self) -> tuple[Tensor, Tensor]:
+        """[M] each, those of greedy drafts, read along the texts: at more places than chains reach."""
+        return self.before.greedy_lengths(), self.after.greedy_lengths()
 
     @property
     def shares(self) -> tuple[float, float]:
         """The gains of drawn and of greedy drafts, as shares of what drafts added before."""
-        drawn, greedy = ((after - before) / max(before - 1, 1e-9) for before, after in (self.drawn, self.along))
+        pairs = ((float(before.mean()), float(after.mean())) for before, after in (self.drawn, self.greedy))
+        drawn, greedy = ((after - before) / max(before - 1, 1e-9) for before, after in pairs)
         return drawn, greedy
+
+    @property
+    def errors(self) -> tuple[float, float]:
+        """How many standard errors these gains are above zero."""
+        gains = (lengths[1] - lengths[0] for lengths in (self.drawn, self.greedy))
+        drawn, greedy = (float(gain.mean() / (gain.std() / len(gain) ** 0.5).clamp(min=1e-12)) for gain in gains)
+        return drawn, greedy
+
+    @property
+    def is_none(self) -> bool:
+        """Whether nothing that the head guesses has changed."""
+        unchanged = torch.equal(self.before.overlap, self.after.overlap)
+        return unchanged and torch.equal(self.before.hits, self.after.hits)
+
+    @property
+    def only_eases(self) -> bool:
+        """Whether it is no mend: a head that never saw its own states is given such as disturb it less."""
+        right_before, right_after = self.before.rates()[0], self.after.rates()[0]
+        return self.after.own_state_ratio < HELD and right_after < (1 + LEAST_GREEDY) * right_before
 
     @property
     def is_sure(self) -> bool:
         """Whether this was the fault: drawn drafts alone gain by whatever flattens the probs of too sure a head."""
         drawn, greedy = self.shares
-        least, least_greedy = LEAST, LEAST_GUESSED if self.kind == GUESS else LEAST_GREEDY
-        if self.level[1] < ABLE:
+        right_after = self.after.rates()[0]
+        least, least_greedy = LEAST, LEAST_GUESSED if self.probe.kind == GUESS else LEAST_GREEDY
+        if right_after < ABLE:
             least = least_greedy = LEAST_ELSE
-        sure = self.errors[0] >= SURE and self.errors[1] >= SURE_GREEDY and self.greedy[1] > self.greedy[0]
-        enough = drawn >= least and greedy >= least_greedy and self.level[1] >= ABLE_ELSE
+        sure = self.errors[0] >= SURE and self.errors[1] >= SURE_GREEDY and self.after.tau > self.before.tau
+        enough = drawn >= least and greedy >= least_greedy and right_after >= ABLE_ELSE
         return sure and enough and not self.only_eases
 
+    def intervals(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """What τ and drawn drafts gain, from and to: 95 % of what resampled texts give."""
+        count = len(self.drawn[0])
+        again = torch.randint(count, (RESAMPLED, count), generator=torch.Generator().manual_seed(0))
+        before, after = (_chain_lengths(agreement.counts()[again].sum(1)) for agreement in (self.before, self.after))
+        gains = (after - before, (self.drawn[1] - self.drawn[0])[again].mean(1))
+        tau, drawn = ((float(gain.quantile(0.025)), float(gain.quantile(0.975))) for gain in gains)
+        return tau, drawn
+
     def __str__(self) -> str:
-        lengths = (("τ", self.greedy, self.greedy_gain), ("drawn drafts", self.drawn, self.drawn_gain))
+        lengths = (self.before.tau, self.after.tau), [float(length.mean()) for length in self.drawn]
         parts = [
             f"{what} {before:.3f} -> {after:.3f} ({low:+.3f} to {high:+.3f})"
-            for what, (before, after), (low, high) in lengths
+            for what, (before, after), (low, high) in zip(("τ", "drawn drafts"), lengths, self.intervals(), strict=True)
         ]
-        return f"{self.fault}: {', '.join(parts)}, {self.errors[1]:.1f} and {self.errors[0]:.1f} standard errors"
-
-
-def _standard_errors(gain: Tensor) -> float:
-    """How many of its standard errors the mean of [M] is above zero."""
-    return float(gain.mean() / (gain.std() / len(gain) ** 0.5).clamp(min=1e-12))
-
-
-def _interval(values: Tensor) -> tuple[float, float]:
-    return float(values.quantile(0.025)), float(values.quantile(0.975))
+        return f"{self.probe.fault}: {', '.join(parts)}, {self.errors[1]:.1f} and {self.errors[0]:.1f} standard errors"
 
 
 def _chain_lengths(counts: Tensor) -> Tensor:
@@ -165,8 +157,8 @@ def decide(figures: Agreement, faults: Sequence[Effect], elsewhere: Sequence[str
     """The verdict; `elsewhere` says why it is another target's head, `moved` how far its norms are from their start."""
     rates = figures.rates()
     summary = f"level 1 names the target's token in {rates[0]:.0%} of the places, τ {figures.tau:.2f}"
-    broken = f"broken: {'; '.join(effect.fault for effect in faults)}"
-    if faults and faults[-1].level[1] >= ABLE:
+    broken = f"broken: {'; '.join(effect.probe.fault for effect in faults)}"
+    if faults and faults[-1].after.rates()[0] >= ABLE:
         return broken
     if elsewhere and rates[0] < HEALTHY:
         return f"made for another target: {summary}"

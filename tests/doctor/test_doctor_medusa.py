@@ -98,7 +98,7 @@ def test_a_head_of_another_network_is_examined(head: Medusa, target: Target, tex
     """What it has is changed, what it has not is named, and three levels at once are no weakness of its own states."""
     diagnosis = diagnose(head, target, texts)
     assert diagnosis.verdict.startswith("healthy: level 1 names") and not diagnosis.faults
-    assert any("blocks.0 and blocks.1 are swapped" in effect.fault for effect in diagnosis.tried)
+    assert any("blocks.0 and blocks.1 are swapped" in effect.probe.fault for effect in diagnosis.tried)
     (missing,) = (note for note in diagnosis.notes if note.startswith("does not apply to this head"))
     absent = ("fc order", "fc bias", "halves", "norms", "switches", "rope", "projections", "lm head", "d2t")
     assert all(name in missing for name in absent) and "layer ids" not in missing

@@ -88,7 +88,7 @@ def test_two_faults_are_both_named(exported: Path) -> None:
     (exported / "config.json").write_text(json.dumps(config))
     save_file(tensors, exported / "model.safetensors")
     said = examine(exported, str(TINY / "target"))
-    assert said.broken and {one.kind for one in said.faults} == {"fc order", "layer ids"}
+    assert said.broken and {effect.probe.kind for effect in said.faults} == {"fc order", "layer ids"}
     assert "2 too high" in said.verdict and "order [2, 0, 1]" in said.verdict
 
 
