@@ -29,8 +29,7 @@ from transformers import AutoTokenizer
 from bench.template_marks import hand_mark
 from data_prep.check_mask import unlike_served
 from data_prep.conversations import Tally, read_conversations
-from data_prep.messages import ROLES
-from data_prep.records import Conversation
+from data_prep.records import ROLES, Conversation
 from data_prep.tokens import examples_of
 from eagle.data.examples import Example
 from eagle.log import progress, script
