@@ -13,6 +13,7 @@ from eagle.data.examples import Example
 from eagle.recipe import DataSection
 
 PLACEHOLDER = "\ue001answer\ue001"
+PLAIN = {"add_special_tokens": False, "verbose": False}
 PIECE = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]|\s+|[^\s<\[]+|.")  # special tokens, spaces, words
 
 
@@ -20,8 +21,10 @@ def faults(conversation: Conversation, examples: Sequence[Example], tokenizer: A
     """What is wrong with the mask: every supervised run must be one answer, from its first token to its end mark."""
     runs = runs_of(examples)
     answers = list(expected_answers(conversation, tokenizer, data))
-    if missing := max(0, len(answers) - len(runs)):
-        cut = [place for place, _ in answers if starts_after_cut(conversation, place, tokenizer, data)][-missing:]
+    if missing := max(0, len(answers) - len(runs)):  # of answers that begin behind `max_length`
+        prompts = {place: print_prompt(conversation, place, tokenizer, data) for place, _ in answers}
+        sizes = {place: len(tokenizer(prompt, **PLAIN)["input_ids"]) for place, prompt in prompts.items()}
+        cut = [place for place, size in sizes.items() if size >= data.max_length][-missing:]
         answers = [answer for answer in answers if answer[0] not in cut]
     wrong = []
     for answer, run in zip_longest(answers, runs):
@@ -42,8 +45,7 @@ def unlike_served(conversation: Conversation, examples: Sequence[Example], token
         places = [place for place, _ in expected_answers(conversation, tokenizer, data)]
     unlike = 0
     for place, (tokens, (start, _)) in zip(places, runs, strict=False):
-        prompt = print_messages(conversation.messages[:place], conversation.tools, tokenizer, data, ask=True)
-        prompt = normalise(prompt[-200:], tokenizer)
+        prompt = normalise(print_prompt(conversation, place, tokenizer, data)[-200:], tokenizer)
         begin = max(0, start - 8)
         before, more = (decode_run(tokens, (begin, end), tokenizer).lstrip("\ufffd") for end in (start, start + 1))
         # a token that straddles the end of the prompt is supervised
@@ -77,9 +79,14 @@ def print_messages(messages: list[Any], tools: Any, tokenizer: Any, data: DataSe
     return tokenizer.apply_chat_template(messages, **options)
 
 
+def print_prompt(conversation: Conversation, place: int, tokenizer: Any, data: DataSection) -> str:
+    """The prompt that serving shows for the answer at a place."""
+    return print_messages(conversation.messages[:place], conversation.tools, tokenizer, data, ask=True)
+
+
 def normalise(text: str, tokenizer: Any) -> str:
     """A text as it comes back from its tokens."""
-    return tokenizer.decode(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return tokenizer.decode(tokenizer(text, **PLAIN)["input_ids"])
 
 
 def expected_texts(
@@ -145,12 +152,6 @@ def is_covered(tokens: list[int], run: tuple[int, int], answer: str, tokenizer: 
         return any(answer.startswith(whole[extra:]) for extra in range(max(1, len(first))))
     before = text.find(answer)
     return 0 <= before < max(1, len(first)) and len(text) - before - len(answer) < max(1, len(last))
-
-
-def starts_after_cut(conversation: Conversation, place: int, tokenizer: Any, data: DataSection) -> bool:
-    """Whether an answer begins only where `max_length` has cut."""
-    prompt = print_messages(conversation.messages[:place], conversation.tools, tokenizer, data, ask=True)
-    return len(tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]) >= data.max_length
 
 
 def runs_of(examples: Sequence[Example]) -> list[tuple[list[int], tuple[int, int]]]:

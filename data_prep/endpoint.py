@@ -15,7 +15,7 @@ from typing import Any
 from urllib.error import HTTPError
 
 from data_prep.answers import Answer, Dialogue, Outcome, Prompt
-from data_prep.messages import BROKEN_OFF, FILTERED
+from data_prep.records import BROKEN_OFF, FILTERED
 from data_prep.sampler_check import CAUSE, LIKELIEST, PROBE_TOKENS, PROBES, SamplerCheck
 from eagle.core.noise import mix64
 from eagle.recipe import RegenerateSection, TargetSection
@@ -55,10 +55,10 @@ class Endpoint:
     def check_tokenizer(self, ids: list[int]) -> None:
         """Refuse a server that reads the probe as another number of tokens than our tokenizer."""
         try:
-            reply = self._post("/chat/completions", self._request(Prompt(PROBE, None, ids, 1, 0)))
+            _, usage = self._ask(Prompt(PROBE, None, ids, 1, 0))
         except ConnectionError as error:
             raise ValueError(f"no answer to the probe conversation from {error}: see the server's log") from None
-        counted = (reply.get("usage") or {}).get("prompt_tokens")
+        counted = usage.get("prompt_tokens")
         if counted != len(ids):
             raise ValueError(
                 f"{self.url} reads the probe conversation as {counted} tokens, the recipe's tokenizer and template as "
@@ -114,7 +114,7 @@ class Endpoint:
             return str(error)
 
     def _answer(self, prompt: Prompt) -> Answer:
-        choice, tokens = self._ask(prompt, likeliest=self.sampler is not None and self.sampler.is_due())
+        choice, usage = self._ask(prompt, likeliest=self.sampler is not None and self.sampler.is_due())
         message, finish = choice["message"], str(choice.get("finish_reason"))
         if finish in BROKEN_OFF and finish != FILTERED:
             raise ConnectionError(f"{self.url} broke an answer off: finish_reason {finish}")
@@ -127,22 +127,12 @@ class Endpoint:
         parts = {"reasoning_content": reasoning, "tool_calls": message.get("tool_calls")}
         answer = {"role": "assistant", "content": message.get("content") or ""}
         answer |= {key: part for key, part in parts.items() if part}
-        return Answer(answer, finish, tokens)
+        return Answer(answer, finish, usage.get("completion_tokens", 0))
 
-    def _ask(self, prompt: Prompt, *, likeliest: bool = False) -> tuple[dict[str, Any], int]:
-        """The first choice of the server's reply, with the likeliest tokens at each place if wanted, and its length."""
-        logprobs = {"logprobs": True, "top_logprobs": LIKELIEST} if likeliest else {}
-        reply = self._post("/chat/completions", {**self._request(prompt), **logprobs})
-        try:
-            choice = reply["choices"][0]
-            choice["message"].get("content")
-        except (KeyError, IndexError, TypeError, AttributeError):
-            raise ConnectionError(f"{self.url} sent no answer: {str(reply)[:200]}") from None
-        return choice, (reply.get("usage") or {}).get("completion_tokens", 0)
-
-    def _request(self, prompt: Prompt) -> dict[str, Any]:
+    def _ask(self, prompt: Prompt, *, likeliest: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The first choice of the server's reply, with the likeliest tokens at each place if wanted, and its usage."""
         section = self.section
-        return {
+        request = {
             "model": self.model,
             "messages": prompt.messages,
             **({"tools": prompt.tools} if prompt.tools else {}),
@@ -151,7 +141,15 @@ class Endpoint:
             "top_p": section.top_p,
             "seed": mix64(mix64(section.seed) ^ prompt.request) % 2**31,
             **self.kwargs,
+            **({"logprobs": True, "top_logprobs": LIKELIEST} if likeliest else {}),
         }
+        reply = self._post("/chat/completions", request)
+        try:
+            choice = reply["choices"][0]
+            choice["message"].get("content")
+            return choice, reply.get("usage") or {}
+        except (KeyError, IndexError, TypeError, AttributeError):
+            raise ConnectionError(f"{self.url} sent no answer: {str(reply)[:200]}") from None
 
     def _find_model(self, target: TargetSection) -> dict[str, Any]:
         """The server's entry for the recipe's target."""

@@ -36,7 +36,9 @@ def main(argv: list[str]) -> None:
     config = target_config(target.path, target.revision, trust_remote_code=target.trust_remote_code)
     taps = taps_of(settings, config)
     if args.forecast:
-        print_forecast(recipe, taps, strict=args.strict)
+        examples, model = read_examples(recipe, strict=args.strict), load_target(recipe)
+        plan = plan_extraction(examples, model, taps, recipe.features)
+        print(forecast(model, examples, plan, taps, recipe.features.dtype))
     elif not recipe.features.store:
         raise ValueError(f"{args.recipe} has no features.store: features are computed while training, none are stored")
     elif args.verify:
@@ -46,16 +48,6 @@ def main(argv: list[str]) -> None:
         hint = "whole shards are kept, and the same command goes on"
         with interrupted_by_user(lambda: hint), lock_folder(folder, hold=world()[0] == 0):
             fill_store(recipe, folder, taps, repair=args.repair, strict=args.strict)
-
-
-def print_forecast(recipe: Recipe, taps: tuple[int, ...], *, strict: bool) -> None:
-    """Print the tokens, bytes and time of a store, from the examples and a few timed forwards."""
-    examples, target = read_examples(recipe, strict=strict), load_target(recipe)
-    print(
-        forecast(
-            target, examples, plan_extraction(examples, target, taps, recipe.features), taps, recipe.features.dtype
-        )
-    )
 
 
 def fill_store(recipe: Recipe, folder: Path, taps: tuple[int, ...], *, repair: bool, strict: bool) -> None:
@@ -97,26 +89,22 @@ def prepare_store(recipe: Recipe, folder: Path, expected: dict[str, Any], repair
         print(store.describe_absent() if store.absent else f"nothing is broken in {folder}")
         store.discard(list(store.absent))
     if target is None and recipe.target.dtype == "auto":
-        check_precision(FeatureStore(folder, partial=True))
+        store = FeatureStore(folder, partial=True)
+        stored = store.identity["target"]["dtype"]
+        auto = str(fastest_dtype(best_device())).removeprefix("torch.")
+        if store.absent and stored != auto:  # the store was begun on another machine
+            raise ValueError(
+                f"{folder} was begun in target.dtype {stored}, and auto is {auto} on this machine: set "
+                f"target.dtype={stored} to go on, or point features.store at another folder"
+            )
     return target
-
-
-def check_precision(store: FeatureStore) -> None:
-    """Refuse to complete a store in another precision than that in which another machine began it."""
-    stored = store.identity["target"]["dtype"]
-    auto = str(fastest_dtype(best_device())).removeprefix("torch.")
-    if store.absent and stored != auto:
-        raise ValueError(
-            f"{store.folder} was begun in target.dtype {stored}, and auto is {auto} on this machine: set "
-            f"target.dtype={stored} to go on, or point features.store at another folder"
-        )
 
 
 def create_store(recipe: Recipe, folder: Path, expected: dict[str, Any], *, strict: bool) -> Target:
     """Tokenise and plan, and create the store without features yet; return the target that computes them."""
     examples, target = read_examples(recipe, strict=strict), load_target(recipe)
-    made = in_precision(expected, fastest_dtype(best_device()))
-    dtype = made["target"]["dtype"]
+    expected = in_precision(expected, fastest_dtype(best_device()))
+    dtype = expected["target"]["dtype"]
     if recipe.target.dtype == "auto":
         print(f"target.dtype auto is {dtype} on this machine")
     if (dtype, recipe.features.dtype) == ("bfloat16", "float32"):
@@ -124,14 +112,14 @@ def create_store(recipe: Recipe, folder: Path, expected: dict[str, Any], *, stri
             "features.dtype is float32 and target.dtype bfloat16: the states are no more accurate than bfloat16, in "
             "twice its room; set target.dtype=float32 for accurate ones, or features.dtype=bfloat16"
         )
-    plan = plan_extraction(examples, target, tuple(made["taps"]), recipe.features)
+    plan = plan_extraction(examples, target, tuple(expected["taps"]), recipe.features)
     about: dict[str, Any] = {
         "width": target.config.hidden_size,
         "precision": str(target.model.dtype).removeprefix("torch."),
         "target": target_name(recipe),
         "borrowed": save_borrowed(folder, target.head, target.config),
     }
-    check_room(FeatureStore.create(folder, examples, made, plan, **about))
+    check_room(FeatureStore.create(folder, examples, expected, plan, **about))
     return target
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Sequence
-from statistics import quantiles
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -101,8 +101,7 @@ def quartiles(lengths: Sequence[int]) -> str:
     """The smallest, the three quartiles and the largest of some lengths."""
     if not lengths:
         return "none"
-    middle = quantiles(lengths, n=4, method="inclusive") if len(lengths) > 1 else [*lengths] * 3
-    return " / ".join(f"{value:,.0f}" for value in (min(lengths), *middle, max(lengths)))
+    return " / ".join(f"{value:,.0f}" for value in np.percentile(lengths, (0, 25, 50, 75, 100)))
 
 
 def main(argv: list[str]) -> None:

@@ -12,7 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, cast
 
-from data_prep.turns import ANSWERS, Dropped, first_of, layout_of
+from data_prep.turns import ANSWERS, SURROGATE, Dropped, first_of, layout_of
 
 PIECE = 1 << 12  # bytes read at once: what was unzipped in the same step as damage is lost
 HEAD = 1 << 20  # bytes looked at to tell lines from other JSON
@@ -138,7 +138,7 @@ def _scan_values(texts: Iterator[str], cut: str) -> Iterator[Any]:
         elif lost and not any(map(_is_record, _unwrap(value))):
             place = start + 1
         else:
-            yield value if _is_utf8(text[start:end]) else Dropped("not UTF-8")
+            yield Dropped("not UTF-8") if SURROGATE.search(text, start, end) else value
             place, lost = end, False
 
 
@@ -162,11 +162,3 @@ def _take_text(texts: Iterator[str], size: int) -> str:
         taken.append(text)
         size -= len(text)
     return "".join(taken)
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -1,15 +1,44 @@
-"""One record of any known layout -> a conversation, or the reason for which it gives none."""
+"""One record of any known layout -> a conversation as OpenAI writes it, or the reason for which it gives none."""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
-from data_prep.messages import BROKEN_OFF, TRUNCATED, finish_of, message_of, says_something, tools_of
-from data_prep.turns import ASSISTANT, SYSTEM, USER, Dropped, check_wanted, first_of, turns_of
+from data_prep.turns import (
+    ASSISTANT,
+    MARKS,
+    SYSTEM,
+    TOOL,
+    USER,
+    WEIGHTS,
+    Dropped,
+    check_media,
+    check_wanted,
+    describe,
+    first_of,
+    parse_json,
+    turns_of,
+)
 
 IDS = ("id", "conversation_id", "conversation_hash", "uuid", "uid", "prompt_id", "question_id", "message_tree_id")
+VISIBLE = re.compile(r"[^\s\u200b-\u200d\u2060\ufeff]")  # zero-width characters alone are no answer
+CALLS = ("function_call", "tool_call")  # turns whose text is a call
+ROLES = {
+    **dict.fromkeys(("human", "user", "prompter"), USER),
+    **dict.fromkeys(("gpt", "assistant", "ai", "chatgpt", "chatbot", "bot", "model", "bard", "bing"), ASSISTANT),
+    **dict.fromkeys(("claude", *CALLS), ASSISTANT),
+    **dict.fromkeys(("system", "developer"), SYSTEM),
+    **dict.fromkeys(("observation", "tool", "function", "tool_response", "tool_result", "ipython"), TOOL),
+}
+PLACEHOLDER = re.compile(  # at an edge of the text or of a line, and no element that is closed again
+    r"(?:^[ \t]*<(image|video|audio)>|<(image|video|audio)>[ \t]*$)(?![\s\S]*</(?:image|video|audio)>)", re.MULTILINE
+)
+TRUNCATED = ("length", "max_tokens")
+FILTERED = "content_filter"
+BROKEN_OFF = ("abort", "aborted", "cancelled", "error", FILTERED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +77,8 @@ def _messages_of(turns: list[Any], notes: set[str], answered: bool) -> list[dict
     messages: list[dict[str, Any]] = []
     for place, turn in enumerate(turns):
         message = message_of(turn)
-        role, finish = message["role"], finish_of(turn)
+        role, finish = message["role"], first_of(turn, "finish_reason", "stop_reason")
+        finish = finish.lower() if isinstance(finish, str) else None
         is_answer = role == ASSISTANT
         broken_off = is_answer and finish in BROKEN_OFF
         if is_answer and answered and finish in TRUNCATED:
@@ -111,3 +141,105 @@ def _check_text(conversation: Conversation) -> None:
         raise Dropped("text with lone surrogates") from None
     except TypeError:
         raise Dropped("a value that is not JSON") from None
+
+
+def message_of(turn: Any) -> dict[str, Any]:
+    """The turn's role, content, reasoning, tool calls and, where it has one, its weight."""
+    if not isinstance(turn, dict):
+        raise Dropped("a turn that is not an object")
+    speaker = first_of(turn, "from", "role")
+    speaker = speaker.strip().lower() if isinstance(speaker, str) else speaker
+    role = ROLES.get(speaker) if isinstance(speaker, str) else None
+    if role is None:
+        raise Dropped("a turn without a role" if speaker is None else f"unknown role {describe(speaker)!r}")
+    check_media(turn)
+    content = first_of(turn, "value", "content", "text")
+    text, reasoning, calls = ("", "", _calls(content, "function_call")) if speaker in CALLS else _parts(content)
+    if role == USER and (placeholder := PLACEHOLDER.search(text)):
+        raise Dropped(f"a placeholder in the text: {placeholder[0].strip()}")
+    reasoning += _text(first_of(turn, "reasoning_content", "reasoning", "thinking"), "reasoning_content")
+    calls += _calls(first_of(turn, "tool_calls", "function_call") or [], "tool_calls")
+    if role != ASSISTANT and (reasoning or calls):
+        raise Dropped(f"reasoning or tool calls in a turn of the {role}")
+    message = {"role": role, "content": text, "reasoning_content": reasoning, "tool_calls": calls}
+    message.update({key: _text(turn.get(key), key) for key in ("name", "tool_call_id")})
+    message = {key: value for key, value in message.items() if value or key == "content"}
+    return message | _weight(turn) if role == ASSISTANT else message
+
+
+def says_something(message: dict[str, Any]) -> bool:
+    """Whether a message has visible text or tool calls."""
+    return bool(VISIBLE.search(message["content"])) or "tool_calls" in message
+
+
+def tools_of(tools: Any) -> list[dict[str, Any]] | None:
+    """The tools that the assistant may call, each wrapped as OpenAI does."""
+    tools = parse_json(tools or None, "tools that are")
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, list):
+        raise Dropped("tools that are not a list")
+    return [_tool(parse_json(tool, "a tool that is")) for tool in tools]
+
+
+def _parts(content: Any) -> tuple[str, str, list[dict[str, Any]]]:
+    """The text, the reasoning and the tool calls in a content."""
+    if not isinstance(content, list):
+        return _text(content, "content"), "", []
+    text, reasoning, calls = "", "", []
+    for part in content:
+        kind = part.get("type") or "text" if isinstance(part, dict) else type(part).__name__
+        if kind == "text":
+            text += _text(first_of(part, "text", "value"), "a text part")
+        elif kind in ("reasoning", "thinking"):
+            reasoning += _text(first_of(part, "text", "value", kind), "a reasoning part")
+        elif kind == "tool_call":
+            calls += _calls(first_of(part, "value", "tool_call") or part, "tool_call")
+        else:
+            raise Dropped(f"content that is not text: {describe(kind)}")
+    return text, reasoning, calls
+
+
+def _calls(value: Any, name: str) -> list[dict[str, Any]]:
+    """The tool calls in JSON text, in one object or in a list of them."""
+    calls = parse_json(value, f"{name} that is")
+    return [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """One tool call, its arguments as an object, since templates print them as JSON themselves."""
+    function = _check_name((call.get("function") or call) if isinstance(call, dict) else None, "a tool call")
+    arguments = parse_json(first_of(function, "arguments", "parameters") or {}, "tool call arguments that are")
+    if not isinstance(arguments, dict):
+        raise Dropped("tool call arguments that are not an object")
+    call_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**call_id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    wrapped = tool if isinstance(tool, dict) and "function" in tool else {"function": tool}
+    _check_name(wrapped["function"], "a tool")
+    return {"type": "function", **wrapped}
+
+
+def _check_name(function: Any, kind: str) -> dict[str, Any]:
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Dropped(f"{kind} without a name")
+    return function
+
+
+def _weight(turn: dict[str, Any]) -> dict[str, int]:
+    """A weight of 0 where any mark excludes the answer from the loss."""
+    marks = {key: turn[key] for key in MARKS if turn.get(key) is not None}
+    for key in WEIGHTS:
+        if marks.get(key, 0) not in (0, 1):
+            raise Dropped(f"{key} that is neither 0 nor 1")
+    if any(mark == 0 for mark in marks.values()):
+        return {"weight": 0}
+    return {"weight": 1} if "weight" in marks else {}
+
+
+def _text(value: Any, name: str) -> str:
+    if value is not None and not isinstance(value, str):
+        raise Dropped(f"{name} that is not text: {type(value).__name__}")
+    return value or ""

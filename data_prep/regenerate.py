@@ -17,9 +17,8 @@ from typing import Any
 from data_prep.answers import Dialogue, Local, Prompt
 from data_prep.conversations import Tally, read_conversations
 from data_prep.endpoint import PROBE, Endpoint
-from data_prep.messages import FILTERED, says_something
 from data_prep.parts import begin, is_whole, join_parts, open_part, read_parts
-from data_prep.records import Conversation
+from data_prep.records import FILTERED, Conversation, says_something
 from data_prep.sampler_check import is_broken
 from data_prep.tokens import load_tokenizer
 from eagle.data.features import world
@@ -30,17 +29,7 @@ from eagle.recipe import DataSection, Recipe, RegenerateSection, command_line
 from eagle.target.target import Target
 
 SHORTEST_ANSWER = 8  # tokens of data.max_length that a prompt must leave
-
-AT_TOOLS = "cut at the first tool result, which belongs to another call"
-AT_CALL = "cut at a tool call of the target, which has no result"
-TRUNCATED = "cut at a truncated answer"
-AT_EMPTY = "cut at an empty answer"
-AT_FILTER = "cut at an answer that the server filtered"
-BROKEN_TEXT = "an answer with broken characters (U+FFFD) is not learned"
-TOO_LONG = "cut where the text fills data.max_length or the model"
-TWO_ANSWERS = "two answers in a row: one is given"
 Answerer = Endpoint | Local
-PRINTED_OTHERWISE = "the template prints an answer otherwise than the target said it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +52,7 @@ class Reader:
         except Exception as error:  # a template is a program, and may refuse in any way
             return f"cut where the template refuses: {str(error).splitlines()[0] if str(error) else error!r}"
         longest = min(self.data.max_length - SHORTEST_ANSWER, (self.positions or sys.maxsize) - 1)
-        return ids if len(ids) <= longest else TOO_LONG
+        return ids if len(ids) <= longest else "cut where the text fills data.max_length or the model"
 
     def prints(self, messages: Sequence[dict[str, Any]], tools: Any) -> bool:
         """Whether the template prints the last message's text as it is, but for space around it."""
@@ -79,50 +68,50 @@ def converse(name: str, conversation: Conversation, reader: Reader, section: Reg
     messages: list[dict[str, Any]] = []
     reasons: list[str] = []
     notes: set[str] = set()
-    answered, tokens, tools = 0, 0, conversation.tools
+    tools = conversation.tools
+    tokens = 0
     for place, turn in enumerate(conversation.messages):
         if turn["role"] == "tool":
-            notes.add(AT_TOOLS)
+            notes.add("cut at the first tool result, which belongs to another call")
             break
         if turn["role"] != "assistant":
             messages.append(turn)
             continue
         if messages and messages[-1]["role"] == "assistant":
-            notes.add(TWO_ANSWERS)
+            notes.add("two answers in a row: one is given")
             continue
         ids = reader.ids(messages, tools)
         if isinstance(ids, str):
             notes.add(ids)
             break
         room = min(section.max_new_tokens, (reader.positions or sys.maxsize) - len(ids))
-        answer = yield Prompt(list(messages), tools, ids, room, request_key(name, place))
+        digest = hashlib.sha256(f"{name}\0{place}".encode(errors="surrogatepass")).digest()
+        answer = yield Prompt(list(messages), tools, ids, room, request=int.from_bytes(digest[:8], "big"))
         if answer.finish == FILTERED or not says_something(answer.message):
-            notes.add(AT_FILTER if answer.finish == FILTERED else AT_EMPTY)
+            kind = "an answer that the server filtered" if answer.finish == FILTERED else "an empty answer"
+            notes.add(f"cut at {kind}")
             break
         truncated = answer.finish == "length"
         broken = is_broken(answer.message["content"], answer.finish, messages)
         unlearned = broken or (truncated and not section.keep_truncated)
         messages.append({**answer.message, **({"weight": 0} if unlearned else {})})
         reasons.append(answer.finish)
-        answered, tokens = len(messages), tokens + answer.tokens
+        tokens += answer.tokens
         if broken:
-            notes.add(BROKEN_TEXT)
+            notes.add("an answer with broken characters (U+FFFD) is not learned")
         if not reader.prints(messages, tools):
-            notes.add(PRINTED_OTHERWISE)
+            notes.add("the template prints an answer otherwise than the target said it")
         if truncated or answer.message.get("tool_calls"):
             # what would follow belongs to another text, or is the result of another call
-            notes.add(TRUNCATED if truncated else AT_CALL)
+            kind = "a truncated answer" if truncated else "a tool call of the target, which has no result"
+            notes.add(f"cut at {kind}")
             break
-    record: dict[str, Any] = {"id": name, "messages": messages[:answered]}
-    record |= {"tools": tools} if tools else {}
+    while messages and messages[-1]["role"] != "assistant":
+        messages.pop()
+    record: dict[str, Any] = {"id": name, "messages": messages, **({"tools": tools} if tools else {})}
     record |= {"source_id": conversation.id} if name != conversation.id else {}
     record |= {"sampling": sampling_of(section), "finish_reasons": reasons}
-    return {"id": name, "record": record if answered else None, "notes": sorted(notes), "tokens": tokens}
-
-
-def request_key(name: str, place: int) -> int:
-    """What keys the randomness of one answer of a conversation."""
-    return int.from_bytes(hashlib.sha256(f"{name}\0{place}".encode(errors="surrogatepass")).digest()[:8], "big")
+    return {"id": name, "record": record if messages else None, "notes": sorted(notes), "tokens": tokens}
 
 
 def make_names_unique(conversations: Iterable[Conversation]) -> Iterator[tuple[str, Conversation]]:
@@ -193,31 +182,24 @@ def forecast(
 ) -> str:
     """How much there is to do, and how long it takes, by the first answers of a few conversations."""
     few = jobs[:: max(1, len(jobs) // answerer.at_once)][: answerer.at_once]
+    dialogues = []
+    for name, job in few:
+        places = [place for place, turn in enumerate(job.messages) if turn["role"] == "assistant"]
+        first_only = Conversation(job.id, job.messages[: places[0] + 1 if places else 0], job.tools)
+        dialogues.append((name, converse(name, first_only, reader, section)))
     start = perf_counter()
-    dialogues = ((name, converse(name, until_first_answer(job), reader, section)) for name, job in few)
-    outcomes = [outcome for _, outcome in answerer.run(dialogues)]
+    outcomes = [outcome for _, outcome in answerer.run(iter(dialogues))]
     seconds = perf_counter() - start
     tokens = [outcome["tokens"] for outcome in outcomes if not isinstance(outcome, str) and outcome["record"]]
     if not tokens:
         raise ValueError(f"no answer to forecast from: {outcomes[:3]}; correct what they name")
-    answers = sum(count_answers(conversation) for _, conversation in jobs)
+    reached = (takewhile(lambda turn: turn["role"] != "tool", job.messages) for _, job in jobs)
+    answers = sum(turn["role"] == "assistant" for turns in reached for turn in turns)
     return (
         f"{len(jobs)} conversations, at most {answers} answers; {len(tokens)} first answers took {seconds:.1f} s "
         f"({sum(tokens) / len(tokens):.0f} tokens each, {sum(tokens) / seconds:.0f} tokens/s): "
         f"about {answers / len(tokens) * seconds / 3600:.2f} h for one process"
     )
-
-
-def until_first_answer(conversation: Conversation) -> Conversation:
-    """The conversation up to its first answer; nothing of one without an answer."""
-    places = [place for place, turn in enumerate(conversation.messages) if turn["role"] == "assistant"]
-    return Conversation(conversation.id, conversation.messages[: places[0] + 1 if places else 0], conversation.tools)
-
-
-def count_answers(conversation: Conversation) -> int:
-    """How many answers come before the first tool result."""
-    turns = takewhile(lambda turn: turn["role"] != "tool", conversation.messages)
-    return sum(turn["role"] == "assistant" for turn in turns)
 
 
 def make_answerer(recipe: Recipe, section: RegenerateSection) -> tuple[Answerer, Reader]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,12 +21,6 @@ SPECIAL = re.compile(r"<[^<>\s]{1,60}>|\[[^\[\]\s]{1,60}\]")  # text that is a s
 END = re.compile(r"(?i)end|eo[stm]\b|</s>|return|stop|sep")  # how special tokens that end a turn are named
 OPENING = re.compile(r"start|begin|end|[^a-z]")  # what distinguishes the two tokens around a thought
 
-REWRITES = "history rewritten by the template: several examples"
-HISTORY_DIFFERS = "the turns before an answer are printed otherwise once it is given"
-PROMPT_HOLDS = "the generation prompt ends with {!r}, which the template prints before no answer"
-NO_MARK = "the template prints no end-of-turn mark"
-EMPTY = "an answer of which the template prints nothing: not learned"
-ALL_EMPTY = "the template prints nothing of any answer"
 LEFT_OUT = "the template leaves out {}"
 
 
@@ -53,18 +46,18 @@ def render_answers(
         text, end = cut_trailer(text, start, *mark_and_trailer)
         missing = missing_from_answer(messages[place], text[start:end])
         if end <= start or is_printed_empty(messages[: place + 1], missing, render):
-            notes.add(EMPTY)
+            notes.add("an answer of which the template prints nothing: not learned")
             continue
         notes.update(LEFT_OUT.format(part) for part in missing)
         if not mark_and_trailer[0]:
-            notes.add(NO_MARK)
+            notes.add("the template prints no end-of-turn mark")
         spans = texts.pop().spans if texts and text.startswith(texts[-1].text) else []
         texts.append(RenderedText(text, [*spans, (start, end)]))
         last = place
     if not texts:
-        raise Dropped(ALL_EMPTY)
+        raise Dropped("the template prints nothing of any answer")
     if len(texts) > 1:
-        notes.add(REWRITES)
+        notes.add("history rewritten by the template: several examples")
     missing = missing_from_history(messages[:last], conversation.tools, texts[-1].text)
     notes.update(LEFT_OUT.format(part) for part in missing)
     return texts
@@ -89,7 +82,7 @@ def render_answer(messages: list[Message], render: Render, notes: set[str]) -> t
     repeats_question = str(history[-1]["content"]) in marked[start:content]
     if not opening.strip() or not text.startswith(marked[:start]) or repeats_question:
         raise Dropped(f"the template prints the turns before message {len(messages)} otherwise once it is answered")
-    notes.add(HISTORY_DIFFERS)
+    notes.add("the turns before an answer are printed otherwise once it is given")
     return prompt + text[start:], len(prompt)
 
 
@@ -103,7 +96,7 @@ def move_behind_prompt(prompt: str, text: str, start: int, header: str, notes: s
     says_header = bool(header.strip()) and not prompt.endswith(header)
     if text.startswith(header, start) and is_closed(extra + header * says_header):
         return prompt + text[start if says_header else start + len(header) :], len(prompt)
-    notes.add(PROMPT_HOLDS.format(extra))
+    notes.add(f"the generation prompt ends with {extra!r}, which the template prints before no answer")
     return text, start
 
 
@@ -246,8 +239,8 @@ def make_renderer(conversation: Conversation, tokenizer: Any, data: DataSection)
 
 def common_length(text: str, other: str) -> int:
     """How many characters two texts share from their beginning."""
-    sizes = range(1, min(len(text), len(other)) + 1)
-    return bisect_left(sizes, True, key=lambda size: text[:size] != other[:size])
+    differing = (place for place, (left, right) in enumerate(zip(text, other, strict=False)) if left != right)
+    return next(differing, min(len(text), len(other)))
 
 
 def before_special(text: str, place: int) -> int:

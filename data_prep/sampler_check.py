@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import exp, sqrt
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 PROBES, PROBE_TOKENS = 8, 32  # answers before work, and the tokens of each
 EVERY = 32  # answers of the run, of which one comes with its probabilities
@@ -21,8 +20,7 @@ CAUSE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Draws:
+class Draws(NamedTuple):
     """How many tokens of an answer were among the likeliest, and how many its probabilities expect."""
 
     tokens: int
@@ -34,7 +32,8 @@ class Draws:
 
 def draws_of(tokens: Sequence[dict[str, Any]], vocab_size: int, temperature: float) -> Draws:
     """Count from the `logprobs.content` of a chat completion, raw or already at the temperature."""
-    hits, expected, variance, nll = 0, 0.0, 0.0, 0.0
+    hits = 0
+    expected = variance = nll = 0.0
     for token in tokens:
         sampled = float(token["logprob"])
         listed = [float(entry["logprob"]) for entry in token["top_logprobs"]]
@@ -98,10 +97,9 @@ class SamplerCheck:
             return self._fault_of_draws() or self._fault_of_texts()
 
     def _fault_of_draws(self) -> str | None:
-        tokens, hits, expected, variance, nll = (
-            sum(getattr(draws, name) for draws in self.draws)
-            for name in ("tokens", "hits", "expected", "variance", "nll")
-        )
+        if not self.draws:
+            return None
+        tokens, hits, expected, variance, nll = map(sum, zip(*self.draws, strict=True))
         if expected - hits <= DEVIATIONS * sqrt(variance + 1):
             return None
         return (

@@ -14,18 +14,13 @@ from transformers import AutoTokenizer
 from data_prep.conversations import Tally, read_conversations
 from data_prep.records import Conversation
 from data_prep.render import RenderedText, render_answers
-from data_prep.turns import Dropped
+from data_prep.turns import SURROGATE, Dropped
 from eagle.data.examples import Example
 from eagle.data.identity import stop_ids
 from eagle.log import progress
 from eagle.recipe import DataSection, Recipe
 
 STOP_IDS = "stop_ids"  # where a loaded tokenizer keeps the stop tokens of the target's generation config
-STRADDLES = "a token straddles the start of an answer"
-MARK_IN_CONTENT = "special-token text inside content"
-CUT = "cut at max_length"
-CUT_AWAY = "nothing supervised within max_length"
-ALL_ONES = "everything is supervised"
 
 
 def load_tokenizer(recipe: Recipe) -> Any:
@@ -102,15 +97,15 @@ def examples_of(conversation: Conversation, tokenizer: Any, data: DataSection, t
         texts = render_answers(conversation, tokenizer, data, stop_texts(tokenizer), notes)
         examples = [example for text in texts if (example := example_of(text, tokenizer, data.max_length, notes))]
         if not examples:
-            raise Dropped(CUT_AWAY)
+            raise Dropped("nothing supervised within max_length")
     except Dropped as reason:
         tally.dropped[str(reason)] += 1
         return []
     if all(example.loss_mask.all() for example in examples):
-        notes.add(ALL_ONES)
+        notes.add("everything is supervised")
     contents = "\0".join(str(turn.get("content") or "") for turn in conversation.messages)
-    if any(text in contents for text in special_texts(tokenizer, len(tokenizer))):
-        notes.add(MARK_IN_CONTENT)
+    if any(text in contents for text in backend_of(tokenizer, len(tokenizer))[1]):
+        notes.add("special-token text inside content")
     tally.noted.update(notes)
     return examples
 
@@ -123,33 +118,28 @@ def example_of(rendered: RenderedText, tokenizer: Any, max_length: int, notes: s
     for start, end in rendered.spans:
         mask |= (first < end) & (last > start)
         if ((first < start) & (last > start)).any():
-            notes.add(STRADDLES)
+            notes.add("a token straddles the start of an answer")
     if len(tokens) > max_length:
-        notes.add(CUT)
+        notes.add("cut at max_length")
     return Example(tokens[:max_length], mask) if mask.any() else None
 
 
 def encode(text: str, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens [T] of a text and the characters [T, 2] of each; templates print their own special tokens."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise Dropped("half a surrogate pair: no valid text") from None
-    encoding = plain_encoder(tokenizer, len(tokenizer)).encode(text, add_special_tokens=False)
+    if SURROGATE.search(text):
+        raise Dropped("half a surrogate pair: no valid text")
+    encoding = backend_of(tokenizer, len(tokenizer))[0].encode(text, add_special_tokens=False)
     return torch.tensor(encoding.ids), torch.tensor(encoding.offsets).view(-1, 2)
 
 
 @lru_cache(maxsize=4)
-def plain_encoder(tokenizer: Any, size: int) -> Any:
-    """The tokenizer's backend without the step that adds special tokens and, in some families, trims offsets."""
+def backend_of(tokenizer: Any, size: int) -> tuple[Any, tuple[str, ...]]:
+    """The encoder without the step that adds special tokens and, in some families, trims offsets; the special texts.
+
+    `size` is the tokenizer's, so that tokens added later are not missed.
+    """
     encoder = copy.deepcopy(tokenizer.backend_tokenizer)
     encoder.post_processor = None
     encoder.no_truncation()
     encoder.no_padding()
-    return encoder
-
-
-@lru_cache(maxsize=4)
-def special_texts(tokenizer: Any, size: int) -> tuple[str, ...]:
-    """The texts that this tokenizer reads as one special token."""
-    return tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return encoder, tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from itertools import chain
 from typing import Any
@@ -18,6 +19,8 @@ ANSWERS = {  # where a record of one question has its answer
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 WEIGHTS = ("weight", "loss_weight", "loss_scale")  # 0: not learned; any other number but 1 is refused
 MARKS = (*WEIGHTS, "train", "training", "loss", "label")  # 0 or false: not learned
+
+SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair, which no valid text holds
 
 
 class Dropped(Exception):
@@ -154,13 +157,10 @@ def _best_path(node: Any, notes: set[str]) -> list[Any]:
         turns.append({key: node.get(key) for key in ("role", "text")})
         replies = node.get("replies")
         replies = [reply for reply in replies if isinstance(reply, dict)] if isinstance(replies, list) else []
-        node = min(replies, key=_rank, default=None)
+        ranks = [reply.get("rank") for reply in replies]
+        ranks = [rank if isinstance(rank, int | float) else float("inf") for rank in ranks]
+        node = replies[ranks.index(min(ranks))] if replies else None
     return turns
-
-
-def _rank(reply: dict[str, Any]) -> float:
-    rank = reply.get("rank")
-    return rank if isinstance(rank, int | float) else float("inf")
 
 
 def _with_chosen_answer(turns: list[Any], chosen: Any, notes: set[str]) -> list[Any]:

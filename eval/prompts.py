@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_prep.conversations import read_records
-from data_prep.messages import says_something
-from data_prep.records import conversation_of
+from data_prep.records import conversation_of, says_something
 from data_prep.turns import Dropped
 from eagle.core.verify import Sampling
 from eagle.recipe import Recipe

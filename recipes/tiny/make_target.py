@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LlamaTokenizer
 
 from data_prep import docstrings
-from data_prep.messages import ROLES
+from data_prep.records import ROLES
 from eagle.device import fastest_dtype
 from eagle.disk import apply_umask, lock_folder
 from eagle.log import script

@@ -24,14 +24,14 @@ CUT = "the file ends in the middle of a record"
 
 def lines(*records: Any) -> bytes:
     """JSONL."""
-    return b"".join(json.dumps(one, ensure_ascii=False).encode() + b"\n" for one in records)
+    return b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records)
 
 
 def read(folder: Path, content: bytes, name: str = "x.jsonl") -> tuple[list[str], Tally]:
     """Ids of what is kept of a file, and the tally."""
     tally, path = Tally(), folder / name
     path.write_bytes(content)
-    return [one.id for one in read_conversations(path, tally)], tally
+    return [conversation.id for conversation in read_conversations(path, tally)], tally
 
 
 ODD = ["a \u2028 \u2029 \x85 \x0c", "\u200f\u0627\u0644 \U0001f600", "{{name}} <|im_end|> <think>", "a\u0000 <b>\t"]
@@ -43,7 +43,7 @@ def test_odd_characters_part_no_line(tmp_path: Path) -> None:
     assert len(content.decode().splitlines()) > len(ODD)
     path = tmp_path / "odd.jsonl"
     path.write_bytes(content)
-    assert [one.messages[1]["content"] for one in read_conversations(path)] == ODD
+    assert [conversation.messages[1]["content"] for conversation in read_conversations(path)] == ODD
 
 
 A, B, C = record("a"), record("b"), record("c")
@@ -70,10 +70,10 @@ FILES = [
     (lines(A) + b"[" * 100_000 + b"\n" + lines(B), "ab", {"nested too deeply": 1}),
     (json.dumps([A, B, C]).encode(), "abc", {}),
     (json.dumps([A, B, C], indent=2).encode(), "abc", {}),
-    (b" \n[\n" + b",\n".join(lines(one).strip() for one in (A, B, C)) + b"\n]\n", "abc", {}),
+    (b" \n[\n" + b",\n".join(lines(record).strip() for record in (A, B, C)) + b"\n]\n", "abc", {}),
     (json.dumps([A, 7, "x", B]).encode(), "ab", {"not an object": 2}),
     (json.dumps([A, B]).encode() + b"\n" + json.dumps([C]).encode(), "abc", {}),
-    ("\n".join(json.dumps(one, indent=1) for one in (A, B, C)).encode(), "abc", {}),
+    ("\n".join(json.dumps(record, indent=1) for record in (A, B, C)).encode(), "abc", {}),
     (json.dumps({"version": "1", "data": [A, B, C]}, indent=1).encode(), "abc", {}),
     (json.dumps({"version": "1", "data": [A, B, C]}).encode(), "abc", {}),
     (json.dumps({"version": "1", "data": [A, B, C]}).encode()[:-12], "ab", {CUT: 2}),
@@ -134,7 +134,7 @@ def test_reading_is_lazy_and_stops_at_the_limit(tmp_path: Path) -> None:
     """What stands after the last conversation asked for is not looked at."""
     tally, path = Tally(), tmp_path / "x.jsonl"
     path.write_bytes(LINES + b"garbage\n")
-    assert [one.id for one in read_conversations(path, tally, limit=2)] == ["a", "b"]
+    assert [conversation.id for conversation in read_conversations(path, tally, limit=2)] == ["a", "b"]
     assert (tally.kept, sum(tally.dropped.values())) == (2, 0)
 
 
@@ -158,7 +158,8 @@ def test_a_folder_is_its_files_by_name(tmp_path: Path) -> None:
     parquet.write_table(pa.Table.from_pylist([B, {**C, "tools": None}]), tmp_path / "d.parquet")
     (tmp_path / "e.parquet").write_bytes((tmp_path / "d.parquet").read_bytes()[:-20])
     tally = Tally()
-    assert [one.id for one in read_conversations(tmp_path, tally)] == ["a", "b.jsonl:1", "c.csv:1", "b", "c"]
+    names = [conversation.id for conversation in read_conversations(tmp_path, tally)]
+    assert names == ["a", "b.jsonl:1", "c.csv:1", "b", "c"]
     assert dict(tally.dropped) == {
         "no answer": 1,
         "the rest of the parquet file cannot be read: ArrowInvalid": 1,
@@ -187,7 +188,7 @@ def test_a_folder_gives_the_files_of_its_split(
     """Files that are named after another split are left out, and named."""
     for number, name in enumerate(files):
         (tmp_path / name).write_bytes(lines(record(str(number))))
-    assert sorted(one.id for one in read_conversations(tmp_path, split=split)) == list(ids)
+    assert sorted(conversation.id for conversation in read_conversations(tmp_path, split=split)) == list(ids)
     errors = capsys.readouterr().err
     assert left_out in errors and bool(errors) == bool(left_out)
 
@@ -218,7 +219,7 @@ def test_other_names_are_hub_datasets(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(datasets, "load_dataset", hub)
     read = read_conversations("someone/chats-v1.0", split="test", revision="v2")
-    assert [one.id for one in read] == ["a", "chats-v1.0:2"]
+    assert [conversation.id for conversation in read] == ["a", "chats-v1.0:2"]
     with pytest.raises(ValueError, match=r"someone/else: no file or folder.*no such dataset"):
         list(read_conversations("someone/else"))
     with pytest.raises(ValueError, match="no data in the folder"):
@@ -264,7 +265,7 @@ DAMAGES = st.dictionaries(  # of which record, at which place of it, how much is
 )
 
 
-def damaged(order: list[int], damages: dict[int, tuple[float, int, bytes]]) -> tuple[list[bytes], list[str]]:
+def damage_texts(order: list[int], damages: dict[int, tuple[float, int, bytes]]) -> tuple[list[bytes], list[str]]:
     """The records as JSON in that order, some damaged; and the ids of the whole ones."""
     texts = []
     for number in order:
@@ -283,12 +284,12 @@ def test_damage_anywhere_loses_no_whole_record(
     tmp_path: Path, damages: dict[int, Any], order: list[int], kind: str, zipped: bool
 ) -> None:
     """Bytes lost, changed or put in, in lines and in arrays: the whole records are kept, in their order."""
-    texts, whole = damaged(order, damages)
+    texts, whole = damage_texts(order, damages)
     begin, between, end = SHELLS[kind]
     content = begin + between.join(texts) + end
     assume(content[:2] not in (b"\x1f\x8b", b"\xff\xfe", b"\xfe\xff"))  # which would make it another kind of file
     ids, tally = read(tmp_path, gzip.compress(content) if zipped else content)
-    assert [one for one in ids if one in whole] == whole
+    assert [name for name in ids if name in whole] == whole
     left = sum(bool(text.strip(b" \t\r\n\x0b\x0c,[]")) for text in texts)
     assert tally.kept == len(ids) and bool(tally.dropped) >= (len(ids) < left)
 
@@ -308,7 +309,7 @@ def test_every_line_cut_short_is_one_drop(tmp_path: Path, cuts: dict[int, float]
 @FUZZ
 def test_a_file_cut_anywhere_keeps_what_stands_before(tmp_path: Path, place: int, array: bool) -> None:
     """All whole records before the cut are kept, and the cut one is one drop."""
-    texts = [lines(one).strip() for one in RECORDS]
+    texts = [lines(record).strip() for record in RECORDS]
     begin, between = (b"[", b", ") if array else (b"", b"\n")
     content = (begin + between.join(texts))[:place]
     ids, tally = read(tmp_path, content)
@@ -328,7 +329,7 @@ def test_real_mess_goes_through(name: str, tmp_path: Path) -> None:
         path = tmp_path / "unwrapped.json"
         path.write_text(json.dumps(records, indent=1))
     kept = list(read_conversations(path, tally))
-    assert not [fault for one in kept for fault in wrong_with(one)]
+    assert not [fault for conversation in kept for fault in wrong_with(conversation)]
     files = path.iterdir() if path.is_dir() else [path]
     assert tally.kept + sum(tally.dropped.values()) == sum(map(naive_count, files))
 

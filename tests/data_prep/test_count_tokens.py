@@ -33,10 +33,10 @@ def some_texts() -> list[Text]:
 def test_tables_hold_what_a_naive_count_finds(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many pieces are merged; what is not said is not counted, nor a pair across texts."""
     monkeypatch.setattr(count_tokens, "CHUNK", chunk)
-    found = held(count_texts(some_texts(), V))
-    assert found == naive(some_texts())
-    assert all(found != naive(some_texts(), fault) for fault in ("not said", "across texts"))
-    assert held(count_texts(some_texts(), V, pairs=False)) == (found[0], Counter())
+    counts = held(count_texts(some_texts(), V))
+    assert counts == naive(some_texts())
+    assert all(counts != naive(some_texts(), fault) for fault in ("not said", "across texts"))
+    assert held(count_texts(some_texts(), V, pairs=False)) == (counts[0], Counter())
 
 
 def test_a_token_beyond_the_vocabulary_is_refused() -> None:
@@ -51,8 +51,8 @@ def test_the_command_counts_the_recipes_answers(
     """Conversations as for training, for the config's vocabulary, ready to load; unigrams alone where asked for."""
     where = [f"target.path={recipe.target.path}", f"data.train={recipe.data.train}"]
     count_tokens.main([TINY, *where, "--out", str(tmp_path / "two")])
-    said = [(example.tokens, example.loss_mask) for example in tokenize_data(recipe, load_tokenizer(recipe))[0]]
-    expected = naive(said)
+    texts = [(example.tokens, example.loss_mask) for example in tokenize_data(recipe, load_tokenizer(recipe))[0]]
+    expected = naive(texts)
     assert held(BigramDrafter.load(tmp_path / "two", tiny_target).tables) == expected
     printed = capsys.readouterr().out
     assert f"{expected[0].total()} tokens counted, {len(expected[0])} distinct of {tiny_target.vocab_size}" in printed

@@ -110,15 +110,15 @@ def test_training_refuses_a_vocabulary_of_another_tokenizer(tmp_path: Path) -> N
         def __len__(self) -> int:
             return 0
 
-    def started(tokenizer: str) -> Any:
+    def start_head(tokenizer: str) -> Any:
         made_of = {"tokenizer": tokenizer, "data": "other"}
         save_draft_vocab(tmp_path / "vocab", counts_of(some_examples(), VOCAB), 20, made_of)
         settings = Eagle3.Settings(lm_head="random", draft_vocab=str(tmp_path / "vocab"))
         return first_head(Recipe.load(TINY, []), settings, Given(), Given())  # type: ignore[arg-type]
 
-    assert len(started("a").drafts) == 20
+    assert len(start_head("a").drafts) == 20
     with pytest.raises(ValueError, match="was made with tokenizer = 'b', this run needs 'a'"):
-        started("b")
+        start_head("b")
 
 
 def test_the_command_counts_the_recipes_own_data(tiny_target_dir: Path, tmp_path: Path, capsys: object) -> None:

@@ -49,8 +49,8 @@ def test_extract_verify_repair(command: list[str], tmp_path: Path, capsys: pytes
     main([*command, "--forecast"])
     assert "forecast: " in capsys.readouterr().out and not folder.exists()
     main(command)
-    said = capsys.readouterr().out
-    assert "80 examples" in said and "% supervised" in said and f"in {folder}" in said
+    printed = capsys.readouterr().out
+    assert "80 examples" in printed and "% supervised" in printed and f"in {folder}" in printed
     whole, when = files(folder), {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     main(command)
     main([*command, "--verify"])
@@ -99,8 +99,8 @@ def test_the_precision_of_auto_is_kept(
     short = [*command, "data.limit=12", "target.dtype=auto", f"train.out={tmp_path / 'run'}"]
     auto_is(torch.bfloat16)
     main(short)
-    said = capsys.readouterr().out
-    assert "target.dtype auto is bfloat16 on this machine" in said and "no more accurate than bfloat16" in said
+    printed = capsys.readouterr().out
+    assert "target.dtype auto is bfloat16 on this machine" in printed and "no more accurate than bfloat16" in printed
     store = FeatureStore(tmp_path / "store")
     assert store.identity["target"]["dtype"] == "bfloat16"
     whole = files(tmp_path / "store")
@@ -133,7 +133,7 @@ def test_a_mistake_ends_in_a_message_and_a_fault_in_a_traceback(command: list[st
     assert done.returncode == 1 and "Traceback" in done.stderr
 
 
-def launched(command: list[str], processes: int) -> list[str]:
+def launch_command(command: list[str], processes: int) -> list[str]:
     """The command line that a user gives for several processes."""
     # accelerate starts several processes only where there are accelerators; on a CPU its launcher's own launcher does
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
@@ -143,22 +143,22 @@ def launched(command: list[str], processes: int) -> list[str]:
 @pytest.mark.slow
 def test_one_two_and_three_processes_make_equal_stores(command: list[str], tmp_path: Path) -> None:
     """Bit for bit, index included, with no step that merges anything."""
-    made = {}
+    stores = {}
     for processes in (1, 2, 3):
-        run = [*launched(command, processes), f"features.store={tmp_path / str(processes)}"]
-        said = subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True, timeout=120).stdout
-        assert f"to compute, {processes} process" in said
-        made[processes] = files(tmp_path / str(processes))
-    assert made[1] == made[2] == made[3]
+        run = [*launch_command(command, processes), f"features.store={tmp_path / str(processes)}"]
+        printed = subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True, timeout=120).stdout
+        assert f"to compute, {processes} process" in printed
+        stores[processes] = files(tmp_path / str(processes))
+    assert stores[1] == stores[2] == stores[3]
     assert len(FeatureStore(tmp_path / "3").plan) >= 20
 
 
 @pytest.mark.slow
 def test_a_killed_script_goes_on_with_any_number_of_processes(command: list[str], tmp_path: Path) -> None:
     """Started by two, killed whole, ended by three: the store that one process makes."""
-    subprocess.run([*launched(command, 1), f"features.store={tmp_path / 'one'}"], check=True, timeout=120)
+    subprocess.run([*launch_command(command, 1), f"features.store={tmp_path / 'one'}"], check=True, timeout=120)
     folder = tmp_path / "store"
-    run = subprocess.Popen(launched(command, 2), start_new_session=True)
+    run = subprocess.Popen(launch_command(command, 2), start_new_session=True)
     while len(list(folder.glob("*.sha256"))) < 5:
         assert run.poll() is None
         time.sleep(0.005)
@@ -166,7 +166,7 @@ def test_a_killed_script_goes_on_with_any_number_of_processes(command: list[str]
     run.wait()
     kept = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.sha256")}
     assert 5 <= len(kept) < len(FeatureStore(folder, partial=True).plan)
-    subprocess.run(launched(command, 3), check=True, timeout=120)
+    subprocess.run(launch_command(command, 3), check=True, timeout=120)
     assert files(folder) == files(tmp_path / "one")
     assert all((folder / name).stat().st_mtime_ns == when for name, when in kept.items())
 
@@ -188,12 +188,12 @@ def test_training_cannot_tell_live_features_from_stored_ones(command: list[str],
 def short(command: list[str], tiny_target_dir: Path, tmp_path: Path) -> list[str]:
     """A store of twelve examples of a target that a test may take away, and one epoch."""
     shutil.copytree(tiny_target_dir / "target", tmp_path / "target")
-    asked = [f"target.path={tmp_path / 'target'}", "data.limit=12", "train.epochs=1", "train.lr=1e-3"]
-    main([*command, *asked])
-    return [*command, *asked]
+    overrides = [f"target.path={tmp_path / 'target'}", "data.limit=12", "train.epochs=1", "train.lr=1e-3"]
+    main([*command, *overrides])
+    return [*command, *overrides]
 
 
-def trained(command: list[str], out: Path) -> bytes:
+def train_head(command: list[str], out: Path) -> bytes:
     """The weights of the head that a run leaves."""
     train([*command, f"train.out={out}"])
     return (out / "head/model.safetensors").read_bytes()
@@ -212,16 +212,16 @@ def test_a_store_trains_without_its_target(
     short: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same head, bit for bit, with the target there, taken away, and loaded, as an older store needs it."""
-    there = trained(short, tmp_path / "there")
+    there = train_head(short, tmp_path / "there")
     assert "could not be compared" not in capsys.readouterr().out
     (tmp_path / "target").rename(tmp_path / "moved")
-    away = trained(short, tmp_path / "away")
+    away = train_head(short, tmp_path / "away")
     assert capsys.readouterr().out.count("could not be compared") == 1
     without_head(tmp_path / "store")
     with pytest.raises(ValueError, match="no model at"):
-        trained(short, tmp_path / "lost")
+        train_head(short, tmp_path / "lost")
     (tmp_path / "moved").rename(tmp_path / "target")
-    assert there == away == trained(short, tmp_path / "loaded")
+    assert there == away == train_head(short, tmp_path / "loaded")
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_another_run_is_refused_without_the_target_too(
     (tmp_path / "target").rename(tmp_path / "moved")
     override = override.replace("TEMPLATE", str(tmp_path / "template.jinja"))
     with pytest.raises(ValueError, match=message):
-        trained([*short, override], tmp_path / "run")
+        train_head([*short, override], tmp_path / "run")
 
 
 def test_a_changed_target_is_refused(short: list[str], tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_a_changed_target_is_refused(short: list[str], tmp_path: Path) -> None:
     config = json.loads((tmp_path / "target/config.json").read_text())
     (tmp_path / "target/config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
     with pytest.raises(ValueError, match=r"target\.config: the store has"):
-        trained(short, tmp_path / "run")
+        train_head(short, tmp_path / "run")
 
 
 def test_what_a_head_borrows_is_mended(short: list[str], tmp_path: Path) -> None:

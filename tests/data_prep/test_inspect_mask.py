@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 REAL = ROOT.parent / "shared/data"
 
 
-def shifted(mask: torch.Tensor, by: int) -> torch.Tensor:
+def shift_mask(mask: torch.Tensor, by: int) -> torch.Tensor:
     """The mask some tokens further on."""
     return mask.roll(by)
 
@@ -44,12 +44,12 @@ def without_first_run(mask: torch.Tensor) -> torch.Tensor:
 
 
 PLANTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "shifted left": lambda mask: shifted(mask, -1),
-    "shifted right": lambda mask: shifted(mask, 1),
+    "shifted left": lambda mask: shift_mask(mask, -1),
+    "shifted right": lambda mask: shift_mask(mask, 1),
     "end-of-turn mark lost": without_last_of_runs,
     "first token lost": lambda mask: without_last_of_runs(mask.flip(0)).flip(0),
-    "header supervised": lambda mask: mask | shifted(mask, -1),
-    "next turn's beginning supervised": lambda mask: mask | shifted(mask, 1),
+    "header supervised": lambda mask: mask | shift_mask(mask, -1),
+    "next turn's beginning supervised": lambda mask: mask | shift_mask(mask, 1),
     "one turn lost": without_first_run,
     "user supervised": lambda mask: ~mask,
     "everything supervised": torch.ones_like,
@@ -65,8 +65,9 @@ def test_planted_faults_are_caught(using: Callable[[str], Any], name: str, plant
     tokenizer, data = using(name), section()
     examples = examples_of(conversation, tokenizer, data, Tally())
     assert faults(conversation, examples, tokenizer, data) == []
-    wrong = [Example(one.tokens, PLANTED[planted](one.loss_mask)) for one in examples]
-    assert any(not torch.equal(one.loss_mask, other.loss_mask) for one, other in zip(examples, wrong, strict=True))
+    wrong = [Example(example.tokens, PLANTED[planted](example.loss_mask)) for example in examples]
+    masks = [(example.loss_mask, other.loss_mask) for example, other in zip(examples, wrong, strict=True)]
+    assert any(not torch.equal(mask, other) for mask, other in masks)
     assert faults(conversation, wrong, tokenizer, data)
 
 
@@ -110,10 +111,10 @@ def test_pieces_hold_whole_characters(base: Any) -> None:
     """Characters of several tokens come in one piece, and all pieces together are the text."""
     text = "ok 日本語 😀 👩‍👩‍👧 שלום é e\u0301 \ufffd end"
     ids = torch.tensor(base(text, add_special_tokens=False)["input_ids"])
-    found = list(pieces(Example(ids, torch.zeros(len(ids), dtype=torch.bool)), base))
-    assert "".join(piece for _, piece, _ in found) == text
-    assert [one for part, _, _ in found for one in part] == ids.tolist()
-    assert sum("\ufffd" in piece for _, piece, _ in found) == 1
+    groups = list(pieces(Example(ids, torch.zeros(len(ids), dtype=torch.bool)), base))
+    assert "".join(piece for _, piece, _ in groups) == text
+    assert [token for part, _, _ in groups for token in part] == ids.tolist()
+    assert sum("\ufffd" in piece for _, piece, _ in groups) == 1
 
 
 def test_the_inspector_shows_and_escapes(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,7 +182,7 @@ def test_real_templates_are_served_without_a_fault(folder: str) -> None:
         DataSection(train="-", max_length=4000),
     )
     conversations = [*read_conversations(REAL / "train/sharegpt_real_train.jsonl", limit=40)]
-    conversations = sorted(conversations, key=lambda one: len(str(one.messages)))[5:30:5]
+    conversations = sorted(conversations, key=lambda conversation: len(str(conversation.messages)))[5:30:5]
     printed, wrong = 0, []
     for file in sorted((REAL / "chat_templates").rglob("*.jinja")):
         tokenizer.chat_template = file.read_text(encoding="utf-8")
@@ -191,5 +192,7 @@ def test_real_templates_are_served_without_a_fault(folder: str) -> None:
             printed += bool(examples)
             refused = str(next(iter(tally.dropped), ""))
             wrong += [f"{file.name}: {refused}"] if refused and "template refuses" not in refused else []
-            wrong += [f"{file.name}: {one}" for one in (examples and faults(conversation, examples, tokenizer, data))]
+            wrong += [
+                f"{file.name}: {fault}" for fault in (examples and faults(conversation, examples, tokenizer, data))
+            ]
     assert wrong == [] and printed >= 250

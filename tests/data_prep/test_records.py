@@ -10,16 +10,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data_prep.messages import ROLES
-from data_prep.records import Conversation, conversation_of
+from data_prep.records import ROLES, Conversation, conversation_of
 from data_prep.turns import Dropped
 
 TOOL = {"name": "add", "description": "a sum", "parameters": {}}
 
 
-def turns(*said: str) -> list[dict[str, str]]:
+def turns(*texts: str) -> list[dict[str, str]]:
     """`human: text` -> a ShareGPT turn."""
-    return [dict(zip(("from", "value"), one.split(": ", 1), strict=True)) for one in said]
+    return [dict(zip(("from", "value"), text.split(": ", 1), strict=True)) for text in texts]
 
 
 def record(name: str, text: str = "fine") -> dict[str, Any]:
@@ -27,9 +26,9 @@ def record(name: str, text: str = "fine") -> dict[str, Any]:
     return {"id": name, "conversations": turns("human: how?", f"gpt: {text}")}
 
 
-def said(one: dict[str, Any]) -> list[str]:
+def contents_of(values: dict[str, Any]) -> list[str]:
     """A record's conversation as `role: content`."""
-    return [f"{message['role']}: {message['content']}" for message in conversation_of(one, "x:1")[0].messages]
+    return [f"{message['role']}: {message['content']}" for message in conversation_of(values, "x:1")[0].messages]
 
 
 def wrong_with(conversation: Conversation) -> list[str]:
@@ -99,18 +98,18 @@ DATASETS = [
 # fmt: on
 
 
-@pytest.mark.parametrize(("one", "expected"), LAYOUTS)
-def test_a_layout_is_read(one: dict[str, Any], expected: list[str]) -> None:
+@pytest.mark.parametrize(("values", "expected"), LAYOUTS)
+def test_a_layout_is_read(values: dict[str, Any], expected: list[str]) -> None:
     """ShareGPT, OpenAI and alpaca, mixed or not, with the content as it was."""
-    assert said(one) == expected
+    assert contents_of(values) == expected
 
 
-@pytest.mark.parametrize(("one", "expected"), [row[1:] for row in DATASETS], ids=[row[0] for row in DATASETS])
-def test_a_datasets_layout_is_read(one: dict[str, Any], expected: list[str]) -> None:
+@pytest.mark.parametrize(("values", "expected"), [row[1:] for row in DATASETS], ids=[row[0] for row in DATASETS])
+def test_a_datasets_layout_is_read(values: dict[str, Any], expected: list[str]) -> None:
     """The records of well-known datasets, by the keys that they have."""
-    assert said(one) == expected
-    if "7" in one.values():
-        assert conversation_of(one, "x:1")[0].id == "7"
+    assert contents_of(values) == expected
+    if "7" in values.values():
+        assert conversation_of(values, "x:1")[0].id == "7"
 
 
 def test_openai_calls_and_tools_are_kept() -> None:
@@ -169,19 +168,19 @@ SHAPES = [
 # fmt: on
 
 
-@pytest.mark.parametrize(("one", "expected", "note"), SHAPES)
-def test_the_shape_is_cut_and_noted(one: list[Any], expected: list[str], note: str | None) -> None:
+@pytest.mark.parametrize(("values", "expected", "note"), SHAPES)
+def test_the_shape_is_cut_and_noted(values: list[Any], expected: list[str], note: str | None) -> None:
     """A kept conversation goes from a question to an answer; what was cut is said."""
-    assert said({"conversations": one}) == expected
-    notes = conversation_of({"conversations": one}, "x:1")[1]
+    assert contents_of({"conversations": values}) == expected
+    notes = conversation_of({"conversations": values}, "x:1")[1]
     assert note in notes if note else not notes
 
 
 def test_a_preference_record_gives_its_chosen_answer() -> None:
     """The rejected answer is not learned."""
-    one = {"conversations": turns("human: a"), "chosen": turns("gpt: b")[0], "rejected": turns("gpt: c")[0]}
-    assert said(one) == ["user: a", "assistant: b"]
-    assert conversation_of(one, "x:1")[1] == {"preference record: the chosen answer is taken"}
+    values = {"conversations": turns("human: a"), "chosen": turns("gpt: b")[0], "rejected": turns("gpt: c")[0]}
+    assert contents_of(values) == ["user: a", "assistant: b"]
+    assert conversation_of(values, "x:1")[1] == {"preference record: the chosen answer is taken"}
 
 
 def with_turn(**turn: Any) -> dict[str, Any]:
@@ -240,11 +239,11 @@ REASONS = [
 # fmt: on
 
 
-@pytest.mark.parametrize(("one", "reason"), REASONS)
-def test_a_record_is_dropped_by_name(one: Any, reason: str) -> None:
+@pytest.mark.parametrize(("values", "reason"), REASONS)
+def test_a_record_is_dropped_by_name(values: Any, reason: str) -> None:
     """Each kind of mess has its words."""
     with pytest.raises(Dropped) as dropped:
-        conversation_of(one, "x:1")
+        conversation_of(values, "x:1")
     assert str(dropped.value) == reason
 
 
@@ -290,7 +289,7 @@ def test_an_answer_that_did_not_end_is_not_learned(reason: str, expected: Any, n
 def test_placeholders_are_told_from_markup() -> None:
     """An XML element named image, closed again, is text."""
     for text in ("<image><url>a</url></image>", "`<imagen>`", "<image href='a'/>"):
-        assert said({"prompt": text, "completion": "b", "images": []})[0] == f"user: {text}"
+        assert contents_of({"prompt": text, "completion": "b", "images": []})[0] == f"user: {text}"
 
 
 # fmt: off
@@ -309,10 +308,10 @@ QUESTIONS = [
 # fmt: on
 
 
-@pytest.mark.parametrize(("one", "expected"), QUESTIONS)
-def test_questions_alone_do_where_answers_are_to_come(one: dict[str, Any], expected: list[str]) -> None:
+@pytest.mark.parametrize(("values", "expected"), QUESTIONS)
+def test_questions_alone_do_where_answers_are_to_come(values: dict[str, Any], expected: list[str]) -> None:
     """Regeneration needs what is asked; whether and how it was answered is no reason to drop it."""
-    messages = conversation_of(one, "x:1", answered=False)[0].messages
+    messages = conversation_of(values, "x:1", answered=False)[0].messages
     assert [f"{turn['role']}: {turn['content']}" for turn in messages] == expected
     with pytest.raises(Dropped, match=r"^no user turn$"):
         conversation_of({"conversations": turns("system: s", "gpt: b")}, "x:1", answered=False)
@@ -347,10 +346,10 @@ def test_any_value_is_a_conversation_or_a_reason() -> None:
 
     @given(st.sampled_from([CHAT, CHAT, ANY, st.dictionaries(FIELDS, ANY)]).flatmap(lambda values: values))
     @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-    def fuzz(one: Any) -> None:
+    def fuzz(values: Any) -> None:
         for answered in (True, False):
             try:
-                conversation = conversation_of(one, "x:1", answered=answered)[0]
+                conversation = conversation_of(values, "x:1", answered=answered)[0]
             except Dropped as reason:
                 assert str(reason).isprintable() and len(str(reason)) < 400
             else:

@@ -88,9 +88,9 @@ def echo(request: dict[str, Any]) -> dict[str, Any]:
 def greedy(target: Target, messages: list[dict[str, Any]], room: int) -> tuple[str, str, int]:
     """The untouched model's own answer, why it ended, and the prompt's length: one text at a time."""
     ids = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
-    said = target.model.generate(ids, do_sample=False, max_new_tokens=room)[0, ids.shape[1] :].tolist()
-    finish = "stop" if said[-1] in target.stop_tokens else "length"
-    return target.tokenizer.decode(said, skip_special_tokens=True), finish, ids.shape[1]
+    tokens = target.model.generate(ids, do_sample=False, max_new_tokens=room)[0, ids.shape[1] :].tolist()
+    finish = "stop" if tokens[-1] in target.stop_tokens else "length"
+    return target.tokenizer.decode(tokens, skip_special_tokens=True), finish, ids.shape[1]
 
 
 def replay(target: Target, conversation: Conversation, fault: bool = False) -> list[str]:
@@ -109,7 +109,7 @@ def replay(target: Target, conversation: Conversation, fault: bool = False) -> l
     return answers
 
 
-def said(conversation: Conversation) -> list[str]:
+def answers_in(conversation: Conversation) -> list[str]:
     """The assistant's texts."""
     return [turn["content"] for turn in conversation.messages if turn["role"] == "assistant"]
 
@@ -149,7 +149,7 @@ def talk(name: str, *turns: str, **fields: Any) -> Conversation:
     return Conversation(name, [{"role": role, "content": text} for role, _, text in split], **fields)
 
 
-def walked(
+def run_talk(
     target: Target, conversation: Conversation, *replies: dict[str, Any], data: Any = None, **fields: Any
 ) -> dict[str, Any]:
     """The line of a conversation to which a server answers with these replies."""
@@ -195,9 +195,9 @@ def test_local_answers_are_the_untouched_models(
 ) -> None:
     """Batched with others on the left, greedy answers are those of `generate` for one text; ids and order stay."""
     main(command)
-    found = list(read_conversations(tmp_path / "out.jsonl"))
-    assert {conversation.id: said(conversation) for conversation in found} == truth
-    assert [conversation.id for conversation in found] == list(truth)
+    conversations = list(read_conversations(tmp_path / "out.jsonl"))
+    assert {conversation.id: answers_in(conversation) for conversation in conversations} == truth
+    assert [conversation.id for conversation in conversations] == list(truth)
     record = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])
     assert record["sampling"] == {"temperature": 0.0, "top_p": 1.0, "seed": 0, "max_new_tokens": NEW_TOKENS}
     assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.jsonl", "out.jsonl.settings"]
@@ -221,8 +221,8 @@ def test_endpoint_answers_are_the_untouched_models(
         requests = len(asked)
         main([*command, f"regenerate.endpoint={url}"])
         assert len(asked) == requests == 1 + sum(map(len, truth.values()))
-    found = read_conversations(tmp_path / "out.jsonl")
-    assert {conversation.id: said(conversation) for conversation in found} == truth
+    conversations = read_conversations(tmp_path / "out.jsonl")
+    assert {conversation.id: answers_in(conversation) for conversation in conversations} == truth
 
 
 def test_the_datas_answers_as_history_would_be_seen(
@@ -230,8 +230,8 @@ def test_the_datas_answers_as_history_would_be_seen(
 ) -> None:
     """A planted fault: the truth above tells new history from old."""
     few = list(read_conversations(source, limit=3))
-    faulty = [replay(tiny_target, one, fault=True) for one in few]
-    assert faulty != [truth[one.id] for one in few]
+    faulty = [replay(tiny_target, conversation, fault=True) for conversation in few]
+    assert faulty != [truth[conversation.id] for conversation in few]
 
 
 def test_padding_that_is_looked_at_is_seen(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,9 +255,9 @@ def test_batches_change_no_answer_of_any_family(name: str) -> None:
     target = Target(model)
     texts = [random_tokens(length, seed=length) for length in (3, 14, 30, 7)]
     asked = [Prompt([], None, text, 6 + place, 0) for place, text in enumerate(texts)]
-    said = answers.decode(target, asked, Sampling())
+    together = answers.decode(target, asked, Sampling())
     assert pads_harmlessly(target)
-    assert said == [own_answer(model, prompt.ids, prompt.room) for prompt in asked]
+    assert together == [own_answer(model, prompt.ids, prompt.room) for prompt in asked]
 
 
 def test_a_model_without_a_cache_is_refused() -> None:
@@ -270,7 +270,7 @@ def prompts(target: Target) -> list[Prompt]:
     """Five prompts of different lengths."""
     texts = ["What is json for?", "Tell me about `csv`.", "Hello", "Where do I find `shutil.copy` in Python?", "x"]
     ids = [target.chat(text) for text in texts]
-    return [Prompt([], None, one, 12 + number, 1000 + number) for number, one in enumerate(ids)]
+    return [Prompt([], None, tokens, 12 + number, 1000 + number) for number, tokens in enumerate(ids)]
 
 
 def test_sampled_answers_are_those_of_the_decoder(tiny_target: Target) -> None:
@@ -423,8 +423,8 @@ def test_a_request_holds_all_that_decides_the_answer(tiny_target: Target) -> Non
         section = section_of(Path("-"), endpoint=url, temperature=0.5, top_p=0.9, seed=7, max_new_tokens=50)
         endpoint = Endpoint(TargetSection(path="target"), section, {"enable_thinking": False})
         reader = Reader(tiny_target.tokenizer, DataSection(train="-"), endpoint.positions)
-        one = talk("name", "user: a", "assistant: b", "user: c", "assistant: d", tools=TOOLS)
-        list(endpoint.run(iter([("name", converse("name", one, reader, section))])))
+        conversation = talk("name", "user: a", "assistant: b", "user: c", "assistant: d", tools=TOOLS)
+        list(endpoint.run(iter([("name", converse("name", conversation, reader, section))])))
     first, second = asked
     assert first["messages"] == [{"role": "user", "content": "a"}] and first["tools"] == TOOLS
     assert (first["temperature"], first["top_p"], first["chat_template_kwargs"]) == (
@@ -439,73 +439,75 @@ def test_a_request_holds_all_that_decides_the_answer(tiny_target: Target) -> Non
 
 def test_a_truncated_answer_is_not_learned_and_ends_the_conversation(tiny_target: Target) -> None:
     """It stays readable, with weight 0, unless the recipe keeps it."""
-    one = talk("name", "user: a", "assistant: b", "user: c", "assistant: d", "user: e", "assistant: f")
+    conversation = talk("name", "user: a", "assistant: b", "user: c", "assistant: d", "user: e", "assistant: f")
     replies = completion("fine"), completion("cut o", "length")
-    line = walked(tiny_target, one, *replies)
+    line = run_talk(tiny_target, conversation, *replies)
     assert [turn.get("weight") for turn in line["record"]["messages"]] == [None, None, None, 0]
-    assert line["record"]["finish_reasons"] == ["stop", "length"] and regenerate.TRUNCATED in line["notes"]
-    kept = walked(tiny_target, one, *replies, keep_truncated=True)
+    assert line["record"]["finish_reasons"] == ["stop", "length"] and "cut at a truncated answer" in line["notes"]
+    kept = run_talk(tiny_target, conversation, *replies, keep_truncated=True)
     assert not any("weight" in turn for turn in kept["record"]["messages"]) and len(kept["record"]["messages"]) == 4
 
 
 def test_tool_results_do_not_outlive_their_calls(tiny_target: Target) -> None:
     """What follows the data's first result, or a call of the target's own, is left away."""
     turns = ("user: a", "assistant: b", "user: c", "assistant: calls", "tool: result", "assistant: d")
-    line = walked(tiny_target, talk("name", *turns), completion("x"), completion("y"))
+    line = run_talk(tiny_target, talk("name", *turns), completion("x"), completion("y"))
     assert [turn["content"] for turn in line["record"]["messages"]] == ["a", "x", "c", "y"]
-    assert line["notes"] == [regenerate.AT_TOOLS]
+    assert line["notes"] == ["cut at the first tool result, which belongs to another call"]
     call = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
     reply = completion(None, "tool_calls", tool_calls=call)
-    line = walked(tiny_target, talk("name", *turns, tools=TOOLS), reply)
+    line = run_talk(tiny_target, talk("name", *turns, tools=TOOLS), reply)
     assert line["record"]["messages"][-1] == {"role": "assistant", "content": "", "tool_calls": call}
-    assert regenerate.AT_CALL in line["notes"] and line["record"]["tools"] == TOOLS
+    assert "cut at a tool call of the target, which has no result" in line["notes"] and line["record"]["tools"] == TOOLS
 
 
 def test_odd_conversations_are_noted(tiny_target: Target) -> None:
     """Two answers in a row, texts that are too long, templates that refuse, and answers that are printed otherwise."""
-    line = walked(tiny_target, talk("n", "user: a", "assistant: b", "assistant: c", "user: d"), completion("x"))
+    line = run_talk(tiny_target, talk("n", "user: a", "assistant: b", "assistant: c", "user: d"), completion("x"))
     assert [turn["content"] for turn in line["record"]["messages"]] == ["a", "x"]
-    assert line["notes"] == [regenerate.TWO_ANSWERS]
+    assert line["notes"] == ["two answers in a row: one is given"]
     long = talk("n", "user: a", "assistant: b", "user: " + "long " * 50, "assistant: c")
-    line = walked(tiny_target, long, completion("x"), data=DataSection(train="-", max_length=60))
-    assert len(line["record"]["messages"]) == 2 and line["notes"] == [regenerate.TOO_LONG]
-    line = walked(
+    line = run_talk(tiny_target, long, completion("x"), data=DataSection(train="-", max_length=60))
+    too_long = ["cut where the text fills data.max_length or the model"]
+    assert len(line["record"]["messages"]) == 2 and line["notes"] == too_long
+    line = run_talk(
         tiny_target, talk("n", "user: " + "long " * 50, "assistant: c"), data=DataSection(train="-", max_length=60)
     )
-    assert line["record"] is None and line["notes"] == [regenerate.TOO_LONG]
+    assert line["record"] is None and line["notes"] == too_long
     assert "1  without an answer" in table([line], 0)
-    line = walked(tiny_target, Conversation("n", [{"role": "user", "content": None}, {"role": "assistant"}]))
+    line = run_talk(tiny_target, Conversation("n", [{"role": "user", "content": None}, {"role": "assistant"}]))
     assert line["record"] is None and line["notes"][0].startswith("cut where the template refuses: ")
-    line = walked(tiny_target, talk("n", "user: a", "assistant: b"), completion("x", reasoning_content="I think"))
+    line = run_talk(tiny_target, talk("n", "user: a", "assistant: b"), completion("x", reasoning_content="I think"))
     assert line["record"]["messages"][-1]["reasoning_content"] == "I think"
-    assert line["notes"] == [regenerate.PRINTED_OTHERWISE]  # this template does not know of reasoning
+    # this template does not know of reasoning
+    assert line["notes"] == ["the template prints an answer otherwise than the target said it"]
 
 
 def test_repeated_ids_become_unique(tiny_target: Target) -> None:
     """By their place, the same at every run; the source's own id is kept beside."""
     names = [name for name, _ in make_names_unique(talk(name) for name in ("a", "b", "a", "a", "a#2"))]
     assert names == ["a", "b", "a#2", "a#3", "a#2#4"] and len(set(names)) == 5
-    with_source = walked(tiny_target, talk("other", "user: a", "assistant: b"), completion("x"))
+    with_source = run_talk(tiny_target, talk("other", "user: a", "assistant: b"), completion("x"))
     assert with_source["record"]["source_id"] == "other"
 
 
 def test_what_other_settings_made_is_refused(tmp_path: Path) -> None:
     """Parts and whole files, by the name of the difference, and files of which nothing is known."""
-    out, made = tmp_path / "out", {"target": {"path": "a"}, "sampling": {"temperature": 0.0}}
-    assert not is_whole(out, made)
-    begin(out, made)
-    assert not is_whole(out, made)
+    out, settings = tmp_path / "out", {"target": {"path": "a"}, "sampling": {"temperature": 0.0}}
+    assert not is_whole(out, settings)
+    begin(out, settings)
+    assert not is_whole(out, settings)
     for wanted, named_so in (
-        ({**made, "sampling": {"temperature": 1.0}}, r"sampling.temperature was 0.0, is 1.0"),
-        ({**made, "target": {"path": "b"}}, r"target.path was 'a', is 'b'"),
+        ({**settings, "sampling": {"temperature": 1.0}}, r"sampling.temperature was 0.0, is 1.0"),
+        ({**settings, "target": {"path": "b"}}, r"target.path was 'a', is 'b'"),
     ):
         with pytest.raises(ValueError, match=named_so):
             is_whole(out, wanted)
     join_parts(out, [])
-    assert is_whole(out, made)
+    assert is_whole(out, settings)
     (tmp_path / "out.settings").unlink()
     with pytest.raises(ValueError, match="was made with other settings"):
-        is_whole(out, made)
+        is_whole(out, settings)
 
 
 def test_a_forecast_writes_nothing(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -527,5 +529,5 @@ def test_the_sections_defaults_reach_the_settings() -> None:
     """Whoever decodes, the settings that decide the answers are the same."""
     recipe = Recipe.load(TINY, ['regenerate={"source": "a", "out": "b"}'])
     elsewhere = Recipe.load(TINY, ['regenerate={"source": "a", "out": "b", "endpoint": "http://x/v1"}'])
-    both = [regenerate.settings_of(one, one.regenerate, {}) for one in (recipe, elsewhere)]  # type: ignore[arg-type]
+    both = [regenerate.settings_of(recipe_, recipe_.regenerate, {}) for recipe_ in (recipe, elsewhere)]  # type: ignore[arg-type]
     assert both[0] == both[1]

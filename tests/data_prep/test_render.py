@@ -15,7 +15,7 @@ from data_prep.records import Conversation
 from data_prep.render import find_end_mark
 from data_prep.tokens import STOP_IDS, examples_of, load_tokenizer
 from eagle.recipe import Recipe
-from tests.data_prep.test_tokens import CALL, TOOLS, spoken
+from tests.data_prep.test_tokens import CALL, TOOLS, run_texts
 
 VICUNA = (  # only users and assistants are printed, and of them only text
     "{% for m in messages %}{% if m.role == 'user' %}{{ 'USER: ' + m.content + ' ' }}{% elif m.role == 'assistant' %}"
@@ -49,7 +49,7 @@ def test_an_answer_that_is_printed_empty_is_not_learned(base: Any, turns: list[d
     """Its end mark alone would teach to say nothing; the other answers of the conversation are learned."""
     base.chat_template, tally, conversation = VICUNA, Tally(), Conversation("c", turns)
     examples = examples_of(conversation, base, section(), tally)
-    assert spoken(examples, base) == [[" Yes, it is.</s>"]] and tally.noted[NOT_LEARNED] == 1
+    assert run_texts(examples, base) == [[" Yes, it is.</s>"]] and tally.noted[NOT_LEARNED] == 1
     assert faults(conversation, examples, base, section()) == []
     assert examples_of(Conversation("c", turns[:2]), base, section(), tally) == []
     assert tally.dropped == {"the template prints nothing of any answer": 1}
@@ -123,7 +123,7 @@ def test_a_tool_call_ends_with_its_mark(base: Any) -> None:
     base.chat_template = LLAMA.replace("{% if add_generation_prompt %}", "").removesuffix("{% endif %}")
     conversation = Conversation("c", [QUESTION, CALLS, RESULT, ANSWER])
     examples = examples_of(conversation, base, section(), Tally())
-    assert spoken(examples, base) == [["weather<|end|>", "Yes, it is.<|end|>"]]
+    assert run_texts(examples, base) == [["weather<|end|>", "Yes, it is.<|end|>"]]
     assert faults(conversation, examples, base, section()) == []
 
 
@@ -140,8 +140,8 @@ def test_the_generation_config_says_where_answers_end(recipe: Recipe, tmp_path: 
     assert tokenizer.init_kwargs[STOP_IDS] == [7]
     stop = tokenizer.convert_ids_to_tokens(7)
     tokenizer.chat_template = TEMPLATES["next turn"].replace("<|end|>", f"<done>{stop}")
-    found = spoken(examples_of(TWO, tokenizer, section(), Tally()), tokenizer)
-    assert found == [[f" One. \n<done>{stop}", f"Two.<done>{stop}"]]
+    texts = run_texts(examples_of(TWO, tokenizer, section(), Tally()), tokenizer)
+    assert texts == [[f" One. \n<done>{stop}", f"Two.<done>{stop}"]]
 
 
 def test_a_note_names_what_the_prompt_holds(base: Any) -> None:

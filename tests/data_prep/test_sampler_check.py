@@ -14,33 +14,33 @@ import torch
 from data_prep import endpoint, sampler_check
 from data_prep.conversations import read_conversations
 from data_prep.endpoint import Endpoint
-from data_prep.regenerate import BROKEN_TEXT, Reader, converse, main
+from data_prep.regenerate import Reader, converse, main
 from data_prep.sampler_check import DEVIATIONS, EVERY, PROBES, SamplerCheck, draws_of, is_broken
 from eagle import Target
 from eagle.recipe import DataSection, RegenerateSection, TargetSection
-from tests.data_prep.test_regenerate import TINY, Reply, completion, serving, talk, walked
+from tests.data_prep.test_regenerate import TINY, Reply, completion, run_talk, serving, talk
 
 Draw = Callable[[torch.Tensor], torch.Tensor]  # logits [V] -> the token that is sampled
 COUNT, NEW_TOKENS, LOCK = 4, 12, threading.Lock()
 
 
-def rightly(logits: torch.Tensor) -> torch.Tensor:
+def draw_rightly(logits: torch.Tensor) -> torch.Tensor:
     """As the model's probabilities say."""
     return torch.multinomial(logits.softmax(-1), 1)[0]
 
 
-def flattened(logits: torch.Tensor) -> torch.Tensor:
+def draw_flattened(logits: torch.Tensor) -> torch.Tensor:
     """As a temperature of 3 would."""
     return torch.multinomial((logits / 3).softmax(-1), 1)[0]
 
 
-def anything(logits: torch.Tensor) -> torch.Tensor:
+def draw_uniformly(logits: torch.Tensor) -> torch.Tensor:
     """Every token alike."""
     return torch.randint(len(logits), ())
 
 
 @torch.inference_mode()
-def sampled(target: Target, request: dict[str, Any], draw: Draw, tells: bool = True) -> dict[str, Any]:
+def sample_reply(target: Target, request: dict[str, Any], draw: Draw, tells: bool = True) -> dict[str, Any]:
     """What a server of the untouched model replies that samples in this way, token by token."""
     torch.manual_seed(request["seed"])
     ids = target.tokenizer.apply_chat_template(request["messages"], add_generation_prompt=True, return_tensors="pt")
@@ -77,7 +77,7 @@ def serve(target: Target, draw: Draw, tells: bool = True) -> Reply:
 
     def reply(request: dict[str, Any]) -> Any:
         with LOCK:
-            return sampled(target, request, draw, tells)
+            return sample_reply(target, request, draw, tells)
 
     return reply
 
@@ -87,9 +87,9 @@ def test_a_server_that_samples_rightly_is_taken(
     command: list[str], tiny_target: Target, tmp_path: Path, tells: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Prompts alone are answered; where the server tells no probabilities, that is said."""
-    with serving(serve(tiny_target, rightly, tells)) as (url, asked):
+    with serving(serve(tiny_target, draw_rightly, tells)) as (url, requests):
         main([*command, f"regenerate.endpoint={url}"])
-    assert len(asked) == 1 + PROBES + COUNT and asked[1]["logprobs"] and "logprobs" not in asked[-1]
+    assert len(requests) == 1 + PROBES + COUNT and requests[1]["logprobs"] and "logprobs" not in requests[-1]
     assert len(list(read_conversations(tmp_path / "out.jsonl"))) == COUNT
     assert ("tells no probabilities" in capsys.readouterr().out) is not tells
 
@@ -98,12 +98,12 @@ def test_a_server_that_samples_rightly_is_taken(
     ("draw", "tells", "figure"),
     [
         (
-            anything,
+            draw_uniformly,
             True,
             r"of \d+ tokens drawn at temperature 1, \d% are among the likeliest .* have \d+% .*mean NLL \d+\.\d",
         ),
-        pytest.param(flattened, True, r"of \d+ tokens .*mean NLL \d+\.\d", marks=pytest.mark.slow),
-        (anything, False, r"\d of the latest 8 answers hold broken characters \(U\+FFFD\)"),
+        pytest.param(draw_flattened, True, r"of \d+ tokens .*mean NLL \d+\.\d", marks=pytest.mark.slow),
+        (draw_uniformly, False, r"\d of the latest 8 answers hold broken characters \(U\+FFFD\)"),
     ],
 )
 def test_a_server_that_samples_wrongly_is_refused(
@@ -116,11 +116,11 @@ def test_a_server_that_samples_wrongly_is_refused(
     figure: str,
 ) -> None:
     """With the figure and the way out, before anything is written; uniform draws need few tokens to be seen."""
-    monkeypatch.setattr(endpoint, "PROBE_TOKENS", 32 if draw is flattened else 16)
-    with serving(serve(tiny_target, draw, tells)) as (url, asked):
+    monkeypatch.setattr(endpoint, "PROBE_TOKENS", 32 if draw is draw_flattened else 16)
+    with serving(serve(tiny_target, draw, tells)) as (url, requests):
         with pytest.raises(ValueError, match=f"does not sample from its model: {figure}.*without drafts"):
             main([*command, f"regenerate.endpoint={url}"])
-    assert len(asked) == 1 + PROBES
+    assert len(requests) == 1 + PROBES
     assert not list(tmp_path.glob("out*"))
 
 
@@ -135,17 +135,17 @@ def test_a_server_that_goes_wrong_is_left(
     def reply(request: dict[str, Any]) -> Any:
         asked.append(request)
         wrong = len(asked) > 1 + PROBES + 1
-        return sampled(tiny_target, {**request, "max_tokens": 40 if wrong else request["max_tokens"]}, broken)
+        return sample_reply(tiny_target, {**request, "max_tokens": 40 if wrong else request["max_tokens"]}, draw_broken)
 
-    def broken(logits: torch.Tensor) -> torch.Tensor:
-        return anything(logits) if len(asked) > 1 + PROBES + 1 else rightly(logits)
+    def draw_broken(logits: torch.Tensor) -> torch.Tensor:
+        return draw_uniformly(logits) if len(asked) > 1 + PROBES + 1 else draw_rightly(logits)
 
     with serving(reply) as (url, _):
         with pytest.raises(ValueError, match=r"any more: of \d+ tokens .* remove .*out\.jsonl\.parts"):
             main([*command, f"regenerate.endpoint={url}"])
     lines = (tmp_path / "out.jsonl.parts/part-00000.jsonl").read_bytes().splitlines(keepends=True)
     assert [json.loads(line)["id"] for line in lines] == ["0"] and not (tmp_path / "out.jsonl").exists()
-    with serving(serve(tiny_target, rightly)) as (url, requests):
+    with serving(serve(tiny_target, draw_rightly)) as (url, requests):
         main([*command, f"regenerate.endpoint={url}"])
     assert len(requests) == 1 + PROBES + COUNT - 1
     assert (tmp_path / "out.jsonl").read_text().startswith(json.dumps(json.loads(lines[0])["record"]) + "\n")
@@ -156,7 +156,7 @@ def tokens_of(probs: torch.Tensor, draws: int, power: float = 1.0, swap: bool = 
     tokens, likeliest = [], probs.topk(20).indices.tolist()
     for token in torch.multinomial(probs**power, draws, replacement=True, generator=torch.Generator().manual_seed(5)):
         best = [*likeliest[:-1], int(token)] if swap and int(token) not in likeliest else likeliest
-        listed = [{"token": str(one), "logprob": float(probs[one].log())} for one in best]
+        listed = [{"token": str(token), "logprob": float(probs[token].log())} for token in best]
         tokens.append({"token": str(int(token)), "logprob": float(probs[token].log()), "top_logprobs": listed})
     return tokens
 
@@ -167,8 +167,8 @@ def test_a_right_sampler_is_not_suspected(spread: float, swap: bool) -> None:
     """Flat and peaked probabilities, at temperatures below, at and above 1; the expected hits are enumerated ones."""
     probs = (torch.randn(500, generator=torch.Generator().manual_seed(1)) * spread).softmax(0).double()
     for temperature in (0.5, 1.0, 1.5):
-        found = draws_of(tokens_of(probs, 1000, 1 / temperature, swap), 500, temperature)
-        assert found.expected - found.hits <= DEVIATIONS * (found.variance + 1) ** 0.5
+        draws = draws_of(tokens_of(probs, 1000, 1 / temperature, swap), 500, temperature)
+        assert draws.expected - draws.hits <= DEVIATIONS * (draws.variance + 1) ** 0.5
     exact = float(probs.topk(19).values.sum())
     at_one = draws_of(tokens_of(probs, 100, swap=swap), 500, 1.0)
     assert at_one.expected / 100 == pytest.approx(exact) and abs(at_one.hits / 100 - exact) < 0.2
@@ -176,19 +176,19 @@ def test_a_right_sampler_is_not_suspected(spread: float, swap: bool) -> None:
 
 def test_broken_characters_are_counted_where_the_target_is_to_blame() -> None:
     """Not those asked about, nor those that a limit cuts through."""
-    asked = [{"role": "user", "content": "What is \ufffd?"}]
+    history = [{"role": "user", "content": "What is \ufffd?"}]
     assert is_broken("a\ufffdb", "stop", []) and is_broken("a\ufffdb", "length", [])
-    assert not is_broken("a\ufffd", "length", []) and not is_broken("\ufffd", "stop", asked)
+    assert not is_broken("a\ufffd", "length", []) and not is_broken("\ufffd", "stop", history)
 
 
 def test_probabilities_that_agree_do_not_excuse_broken_texts() -> None:
     """A sampler at fault may tell what it drew from; numbers that are missing are passed over."""
     check = SamplerCheck(500, 1.0)
-    told = tokens_of(torch.full((500,), 1 / 500), 10)
-    odd = [{"token": "x", "logprob": None, "top_logprobs": told}, {"token": "x", "logprob": -1.0}]
+    tokens = tokens_of(torch.full((500,), 1 / 500), 10)
+    odd = [{"token": "x", "logprob": None, "top_logprobs": tokens}, {"token": "x", "logprob": -1.0}]
     odd.append({"token": "x", "logprob": -1.0, "top_logprobs": []})
     for text, fault in (("fine", None), *((f"a\ufffd{number}", None) for number in range(2))):
-        choice = {"message": {"content": text}, "finish_reason": "stop", "logprobs": {"content": [*told, *odd]}}
+        choice = {"message": {"content": text}, "finish_reason": "stop", "logprobs": {"content": [*tokens, *odd]}}
         assert check.add(choice, []) == fault
     assert check.add(choice, []) == "3 of the latest 4 answers hold broken characters (U+FFFD)"
     assert check.draws[0].tokens == 10
@@ -204,21 +204,21 @@ def test_probabilities_come_now_and_then() -> None:
 
 def test_answers_that_are_none_are_not_learned(tiny_target: Target) -> None:
     """Broken characters have weight 0, an empty or filtered answer ends the conversation, an aborted one has failed."""
-    one = talk("name", "user: a", "assistant: b", "user: c", "assistant: d")
-    line = walked(tiny_target, one, completion("x\ufffdy"), completion("z"))
+    conversation = talk("name", "user: a", "assistant: b", "user: c", "assistant: d")
+    line = run_talk(tiny_target, conversation, completion("x\ufffdy"), completion("z"))
     assert [turn.get("weight") for turn in line["record"]["messages"]] == [None, 0, None, None]
-    assert BROKEN_TEXT in line["notes"]
+    assert "an answer with broken characters (U+FFFD) is not learned" in line["notes"]
     for reply, note in (
         (completion(None), "cut at an empty answer"),
         (completion(" \n"), "cut at an empty answer"),
         (completion("x", "content_filter"), "cut at an answer that the server filtered"),
     ):
-        line = walked(tiny_target, one, completion("fine"), reply)
+        line = run_talk(tiny_target, conversation, completion("fine"), reply)
         assert [turn["content"] for turn in line["record"]["messages"]] == ["a", "fine"] and note in line["notes"]
-        assert walked(tiny_target, one, reply)["record"] is None
+        assert run_talk(tiny_target, conversation, reply)["record"] is None
     with serving(lambda _: completion("half an", "abort")) as (url, _):
         section = RegenerateSection(source="-", out="-", endpoint=url, in_flight=1)
         server = Endpoint(TargetSection(path="some/target"), section, {}, waits=())
         read = Reader(tiny_target.tokenizer, DataSection(train="-"))
-        ((_, outcome),) = server.run(iter([("name", converse("name", one, read, section))]))
+        ((_, outcome),) = server.run(iter([("name", converse("name", conversation, read, section))]))
     assert isinstance(outcome, str) and outcome.endswith("broke an answer off: finish_reason abort")

@@ -12,7 +12,7 @@ from chats import ASK, TEMPLATES, TWO, changed, chat, section
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
-from data_prep import render, tokens
+from data_prep import tokens
 from data_prep.check_mask import faults
 from data_prep.conversations import Tally
 from data_prep.records import Conversation
@@ -39,14 +39,17 @@ SPOKEN = {  # what each template makes of answers " One. \n" and "Two.", an exam
 }
 
 
-def spoken(examples: list[Example], tokenizer: Any) -> list[list[str]]:
+OPEN_THOUGHT = r"the generation prompt ends with '<think>\n', which the template prints before no answer"
+
+
+def run_texts(examples: list[Example], tokenizer: Any) -> list[list[str]]:
     """What the supervised tokens of each example say, run by run."""
-    found = []
+    texts = []
     for example in examples:
         ids = iter(example.tokens.tolist())
         runs = [(on, [next(ids) for _ in group]) for on, group in groupby(example.loss_mask.tolist())]
-        found.append([tokenizer.decode(run) for on, run in runs if on])
-    return found
+        texts.append([tokenizer.decode(run) for on, run in runs if on])
+    return texts
 
 
 @pytest.mark.parametrize("name", SPOKEN)
@@ -54,10 +57,10 @@ def test_supervised_is_what_the_template_prints_for_the_assistant(using: Callabl
     """Written out by hand for each kind of template; the inspector agrees."""
     tokenizer, tally = using(name), Tally()
     examples = examples_of(TWO, tokenizer, section(), tally)
-    assert spoken(examples, tokenizer) == SPOKEN[name]
+    assert run_texts(examples, tokenizer) == SPOKEN[name]
     assert not tally.dropped and faults(TWO, examples, tokenizer, section()) == []
-    assert tally.noted[render.REWRITES] == (len(SPOKEN[name]) > 1)
-    assert tally.noted[render.PROMPT_HOLDS.format("<think>\n")] == (name == "opens a thought")
+    assert tally.noted["history rewritten by the template: several examples"] == (len(SPOKEN[name]) > 1)
+    assert tally.noted[OPEN_THOUGHT] == (name == "opens a thought")
 
 
 def test_an_example_is_the_very_prompt_that_serving_shows(using: Callable[[str], Any]) -> None:
@@ -65,9 +68,9 @@ def test_an_example_is_the_very_prompt_that_serving_shows(using: Callable[[str],
     tokenizer = using("thinks")
     first, second = examples_of(TWO, tokenizer, section(), Tally())
     for example, place in ((first, 1), (second, 3)):
-        asked = tokenizer.apply_chat_template(TWO.messages[:place], add_generation_prompt=True)["input_ids"]
+        prompt = tokenizer.apply_chat_template(TWO.messages[:place], add_generation_prompt=True)["input_ids"]
         before = int(example.loss_mask.int().argmax())
-        assert example.tokens[:before].tolist() == asked and tokenizer.bos_token_id not in asked
+        assert example.tokens[:before].tolist() == prompt and tokenizer.bos_token_id not in prompt
     assert tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id
 
 
@@ -75,9 +78,9 @@ def test_masks_equal_those_of_generation_tags(using: Callable[[str], Any]) -> No
     """Where a template has tags, transformers' own mask is the truth."""
     tokenizer = using("tags")
     (example,) = examples_of(TWO, tokenizer, section(), Tally())
-    told = tokenizer.apply_chat_template(TWO.messages, return_assistant_tokens_mask=True)
-    assert example.tokens.tolist() == told["input_ids"]
-    assert example.loss_mask.int().tolist() == told["assistant_masks"] and sum(told["assistant_masks"]) > 0
+    expected = tokenizer.apply_chat_template(TWO.messages, return_assistant_tokens_mask=True)
+    assert example.tokens.tolist() == expected["input_ids"]
+    assert example.loss_mask.int().tolist() == expected["assistant_masks"] and sum(expected["assistant_masks"]) > 0
 
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
@@ -91,7 +94,7 @@ def test_calls_are_supervised_and_their_results_never(using: Callable[[str], Any
     tokenizer, tally = using("calls"), Tally()
     conversation = Conversation("c", turns, TOOLS)
     examples = examples_of(conversation, tokenizer, section(), tally)
-    assert spoken(examples, tokenizer) == [['<call>weather{"city": "Rome"}</call><|end|>', "Yes.<|end|>"]]
+    assert run_texts(examples, tokenizer) == [['<call>weather{"city": "Rome"}</call><|end|>', "Yes.<|end|>"]]
     assert faults(conversation, examples, tokenizer, section()) == []
     assert "Tool: weather" in tokenizer.decode(examples[0].tokens)
     assert examples_of(Conversation("c", turns), tokenizer, section(), tally) == []
@@ -140,10 +143,12 @@ def test_turns_before_are_read_as_they_were_when_the_answer_was_asked_for(base: 
     conversation, tally = Conversation("c", turns), Tally()
     base.chat_template = RETELLS
     examples = examples_of(conversation, base, section(), tally)
-    asked = base.apply_chat_template(turns[:3], tokenize=False, add_generation_prompt=True)
-    assert [base.decode(one.tokens) for one in examples] == [asked + "Assistant<|end|>\n"] and "(read)" not in asked
-    assert spoken(examples, base) == [["Assistant<|end|>", "Assistant<|end|>"]]
-    assert tally.noted[render.HISTORY_DIFFERS] == 1 and faults(conversation, examples, base, section()) == []
+    prompt = base.apply_chat_template(turns[:3], tokenize=False, add_generation_prompt=True)
+    assert [base.decode(example.tokens) for example in examples] == [prompt + "Assistant<|end|>\n"]
+    assert "(read)" not in prompt
+    assert run_texts(examples, base) == [["Assistant<|end|>", "Assistant<|end|>"]]
+    assert tally.noted["the turns before an answer are printed otherwise once it is given"] == 1
+    assert faults(conversation, examples, base, section()) == []
     base.chat_template = FORGETS
     assert examples_of(TWO, base, section(), tally) == []
     assert list(tally.dropped) == ["the template prints the turns before message 2 otherwise once it is answered"]
@@ -156,7 +161,7 @@ def test_which_answers_are_learned(using: Callable[[str], Any]) -> None:
     unweighted.messages[1]["weight"] = 0
     for conversation, data in ((TWO, section(turns="last")), (unweighted, section())):
         examples = examples_of(conversation, tokenizer, data, Tally())
-        assert spoken(examples, tokenizer) == [["Two.<|end|>"]]
+        assert run_texts(examples, tokenizer) == [["Two.<|end|>"]]
         assert faults(conversation, examples, tokenizer, data) == []
 
 
@@ -164,13 +169,13 @@ def test_what_is_remarkable_is_noted(using: Callable[[str], Any]) -> None:
     """Kept, and counted."""
     tokenizer, tally = using("chatml"), Tally()
     (example,) = examples_of(chat("Who?", "One. " * 30), tokenizer, section(max_length=20), tally)
-    assert len(example.tokens) == 20 and tally.noted[tokens.CUT] == 1
+    assert len(example.tokens) == 20 and tally.noted["cut at max_length"] == 1
     assert faults(chat("Who?", "One. " * 30), [example], tokenizer, section(max_length=20)) == []
     examples_of(chat("What is <|end|>?", "A mark."), tokenizer, section(), tally)
-    assert tally.noted[tokens.MARK_IN_CONTENT] == 1
+    assert tally.noted["special-token text inside content"] == 1
     tokenizer.chat_template = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
     examples_of(chat("Who?", "One."), tokenizer, section(), tally)
-    assert tally.noted[tokens.ALL_ONES] == tally.noted[render.NO_MARK] == 1
+    assert tally.noted["everything is supervised"] == tally.noted["the template prints no end-of-turn mark"] == 1
 
 
 def test_a_token_across_the_start_is_supervised_and_noted(base: Any) -> None:
@@ -179,7 +184,8 @@ def test_a_token_across_the_start_is_supervised_and_noted(base: Any) -> None:
     base.chat_template += "{% if add_generation_prompt %}assistant th{% endif %}"
     tally = Tally()
     examples = examples_of(chat("x", "e method"), base, section(), tally)
-    assert tally.noted[tokens.STRADDLES] == 1 and spoken(examples, base) == [[" the method"]]
+    assert tally.noted["a token straddles the start of an answer"] == 1
+    assert run_texts(examples, base) == [[" the method"]]
     assert faults(chat("x", "e method"), examples, base, section()) == []
 
 
