@@ -33,7 +33,7 @@ from eagle.training.launch import launch
 from eagle.training.plan import Plan
 from eagle.training.train import TREES, train
 from recipes.first_head import first_head
-from recipes.tiny.make_target import BATCH, packed, perplexity
+from recipes.tiny.make_target import BATCH, pack_conversations, perplexity
 from recipes.train_eagle import decoded
 
 TINY, FIRST = "recipes/tiny/eagle1.yaml", Path("runs/tiny")
@@ -50,7 +50,7 @@ def sibling(work: Path, steps: int) -> dict[str, float]:
     records = [json.loads(line) for line in (FIRST / "data/train.jsonl").read_text().splitlines()]
     records = [record for record in records if record["module"].split(".")[0] == PART]
     held = [json.loads(line) for line in (FIRST / "data/heldout.jsonl").read_text().splitlines()]
-    rows, held_rows = packed(records, target.tokenizer), packed(held, target.tokenizer)
+    rows, held_rows = pack_conversations(records, target.tokenizer), pack_conversations(held, target.tokenizer)
     before, first = laws(target.model, held_rows), perplexity(target.model, held_rows)
     train_on(target.model, rows, steps)
     after, then = laws(target.model, held_rows), perplexity(target.model, held_rows)
