@@ -320,3 +320,14 @@ def test_the_command_writes_the_page_or_prints_the_table(
     main([str(results), "--markdown"])
     assert "| 0 | `eagle1` |" in capsys.readouterr().out
     assert not results.with_name("report.html").exists()
+
+
+def test_modelled_speed_is_compared_where_all_runs_have_it(results: Path, tmp_path: Path) -> None:
+    """A run with bare costs beside one without: both are shown, and only measured speed is compared."""
+    flat = {"contexts": [100], "sizes": [1, 9], "target": [[0.01, 0.01]], "first": [[0.0, 0.0]], "level": [[0.0, 0.0]]}
+    costs = dict.fromkeys(("eagle1", "eagle1-chain", "ngram"), flat)
+    path = write(tmp_path / "costs.jsonl", costs=costs, new_tokens=49)
+    both, alone = Parsed(page([results, path])), Parsed(page([path]))
+    assert "in modelled speed-up" in alone.sections["comparison"]
+    assert "in modelled speed-up" not in both.sections["comparison"]
+    assert "modelled" in both.sections["headline"]
