@@ -13,12 +13,11 @@ from synthetic import HOSTILE, RATES, answer, pieces, write
 from eagle.core.drafter import Budget
 from eval.costs import Costs
 from eval.markup import Html, html, readable, tag
-from eval.page import SECTIONS, page
 from eval.page_accepted import accepted_lengths, bin_confidences, by_position, most_used_nodes
 from eval.page_parts import ReportData, labels
 from eval.page_speed import mean_milliseconds
 from eval.page_theory import Rates, break_even
-from eval.report import main, markdown
+from eval.report import SECTIONS, main, markdown, page
 from eval.results import ACCEPTANCE_LENGTH, MODELLED_SPEED_UP, SPEED_UP, Group, count_cycles, cycles, read_results
 from eval.statistics import Row, estimate
 
