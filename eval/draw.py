@@ -27,17 +27,14 @@ def svg(tree: DraftTree, words: list[str], path: list[int], choice: str) -> str:
     end = (place[path[-1]][0] + COLUMN, MARGIN + below * ROW)
     places = [*place.values(), end]
     width, height = max(x for x, _ in places) + COLUMN, max(y for _, y in places) + ROW + MARGIN
-    parts = [_edge(place[parent], place[node], node in path) for node, parent in _edges(tree)]
+    edges = list(enumerate(tree.parents.tolist()))[1:]
+    parts = [_edge(place[parent], place[node], node in path) for node, parent in edges]
     parts.append(_edge(place[path[-1]], end, True, CHOSEN))
     parts += [_box(place[node], word, ACCEPTED if node in path else DROPPED) for node, word in enumerate(words)]
     parts.append(_box(end, choice, CHOSEN))
     style = "font: 13px ui-monospace, monospace"
     start = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" style="{style}">'
     return "\n".join([start, f'<rect width="{width}" height="{height}" fill="#ffffff"/>', *parts, "</svg>\n"])
-
-
-def _edges(tree: DraftTree) -> list[tuple[int, int]]:
-    return list(enumerate(tree.parents.tolist()))[1:]
 
 
 def _rows(tree: DraftTree, path: list[int]) -> dict[int, int]:

@@ -94,13 +94,13 @@ class Measurement:
     recipe: Recipe
     target: Target
     drafters: dict[str, MeasuredDrafter]
-    asked: list[Question]
+    questions: list[Question]
     results: ResultsWriter
     missing: Counter[str] = field(default_factory=Counter)  # answers by set, for which the model has no positions
 
     def cases(self) -> list[Case]:
         """All questions at all temperatures with all seeds."""
-        return cases(self.recipe, self.asked, self.recipe.eval.temperatures)
+        return cases(self.recipe, self.questions, self.recipe.eval.temperatures)
 
     def is_done(self, case: Case) -> bool:
         """Whether every drafter has answered all turns."""
@@ -120,11 +120,11 @@ class Measurement:
     def warm_up(self) -> None:
         """Decode once with each drafter, so that no row pays for what happens once."""
         section = self.recipe.eval
-        prompts = (encode_prompt(self.recipe, self.target, question.turns[:1]) for question in self.asked)
+        prompts = (encode_prompt(self.recipe, self.target, question.turns[:1]) for question in self.questions)
         prompt = next((prompt for prompt in prompts if prompt is not None), None)
         if prompt is None:
             raise ValueError(
-                f"none of {len(self.asked)} prompts and {section.max_new_tokens} new tokens fit in the "
+                f"none of {len(self.questions)} prompts and {section.max_new_tokens} new tokens fit in the "
                 f"model's {self.target.max_positions} positions: lower eval.max_new_tokens, or take shorter prompts"
             )
         sampling, tokens = Sampling(max(section.temperatures)), min(WARM_UP, section.max_new_tokens)
@@ -155,7 +155,7 @@ class Measurement:
         trace, wall, cpu = time_answer(self.target, self.drafters[name], prompt, case.sampling(turn), tokens)
         key = dict(zip(KEY_NAMES, case.key(turn), strict=True))
         row = {"drafter": name, **key, "task": case.question.task, **row_of(trace, wall, cpu)}
-        of_set = [question for question in self.asked if question.set == case.question.set]
+        of_set = [question for question in self.questions if question.set == case.question.set]
         return {**row, "pieces": trace.pieces()} if case.question in of_set[:IN_PIECES] else row
 
 
@@ -202,7 +202,7 @@ def cycle_of(cycle: Cycle) -> dict[str, Any]:
 
 def costs_of(measurement: Measurement) -> dict[str, Any]:
     """Bare forwards by drafter, each head's timed once, from the shortest prompt to the end of the longest answer."""
-    asked, recipe = measurement.asked, measurement.recipe
+    asked, recipe = measurement.questions, measurement.recipe
     prompts = [encode_prompt(recipe, measurement.target, question.turns[:1]) for question in asked]
     lengths = [len(prompt) for prompt in prompts if prompt is not None] or [1]
     low = min(lengths)
@@ -233,7 +233,7 @@ def measure(recipe: Recipe, path: str, *, again: bool = False) -> Path:
         print(f"all answers are in {results.path} already: --again measures anew")
         return results.path
     costs = {"costs": costs_of(measurement)} if recipe.eval.costs else {}
-    results.begin({**describe_start(recipe, path), "prompts": len(measurement.asked), **costs})
+    results.begin({**describe_start(recipe, path), "prompts": len(measurement.questions), **costs})
     measurement.run()
     for name, count in measurement.missing.items():
         print(

@@ -84,50 +84,49 @@ Record = dict[str, Any]
 def make_target(
     out: str | Path = "runs/tiny", steps: int = STEPS, seed: int = 0, max_conversations: int | None = None
 ) -> dict[str, Any]:
-    """Leave `target/`, `data/` and `target_report.json` in `out`, unless the same settings already did; the report."""
+    """Write `target/`, `data/` and `target_report.json` to `out`, unless they are there; returns the report."""
     out = Path(out)
-    settings = {"steps": steps, "seed": seed, "max_conversations": max_conversations, "made_with": made_with()}
-    if report := finished(out, settings):
+    settings = {"steps": steps, "seed": seed, "max_conversations": max_conversations, "made_with": list_versions()}
+    if report := read_report(out, settings):
         print(f"{out / 'target'} is already there, made with the same settings")
         return report
-    with lock_folder(out), tempfile.TemporaryDirectory(prefix=".unfinished-", dir=out) as aside:
-        report = {"settings": settings, **build(Path(aside), steps, seed, max_conversations)}
-        (Path(aside) / "target_report.json").write_text(json.dumps(report, indent=2) + "\n")
-        apply_umask(Path(aside))
-        publish(Path(aside), out)
+    with lock_folder(out), tempfile.TemporaryDirectory(prefix=".unfinished-", dir=out) as folder:
+        report = {"settings": settings, **build(Path(folder), steps, seed, max_conversations)}
+        (Path(folder) / "target_report.json").write_text(json.dumps(report, indent=2) + "\n")
+        apply_umask(Path(folder))
+        publish(Path(folder), out)
     return report
 
 
-def made_with() -> dict[str, str]:
-    """What decides the weights beside seed and sizes: this code and the versions of what it reads and calls."""
+def list_versions() -> dict[str, str]:
+    """What decides the weights beside the settings: a hash of this code, and versions of the packages it uses."""
     code = b"".join(Path(file).read_bytes() for file in (__file__, str(docstrings.__file__)))
-    found = {one.name: one.version for one in distributions()}
+    installed = {package.name: package.version for package in distributions()}
     packages = [*docstrings.PACKAGES, "transformers", "tokenizers", "sentencepiece"]
-    versions = {package: found.get(package, "not installed") for package in packages}
+    versions = {package: installed.get(package, "not installed") for package in packages}
     return {"code": hashlib.sha256(code).hexdigest()[:16], "python": python_version(), **versions}
 
 
-def finished(out: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The report of an earlier run with these settings; it is published last, so its target is whole."""
-    path = out / "target_report.json"
+def read_report(out: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The report of an earlier run with these settings; it is published last, so its target is complete."""
     try:
-        report = json.loads(path.read_text())
+        report = json.loads((out / "target_report.json").read_text())
         return report if report["settings"] == settings and (out / "target").is_dir() else None
     except (OSError, ValueError, KeyError, TypeError):  # none, or a damaged one
         return None
 
 
-def publish(aside: Path, out: Path) -> None:
-    """Move a finished build into place; the report vouches for the rest, so it goes first and comes last."""
+def publish(folder: Path, out: Path) -> None:
+    """Move a finished build into place; the old report is removed first and the new one moved last."""
     (out / "target_report.json").unlink(missing_ok=True)
     shutil.rmtree(out / "target", ignore_errors=True)
     (out / "data").mkdir(exist_ok=True)
     for name in ("target", "data/train.jsonl", "data/heldout.jsonl", "target_report.json"):
-        os.replace(aside / name, out / name)
+        os.replace(folder / name, out / name)
 
 
 def build(folder: Path, steps: int, seed: int, max_conversations: int | None) -> dict[str, Any]:
-    """Corpus, tokenizer, training and measuring, in `folder`; the figures of the report."""
+    """Make corpus, tokenizer and model in `folder`; returns the figures of the report."""
     seconds: dict[str, dict[str, float]] = {}
     with phase(seconds, "corpus"):
         splits, docstring_counts = harvest(max_conversations)
@@ -138,7 +137,7 @@ def build(folder: Path, steps: int, seed: int, max_conversations: int | None) ->
     with phase(seconds, "tokenizer"):
         tokenizer = train_tokenizer(splits["train"], folder / "target")
         random.Random(seed).shuffle(splits["train"])
-        train_rows, heldout_rows = (packed(records, tokenizer) for records in splits.values())
+        train_rows, heldout_rows = (pack_conversations(records, tokenizer) for records in splits.values())
     with phase(seconds, "training"):
         torch.manual_seed(seed)
         model, bf16 = new_model(tokenizer), fastest_dtype("cpu") == torch.bfloat16
@@ -146,10 +145,12 @@ def build(folder: Path, steps: int, seed: int, max_conversations: int | None) ->
         model.save_pretrained(folder / "target")
     with phase(seconds, "measuring"):
         answers = greedy_answers(model, tokenizer, splits["heldout"])
-        measured, bigram = perplexity(model, heldout_rows), bigram_perplexity(train_rows, heldout_rows, len(tokenizer))
+        perplexities = {
+            "perplexity": perplexity(model, heldout_rows),
+            "bigram_perplexity": bigram_perplexity(train_rows, heldout_rows, len(tokenizer)),
+        }
     return {
-        "perplexity": measured,
-        "bigram_perplexity": bigram,
+        **perplexities,
         "loop_share": sum(map(ends_in_loop, answers)) / len(answers),
         "mean_answer_tokens": sum(map(len, answers)) / len(answers),
         "parameters": sum(weight.numel() for weight in model.parameters()),
@@ -163,14 +164,14 @@ def build(folder: Path, steps: int, seed: int, max_conversations: int | None) ->
 
 @contextmanager
 def phase(seconds: dict[str, dict[str, float]], name: str) -> Iterator[None]:
-    """Book the wall and CPU seconds of what runs inside."""
+    """Record the wall and CPU seconds of what runs inside."""
     wall, cpu = perf_counter(), process_time()
     yield
     seconds[name] = {"wall": round(perf_counter() - wall, 1), "cpu": round(process_time() - cpu, 1)}
 
 
 def harvest(limit: int | None) -> tuple[dict[str, list[Record]], dict[str, Counter[str]]]:
-    """The conversations of both splits, at most `limit` to train on, and what was kept and dropped of each."""
+    """Conversations of both splits, at most `limit` to train on, and counts of kept and dropped docstrings."""
     seen: set[str] = set()
     counts = {"train": Counter[str](), "heldout": Counter[str]()}
     limits = {"train": limit, "heldout": limit and max(1, limit // 8)}
@@ -182,10 +183,10 @@ def harvest(limit: int | None) -> tuple[dict[str, list[Record]], dict[str, Count
 
 
 def train_tokenizer(records: Sequence[Record], folder: Path) -> Any:
-    """A SentencePiece BPE tokenizer, saved as tokenizer.model and, with the same ids, as tokenizer.json."""
+    """Train a SentencePiece BPE tokenizer; saved as tokenizer.model and, with the same ids, as tokenizer.json."""
     folder.mkdir()
-    said = (turn["value"] for record in records for turn in record["conversations"])
-    lines = (line for value in said for line in value.split("\n") if line)
+    texts = (turn["value"] for record in records for turn in record["conversations"])
+    lines = (line for text in texts for line in text.split("\n") if line)
     with (folder / "tokenizer.model").open("wb") as file:  # written by a path, the model would hold that path
         SentencePieceTrainer.train(sentence_iterator=lines, model_writer=file, **SENTENCEPIECE)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
@@ -195,8 +196,8 @@ def train_tokenizer(records: Sequence[Record], folder: Path) -> Any:
     return tokenizer
 
 
-def packed(records: Sequence[Record], tokenizer: Any) -> torch.Tensor:
-    """Whole conversations one after another, cut into rows of `WINDOW` tokens; the remainder is left out."""
+def pack_conversations(records: Sequence[Record], tokenizer: Any) -> torch.Tensor:
+    """Concatenate conversations and cut them into rows of `WINDOW` tokens; the remainder is left out."""
     texts = []
     for place, record in enumerate(records):
         chat = [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in record["conversations"]]
@@ -208,7 +209,7 @@ def packed(records: Sequence[Record], tokenizer: Any) -> torch.Tensor:
 
 
 def new_model(tokenizer: Any) -> Any:
-    """An untrained target whose generations both end tokens stop."""
+    """An untrained target; both end tokens stop its generations."""
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **ids, **MODEL))
     ids["eos_token_id"] = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(END)]
@@ -217,7 +218,7 @@ def new_model(tokenizer: Any) -> Any:
 
 
 def optimizers(model: Any) -> list[Any]:
-    """Muon for the matrices inside the layers, which learn much faster by it, and AdamW for all else."""
+    """Muon for the matrices inside the layers, which learn much faster with it, and AdamW for all else."""
     matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
     inside = {id(weight) for weight in matrices}
     others = [weight for weight in model.parameters() if id(weight) not in inside]
@@ -228,21 +229,21 @@ def optimizers(model: Any) -> list[Any]:
 
 
 def train(model: Any, rows: torch.Tensor, steps: int, seed: int, bf16: bool) -> None:
-    """Train in place on all tokens of the rows, each row once an epoch, with warmup and linear decay to zero."""
+    """Train in place on every token, each row once an epoch, with warmup and linear decay to zero."""
     rates = [min((step + 1) / WARMUP, (steps - step) / max(1, steps - WARMUP)) for step in range(steps + 1)]
-    parts = optimizers(model)
-    parts += [torch.optim.lr_scheduler.LambdaLR(optimizer, rates.__getitem__) for optimizer in parts]
+    steppers = optimizers(model)
+    steppers += [torch.optim.lr_scheduler.LambdaLR(optimizer, rates.__getitem__) for optimizer in steppers]
     generator = torch.Generator().manual_seed(seed)
     order = torch.cat([torch.randperm(len(rows), generator=generator) for _ in range(steps * BATCH // len(rows) + 1)])
-    for chosen in (bar := tqdm(order[: steps * BATCH].split(BATCH), desc="training", unit="step")):
-        batch = rows[chosen]
+    for row_ids in (bar := tqdm(order[: steps * BATCH].split(BATCH), desc="training", unit="step")):
+        batch = rows[row_ids]
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
             logits = model(input_ids=batch, use_cache=False).logits
         loss = cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for part in parts:
-            part.step()
+        for stepper in steppers:
+            stepper.step()
         model.zero_grad()
         bar.set_postfix(loss=f"{loss.item():.2f}", refresh=False)
     model.eval()
@@ -250,13 +251,13 @@ def train(model: Any, rows: torch.Tensor, steps: int, seed: int, bf16: bool) -> 
 
 @torch.no_grad()
 def perplexity(model: Any, rows: torch.Tensor) -> float:
-    """Per token, in fp32."""
+    """Perplexity per token, in fp32."""
     losses = [cross_entropy(model(input_ids=row).logits[0, :-1], row[0, 1:]).item() for row in rows.split(1)]
     return math.exp(sum(losses) / len(losses))
 
 
 def bigram_perplexity(seen: torch.Tensor, rows: torch.Tensor, vocabulary: int, discount: float = 0.75) -> float:
-    """Of a bigram model with interpolated Kneser-Ney smoothing, fitted on `seen` and asked for the same tokens."""
+    """Perplexity of a bigram model with interpolated Kneser-Ney smoothing, fitted on `seen`, on the same tokens."""
     pairs = torch.bincount((seen[:, :-1] * vocabulary + seen[:, 1:]).flatten(), minlength=vocabulary**2)
     pairs = pairs.view(vocabulary, vocabulary)
     starts, followers, preceded = pairs.sum(1), (pairs > 0).sum(1), (pairs > 0).sum(0)
@@ -268,30 +269,30 @@ def bigram_perplexity(seen: torch.Tensor, rows: torch.Tensor, vocabulary: int, d
 
 
 def greedy_answers(model: Any, tokenizer: Any, records: Sequence[Record]) -> list[list[int]]:
-    """What the model says to the first question of every few records, without padding."""
-    chats = [[{"role": "user", "content": one["conversations"][0]["value"]}] for one in records[::PROMPT_EVERY]]
+    """The model's answers to the first question of every `PROMPT_EVERY`th record, without padding."""
+    chats = [[{"role": "user", "content": record["conversations"][0]["value"]}] for record in records[::PROMPT_EVERY]]
     tokenizer.padding_side = "left"
     prompts = tokenizer.apply_chat_template(
         chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     )
-    made = model.generate(**prompts, max_new_tokens=NEW_TOKENS, do_sample=False)[:, prompts["input_ids"].shape[1] :]
-    return [list(takewhile(tokenizer.pad_token_id.__ne__, answer)) for answer in made.tolist()]
+    output = model.generate(**prompts, max_new_tokens=NEW_TOKENS, do_sample=False)[:, prompts["input_ids"].shape[1] :]
+    return [list(takewhile(tokenizer.pad_token_id.__ne__, answer)) for answer in output.tolist()]
 
 
 def main(argv: list[str]) -> None:
-    """The command line."""
+    """Make the target and print its report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="runs/tiny")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(argv)
-    report = make_target(options.out, options.steps, options.seed)
+    args = parser.parse_args(argv)
+    report = make_target(args.out, args.steps, args.seed)
     for split, counts in report["docstrings"].items():
-        print(f"{split}: " + ", ".join(f"{count:,} {what}" for what, count in counts.items()))
+        print(f"{split}: " + ", ".join(f"{count:,} {name}" for name, count in counts.items()))
     print(f"{report['parameters'] / 1e6:.1f} M parameters, {report['tokens']['seen']:,} tokens seen")
     print(f"held-out perplexity {report['perplexity']:.1f}, of a bigram {report['bigram_perplexity']:.1f}")
     print(f"{report['loop_share']:.0%} of greedy answers end in a loop")
-    print("seconds: " + ", ".join(f"{name} {spent['wall']:.0f}" for name, spent in report["seconds"].items()))
+    print("seconds: " + ", ".join(f"{name} {part['wall']:.0f}" for name, part in report["seconds"].items()))
 
 
 if __name__ == "__main__":

@@ -67,22 +67,22 @@ def prove(work: Path, target: Target) -> Prove:
 @pytest.mark.parametrize(("engine", "head"), MATRIX)
 def test_an_engine_accepts_what_this_decoder_accepts(engine: str, head: str, prove: Prove) -> None:
     """Text, drafts and acceptances at every place are equal in every single answer; the head is no idle one."""
-    found = prove(engine, head)
-    assert found.theirs and found.same == (48, 48)
-    assert sum_rows(found.theirs) == sum_rows(found.ours)
-    assert sum_rows(found.theirs)["tau"] > 2
+    comparison = prove(engine, head)
+    assert comparison.theirs and comparison.same == (48, 48)
+    assert sum_rows(comparison.theirs) == sum_rows(comparison.ours)
+    assert sum_rows(comparison.theirs)["tau"] > 2
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("head", ["eagle3-full", "eagle3"])
 def test_openvino_grows_the_trees_that_this_decoder_grows(head: str, prove: Prove) -> None:
     """Ten nodes, four levels, four children: equal in every answer, and more is accepted than of a chain."""
-    found = prove("openvino", head, TREE)
-    assert found.same == (48, 48)
-    assert sum_rows(found.theirs)["tau"] > sum_rows(prove("openvino", head).ours)["tau"]
+    comparison = prove("openvino", head, TREE)
+    assert comparison.same == (48, 48)
+    assert sum_rows(comparison.theirs)["tau"] > sum_rows(prove("openvino", head).ours)["tau"]
 
 
-def rewritten(head: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def rewrite_fc(head: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Put another `fc` into an exported head."""
     tensors = load_file(head / "model.safetensors")
     tensors["fc.weight"] = change(tensors["fc.weight"]).contiguous()
@@ -91,19 +91,19 @@ def rewritten(head: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> Non
 
 def swapped_halves(head: Path) -> None:
     """Let `fc` read [feature; embedding] where it was trained on [embedding; feature]."""
-    rewritten(head, lambda weight: torch.cat(weight.chunk(2, dim=1)[::-1], dim=1))
+    rewrite_fc(head, lambda weight: torch.cat(weight.chunk(2, dim=1)[::-1], dim=1))
 
 
 def swapped_taps(head: Path) -> None:
     """Let `fc` read the last layer where it was trained on the first."""
-    rewritten(head, lambda weight: torch.cat(weight.chunk(3, dim=1)[::-1], dim=1))
+    rewrite_fc(head, lambda weight: torch.cat(weight.chunk(3, dim=1)[::-1], dim=1))
 
 
 def shifted_layers(head: Path) -> None:
     """Name every layer one too high."""
     config = json.loads((head / "config.json").read_text())
     for place in (config, config["eagle_config"]):
-        place["eagle_aux_hidden_state_layer_ids"] = [one + 1 for one in place["eagle_aux_hidden_state_layer_ids"]]
+        place["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in place["eagle_aux_hidden_state_layer_ids"]]
     (head / "config.json").write_text(json.dumps(config))
 
 
@@ -123,11 +123,11 @@ def test_a_spoilt_export_is_seen_by_acceptance_alone(
     engine: str, head: str, fault: Callable[[Path], None], prove: Prove
 ) -> None:
     """The check can fail: the engine loads the spoilt head without a word, and only the counts are others."""
-    found = prove(engine, head, spoil=fault)
-    answers = zip(found.theirs, found.ours, strict=True)
+    comparison = prove(engine, head, spoil=fault)
+    answers = zip(comparison.theirs, comparison.ours, strict=True)
     assert all(row["tokens"] == ours["tokens"] for row, ours in answers if "tokens" in row)
-    assert found.same[1] < 48 and not found.equal
-    assert sum_rows(found.theirs)["accepted"] != sum_rows(found.ours)["accepted"]
+    assert comparison.same[1] < 48 and not comparison.equal
+    assert sum_rows(comparison.theirs)["accepted"] != sum_rows(comparison.ours)["accepted"]
 
 
 TEXT = "The function returns the sum. The function returns the sum. The function returns"
@@ -185,11 +185,11 @@ def test_rows_are_merged_by_what_was_measured(tiny_target: Target, tmp_path: Pat
     """A second run of the same replaces the first, another head stands beside it; the table tells what differs."""
     rows = [{"tokens": [2], "own": [3], "drafts": 10, "accepted": [5, 3, 1]}]
     job, file = counting(tiny_target, [[1]], 16), tmp_path / "engines.json"
-    found = Comparison("1.0", rows, [{**rows[0], "accepted": [5, 3, 0]}])
+    comparison = Comparison("1.0", rows, [{**rows[0], "accepted": [5, 3, 0]}])
     for head in ("one/head", "two/head", "one/head"):
-        merge_rows([row_of(found, job, tmp_path / head, "vllm")], file)
+        merge_rows([row_of(comparison, job, tmp_path / head, "vllm")], file)
     kept = json.loads(file.read_text())
     assert [row["head"] for row in kept] == ["one", "two"]
-    assert not found.equal and found.difference == pytest.approx(1.9 / 1.8 - 1)
+    assert not comparison.equal and comparison.difference == pytest.approx(1.9 / 1.8 - 1)
     assert "+5.56%; counts of 0, text of 1 of 1" in table(kept)
     assert "| yes |" in table([row_of(Comparison("1.0", rows, rows), job, tmp_path / "head", "vllm")])

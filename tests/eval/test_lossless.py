@@ -30,6 +30,7 @@ NEW = 10
 @pytest.fixture
 def command(tiny_target_dir: Path, tiny_target: Target, tmp_path: Path) -> list[str]:
     """The tiny recipe over two questions, one with a second turn, and an untrained head."""
+    torch.manual_seed(3)
     save_head(tmp_path / "run/head", Eagle1.for_target(Eagle1.Settings(), tiny_target.config), "", {})
     asked = [{"turns": ["What does copy do?", "How do I call it?"]}, {"turns": ["What does chain do?"]}]
     (tmp_path / "asked.jsonl").write_text("".join(json.dumps(question) + "\n" for question in asked))

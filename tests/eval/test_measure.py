@@ -64,8 +64,8 @@ def keys(rows: list[dict[str, Any]]) -> Counter[Any]:
     )
 
 
-def told(rows: list[dict[str, Any]]) -> dict[Any, Any]:
-    """By key, what does not depend on the machine's speed."""
+def comparable(rows: list[dict[str, Any]]) -> dict[Any, Any]:
+    """Rows by key, without what depends on the machine's speed."""
     slow = ("run", "seconds", "cpu_seconds", "cycles")
     return {
         key: ({name: value for name, value in row.items() if name not in slow}, [c["committed"] for c in row["cycles"]])
@@ -81,19 +81,19 @@ def test_rows_say_what_the_decoder_did(small: Recipe, tiny_target: Target) -> No
     drafters, by_key = load_drafters(small, tiny_target), {key: row for row in rows for key in keys([row])}
     assert len(by_key) == len(rows) == 4 * 4 * 2  # drafters, turns, temperatures
     for case in cases(small, questions(small), (0, 1)):
-        said: list[str] = []
+        turns: list[str] = []
         for turn, text in enumerate(case.question.turns):
-            said.append(text)
-            prompt, plain = encode_prompt(small, tiny_target, said), ""
-            for name, one in drafters.items():
+            turns.append(text)
+            prompt, plain = encode_prompt(small, tiny_target, turns), ""
+            for name, measured in drafters.items():
                 row = by_key[name, "few", case.question.id, turn, case.temperature, case.seed]
                 sampling = case.sampling(turn)
                 trace = generate(
-                    tiny_target, one.drafter, prompt, sampling=sampling, budget=one.budget, max_new_tokens=6
+                    tiny_target, measured.drafter, prompt, sampling=sampling, budget=measured.budget, max_new_tokens=6
                 )
                 plain = plain or trace.text
                 check(row, trace, plain, headers[0]["id"])
-            said.append(plain)
+            turns.append(plain)
 
 
 def check(row: dict[str, Any], trace: Trace, plain: str, run: str) -> None:
@@ -120,20 +120,20 @@ def check(row: dict[str, Any], trace: Trace, plain: str, run: str) -> None:
 
 def test_drafters_take_turns_and_another_begins_each_time(small: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the cases each drafter goes first, second and so on equally often, up to one."""
-    measured, real = list[str](), module.time_answer
+    order, real = list[str](), module.time_answer
 
-    def noted(target: Target, one: Any, *more: Any) -> Any:
-        measured.append("none" if one.head == "none" else one.head if one.head == "ngram" else str(one.budget.paths))
-        return real(target, one, *more)
+    def record(target: Target, measured: Any, *more: Any) -> Any:
+        order.append(measured.head if measured.head in ("none", "ngram") else str(measured.budget.paths))
+        return real(target, measured, *more)
 
-    monkeypatch.setattr(module, "time_answer", noted)
+    monkeypatch.setattr(module, "time_answer", record)
     measure(with_eval(small, temperatures=[1], seeds=[0, 1, 2, 3], max_new_tokens=2), "small.yaml")
-    names = measured[:4]  # the warm-up
+    names = order[:4]  # the warm-up
     assert len(set(names)) == 4
-    rounds = [measured[start : start + 4] for start in range(4, len(measured), 4)]
+    rounds = [order[start : start + 4] for start in range(4, len(order), 4)]
     assert len(rounds) == 4 * 4  # seeds, turns
-    firsts = [names.index(one[0]) for one in rounds]
-    assert all(one == names[first:] + names[:first] for one, first in zip(rounds, firsts, strict=True))
+    firsts = [names.index(turns[0]) for turns in rounds]
+    assert all(turns == names[first:] + names[:first] for turns, first in zip(rounds, firsts, strict=True))
     assert set(Counter(firsts).values()) <= {3, 4, 5}
 
 
@@ -142,8 +142,8 @@ def lines(path: Path) -> int:
     return path.read_bytes().count(b"\n")
 
 
-def killed(work: Callable[[], object], when: Callable[[], bool]) -> None:
-    """A forked process that does the work until then, and is killed."""
+def run_and_kill(work: Callable[[], object], when: Callable[[], bool]) -> None:
+    """Do the work in a forked process, and kill it when `when` says so."""
     if not (pid := os.fork()):
         torch.set_num_threads(1)  # threads do not survive a fork
         work()
@@ -161,14 +161,14 @@ def test_a_killed_run_goes_on_where_it_was(small: Recipe, tmp_path: Path, capfd:
     path = tmp_path / "run/results.jsonl"
     whole = lines_of(measure(small, "small.yaml"))[1]
     path.rename(tmp_path / "whole.jsonl")
-    killed(lambda: measure(small, "small.yaml"), lambda: path.exists() and lines(path) > 9)
+    run_and_kill(lambda: measure(small, "small.yaml"), lambda: path.exists() and lines(path) > 9)
     kept = b"".join(path.read_bytes().splitlines(keepends=True)[:-2])
     path.write_bytes(kept + b'{"run":"12345678","drafter":"ngram","set":')
     headers, rows = lines_of(measure(small, "small.yaml"))
     assert "the last line is torn; its 42 bytes are cut off" in capfd.readouterr().out
     assert path.read_bytes().startswith(kept)
     assert set(keys(rows).values()) == {1} and keys(rows) == keys(whole)
-    assert told(rows) == told(whole)
+    assert comparable(rows) == comparable(whole)
     assert len({header["id"] for header in headers}) == 1 and len(headers) == 2
     before = path.read_bytes()
     measure(small, "small.yaml")
@@ -223,10 +223,10 @@ def test_the_second_turn_follows_the_answer_of_none(small: Recipe, tiny_target: 
         prompt = tiny_target.chat([{"role": role, "content": text} for role, text in texts])
         assert {row["prompt_tokens"] for row in rows if row["turn"] == 1} == {len(prompt)}
     lines = path.read_text().splitlines(keepends=True)
-    whole = told(lines_of(path)[1])
+    whole = comparable(lines_of(path)[1])
     path.write_text("".join(line for line in lines if '"drafter":"chain"' not in line))
     measure(with_eval(small, count=1), "small.yaml")
-    assert told(lines_of(path)[1]) == whole
+    assert comparable(lines_of(path)[1]) == whole
 
 
 def test_prompts_without_room_are_counted(small: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,11 +247,11 @@ def test_budgets_come_from_the_drafter_the_head_or_the_recipe(
     """What is said for a drafter counts first, what is said for all next, then the head's own."""
     assert load_drafters(small, tiny_target)["tree"].budget == Budget(8, 4, 4)
     write_budget(tmp_path / "run/head", Budget(5, 3, 2))
-    found = load_drafters(small, tiny_target)
-    assert found["tree"].budget == Budget(5, 3, 2) and found["ngram"].budget == Budget(8, 4, 4)
-    assert found["chain"].budget == Budget.fixed(chain_paths(3))
+    drafters = load_drafters(small, tiny_target)
+    assert drafters["tree"].budget == Budget(5, 3, 2) and drafters["ngram"].budget == Budget(8, 4, 4)
+    assert drafters["chain"].budget == Budget.fixed(chain_paths(3))
     assert load_drafters(with_eval(small, nodes=7), tiny_target)["tree"].budget == Budget(7, 4, 4)
-    trace = generate(tiny_target, found["tree"].drafter, tiny_target.chat("What?"), max_new_tokens=6)
+    trace = generate(tiny_target, drafters["tree"].drafter, tiny_target.chat("What?"), max_new_tokens=6)
     assert {cycle.nodes for cycle in trace.cycles[:1]} == {5}  # without being told
     with pytest.raises(ValueError, match="names `none`, which is measured always"):
         load_drafters(with_eval(small, drafters={"none": {"head": "none"}}), tiny_target)
@@ -275,5 +275,5 @@ def test_a_wrong_answer_is_not_identical(small: Recipe, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Target, "keep", keep)
     _, rows = lines_of(measure(with_eval(small, max_new_tokens=24, temperatures=[0]), "small.yaml"))
-    found = {name: {row["identical"] for row in rows if row["drafter"] == name} for name in ("none", "tree")}
-    assert found["none"] == {True} and False in found["tree"]
+    identical = {name: {row["identical"] for row in rows if row["drafter"] == name} for name in ("none", "tree")}
+    assert identical["none"] == {True} and False in identical["tree"]

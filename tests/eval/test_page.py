@@ -13,12 +13,11 @@ from synthetic import HOSTILE, RATES, answer, pieces, write
 from eagle.core.drafter import Budget
 from eval.costs import Costs
 from eval.markup import Html, html, readable, tag
-from eval.page import SECTIONS, page
 from eval.page_accepted import accepted_lengths, bin_confidences, by_position, most_used_nodes
 from eval.page_parts import ReportData, labels
 from eval.page_speed import mean_milliseconds
 from eval.page_theory import Rates, break_even
-from eval.report import main, markdown
+from eval.report import SECTIONS, main, markdown, page
 from eval.results import ACCEPTANCE_LENGTH, MODELLED_SPEED_UP, SPEED_UP, Group, count_cycles, cycles, read_results
 from eval.statistics import Row, estimate
 
@@ -320,3 +319,14 @@ def test_the_command_writes_the_page_or_prints_the_table(
     main([str(results), "--markdown"])
     assert "| 0 | `eagle1` |" in capsys.readouterr().out
     assert not results.with_name("report.html").exists()
+
+
+def test_modelled_speed_is_compared_where_all_runs_have_it(results: Path, tmp_path: Path) -> None:
+    """A run with bare costs beside one without: both are shown, and only measured speed is compared."""
+    flat = {"contexts": [100], "sizes": [1, 9], "target": [[0.01, 0.01]], "first": [[0.0, 0.0]], "level": [[0.0, 0.0]]}
+    costs = dict.fromkeys(("eagle1", "eagle1-chain", "ngram"), flat)
+    path = write(tmp_path / "costs.jsonl", costs=costs, new_tokens=49)
+    both, alone = Parsed(page([results, path])), Parsed(page([path]))
+    assert "in modelled speed-up" in alone.sections["comparison"]
+    assert "in modelled speed-up" not in both.sections["comparison"]
+    assert "modelled" in both.sections["headline"]

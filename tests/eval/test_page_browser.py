@@ -14,7 +14,7 @@ import pytest
 from synthetic import HOSTILE, write
 
 from eval.markup import readable
-from eval.page import SECTIONS, page
+from eval.report import SECTIONS, page
 from tests.eval.test_page import FIGURES
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome-headless-shell", "chrome")

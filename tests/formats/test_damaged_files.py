@@ -15,7 +15,7 @@ from eagle.training.resume import MARK, Checkpoints
 from eval.engines import merge_rows
 from eval.measure import ResultsWriter, read_stored
 from eval.report import main as report
-from recipes.tiny.make_target import finished as finished_target
+from recipes.tiny.make_target import read_report
 
 ANSWER = {"drafter": "none", "temperature": 0, "tokens": 2, "seconds": 1.0, "cycles": 2, "committed": 2}
 ANSWER |= {"loops": False, "identical": True}
@@ -78,7 +78,7 @@ def test_a_damaged_mark_of_a_checkpoint_is_passed_over(
 def test_other_damaged_files(text: bytes, tmp_path: Path) -> None:
     """A damaged report of a target is none; results of engines and configs are not overwritten."""
     (tmp_path / "target_report.json").write_bytes(text)
-    assert finished_target(tmp_path, {}) is None
+    assert read_report(tmp_path, {}) is None
     (tmp_path / "engines.json").write_bytes(text if text != b"{}" else b"[{}]")
     row = dict.fromkeys(("head", "target", "engine", "dtype", "draft", "prompts", "new_tokens"), 0)
     with pytest.raises(ValueError, match=r"engines\.json holds no rows of eval\.engines"):

@@ -18,7 +18,7 @@ from sentencepiece import SentencePieceProcessor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from data_prep.docstrings import C_MODULES, call_answer, docstring_conversations, extract_prose, parse_source
-from recipes.tiny.make_target import END, SPECIAL, finished, make_target, new_model, packed, train
+from recipes.tiny.make_target import END, SPECIAL, make_target, new_model, pack_conversations, read_report, train
 
 ODD = [
     "",
@@ -118,7 +118,7 @@ def test_the_folder_says_what_engines_ask(tiny_target_dir: Path, tokenizer: Any)
 
 def test_the_splits_share_no_module_and_no_address(tiny_target_dir: Path) -> None:
     train, heldout = (records(tiny_target_dir, split) for split in ("train", "heldout"))
-    assert heldout and not {one["module"] for one in train} & {one["module"] for one in heldout}
+    assert heldout and not {record["module"] for record in train} & {record["module"] for record in heldout}
     assert not re.search(r"\bat 0x[0-9a-fA-F]", json.dumps(train + heldout))
 
 
@@ -142,14 +142,14 @@ def test_a_finished_target_is_kept_and_an_unfinished_one_is_not(tiny_target_dir:
     settings = report["settings"]
     again = make_target(tiny_target_dir, settings["steps"], settings["seed"], settings["max_conversations"])
     assert again == report
-    assert finished(tiny_target_dir, {**settings, "seed": 1}) is None
+    assert read_report(tiny_target_dir, {**settings, "seed": 1}) is None
     (tmp_path / "target").mkdir()
-    assert finished(tmp_path, settings) is None
+    assert read_report(tmp_path, settings) is None
 
 
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_weights(tiny_target_dir: Path, tokenizer: Any) -> None:
-    rows = packed(records(tiny_target_dir, "train"), tokenizer)
+    rows = pack_conversations(records(tiny_target_dir, "train"), tokenizer)
 
     def trained(seed: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(seed)
@@ -178,6 +178,6 @@ def test_the_full_target_is_a_language_model(tmp_path: Path) -> None:
     report = make_target(tmp_path)
     print(json.dumps({name: value for name, value in report.items() if name not in ("settings", "docstrings")}))
     train, heldout = (records(tmp_path, split) for split in ("train", "heldout"))
-    assert not {one["module"] for one in train} & {one["module"] for one in heldout}
+    assert not {record["module"] for record in train} & {record["module"] for record in heldout}
     assert not re.search(r"\bat 0x[0-9a-fA-F]", json.dumps(train + heldout))
     assert report["perplexity"] < report["bigram_perplexity"]
