@@ -109,7 +109,7 @@ def measured(target: Target, drafter: Drafter, budget: Budget, answers: Sequence
     found = []
     for one in answers[::step]:
         options: dict[str, Any] = {"sampling": one.sampling, "max_new_tokens": 2 * NEW_TOKENS}
-        found.append(Goodput.measured(target, drafter, one.tokens[: one.prompt], budget, **options))
+        found.append(Goodput.measure(target, drafter, one.tokens[: one.prompt], budget, **options))
     draft = [median(row) for row in zip(*(one.draft for one in found), strict=True)]
     read = [median(row) for row in zip(*(one.read for one in found), strict=True)]
     return Goodput(draft, read, budget)

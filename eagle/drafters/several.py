@@ -30,7 +30,7 @@ class FirstOf:
         """Forget the previous sequence."""
         self.stream = object()
         for drafter, untold in zip(self.drafters, self.untold, strict=True):
-            with turn_of(drafter).beginning(self.stream):
+            with turn_of(drafter).take(self.stream):
                 drafter.begin(noise)
             untold.clear()
 
@@ -42,7 +42,7 @@ class FirstOf:
         for drafter, untold in zip(self.drafters, self.untold, strict=True):
             told = Committed.joined(untold)
             untold.clear()
-            with turn_of(drafter).of(self.stream):
+            with turn_of(drafter).hold(self.stream):
                 tree = drafter.propose(told, budget)
             if len(tree) > 1:
                 break

@@ -63,7 +63,7 @@ def test_laws_are_those_of_transformers(model: LlamaForCausalLM, filters: dict[s
     for node, row in enumerate(output.logits):
         scores = row if dtype == torch.float64 else row.float()
         expected = warpers(torch.tensor([output.prefix(node)]), scores[None]).softmax(-1)[0]
-        torch.testing.assert_close(choose.law(output, node), expected, atol=1e-6, rtol=0)
+        torch.testing.assert_close(choose.probs(output, node), expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}], ids=str)
@@ -71,7 +71,7 @@ def test_the_strictest_filters_leave_the_likeliest_token(filters: dict[str, Any]
     """However little is let through, it is never nothing."""
     output, choose = make_reading(torch.float32), Choose(Sampling(temperature=1.0, **filters))
     likeliest = output.logits.argmax(-1).tolist()
-    assert [choose.law(output, node)[token].item() for node, token in enumerate(likeliest)] == [1.0] * 7
+    assert [choose.probs(output, node)[token].item() for node, token in enumerate(likeliest)] == [1.0] * 7
     assert choose(output, NODES) == likeliest
 
 
@@ -145,7 +145,7 @@ def test_a_greedy_target_chooses_the_likeliest_token(dtype: torch.dtype) -> None
     output, choose = make_reading(dtype), Choose(Sampling())
     likeliest = output.logits.argmax(-1).tolist()
     assert choose(output, NODES) == likeliest
-    assert [choose.law(output, node)[token].item() for node, token in enumerate(likeliest)] == [1.0] * 7
+    assert [choose.probs(output, node)[token].item() for node, token in enumerate(likeliest)] == [1.0] * 7
     assert choose.offer(VOCAB, CPU) is None
 
 
@@ -153,7 +153,7 @@ def test_the_choice_is_the_warped_logits_plus_the_noise_on_offer() -> None:
     """A drafter that adds the noise offered to what it believes guesses what the target will choose."""
     output, sampling = make_reading(torch.float32), Sampling(temperature=0.8, top_k=9, seed=5)
     choose = Choose(sampling)
-    laws = torch.stack([choose.law(output, node) for node in NODES])
+    laws = torch.stack([choose.probs(output, node) for node in NODES])
     noise = Choose(sampling).offer(VOCAB, CPU)(output.positions)
     assert choose(output, NODES) == (laws.log() * 0.8 + noise).argmax(-1).tolist()
 
