@@ -25,7 +25,7 @@ from eagle import Target
 from eagle.data.examples import Example
 from eagle.data.features import extract
 from eagle.data.shards import pack_features, unpack_features
-from eagle.data.store import FeatureStore, batches_of, plan_of
+from eagle.data.store import FeatureStore, make_batches, plan_shards
 from eagle.log import progress, script
 from eagle.recipe import Recipe
 
@@ -62,7 +62,7 @@ def stored(target: Target, examples: list[Example], folder: Path) -> None:
 def extracting(target: Target, examples: list[Example], folder: Path) -> Iterator[int]:
     """The tokens of each batch that extraction has stored."""
     taps = taps_of(target)
-    plan = plan_of([len(example.tokens) for example in examples], 1, 1_000_000)
+    plan = plan_shards([len(example.tokens) for example in examples], 1, 1_000_000)
     settings = {"taps": list(taps), "dtype": "bfloat16"}
     store = FeatureStore.create(folder, examples, settings, plan, width=target.config.hidden_size)
     return extract(target, store, range(len(plan)))
@@ -140,7 +140,7 @@ def padding(lengths: list[int]) -> dict[str, float]:
     """The share of computed slots that hold no token, for batches of several sizes."""
     shares = {}
     for size in (4096, 8192, 16384):
-        batches = batches_of(lengths, size)
+        batches = make_batches(lengths, size)
         slots = sum(len(batch) * lengths[batch[0]] for batch in batches)
         shares[str(size)] = round(1 - sum(lengths) / slots, 4)
     return shares

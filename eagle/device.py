@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from statistics import median
 from time import perf_counter
+from timeit import repeat
 from typing import Any
 
 import torch
@@ -24,12 +25,7 @@ def fastest_dtype(device: str) -> torch.dtype:
     def seconds(dtype: torch.dtype) -> float:
         left = torch.ones(64, 1024, dtype=dtype, device=device)
         right = torch.ones(1024, 1024, dtype=dtype, device=device)
-        times = []
-        for _ in range(5):
-            start = perf_counter()
-            (left @ right).sum().item()  # waits for the device
-            times.append(perf_counter() - start)
-        return min(times)
+        return min(repeat(lambda: (left @ right).sum().item(), number=1, repeat=5))  # `item` waits for the device
 
     try:
         return torch.bfloat16 if seconds(torch.bfloat16) < 0.8 * seconds(torch.float32) else torch.float32

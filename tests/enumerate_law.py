@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from eagle.core.tree import DraftTree
-from eagle.core.verify import Coin, Law, Pick, Sampling, warp
+from eagle.core.verify import Coin, Pick, Probs, Sampling, warp
 
 Outcome = TypeVar("Outcome")
 Text = tuple[int, ...]  # tokens after the root
 Laws = list[Tensor]  # laws[d], [V] * d + [V], holds the law of the next token after every text of d tokens
-Rule = Callable[[DraftTree, Law, Coin, Pick], tuple[list[int], int]]
+Rule = Callable[[DraftTree, Probs, Coin, Pick], tuple[list[int], int]]
 Drawn = tuple[DraftTree, list[Text], float]  # a tree, the text of each of its nodes, its probability
 
 OPEN = -1  # stands for every token at once
@@ -135,7 +135,7 @@ def emitted(rule: Rule, target: Laws, trees: Iterable[Drawn]) -> tuple[np.ndarra
     return joint, accepted
 
 
-def _run(rule: Rule, tree: DraftTree, law: Law, chance: Chance) -> tuple[list[int], np.ndarray]:
+def _run(rule: Rule, tree: DraftTree, law: Probs, chance: Chance) -> tuple[list[int], np.ndarray]:
     """The accepted path and the law of the token after it: a rule returns its only pick as it is, so it stays open."""
     picked: list[np.ndarray] = []
 

@@ -1,4 +1,4 @@
-"""The loop: a drafter guesses, the target chooses, the path where they agree is kept."""
+"""The decoding loop: draft a tree, read it with the target, verify, commit the accepted path."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from eagle.target.target import Target
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
-    """One target forward: what was proposed, what came of it, and the seconds of draft, target, verify and other."""
+    """One target forward: the proposed tree, the accepted nodes, and the seconds of draft, target, verify and other."""
 
-    tree: DraftTree = field(compare=False, repr=False)  # proposed; the laws it was drawn from are not kept
-    kept: tuple[int, ...]  # nodes of the tree that the target confirmed
+    tree: DraftTree = field(compare=False, repr=False)  # without its `laws`
+    kept: tuple[int, ...]  # accepted nodes of the tree
     committed: int  # new tokens of the output, after cutting at a stop
-    context: int  # tokens that the target had read before
+    context: int  # tokens in the target's cache before
     seconds: dict[str, float] | None = None
 
     @property
     def nodes(self) -> int:
-        """Proposed tokens, root not counted."""
+        """Number of proposed tokens."""
         return len(self.tree) - 1
 
     @property
@@ -43,7 +43,7 @@ class Cycle:
 
     @property
     def accepted(self) -> int:
-        """Drafted tokens that the target confirmed."""
+        """Number of accepted tokens."""
         return len(self.kept)
 
     @property
@@ -54,12 +54,12 @@ class Cycle:
 
     @property
     def confidence(self) -> list[tuple[float, bool]]:
-        """Of each drafted token whose parent was accepted: how likely the drafter thought it, and whether it was."""
+        """(drafter's probability, whether it was accepted) of each drafted token whose parent was accepted."""
         if self.tree.likelihoods is None:
             return []
-        likely, children = self.tree.likelihoods.tolist(), self.tree.children()
-        asked = [(parent, child) for parent in (0, *self.kept) for child in children[parent]]
-        return [(min(exp(likely[child] - likely[parent]), 1.0), child in self.kept) for parent, child in asked]
+        scores, children = self.tree.likelihoods.tolist(), self.tree.children()
+        edges = [(parent, child) for parent in (0, *self.kept) for child in children[parent]]
+        return [(min(exp(scores[child] - scores[parent]), 1.0), child in self.kept) for parent, child in edges]
 
 
 @dataclass(slots=True)
@@ -75,12 +75,12 @@ class Trace:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens committed per target forward, its own included, prefill excluded, tokens cut off not counted."""
+        """Tokens committed per target forward, bonus tokens included, prefill and tokens cut off excluded."""
         return sum(cycle.committed for cycle in self.cycles) / len(self.cycles) if self.cycles else 0.0
 
     @property
     def text(self) -> str:
-        """The answer as text, up to where a stop string began."""
+        """The answer as text, up to a stop string."""
         if self.tokenizer is None:
             raise ValueError("this target has no tokenizer, so the trace has no text: read trace.tokens")
         text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
@@ -88,8 +88,8 @@ class Trace:
 
     @property
     def drafted(self) -> list[bool]:
-        """For every token, whether it was drafted; the others are the target's own."""
-        marks = [False] * min(len(self.tokens), 1)  # the prompt's own next token
+        """Whether each token was drafted; the others were chosen by the target itself."""
+        marks = [False] * min(len(self.tokens), 1)  # the token after the prompt
         for cycle in self.cycles:
             kept = min(cycle.accepted, cycle.committed)
             marks += [True] * kept + [False] * (cycle.committed - kept)
@@ -97,18 +97,19 @@ class Trace:
 
     def pieces(self) -> list[tuple[str, bool]]:
         """The text in pieces, each with whether the token that completes it was drafted."""
-        spell, marks, left = Spelling(self.tokenizer), self.drafted, len(self.text)
-        spelt = [(spell(token), mark) for token, mark in zip(self.tokens, marks, strict=True)]
+        spell, marks, remaining = Spelling(self.tokenizer), self.drafted, len(self.text)
+        decoded = [(spell(token), mark) for token, mark in zip(self.tokens, marks, strict=True)]
+        decoded += [(spell.rest(), mark) for mark in marks[-1:]]
         pieces = []
-        for text, mark in [*spelt, *((spell.rest(), mark) for mark in marks[-1:])]:
-            if text[:left]:  # a stop string is no part of the text
-                pieces.append((text[:left], mark))
-            left -= len(text[:left])
+        for text, mark in decoded:
+            if text := text[:remaining]:  # without the stop string
+                pieces.append((text, mark))
+            remaining -= len(text)
         return pieces
 
 
 def generate(target: Target, drafter: Drafter, prompt: Any, **options: Any) -> Trace:
-    """The target's own answer to a prompt, drafted by `drafter`; the options are those of `stream`."""
+    """The target's answer to a prompt, accelerated by `drafter`; the options are those of `stream`."""
     trace = Trace([])
     for _ in stream(target, drafter, prompt, **{"trace": trace, **options}):
         pass
@@ -130,8 +131,8 @@ def stream(
 ) -> Iterator[list[int]]:
     """Yield new tokens as they are committed.
 
-    The prompt is token ids in a list, tensor or array, or what a tokenizer returns. `stop` is a token id, a string, or
-    several; None means the target's own, an empty list none.
+    The prompt is token ids in a list, tensor or array, or a tokenizer's output. `stop` is a token id, a string, or
+    several; None means the target's stop tokens, an empty list none.
     """
     refuse_options(unknown, OPTIONS)
     sampling = Sampling() if sampling is None else sampling
@@ -141,8 +142,9 @@ def stream(
     trace = Trace([]) if trace is None else trace
     trace.prompt, trace.tokenizer = token_ids(prompt), target.tokenizer
     _check_length(target, len(trace.prompt), max_new_tokens)
-    own = [token for token in target.stop_tokens if 0 <= token < target.vocab_size]
-    stops = Stops(own if stop is None else stop, target.tokenizer, target.vocab_size)
+    if stop is None:
+        stop = [token for token in target.stop_tokens if 0 <= token < target.vocab_size]
+    stops = Stops(stop, target.tokenizer, target.vocab_size)
     return _cycles(target, drafter, trace, sampling, budget, stops, max_new_tokens, _Clock(target.device, timing))
 
 
@@ -159,32 +161,33 @@ def _cycles(
     limit: int,
     clock: _Clock,
 ) -> Iterator[list[int]]:
-    """The prompt's next token, and what each cycle commits after it."""
+    """Yield the token after the prompt, then the tokens that each cycle commits."""
     draw, learn = getattr(budget, "draw", None), getattr(budget, "learn", None)
     choose = Choose(sampling, target.draws, drawn=draw == "sampled")
 
-    turn, this = turn_of(drafter), object()  # whoever begins later on this drafter or target takes it away
-    with turn.beginning(this):
+    turn, stream_id = turn_of(drafter), object()  # a later stream on this drafter or target takes over
+    with turn.take(stream_id):
         if drafter.reads.view:
             drafter.bind_target(target.view())
         drafter.begin(choose.offer(target.vocab_size, target.device))
-    pending = [target.begin(trace.prompt, choose, drafter.taps, limit + budget.nodes + 1, this)]
+    pending = [target.begin(trace.prompt, choose, drafter.taps, limit + budget.nodes + 1, stream_id)]
     yield _commit(trace, [pending[0].root], stops, limit)
     while trace.finish == "running":
         clock.start()
-        # what lies deeper than the last token wanted could only be cut off again
-        here = budget.within(target.levels(limit - len(trace.tokens) - 1))
-        draw = _same_draw(draw, here.draw)
+        # drafts beyond the last token wanted would only be cut off
+        cycle_budget = budget.within(target.levels(limit - len(trace.tokens) - 1))
+        draw = _check_draw(draw, cycle_budget.draw)
         tree = DraftTree.chain([pending[-1].root])
-        if not here.is_empty:
-            with turn.of(this):
-                tree, pending = drafter.propose(Committed.joined(pending), here), []
+        if not cycle_budget.is_empty:
+            with turn.hold(stream_id):
+                tree = drafter.propose(Committed.joined(pending), cycle_budget)
+            pending = []
         clock.lap("draft")
-        output = target.read(tree, this)
+        output = target.read(tree, stream_id)
         clock.lap("target")
         path, root = verify(output, choose)
         clock.lap("verify")
-        target.keep(tree, path, this)
+        target.keep(tree, path, stream_id)
         last = (tree, output.likeliest(drafter.reads.choices)) if drafter.reads.choices else ()
         pending.append(Committed(tree.tokens[path], output.features_at(path), root, *last))
         new = _commit(trace, [*pending[-1].tokens.tolist()[1:], root], stops, limit)
@@ -196,8 +199,8 @@ def _cycles(
         yield new
 
 
-def _same_draw(draw: Draw | None, asked: Draw) -> Draw:
-    """How this budget draws, and refused where it changes: what was seen must not choose the rule of verification."""
+def _check_draw(draw: Draw | None, asked: Draw) -> Draw:
+    """The draw of this cycle's budget, which must not change: the rule of verification must not depend on drafts."""
     if draw is None and asked == "sampled":
         raise ValueError(
             "this policy asks for drafts that are 'sampled' without saying so beforehand: give it an attribute "
@@ -206,13 +209,13 @@ def _same_draw(draw: Draw | None, asked: Draw) -> Draw:
     if draw not in (None, asked):
         raise ValueError(
             f"the policy asks for draw {asked!r}, expected {draw!r} in the whole request: a change that depends on "
-            "what was drawn would bend the output's law; keep one draw per policy"
+            "what was drawn would bias the output; keep one draw per policy"
         )
     return asked
 
 
 def _commit(trace: Trace, new: list[int], stops: Stops, limit: int) -> list[int]:
-    """Append what belongs to the answer, and say in `trace.finish` whether it has ended."""
+    """Append the new tokens that belong to the answer, and set `trace.finish` if it has ended."""
     new = new[: limit - len(trace.tokens)]
     end, trace.stop_string = stops.first_end(trace.tokens, new)
     new = new[:end]
@@ -225,19 +228,19 @@ def _commit(trace: Trace, new: list[int], stops: Stops, limit: int) -> list[int]
 
 
 class _Clock:
-    """Seconds per part of a cycle; switched off it does nothing."""
+    """Seconds of each part of a cycle, if `on`."""
 
     def __init__(self, device: torch.device, on: bool) -> None:
         self.device, self.on, self.last = device, on, 0.0
         self.seconds: dict[str, float] | None = None
 
     def start(self) -> None:
-        """A new cycle begins."""
+        """Begin a cycle."""
         if self.on:
             self.seconds, self.last = {}, self._now()
 
     def lap(self, part: str) -> None:
-        """What passed since the last call was spent on this part."""
+        """Record the time since the last call as spent on this part."""
         if self.seconds is not None:
             now = self._now()
             self.seconds[part], self.last = now - self.last, now

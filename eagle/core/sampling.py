@@ -1,4 +1,4 @@
-"""How the target samples: its settings, and the warping of logits that they stand for, in transformers' order."""
+"""How the target samples: settings, and transformers' logit warpers in transformers' order."""
 
 # N nodes, V vocabulary
 
@@ -14,15 +14,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-# What a generation config may hold, as far as `default_sampling` answers for it; all else is refused by name.
+# Fields of a generation config that `default_sampling` follows; fields in none of these sets are refused by name.
 WARPED = {"do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
-# of these transformers makes processors, which `Sampling.from_processors` refuses where they have an effect
+# fields of which transformers makes processors, which `Sampling.from_processors` refuses
 PROCESSED = {
     *("no_repeat_ngram_size", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
     *("sequence_bias", "guidance_scale", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "watermarking_config"),
     *("renormalize_logits", "remove_invalid_values"),
 }
-# neither the choice of a token nor its law depends on these; where an answer ends, `generate` is told
+# fields without effect on token probabilities; `generate` is told where an answer ends
 WITHOUT_EFFECT = {
     *("max_length", "max_new_tokens", "eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id"),
     *("use_cache", "cache_config", "max_cache_len", "prefill_chunk_size", "compile_config", "disable_compile"),
@@ -38,7 +38,7 @@ OFF |= {"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0, "pen
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the target speaks: transformers' warpers in transformers' order, and the noise it draws with."""
+    """How the target samples: transformers' warpers in transformers' order, and the seed of its noise."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -47,8 +47,8 @@ class Sampling:
     repetition_penalty: float = 1.0
     seed: int = 0
     request: int = 0
-    rule: Literal["token", "block"] = "token"  # for drafts that carry their law
-    lenience: float = 1.0  # below 1 the output is NOT the target's law any more
+    rule: Literal["token", "block"] = "token"  # of verification, for sampled drafts
+    lenience: float = 1.0  # below 1 the output does NOT follow the target's distribution any more
 
     def __post_init__(self) -> None:
         for name in ("top_k", "seed", "request"):
@@ -72,7 +72,7 @@ class Sampling:
 
     @classmethod
     def from_processors(cls, processors: Iterable[Any], **fields: Any) -> Sampling:
-        """The same warping as a list of transformers' logits processors; one that cannot be followed is refused."""
+        """The sampling that equals a list of transformers' logits processors; ValueError for unsupported ones."""
         known = {
             "RepetitionPenaltyLogitsProcessor": ("repetition_penalty", "penalty"),
             "TemperatureLogitsWarper": ("temperature", "temperature"),
@@ -94,16 +94,16 @@ class Sampling:
 
 
 def _refuse_options(name: str, processor: Any) -> None:
-    """A known processor with an option that changes its law is as unknown as any other."""
-    for option, plain in (("min_tokens_to_keep", 1), ("filter_value", -math.inf), ("prompt_ignore_length", None)):
-        value = getattr(processor, option, plain)
-        folded = name == "TopKLogitsWarper" and option == "min_tokens_to_keep"  # into its top_k
-        if value != plain and not folded:
-            raise ValueError(f"{name}.{option} is {value!r}, which cannot be verified: expected {plain!r}")
+    """Refuse a known processor with an option that changes its result."""
+    for option, default in (("min_tokens_to_keep", 1), ("filter_value", -math.inf), ("prompt_ignore_length", None)):
+        value = getattr(processor, option, default)
+        is_in_top_k = name == "TopKLogitsWarper" and option == "min_tokens_to_keep"
+        if value != default and not is_in_top_k:
+            raise ValueError(f"{name}.{option} is {value!r}, which cannot be verified: expected {default!r}")
 
 
 def warp(logits: Tensor, sampling: Sampling) -> Tensor:
-    """[N, V] scores whose softmax is the law sampled from; penalties are applied before, temperature is above 0."""
+    """[N, V] warped logits, whose softmax is sampled from; penalties come before, the temperature is above 0."""
     scores = logits / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
         threshold = scores.topk(sampling.top_k).values[:, -1:]
@@ -114,37 +114,42 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
         outside[:, -1] = False
         scores = scores.masked_fill(outside.scatter(1, order, outside), -math.inf)
     if sampling.min_p > 0:
-        law = scores.softmax(-1)
-        scores = scores.masked_fill(law < sampling.min_p * law.amax(-1, keepdim=True), -math.inf)
+        probs = scores.softmax(-1)
+        scores = scores.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), -math.inf)
     return scores
 
 
 def penalise(row: Tensor, text: Sequence[int], penalty: float) -> Tensor:
-    """One row of logits [V] with every token of `text` made less likely, each once."""
+    """Logits [V] with a repetition penalty on every token of `text`."""
     seen = torch.tensor(sorted(set(text)), device=row.device)
     scores = row[seen]
     return row.index_copy(0, seen, torch.where(scores < 0, scores * penalty, scores / penalty))
 
 
-def whole(name: str, value: Any) -> int:
-    """A whole number as Python's own, numpy's among them."""
+def to_int(value: Any) -> int | None:
+    """The value as an int, numpy's included; None if it is no whole number."""
     try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise ValueError(f"{name} is {value!r}, expected a whole number") from None
+        return None if isinstance(value, bool) else operator.index(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def whole(name: str, value: Any) -> int:
+    """The value as an int, numpy's included; ValueError if it is no whole number."""
+    if (number := to_int(value)) is None:
+        raise ValueError(f"{name} is {value!r}, expected a whole number")
+    return number
 
 
 def refuse_fields(config: Any) -> None:
-    """Refuse a generation config that sets, by name, what `model.generate` follows and verification cannot."""
+    """Refuse a generation config with fields that `model.generate` follows and verification cannot."""
     fields = vars(type(config)()).keys() - WARPED - PROCESSED - WITHOUT_EFFECT
-    same_cache = ("static", "dynamic", "hybrid", "offloaded", "offloaded_static", "sliding_window")
+    exact_caches = ("static", "dynamic", "hybrid", "offloaded", "offloaded_static", "sliding_window")
     for name in sorted(fields):
         value = getattr(config, name)
         if value is None or value is False or value == OFF.get(name):
             continue
-        if name == "cache_implementation" and value in same_cache:
+        if name == "cache_implementation" and value in exact_caches:
             continue
         instead = ": pass them to generate as stop=[...]" if name == "stop_strings" else ""
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Tokens as text, as soon as it is certain."""
+"""Incremental detokenisation."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a token that is one byte, where a vo
 
 
 class Spelling:
-    """Tokens as text, one by one; a character whose bytes are not all there yet waits for them.
+    """Decodes tokens one by one; incomplete characters wait for their remaining bytes.
 
-    A run of single bytes waits for its end: where one of them is no text, all of them are decoded as no text.
+    A run of byte tokens waits for its end, because an invalid byte changes how the whole run is decoded.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.tokens: list[int] = []
-        # spelt before, and up to which: what stands in front decides whether a token begins with a space
+        # tokens[begin:end] is decoded as context: it decides whether the next token begins with a space
         self.begin = self.end = 0
         self.in_bytes = False
 
     def __call__(self, token: int) -> str:
-        """What can be said once this token is there."""
+        """Add a token and return the text that it completes."""
         self.tokens.append(token)
         if BYTE.fullmatch(str(self.tokenizer.convert_ids_to_tokens(token))):
             self.in_bytes = True
@@ -35,9 +35,9 @@ class Spelling:
         return new
 
     def rest(self) -> str:
-        """What waits."""
-        spelt, text = (self._text(end) for end in (self.end, len(self.tokens)))
-        return text[len(spelt) :]
-
-    def _text(self, end: int) -> str:
-        return self.tokenizer.decode(self.tokens[self.begin : end], skip_special_tokens=True)
+        """The text of the tokens that still wait."""
+        context, text = (
+            self.tokenizer.decode(self.tokens[self.begin : end], skip_special_tokens=True)
+            for end in (self.end, len(self.tokens))
+        )
+        return text[len(context) :]

@@ -1,4 +1,4 @@
-"""A tree of proposed tokens, and what a target said about each of its nodes."""
+"""Trees of proposed tokens, their shapes, and a target's output on them."""
 
 # N nodes, V vocabulary, L taps, D target width
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 Paths = tuple[tuple[int, ...], ...]
-"""The shape of a tree: for every node but the root, the ranks of the children on the way to it."""
+"""The shape of a tree: for every node but the root, the ranks of the children on the path to it."""
 
 # the fixed tree of EAGLE-1 (Li et al. 2024, arXiv 2401.15077): 25 draft nodes on 5 levels
 LEVELS = ("0 1 2 3", "00 01 02 10 11 20 21 30", "000 001 002 010 011 020 021 100", "0000 0001 0002", "00000 00001")
@@ -26,34 +26,34 @@ def chain_paths(length: int) -> Paths:
 
 
 def best_tree(rates: Sequence[Sequence[float]], nodes: int, depth: int) -> Paths:
-    """The shape of at most `nodes` nodes on `depth` levels of which the target accepts most on average.
+    """The shape of at most `nodes` nodes on `depth` levels with the greatest expected number of accepted tokens.
 
     `rates[d][r]` is how often, after an accepted node of depth d, the target chooses its child of rank r; the last row
-    holds for all deeper levels. A node adds the product of the rates on its way (Sequoia, Chen et al. 2024, arXiv
-    2402.12374). None adds more than its parent does: so the nodes that add most are a tree, and no other tree can add
-    more. What Sequoia finds by dynamic programming is found by always taking the best node in reach.
+    holds for all deeper levels. A node adds the product of the rates on its path (Sequoia, Chen et al. 2024, arXiv
+    2402.12374), which is never more than its parent adds. So the nodes that add most form a tree, and taking the best
+    reachable node again and again gives the optimum that Sequoia computes by dynamic programming.
     """
     if not rates or not all(0 <= rate <= 1 for row in rates for rate in row):
         raise ValueError(f"rates are probabilities by depth and rank, expected rows of 0..1: got {rates}")
-    found: list[tuple[int, ...]] = []
-    reach: list[tuple[float, int, tuple[int, ...]]] = [(-1.0, 0, ())]  # at a tie the shallow node, the lower rank
-    while reach and len(found) <= nodes:
-        weight, level, path = heappop(reach)
-        found.append(path)
+    paths: list[tuple[int, ...]] = []
+    reachable: list[tuple[float, int, tuple[int, ...]]] = [(-1.0, 0, ())]  # ties: the shallow node, the lower rank
+    while reachable and len(paths) <= nodes:
+        weight, level, path = heappop(reachable)
+        paths.append(path)
         for rank, rate in enumerate(rates[min(level, len(rates) - 1)] if level < depth else ()):
             if rate > 0:
-                heappush(reach, (weight * rate, level + 1, (*path, rank)))
-    return tuple(sorted(found[1:], key=lambda path: (len(path), path)))
+                heappush(reachable, (weight * rate, level + 1, (*path, rank)))
+    return tuple(sorted(paths[1:], key=lambda path: (len(path), path)))
 
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
-    """Proposed continuations, kept on the host. Node 0 is the last committed token; parents precede children."""
+    """Proposed tokens, on the host. Node 0 is the last committed token (the root); parents precede children."""
 
     tokens: Tensor  # [N]
     parents: Tensor  # [N], parents[0] == -1
-    laws: Tensor | None = None  # [N, V], what each node was drawn from (row 0 unused); siblings without replacement
-    likelihoods: Tensor | None = None  # [N], log, of each node's whole path in the drafter's eyes; 0 at the root
+    laws: Tensor | None = None  # [N, V], probs each node was sampled from, siblings without replacement; row 0 unused
+    likelihoods: Tensor | None = None  # [N], the drafter's log-probability of each node's path; 0 at the root
 
     def __post_init__(self) -> None:
         tokens, parents = self.tokens.tolist(), self.parents.tolist()
@@ -83,7 +83,7 @@ class DraftTree:
 
     @classmethod
     def from_paths(cls, root: int, paths: Iterable[Sequence[int]]) -> DraftTree:
-        """The smallest tree that holds every path (tokens after the root)."""
+        """The smallest tree that contains every path of tokens after the root."""
         tokens, parents, index = [root], [-1], {}
         for path in paths:
             node = 0
@@ -96,15 +96,15 @@ class DraftTree:
         return cls(torch.tensor(tokens), torch.tensor(parents))
 
     def depths(self) -> list[int]:
-        """Steps from the root, per node."""
+        """Each node's number of steps from the root."""
         depths = [0]
         for parent in self.parents.tolist()[1:]:
             depths.append(depths[parent] + 1)
         return depths
 
     def ancestors(self) -> Tensor:
-        """[N, N] bool: row i marks node i and all nodes above it, which is all that node i may attend to."""
-        size, words = len(self), [1]  # one integer per node, bit j for node j: five times faster than rows of tensors
+        """[N, N] bool, the attention mask: row i marks node i and its ancestors."""
+        size, words = len(self), [1]  # one integer per node, bit j for node j: five times faster than tensor rows
         for node, parent in enumerate(self.parents.tolist()[1:], start=1):
             words.append(words[parent] | 1 << node)
         width = -(-size // 8)
@@ -135,8 +135,8 @@ class TargetOutput:
     tree: DraftTree
     logits: Tensor  # [N, V]
     features: Tensor | None  # [N, L, D]
-    positions: list[int]  # where the token chosen after each node will stand
-    text: list[int]  # every token committed before the root
+    positions: list[int]  # of the token chosen after each node
+    text: list[int]  # all tokens committed before the root
 
     def prefix(self, node: int) -> list[int]:
         """The whole text up to and including `node`."""
@@ -148,5 +148,5 @@ class TargetOutput:
         return self.logits.topk(min(count, self.logits.shape[-1])).indices
 
     def features_at(self, path: Sequence[int]) -> Tensor | None:
-        """[len(path), L, D], or None where nothing was tapped."""
+        """[len(path), L, D], None without taps."""
         return None if self.features is None else self.features[list(path)]

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 Result = TypeVar("Result")
-READ_AHEAD = 2  # batches
+MAX_PENDING = 2  # batches that a thread loads or writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +123,13 @@ class Features(Protocol):
         ...
 
 
-def read_ahead(jobs: Iterable[Callable[[], Result]]) -> Iterator[Result]:
-    """The jobs' results in order, computed ahead by a thread."""
-    waiting: deque[Future[Result]] = deque()
-    with ThreadPoolExecutor(1) as reader:
+def run_ahead(jobs: Iterable[Callable[[], Result]]) -> Generator[Result]:
+    """The jobs' results in order; a thread runs them while the caller makes the next jobs or uses the last result."""
+    pending: deque[Future[Result]] = deque()
+    with ThreadPoolExecutor(1) as thread:
         for job in jobs:
-            waiting.append(reader.submit(job))
-            if len(waiting) > READ_AHEAD:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+            pending.append(thread.submit(job))
+            if len(pending) > MAX_PENDING:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()

@@ -8,11 +8,11 @@ import errno
 import math
 import shutil
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -22,15 +22,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.data.examples import Example
+from eagle.data.examples import Example, run_ahead
 from eagle.data.shards import ShardWriter, pack_features, token_bytes, unpack_features
-from eagle.data.store import FeatureStore, Plan, batches_of, plan_of
+from eagle.data.store import FeatureStore, Plan, make_batches, plan_shards
 from eagle.drafters import DRAFTERS
 from eagle.recipe import FeaturesSection
 from eagle.target.target import Target
 
 BATCH_TOKENS = 8192  # tokens of one forward on an accelerator; a CPU is fastest with one text at a time
-MAX_PENDING = 2  # batches that may wait for the disk
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CALIBRATION = 5.0  # seconds
 
@@ -85,7 +84,7 @@ class LiveFeatures:
     def read(self, indices: Sequence[int]) -> list[Example]:
         """The examples at these indices, with their features."""
         examples = [self.examples[index] for index in indices]
-        for batch in batches_of([len(example.tokens) for example in examples], self.slots):
+        for batch in make_batches([len(example.tokens) for example in examples], self.slots):
             values, *scales = compute_features(self.target, [examples[i].tokens for i in batch], self.taps, self.dtype)
             for row, i in enumerate(batch):
                 end = len(examples[i].tokens)
@@ -96,25 +95,20 @@ class LiveFeatures:
 
 def extract(target: Target, store: FeatureStore, shards: Sequence[int]) -> Iterator[int]:
     """Compute and write these shards, yielding the tokens of each batch; a thread writes while the next is computed."""
-    pending: deque[Future[None]] = deque()
     writers: list[ShardWriter] = []
 
-    def submit(max_pending: int, task: Callable[..., None], *arguments: Any) -> None:
-        pending.append(disk.submit(task, *arguments))
-        while len(pending) > max_pending:
-            pending.popleft().result()
+    def write_jobs() -> Iterator[Callable[[], int]]:
+        for shard in shards:
+            writers.append(writer := store.writer(shard))
+            for batch in store.plan[shard]:
+                texts = [store.text(number)[0] for number in batch]
+                host, copied = _copy_to_host(compute_features(target, texts, store.taps, store.dtype))
+                yield partial(_append, writer, host, copied, [len(text) for text in texts])
+            yield writer.close
 
     try:
-        with ThreadPoolExecutor(1) as disk:
-            for shard in shards:
-                writers.append(writer := store.writer(shard))
-                for batch in store.plan[shard]:
-                    texts = [store.text(number)[0] for number in batch]
-                    lengths = [len(text) for text in texts]
-                    host, copied = _copy_to_host(compute_features(target, texts, store.taps, store.dtype))
-                    submit(MAX_PENDING, _append, writer, host, copied, lengths)
-                    yield sum(lengths)
-                submit(MAX_PENDING if shard != shards[-1] else 0, writer.close)
+        with closing(run_ahead(write_jobs())) as written:
+            yield from written
     except OSError as error:
         advice = f"{_describe_room(store)}: make room and" if error.errno in NO_ROOM else "mend that and"
         raise ValueError(
@@ -126,11 +120,13 @@ def extract(target: Target, store: FeatureStore, shards: Sequence[int]) -> Itera
             writer.discard()
 
 
-def _append(writer: ShardWriter, host: Sequence[Tensor], copied: Any, lengths: Sequence[int]) -> None:
+def _append(writer: ShardWriter, host: Sequence[Tensor], copied: Any, lengths: Sequence[int]) -> int:
+    """Append a batch's packed features to a shard; returns its number of tokens."""
     if copied is not None:
         copied.synchronize()
     for row, length in enumerate(lengths):
         writer.append(*(tensor[row, :length] for tensor in host))
+    return sum(lengths)
 
 
 def _copy_to_host(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
@@ -159,7 +155,7 @@ def plan_extraction(
     check_lengths(target, examples)
     size = token_bytes(features.dtype, len(taps), target.config.hidden_size)
     lengths = [len(example.tokens) for example in examples]
-    return plan_of(lengths, batch_slots(target, features.batch_tokens), max(features.shard_bytes // size, 1))
+    return plan_shards(lengths, batch_slots(target, features.batch_tokens), max(features.shard_bytes // size, 1))
 
 
 def check_lengths(target: Target, examples: Sequence[Example]) -> None:

@@ -73,8 +73,8 @@ class ShardWriter:
         if scales is not None:
             self.scales.append(scales)
 
-    def close(self) -> None:
-        """Write the scales, flush, rename the shard into place and write its checksum."""
+    def close(self) -> int:
+        """Write the scales, flush, rename the shard into place and write its checksum; returns 0, it has no tokens."""
         if self.scales:
             self._write(torch.cat(self.scales).contiguous().numpy().data)
             self.scales.clear()
@@ -83,6 +83,7 @@ class ShardWriter:
         os.replace(self.part, self.path)
         line = f"{self.digest.hexdigest()}  {self.path.name}\n"
         write_whole(checksum_file(self.path), [line.encode()])
+        return 0
 
     def discard(self) -> None:
         """Remove a shard that was not closed."""

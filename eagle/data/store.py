@@ -33,7 +33,7 @@ from eagle.disk import sha256, write_tensors, write_whole
 Plan = list[list[list[int]]]  # shards of batches of example numbers
 
 
-def batches_of(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+def make_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
     """Example numbers, longest first, in batches that fill at most `batch_tokens` slots with their padding."""
     batches: list[list[int]] = []
     for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
@@ -44,11 +44,11 @@ def batches_of(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
     return batches
 
 
-def plan_of(lengths: Sequence[int], batch_tokens: int, shard_tokens: int) -> Plan:
+def plan_shards(lengths: Sequence[int], batch_tokens: int, shard_tokens: int) -> Plan:
     """The batches in shards of about `shard_tokens` tokens; it depends on the lengths alone."""
     shards: Plan = []
     filled = shard_tokens
-    for batch in batches_of(lengths, batch_tokens):
+    for batch in make_batches(lengths, batch_tokens):
         if filled >= shard_tokens:
             shards.append([])
             filled = 0

@@ -35,7 +35,7 @@ class FirstOf(Drafter):
         """Forget the previous sequence."""
         self.stream = object()
         for drafter, pending in zip(self.drafters, self.pending, strict=True):
-            with turn_of(drafter).beginning(self.stream):
+            with turn_of(drafter).take(self.stream):
                 drafter.begin(noise)
             pending.clear()
 
@@ -53,7 +53,7 @@ class FirstOf(Drafter):
         for drafter, pending in zip(self.drafters, self.pending, strict=True):
             joined = Committed.joined(pending)
             pending.clear()
-            with turn_of(drafter).of(self.stream):
+            with turn_of(drafter).hold(self.stream):
                 tree = drafter.propose(joined, budget)
             if len(tree) > 1:
                 break

@@ -223,14 +223,10 @@ def _load_one(name: str, target: Target, revision: str | None, options: dict[str
     if (method := _method_for(folder)) is not None:
         return method.load(folder, target)
     head = in_dtype(from_pretrained(folder, revision).to(target.device), target.model.dtype)
-    if head.taps and head.shape.hidden_size != target.config.hidden_size:
+    made_for, got = ((shape.hidden_size, shape.vocab_size) for shape in (head.shape, target.config))
+    if head.taps and made_for != got:
         raise ValueError(
-            f"{folder} was made for a target {head.shape.hidden_size} wide, this one is "
-            f"{target.config.hidden_size}: load the target that its recipe.yaml names"
-        )
-    if head.taps and head.shape.vocab_size != target.config.vocab_size:
-        raise ValueError(
-            f"{folder} was made for a target of {head.shape.vocab_size} tokens, this one has "
-            f"{target.config.vocab_size}: load the target that its recipe.yaml names"
+            f"{folder} was made for a target of width {made_for[0]} and {made_for[1]} tokens, this one has {got[0]} "
+            f"and {got[1]}: load the target that its recipe.yaml names"
         )
     return head.bind(target.head)

@@ -129,11 +129,11 @@ def can_group(model: Any, config: Any) -> bool:
     return (
         model._supports_attention_backend
         and vars(config).get(SWITCH) == "sdpa"
-        and not any(windows_of(config).values())
+        and not any(layer_windows(config).values())
     )
 
 
-def windows_of(config: Any) -> dict[str, int | None]:
+def layer_windows(config: Any) -> dict[str, int | None]:
     """The sliding window of each layer type, None for full attention."""
     window = getattr(config, "sliding_window", None)
     kinds = sorted(set(getattr(config, "layer_types", None) or ["any"]))
@@ -146,7 +146,7 @@ class Masks:
     def __init__(self, model: Any, config: Any, grouped: bool) -> None:
         self.dtype = model.dtype
         self.device = model.get_input_embeddings().weight.device
-        self.windows = windows_of(config)
+        self.windows = layer_windows(config)
         self.grouped = grouped
         self.unmasked = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
 

@@ -93,7 +93,7 @@ def tokenizer_of(path: str | Path, **source: Any) -> Any:
         return None
 
 
-def dtype_of(name: str | torch.dtype) -> torch.dtype:
+def parse_dtype(name: str | torch.dtype) -> torch.dtype:
     """The floating-point type of that name."""
     dtype = getattr(torch, name, None) if isinstance(name, str) else name
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

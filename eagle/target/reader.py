@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eagle.target.attention import GROUPED, SWITCH, Masks, TreeCache, can_group, why_no_trees, windows_of
+from eagle.target.attention import GROUPED, SWITCH, Masks, TreeCache, can_group, layer_windows, why_no_trees
 from eagle.target.twin import share_weights
 
 LONGEST_PROBE = 4096  # tokens of a prompt that crosses a window
@@ -156,7 +156,7 @@ class TreeReader:
 
     def _prompt_length(self) -> int:
         """A few tokens, or enough to cross each window that the config names and the masks do not know."""
-        known = {*windows_of(self.config).values()}
+        known = {*layer_windows(self.config).values()}
         named = {value for name, value in vars(self.config).items() if WINDOW_NAMES.search(name) and type(value) is int}
         max_positions = getattr(self.config, "max_position_embeddings", None) or LONGEST_PROBE
         longest = min(LONGEST_PROBE, max_positions - COPIES - 8)

@@ -24,7 +24,7 @@ from eagle.core.verify import Choose, Sampling
 from eagle.device import best_device, fastest_dtype, in_dtype
 from eagle.target.attention import Masks, TreeCache, rope_border
 from eagle.target.borrowed import borrow_head
-from eagle.target.loading import check_model, dtype_of, load_model, tokenizer_of
+from eagle.target.loading import check_model, load_model, parse_dtype, tokenizer_of
 from eagle.target.reader import TreeReader
 from eagle.target.view import TargetView
 
@@ -72,7 +72,7 @@ class Target:
     ) -> Target:
         """A target from a folder or a hub id; dtype "auto" takes bf16 only where it is faster on this device."""
         device = best_device() if device == "auto" else device
-        dtype = fastest_dtype(device) if dtype == "auto" else dtype_of(dtype)
+        dtype = fastest_dtype(device) if dtype == "auto" else parse_dtype(dtype)
         source = {"revision": revision, "trust_remote_code": trust_remote_code}
         model = load_model(path, dtype, adapter, device_map=device_map, **source)
         if device_map is None and not getattr(model, "is_quantized", False):
@@ -159,7 +159,7 @@ class Target:
         """
         self._check_prompt(prompt)
         self._check_taps(taps)
-        with self.turn.beginning(stream):
+        with self.turn.take(stream):
             self.reader.check()
             hidden = self._prefill(prompt[self._rewind(prompt, taps, room) :])
             logits = self.head.logits(hidden[-1:])
@@ -183,7 +183,7 @@ class Target:
     @torch.inference_mode()
     def extend(self, tokens: list[int], stream: Any = None) -> Tensor:
         """Read and commit these tokens; returns [V], the logits after the last of them."""
-        with self.turn.of(stream):
+        with self.turn.hold(stream):
             self._check_border(len(self.text), len(self.text) + len(tokens))
             return self.head.logits(self._prefill(tokens)[-1])
 
@@ -203,7 +203,7 @@ class Target:
 
         Row i stands `depths[i]` positions behind the text, and the rows before the last K were read by earlier calls.
         """
-        with self.turn.of(stream):
+        with self.turn.hold(stream):
             start = len(self.text)
             self.cache.length = start + len(depths) - len(tokens)
             try:
@@ -214,7 +214,7 @@ class Target:
     @torch.inference_mode()
     def read(self, tree: DraftTree, stream: Any = None) -> TargetOutput:
         """One forward over a tree: each node attends to the committed text, its ancestors and itself."""
-        with self.turn.of(stream):
+        with self.turn.hold(stream):
             start = len(self.text)
             positions = [start + depth for depth in tree.depths()]
             self._check_border(start, max(positions) + 1)
@@ -224,14 +224,14 @@ class Target:
 
     def keep(self, tree: DraftTree, path: list[int], stream: Any = None) -> None:
         """Commit the path's tokens and drop all other nodes from the cache, in place."""
-        with self.turn.of(stream):
+        with self.turn.hold(stream):
             self.cache.keep(path)
             tokens = tree.tokens.tolist()
             self.text += [tokens[node] for node in path]
 
     def forget(self) -> None:
         """Drop the prefix cache, which is kept between answers; needed after the model's weights have changed."""
-        with self.turn.beginning(None):
+        with self.turn.take(None):
             self.text = []
             self.cache.length = 0
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.core.tree import PUBLISHED_TREE, chain_paths
-from eagle.data.examples import Batch, Features, collate, read_ahead, trim_mask
+from eagle.data.examples import Batch, Features, collate, run_ahead, trim_mask
 from eagle.disk import lock_folder
 from eagle.drafters.parts.validation import added, figures
 from eagle.formats.checkpoint import save_head
@@ -177,7 +177,7 @@ class _Run:
             for part in self._parts(number)[rank::count]
         )
         # a sharded target reads on all processes together, and must not do so while gradients are exchanged
-        return (job() for job in jobs) if self.features.together else read_ahead(jobs)
+        return (job() for job in jobs) if self.features.together else run_ahead(jobs)
 
     def _load(self, indices: Sequence[int], seeds: Sequence[int] = (), gate: str = "predicted") -> Batch:
         examples = self.features.read(indices)

@@ -32,7 +32,7 @@ LAW = np.array([0.4, 0.25, 0.2, 0.1, 0.05])
 CHANCE = 1e-4  # the p-value below which a statistic is not believed to be chance
 
 
-def make_reading(dtype: torch.dtype, seed: int = 0) -> TargetOutput:
+def make_output(dtype: torch.dtype, seed: int = 0) -> TargetOutput:
     """Two branches and a twig after a prompt, tokens of which come back in the tree."""
     tree = DraftTree.from_paths(7, [[3, 9, 11], [4, 3], [3, 10]])
     generator = torch.Generator().manual_seed(seed)
@@ -59,19 +59,19 @@ def processors_of(model: LlamaForCausalLM, filters: dict[str, Any]) -> LogitsPro
 @pytest.mark.parametrize("filters", FILTERS, ids=lambda filters: "-".join(map(str, filters.values())))
 def test_laws_are_those_of_transformers(model: LlamaForCausalLM, filters: dict[str, Any], dtype: torch.dtype) -> None:
     """At every node of a tree, whose path counts as text, each combination of filters gives transformers' own law."""
-    output, warpers, choose = make_reading(dtype), processors_of(model, filters), Choose(Sampling(**filters))
+    output, warpers, choose = make_output(dtype), processors_of(model, filters), Choose(Sampling(**filters))
     for node, row in enumerate(output.logits):
         scores = row if dtype == torch.float64 else row.float()
         expected = warpers(torch.tensor([output.prefix(node)]), scores[None]).softmax(-1)[0]
-        torch.testing.assert_close(choose.law(output, node), expected, atol=1e-6, rtol=0)
+        torch.testing.assert_close(choose.probs(output, node), expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}], ids=str)
 def test_the_strictest_filters_leave_the_likeliest_token(filters: dict[str, Any]) -> None:
     """However little is let through, it is never nothing."""
-    output, choose = make_reading(torch.float32), Choose(Sampling(temperature=1.0, **filters))
+    output, choose = make_output(torch.float32), Choose(Sampling(temperature=1.0, **filters))
     likeliest = output.logits.argmax(-1).tolist()
-    assert [choose.law(output, node)[token].item() for node, token in enumerate(likeliest)] == [1.0] * 7
+    assert [choose.probs(output, node)[token].item() for node, token in enumerate(likeliest)] == [1.0] * 7
     assert choose(output, NODES) == likeliest
 
 
@@ -134,7 +134,7 @@ def test_lenient_block_verification_is_refused() -> None:
 def test_nodes_may_be_asked_one_by_one_or_together(filters: dict[str, Any], nodes: list[int]) -> None:
     """A node's choice depends on the node, not on what else is asked or in which order."""
     for seed in range(20):
-        output, sampling = make_reading(torch.float32, seed), Sampling(**filters, seed=seed)
+        output, sampling = make_output(torch.float32, seed), Sampling(**filters, seed=seed)
         together = Choose(sampling)(output, list(nodes))
         assert together == [Choose(sampling)(output, [node])[0] for node in nodes]
 
@@ -142,18 +142,18 @@ def test_nodes_may_be_asked_one_by_one_or_together(filters: dict[str, Any], node
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_greedy_target_chooses_the_likeliest_token(dtype: torch.dtype) -> None:
     """The argmax after every node, with certainty as its law, and no noise to offer."""
-    output, choose = make_reading(dtype), Choose(Sampling())
+    output, choose = make_output(dtype), Choose(Sampling())
     likeliest = output.logits.argmax(-1).tolist()
     assert choose(output, NODES) == likeliest
-    assert [choose.law(output, node)[token].item() for node, token in enumerate(likeliest)] == [1.0] * 7
+    assert [choose.probs(output, node)[token].item() for node, token in enumerate(likeliest)] == [1.0] * 7
     assert choose.offer(VOCAB, CPU) is None
 
 
 def test_the_choice_is_the_warped_logits_plus_the_noise_on_offer() -> None:
     """A drafter that adds the noise offered to what it believes guesses what the target will choose."""
-    output, sampling = make_reading(torch.float32), Sampling(temperature=0.8, top_k=9, seed=5)
+    output, sampling = make_output(torch.float32), Sampling(temperature=0.8, top_k=9, seed=5)
     choose = Choose(sampling)
-    laws = torch.stack([choose.law(output, node) for node in NODES])
+    laws = torch.stack([choose.probs(output, node) for node in NODES])
     noise = Choose(sampling).offer(VOCAB, CPU)(output.positions)
     assert choose(output, NODES) == (laws.log() * 0.8 + noise).argmax(-1).tolist()
 

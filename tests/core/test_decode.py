@@ -25,9 +25,9 @@ COMMITTED = 4  # three planted tokens and the target's own, per cycle
 class Deaf(PlantedTrees):
     """Proposes as deep as it likes."""
 
-    def propose(self, news: Committed, budget: Budget) -> DraftTree:
+    def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """The same three right tokens, whatever the budget."""
-        return super().propose(news, Budget())
+        return super().propose(update, Budget())
 
 
 def planted() -> PlantedTrees:

@@ -77,8 +77,8 @@ def config(target: Target) -> Iterator[GenerationConfig]:
 def models_own(target: Target) -> list[int]:
     """What `model.generate` says by itself."""
     text = torch.tensor([PROMPT])
-    said = target.model.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=NEW_TOKENS)
-    return (said if isinstance(said, torch.Tensor) else said.sequences)[0, len(PROMPT) :].tolist()
+    output = target.model.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=NEW_TOKENS)
+    return (output if isinstance(output, torch.Tensor) else output.sequences)[0, len(PROMPT) :].tolist()
 
 
 @cache

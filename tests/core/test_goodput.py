@@ -78,7 +78,7 @@ def cycle_of(depth: int, accepted: int) -> Cycle:
     return Cycle(DraftTree.chain(range(depth + 1)), tuple(range(1, accepted + 1)), accepted + 1, 0)
 
 
-def lived(policy: Any, world: World, tokens: int, left: Sequence[int] = (99,)) -> tuple[float, list[int]]:
+def simulate(policy: Any, world: World, tokens: int, left: Sequence[int] = (99,)) -> tuple[float, list[int]]:
     """Seconds until there are so many tokens, and what was asked for; answers have `left` tokens to go, in turn."""
     dice, most = random.Random(0), cycle(left)
     seconds, asked = 0.0, []
@@ -96,7 +96,7 @@ def lived(policy: Any, world: World, tokens: int, left: Sequence[int] = (99,)) -
 
 def best_fixed(world: World, tokens: int) -> float:
     """Seconds of the best fixed length."""
-    return min(lived(Budget.fixed(chain_paths(levels)), world, tokens)[0] for levels in FIXED)
+    return min(simulate(Budget.fixed(chain_paths(levels)), world, tokens)[0] for levels in FIXED)
 
 
 @pytest.mark.parametrize("name", WORLDS)
@@ -104,7 +104,7 @@ def test_it_finds_the_best_number_of_levels(name: str) -> None:
     """After a start it asks for what the closed form says, and is never 3% slower than the best fixed length."""
     world = WORLDS[name]
     assert world.best == max(range(LEVELS + 1), key=world.speed)
-    seconds, asked = lived(policy_in(world), world, 3000)
+    seconds, asked = simulate(policy_in(world), world, 3000)
     late = Counter(asked[300:])
     assert late.most_common(1)[0][0] == world.best and late[world.best] > 0.8 * late.total()
     assert seconds < 1.03 * best_fixed(world, 3000)
@@ -128,9 +128,9 @@ CHANGES = [
 def lived_through(policy: Goodput, worlds: Sequence[World], tokens: int) -> tuple[float, list[int]]:
     """Seconds in all over those expected of the best fixed lengths, and what was asked for at the end."""
     counts = [2000] * (len(worlds) - 1) + [tokens]
-    lives = [lived(policy, world, count) for world, count in zip(worlds, counts, strict=True)]
+    runs = [simulate(policy, world, count) for world, count in zip(worlds, counts, strict=True)]
     expected = sum(count / max(map(world.speed, FIXED)) for world, count in zip(worlds, counts, strict=True))
-    return sum(seconds for seconds, _ in lives) / expected, lives[-1][1][-500:]
+    return sum(seconds for seconds, _ in runs) / expected, runs[-1][1][-500:]
 
 
 @pytest.mark.parametrize("names", CHANGES, ids=", then ".join)
@@ -155,11 +155,11 @@ def test_trying_costs_no_more_than_its_share(share: float) -> None:
     """Where nothing is ever accepted, all that it loses after the first cycles is the share that it may."""
     world = WORLDS["none"]._replace(rates=[0.0] * LEVELS)
     policy = policy_in(world, share=share)
-    start, _ = lived(policy, world, 100)
+    start, _ = simulate(policy, world, 100)
     assert start < 1.3 * 100
-    seconds, asked = lived(policy, world, 5000)
+    seconds, asked = simulate(policy, world, 5000)
     assert set(asked) == {0, 1}
-    assert policy.tried <= share * policy.spent
+    assert policy.explored <= share * policy.spent
     assert 0.8 * share < seconds / 5000 - 1 < share / (1 - share) + 0.002
 
 
@@ -167,7 +167,7 @@ def test_the_end_of_an_answer_is_no_rejection() -> None:
     """Where nine cycles of ten are cut short, the averages are what they would be without."""
     world = WORLDS["eight"]
     policy = policy_in(world, memory=2000)
-    _, asked = lived(policy, world, 20000, left=(-1, 0, 1, 2, 1, 0, 2, 1, 0, 99))
+    _, asked = simulate(policy, world, 20000, left=(-1, 0, 1, 2, 1, 0, 2, 1, 0, 99))
     assert max(asked[:9]) <= 2 and set(asked[9::10]) == {8}
     assert [one.value for one in policy.accepted] == pytest.approx(world.rates, abs=0.025)
     assert [one.value for one in policy.proposed] == [1] * 8
@@ -215,26 +215,26 @@ def test_replaying_learns_what_decoding_does(tiny_target: Target) -> None:
 class Slow(PlantedTrees):
     """Takes two milliseconds for a level, and says at most three."""
 
-    def propose(self, news: Committed, budget: Budget) -> DraftTree:
+    def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """A chain that was long in the making."""
         time.sleep(0.002 * budget.depth)
-        self.read += len(news.tokens)
+        self.read += len(update.tokens)
         right = self.text[self.read + 1 :][: min(3, budget.depth)]
-        return DraftTree.chain([news.root, *right])
+        return DraftTree.chain([update.root, *right])
 
 
 def test_costs_are_measured() -> None:
     """Drafting takes what it was made to take; what was never proposed is read as what comes next to it."""
     target, prompt = Target(build("llama")), random_tokens(20, seed=3)
     told = own_answer(target.model, prompt, 40)
-    policy = Goodput.measured(target, Slow(prompt + told), prompt, Budget.fixed(chain_paths(5)), max_new_tokens=40)
+    policy = Goodput.measure(target, Slow(prompt + told), prompt, Budget.fixed(chain_paths(5)), max_new_tokens=40)
     steps = [after - before for before, after in zip(policy.draft, policy.draft[1:], strict=False)]
     assert all(level * 0.002 <= seconds < level * 0.002 + 0.01 for level, seconds in enumerate(policy.draft))
     assert sum(steps) >= 0.0099
     assert min(policy.read) > 0 and policy.read[3] == policy.read[4] == policy.read[5]
-    assert Goodput.measured(target, Slow(prompt + told), prompt, max_new_tokens=40).budget.depth == 8
+    assert Goodput.measure(target, Slow(prompt + told), prompt, max_new_tokens=40).budget.depth == 8
     with pytest.raises(ValueError, match="raise max_new_tokens, which is 6"):
-        Goodput.measured(target, Slow(prompt + told), prompt, max_new_tokens=6)
+        Goodput.measure(target, Slow(prompt + told), prompt, max_new_tokens=6)
 
 
 def test_what_makes_no_sense_is_refused() -> None:

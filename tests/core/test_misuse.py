@@ -108,8 +108,8 @@ CALLS: dict[str, tuple[Callable[[Target], Any], str]] = {
         r"draft is 0\.1, expected a list of the seconds of 0, 1, 2, \.\.\. levels",
     ),
     "levels": (lambda t: Goodput([0, 1], [1, 1], 8), r"budget is 8, expected a Budget"),
-    "measured": (lambda t: Goodput.measured(NONE, t, PROMPT), r"the drafter stands where the target belongs"),
-    "chunked": (lambda t: Goodput.measured(t, "ngram", PROMPT), r"the drafter is 'ngram', expected a Drafter"),
+    "measured": (lambda t: Goodput.measure(NONE, t, PROMPT), r"the drafter stands where the target belongs"),
+    "chunked": (lambda t: Goodput.measure(t, "ngram", PROMPT), r"the drafter is 'ngram', expected a Drafter"),
 }
 
 

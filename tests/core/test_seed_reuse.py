@@ -46,12 +46,12 @@ def drawing_drafter() -> BigramDrafter:
     return BigramDrafter(tables)
 
 
-def law_after(target: Target, prompt: list[int], tokens: int) -> np.ndarray:
+def joint_probs(target: Target, prompt: list[int], tokens: int) -> np.ndarray:
     """The joint law of an answer's first tokens, from forwards over whole texts."""
     law = np.ones([V] * tokens)
-    for said in np.ndindex(law.shape):
-        probs = own_logits(target.model, [*prompt, *said])[len(prompt) - 1 : -1].double().softmax(-1)
-        law[said] = probs[range(tokens), list(said)].prod().item()
+    for text in np.ndindex(law.shape):
+        probs = own_logits(target.model, [*prompt, *text])[len(prompt) - 1 : -1].double().softmax(-1)
+        law[text] = probs[range(tokens), list(text)].prod().item()
     return law
 
 
@@ -65,11 +65,11 @@ def answers(target: Target, count: int, state: State, prompts: tuple[list[int], 
         yield tuple(trace.tokens)
 
 
-def chance_of(found: list[tuple], law: np.ndarray) -> float:
+def p_value(last_answers: list[tuple], law: np.ndarray) -> float:
     """The p-value of the answers' tokens of the law's last place, each after what came before it."""
     *_, last = law.shape
-    expected = sum(law[tokens[: law.ndim - 1]] / law[tokens[: law.ndim - 1]].sum() for tokens in found)
-    counts = np.bincount([tokens[law.ndim - 1] for tokens in found], minlength=last)
+    expected = sum(law[tokens[: law.ndim - 1]] / law[tokens[: law.ndim - 1]].sum() for tokens in last_answers)
+    counts = np.bincount([tokens[law.ndim - 1] for tokens in last_answers], minlength=last)
     return scipy.stats.chisquare(counts, expected).pvalue
 
 
@@ -92,10 +92,10 @@ class Copier(Drafter):
             self.speaks = self.answer[1] == 0
         self.answer = []
 
-    def propose(self, news: Committed, budget: Budget) -> DraftTree:
+    def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """Token 0, or nothing."""
-        self.answer += [*news.tokens.tolist()[1:], news.root] if self.answer else [news.root]
-        return DraftTree.chain([news.root, *([0] if self.speaks and budget.depth else [])])
+        self.answer += [*update.tokens.tolist()[1:], update.root] if self.answer else [update.root]
+        return DraftTree.chain([update.root, *([0] if self.speaks and budget.depth else [])])
 
 
 def in_turn(speaks: bool) -> tuple[Any, Any, int]:
@@ -113,8 +113,8 @@ STATES = {
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
 def test_the_second_answer_of_a_seed_has_the_targets_law(state: State, target: Target) -> None:
     """What was remembered of the first decides how the second is drafted, and must know nothing of its coins."""
-    found = list(answers(target, 180, state, PROMPTS[:1] * 2))
-    assert chance_of(found, law_after(target, PROMPTS[0], 2)) > CHANCE
+    last_answers = list(answers(target, 180, state, PROMPTS[:1] * 2))
+    assert p_value(last_answers, joint_probs(target, PROMPTS[0], 2)) > CHANCE
 
 
 def test_coins_that_are_tossed_again_are_seen(target: Target) -> None:
@@ -124,9 +124,9 @@ def test_coins_that_are_tossed_again_are_seen(target: Target) -> None:
         target.draws = NoCount()
         return in_turn(False)
 
-    found = list(answers(target, 180, forgetful, PROMPTS[:1] * 2))
+    last_answers = list(answers(target, 180, forgetful, PROMPTS[:1] * 2))
     target.draws = Counter()
-    assert chance_of(found, law_after(target, PROMPTS[0], 2)) < CHANCE
+    assert p_value(last_answers, joint_probs(target, PROMPTS[0], 2)) < CHANCE
 
 
 class NoCount(Counter[tuple[int, int]]):
@@ -141,8 +141,8 @@ class NoCount(Counter[tuple[int, int]]):
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
 def test_other_prompts_have_the_targets_law_too(state: State, prompts: Any, target: Target) -> None:
     """More of the same, and with a second prompt whose places are not the first one's."""
-    found = list(answers(target, 300, state, prompts))
-    assert min(chance_of(found, law_after(target, prompts[-1], place)) for place in (2, 3)) > CHANCE
+    last_answers = list(answers(target, 300, state, prompts))
+    assert min(p_value(last_answers, joint_probs(target, prompts[-1], place)) for place in (2, 3)) > CHANCE
 
 
 def lively() -> tuple[Any, Any, int]:
@@ -156,8 +156,8 @@ def lively() -> tuple[Any, Any, int]:
 @pytest.mark.parametrize("prompts", [PROMPTS[:1] * 2, PROMPTS], ids=["one prompt", "two prompts"])
 def test_shipped_memories_bend_no_law(prompts: Any, target: Target) -> None:
     """The same of what the package ships, in longer answers."""
-    found = list(answers(target, 500, lively, prompts))
-    assert min(chance_of(found, law_after(target, prompts[-1], place)) for place in range(2, 6)) > CHANCE
+    last_answers = list(answers(target, 500, lively, prompts))
+    assert min(p_value(last_answers, joint_probs(target, prompts[-1], place)) for place in range(2, 6)) > CHANCE
 
 
 def test_a_fresh_target_repeats_what_the_first_one_drew(target: Target) -> None:
@@ -179,15 +179,15 @@ def test_a_fresh_target_repeats_what_the_first_one_drew(target: Target) -> None:
 def test_answers_that_nothing_was_drawn_for_repeat(target: Target) -> None:
     """Choose and walk follows seed and request alone, whatever was asked before."""
     sampling = Sampling(temperature=1.0)
-    walked = [
+    traces = [
         generate(target, drawing_drafter(), PROMPTS[0], sampling=sampling, max_new_tokens=12, stop=[], budget=budget)
         for budget in (Budget.fixed(chain_paths(2)), Budget.fixed(chain_paths(2), "sampled"), Budget(4, 2, 2))
     ]
-    assert walked[0].tokens == walked[2].tokens
+    assert traces[0].tokens == traces[2].tokens
     noise = Choose(sampling).noise
     assert noise is not None
     expected = own_answer(target.model, PROMPTS[0], 12, None, lambda at: noise([at], V, target.device)[0])
-    assert walked[0].tokens == expected
+    assert traces[0].tokens == expected
 
 
 class Moody(Drafter):

@@ -168,12 +168,12 @@ def every_shape(ranks: int, depth: int, nodes: int) -> Iterator[frozenset[tuple[
         }
 
 
-def summed(rates: Rates, paths: Iterable[tuple[int, ...]]) -> float:
+def sum_gains(rates: Rates, paths: Iterable[tuple[int, ...]]) -> float:
     """The expected number of accepted nodes: a node is when all choices on its way are."""
     return sum(prod(rates[level][rank] for level, rank in enumerate(path)) for path in paths)
 
 
-def walked(rates: Rates, paths: Iterable[tuple[int, ...]]) -> float:
+def expected_accepted(rates: Rates, paths: Iterable[tuple[int, ...]]) -> float:
     """The same by playing through everything that the target may choose, level by level, until it leaves the tree."""
     inside = set(paths)
 
@@ -190,12 +190,12 @@ def test_the_best_tree_is_the_best_of_all_trees(seed: int) -> None:
     """Of all shapes with up to four nodes on up to three levels, at rates by depth, none keeps more."""
     rates = random_rates(seed, levels=3, ranks=3)
     for nodes, depth in product((1, 2, 3, 4), (1, 2, 3)):
-        found = best_tree(rates, nodes, depth)
-        assert len(set(found)) == len(found) == min(nodes, 3 if depth == 1 else nodes)
-        assert max(map(len, found)) <= depth
-        best = max(walked(rates, shape) for shape in every_shape(3, depth, nodes))
-        assert walked(rates, found) == pytest.approx(best, abs=1e-12)
-        assert summed(rates, found) == pytest.approx(walked(rates, found), abs=1e-12)
+        shape = best_tree(rates, nodes, depth)
+        assert len(set(shape)) == len(shape) == min(nodes, 3 if depth == 1 else nodes)
+        assert max(map(len, shape)) <= depth
+        best = max(expected_accepted(rates, shape) for shape in every_shape(3, depth, nodes))
+        assert expected_accepted(rates, shape) == pytest.approx(best, abs=1e-12)
+        assert sum_gains(rates, shape) == pytest.approx(expected_accepted(rates, shape), abs=1e-12)
 
 
 def sequoia(rates: Rates, nodes: int, depth: int) -> float:
@@ -219,12 +219,12 @@ def sequoia(rates: Rates, nodes: int, depth: int) -> float:
 def test_the_best_tree_is_sequoias(nodes: int, depth: int, levels: int) -> None:
     """Where rates fall with the rank it keeps what the dynamic programme says, at once, and can be drafted."""
     rates = [sorted(row, reverse=True) for row in random_rates(nodes, levels, 10)]
-    begun = perf_counter()
-    found = best_tree(rates, nodes, depth)
-    assert perf_counter() - begun < 0.3
+    start = perf_counter()
+    shape = best_tree(rates, nodes, depth)
+    assert perf_counter() - start < 0.3
     everywhere = [rates[min(level, levels - 1)] for level in range(depth)]
-    assert summed(everywhere, found) == pytest.approx(sequoia(rates, nodes, depth), rel=1e-9)
-    assert Budget.fixed(found, "sampled").nodes == nodes
+    assert sum_gains(everywhere, shape) == pytest.approx(sequoia(rates, nodes, depth), rel=1e-9)
+    assert Budget.fixed(shape, "sampled").nodes == nodes
 
 
 def test_ties_of_the_best_tree_go_to_shallow_nodes_and_low_ranks() -> None:

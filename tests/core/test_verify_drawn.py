@@ -61,21 +61,21 @@ CASES = [
 ]
 
 
-def related(seed: int, vocab_size: int, lengths: int) -> tuple[Laws, Laws]:
+def make_target_and_head(seed: int, vocab_size: int, lengths: int) -> tuple[Laws, Laws]:
     """Logits of a target and of a head that has learned something of it."""
     logits, errors = (random_logits(seed + far, vocab_size, lengths, torch.float32) for far in (0, 1000))
     return logits, [row + 0.5 * error for row, error in zip(logits, errors, strict=True)]
 
 
-def drawn(logits: Laws, paths: Paths, noise: Any, said: Text = ()) -> DraftTree:
-    """A tree of this shape behind what was said, drawn from the law of a head that is a table of logits by text."""
-    read: list[list[Text]] = [[said]]
+def draw_tree(logits: Laws, paths: Paths, noise: Any, text: Text = ()) -> DraftTree:
+    """A tree of this shape after a text, drawn from a head that is a table of logits by text."""
+    read: list[list[Text]] = [[text]]
 
     def level(_: int, tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
         read.append([(*read[-1][row], token) for row, token in zip(before.tolist(), tokens.tolist(), strict=True)])
         return torch.stack([logits[len(text)][text] for text in read[-1]])
 
-    return grow(0, logits[len(said)][said], level, Budget.fixed(paths, "sampled"), noise, 3 + len(said))
+    return grow(0, logits[len(text)][text], level, Budget.fixed(paths, "sampled"), noise, 3 + len(text))
 
 
 # -- by enumeration ---------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class Scripted(Offer):
     """An offer whose own noise is enumerated: it puts children in every order that draws may have, by their odds."""
 
     def __init__(self, sampling: Sampling, vocab_size: int, chance: Chance, width: int) -> None:
-        super().__init__(sampling, Choose(sampling).noise, vocab_size, CPU)  # type: ignore[arg-type]
+        super().__init__(Choose(sampling), vocab_size, CPU)
         self.chance, self.width = chance, width
 
     def filtered(self, logits: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def every_tree(logits: Laws, sampling: Sampling, paths: Paths) -> Iterator[Drawn
     vocab_size, width = logits[0].shape[-1], 1 + max(rank for path in paths for rank in path)
 
     def draw(chance: Chance) -> DraftTree:
-        return drawn(logits, paths, Scripted(sampling, vocab_size, chance, width))
+        return draw_tree(logits, paths, Scripted(sampling, vocab_size, chance, width))
 
     for tree, weight in every_outcome(draw):
         yield tree, texts_of(tree), weight
@@ -120,7 +120,7 @@ def every_tree(logits: Laws, sampling: Sampling, paths: Paths) -> Iterator[Drawn
 def test_drawn_trees_leave_the_targets_law_as_it_is(shape: str, sampling: Sampling) -> None:
     """Every tree that may be drawn, through the public rule: the first four tokens have the target's own joint law."""
     for seed in range(3):
-        logits, head = related(seed, 3, 4)
+        logits, head = make_target_and_head(seed, 3, 4)
         trees = list(every_tree(head, sampling, SHAPES[shape]))
         assert sum(weight for *_, weight in trees) == pytest.approx(1, abs=1e-6)
         joint, accepted = emitted(partial(verify_by, logits, sampling), laws_of(logits, sampling), trees)
@@ -145,7 +145,7 @@ def test_laws_that_nodes_were_not_drawn_from_are_seen(fault: str) -> None:
     """Planted faults: laws without temperature, those of other nodes, siblings that are not in the order of drawing."""
     sampling, losses = Sampling(temperature=0.5), []
     for seed in range(3):
-        logits, head = related(seed, 3, 4)
+        logits, head = make_target_and_head(seed, 3, 4)
         wrong = [(faulty(tree, head, fault), weight) for tree, _, weight in every_tree(head, sampling, SHAPES["fixed"])]
         trees = [(tree, texts_of(tree), weight) for tree, weight in wrong]
         joint, _ = emitted(partial(verify_by, logits, sampling), laws_of(logits, sampling), trees)
@@ -196,7 +196,7 @@ class CoinSharing(Offer):
     def own(self, rows: int) -> Tensor:
         """[rows, V] from the dice of `Choose`."""
         if not hasattr(self, "dice"):
-            self.dice = random.Random(mix64(mix64(self.sampling.seed) ^ self.sampling.request))
+            self.dice = random.Random(mix64(mix64(self.choose.sampling.seed) ^ self.choose.sampling.request))
         uniform = [[self.dice.random() for _ in range(self.vocab_size)] for _ in range(rows)]
         return -(-torch.tensor(uniform).log()).log() * self.temperature
 
@@ -205,28 +205,31 @@ class Positional(Offer):
     """A planted fault for rules that look ahead: a place that is drafted again is drawn with what it was before."""
 
 
-def spoken(target: Laws, head: Laws, sampling: Sampling, paths: Paths, offer: Any = None, length: int = 3) -> Text:
+def generate_tokens(
+    target: Laws, head: Laws, sampling: Sampling, paths: Paths, offer: Any = None, length: int = 3
+) -> Text:
     """The first tokens of a generation whose target and head are tables of logits by text."""
-    choose, said = Choose(sampling), ()
-    noise = (offer or Offer)(sampling, choose.noise, target[0].shape[-1], CPU)
-    while len(said) < length:
+    choose = Choose(sampling)
+    text: Text = ()
+    noise = (offer or Offer)(choose, target[0].shape[-1], CPU)
+    while len(text) < length:
         if isinstance(noise, Positional):
-            noise.drawn = 3 + len(said)
-        tree = drawn(head, paths, noise, said)
-        texts = [(*said, *text) for text in texts_of(tree)]
+            noise.drawn = 3 + len(text)
+        tree = draw_tree(head, paths, noise, text)
+        texts = [(*text, *path) for path in texts_of(tree)]
         logits = torch.stack([target[len(text)][text] for text in texts])
         path, token = verify(TargetOutput(tree, logits, None, [3 + len(text) for text in texts], [1, 2]), choose)
-        said = (*texts[path[-1]], token)
-    return said[:length]
+        text = (*texts[path[-1]], token)
+    return text[:length]
 
 
-def goodness(sampling: Sampling, paths: Paths, offer: Any = None, count: int = 600) -> float:
+def p_value(sampling: Sampling, paths: Paths, offer: Any = None, count: int = 600) -> float:
     """The p-value of what that many requests say, under the target's joint law of three tokens."""
-    (logits, head), length = related(2, 3, 6), 3
+    (logits, head), length = make_target_and_head(2, 3, 6), 3
     joint = futures(laws_of(logits[:length], sampling))[0]
     counts = np.zeros_like(joint)
     for request in range(count):
-        counts[spoken(logits, head, replace(sampling, request=request), paths, offer)] += 1
+        counts[generate_tokens(logits, head, replace(sampling, request=request), paths, offer)] += 1
     assert counts[joint == 0].sum() == 0
     expected = joint[joint > 0]
     return float(scipy.stats.chisquare(counts[joint > 0], count * expected / expected.sum()).pvalue)
@@ -235,10 +238,10 @@ def goodness(sampling: Sampling, paths: Paths, offer: Any = None, count: int = 6
 @pytest.mark.parametrize(("shape", "rule"), [("chain", 0), ("chain", 4), ("wide", 2), ("best", 3)])
 def test_generations_of_drawn_drafts_have_the_targets_law(shape: str, rule: int) -> None:
     """Cycle after cycle with the shipped dice, the draft's stream and the target's."""
-    assert goodness(SAMPLINGS[rule], SHAPES[shape]) > CHANCE
+    assert p_value(SAMPLINGS[rule], SHAPES[shape]) > CHANCE
 
 
 @pytest.mark.parametrize(("fault", "rule", "count"), [(CoinSharing, 0, 600), (Positional, 4, 2000)])
 def test_drafts_drawn_with_used_numbers_are_seen(fault: Any, rule: int, count: int) -> None:
     """The planted faults bend the law."""
-    assert goodness(SAMPLINGS[rule], SHAPES["chain"], fault, count) < CHANCE / 100
+    assert p_value(SAMPLINGS[rule], SHAPES["chain"], fault, count) < CHANCE / 100

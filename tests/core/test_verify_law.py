@@ -13,7 +13,7 @@ import scipy.stats
 import torch
 
 from eagle.core.tree import DraftTree, TargetOutput
-from eagle.core.verify import Choose, Coin, Law, Pick, Sampling, sample_block, sample_tree, verify, walk
+from eagle.core.verify import Choose, Coin, Pick, Probs, Sampling, sample_block, sample_tree, verify, walk
 from tests.enumerate_law import (
     Chance,
     Drawn,
@@ -140,7 +140,7 @@ def test_lenience_is_lossy_within_its_bound(lenience: float) -> None:
     assert np.mean(losses) > 0.01
 
 
-def textbook(tree: DraftTree, law: Law, coin: Coin, pick: Pick, fault: str = "") -> tuple[list[int], int]:
+def textbook(tree: DraftTree, law: Probs, coin: Coin, pick: Pick, fault: str = "") -> tuple[list[int], int]:
     """The rule for siblings drawn without replacement, written out once more with places to plant faults."""
     assert tree.laws is not None
     tokens, children, path = tree.tokens.tolist(), tree.children(), [0]
@@ -176,7 +176,7 @@ def test_a_bonus_token_from_unwarped_logits_is_seen(rule: Rule) -> None:
         logits = random_logits(seed, 4, 4, torch.float64)
         raw, target = laws_of(logits, PLAIN), laws_of(logits, Sampling(temperature=0.5, top_p=0.9))
 
-        def faulty(tree: DraftTree, law: Law, coin: Coin, pick: Pick, raw: Laws = raw) -> tuple[list[int], int]:
+        def faulty(tree: DraftTree, law: Probs, coin: Coin, pick: Pick, raw: Laws = raw) -> tuple[list[int], int]:
             texts, inner = texts_of(tree), set(tree.parents.tolist())
             return rule(
                 tree, lambda node: law(node) if node in inner else raw[len(texts[node])][texts[node]], coin, pick
@@ -242,7 +242,7 @@ def read(tree: DraftTree, logits: Laws) -> TargetOutput:
 
 
 def verify_by(
-    logits: Laws, sampling: Sampling, tree: DraftTree, _: Law, coin: Coin, pick: Pick
+    logits: Laws, sampling: Sampling, tree: DraftTree, _: Probs, coin: Coin, pick: Pick
 ) -> tuple[list[int], int]:
     """The public rule, its dice replaced; the law is its own affair."""
     choose = Choose(sampling)
@@ -290,7 +290,7 @@ class ScriptedChoose(Choose):
 
     def __call__(self, output: TargetOutput, nodes: Sequence[int]) -> list[int]:
         """The tokens chosen after `nodes`."""
-        return [self.chance.draw(self.law(output, node).tolist()) for node in nodes]
+        return [self.chance.draw(self.probs(output, node).tolist()) for node in nodes]
 
 
 def test_verify_walks_drafts_that_carry_no_law() -> None:
@@ -326,5 +326,5 @@ def test_block_verification_refuses_branches() -> None:
 def test_lenient_sampling_refuses_drafts_without_law() -> None:
     """Without the draft's law there is nothing to be lenient against."""
     output = read(DraftTree.chain([0, 1]), random_logits(0, 4, 2, torch.float32))
-    with pytest.raises(ValueError, match="lenience at temperature > 0 needs drafts that carry their law"):
+    with pytest.raises(ValueError, match="lenience at temperature > 0 needs sampled drafts"):
         verify(output, Choose(Sampling(temperature=1.0, lenience=0.5)))

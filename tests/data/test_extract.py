@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle import Target
 from eagle.data.examples import Example
-from eagle.data.features import LiveFeatures, batch_slots, compute_features, forecast, plan_extraction, plan_of
+from eagle.data.features import LiveFeatures, batch_slots, compute_features, forecast, plan_extraction, plan_shards
 from eagle.data.identity import identity
 from eagle.recipe import Recipe
 
@@ -78,12 +78,12 @@ def test_texts_beyond_the_targets_positions_are_refused() -> None:
 def test_a_forecast_tells_size_and_time() -> None:
     """Bytes are exact; the time comes from a calibration."""
     target, examples = Target(build("llama")), [Example(text, text > 9) for text in texts(4)]
-    plan = plan_of(LENGTHS, 1, 40)
-    said = forecast(target, examples, plan, (0, -1), "bfloat16")
+    plan = plan_shards(LENGTHS, 1, 40)
+    line = forecast(target, examples, plan, (0, -1), "bfloat16")
     assert (
-        f"{sum(LENGTHS)} tokens, 2 taps in bfloat16: {sum(LENGTHS) * 2 * 32 * 2 / 1000:.3g} kB in {len(plan)}" in said
+        f"{sum(LENGTHS)} tokens, 2 taps in bfloat16: {sum(LENGTHS) * 2 * 32 * 2 / 1000:.3g} kB in {len(plan)}" in line
     )
-    assert "tokens/s" in said
+    assert "tokens/s" in line
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def recipe(tiny_target_dir: Path, tmp_path: Path) -> Recipe:
     return Recipe.load("recipes/tiny/eagle1.yaml", [f"{key}={value}" for key, value in overrides.items()])
 
 
-def touched(recipe: Recipe, file: str, new: bytes) -> None:
+def change_file(recipe: Recipe, file: str, new: bytes) -> None:
     """Change a file that the recipe names."""
     path = Path(recipe.data.train).parent / file
     path.write_bytes(path.read_bytes() + new)
@@ -121,7 +121,7 @@ def test_identity_holds_everything_that_decides_the_features(recipe: Recipe, tmp
         "data.jsonl": ("data", "source"),
     }
     for file, keys in places.items():
-        touched(recipe, file, b"\n")
+        change_file(recipe, file, b"\n")
         after = identity(recipe, (-1,))
         old, new = before, after
         for key in keys:

@@ -20,7 +20,7 @@ from eagle import Target
 from eagle.data.examples import Example
 from eagle.data.features import LiveFeatures, check_room, extract
 from eagle.data.shards import pack_features, unpack_features
-from eagle.data.store import Damaged, FeatureStore, batches_of, plan_of
+from eagle.data.store import Damaged, FeatureStore, make_batches, plan_shards
 
 IDENTITY = {"target": {"weights": "w", "dtype": "float32"}, "tokenizer": "t", "taps": [0, 3, -1], "dtype": "float32"}
 
@@ -34,9 +34,9 @@ def examples(tiny_target: Target) -> list[Example]:
     return [Example(text, torch.rand(len(text), generator=generator) < 0.5) for text in texts]
 
 
-def begun(folder: Path, examples: list[Example], **identity: object) -> FeatureStore:
+def create_store(folder: Path, examples: list[Example], **identity: object) -> FeatureStore:
     """A store of about two dozen shards, without features yet."""
-    plan = plan_of([len(example.tokens) for example in examples], 1, 90)
+    plan = plan_shards([len(example.tokens) for example in examples], 1, 90)
     return FeatureStore.create(folder, examples, {**IDENTITY, **identity}, plan, width=128, precision="float32")
 
 
@@ -51,7 +51,7 @@ def fill(folder: Path, target: Target) -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory, examples: list[Example], tiny_target: Target) -> Path:
     """An uninterrupted store; tests that damage it work on a copy."""
     folder = tmp_path_factory.mktemp("store")
-    begun(folder, examples)
+    create_store(folder, examples)
     fill(folder, tiny_target)
     return folder
 
@@ -73,7 +73,7 @@ def child(work: Callable[[], None]) -> int:
         os._exit(1)
 
 
-def copied(whole: Path, tmp_path: Path) -> Path:
+def copy_store(whole: Path, tmp_path: Path) -> Path:
     """A store of one's own to damage."""
     subprocess.run(["cp", "-r", str(whole), str(tmp_path / "copy")], check=True)
     return tmp_path / "copy"
@@ -102,7 +102,7 @@ def test_live_features_are_those_of_a_store(
     dtype: str, examples: list[Example], tiny_target: Target, tmp_path: Path
 ) -> None:
     """Training cannot tell them apart, whatever precision they are kept in."""
-    begun(tmp_path, examples[:6], dtype=dtype)
+    create_store(tmp_path, examples[:6], dtype=dtype)
     fill(tmp_path, tiny_target)
     stored, live = FeatureStore(tmp_path), LiveFeatures(tiny_target, examples[:6], {**IDENTITY, "dtype": dtype})
     assert len(stored) == len(live) and stored.taps == live.taps
@@ -127,7 +127,7 @@ def test_float8_is_within_its_rounding() -> None:
 @pytest.mark.slow
 def test_twenty_kills_leave_no_trace(whole: Path, examples: list[Example], tiny_target: Target, tmp_path: Path) -> None:
     """Killed at any moment and run again: the same bytes, and nothing that was whole is written twice."""
-    store, chance = begun(tmp_path, examples), random.Random(5)
+    store, chance = create_store(tmp_path, examples), random.Random(5)
     written: dict[str, int] = {}
     inside = kills = 0
     while kills < 20:
@@ -170,7 +170,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_named_and_mended(damage: str, whole: Path, tiny_target: Target, tmp_path: Path) -> None:
     """A broken shard is named, the others serve, and a repair computes that one alone."""
-    folder = copied(whole, tmp_path)
+    folder = copy_store(whole, tmp_path)
     do, named = DAMAGES[damage]
     do(FeatureStore(folder).path(3))
     store = FeatureStore(folder, partial=True)
@@ -194,8 +194,8 @@ def test_a_shard_of_another_store_is_seen(
     whole: Path, examples: list[Example], tiny_target: Target, tmp_path: Path
 ) -> None:
     """Equal size and a checksum that fits are not enough."""
-    other, folder = tmp_path / "other", copied(whole, tmp_path)
-    begun(other, examples, tokenizer="another")
+    other, folder = tmp_path / "other", copy_store(whole, tmp_path)
+    create_store(other, examples, tokenizer="another")
     fill(other, tiny_target)
     for name in ("shard-00002.safetensors", "shard-00002.safetensors.sha256"):
         (folder / name).write_bytes((other / name).read_bytes())
@@ -206,7 +206,7 @@ def test_a_shard_of_another_store_is_seen(
 @pytest.mark.parametrize("file", ["examples.safetensors", "index.json"])
 def test_damaged_examples_are_seen(file: str, whole: Path, tmp_path: Path) -> None:
     """The tokens have a checksum too, and a broken index says what to do."""
-    folder = copied(whole, tmp_path)
+    folder = copy_store(whole, tmp_path)
     path = folder / file
     path.write_bytes(path.read_bytes()[:-9] + b"\0" * 9)
     with pytest.raises(Damaged, match=f"{file}.*--repair"):
@@ -216,7 +216,7 @@ def test_damaged_examples_are_seen(file: str, whole: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize("text", [b"", b"\n", b"\xff\xfe", b"0" * 64, b"0" * 9 + b"  shard-00003.safetensors\n"])
 def test_a_damaged_checksum_is_seen(text: bytes, whole: Path, tmp_path: Path) -> None:
     """By every reader, which names the file."""
-    folder = copied(whole, tmp_path)
+    folder = copy_store(whole, tmp_path)
     (folder / "shard-00003.safetensors.sha256").write_bytes(text)
     with pytest.raises(ValueError, match=r"1 of \d+ shards .*shard-00003\.safetensors\.sha256 is damaged"):
         FeatureStore(folder)
@@ -227,7 +227,7 @@ def test_a_damaged_checksum_is_seen(text: bytes, whole: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("text", ["", "null", "[]", "3", "{}", '{"identity": null}', '{"identity": {"dtype": []}}'])
 def test_an_index_that_is_none_is_damaged(text: str, whole: Path, tmp_path: Path) -> None:
     """Whatever JSON it is."""
-    folder = copied(whole, tmp_path)
+    folder = copy_store(whole, tmp_path)
     (folder / "index.json").write_text(text)
     with pytest.raises(Damaged, match=r"index\.json is damaged .*--repair"):
         FeatureStore(folder)
@@ -247,7 +247,7 @@ def test_an_index_with_a_wrong_value_is_damaged(
     keys: tuple[str, ...], value: object, whole: Path, tmp_path: Path
 ) -> None:
     """Where a reader would fall over it."""
-    folder = copied(whole, tmp_path)
+    folder = copy_store(whole, tmp_path)
     index = json.loads((folder / "index.json").read_text())
     owner = index
     for key in keys[:-1]:
@@ -262,17 +262,17 @@ def test_a_full_disk_is_said_and_survived(
     whole: Path, examples: list[Example], tiny_target: Target, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """What was written stays, nothing half is left, and the next run completes the store."""
-    store = begun(tmp_path, examples)
+    store = create_store(tmp_path, examples)
     sizes = [len(data) for name, data in contents(whole).items() if name.startswith("shard") and len(data) > 1000]
     limit = sorted(sizes)[len(sizes) // 2]
 
-    def starved() -> None:
+    def fill_limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         fill(tmp_path, tiny_target)
 
-    _, status = os.waitpid(child(starved), 0)
-    said = capfd.readouterr().err
-    assert status and "the disk refused" in said and "still to come" in said and "same command again" in said
+    _, status = os.waitpid(child(fill_limited), 0)
+    err = capfd.readouterr().err
+    assert status and "the disk refused" in err and "still to come" in err and "same command again" in err
     assert not list(tmp_path.glob("*.part"))
     fill(tmp_path, tiny_target)
     assert store.plan and contents(tmp_path) == contents(whole)
@@ -280,7 +280,7 @@ def test_a_full_disk_is_said_and_survived(
 
 def test_too_little_room_is_said_before_any_work(examples: list[Example], tmp_path: Path) -> None:
     """A store that cannot fit is refused when it is begun, with what else one can do."""
-    store = begun(tmp_path, examples)
+    store = create_store(tmp_path, examples)
     store.index["shard_tokens"] = [10**15] * len(store.plan)
     with pytest.raises(ValueError, match=r"too little room .* TB are still to come .*float8"):
         check_room(store)
@@ -291,7 +291,7 @@ def test_any_number_of_processes_makes_the_same_store(
     count: int, whole: Path, examples: list[Example], tiny_target: Target, tmp_path: Path
 ) -> None:
     """Shards are dealt out, and their bytes do not depend on who computed them."""
-    shards = sorted(begun(tmp_path, examples).absent)
+    shards = sorted(create_store(tmp_path, examples).absent)
 
     def share(index: int) -> Callable[[], None]:
         return lambda: list(extract(tiny_target, FeatureStore(tmp_path, partial=True), shards[index::count])) and None
@@ -304,7 +304,7 @@ def test_a_second_extraction_of_the_same_shards_spoils_nothing(
     whole: Path, examples: list[Example], tiny_target: Target, tmp_path: Path
 ) -> None:
     """Two that do not know of each other, the second from start to end while the first is within a shard."""
-    store = begun(tmp_path, examples)
+    store = create_store(tmp_path, examples)
     first = extract(tiny_target, store, sorted(store.absent))
     next(first)
     fill(tmp_path, tiny_target)
@@ -331,7 +331,7 @@ def test_another_identity_is_refused_by_name(change: dict[str, object], named: s
 
 def test_a_store_that_says_auto_is_read(examples: list[Example], tiny_target: Target, tmp_path: Path) -> None:
     """As those did that were made before; beside it they say what it was."""
-    begun(tmp_path, examples, target={"weights": "w", "dtype": "auto"})
+    create_store(tmp_path, examples, target={"weights": "w", "dtype": "auto"})
     fill(tmp_path, tiny_target)
     assert FeatureStore(tmp_path, IDENTITY).identity["target"]["dtype"] == "float32"
     FeatureStore(tmp_path, {**IDENTITY, "target": {"weights": "w", "dtype": "auto"}})
@@ -346,7 +346,7 @@ def test_fewer_taps_than_stored_are_served(whole: Path) -> None:
 
 def test_states_that_are_not_finite_are_refused(examples: list[Example], tiny_target: Target, tmp_path: Path) -> None:
     """An overflow in the target ends the extraction instead of poisoning the training."""
-    begun(tmp_path, examples)
+    create_store(tmp_path, examples)
     weight = tiny_target.model.get_input_embeddings().weight.data
     kept = weight[11:40].clone()
     weight[11:40] = float("inf")
@@ -361,7 +361,7 @@ def test_batches_waste_little() -> None:
     """Texts of like length stand side by side, each exactly once, the longest first."""
     chance = random.Random(1)
     lengths = [int(chance.lognormvariate(5, 1)) + 1 for _ in range(2000)]
-    batches = batches_of(lengths, 4096)
+    batches = make_batches(lengths, 4096)
     assert sorted(number for batch in batches for number in batch) == list(range(len(lengths)))
     assert all(len(batch) == 1 or len(batch) * lengths[batch[0]] <= 4096 for batch in batches)
     assert all(lengths[batch[0]] == max(lengths[number] for number in batch) for batch in batches)

@@ -61,14 +61,14 @@ class Bushes(RandomTrees):
         """Back to the start of the text."""
         self.read = 0
 
-    def propose(self, news: Committed, budget: Any) -> DraftTree:
+    def propose(self, update: Committed, budget: Any) -> DraftTree:
         """The right path, and two wrong ones from each of its nodes, mixed up."""
-        self.read += len(news.tokens)
+        self.read += len(update.tokens)
         right = self.text[self.read + 1 :][: min(3, budget.depth)]
         wrong = [[*right[:step], (token + 1) % 90, token] for step, token in enumerate(right)]
         paths = [right, *wrong, *([*right[:step], (token + 2) % 90] for step, token in enumerate(right))]
         self.dice.shuffle(paths)
-        return DraftTree.from_paths(news.root, paths)
+        return DraftTree.from_paths(update.root, paths)
 
 
 def compare(model: PreTrainedModel, patch: pytest.MonkeyPatch) -> str:

@@ -168,13 +168,13 @@ class Recorded(Drafter):
 
     def begin(self, noise: Any = None) -> None:
         """A new sequence."""
-        self.told: list[Tensor] = []
+        self.features: list[Tensor] = []
         self.drafter.begin(noise)
 
-    def propose(self, news: Any, budget: Any) -> DraftTree:
+    def propose(self, update: Any, budget: Any) -> DraftTree:
         """Whatever the drafter says."""
-        self.told.append(news.features)
-        return self.drafter.propose(news, budget)
+        self.features.append(update.features)
+        return self.drafter.propose(update, budget)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -184,14 +184,14 @@ def test_taps_are_the_models_hidden_states(name: str) -> None:
     for prompt, answer in zip(PROMPTS, family(name).own({}), strict=True):
         recorded = Recorded(PlantedTrees(prompt + answer), taps)
         tokens = generate(target, recorded, prompt, max_new_tokens=COUNT, stop=[]).tokens
-        told = torch.cat(recorded.told)
+        features = torch.cat(recorded.features)
         text = torch.tensor([prompt + tokens])
         with torch.no_grad():
             states = model(input_ids=text, use_cache=False, output_hidden_states=True).hidden_states
         expected = torch.stack([states[tap] for tap in taps], dim=2)
         assert_close(target.features(text, taps), expected)
-        assert len(told) > len(prompt) + COUNT - 5  # all but the last cycle's
-        assert_close(told, expected[0, : len(told)])
+        assert len(features) > len(prompt) + COUNT - 5  # all but the last cycle's
+        assert_close(features, expected[0, : len(features)])
 
 
 @pytest.mark.parametrize("name", NO_TREES)

@@ -65,11 +65,11 @@ def test_what_a_prompt_shares_with_the_text_is_not_read_again(
     """Only what follows the common start is read, and the answer and the features are those of the whole prompt."""
     target.begin(PROMPT, GREEDY, taps=(0, -1))
     with counting(target) as counts:
-        news = target.begin(prompt, GREEDY, taps=(0, -1))
+        update = target.begin(prompt, GREEDY, taps=(0, -1))
     assert counts == read
-    assert news.tokens.tolist() == prompt
-    assert [news.root] == own_answer(target.model, prompt, 1)
-    assert close(news.features, target.features(torch.tensor([prompt]), (0, -1))[0])
+    assert update.tokens.tolist() == prompt
+    assert [update.root] == own_answer(target.model, prompt, 1)
+    assert close(update.features, target.features(torch.tensor([prompt]), (0, -1))[0])
 
 
 @pytest.mark.parametrize("taps", [(0,), (0, 1, 2), (), (-1, 2)])
@@ -77,9 +77,13 @@ def test_other_taps_read_the_whole_prompt_again(target: Target, taps: tuple[int,
     """States that were not caught take a forward, whatever number of them was caught before."""
     target.begin(PROMPT, GREEDY, taps=(2, -1))
     with counting(target) as counts:
-        news = target.begin(PROMPT, GREEDY, taps=taps)
+        update = target.begin(PROMPT, GREEDY, taps=taps)
     assert counts == [len(PROMPT)]
-    assert news.features is None if not taps else close(news.features, target.features(torch.tensor([PROMPT]), taps)[0])
+    assert (
+        update.features is None
+        if not taps
+        else close(update.features, target.features(torch.tensor([PROMPT]), taps)[0])
+    )
 
 
 def test_forget_reads_the_whole_prompt_again(target: Target) -> None:
@@ -108,10 +112,10 @@ def test_prompts_are_read_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) 
     chunked = Target(build(name))
     chunked.reader.check()  # once, at the first text
     with counting(chunked) as counts:
-        news = chunked.begin(PROMPT, GREEDY, taps=(0, 2, -1))
+        update = chunked.begin(PROMPT, GREEDY, taps=(0, 2, -1))
     assert counts == [6, 6, 6, 2]
-    assert [news.root] == own_answer(chunked.model, PROMPT, 1)
-    assert close(news.features, chunked.features(torch.tensor([PROMPT]), (0, 2, -1))[0])
+    assert [update.root] == own_answer(chunked.model, PROMPT, 1)
+    assert close(update.features, chunked.features(torch.tensor([PROMPT]), (0, 2, -1))[0])
     assert close(chunked.read(TREE).logits[3:4], own_logits(chunked.model, [*PROMPT, 5, 7, 8])[-1:])
 
 
@@ -157,7 +161,7 @@ def test_the_cache_stays_where_it_is_while_room_suffices(target: Target) -> None
     places = []
     drafter = PlantedTrees(PROMPT + answer, taps=(0, -1))
     propose = drafter.propose
-    drafter.propose = lambda news, budget: places.append(buffers(target)) or propose(news, budget)  # type: ignore[method-assign]
+    drafter.propose = lambda update, budget: places.append(buffers(target)) or propose(update, budget)  # type: ignore[method-assign]
     assert generate(target, drafter, PROMPT, max_new_tokens=120, stop=[]).tokens == answer
     assert len(places) > 10 and all(place == places[0] for place in [*places, buffers(target)])
 

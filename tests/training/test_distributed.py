@@ -92,9 +92,9 @@ def test_nan_on_one_of_two_processes_is_skipped_by_both(
     one = run(bad, tmp_path / "one")
     done = finished(launched(config, SCRIPT, *bad, f"train.out={tmp_path / 'two'}"))
     assert done.returncode == 0 and "skipped steps" in done.stdout, done.stdout
-    told, expected = ([line for line in rows(out) if "skipped" in line] for out in (tmp_path / "two", one))
-    assert [line["skipped"] for line in told] == [line["skipped"] for line in expected] and len(told) == 2
-    assert all(5 in line["conversations"] and len(line["conversations"]) < 4 for line in told)
+    skipped, expected = ([line for line in rows(out) if "skipped" in line] for out in (tmp_path / "two", one))
+    assert [line["skipped"] for line in skipped] == [line["skipped"] for line in expected] and len(skipped) == 2
+    assert all(5 in line["conversations"] and len(line["conversations"]) < 4 for line in skipped)
     assert apart(weights(tmp_path / "two"), weights(one)) < TOLERANCE
     assert all(torch.isfinite(tensor).all() for tensor in weights(tmp_path / "two").values())
 

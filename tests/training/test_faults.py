@@ -50,7 +50,7 @@ def child(work: Callable[[], object]) -> int:
         os._exit(1)
 
 
-def ended(work: Callable[[], object]) -> bool:
+def succeeds(work: Callable[[], object]) -> bool:
     """Whether a forked process has done its work."""
     return os.waitpid(child(work), 0)[1] == 0
 
@@ -60,7 +60,7 @@ def test_thirty_kills_cost_nothing(command: list[str], tmp_path: Path) -> None:
     """At any moment, some inside the writing of a checkpoint: the weights and metrics of a run that nobody touched."""
     chance = random.Random(4)
     asked = ("train.epochs=40", "train.checkpoint_every=2", "train.validate_every=50", "train.validation=0.1")
-    assert ended(lambda: run(command, tmp_path / "whole", *asked))
+    assert succeeds(lambda: run(command, tmp_path / "whole", *asked))
     out, inside, steps = tmp_path / "run", 0, [0]
 
     def newest() -> int:
@@ -88,7 +88,7 @@ def test_thirty_kills_cost_nothing(command: list[str], tmp_path: Path) -> None:
         steps.append(newest())
     print(f"{inside} kills inside a checkpoint; newest checkpoint after each kill: {steps}")
     assert inside >= 5 and steps == sorted(steps) and len(set(steps)) > 15 and steps[-1] >= 200
-    assert ended(lambda: run(command, out, *asked))
+    assert succeeds(lambda: run(command, out, *asked))
     assert equal(out, tmp_path / "whole") and equal(out, tmp_path / "whole", "head")
     assert rows(out) == rows(tmp_path / "whole")
     assert not list(out.rglob("*.part"))
@@ -125,9 +125,9 @@ def test_a_torn_checkpoint_is_named_and_passed_over(
     shutil.copytree(whole, out)
     damage(out / "checkpoints/step-12" / name)
     run(command, out, *EVERY)
-    said = capsys.readouterr().out
-    assert "step-12 is passed over" in said and "going on after step 10 of 12" in said
-    assert re.search(named, said)
+    output = capsys.readouterr().out
+    assert "step-12 is passed over" in output and "going on after step 10 of 12" in output
+    assert re.search(named, output)
     assert equal(out, whole) and rows(out) == rows(whole)
 
 
@@ -138,14 +138,14 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     sizes = {path.name: path.stat().st_size for path in (whole / "checkpoints/step-12").iterdir()}
     limit = (sizes["model.safetensors"] + sizes["optimizer.bin"]) // 2
 
-    def starved() -> None:
+    def train_limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         run(command, tmp_path / "run", *EVERY)
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    assert ended(starved)
-    said = capfd.readouterr().out
-    assert said.count("no checkpoint at step") == 6 and "make room on the disk" in said
+    assert succeeds(train_limited)
+    output = capfd.readouterr().out
+    assert output.count("no checkpoint at step") == 6 and "make room on the disk" in output
     assert equal(tmp_path / "run", whole) and not list((tmp_path / "run/checkpoints").iterdir())
     assert [line["step"] for line in rows(tmp_path / "run") if "checkpoint_failed" in line] == [1, 3, 5, 7, 9, 11]
 
@@ -156,13 +156,13 @@ def test_a_disk_too_full_for_the_head_is_said(
     """The last head is the run: without it the command fails, and the same command again makes it."""
     limit = (whole / "last/model.safetensors").stat().st_size // 2
 
-    def starved() -> None:
+    def train_limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         run(command, tmp_path / "run", *EVERY)
 
-    assert not ended(starved)
-    said = "".join(capfd.readouterr())
-    assert "the disk refused the head of step 4" in said and "give the same command again" in said
+    assert not succeeds(train_limited)
+    output = "".join(capfd.readouterr())
+    assert "the disk refused the head of step 4" in output and "give the same command again" in output
     run(command, tmp_path / "run", *EVERY)
     assert equal(tmp_path / "run", whole)
 
@@ -179,11 +179,11 @@ def test_a_step_with_nan_is_left_out_and_named(
     poison(tmp_path / "store", place)
     bad = [*command, f"features.store={tmp_path / 'store'}", f"train.accumulation={accumulation}"]
     out = run(bad, tmp_path / "run", "train.max_steps=6")
-    said = capsys.readouterr().out
-    assert "skipped steps [2]: their gradients are not finite; conversations [" in said
-    (told,) = [line for line in rows(out) if "skipped" in line]
-    assert told["skipped"] == [2] and place in told["conversations"] and set(told["conversations"]) <= set(steps[2])
-    assert accumulation == 1 or len(told["conversations"]) < 4
+    output = capsys.readouterr().out
+    assert "skipped steps [2]: their gradients are not finite; conversations [" in output
+    (row,) = [line for line in rows(out) if "skipped" in line]
+    assert row["skipped"] == [2] and place in row["conversations"] and set(row["conversations"]) <= set(steps[2])
+    assert accumulation == 1 or len(row["conversations"]) < 4
     assert json.loads((out / "last/provenance.json").read_text())["skipped_steps"] == 1
     clean = [*command, "train.max_steps=6"]
     assert apart(weights(out), naive(clean, tiny_target, steps[:6], left_out=2)) < 5e-6
@@ -227,18 +227,18 @@ def test_wandb_out_of_reach_costs_seconds(
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         env = {"WANDB_BASE_URL": url, **({} if server == "no key" else {"WANDB_API_KEY": "0" * 40})}
 
-        def tracked() -> None:
+        def train_with_wandb() -> None:
             for name in [name for name in os.environ if name.startswith("WANDB_")]:
                 del os.environ[name]
             os.environ |= env | {"HOME": str(tmp_path), "WANDB_CONFIG_DIR": str(tmp_path / "config")}
             run(command, tmp_path / "run", *EVERY, "train.wandb=test")
 
         began = time.perf_counter()
-        assert ended(tracked)
+        assert succeeds(train_with_wandb)
         took = time.perf_counter() - began
-    said = "".join(capfd.readouterr())
+    output = "".join(capfd.readouterr())
     print(f"{server}: {took:.1f} s")
-    assert "wandb is not reached" in said and "wandb sync" in said
+    assert "wandb is not reached" in output and "wandb sync" in output
     assert took < 45
     assert list((tmp_path / "run/wandb").glob("offline-run-*/*.wandb"))
     assert equal(tmp_path / "run", whole) and rows(tmp_path / "run") == rows(whole)

@@ -59,7 +59,7 @@ def test_ctrl_c_in_training_says_where_it_goes_on(config: str | None, tiny_targe
             os.killpg(started.pid, signal.SIGKILL)
             started.wait()
     newest = max(int(path.name[5:]) for path in (tmp_path / "run/checkpoints").glob("step-*") if path.suffix != ".part")
-    said = log.read_text()
-    assert said.count(f"stopped; the same command goes on from step {newest}\n") == 1, said
+    output = log.read_text()
+    assert output.count(f"stopped; the same command goes on from step {newest}\n") == 1, output
     if config is None:
-        assert status == 130 and "Traceback" not in said
+        assert status == 130 and "Traceback" not in output

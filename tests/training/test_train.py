@@ -100,12 +100,12 @@ def test_two_halves_are_the_whole(whole: Path, command: list[str], tmp_path: Pat
 
 def test_metrics_tell_every_loss_and_validation(whole: Path) -> None:
     """The steps rise, the loss falls, validations stand between them."""
-    told = rows(whole)
-    losses = [line["total"] for line in told if "total" in line]
-    assert [line["step"] for line in told if "total" in line] == [2, 4, 5, 8, 9] and losses[-1] < losses[0]
-    judged = [line["validation"] for line in told if "validation" in line]
-    assert len(judged) == 2 and judged[0].keys() == judged[1].keys() and judged[1]["tree/tau"] >= 1
-    assert all(1 <= line["chain/tau"] <= 5 for line in judged)
+    lines = rows(whole)
+    losses = [line["total"] for line in lines if "total" in line]
+    assert [line["step"] for line in lines if "total" in line] == [2, 4, 5, 8, 9] and losses[-1] < losses[0]
+    validations = [line["validation"] for line in lines if "validation" in line]
+    assert len(validations) == 2 and validations[0].keys() == validations[1].keys() and validations[1]["tree/tau"] >= 1
+    assert all(1 <= line["chain/tau"] <= 5 for line in validations)
 
 
 def test_the_best_and_the_last_are_kept(whole: Path) -> None:
@@ -137,8 +137,8 @@ def test_the_best_score_outlives_a_stop(whole: Path, command: list[str], tmp_pat
 def test_validation_has_one_gate(whole: Path, command: list[str], tmp_path: Path) -> None:
     """Whatever slots a run learns from, the same weights are judged alike."""
     asked = [f"train.init={whole / 'last'}", "train.lr=1e-30", "train.max_steps=1", "train.validation=0.2"]
-    told = [rows(run(command, tmp_path / gate, *asked, f"train.gate={gate}")) for gate in ("predicted", "read")]
-    assert told[0][-1]["validation"] == told[1][-1]["validation"] and told[0][0] != told[1][0]
+    lines = [rows(run(command, tmp_path / gate, *asked, f"train.gate={gate}")) for gate in ("predicted", "read")]
+    assert lines[0][-1]["validation"] == lines[1][-1]["validation"] and lines[0][0] != lines[1][0]
 
 
 def test_a_warm_start_begins_where_it_was_given(whole: Path, command: list[str], tmp_path: Path) -> None:
