@@ -82,14 +82,10 @@ def run(comparison: Comparison) -> str:
     decoder = Decoder(comparison, rows)
     begin(rows, header(comparison, decoder))
     store_features(comparison)
-    seeds, arms = comparison.section.seeds, list(comparison.arms.values())
-    every = [
-        (work, arm, seed)
-        for seed in seeds
-        for work in ("train", "measure")
-        for arm in arms
-        if arm.is_trained or (work == "measure" and seed == seeds[0])
-    ]
+    arms = comparison.arms.values()
+    every = [("measure", arm, comparison.section.seeds[0]) for arm in arms if not arm.is_trained]
+    for seed in comparison.section.seeds:
+        every += [(work, arm, seed) for work in ("train", "measure") for arm in arms if arm.is_trained]
     for work, arm, seed in progress(every, "compare", len(every), unit="arms"):
         if work == "train" and not is_trained(rows, arm, seed):
             decoder.release()

@@ -92,11 +92,11 @@ class TrainingRun:
         return sum(self.slots[place] for place in plan.step(step))
 
     def train(self, steps: int | None) -> Entry:
-        """Train by the project's loop, or go on; steps, supervised tokens and seconds, those of a part scaled up."""
+        """Train, or go on; the steps, supervised tokens, and seconds, scaled up where a killed run took a part."""
         plan = self.plan(steps)
         recipe = self.recipe.model_copy(update={"train": plan.settings})
-        checkpoints = Path(recipe.train.out) / "checkpoints"
-        done = max((int(path.name[5:]) for path in checkpoints.glob("step-*") if path.name[5:].isdigit()), default=0)
+        kept = [path.name.removeprefix("step-") for path in Path(recipe.train.out).glob("checkpoints/step-*")]
+        done = max((int(step) for step in kept if step.isdigit()), default=0)
         begin = _seconds()
         train(self.accelerator, recipe, self.head, self.frozen, self.features, None, commit())
         seconds = (_seconds() - begin) * len(plan) / max(len(plan) - done, 1)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
+from comparisons import small_comparison, written
 from scipy.stats import norm
 from scipy.stats import t as student
 
@@ -28,40 +28,6 @@ from eval.load_run import load_target
 from eval.prompts import cases, encode_prompt, questions
 
 ROOT = Path(__file__).parents[2]
-PATHS = [[0], [0, 0], [1]]
-
-
-def small_comparison(target_dir: Path, folder: Path) -> dict[str, Any]:
-    """A method without weights, a head, and a head that goes on from it: few steps on 24 conversations, two seeds."""
-    recipe = {
-        "target": {"path": str(target_dir / "target"), "dtype": "float32"},
-        "data": {"train": str(target_dir / "data/train.jsonl"), "limit": 24, "max_length": 96},
-        "features": {"store": str(folder / "store"), "dtype": "float32"},
-        "train": {"dtype": "float32", "validation": 0, "lr": 1e-3, "checkpoint_every": 1},
-        "eval": {"prompts": str(target_dir / "data/heldout.jsonl"), "count": 3, "max_new_tokens": 10},
-    }
-    shapes = {"tree": {"paths": PATHS}, "drawn": {"paths": PATHS, "draw": "sampled"}}
-    return {
-        "out": str(folder / "out"),
-        "base": str(ROOT / "recipes/tiny/eagle1.yaml"),
-        "recipe": recipe,
-        "seeds": [0, 1],
-        "tokens": 300,
-        "shapes": shapes,
-        "arms": {
-            "counts": {"untrained": "ngram"},
-            "head": {"tokens": 150},
-            "longer": {"base": str(ROOT / "recipes/tiny/hass.yaml"), "start": "head"},
-        },
-    }
-
-
-def written(values: dict[str, Any], folder: Path, **changes: Any) -> str:
-    """A comparison file with some keys changed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "comparison.yaml"
-    path.write_text(yaml.safe_dump({**values, **changes}, sort_keys=False))
-    return str(path)
 
 
 def without_seconds(folder: Path) -> dict[str, Any]:
@@ -231,36 +197,6 @@ def test_differences_against_a_naive_bootstrap(comparison: Comparison, monkeypat
     assert unclear.startswith("| longer over counts") and "**" not in unclear
 
 
-MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown key": ({"seed": [0]}, "unknown key seed: did you mean seeds?"),
-    "unknown key of an arm": (
-        {"arms": {"a": {"untrainned": "ngram"}}},
-        "unknown key arms.a.untrainned: did you mean un",
-    ),
-    "unknown recipe key": (
-        {"recipe": {"train": {"learning_rate": 1}}},
-        "unknown key train.learning_rate: did you mean lr",
-    ),
-    "unknown drafter key": ({"arms": {"a": {"recipe": {"drafter": {"kind": "hass", "tops": 1}}}}}, "did you mean top"),
-    "no such method": ({"arms": {"a": {"recipe": {"drafter": {"kind": "eagle9"}}}}}, "drafter.kind is 'eagle9'"),
-    "start that comes later": ({"arms": {"a": {"start": "b"}, "b": {}}}, "arms.a.start is 'b', expected a trained arm"),
-    "start without a head": ({"arms": {"a": {"untrained": "ngram"}, "b": {"start": "a"}}}, "arms.b.start is 'a'"),
-    "two budgets": ({"arms": {"a": {"tokens": 5, "seconds": 5}}}, "arms.a has tokens and seconds, expected one"),
-    "an untrained arm's budget": ({"arms": {"a": {"untrained": "ngram", "tokens": 5}}}, "expected no other key"),
-    "other prompts": ({"arms": {"a": {"recipe": {"eval": {"count": 2}}}}}, "arms.a.recipe names eval"),
-    "unknown pair": ({"compare": [["head", "tail"]]}, "compare names 'tail', expected one of the arms: counts, head"),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_named_before_anything_runs(mistake: str, values: dict[str, Any], tmp_path: Path) -> None:
-    """With the place, and what was expected there."""
-    changes, message = MISTAKES[mistake]
-    with pytest.raises(ValueError) as error:
-        Comparison.load(written({**values, **changes}, tmp_path))
-    assert message in str(error.value)
-
-
 def test_a_second_run_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
     """While another one writes the same folder."""
     with lock_folder(values["out"]), pytest.raises(ValueError, match="another run is writing"):
@@ -283,13 +219,6 @@ def test_what_is_missing_is_prepared(values: dict[str, Any], tmp_path: Path) -> 
     comparison = Comparison.load(written(values, tmp_path, prepare={str(tmp_path / "other"): "-c pass"}))
     with pytest.raises(ValueError, match="other is still missing after `python -c pass` \\(status 0\\)"):
         compare.prepare(comparison)
-
-
-def test_shipped_comparisons_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their recipes too."""
-    monkeypatch.chdir(ROOT)
-    for path in sorted((ROOT / "recipes/compare").glob("*.yaml")):
-        assert Comparison.load(path).arms
 
 
 @pytest.mark.slow
