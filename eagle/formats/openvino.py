@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from eagle.formats.engine import Engine, Trap
+from eagle.formats.engine import Engine
 from eagle.formats.networks import FUSED, FusedLayout
+from eagle.formats.traps import MIDLAYER_ONLY, NO_IDS
 
 SERVE = """Convert, say which layers the head reads, counted by their *outputs* (left out, OpenVINO reads each one too
 late), and serve both:
@@ -30,5 +31,5 @@ OPENVINO = Engine(
     name="openvino",
     title="OpenVINO",
     networks={FUSED: FusedLayout(SERVE, needs_offsets=True)},
-    traps=(Trap.MIDLAYER_ONLY, Trap.NO_IDS_LATE),
+    traps=(MIDLAYER_ONLY, NO_IDS),
 )

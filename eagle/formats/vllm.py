@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from eagle.formats.engine import SCALINGS, Engine, Trap
+from eagle.formats.engine import SCALINGS, Engine
 from eagle.formats.networks import FEATURES, FUSED, SWITCHES, FeatureLayout, FusedLayout
+from eagle.formats.traps import (
+    FULL_D2T,
+    FUSED_BIAS,
+    IDS_DISAGREE,
+    IDS_UNSORTED,
+    INNER_IDS_ALONE,
+    MODEL_PREFIX,
+    PROMISED_BIAS,
+    RESIDUAL_UNSAID,
+)
 
 ON_CPU = """
 
@@ -35,12 +45,13 @@ VLLM = Engine(
     },
     scalings=(*SCALINGS, "dynamic"),
     traps=(
-        Trap.MODEL_PREFIX,
-        Trap.INNER_IDS_MISREAD,
-        Trap.SORTS_IDS,
-        Trap.FULL_D2T_REFUSED,
-        Trap.NORMED_BY_DEFAULT,
-        Trap.FUSED_BIAS,
-        Trap.PROMISED_BIAS,
+        MODEL_PREFIX,
+        IDS_DISAGREE,
+        INNER_IDS_ALONE,
+        IDS_UNSORTED,
+        FULL_D2T,
+        RESIDUAL_UNSAID,
+        FUSED_BIAS,
+        PROMISED_BIAS,
     ),
 )
