@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from eagle.formats import traps
 from eagle.formats.engine import Engine
 from eagle.formats.networks import FUSED, FusedLayout
-from eagle.formats.traps import FUSED_BIAS, IDS_DISAGREE, INNER_IDS_ALONE, LAYER_COUNT, MODEL_PREFIX, ROPE_THETA_NESTED
 
 SERVE = """```sh
 python convert_hf_to_gguf.py TARGET --outtype f32 --outfile target.gguf
@@ -20,11 +20,11 @@ LLAMACPP = Engine(
     networks={FUSED: FusedLayout(SERVE, switches=("norm_before_residual",), reads_embedding=True)},
     ignored_rotary=("attention_factor", "truncate", "mscale", "mscale_all_dim"),
     traps=(
-        MODEL_PREFIX,
-        IDS_DISAGREE,
-        INNER_IDS_ALONE,
-        ROPE_THETA_NESTED,
-        FUSED_BIAS,
-        LAYER_COUNT,
+        traps.MODEL_PREFIX,
+        traps.IDS_DISAGREE,
+        traps.INNER_IDS_ALONE,
+        traps.ROPE_THETA_NESTED,
+        traps.FUSED_BIAS,
+        traps.LAYER_COUNT,
     ),
 )

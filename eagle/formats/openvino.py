@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from eagle.formats import traps
 from eagle.formats.engine import Engine
 from eagle.formats.networks import FUSED, FusedLayout
-from eagle.formats.traps import MIDLAYER_ONLY, NO_IDS
 
 SERVE = """Convert, say which layers the head reads, counted by their *outputs* (left out, OpenVINO reads each one too
 late), and serve both:
@@ -31,5 +31,5 @@ OPENVINO = Engine(
     name="openvino",
     title="OpenVINO",
     networks={FUSED: FusedLayout(SERVE, needs_offsets=True)},
-    traps=(MIDLAYER_ONLY, NO_IDS),
+    traps=(traps.MIDLAYER_ONLY, traps.NO_IDS),
 )

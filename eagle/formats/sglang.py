@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from eagle.formats import traps
 from eagle.formats.engine import Engine
 from eagle.formats.networks import FEATURES, FUSED, FeatureLayout, FusedLayout
-from eagle.formats.traps import FUSED_BIAS, IDS_DISAGREE, LAYER_COUNT, OUTER_IDS_ALONE, ROPE_THETA_NESTED
 
 SERVE = """```sh
 python -m sglang.launch_server --model-path TARGET --speculative-algorithm METHOD \\
@@ -24,5 +24,5 @@ SGLANG = Engine(
         FUSED: FusedLayout(SERVE.replace("METHOD", "EAGLE3"), switches=("fc_norm", "norm_output")),
     },
     ignored_rotary=("attention_factor",),
-    traps=(IDS_DISAGREE, OUTER_IDS_ALONE, ROPE_THETA_NESTED, FUSED_BIAS, LAYER_COUNT),
+    traps=(traps.IDS_DISAGREE, traps.OUTER_IDS_ALONE, traps.ROPE_THETA_NESTED, traps.FUSED_BIAS, traps.LAYER_COUNT),
 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from eagle.formats import traps
 from eagle.formats.engine import Engine
 from eagle.formats.networks import FUSED, FusedLayout
-from eagle.formats.traps import PROMISED_BIAS
 
 SWITCHES = ("fc_norm", "norm_output")
 
@@ -31,5 +31,5 @@ TRTLLM = Engine(
     # whether heads of EAGLE-1 are still read was not found out
     networks={FUSED: FusedLayout(SERVE, switches=SWITCHES, nested_switches=SWITCHES)},
     ignored_rotary=("attention_factor", "truncate"),
-    traps=(PROMISED_BIAS,),
+    traps=(traps.PROMISED_BIAS,),
 )

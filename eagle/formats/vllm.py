@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
+from eagle.formats import traps
 from eagle.formats.engine import SCALINGS, Engine
 from eagle.formats.networks import FEATURES, FUSED, SWITCHES, FeatureLayout, FusedLayout
-from eagle.formats.traps import (
-    FULL_D2T,
-    FUSED_BIAS,
-    IDS_DISAGREE,
-    IDS_UNSORTED,
-    INNER_IDS_ALONE,
-    MODEL_PREFIX,
-    PROMISED_BIAS,
-    RESIDUAL_UNSAID,
-)
 
 ON_CPU = """
 
@@ -45,13 +36,13 @@ VLLM = Engine(
     },
     scalings=(*SCALINGS, "dynamic"),
     traps=(
-        MODEL_PREFIX,
-        IDS_DISAGREE,
-        INNER_IDS_ALONE,
-        IDS_UNSORTED,
-        FULL_D2T,
-        RESIDUAL_UNSAID,
-        FUSED_BIAS,
-        PROMISED_BIAS,
+        traps.MODEL_PREFIX,
+        traps.IDS_DISAGREE,
+        traps.INNER_IDS_ALONE,
+        traps.IDS_UNSORTED,
+        traps.FULL_D2T,
+        traps.RESIDUAL_UNSAID,
+        traps.FUSED_BIAS,
+        traps.PROMISED_BIAS,
     ),
 )
