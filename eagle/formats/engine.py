@@ -4,31 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Layout, rotary_of
 from eagle.formats.networks import NetworkLayout, network_of
+from eagle.formats.traps import Trap
 
 SCALINGS = ("linear", "llama3", "yarn")  # rotary ones that most engines read; longrope is chosen by length, by none
-
-
-class Trap(Enum):
-    """What goes wrong in an engine without a word, or keeps a checkpoint from loading."""
-
-    MODEL_PREFIX = "does not find tensors under `model.`"
-    MIDLAYER_ONLY = "does not find a block called `layers.0`"
-    OUTER_IDS_UNREAD = "does not read layer ids at the top of the config, which count inputs"
-    INNER_IDS_MISREAD = "does not read layer ids in eagle_config, which count outputs, or takes them for inputs"
-    NO_IDS_LATE = "reads every layer one too late where no layer ids are said"
-    SORTS_IDS = "sorts layer ids, and not the columns of fc with them"
-    FULL_D2T_REFUSED = "refuses d2t where all tokens can be drafted"
-    ROPE_THETA_AT_TOP = "looks for rope_theta beside the rotary parameters, and not among them"
-    NORMED_BY_DEFAULT = "takes norm_before_residual for true where a head of speculators does not say"
-    FUSED_BIAS = "has no bias in fc of EAGLE-3"
-    PROMISED_BIAS = "expects the biases that the config promises"
-    LAYER_COUNT = "makes as many layers as the config says"
 
 
 @dataclass(frozen=True)

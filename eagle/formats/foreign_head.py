@@ -4,20 +4,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.drafters import DRAFTERS
-from eagle.drafters.parts.blocks import head_shape
 from eagle.formats.checkpoint import load_head
 from eagle.formats.head_folder import OWN, HeadFolder
-from eagle.formats.head_parts import LAYER_IDS
-from eagle.formats.networks import EMBEDDING
-from eagle.formats.target_files import EMBEDDINGS, LM_HEADS, TargetFiles, count_differing_rows
+from eagle.formats.head_parts import LAYER_IDS, build_drafter
+from eagle.formats.target_files import LM_HEADS, TargetFiles, borrowed_tensors, count_differing_rows
 
 SOME = 16  # tokens of a draft vocabulary, below which chance may look like ids
 
@@ -45,7 +39,15 @@ def convert_head(
         except Exception as error:  # of many kinds: settings and sizes go through pydantic and transformers
             raise ValueError(f"{head.path} is no head of this project: {error!r:.500}") from None
     weights = _load_weights(head, target, notes)
-    drafter = _build_empty(head, taps, weights, target, notes)
+    if not head.is_fused:
+        head.switches["fc_bias"] = "fc.bias" in weights
+    sizes, ours = dict(head.shape), head.shape["max_position_embeddings"]
+    theirs = target.positions if target else None
+    if theirs not in (None, ours) and sizes["rope_parameters"]["rope_type"] == "default":
+        change = f"{ours} became {theirs}, the target's"
+        notes.append(f"max_position_embeddings {change}: it changes nothing that is computed")
+        sizes["max_position_embeddings"] = theirs
+    drafter = build_drafter(head, taps, sizes)
     if dtypes := {weight.dtype for weight in weights.values() if weight.is_floating_point()} - {torch.float32}:
         notes.append(f"weights in {', '.join(sorted(map(str, dtypes)))}, held here in torch.float32, which is exact")
     drafter.load_state_dict(weights)
@@ -91,38 +93,9 @@ def _choose_taps(
     return taps
 
 
-def _build_empty(
-    head: HeadFolder, taps: tuple[int, ...], weights: dict[str, Tensor], target: TargetFiles | None, notes: list[str]
-) -> TrainableDrafter:
-    """A drafter of that network and those sizes."""
-    sizes = dict(head.shape)
-    ours, theirs = sizes["max_position_embeddings"], target.positions if target else None
-    if theirs not in (None, ours) and sizes["rope_parameters"]["rope_type"] == "default":
-        notes.append(
-            f"max_position_embeddings {ours} became {theirs}, the target's: it changes nothing that is computed"
-        )
-        sizes["max_position_embeddings"] = theirs
-    settings: dict[str, Any] = {"intermediate_size": sizes["intermediate_size"]}
-    overrides = {}
-    if head.is_fused:
-        overrides = {"draft_vocab_size": head.draft_vocab_size}
-        draft_vocab = head.draft_vocab_size if head.draft_vocab_size < sizes["vocab_size"] else None
-        settings |= {"taps": taps, "draft_vocab": draft_vocab, **head.switches}
-    else:
-        settings["fc_bias"] = "fc.bias" in weights
-    method: Any = DRAFTERS["eagle3" if head.is_fused else "eagle1"]
-    try:  # transformers judges the rotary parameters
-        drafter: TrainableDrafter = method(
-            method.Settings(**settings), head_shape(SimpleNamespace(**sizes), **overrides)
-        )
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise ValueError(f"{head.path}: no head of these sizes can be made: {error!r:.300}") from None
-    return drafter
-
-
 def _load_weights(head: HeadFolder, target: TargetFiles | None, notes: list[str]) -> dict[str, Tensor]:
     """The tensors that the head keeps; what it does not keep is compared and told."""
-    borrowed = {EMBEDDING: EMBEDDINGS} if head.is_fused else {EMBEDDING: EMBEDDINGS, "lm_head.weight": LM_HEADS}
+    borrowed = borrowed_tensors(head.is_fused)
     weights = {}
     for name in sorted(head.names):
         if name.endswith("inv_freq"):

@@ -5,8 +5,14 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
+import torch
+
+from eagle.core.drafter import TrainableDrafter
 from eagle.drafters import DRAFTERS
+from eagle.drafters.parts.blocks import head_shape
 from eagle.formats.files import TensorEntry
 from eagle.formats.head_folder import OWN, SPECULATORS, HeadFolder
 from eagle.formats.keys import Keys, read_rope, short
@@ -179,34 +185,30 @@ def _read_switch(head: HeadFolder, name: str) -> None:
 # -- tensors ----------------------------------------------------------------------------------------------------------
 
 
+def build_drafter(head: HeadFolder, taps: tuple[int, ...], sizes: dict[str, Any]) -> TrainableDrafter:
+    """A drafter of a checkpoint's network and of these sizes, with weights that nobody has set."""
+    settings: dict[str, Any] = {"intermediate_size": sizes["intermediate_size"], **head.switches}
+    overrides = {}
+    if head.is_fused:
+        overrides = {"draft_vocab_size": head.draft_vocab_size}
+        settings["taps"] = taps
+        settings["draft_vocab"] = head.draft_vocab_size if head.draft_vocab_size < sizes["vocab_size"] else None
+    method: Any = DRAFTERS["eagle3" if head.is_fused else "eagle1"]
+    try:  # transformers judges the rotary parameters, and torch the sizes
+        shape = head_shape(SimpleNamespace(**sizes), **overrides)
+        drafter: TrainableDrafter = method(method.Settings(**settings), shape)
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise ValueError(f"{head.path}: no head of these sizes can be made: {error!r:.300}") from None
+    return drafter
+
+
 def expected_tensors(head: HeadFolder) -> dict[str, tuple[int, ...]]:
-    """The tensors that the network consists of, with their sizes."""
-    shape = head.shape
-    width, mlp_width, head_dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
-    query, key = shape["num_attention_heads"] * head_dim, shape["num_key_value_heads"] * head_dim
-    attended = 2 * width if head.is_fused else width
-    tensors: dict[str, tuple[int, ...]] = {
-        "fc.weight": (width, (head.tap_count if head.is_fused else 2) * width),
-        "layers.0.self_attn.q_proj.weight": (query, attended),
-        "layers.0.self_attn.k_proj.weight": (key, attended),
-        "layers.0.self_attn.v_proj.weight": (key, attended),
-        "layers.0.self_attn.o_proj.weight": (width, query),
-        "layers.0.mlp.gate_proj.weight": (mlp_width, width),
-        "layers.0.mlp.up_proj.weight": (mlp_width, width),
-        "layers.0.mlp.down_proj.weight": (width, mlp_width),
-        "layers.0.post_attention_layernorm.weight": (width,),
-    }
-    if not head.is_fused:
-        return tensors | ({"fc.bias": (width,)} if head.switches["fc_bias"] else {})
-    norms = ["norm", "layers.0.hidden_norm", "layers.0.input_layernorm"]
-    norms += [f"fc_norm.{tap}" for tap in range(head.tap_count) if head.switches["fc_norm"]]
-    tensors |= {f"{name}.weight": (width,) for name in norms}
-    tensors["lm_head.weight"] = (head.draft_vocab_size, width)
-    if head.draft_vocab_size < shape["vocab_size"]:
-        tensors["d2t"] = (head.draft_vocab_size,)
-        if head.layout == OWN:
-            tensors["t2d"] = (shape["vocab_size"],)
-    return tensors
+    """The tensors of a head here with this network and these sizes; `t2d` follows from `d2t` in other layouts."""
+    with torch.device("meta"):  # which takes no memory
+        sizes = {**head.shape, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+        drafter = build_drafter(head, tuple(range(head.tap_count)), sizes)
+    tensors = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    return tensors if head.layout == OWN else {name: size for name, size in tensors.items() if name != "t2d"}
 
 
 def _spare_tensors(head: HeadFolder) -> dict[str, tuple[int, ...] | None]:
@@ -223,7 +225,11 @@ def _spare_tensors(head: HeadFolder) -> dict[str, tuple[int, ...] | None]:
 
 def check_tensors(head: HeadFolder) -> None:
     """Every expected tensor is there in its size, and every other one is known."""
-    expected, spare = expected_tensors(head), _spare_tensors(head)
+    try:
+        expected, spare = expected_tensors(head), _spare_tensors(head)
+    except ValueError as error:
+        head.problem(str(error), "Correct config.json")
+        return
     for name, size in expected.items():
         if name not in head.names:
             fix = REMEDIES.get(name, "Engines may start from random numbers there: export again")

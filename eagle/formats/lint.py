@@ -5,16 +5,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from eagle.data.identity import target_identity
-from eagle.formats.engine import Engine, Trap
+from eagle.formats import traps
 from eagle.formats.files import has, read_json
 from eagle.formats.foreign_head import read_draft_tokens
 from eagle.formats.head_folder import MODELOPT, OWN, SPECULATORS, Finding, HeadFolder
-from eagle.formats.networks import EMBEDDING, FEATURES, FUSED, FeatureLayout, FusedLayout
+from eagle.formats.networks import FEATURES, FUSED
 from eagle.formats.norm_output import ASK, describe_choice, is_ambiguous
 from eagle.formats.registry import SERVERS
-from eagle.formats.target_files import EMBEDDINGS, LM_HEADS, TargetFiles, count_differing_rows
+from eagle.formats.target_files import TargetFiles, borrowed_tensors, count_differing_rows
+from eagle.formats.traps import Trap
 from eagle.recipe import TargetSection
 
 AUTOMODEL_CLASS = "LlamaEagle3DraftModel"
@@ -26,53 +28,36 @@ KNOWN = {  # architectures that some engine takes a head by
     FEATURES: {"LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"},
 }  # fmt: skip
 USUAL_THETA = 10000.0  # which some trainers keep whatever the target has
-ANOTHER_TARGET = "This is another target's head"
 Findings = Iterator[Finding]
 
 
-def engines_with(*traps: Trap) -> tuple[str, ...]:
-    """The engines that one of these traps strikes."""
-    return _titles(lambda engine: bool(set(traps) & set(engine.traps)))
+def strike(trap: Trap, engines: tuple[str, ...] | None = None, fatal: bool | None = None, **values: Any) -> Finding:
+    """The finding of a trap, in the engines whose tables name it unless others are given."""
+    if engines is None:
+        engines = tuple(engine.title for engine in SERVERS if trap in engine.traps)
+    is_fatal = trap.fatal if fatal is None else fatal
+    return Finding(trap.what.format(**values), engines, is_fatal, trap.fix.format(**values))
 
 
-def engines_by_switch(switch: str, *, known: bool) -> tuple[str, ...]:
+def _engines(network: str, fits: Callable[[Any], bool]) -> tuple[str, ...]:
+    """The engines whose layout of a network is such."""
+    return tuple(engine.title for engine in SERVERS if network in engine.networks and fits(engine.networks[network]))
+
+
+def _engines_by_switch(switch: str, is_known: bool) -> tuple[str, ...]:
     """The engines that know a switch of EAGLE-3's network, or those that do not."""
-
-    def matches(engine: Engine) -> bool:
-        layout = engine.networks.get(FUSED)
-        return isinstance(layout, FusedLayout) and (switch in layout.switches) == known
-
-    return _titles(matches)
-
-
-def engines_by_bias(*, read: bool) -> tuple[str, ...]:
-    """The engines of EAGLE-1 that have a bias in `fc`, or those that have none."""
-
-    def matches(engine: Engine) -> bool:
-        layout = engine.networks.get(FEATURES)
-        return isinstance(layout, FeatureLayout) and layout.reads_bias == read
-
-    return _titles(matches)
-
-
-def _titles(matches: Callable[[Engine], bool]) -> tuple[str, ...]:
-    return tuple(engine.title for engine in SERVERS if matches(engine))
+    return _engines(FUSED, lambda layout: (switch in layout.switches) == is_known)
 
 
 def check_names(head: HeadFolder, target: TargetFiles | None) -> Findings:
     """How tensors and architectures are called."""
     if head.prefixed:
         is_fatal = AUTOMODEL_CLASS not in head.architectures and not has(head.path, "eagle_meta.pt")
-        what = f"{len(head.prefixed)} tensors stand under `model.`"
-        fix = "Take `model.` off the names; import and export do"
-        yield Finding(what, engines_with(Trap.MODEL_PREFIX), is_fatal, fix)
+        yield strike(traps.MODEL_PREFIX, fatal=is_fatal, count=len(head.prefixed))
     if head.is_fused and head.has_block("layers.0."):
-        what = "the block is called layers.0: OpenVINO starts a random one"
-        fix = "Export to openvino, which says `midlayer`"
-        yield Finding(what, engines_with(Trap.MIDLAYER_ONLY), False, fix)
+        yield strike(traps.MIDLAYER_ONLY)
     if not set(head.architectures) & KNOWN[head.network or FUSED]:
-        what = f"architectures is {head.architectures or 'missing'}, which no engine knows"
-        yield Finding(what, fatal=False, fix="Export again")
+        yield strike(traps.ARCHITECTURE, names=head.architectures or "missing")
 
 
 def check_layer_ids(head: HeadFolder, target: TargetFiles | None) -> Findings:
@@ -80,42 +65,25 @@ def check_layer_ids(head: HeadFolder, target: TargetFiles | None) -> Findings:
     if not head.is_fused:
         return
     inputs, inner = head.inputs, head.inputs_by_outputs
-    outer_unread, inner_misread = engines_with(Trap.OUTER_IDS_UNREAD), engines_with(Trap.INNER_IDS_MISREAD)
     if inputs and inner and inputs != inner:
         same = " (they are the same numbers, but the inner ones count outputs)" if inputs == head.outputs else ""
-        what = f"layer ids disagree: inputs {inputs}, outputs {head.outputs}{same}"
-        fix = "Inner ids must be one less than outer ones: correct one place"
-        yield Finding(what, engines_with(Trap.OUTER_IDS_UNREAD, Trap.INNER_IDS_MISREAD), True, fix)
-    if not inputs and not inner:
-        what = "no layer ids: engines take the inputs of 2, the middle and the last but two; OpenVINO one layer further"
-        fix = "Write them in both places; import with --taps or --target"
-        yield Finding(what, engines_with(Trap.NO_IDS_LATE), False, fix)
-    elif inputs and inner is None:
-        what = "layer ids stand in the outer key alone, which SGLang does not read"
-        fix = "Write eagle_config.eagle_aux_hidden_state_layer_ids, each one less"
-        yield Finding(what, outer_unread, False, fix)
+        yield strike(traps.IDS_DISAGREE, inputs=inputs, outputs=head.outputs, same=same)
+    if inputs and inner is None:
+        yield strike(traps.OUTER_IDS_ALONE)
     elif inner and not inputs:
-        what = "layer ids stand in eagle_config alone: vLLM takes them for inputs, llama.cpp does not read them"
-        yield Finding(what, inner_misread, False, f"Write eagle_aux_hidden_state_layer_ids: {list(inner)}")
-    if ids := inputs or inner:
-        yield from _check_taps(head, ids, target)
-    elif target and len({2, target.layers // 2, target.layers - 3}) < 3:
-        what = f"no layer ids, and the usual ones are not three of {target.layers} layers"
-        yield Finding(what, (), True, "Write them")
-
-
-def _check_taps(head: HeadFolder, ids: tuple[int, ...], target: TargetFiles | None) -> Findings:
-    """Layer ids that name each layer of the target once, in order."""
+        yield strike(traps.INNER_IDS_ALONE, inputs=list(inner))
+    ids = inputs or inner
+    if not ids:
+        yield strike(traps.NO_IDS)
+        if target and len({2, target.layers // 2, target.layers - 3}) < 3:
+            yield strike(traps.USUAL_IDS, layers=target.layers)
+        return
     if len(ids) != head.tap_count or len(set(ids)) != len(ids):
-        what = f"layer ids {ids}, but fc.weight reads {head.tap_count} layers"
-        yield Finding(what, (), True, "Name each layer once")
+        yield strike(traps.IDS_COUNT, ids=ids, count=head.tap_count)
     if list(ids) != sorted(ids):
-        what = f"layer ids {ids} are not in order: vLLM sorts them, fc does not"
-        yield Finding(what, engines_with(Trap.SORTS_IDS), True, "Export again")
+        yield strike(traps.IDS_UNSORTED, ids=ids)
     if target and not all(-1 <= layer < target.layers for layer in ids):
-        last = target.layers - 1
-        what = f"layer ids {ids} for a target of {target.layers} layers: the last input is that of {last}"
-        yield Finding(what, (), True, "This is the head of another target, or the ids are wrong")
+        yield strike(traps.IDS_OUTSIDE, ids=ids, layers=target.layers, last=target.layers - 1)
 
 
 def check_vocabulary(head: HeadFolder, target: TargetFiles | None) -> Findings:
@@ -125,25 +93,22 @@ def check_vocabulary(head: HeadFolder, target: TargetFiles | None) -> Findings:
         return
     offsets = head.load("d2t").long()
     if size == vocab_size:
-        what = "d2t is there although the head says all tokens: vLLM refuses it, OpenVINO needs it"
-        is_fatal = not head.has_block("midlayer.")
-        yield Finding(what, engines_with(Trap.FULL_D2T_REFUSED), is_fatal, "Leave it out, but for OpenVINO")
+        yield strike(traps.FULL_D2T, fatal=not head.has_block("midlayer."))
         if bool(offsets.any()):
-            yield Finding("d2t is not zero although the head says all tokens", (), True, "Correct draft_vocab_size")
+            yield strike(traps.FULL_D2T_NOT_ZERO)
         return
     tokens, why = read_draft_tokens(offsets, vocab_size)
     if tokens is None:
-        yield Finding(why, (), True, "Engines would name other tokens than the head means")
+        yield strike(traps.NO_OFFSETS, why=why)
         return
     if not bool((tokens.diff() > 0).all()):
-        yield Finding("the tokens of d2t do not rise", (), False, "Nothing needs it, but trainers write them so")
+        yield strike(traps.D2T_UNSORTED)
     mask = head.entry("t2d")
     if mask is not None and mask.shape == (vocab_size,):
         marked = head.load("t2d").bool()
         if not bool(marked[tokens].all()) or int(marked.sum()) != len(tokens):
             are_ids = bool(((offsets >= 0) & (offsets < vocab_size)).all()) and bool(marked[offsets].all())
-            what = "t2d marks other tokens than d2t" + (": d2t holds token ids, expected offsets" if are_ids else "")
-            yield Finding(what, (), True, "Make both again from the same vocabulary")
+            yield strike(traps.OTHER_T2D, ids=": d2t holds token ids, expected offsets" if are_ids else "")
 
 
 def check_rotary(head: HeadFolder, target: TargetFiles | None) -> Findings:
@@ -151,84 +116,67 @@ def check_rotary(head: HeadFolder, target: TargetFiles | None) -> Findings:
     rope = head.shape["rope_parameters"]
     theta, kind = rope["rope_theta"], rope["rope_type"]
     if head.block.values.get("rope_theta") is None and theta != USUAL_THETA:
-        what = f"rope_theta ({theta:g}) stands in the rotary parameters alone: older readers take 10000"
-        yield Finding(what, engines_with(Trap.ROPE_THETA_AT_TOP), False, "Write rope_theta beside them")
+        yield strike(traps.ROPE_THETA_NESTED, theta=theta)
     theirs = target.rope if target else {}
     if theirs and theirs["rope_theta"] != theta:
         is_usual = theta == USUAL_THETA and head.layout != OWN
         why = "; some trainers do that on purpose" if is_usual else ""
-        what = f"rope_theta is {theta:g}, the target's is {theirs['rope_theta']:g}{why}"
-        yield Finding(what, (), not is_usual, "Write what it was trained on")
+        yield strike(traps.OTHER_THETA, fatal=not is_usual, theta=theta, theirs=theirs["rope_theta"], why=why)
     if theirs and {**rope, "rope_theta": 0} != {**theirs, "rope_theta": 0}:
-        what = f"rope scaling is {kind}, the target's is {theirs['rope_type']}, or of other numbers"
-        yield Finding(what, (), False, "Fine if it was trained so")
+        yield strike(traps.OTHER_SCALING, kind=kind, theirs=theirs["rope_type"])
     if kind != "default" and head.layout == MODELOPT:
-        what = f"ModelOpt writes rope scaling ({kind}) into exports of heads that were trained without"
-        yield Finding(what, (), False, "Take rope_scaling out of config.json unless texts are longer than in training")
+        yield strike(traps.MODELOPT_SCALING, kind=kind)
 
 
 def check_norms(head: HeadFolder, target: TargetFiles | None) -> Findings:
     """Switches that some engines do not look at."""
     if not head.is_fused:
         return
-    serve = f"Serve it with {', '.join(engines_by_switch('fc_norm', known=True))}"
-    unknown = {
-        "norm_before_residual": ("norm_before_residual is true: these take the state as it is", "Train without it"),
-        "fc_norm": ("fc_norm: these have none", serve),
-        "norm_output": ("norm_output: these feed the state back un-normed", "As for fc_norm"),
-    }
-    for switch, (what, fix) in unknown.items():
+    for switch, trap in traps.UNKNOWN_SWITCHES.items():
         if head.switches[switch]:
-            yield Finding(what, engines_by_switch(switch, known=False), False, fix)
+            knowing = _engines_by_switch(switch, True)
+            yield strike(trap, _engines_by_switch(switch, False), servers=", ".join(knowing))
     if is_ambiguous(head):
-        yield Finding(describe_choice(head), engines_by_switch("norm_output", known=True), False, ASK)
+        yield strike(
+            traps.NORM_OUTPUT, _engines_by_switch("norm_output", True), question=describe_choice(head), ask=ASK
+        )
     name = "layers.0.input_layernorm.weight"
     weight = head.load(name) if head.layout == MODELOPT and head.entry(name) else None
     if weight is not None and bool((weight != weight[:1]).any()):
-        what = "ModelOpt puts the state through input_layernorm too when it trains, and engines do not"
-        yield Finding(what, (), False, "Expect less acceptance than its training says; a warm start learns it anew")
+        yield strike(traps.MODELOPT_NORM)
     if head.layout == SPECULATORS and "norm_before_residual" not in head.keys.values:
-        what = "norm_before_residual is not written: vLLM takes true, speculators false"
-        yield Finding(what, engines_with(Trap.NORMED_BY_DEFAULT), True, "Write it")
+        yield strike(traps.RESIDUAL_UNSAID)
 
 
 def check_biases(head: HeadFolder, target: TargetFiles | None) -> Findings:
     """The bias of `fc`, and those that a config promises."""
     has_bias = head.entry("fc.bias") is not None
     if has_bias and head.is_fused:
-        what = "fc.bias in an EAGLE-3 head: dropped in silence, and a load failure in llama.cpp"
-        yield Finding(what, engines_with(Trap.FUSED_BIAS), True, "Train without it")
+        yield strike(traps.FUSED_BIAS)
     elif has_bias and bool(head.load("fc.bias").any()):
-        what = "fc.bias is not zero, and vLLM drops it in silence"
-        yield Finding(what, engines_by_bias(read=False), False, "Train with fc_bias=false")
+        yield strike(traps.BIAS_DROPPED, _engines(FEATURES, lambda layout: not layout.reads_bias))
     elif not has_bias and not head.is_fused:
-        what = "no fc.bias: SGLang keeps a random one"
-        yield Finding(what, engines_by_bias(read=True), False, "Write zeros; our exports do")
+        yield strike(traps.NO_BIAS, _engines(FEATURES, lambda layout: layout.reads_bias))
     for name in ("attention_bias", "mlp_bias", "qkv_bias"):
         if head.block.values.get(name) is True:
-            what = f"{name} is true, and no such bias is among the tensors"
-            yield Finding(what, engines_with(Trap.PROMISED_BIAS), True, "Set it to false")
+            yield strike(traps.PROMISED_BIAS, name=name)
 
 
 def check_config(head: HeadFolder, target: TargetFiles | None) -> Findings:
     """Keys that lie about the tensors."""
     block, config = head.block.values, head.config
-    if True in (block.get("tie_word_embeddings"), config.get("tie_word_embeddings")):
-        what = "tie_word_embeddings is true: some readers put the embedding in the place of the LM head"
-        yield Finding(what, (), head.is_fused, "Set it to false")
+    if True in (block.get("tie_word_embeddings"), head.keys.values.get("tie_word_embeddings")):
+        yield strike(traps.TIED, fatal=head.is_fused)
     layers = block.get("num_hidden_layers")
     if layers != 1 and not (layers is None and head.layout == SPECULATORS):
-        what = f"num_hidden_layers is {layers!r:.30}, and there is one layer"
-        yield Finding(what, engines_with(Trap.LAYER_COUNT), True, "Write 1")
+        yield strike(traps.LAYER_COUNT, layers=layers)
     stated = block.get("torch_dtype") or block.get("dtype") or config.get("torch_dtype") or config.get("dtype")
     dtypes = {entry.dtype for entry in head.tensors.stored.values() if entry.dtype.is_floating_point}
     names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
     if isinstance(stated, str) and set(names) - {stated.removeprefix("torch.")} and head.layout != OWN:
-        what = f"config.json says {stated!r:.30}, the weights are in {', '.join(names)}: readers round them"
-        yield Finding(what, (), False, "Write the dtype of the weights")
+        yield strike(traps.DTYPE, dtype=stated, stored=", ".join(names))
     if head.unknown_keys:
-        what = f"unknown keys of config.json: {', '.join(head.unknown_keys):.400}"
-        yield Finding(what, (), False, "They were not used")
+        yield strike(traps.UNKNOWN_KEYS, keys=", ".join(head.unknown_keys))
 
 
 def check_numbers(head: HeadFolder, target: TargetFiles | None) -> Findings:
@@ -237,11 +185,10 @@ def check_numbers(head: HeadFolder, target: TargetFiles | None) -> Findings:
         if not head.tensors.stored[stored].dtype.is_floating_point or name.endswith("inv_freq"):
             continue
         values = head.load(name).float()
-        if bad := int((~values.isfinite()).sum()):
-            what = f"{stored}: {bad:,} of {values.numel():,} numbers are not finite"
-            yield Finding(what, (), True, "Take an earlier one")
+        if count := int((~values.isfinite()).sum()):
+            yield strike(traps.NOT_FINITE, name=stored, count=count, total=values.numel())
         elif values.numel() and not bool(values.any()) and name != "fc.bias":
-            yield Finding(f"{stored} is all zeros", (), True, "It was never filled: export again")
+            yield strike(traps.ALL_ZEROS, name=stored)
 
 
 def check_target(head: HeadFolder, target: TargetFiles | None) -> Findings:
@@ -250,15 +197,13 @@ def check_target(head: HeadFolder, target: TargetFiles | None) -> Findings:
         return
     for name, theirs in (("hidden_size", target.width), ("vocab_size", target.vocab_size)):
         if head.shape[name] != theirs:
-            yield Finding(f"{name} is {head.shape[name]}, the target's is {theirs}", (), True, ANOTHER_TARGET)
-    borrowed = {EMBEDDING: EMBEDDINGS} if head.is_fused else {EMBEDDING: EMBEDDINGS, "lm_head.weight": LM_HEADS}
-    for name, known_as in borrowed.items():
+            yield strike(traps.OTHER_SIZE, name=name, size=head.shape[name], theirs=theirs)
+    for name, known_as in borrowed_tensors(head.is_fused).items():
         entry, matrix = head.entry(name), target.matrix(known_as)
         if entry is None or matrix is None or entry.shape != tuple(matrix.shape) or not entry.dtype.is_floating_point:
             continue
-        if differing := count_differing_rows(head.load(name), matrix):
-            what = f"{differing} of {len(matrix)} rows of {head.names[name]} differ from the target's"
-            yield Finding(what, (), True, "The head was made for another target, or trained an embedding of its own")
+        if count := count_differing_rows(head.load(name), matrix):
+            yield strike(traps.OTHER_ROWS, count=count, total=len(matrix), name=head.names[name])
 
 
 def check_origin(head: HeadFolder, target: TargetFiles | None) -> Findings:
@@ -268,16 +213,15 @@ def check_origin(head: HeadFolder, target: TargetFiles | None) -> Findings:
     try:
         made_for = read_json(head.path, "provenance.json").get("target")
     except ValueError as error:
-        yield Finding(f"{error}", (), False, "It only tells where a head comes from")
+        yield strike(traps.TORN_PROVENANCE, error=error)
         return
     if not isinstance(made_for, dict):
         return
     identity = target_identity(TargetSection(path=target.path))
     for part in ("weights", "config"):
         if isinstance(made_for.get(part), str) and made_for[part] != identity[part]:
-            others = f"{made_for[part]!r:.20}, here {identity[part]}"
-            what = f"it was trained on a target whose {part} are others ({others})"
-            yield Finding(what, (), part == "weights", "Serve it with the target that it was trained on")
+            is_fatal = part == "weights"
+            yield strike(traps.OTHER_TARGET, fatal=is_fatal, part=part, stated=made_for[part], theirs=identity[part])
 
 
 SERVED_ONLY = (check_names, check_layer_ids, check_norms, check_biases)  # of no matter to a head that no engine reads

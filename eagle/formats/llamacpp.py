@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from eagle.formats.engine import Engine, Trap
+from eagle.formats import traps
+from eagle.formats.engine import Engine
 from eagle.formats.networks import FUSED, FusedLayout
 
 SERVE = """```sh
@@ -18,5 +19,12 @@ LLAMACPP = Engine(
     title="llama.cpp",
     networks={FUSED: FusedLayout(SERVE, switches=("norm_before_residual",), reads_embedding=True)},
     ignored_rotary=("attention_factor", "truncate", "mscale", "mscale_all_dim"),
-    traps=(Trap.MODEL_PREFIX, Trap.INNER_IDS_MISREAD, Trap.ROPE_THETA_AT_TOP, Trap.FUSED_BIAS, Trap.LAYER_COUNT),
+    traps=(
+        traps.MODEL_PREFIX,
+        traps.IDS_DISAGREE,
+        traps.INNER_IDS_ALONE,
+        traps.ROPE_THETA_NESTED,
+        traps.FUSED_BIAS,
+        traps.LAYER_COUNT,
+    ),
 )

@@ -24,38 +24,39 @@ def write_notes(
 ) -> dict[str, str]:
     """The texts of README.md and provenance.json; `head` is where the drafter came from, `target` its target's path."""
     recipe = _read_mapping(head / "recipe.yaml", lambda text: yaml.safe_load(text) or {}) if head else {}
-    made = _read_mapping(head / "provenance.json", json.loads) if head else {}
-    shares = kept(made.get("validation", {}))
-    depth, why = _chain(drafter, shares)
+    provenance = _read_mapping(head / "provenance.json", json.loads) if head else {}
+    shares = kept(provenance.get("validation", {}))
+    depth, why = _choose_depth(drafter, shares)
     trained_on = _section(recipe, "target").get("path", "unknown")
-    named = target or trained_on
-    served = "TARGET" if named == "unknown" else str(Path(named).resolve()) if Path(named).exists() else named
-    stands_for = {"DEPTH": str(depth), "NODES": str(depth + 1), "HEAD": str(out.resolve()), "TARGET": served}
-    serve = re.sub("|".join(stands_for), lambda word: stands_for[word[0]], layout.serve)
+    trained_on = "" if trained_on == "unknown" else trained_on  # as an import writes
+    path = target or trained_on
+    path = str(Path(path).resolve()) if path and Path(path).exists() else path or "TARGET"
+    words = {"DEPTH": str(depth), "NODES": str(depth + 1), "HEAD": str(out.resolve()), "TARGET": path}
+    serve = re.sub("|".join(words), lambda match: words[match[0]], layout.serve)
     sections = [
-        f"# A draft head for {trained_on if trained_on != 'unknown' else target or 'a target that is not known'}",
+        f"# A draft head for {trained_on or target or 'a target that is not known'}",
         f"Layout: {engine}. A wrong export changes no word that the target says: it shows in acceptance alone.",
-        f"## How to serve it\n\n{_places(out, served)}\n\n{serve}",
+        f"## How to serve it\n\n{_explain_paths(out, path)}\n\n{serve}",
         f"## How long a chain\n\n{depth} tokens: {why}.",
-        f"## What it was trained under\n\n{_template(recipe)}",
-        f"## What it accepts\n\n{_accepted(shares, head)}",
+        f"## What it was trained under\n\n{_describe_template(recipe)}",
+        f"## What it accepts\n\n{_describe_acceptance(shares, head)}",
     ]
-    provenance = {"engine": engine, "settings": drafter.settings.model_dump(mode="json"), **made}
+    provenance = {"engine": engine, "settings": drafter.settings.model_dump(mode="json"), **provenance}
     if shares:
         provenance["acceptance"] = {"tau": 1 + sum(shares), "per_position": shares, "by": "validation"}
     return {"README.md": "\n\n".join(sections) + "\n", "provenance.json": json.dumps(provenance, indent=2) + "\n"}
 
 
-def _places(out: Path, served: str) -> str:
+def _explain_paths(out: Path, path: str) -> str:
     """What the paths of the commands stand for."""
-    if served == "TARGET":
+    if path == "TARGET":
         target = "`TARGET` stands for the folder or the hub id of the target, which the head does not name."
     else:
-        target = f"`{served}` is the target."
+        target = f"`{path}` is the target."
     return f"`{out.resolve()}` is where this folder was written: name the place where it lies now. {target}"
 
 
-def _chain(drafter: TrainableDrafter, shares: list[float]) -> tuple[int, str]:
+def _choose_depth(drafter: TrainableDrafter, shares: list[float]) -> tuple[int, str]:
     """A chain's length, and why."""
     if drafter.budget is not None:
         return drafter.budget.depth, "as deep as the tree that the head was tuned to"
@@ -65,7 +66,7 @@ def _chain(drafter: TrainableDrafter, shares: list[float]) -> tuple[int, str]:
     return USUAL, "the usual length; nothing was measured with this head"
 
 
-def _template(recipe: dict[str, Any]) -> str:
+def _describe_template(recipe: dict[str, Any]) -> str:
     """What the server must be told so that prompts look as in training."""
     data = _section(recipe, "data")
     if tool := _section(recipe, "train").get("imported_from"):
@@ -74,27 +75,27 @@ def _template(recipe: dict[str, Any]) -> str:
         )
     if not {"template", "template_kwargs"} & data.keys():
         return "Unknown: the head's folder holds no recipe that tells it."
-    template, given = data.get("template"), data.get("template_kwargs") or {}
+    template, arguments = data.get("template"), data.get("template_kwargs") or {}
     lines = [f"The chat template: {f'the one of `{template}`' if template else 'the target’s own'}."]
-    if given:
-        lines.append(f"Its arguments, which requests must repeat (`chat_template_kwargs`): `{json.dumps(given)}`.")
+    if arguments:
+        lines.append(f"Its arguments, which requests must repeat (`chat_template_kwargs`): `{json.dumps(arguments)}`.")
     else:
         lines.append("It was given no arguments; requests that give some (`chat_template_kwargs`) change the prompts.")
     return " ".join(lines)
 
 
-def _accepted(shares: list[float], head: Path | None) -> str:
+def _describe_acceptance(shares: list[float], head: Path | None) -> str:
     """What validation predicted, and what was measured beside the head."""
     parts = []
     if shares:
-        told = ", ".join(f"{share:.2f}" for share in shares)
+        listed = ", ".join(f"{share:.2f}" for share in shares)
         parts.append(
-            f"On held-out texts, chains of {len(shares)}: the first n tokens are kept in {told} of the drafts, "
+            f"On held-out texts, chains of {len(shares)}: the first n tokens are kept in {listed} of the drafts, "
             f"τ = {1 + sum(shares):.2f} tokens per forward of the target, its own included. Engines that do not count "
             f"that one say {sum(shares):.2f}."
         )
-    if head and (measured := acceptance_of(head.parent)):
-        parts.append(f"Decoded by this project:\n\n{measured}")
+    if head and (table := acceptance_of(head.parent)):
+        parts.append(f"Decoded by this project:\n\n{table}")
     return "\n\n".join(parts) or "Nothing was measured: `python -m eagle doctor` tells."
 
 

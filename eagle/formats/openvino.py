@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from eagle.formats.engine import Engine, Trap
+from eagle.formats import traps
+from eagle.formats.engine import Engine
 from eagle.formats.networks import FUSED, FusedLayout
 
 SERVE = """Convert, say which layers the head reads, counted by their *outputs* (left out, OpenVINO reads each one too
@@ -30,5 +31,5 @@ OPENVINO = Engine(
     name="openvino",
     title="OpenVINO",
     networks={FUSED: FusedLayout(SERVE, needs_offsets=True)},
-    traps=(Trap.MIDLAYER_ONLY, Trap.NO_IDS_LATE),
+    traps=(traps.MIDLAYER_ONLY, traps.NO_IDS),
 )

@@ -16,6 +16,7 @@ from eagle.formats.head_folder import (
     OWN,
     REFERENCE,
     SPECULATORS,
+    UNKNOWN,
     Finding,
     HeadFolder,
 )
@@ -33,8 +34,8 @@ def read_folder(path: Path) -> HeadFolder:
     config = read_json(path, "config.json")
     keys = Keys(config)
     is_own = isinstance(config.get("settings"), dict) and isinstance(config.get("shape"), dict)
-    section = "shape" if is_own else "transformer_layer_config"
-    block = keys.section(section) if section in config else keys
+    block_key = "shape" if is_own else "transformer_layer_config"
+    block = keys.section(block_key) if block_key in config else keys
     nested = keys.section("settings" if is_own else "eagle_config")
     head = HeadFolder(path, config, read_tensors(path), keys, block, nested)
     _name_tensors(head)
@@ -44,7 +45,7 @@ def read_folder(path: Path) -> HeadFolder:
         fused = OWN_NETWORKS[config["settings"]["kind"]] == FUSED if is_own else _is_fused(head)
         head.network = FUSED if fused else FEATURES
     if head.network is None:
-        head.layout = OWN if is_own else "unknown"
+        head.layout = OWN if is_own else UNKNOWN
         head.kind = head.kind or "nothing that is known here"
         advice = advice or "Import knows EAGLE-1, EAGLE-2, HASS, EAGLE-3, 3.1"
         head.problem(f"this is no head of EAGLE's: {head.kind}; {_describe(head)}", advice, False)
@@ -54,9 +55,8 @@ def read_folder(path: Path) -> HeadFolder:
     check_tensors(head)
     fix = "Correct it by the run that made the head"
     head.problems += [Finding(f"config.json: {wrong}", fix=fix) for wrong in keys.wrong]
-    head.unknown_keys = [
-        name for part in {id(part): part for part in (keys, block, nested)}.values() for name in part.left()
-    ]
+    sections = (keys, nested) if block is keys else (keys, block, nested)
+    head.unknown_keys = [name for section in sections for name in section.left()]
     return head
 
 

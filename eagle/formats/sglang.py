@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from eagle.formats.engine import Engine, Trap
+from eagle.formats import traps
+from eagle.formats.engine import Engine
 from eagle.formats.networks import FEATURES, FUSED, FeatureLayout, FusedLayout
 
 SERVE = """```sh
@@ -23,5 +24,5 @@ SGLANG = Engine(
         FUSED: FusedLayout(SERVE.replace("METHOD", "EAGLE3"), switches=("fc_norm", "norm_output")),
     },
     ignored_rotary=("attention_factor",),
-    traps=(Trap.OUTER_IDS_UNREAD, Trap.ROPE_THETA_AT_TOP, Trap.FUSED_BIAS, Trap.LAYER_COUNT),
+    traps=(traps.IDS_DISAGREE, traps.OUTER_IDS_ALONE, traps.ROPE_THETA_NESTED, traps.FUSED_BIAS, traps.LAYER_COUNT),
 )

@@ -13,6 +13,7 @@ from torch import Tensor
 from eagle.data.identity import folder_of
 from eagle.formats.files import FolderTensors, folder_at, read_json, read_tensors
 from eagle.formats.keys import Keys, read_rope
+from eagle.formats.networks import EMBEDDING
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 LM_HEADS = ("lm_head.weight", "embed_out.weight")
@@ -54,6 +55,12 @@ class TargetFiles:
         if not matching and names is LM_HEADS and self.tied:
             return self.matrix(EMBEDDINGS)
         return self.tensors.load(matching[0]) if len(matching) == 1 else None
+
+
+def borrowed_tensors(is_fused: bool) -> dict[str, tuple[str, ...]]:
+    """The tensors that a head borrows of its target, and how a target may name them."""
+    output: dict[str, tuple[str, ...]] = {} if is_fused else {"lm_head.weight": LM_HEADS}
+    return {EMBEDDING: EMBEDDINGS, **output}
 
 
 def embedding_dtype(path: str) -> torch.dtype:

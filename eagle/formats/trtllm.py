@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from eagle.formats.engine import Engine, Trap
+from eagle.formats import traps
+from eagle.formats.engine import Engine
 from eagle.formats.networks import FUSED, FusedLayout
 
 SWITCHES = ("fc_norm", "norm_output")
@@ -30,5 +31,5 @@ TRTLLM = Engine(
     # whether heads of EAGLE-1 are still read was not found out
     networks={FUSED: FusedLayout(SERVE, switches=SWITCHES, nested_switches=SWITCHES)},
     ignored_rotary=("attention_factor", "truncate"),
-    traps=(Trap.PROMISED_BIAS,),
+    traps=(traps.PROMISED_BIAS,),
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from eagle.formats.engine import SCALINGS, Engine, Trap
+from eagle.formats import traps
+from eagle.formats.engine import SCALINGS, Engine
 from eagle.formats.networks import FEATURES, FUSED, SWITCHES, FeatureLayout, FusedLayout
 
 ON_CPU = """
@@ -35,12 +36,13 @@ VLLM = Engine(
     },
     scalings=(*SCALINGS, "dynamic"),
     traps=(
-        Trap.MODEL_PREFIX,
-        Trap.INNER_IDS_MISREAD,
-        Trap.SORTS_IDS,
-        Trap.FULL_D2T_REFUSED,
-        Trap.NORMED_BY_DEFAULT,
-        Trap.FUSED_BIAS,
-        Trap.PROMISED_BIAS,
+        traps.MODEL_PREFIX,
+        traps.IDS_DISAGREE,
+        traps.INNER_IDS_ALONE,
+        traps.IDS_UNSORTED,
+        traps.FULL_D2T,
+        traps.RESIDUAL_UNSAID,
+        traps.FUSED_BIAS,
+        traps.PROMISED_BIAS,
     ),
 )

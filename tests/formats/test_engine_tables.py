@@ -1,0 +1,65 @@
+"""What layouts take from a head and from the engines' tables: blocks, taps, networks, and where a head can go."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from eagle.formats.export import EXPORTERS
+from eagle.formats.networks import FUSED, FusedLayout, network_of
+from eagle.formats.registry import ENGINES, SERVERS
+from tests.formats.test_export import NEWER, PLAIN, head_of, target_for
+from tests.formats.test_export_limits import TARGETS, head_for
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm", "openvino", "llamacpp", "speculators", "eagle"])
+def test_as_many_layers_as_the_head_has_blocks(engine: str) -> None:
+    """Its shape says so, wherever an engine looks for it."""
+    target = target_for(engine)
+    head = head_of(PLAIN, target)
+    head.shape.num_hidden_layers = 3
+    config = EXPORTERS[engine](head, target.config).config
+    assert config.get("transformer_layer_config", config)["num_hidden_layers"] == 3
+
+
+def test_an_engine_may_take_any_number_of_taps() -> None:
+    """Two of them, out of order: ids ascend in both places, and the columns and norms go with them."""
+    target = target_for("any")
+    head = head_of({**NEWER, "taps": (9, 2)}, target)
+    layout = FusedLayout("LAYERS", switches=("fc_norm", "norm_output"), taps=None).write(head, target.config, "any")
+    assert layout.config["eagle_aux_hidden_state_layer_ids"] == [2, 9]
+    assert layout.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 8]
+    late, early = head.fc.weight.chunk(2, dim=1)
+    assert torch.equal(layout.tensors["fc.weight"], torch.cat([early, late], dim=1))
+    assert torch.equal(layout.tensors["fc_norm.0.weight"], head.fc_norm[1].weight)
+    assert layout.serve == "1 8"
+
+
+def test_a_network_goes_by_its_name_or_its_methods() -> None:
+    """Whichever a drafter says."""
+    networks: list[tuple[dict[str, Any], str]] = [
+        ({"network": "features"}, "features"),
+        ({"kind": "eagle3", "taps": (1, 2, 3)}, "eagle3"),
+        ({"network": "eagle3", "kind": "other"}, "eagle3"),
+    ]
+    for network, name in networks:
+        assert network_of(SimpleNamespace(network=network)) == name  # type: ignore[arg-type]
+
+
+def test_a_refusal_names_no_engine_that_lacks_the_network() -> None:
+    """EAGLE-1's heads go to fewer engines than EAGLE-3's."""
+    for kind, named in (("eagle1", ("vllm",)), ("eagle3", ("vllm", "openvino", "speculators"))):
+        with pytest.raises(ValueError, match="attention_factor") as refusal:
+            EXPORTERS["sglang"](head_for(kind, "yarn of another size"), TARGETS["yarn of another size"])
+        assert f"export to {' or '.join(named)} (" in str(refusal.value)
+
+
+def test_every_trap_of_an_engine_stands_in_its_table_once() -> None:
+    """And every engine reads some network under a name of its own."""
+    assert len({engine.name for engine in ENGINES}) == len(ENGINES)
+    for engine in SERVERS:
+        assert len(set(engine.traps)) == len(engine.traps)
+        assert FUSED in engine.networks
