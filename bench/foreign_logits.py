@@ -89,8 +89,8 @@ def ours(head: Any, target: Target, inputs: Path) -> list[Tensor]:
     """[T - 2, D] of each step: slot i reads the features of token i, and in step s token i + 1 + s."""
     held = load_file(inputs)
     text = Example(held["tokens"], torch.ones(LENGTH, dtype=torch.bool), held["features"].unflatten(1, (3, -1)))
-    states = head.unrolled(collate([text], head.taps), target.head, STEPS).states
-    return [head.law(state, target.head) for state in states]
+    states = head.unroll(collate([text], head.taps), target.head, STEPS).states
+    return [head.logits(state, target.head) for state in states]
 
 
 def compared(folder: Path, python: str, rival: str, switches: dict[str, bool], inputs: Path) -> dict[str, Any]:

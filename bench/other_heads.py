@@ -158,7 +158,7 @@ def loss_of(head: Any, batch: Batch, way: Way, frozen: TargetHead) -> Tensor:
     def noised(features: Tensor) -> Tensor:
         return F.dropout(features + way.noise * (2 * torch.rand_like(features) - 1), way.dropout)
 
-    unrolled = head.unrolled(batch, frozen, way.unroll, noised=noised)
+    unrolled = head.unroll(batch, frozen, way.unroll, add_noise=noised)
     true, total = batch.tapped((-1,))[:, 0], torch.zeros(())
     owner = torch.repeat_interleave(torch.arange(len(batch.lengths)), torch.tensor(batch.lengths))
     for step, state in enumerate(unrolled.states):
@@ -172,7 +172,7 @@ def loss_of(head: Any, batch: Batch, way: Way, frozen: TargetHead) -> Tensor:
             at, state, following = at[known], state[known], following[known]
             place = torch.full((wanted.shape[-1],), -1).scatter(0, head.drafts, torch.arange(len(head.drafts)))
             wanted, following = wanted[known][:, head.drafts], place[following]
-        loss = way.loss(head.law(state, frozen), wanted, following).mean()
+        loss = way.loss(head.logits(state, frozen), wanted, following).mean()
         if way.regression:
             loss = 0.1 * loss + way.regression * F.smooth_l1_loss(state, true[at])
         total = total + way.decay**step * loss

@@ -126,7 +126,7 @@ def _later(values: Tensor, places: int) -> Tensor:
 def measured(reading: Reading, batch: Batch, target: TargetHead, levels: int) -> Measured:
     """The head on every answered slot of the texts, unrolled over its own states as it drafts."""
     head, device = reading.head, batch.tokens.device
-    found = head.unrolled(reading.given(batch), reading.frozen, levels)
+    found = head.unroll(reading.given(batch), reading.frozen, levels)
     places, count = found.places, len(batch.tokens)
     owner = torch.repeat_interleave(torch.arange(len(batch.lengths)), torch.tensor(batch.lengths)).to(device)
     true, texts = batch.tapped((-1,))[:, 0], owner[places]
@@ -152,7 +152,7 @@ def _rows(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
 
 def _compared(head: Any, frozen: TargetHead, target: TargetHead, state: Tensor, true: Tensor) -> Tensor:
     """[n, 3]: overlap, whether the likeliest tokens agree, and the target's."""
-    law, own = (logits.float().softmax(-1) for logits in (target.logits(true), head.law(state, frozen)))
+    law, own = (logits.float().softmax(-1) for logits in (target.logits(true), head.logits(state, frozen)))
     choice, likeliest, drafts = law.argmax(-1), own.argmax(-1), head.drafts
     if drafts is not None:
         drafts = drafts.clamp(0, law.shape[-1] - 1)

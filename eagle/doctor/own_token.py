@@ -11,14 +11,13 @@ from torch import Tensor
 
 from eagle.core.drafter import TargetHead
 from eagle.data.examples import Batch
-from eagle.drafters.parts.blocks import Attention, rotated
+from eagle.drafters.parts.blocks import Attention, rotate
 
 
 def own_shares(attention: Attention, read: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """[heads, T], what a query gives to its own row, of a causal pass over rows [1, T, width]."""
     query, key = (
-        rotated(projection(read[0]), (rotary[0][0], rotary[1][0]))
-        for projection in (attention.q_proj, attention.k_proj)
+        rotate(projection(read[0]), (rotary[0][0], rotary[1][0])) for projection in (attention.q_proj, attention.k_proj)
     )
     scores = query.float() @ key.float().repeat_interleave(len(query) // len(key), dim=0).transpose(1, 2)
     unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
@@ -40,9 +39,9 @@ def first_level(head: Any, frozen: TargetHead, texts: Batch) -> tuple[Tensor, Te
     with block.self_attn.register_forward_pre_hook(look):
         for tokens, taps, true, counted in zip(*(column.split(texts.lengths) for column in columns), strict=True):
             if len(tokens) > 2:
-                hidden = head.first(taps[None, :-2].to(weight.device, weight.dtype))
+                hidden = head.fuse_taps(taps[None, :-2].to(weight.device, weight.dtype))
                 states = head.states(tokens[None, 1:-1].to(weight.device), hidden, 0, frozen)[0]
-                said = head.law(states, frozen).argmax(-1)
+                said = head.logits(states, frozen).argmax(-1)
                 said = said if head.drafts is None else head.drafts[said]
                 mine = counted[2:].to(said.device)
                 agreed.append((said == frozen.logits(true[1:-1, 0].to(weight.device)).argmax(-1))[mine])

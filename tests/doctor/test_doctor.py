@@ -127,11 +127,11 @@ def test_a_probe_leaves_the_head_as_it_was(kind: str, heads: dict[str, Any], tar
     reading = Reading(head, target.head)
     asked = probes(reading, target)
     with torch.no_grad():
-        whole = head.law(head.unrolled(texts, target.head, 3).states[-1], target.head)
+        whole = head.logits(head.unroll(texts, target.head, 3).states[-1], target.head)
         for probe in asked:
             made = probe.change(reading)
-            states = made.head.unrolled(made.given(texts), made.frozen, 3).states[-1]
-            same = torch.equal(made.head.law(states, target.head), whole)
+            states = made.head.unroll(made.given(texts), made.frozen, 3).states[-1]
+            same = torch.equal(made.head.logits(states, target.head), whole)
             assert probe.kind == "d2t" or not same, probe.fault  # it tells what the places of a law stand for
     assert all(torch.equal(tensor, before[name]) for name, tensor in head.state_dict().items())
     assert len({probe.fault for probe in asked}) == len(asked)
@@ -147,13 +147,13 @@ def change(head: Any, target: Target, fault: str) -> Any:
 @torch.no_grad()
 def undone(heads: dict[str, Any], target: Target, texts: Batch, kind: str, broken: str) -> list[Probe]:
     """The probes that give back exactly the states of the whole head."""
-    whole = heads[kind].unrolled(texts, target.head, 2).states[-1]
+    whole = heads[kind].unroll(texts, target.head, 2).states[-1]
     reading = Reading(change(heads[kind], target, broken), target.head)
-    assert not torch.allclose(reading.head.unrolled(texts, target.head, 2).states[-1], whole, atol=1e-4)
+    assert not torch.allclose(reading.head.unroll(texts, target.head, 2).states[-1], whole, atol=1e-4)
     found = []
     for probe in probes(reading, target):
         mended = probe.change(reading)
-        states = mended.head.unrolled(mended.given(texts), mended.frozen, 2).states[-1]
+        states = mended.head.unroll(mended.given(texts), mended.frozen, 2).states[-1]
         if torch.allclose(states, whole, atol=1e-5):
             found.append(probe)
     return found
@@ -289,8 +289,8 @@ def test_a_head_that_learned_hard_labels_is_not_called_broken(kind: str, target:
     optimizer = torch.optim.AdamW([one for one in head.parameters() if one.requires_grad], lr=3e-3)
     for _ in range(60):
         optimizer.zero_grad()
-        found = head.unrolled(texts, target.head, 1)
-        cross_entropy(head.law(found.states[0], target.head), true[found.places + 1]).backward()
+        found = head.unroll(texts, target.head, 1)
+        cross_entropy(head.logits(found.states[0], target.head), true[found.places + 1]).backward()
         optimizer.step()
     said = diagnosed(head, target, texts)
     assert said.figures is not None and said.figures.rates()[0] > 0.7

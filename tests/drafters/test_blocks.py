@@ -15,7 +15,7 @@ from torch import Tensor
 from eagle import Budget, DraftTree, Sampling
 from eagle.core.tree import PUBLISHED_TREE
 from eagle.core.verify import Choose
-from eagle.drafters.parts.growth import SURENESS, grow
+from eagle.drafters.parts.growth import SHARPNESS, grow
 from tests.enumerate_law import Laws, Text, random_logits, texts_of
 
 Likelihoods = dict[Text, float]
@@ -109,7 +109,7 @@ def test_a_dynamic_tree_is_that_of_plain_python(budget: Budget, scale: float) ->
     """Greedy: the same nodes, whatever is left unread, in a form that a tree accepts."""
     for seed in range(10):
         table = table_of(random_logits(seed, 9, 4, torch.float32, scale))
-        tree, expected = Asked(table).grow(budget), eagle2(believed(table, SURENESS), budget)
+        tree, expected = Asked(table).grow(budget), eagle2(believed(table, SHARPNESS), budget)
         assert held(tree) == set(expected)
         assert max(map(len, tree.children())) <= budget.top_k
         assert tree.likelihoods is not None
@@ -130,8 +130,8 @@ def test_above_temperature_0_it_knows_the_noise_or_expects_it(draw: Any, tempera
     for seed in range(10):
         table, budget = table_of(random_logits(seed, 9, 4, torch.float32)), Budget(12, 4, 3, draw=draw)
         beliefs = {
-            "noise": believed(table, SURENESS, here, top_k),
-            "likeliest": believed(table, 1 / math.hypot(temperature, 1 / SURENESS), None, top_k),
+            "noise": believed(table, SHARPNESS, here, top_k),
+            "likeliest": believed(table, 1 / math.hypot(temperature, 1 / SHARPNESS), None, top_k),
         }
         assert held(Asked(table).grow(budget, noise)) == set(eagle2(beliefs[draw], budget))
 
@@ -168,9 +168,9 @@ def test_no_node_loses_its_parent(head: Callable[..., Table], dtype: torch.dtype
     """Ties go to the shallow node, and what is kept is as likely as what plain Python keeps."""
     for seed in range(40):
         table, budget = head(seed, dtype), Budget(6 + seed % 9, 5, 3)
-        kept, likely = held(Asked(table).grow(budget)), eagle2(believed(table, SURENESS), budget)
+        kept, likely = held(Asked(table).grow(budget)), eagle2(believed(table, SHARPNESS), budget)
         likelihood = {
-            text: sum(believed(table, SURENESS)(text[:end])[text[end]] for end in range(len(text))) for text in kept
+            text: sum(believed(table, SHARPNESS)(text[:end])[text[end]] for end in range(len(text))) for text in kept
         }
         assert {text[:-1] for text in kept} <= kept | {()}
         assert sorted(likelihood.values()) == pytest.approx(sorted(likely.values()), abs=1e-3)
