@@ -20,6 +20,7 @@ from eagle.core.tree import PUBLISHED_TREE, DraftTree, Paths
 from eagle.data.examples import Batch
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.hass import Hass, HassSettings
+from eagle.drafters.parts import unroll
 from eagle.drafters.parts.blocks import head_shape
 from eagle.drafters.parts.growth import grow
 from eagle.drafters.parts.objectives import OwnHead, align_steps, distillation_loss, step_weights
@@ -206,9 +207,8 @@ def test_what_is_trained_is_learned_saved_and_loaded(
     conformance.test_save_and_load_give_the_same_proposal(name, tiny_target, tmp_path)
 
 
-@pytest.mark.parametrize("name", TRAINED)
-def test_validation_counts_what_drafting_keeps(name: str, tiny_target: Target) -> None:
-    """Slot by slot with real trees, to the last count, of probabilities that differ from level to level."""
+def learned(name: str, tiny_target: Target) -> tuple[Any, Batch]:
+    """A head that has learned a little of the target's own answers, and these."""
     prompts = [tiny_target.chat(asked) for asked in (conformance.ASKED, "Why is the sky blue?")]
     none = load_drafter("none", tiny_target)
     texts = [prompt + generate(tiny_target, none, prompt, max_new_tokens=24, stop=[]).tokens for prompt in prompts]
@@ -219,11 +219,28 @@ def test_validation_counts_what_drafting_keeps(name: str, tiny_target: Target) -
         optimizer.zero_grad()
         head(given, tiny_target.head)["total"].backward()
         optimizer.step()
-    sums = head.bind(tiny_target.head).validate(given, tiny_target.head, TREES)
+    return head.bind(tiny_target.head), given
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_validation_counts_what_drafting_keeps(name: str, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slot by slot with real trees, to the last count; planted: a second block that sees nothing of the first."""
+    head, given = learned(name, tiny_target)
+    sums = head.validate(given, tiny_target.head, TREES)
     for tree, paths in TREES.items():
         counts = counted_by_drafting(head, tiny_target, given, paths)
         assert {kind: sums[f"{tree}/{kind}"].tolist() for kind in counts} == counts
         assert min(counts["accepted"][:2]) > 0  # there was something to count
+    if name == "two_blocks":
+        attend = unroll.attend
+
+        def blind(query: Tensor, key: Tensor, value: Tensor, spans: Any, own: Any) -> Tensor:
+            found = attend(query, key, value, spans, own)
+            return found * (len(spans.rows) < spans.count)  # nothing where all slots are read
+
+        monkeypatch.setattr(unroll, "attend", blind)
+        wrong = head.validate(given, tiny_target.head, TREES)
+        assert any(wrong[key].tolist() != sums[key].tolist() for key in sums if "/" in key)
 
 
 @pytest.mark.parametrize("name", METHODS)

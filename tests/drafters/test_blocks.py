@@ -117,6 +117,20 @@ def test_a_dynamic_tree_is_that_of_plain_python(budget: Budget, scale: float) ->
         assert likely == pytest.approx({(): 0.0, **expected}, abs=1e-4)
 
 
+@pytest.mark.parametrize("sharpness", [1.0, 2.0])
+def test_a_budget_says_how_sharply_a_tree_follows_the_likeliest(sharpness: float) -> None:
+    """At 1 the published rule's tree, of the head's own probabilities; by default another."""
+    budget, others = Budget(6, 4, 3, sharpness=sharpness), 0
+    for seed in range(10):
+        table = table_of(random_logits(seed, 9, 4, torch.float32, 1.0))
+        nodes = held(Asked(table).grow(budget))
+        assert nodes == set(eagle2(believed(table, sharpness), budget))
+        others += nodes != held(Asked(table).grow(Budget(6, 4, 3)))
+    assert others > 0
+    with pytest.raises(ValueError, match=r"Budget\.sharpness is 0, expected a number above 0"):
+        Budget(sharpness=0)
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 @pytest.mark.parametrize("draw", ["noise", "likeliest"])
 @pytest.mark.parametrize("top_k", [9, 2])

@@ -60,6 +60,18 @@ def attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = (
     return flexed(query, key, value, spans, own)
 
 
+def attend_block(
+    queries: Sequence[Tensor], key: Tensor, value: Tensor, spans: Spans, own: Own, *, causal: bool
+) -> list[Tensor]:
+    """[h, S, w] for each token of a block that stands behind every row: it sees the row's text, and of the block all.
+
+    With `causal` it sees of the block the tokens up to itself. Queries and `own` hold a tensor and a pair per token.
+    """
+    return [
+        attend(query, key, value, spans, own[: place + 1] if causal else own) for place, query in enumerate(queries)
+    ]
+
+
 def flexed(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = ()) -> Tensor:
     """The same by one fused kernel over all texts, for accelerators; on a CPU it has no gradient."""
     attention: Any = flex_attention if query.device.type == "cpu" else _compiled()
