@@ -148,7 +148,7 @@ def sum_losses(head: Any, batch: Batch, training: Training, frozen: TargetHead) 
     def add_noise(features: Tensor) -> Tensor:
         return F.dropout(features + training.noise * (2 * torch.rand_like(features) - 1), training.dropout)
 
-    unrolled = head.unrolled(batch, frozen, training.unroll, noised=add_noise)
+    unrolled = head.unroll(batch, frozen, training.unroll, add_noise=add_noise)
     true, total = batch.select_taps((-1,))[:, 0], torch.zeros(())
     owner = torch.repeat_interleave(torch.arange(len(batch.lengths)), torch.tensor(batch.lengths))
     for step, states in enumerate(unrolled.states):
@@ -162,7 +162,7 @@ def sum_losses(head: Any, batch: Batch, training: Training, frozen: TargetHead) 
             places, states, tokens = places[known], states[known], tokens[known]
             row = torch.full((target_logits.shape[-1],), -1).scatter(0, head.drafts, torch.arange(len(head.drafts)))
             target_logits, tokens = target_logits[known][:, head.drafts], row[tokens]
-        loss = LOSSES[training.loss](head.law(states, frozen), target_logits, tokens).mean()
+        loss = LOSSES[training.loss](head.logits(states, frozen), target_logits, tokens).mean()
         if training.regression:
             loss = 0.1 * loss + training.regression * F.smooth_l1_loss(states, true[places])
         total = total + training.decay**step * loss

@@ -113,6 +113,7 @@ class BudgetSection(Section):
     top_k: int | None = Field(None, ge=0)
     paths: tuple[tuple[int, ...], ...] | None = None  # a fixed shape: for every node the ranks on its way
     draw: Literal["noise", "likeliest", "sampled"] | None = None  # of children, where the target samples
+    sharpness: float | None = Field(None, gt=0)  # of trees without paths: 1 is EAGLE-2's rule
 
 
 class MeasuredSection(Section):

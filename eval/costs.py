@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from statistics import mean, median
@@ -22,6 +22,7 @@ from eagle.target.target import Target
 CONTEXTS = (128, 512, 1024)
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 17, 26, 41, 61)  # small ones are not smooth: 3 rows may cost more than 4
 Table = tuple[tuple[float, ...], ...]
+Shape = tuple[int, int]  # nodes and levels of a tree
 
 
 class _GrowsTrees(Drafter):
@@ -72,22 +73,28 @@ class Costs:
         budget: Budget | None = None,
         limit: int | None = None,
         drafter: Drafter = GROWS_TREES,
+        drafts: Mapping[Shape, float] | None = None,
     ) -> float:
         """Seconds of one answer's recorded cycles, prefill excluded; no budget: nothing was drafted by forwards.
 
-        With the answer's limit of tokens, levels that were left out at its end are not charged.
+        Drafts whose forwards have no costs take the seconds of their shape in `drafts`. With the answer's limit of
+        tokens, levels that were left out at its end are not charged.
         """
         total, pending, done = 0.0, 1, 1
         for cycle in cycles:
             here = None if budget is None else budget if limit is None else budget.within(limit - done - 1)
-            levels = None if here is None or here.is_empty else drafter.forwards(here)
-            total += self.cycle(cycle["nodes"], () if levels is None else (pending, *levels), cycle["context"])
-            if here is None or here.is_empty:
-                pending += cycle["accepted"] + 1
-            else:
-                pending = drafter.unread(cycle["accepted"], cycle["depth"])
+            asked = here is not None and not here.is_empty
+            rows = self.rows(drafter, here, pending) if here is not None and asked else None
+            recorded = (drafts or {}).get((cycle["nodes"], cycle["depth"]), 0.0) if rows is None else 0.0
+            total += self.cycle(cycle["nodes"], rows or (), cycle["context"]) + recorded
+            pending = drafter.unread(cycle["accepted"], cycle["depth"]) if asked else pending + cycle["accepted"] + 1
             done += cycle["committed"]
         return total
+
+    def rows(self, drafter: Drafter, budget: Budget, pending: int) -> tuple[int, ...] | None:
+        """Rows of a draft's forwards, the first reading what is pending; None where they have no costs here."""
+        levels = drafter.forwards(budget)
+        return None if levels is None or self.first is None else (pending, *levels)
 
     def _between(self, table: Table, size: int, context: int) -> float:
         """Linear between measured sizes and contexts, and beyond them."""
@@ -128,12 +135,12 @@ def _at(target: Target, drafter: Drafter, context: int, sizes: Sequence[int], ro
     return [tuple(median(found[kind, place]) for place in range(len(sizes))) for kind in range(len(kinds))]
 
 
-def draft_seconds(cycles: Iterable[dict[str, Any]]) -> dict[tuple[int, int], float]:
+def draft_seconds(cycles: Iterable[dict[str, Any]]) -> dict[Shape, float]:
     """Mean seconds of recorded drafts by nodes and depth, for drafters whose forwards have no bare costs.
 
     Not the median, as of several drafters in turn one may be far cheaper; without the slowest twentieth.
     """
-    seconds_by_shape: dict[tuple[int, int], list[float]] = defaultdict(list)
+    seconds_by_shape: dict[Shape, list[float]] = defaultdict(list)
     for cycle in cycles:
         if "draft" in cycle.get("seconds", {}):
             seconds_by_shape[cycle["nodes"], cycle["depth"]].append(cycle["seconds"]["draft"])

@@ -7,11 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from eagle.core.drafter import Budget, Committed, Drafter
 from eagle.core.verify import Choose, Sampling, verify
-from eagle.drafters.parts.growth import SURENESS
 from eagle.formats.checkpoint import load_drafter
 from eagle.target.target import Target
 
@@ -41,9 +38,7 @@ def decode_as_engine(job: Job, head: Path | str, target: Target, rule: Rule) -> 
     """Decode every prompt with this decoder, and count as the engine does."""
     drafter = load_drafter(head, target)
     if job.budget.top_k > 1:
-        # engines grow trees by the head's own probabilities; this decoder sharpens them
-        with torch.no_grad():
-            drafter.lm_head.weight /= SURENESS  # type: ignore[attr-defined]
+        job = replace(job, budget=replace(job.budget, sharpness=1.0))  # engines grow trees by EAGLE-2's rule
     return [_decode(job, prompt, target, drafter, rule) for prompt in job.prompts]
 
 

@@ -57,9 +57,13 @@ def replay(
     is drafted by lot: of a budget that draws from the draft's law only the target's coins know what is kept.
     The seconds of each draft are appended to `seconds`; a drafter is not asked where nothing may be drafted.
     """
+    if drafter.reads.choices:  # at all nodes, which only forwards of the target tell
+        return _decode(target, drafter, told, budget, seconds)
     learn = getattr(budget, "learn", None)
     if getattr(budget, "draw", None) == "sampled" and told.sampling.temperature > 0:
         raise ValueError(f"draw is 'sampled': what is kept of such drafts is known by decoding alone; got {budget}")
+    if drafter.reads.view:
+        drafter.bind_target(target.view())
     drafter.begin(Choose(told.sampling).offer(target.vocab_size, target.device))
     tokens, seen, root = told.tokens, 0, told.prompt
     cycles, now = [], clock_of(target.device)
@@ -79,6 +83,17 @@ def replay(
             learn(Cycle(tree, tuple(path[1:]), min(len(path), len(tokens) - root - 1), root))
         root += len(path)
     return cycles
+
+
+def _decode(
+    target: Target, drafter: Drafter, told: Answer, budget: Budget | Policy, seconds: list[float] | None
+) -> list[tuple[DraftTree, list[int]]]:
+    """The cycles of `replay` by decoding the answer, the target's forwards included."""
+    options: dict[str, Any] = {"sampling": told.sampling, "max_new_tokens": told.limit, "budget": budget}
+    cycles = generate(target, drafter, told.tokens[: told.prompt], timing=True, **options).cycles
+    if seconds is not None:
+        seconds += [(cycle.seconds or {})["draft"] for cycle in cycles]
+    return [(cycle.tree, [0, *cycle.kept]) for cycle in cycles]
 
 
 def recorded(

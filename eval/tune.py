@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from eagle.core.drafter import Budget, Drafter
@@ -20,7 +21,7 @@ from eagle.formats.checkpoint import load_drafter, write_budget
 from eagle.log import progress, script
 from eagle.recipe import Recipe, command_line
 from eagle.target.target import Target
-from eval.costs import Costs, bare_costs, draft_seconds
+from eval.costs import Costs, Shape, bare_costs, draft_seconds
 from eval.load_run import load_target, settle_threads
 from eval.prompts import Question, questions
 from eval.replay import Answer, answer, plain, rates_by_rank, recorded, replay
@@ -93,10 +94,9 @@ class Tuning:
         shown = [pair for pair in zip(answers, records, strict=False) if task in (None, pair[0].task)]
         paid = budget if budget.nodes else None
         cycles = [row for _, rows in shown for row in rows]
-        seconds = sum(self.costs.modelled(rows, paid, told.limit, self.drafter) for told, rows in shown)
-        return Trial(
-            budget, len(cycles), sum(row["committed"] for row in cycles), seconds + self._drafting(budget, cycles)
-        )
+        drafts = self._drafts(budget)
+        seconds = sum(self.costs.modelled(rows, paid, told.limit, self.drafter, drafts) for told, rows in shown)
+        return Trial(budget, len(cycles), sum(row["committed"] for row in cycles), seconds)
 
     def _replayed(self, told: Answer, budget: Budget) -> list[dict[str, Any]]:
         if not budget.nodes:
@@ -105,12 +105,9 @@ class Tuning:
         cycles = replay(self.target, self.drafter, told, budget, seconds)
         return recorded(told, cycles, seconds)
 
-    def _drafting(self, budget: Budget, cycles: Sequence[dict[str, Any]]) -> float:
-        """Seconds of these cycles' drafts as the replays took them, where the drafter has no bare costs."""
-        if self.costs.first is not None:
-            return 0.0
-        seconds = draft_seconds(row for rows in self.records[budget] for row in rows)
-        return sum(seconds.get((cycle["nodes"], cycle["depth"]), 0.0) for cycle in cycles)
+    def _drafts(self, budget: Budget) -> dict[Shape, float]:
+        """Seconds of this budget's drafts by their shape, as the replays took them."""
+        return draft_seconds(row for rows in self.records.get(budget, []) for row in rows)
 
     def break_even(self, budget: Budget, task: str | None = None) -> float:
         """The acceptance length below which this budget is slower than no draft, at the answers' mean context.
@@ -119,11 +116,12 @@ class Tuning:
         """
         told = [one for one in self.answers if task in (None, one.task)]
         context = sum(one.prompt + one.length // 2 for one in told) // len(told)
-        levels = self.drafter.forwards(budget) if budget.nodes else None
-        rows = () if levels is None else (2, *levels)
-        replayed = [row for cycles in self.records.get(budget, []) for row in cycles]
-        drafting = self._drafting(budget, replayed) / len(replayed) if replayed else 0.0
-        return (self.costs.cycle(budget.nodes, rows, context) + drafting) / self.costs.read(1, context)
+        rows = self.costs.rows(self.drafter, budget, 2) if budget.nodes else ()
+        drafting = 0.0
+        if rows is None and (replayed := [row for cycles in self.records.get(budget, []) for row in cycles]):
+            drafts = self._drafts(budget)
+            drafting = fmean(drafts.get((row["nodes"], row["depth"]), 0.0) for row in replayed)
+        return (self.costs.cycle(budget.nodes, rows or (), context) + drafting) / self.costs.read(1, context)
 
     def could_pay(self, budget: Budget) -> bool:
         """Whether it would be faster than no draft if every level were accepted."""

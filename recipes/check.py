@@ -23,7 +23,6 @@ from eagle.data.shards import token_bytes
 from eagle.device import in_dtype
 from eagle.drafters import settings_of
 from eagle.drafters.none import NoDrafter
-from eagle.drafters.parts.unroll import UnrolledDrafter
 from eagle.formats.checkpoint import load_head, save_head
 from eagle.formats.export import EXPORTERS, export
 from eagle.recipe import Recipe
@@ -160,9 +159,8 @@ def forecast(
     yield f"the whole run: {tokens:,} tokens, {settings.epochs} epochs; one process of this machine needs"
     if features.store:
         yield f"  {disk / GB:,.2f} GB of disk for the features, {tokens / extracting / 3600:,.2f} h to make them"
-    if isinstance(head, UnrolledDrafter):  # what other models keep for their backward pass is their own affair
-        memory = training_bytes(head, weights, step, itemsize)
-        yield f"  {memory / GB:,.2f} GB of memory while training, at steps of {step:,} tokens at most"
+    memory = training_bytes(head, target.config, weights, step, itemsize)
+    yield f"  {memory / GB:,.2f} GB of memory while training, at steps of {step:,} tokens at most"
     each_epoch = tokens / training + (0 if features.store else tokens / extracting)
     yield f"  {settings.epochs * each_epoch / 3600:,.2f} h to train; divide by the number of processes"
 

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from eagle.core.drafter import TargetHead, TrainableDrafter
+from eagle.data.examples import Batch
 from eagle.data.features import taps_of
 from eagle.data.shards import token_bytes
 from eagle.drafters import DRAFTERS, settings_of
-from eagle.drafters.parts.objectives import LOGITS_ELSEWHERE
-from eagle.drafters.parts.unroll import UnrolledDrafter
 from eagle.log import script
 from eagle.recipe import Recipe
 
@@ -30,6 +34,8 @@ CONVERSATIONS = {"Aeala/ShareGPT_Vicuna_unfiltered": 68_000}
 TOKENS = 1_330  # of a ShareGPT conversation cut at 2,048: its published 740 GB at a width of 4,096 in bf16
 SUPERVISED = 0.75  # share of these tokens
 CARDS = 8
+TEXT = 512  # tokens of a text in a step that is measured
+FEW = 16  # tokens of a text whose products are counted
 TFLOPS = 300.0  # a second on a card, 30% of what an H100 is sold with
 GB = 1e9
 
@@ -78,16 +84,11 @@ def forecast(recipe: Recipe, sizes: Sizes, conversations: int, cards: int = CARD
     """What a recipe will need."""
     settings, train = settings_of(recipe.drafter.model_dump(), "recipe"), recipe.train
     head = empty_head(settings, sizes.config)
-    if not isinstance(head, UnrolledDrafter):
-        raise ValueError(
-            f"a {settings.kind} has other parts than blocks, whose memory is counted here: a step of it is measured by "
-            "`accelerate launch recipes/train_eagle.py RECIPE --check`"
-        )
     tokens = min(conversations, recipe.data.limit or conversations) * min(TOKENS, recipe.data.max_length)
     stored, target = recipe.features.store is not None, 2 * sizes.parameters
     # a step of texts that are all as long as may be
     step = -(-train.batch_size // (cards * train.accumulation)) * recipe.data.max_length
-    memory = training_bytes(head, stored * sizes.frozen, step, 2 if train.dtype != "float32" else 4)
+    memory = training_bytes(head, sizes.config, stored * sizes.frozen, step, 2 if train.dtype != "float32" else 4)
     hours = 3600 * tflops * 1e12
     return Forecast(
         parameters(head),
@@ -97,15 +98,30 @@ def forecast(recipe: Recipe, sizes: Sizes, conversations: int, cards: int = CARD
         memory if stored else memory + target // (cards if recipe.features.shard_target else 1),
         target,
         (1 if stored else train.epochs) * 2 * sizes.active * tokens / hours,
-        train.epochs * training_flops(head, tokens) / hours,
+        train.epochs * training_flops(head, sizes.config, tokens) / hours,
     )
 
 
 def empty_head(settings: Any, config: Any) -> TrainableDrafter:
-    """The head without its numbers."""
+    """The head of a target's config, without its numbers."""
+    method, frozen = DRAFTERS[settings.kind], empty_target_head(config, torch.float32)
     with torch.device("meta"):
-        embedding, output = nn.Embedding(config.vocab_size, 1), nn.Linear(config.hidden_size, config.vocab_size)
-        return DRAFTERS[settings.kind].for_target(settings, config, TargetHead(embedding, output), supervised=())
+        weights = {"weights": empty_weights(config).__getitem__} if method.reads.weights else {}
+        return method.for_target(settings, config, frozen, supervised=(), **weights)
+
+
+def empty_target_head(config: Any, dtype: torch.dtype) -> TargetHead:
+    """What a head borrows, without its numbers."""
+    with torch.device("meta"):
+        embedding = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        output = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
+    return TargetHead(embedding.requires_grad_(False), output.requires_grad_(False))
+
+
+def empty_weights(config: Any) -> dict[str, Tensor]:
+    """The target's tensors by name, without their numbers."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config).state_dict()
 
 
 def parameters(module: nn.Module) -> int:
@@ -113,75 +129,77 @@ def parameters(module: nn.Module) -> int:
     return sum(tensor.numel() for tensor in module.parameters())
 
 
-def training_bytes(head: UnrolledDrafter, frozen: int, tokens: int, itemsize: int = 2) -> int:
-    """On one card, for steps of so many tokens: the head, what it borrows, activations, and the logits of a chunk."""
-    steps, said = steps_of(head), said_of(head)
+def training_bytes(head: TrainableDrafter, config: Any, frozen: int, tokens: int, itemsize: int = 2) -> int:
+    """On one card, for steps of so many tokens: the head, what it borrows, and the most that a step holds at once."""
     # weights in fp32 and a copy in which products are computed; gradients and two moments of what is learned
     learned = sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
     weights = parameters(head) * (4 + (itemsize if itemsize < 4 else 0)) + learned * 12
-    # rows of the target's LM head cut out for those tokens; the gradient at its own that the forward pass finds
-    heads = said * head.shape.hidden_size
-    cut = heads * itemsize * (said < head.shape.vocab_size) + heads * 4 * trains_lm_head(head)
-    # of all steps the student's, of one the teacher's, and in fp32 both laws and what lies between them
-    logits = min(LOGITS_ELSEWHERE, steps * tokens * said) * (itemsize + (itemsize + 4 * 4) / steps)
-    return weights + frozen * itemsize + cut + activation_bytes(head, tokens, itemsize) + round(logits)
+    return weights + frozen * itemsize + step_bytes(head, config, tokens, itemsize)
 
 
-def activation_bytes(head: UnrolledDrafter, tokens: int, itemsize: int = 2) -> int:
-    """What the unroll keeps for its backward pass, all of the tokens supervised."""
-    shape, width, settings = head.shape, head.shape.hidden_size, head.settings
-    attention, taps = head.layers[0].self_attn, len(head.taps)
-    heads = 2 * attention.q_proj.out_features + 2 * attention.k_proj.out_features
-    # what attention and the MLP read, the state that is left, and the gradient at it
-    vectors, rotary = 4 + getattr(settings, "norm_output", False), 2 * shape.head_dim * 4
-    if attention.q_proj.in_features == width:  # features are compared, too
-        once, vectors, compared = (taps + 2) * itemsize + 4 - itemsize, vectors + 1, width * (4 - itemsize)
-    else:  # embedding and first state before and behind their norms, the taps, and the teacher's states
-        once, compared = (taps * (1 + settings.fc_norm) + 3) * itemsize + 4, 0
-    step = (vectors * width + heads + 2 * shape.intermediate_size) * itemsize + rotary + compared
-    return tokens * (once * width + steps_of(head) * step)
+def step_bytes(head: TrainableDrafter, config: Any, tokens: int, itemsize: int = 2) -> int:
+    """The most bytes that a step's forward holds at once beside weights and batch, all its tokens supervised."""
+    head, batch, frozen = empty_step(head, config, tokens, 1.0, torch.float32 if itemsize == 4 else torch.bfloat16)
+    borrowed = frozen.weight, frozen.embedding.get_parameter("weight")
+    with Footprint([*head.state_dict().values(), *borrowed, batch.tokens, batch.features]) as footprint:
+        head(batch, frozen)
+    return footprint.most
 
 
-def training_flops(head: UnrolledDrafter, tokens: int, supervised: float = SUPERVISED) -> float:
-    """Of one pass over the data: products with weights; those of attention with its keys are left out."""
-    steps, (once, known, drafted) = steps_of(head), token_flops(head)
-    # the first step reads all tokens and drafts at supervised ones; the others do both there
-    block = 3 * (known + supervised * (steps * drafted + (steps - 1) * known))
-    # of LM heads the teacher's logits, and each step's with the gradient at its states, and at the matrix
-    laws = (2 + steps * (4 + 2 * trains_lm_head(head))) * said_of(head) * head.shape.hidden_size
-    # what is read is not learned, so that no gradient flows on
-    return tokens * (2 * once + block + supervised * laws)
+def training_flops(head: TrainableDrafter, config: Any, tokens: int, supervised: float = SUPERVISED) -> float:
+    """Of one pass over the data, but for what grows faster than the tokens: attention between them."""
+    counts = []
+    for count in (FEW, 2 * FEW):
+        empty, batch, frozen = empty_step(head, config, count, supervised)
+        with Footprint() as footprint:
+            empty(batch, frozen)["total"].backward()
+        counts.append(footprint.flops)
+    return tokens * (counts[1] - counts[0]) / FEW
 
 
-def token_flops(head: UnrolledDrafter) -> tuple[int, int, int]:
-    """Of the forward at one token: what all steps share, what is behind a level's keys, and the rest of the level."""
-    width, block = head.shape.hidden_size, head.layers[0]
-    taps = block.self_attn.q_proj.weight.new_zeros(1, len(head.taps), width)
-    with torch.no_grad():
-        with FlopCounterMode(display=False) as once:
-            tokens, hidden = head.tokens(taps[:, 0]), head.first(taps)
-        with FlopCounterMode(display=False) as known:
-            entered = head.entered(tokens, hidden)
-            head.keys(entered)
-        with FlopCounterMode(display=False) as drafted:
-            query, kept = head.queries(entered)
-            block.ended(kept + block.self_attn.o_proj(query))
-    return once.get_total_flops(), known.get_total_flops(), drafted.get_total_flops()
+def empty_step(
+    head: TrainableDrafter, config: Any, tokens: int, supervised: float, dtype: torch.dtype = torch.float32
+) -> tuple[TrainableDrafter, Batch, TargetHead]:
+    """All that a step computes with, without its numbers: the head, texts of so many tokens, and what it borrows."""
+    with torch.device("meta"):
+        empty = type(head)(head.settings, head.shape).to(dtype).eval()
+        for part, weight in zip(empty.parameters(), head.parameters(), strict=True):
+            part.requires_grad_(weight.requires_grad)
+        taps = tuple(dict.fromkeys((*head.taps, *head.teacher_taps)))
+        ids = torch.zeros(tokens, dtype=torch.long)
+        features = torch.zeros(tokens, len(taps), config.hidden_size, dtype=dtype)
+    lengths = [min(TEXT, tokens - start) for start in range(0, tokens, TEXT)]
+    mask = torch.cat([torch.arange(length) >= 2 + round((length - 2) * (1 - supervised)) for length in lengths])
+    batch = Batch(ids, mask, features, tuple(lengths), taps, tuple(range(len(lengths))))
+    return empty, batch, empty_target_head(config, dtype)
 
 
-def steps_of(head: UnrolledDrafter) -> int:
-    """How many steps it is trained over."""
-    return getattr(head.settings, "steps", 1)
+class Footprint(TorchDispatchMode):
+    """Of the operations under it: FLOPs, and bytes of the storages that they make while anything holds them."""
 
+    def __init__(self, known: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self.flops = self.held = self.most = 0
+        self.known = WeakIdKeyDictionary({tensor.untyped_storage(): True for tensor in known})
 
-def said_of(head: UnrolledDrafter) -> int:
-    """How many tokens it may say."""
-    return getattr(head.shape, "draft_vocab_size", None) or head.shape.vocab_size
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Computes, and counts by torch's own formulas, which see what autograd functions compute too."""
+        if function is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return True  # there is no number to ask; transformers asks whether all texts are whole, which they are
+        output = function(*args, **(kwargs or {}))
+        if formula := flop_registry.get(function.overloadpacket):
+            self.flops += formula(*args, **(kwargs or {}), out_val=output)
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.is_meta and tensor.untyped_storage() not in self.known:
+                storage = tensor.untyped_storage()
+                self.known[storage] = True
+                self._hold(storage.nbytes())
+                weakref.finalize(storage, self._hold, -storage.nbytes())
+        return output
 
-
-def trains_lm_head(head: UnrolledDrafter) -> bool:
-    """Whether it learns an LM head of its own."""
-    return any(name == "lm_head.weight" and weight.requires_grad for name, weight in head.named_parameters())
+    def _hold(self, count: int) -> None:
+        self.held += count
+        self.most = max(self.most, self.held)
 
 
 def sizes_of(path: str, revision: str | None = None) -> Sizes:

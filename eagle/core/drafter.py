@@ -78,6 +78,7 @@ class Budget:
     top_k: int = 10
     paths: Paths | None = None  # a shape that the tree has whatever the drafter believes; see `fixed`
     draw: Draw = "noise"  # greedy targets know the likeliest children alone
+    sharpness: float | None = None  # of a tree without paths: 1 is EAGLE-2's rule, None what suits the drafter
 
     def __post_init__(self) -> None:
         for name in ("nodes", "depth", "top_k"):
@@ -86,6 +87,8 @@ class Budget:
                 raise ValueError(f"Budget.{name} is {getattr(self, name)}, expected 0 or more")
         if self.paths is not None:
             object.__setattr__(self, "paths", _as_paths(self.paths))
+        if self.sharpness is not None and not self.sharpness > 0:
+            raise ValueError(f"Budget.sharpness is {self.sharpness!r}, expected a number above 0; 1 is EAGLE-2's rule")
         if self.draw not in get_args(Draw):
             raise ValueError(f"Budget.draw is {self.draw!r}, expected one of {', '.join(get_args(Draw))}")
         if self.draw == "sampled" and self.paths is None:

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from eagle.core.drafter import Budget, Committed, TargetHead
 from eagle.data.examples import Batch
-from eagle.drafters.parts.blocks import Attention, rotated
+from eagle.drafters.parts.blocks import Attention, rotate
 
 
 def own_row_shares(attention: Attention, read: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """[heads, T], what each query gives to its own row, in a causal pass over rows [1, T, width]."""
     query, key = (
-        rotated(projection(read[0]), (rotary[0][0], rotary[1][0]))
-        for projection in (attention.q_proj, attention.k_proj)
+        rotate(projection(read[0]), (rotary[0][0], rotary[1][0])) for projection in (attention.q_proj, attention.k_proj)
     )
     scores = query.float() @ key.float().repeat_interleave(len(query) // len(key), dim=0).transpose(1, 2)
     unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)

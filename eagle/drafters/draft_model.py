@@ -23,8 +23,8 @@ from eagle.core.tree import DraftTree, Paths
 from eagle.data.examples import Batch
 from eagle.drafters.parts.blocks import head_shape
 from eagle.drafters.parts.growth import grow, level_rows
-from eagle.drafters.parts.objectives import Kind, LanguageHead, Objective, OwnHead, distilled
-from eagle.drafters.parts.validation import judged_batch
+from eagle.drafters.parts.objectives import Kind, LanguageHead, Objective, OwnHead, distillation_loss
+from eagle.drafters.parts.validation import validate_batch
 from eagle.target.attention import TreeCache
 from eagle.target.loading import load_model, tokenizer_of
 from eagle.target.target import Target
@@ -90,7 +90,7 @@ class DraftModel(TrainableDrafter):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """What its laws lack of the target's, a mean over the supervised tokens; or of the text's own tokens."""
+        """The distillation loss, a mean over the supervised tokens; or the cross-entropy of the text's own tokens."""
         output, size = self.model.get_output_embeddings(), frozen.weight.shape[0]
         if getattr(output, "bias", None) is not None or getattr(self.shape, "logit_scale", None):
             raise ValueError(f"a {self.shape.model_type} cannot be distilled here: its LM head has a bias or a scale")
@@ -98,15 +98,16 @@ class DraftModel(TrainableDrafter):
         before = (batch.loss_mask.nonzero()[:, 0] - 1).to(batch.tokens.device, non_blocking=True)
         student, divergence = self._states(batch).index_select(0, before), self.settings.divergence
         teacher: Tensor
-        law: LanguageHead
+        teacher_head: LanguageHead
         if divergence == "tokens":
-            teacher, law = batch.tokens.index_select(0, before + 1), _Text(own.weight)
+            teacher = batch.tokens.index_select(0, before + 1)
+            teacher_head = _Text(own.weight)
         else:
-            known = slice(len(own.weight))
-            teacher, law = batch.select_taps((-1,))[:, 0].index_select(0, before), frozen.narrowed(known)
+            teacher = batch.select_taps((-1,))[:, 0].index_select(0, before)
+            teacher_head = frozen.narrowed(slice(len(own.weight)))
         weights = torch.full((1, len(before)), 1 / max(len(before), 1), device=student.device)
         objective = Objective(KINDS.get(divergence, divergence))
-        total, _ = distilled(student[None], teacher, weights, (own, law), objective)
+        total, _ = distillation_loss(student[None], teacher, weights, (own, teacher_head), objective)
         return {"total": total, divergence: total.detach()}
 
     def _states(self, batch: Batch) -> Tensor:
@@ -121,18 +122,18 @@ class DraftModel(TrainableDrafter):
 
     @torch.no_grad()
     def validate(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
-        """Sums of what each tree would have kept, and of how its laws compare with the target's."""
+        """Sums of what each tree would have kept, and of how its probs compare with the target's."""
         steps = max(len(path) for paths in trees.values() for path in paths)
         output, size = self.model.get_output_embeddings(), frozen.weight.shape[0]
 
-        def law(state: Tensor) -> Tensor:
+        def student(state: Tensor) -> Tensor:
             logits = output(state.to(output.weight.dtype))[..., :size]
             return torch.nn.functional.pad(logits, (0, size - logits.shape[-1]), value=-torch.inf)
 
         states, before = self._states(batch), (batch.loss_mask.nonzero()[:, 0] - 1).to(batch.tokens.device)
         # what lies beyond a text counts for nothing
         ahead = [states[(before + step).clamp(max=len(states) - 1)] for step in range(steps)]
-        return judged_batch(batch, ahead, (law, frozen.logits), trees)
+        return validate_batch(batch, ahead, ([student] * steps, frozen.logits), trees)
 
     # -- drafting -----------------------------------------------------------------------------------------------------
 

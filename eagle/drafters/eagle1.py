@@ -24,9 +24,9 @@ class Eagle1(FeatureHead):
     Settings = Eagle1Settings
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """Smooth-L1 of the features plus cross-entropy of the laws, at slots whose predicted token is supervised."""
+        """Smooth-L1 of the features plus cross-entropy of the probs, at slots whose predicted token is supervised."""
         settings = self.settings
-        regression, entropy, _ = self.compared(batch, frozen, Objective())
+        regression, entropy, _ = self.losses(batch, frozen, Objective())
         return {
             "total": settings.regression * regression + settings.cross_entropy * entropy,
             "regression": regression.detach(),

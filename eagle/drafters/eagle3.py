@@ -1,4 +1,4 @@
-"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): three layers of the target fused, laws alone as loss, own LM head."""
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): three fused layers of the target, distillation alone, own LM head."""
 
 # N rows, S supervised slots, K steps, H width, D tokens that can be drafted, V vocabulary
 
@@ -8,14 +8,13 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from eagle.core.drafter import TargetHead
 from eagle.data.examples import Batch, most_frequent, token_counts
-from eagle.drafters.parts.blocks import Cache, Norm, Rotary, TwoNormBlock, head_shape
-from eagle.drafters.parts.objectives import Kind, Objective, OwnHead, distilled, shares, shifted
+from eagle.drafters.parts.blocks import Cache, Norm, NormedBlock, Rotary, TwoNormBlock, head_shape
+from eagle.drafters.parts.objectives import Kind, Objective, OwnHead, align_steps, distillation_loss, step_weights
 from eagle.drafters.parts.reduced_vocab import load_draft_vocab
 from eagle.drafters.parts.unroll import UnrolledDrafter
 
@@ -54,13 +53,14 @@ class Eagle3(UnrolledDrafter):
         width, norm = shape.hidden_size, lambda: Norm(shape.hidden_size, shape.rms_norm_eps)
         self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
         self.fc_norm = nn.ModuleList([norm() for _ in self.taps if settings.fc_norm])
-        self.layers = nn.ModuleList([TwoNormBlock(shape, settings.norm_before_residual)])
+        further = [NormedBlock(shape) for _ in range(1, shape.num_hidden_layers)]
+        self.layers = nn.ModuleList([TwoNormBlock(shape, settings.norm_before_residual), *further])
         self.norm = norm()
-        said = getattr(shape, "draft_vocab_size", None) or shape.vocab_size
-        self.lm_head = nn.Linear(width, said, bias=False)
+        draft_vocab_size = getattr(shape, "draft_vocab_size", None) or shape.vocab_size
+        self.lm_head = nn.Linear(width, draft_vocab_size, bias=False)
         self.lm_head.weight.requires_grad_(settings.train_lm_head)
-        if said < shape.vocab_size:
-            self.register_buffer("d2t", torch.zeros(said, dtype=torch.long))
+        if draft_vocab_size < shape.vocab_size:
+            self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.long))
             self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
         self.rotary = Rotary(shape)
         self.cut: tuple[TargetHead, ...] = ()  # the target's head and its rows of those tokens, no part of this one
@@ -112,70 +112,56 @@ class Eagle3(UnrolledDrafter):
     def network(self) -> dict[str, Any]:
         """What it reads, and where its norms stand."""
         named = ("taps", "norm_output", "norm_before_residual")
-        return {"network": "fused", **{name: getattr(self.settings, name) for name in named}}
+        return {"network": "fused", **self.further_blocks, **{name: getattr(self.settings, name) for name in named}}
 
     # -- one level ----------------------------------------------------------------------------------------------------
 
-    def first(self, features: Tensor) -> Tensor:
+    def fuse_taps(self, features: Tensor) -> Tensor:
         """The taps fused."""
         if self.fc_norm:
             normed = [norm(features[..., tap, :]) for tap, norm in enumerate(self.fc_norm)]
             return self.fc(torch.cat(normed, dim=-1))
         return self.fc(features.flatten(-2))
 
-    def level(
+    def first_block(
         self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
         """The block over token and state."""
-        return self.layers[0].over(embedded, hidden, rotary, mask, cache)
+        return self.layers[0].read_pair(embedded, hidden, rotary, mask, cache)
 
-    def tokens(self, embedded: Tensor) -> Tensor:
+    def project_tokens(self, embedded: Tensor) -> Tensor:
         """The token's half of queries, keys and values."""
-        block = self.layers[0]
-        matrix = torch.cat([part.weight[:, : embedded.shape[-1]] for part in _projections(block)])
-        return F.linear(block.input_layernorm(embedded), matrix)
+        return self.layers[0].project_tokens(embedded)
 
-    def entered(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+    def block_inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
         """The token's half, the state that attention reads, and the one that it is added to."""
-        return tokens, *self.layers[0].entered(hidden)
+        return tokens, *self.layers[0].norm_hidden(hidden)
 
-    def keys(self, entered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Both halves together."""
-        query, key, value = _projections(self.layers[0])
-        tokens, normed, _ = entered
-        matrix = torch.cat([part.weight[:, normed.shape[-1] :] for part in (key, value)])
-        both = tokens[:, query.out_features :] + F.linear(normed, matrix)
-        return both[:, : key.out_features], both[:, key.out_features :]
-
-    def queries(self, entered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Both halves together."""
-        query, tokens, normed, kept = self.layers[0].self_attn.q_proj, *entered
-        return tokens[:, : query.out_features] + F.linear(normed, query.weight[:, normed.shape[-1] :]), kept
-
-    def handed(self, state: Tensor) -> Tensor:
+    def next_input(self, state: Tensor) -> Tensor:
         """The state as it left the block, or normed."""
         return self.norm(state) if self.settings.norm_output else state
 
-    def law(self, state: Tensor, frozen: TargetHead) -> Tensor:
+    def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
         """Its own LM head's logits."""
         return self.lm_head(self.norm(state))
 
     # -- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """What its laws lack of the target's in every step, at the slots that a draft can reach."""
+        """The distillation loss of every step, at the slots that a draft can reach."""
         settings = self.settings
-        found = self.unrolled(batch, frozen, settings.steps)
-        said = self.t2d[batch.tokens[found.places + 2]] if self.drafts is not None else None
-        weights = shares(found.places, settings.steps, said, settings.decay)
-        student = shifted(self.norm(state) for state in found.states)
-        true = batch.select_taps((-1,))[:, 0].index_select(0, found.places + 1)
+        unrolled = self.unroll(batch, frozen, settings.steps)
+        in_draft_vocab = self.t2d[batch.tokens[unrolled.places + 2]] if self.drafts is not None else None
+        weights = step_weights(unrolled.places, settings.steps, in_draft_vocab, settings.decay)
+        student = align_steps(self.norm(state) for state in unrolled.states)
+        true = batch.select_taps((-1,))[:, 0].index_select(0, unrolled.places + 1)
         own = OwnHead(self.lm_head.weight.to(frozen.weight.dtype))  # that of the products, which autocast makes so
-        total, each = distilled(student, true, weights, (own, self._taught(frozen)), Objective(settings.loss))
+        teacher = self._narrow_to_draft_vocab(frozen)
+        total, each = distillation_loss(student, true, weights, (own, teacher), Objective(settings.loss))
         return {"total": total, **{f"laws/{step}": value for step, value in enumerate(each)}}
 
-    def _taught(self, frozen: TargetHead) -> TargetHead:
-        """The target's head for the tokens that this one may say, cut out once."""
+    def _narrow_to_draft_vocab(self, frozen: TargetHead) -> TargetHead:
+        """The target's head for the draft vocabulary alone, cut out once."""
         if self.drafts is None:
             return frozen
         if not self.cut or self.cut[0] is not frozen:
@@ -198,8 +184,3 @@ def _draft_vocabulary(asked: int | str | None, supervised: Iterable[Tensor] | No
             "`python -m data_prep.draft_vocab`"
         )
     return t2d.nonzero()[:, 0]
-
-
-def _projections(block: TwoNormBlock) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
-    attention = block.self_attn
-    return attention.q_proj, attention.k_proj, attention.v_proj

@@ -31,9 +31,9 @@ class Hass(FeatureHead):
         """EAGLE-1's loss and that of the likeliest tokens, summed over the steps."""
         settings = self.settings
         objective = Objective(weight=settings.cross_entropy, top=settings.top, top_k=settings.top_k)
-        regression, lacking, each = self.compared(batch, frozen, objective, settings.steps)
+        regression, loss, each = self.losses(batch, frozen, objective, settings.steps)
         return {
-            "total": settings.regression * regression + lacking,
+            "total": settings.regression * regression + loss,
             "regression": regression.detach(),
             **{f"laws/{step}": value for step, value in enumerate(each)},
         }

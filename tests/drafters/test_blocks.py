@@ -15,7 +15,7 @@ from torch import Tensor
 from eagle import Budget, DraftTree, Sampling
 from eagle.core.tree import PUBLISHED_TREE
 from eagle.core.verify import Choose
-from eagle.drafters.parts.growth import SURENESS, grow
+from eagle.drafters.parts.growth import SHARPNESS, grow
 from tests.enumerate_law import Laws, Text, random_logits, texts_of
 
 Likelihoods = dict[Text, float]
@@ -109,12 +109,26 @@ def test_a_dynamic_tree_is_that_of_plain_python(budget: Budget, scale: float) ->
     """Greedy: the same nodes, whatever is left unread, in a form that a tree accepts."""
     for seed in range(10):
         table = table_of(random_logits(seed, 9, 4, torch.float32, scale))
-        tree, expected = Asked(table).grow(budget), eagle2(believed(table, SURENESS), budget)
+        tree, expected = Asked(table).grow(budget), eagle2(believed(table, SHARPNESS), budget)
         assert held(tree) == set(expected)
         assert max(map(len, tree.children())) <= budget.top_k
         assert tree.likelihoods is not None
         likely = dict(zip(texts_of(tree), tree.likelihoods.tolist(), strict=True))
         assert likely == pytest.approx({(): 0.0, **expected}, abs=1e-4)
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 2.0])
+def test_a_budget_says_how_sharply_a_tree_follows_the_likeliest(sharpness: float) -> None:
+    """At 1 the published rule's tree, of the head's own probabilities; by default another."""
+    budget, others = Budget(6, 4, 3, sharpness=sharpness), 0
+    for seed in range(10):
+        table = table_of(random_logits(seed, 9, 4, torch.float32, 1.0))
+        nodes = held(Asked(table).grow(budget))
+        assert nodes == set(eagle2(believed(table, sharpness), budget))
+        others += nodes != held(Asked(table).grow(Budget(6, 4, 3)))
+    assert others > 0
+    with pytest.raises(ValueError, match=r"Budget\.sharpness is 0, expected a number above 0"):
+        Budget(sharpness=0)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
@@ -130,8 +144,8 @@ def test_above_temperature_0_it_knows_the_noise_or_expects_it(draw: Any, tempera
     for seed in range(10):
         table, budget = table_of(random_logits(seed, 9, 4, torch.float32)), Budget(12, 4, 3, draw=draw)
         beliefs = {
-            "noise": believed(table, SURENESS, here, top_k),
-            "likeliest": believed(table, 1 / math.hypot(temperature, 1 / SURENESS), None, top_k),
+            "noise": believed(table, SHARPNESS, here, top_k),
+            "likeliest": believed(table, 1 / math.hypot(temperature, 1 / SHARPNESS), None, top_k),
         }
         assert held(Asked(table).grow(budget, noise)) == set(eagle2(beliefs[draw], budget))
 
@@ -168,9 +182,9 @@ def test_no_node_loses_its_parent(head: Callable[..., Table], dtype: torch.dtype
     """Ties go to the shallow node, and what is kept is as likely as what plain Python keeps."""
     for seed in range(40):
         table, budget = head(seed, dtype), Budget(6 + seed % 9, 5, 3)
-        kept, likely = held(Asked(table).grow(budget)), eagle2(believed(table, SURENESS), budget)
+        kept, likely = held(Asked(table).grow(budget)), eagle2(believed(table, SHARPNESS), budget)
         likelihood = {
-            text: sum(believed(table, SURENESS)(text[:end])[text[end]] for end in range(len(text))) for text in kept
+            text: sum(believed(table, SHARPNESS)(text[:end])[text[end]] for end in range(len(text))) for text in kept
         }
         assert {text[:-1] for text in kept} <= kept | {()}
         assert sorted(likelihood.values()) == pytest.approx(sorted(likely.values()), abs=1e-3)

@@ -23,7 +23,7 @@ from eagle.drafters.parts import feature_head as network
 from eagle.drafters.parts import spans
 from eagle.drafters.parts import unroll as unrolled
 from eagle.drafters.parts.growth import grow
-from eagle.drafters.parts.objectives import distilled
+from eagle.drafters.parts.objectives import distillation_loss
 from tests.enumerate_law import texts_of
 
 
@@ -62,10 +62,10 @@ def trained_logits(head: Eagle1, batch: Batch, target: Target, monkeypatch: pyte
 
     def keep(student: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         kept.append(target.head.logits(student[0]).detach())
-        return distilled(student, *rest)
+        return distillation_loss(student, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(network, "distilled", keep)
+        patch.setattr(network, "distillation_loss", keep)
         head(batch, target.head)
     return kept[0]
 
@@ -83,9 +83,9 @@ def moved(place: int, slower: int) -> Callable[..., Any]:
     return wrong
 
 
-def unmasked(count: int, dtype: torch.dtype) -> Tensor:
+def unmasked(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """No future is hidden."""
-    return torch.zeros(count, count, dtype=dtype)
+    return torch.zeros(count, count, dtype=dtype, device=device)
 
 
 # -- alignment --------------------------------------------------------------------------------------------------------

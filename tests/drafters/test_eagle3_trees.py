@@ -14,7 +14,7 @@ from eagle.core.drafter import Committed
 from eagle.core.tree import PUBLISHED_TREE, DraftTree, chain_paths
 from eagle.core.verify import Choose, warp
 from eagle.drafters.eagle3 import Eagle3
-from eagle.drafters.parts.growth import SURENESS
+from eagle.drafters.parts.growth import SHARPNESS
 from eagle.drafters.parts.reduced_vocab import load_draft_vocab
 from eagle.formats.checkpoint import load_head, save_head
 from tests.naive_unroll import eagle3_logits, sayable_ids
@@ -110,7 +110,7 @@ def test_a_dynamic_tree_holds_the_likeliest_paths(head: Eagle3, tiny_target: Tar
     truth, found = Truth(head, tiny_target, news, choose), paths_of(tree)
     assert tree.likelihoods is not None and len(found) == 12
     for path, likelihood in zip(found, tree.likelihoods[1:].tolist(), strict=True):
-        laws = [(SURENESS * truth.logits(path[:end])).log_softmax(-1) for end in range(len(path))]
+        laws = [(SHARPNESS * truth.logits(path[:end])).log_softmax(-1) for end in range(len(path))]
         true = sum(float(law[token]) for law, token in zip(laws, path, strict=True))
         assert likelihood == pytest.approx(true, abs=1e-4)
         better = (laws[-1] > laws[-1][path[-1]]).nonzero().flatten().tolist()

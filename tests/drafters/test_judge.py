@@ -17,7 +17,7 @@ from eagle.data.features import LiveFeatures
 from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.none import NoDrafter
 from eagle.drafters.parts import unroll as unrolled
-from eagle.drafters.parts.validation import figures, judged
+from eagle.drafters.parts.validation import figures, validate_text
 from tests.families import VOCAB_SIZE, build, random_tokens
 
 TREES = {"chain": chain_paths(4), "tree": PUBLISHED_TREE}
@@ -129,7 +129,7 @@ def test_another_unroll_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Planted faults: steps that do not see themselves, stand one place too early, or read another slot's token."""
-    attend, rotated, entered = unrolled.attend, unrolled.rotated, Eagle1.entered
+    attend, rotate, block_inputs = unrolled.attend, unrolled.rotate, Eagle1.block_inputs
     turned: list[Tensor] = []
 
     def forgetful(query: Tensor, key: Tensor, value: Tensor, spans: Any, own: Any) -> Tensor:
@@ -137,16 +137,16 @@ def test_another_unroll_is_seen(
 
     def behind(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         turned.append(rotary[0])
-        return rotated(x, rotary if len(turned) < 3 else tuple(table.roll(1, 0) for table in rotary))
+        return rotate(x, rotary if len(turned) < 3 else tuple(table.roll(1, 0) for table in rotary))
 
     def mistaken(self: Any, tokens: Tensor, hidden: Tensor) -> Any:
         step = hidden.shape[0] == mixed.slots
-        return entered(self, tokens.roll(1, dims=0) if step else tokens, hidden)
+        return block_inputs(self, tokens.roll(1, dims=0) if step else tokens, hidden)
 
     home, name, wrong = {
         "keys": (unrolled, "attend", forgetful),
-        "position": (unrolled, "rotated", behind),
-        "token": (Eagle1, "entered", mistaken),
+        "position": (unrolled, "rotate", behind),
+        "token": (Eagle1, "block_inputs", mistaken),
     }[fault]
     monkeypatch.setattr(home, name, wrong)
     assert judged_counts(head, target, mixed) != drafted
@@ -205,6 +205,8 @@ def test_a_head_that_is_the_target_accepts_everything_it_can_watch() -> None:
     counted = torch.tensor([False, False, True, True, True, True])
     states = [true[torch.arange(4) + step] for step in (1, 2)]
     states[1] = true[(torch.arange(4) + 2).clamp(max=5)]
-    sums = judged(states, true, tokens, counted, (torch.clone, torch.clone), {"chain": chain_paths(2)})
+    sums = validate_text(
+        states, true, tokens, counted, ([torch.clone] * len(states), torch.clone), {"chain": chain_paths(2)}
+    )
     assert sums["chain/accepted"].tolist() == sums["chain/reached"].tolist() == [4.0, 2.0]
     assert sums["agreement"] == 4

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from eagle.core.drafter import TargetHead
 from eagle.drafters.parts import objectives
-from eagle.drafters.parts.objectives import Kind, LanguageHead, Objective, OwnHead, distilled
+from eagle.drafters.parts.objectives import Kind, LanguageHead, Objective, OwnHead, distillation_loss
 
 STEPS, SLOTS, WIDTH, VOCABULARY = 2, 41, 6, 37
 
@@ -82,7 +82,7 @@ def test_a_kind_is_its_formula(kind: Kind, softcap: float | None, monkeypatch: p
     monkeypatch.setattr(objectives, "AT_ONCE", {"cpu": 5 * VOCABULARY})
     own, frozen = head(0, softcap), head(1, softcap)
     student, teacher, weights = laid_out()
-    loss, parts = distilled(student, teacher, weights, (own, frozen), Objective(kind, weight=0.7))
+    loss, parts = distillation_loss(student, teacher, weights, (own, frozen), Objective(kind, weight=0.7))
     p, q = frozen.logits(teacher).softmax(-1).detach(), own.logits(student).softmax(-1)
     apart = 0.7 * weights * FORMULAS[kind](p, q)
     torch.testing.assert_close(loss, apart.sum(), atol=1e-9, rtol=1e-9)
@@ -102,7 +102,7 @@ def test_what_a_teacher_never_says_has_a_finite_price(kind: Kind, dtype: torch.d
     frozen = OwnHead(torch.cat([rows[:2], impossible, rows[2:] * 1.5, impossible]))
     p, q = frozen.logits(states).softmax(-1), own.logits(states).softmax(-1)
     assert ((p == 0) & (q > 0)).any() and ((p > 0) & (q == 0)).any() and ((p == 0) & (q == 0)).any()
-    loss, _ = distilled(student, states, torch.ones(1, 3, dtype=dtype), (own, frozen), Objective(kind))
+    loss, _ = distillation_loss(student, states, torch.ones(1, 3, dtype=dtype), (own, frozen), Objective(kind))
     (gradient,) = torch.autograd.grad(loss, student)
     assert loss.isfinite() and gradient.isfinite().all() and loss > 0
     if kind == "reverse_kl":
@@ -116,7 +116,7 @@ def test_equal_laws_leave_nothing_to_learn(kind: Kind) -> None:
     own = head(0, None)
     _, teacher, weights = laid_out()
     student = teacher.expand(STEPS, -1, -1).clone().requires_grad_()
-    loss, _ = distilled(student, teacher, weights, (own, own), Objective(kind))
+    loss, _ = distillation_loss(student, teacher, weights, (own, own), Objective(kind))
     (gradient,) = torch.autograd.grad(loss, student)
     assert kind == "cross_entropy" or abs(loss) < 1e-12
     assert kind in ("tv", "acceptance", "hybrid") or gradient.abs().max() < 1e-12

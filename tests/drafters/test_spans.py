@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eagle.drafters.parts import spans as module
-from eagle.drafters.parts.spans import Spans, attend, flexed
+from eagle.drafters.parts.spans import Spans, attend, attend_block, flexed
 
 LENGTHS, HEADS, KEYS, WIDTH = (150, 7, 41), 4, 2, 16
 Inputs = tuple[Tensor, Tensor, Tensor, list[tuple[Tensor, Tensor]]]
@@ -117,9 +117,23 @@ def test_a_wrong_merge_is_seen(spans: Spans, fault: str, monkeypatch: pytest.Mon
     if fault == "share":
         monkeypatch.setattr(module, "_law", lambda query, key, own: law(query, key, own + 0.1))
     elif fault == "future":
-        monkeypatch.setattr(module, "_future", lambda count, dtype: torch.zeros(count, count, dtype=dtype))
+        monkeypatch.setattr(module, "_future", lambda count, dtype, device: torch.zeros(count, count, dtype=dtype))
     ours = results(moved if fault == "own" else attend, given, spans)
     apart = [
         float((one - true).abs().max().detach()) for one, true in zip(ours, results(dense, given, spans), strict=True)
     ]
     assert max(apart) > 1e-3
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_block_of_tokens_sees_itself_or_what_came_before(spans: Spans, causal: bool) -> None:
+    """Three tokens behind every row, each against one dense softmax; gradients reach what each sees alone."""
+    _, key, value, own = inputs(spans, 3)
+    queries = [inputs(spans, step)[0] + step for step in range(3)]
+    outputs = attend_block(queries, key, value, spans, own, causal=causal)
+    for place, (query, output) in enumerate(zip(queries, outputs, strict=True)):
+        seen = own[: place + 1] if causal else own
+        torch.testing.assert_close(output, dense(query, key, value, spans, seen))
+    outputs[0].sum().backward()
+    reached = [mine.grad is not None and bool(mine.grad.any()) for mine, _ in own]
+    assert reached == [True, not causal, not causal]

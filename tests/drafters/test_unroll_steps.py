@@ -26,17 +26,17 @@ from tests.unrolled_heads import TAPS, VARIANTS, computed, everywhere, frozen_he
 def trained_logits(head: Any, batch: Batch, frozen: TargetHead, patch: pytest.MonkeyPatch) -> Tensor:
     """[K, S, V or D], what the head says at each step of all supervised slots while its loss is computed."""
     kept: list[Unrolled] = []
-    honest = UnrolledDrafter.unrolled
+    honest = UnrolledDrafter.unroll
 
     def keep(*given: Any, **options: Any) -> Unrolled:
         kept.append(honest(*given, **options))
         return kept[-1]
 
     with patch.context() as inner:
-        inner.setattr(UnrolledDrafter, "unrolled", keep)
+        inner.setattr(UnrolledDrafter, "unroll", keep)
         head(batch, frozen)
     with torch.no_grad():
-        return torch.stack([head.law(state, frozen) for state in kept[0].states])
+        return torch.stack([head.logits(state, frozen) for state in kept[0].states])
 
 
 def drafted_logits(head: Any, text: Example, pieces: list[int], patch: pytest.MonkeyPatch) -> dict[int, Tensor]:

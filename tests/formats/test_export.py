@@ -234,8 +234,8 @@ def test_taps_out_of_order_are_sorted_with_their_weights(target: Target) -> None
     layout = EXPORTERS["vllm"](head, target.config)
     assert layout.config["eagle_aux_hidden_state_layer_ids"] == [2, 6, 9]
     states = torch.randn(5, 3, H)
-    assert torch.allclose(fused(layout.tensors, states[:, [1, 2, 0]]), head.first(states), atol=1e-5)
-    assert not torch.allclose(fused(layout.tensors, states), head.first(states), atol=1e-5)
+    assert torch.allclose(fused(layout.tensors, states[:, [1, 2, 0]]), head.fuse_taps(states), atol=1e-5)
+    assert not torch.allclose(fused(layout.tensors, states), head.fuse_taps(states), atol=1e-5)
 
 
 def fused(tensors: dict[str, Tensor], states: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ def logits_of(folder: Path, text: Example) -> list[Tensor]:
     embedding = torch.nn.Embedding.from_pretrained(made.embedding())
     frozen = TargetHead(embedding, torch.nn.Linear(made.H, made.V, bias=False))
     with torch.no_grad():
-        return [head.law(state, frozen) for state in head.unrolled(collate([text], head.taps), frozen, STEPS).states]
+        return [head.logits(state, frozen) for state in head.unroll(collate([text], head.taps), frozen, STEPS).states]
 
 
 def example() -> Example:

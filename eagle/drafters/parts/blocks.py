@@ -85,8 +85,8 @@ class Attention(nn.Module):
         return self.o_proj(output.transpose(1, 2).flatten(2))
 
 
-def rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """[heads, N, w], x [N, heads * w] turned by the tables [N, w]."""
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """[heads, N, w], x [N, heads * w] rotated by the tables [N, w]."""
     cosine, sine = rotary
     half = cosine.shape[-1] // 2
     heads = x.unflatten(-1, (-1, 2 * half))
@@ -99,7 +99,7 @@ class Norm(LlamaRMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., H]."""
-        return _Normed.apply(x, self.weight, self.variance_epsilon)
+        return _RMSNorm.apply(x, self.weight, self.variance_epsilon)
 
 
 def _inverse(x: Tensor, eps: float) -> Tensor:
@@ -109,16 +109,16 @@ def _inverse(x: Tensor, eps: float) -> Tensor:
     return size.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
-def _normed_back(given: Tensor, x: Tensor, weight: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+def _norm_backward(grad_out: Tensor, x: Tensor, weight: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients at x [N, H] and at the weight, computed in the precision of `inverse`."""
-    given, normed, gain = given.to(inverse.dtype), x * inverse, weight.to(inverse.dtype)
-    both = given * normed
+    grad_out, normed, gain = grad_out.to(inverse.dtype), x * inverse, weight.to(inverse.dtype)
+    both = grad_out * normed
     along = (both @ gain).unsqueeze(-1)
-    by_x = torch.addcmul(given * gain, normed, along, value=-1 / x.shape[-1]).mul_(inverse)
-    return by_x.to(x.dtype), both.sum(0).to(weight.dtype)
+    grad_x = torch.addcmul(grad_out * gain, normed, along, value=-1 / x.shape[-1]).mul_(inverse)
+    return grad_x.to(x.dtype), both.sum(0).to(weight.dtype)
 
 
-class _Normed(torch.autograd.Function):
+class _RMSNorm(torch.autograd.Function):
     """Forward and backward take half of the time of the stock norm."""
 
     @staticmethod
@@ -128,38 +128,41 @@ class _Normed(torch.autograd.Function):
         return (x * inverse).mul_(weight).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse = ctx.saved_tensors
-        given, rows = upstream[0].flatten(0, -2), x.flatten(0, -2)
-        by_x, by_weight = _normed_back(given, rows, weight, inverse.flatten(0, -2))
-        return by_x.view_as(x), by_weight, None
+        rows = x.flatten(0, -2)
+        grad_x, grad_weight = _norm_backward(grads[0].flatten(0, -2), rows, weight, inverse.flatten(0, -2))
+        return grad_x.view_as(x), grad_weight, None
 
 
-class _Ended(torch.autograd.Function):
-    """x + MLP(norm(x)), which keeps x, one number of each row, and what gate and input became."""
+class _SwiGLUResidual(torch.autograd.Function):
+    """y = x + W_down(silu(W_gate n) * W_up n), n = rms(x); keeps x, one number of each row, and both products of n."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
         inverse = _inverse(x, eps)
         normed = (x * inverse).mul_(gain).to(x.dtype)
-        opened, raised = F.linear(normed, gate), F.linear(normed, up)
-        ctx.save_for_backward(x, gain, inverse, opened, raised, gate, up, down)
-        return x + F.linear(F.silu(opened).mul_(raised), down)
+        gate = F.linear(normed, w_gate)
+        up = F.linear(normed, w_up)
+        ctx.save_for_backward(x, gain, inverse, gate, up, w_gate, w_up, w_down)
+        return x + F.linear(F.silu(gate).mul_(up), w_down)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        x, gain, inverse, opened, raised, *matrices = ctx.saved_tensors
-        (given,), dtype = upstream, opened.dtype
-        gate, up, down = (matrix.to(dtype) for matrix in matrices)  # as autocast had them
-        normed, told = (x * inverse).mul_(gain).to(dtype), given.to(dtype)
-        active, by_product = F.silu(opened), told @ down
-        by_down = told.T @ (active * raised)
-        by_up = active.mul_(by_product)
-        by_gate = torch.ops.aten.silu_backward(by_product.mul_(raised), opened)
-        by_normed = torch.addmm(by_up @ up, by_gate, gate)
-        by_x, by_gain = _normed_back(by_normed, x, gain, inverse)
-        by_matrices = (by.to(gain.dtype) for by in (by_gate.T @ normed, by_up.T @ normed, by_down))
-        return by_x.add_(given), by_gain, None, *by_matrices
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, gain, inverse, gate, up, *matrices = ctx.saved_tensors
+        dtype = gate.dtype
+        w_gate, w_up, w_down = (matrix.to(dtype) for matrix in matrices)  # as autocast had them
+        normed = (x * inverse).mul_(gain).to(dtype)
+        grad_out = grads[0].to(dtype)
+        active = F.silu(gate)
+        grad_product = grad_out @ w_down
+        grad_w_down = grad_out.T @ (active * up)
+        grad_up = active.mul_(grad_product)
+        grad_gate = torch.ops.aten.silu_backward(grad_product.mul_(up), gate)
+        grad_normed = torch.addmm(grad_up @ w_up, grad_gate, w_gate)
+        grad_x, grad_gain = _norm_backward(grad_normed, x, gain, inverse)
+        grad_matrices = (grad.to(gain.dtype) for grad in (grad_gate.T @ normed, grad_up.T @ normed, grad_w_down))
+        return grad_x.add_(grads[0]), grad_gain, None, *grad_matrices
 
 
 class Block(nn.Module):
@@ -173,15 +176,40 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None) -> Tensor:
         """[B, T, H]."""
-        return self.ended(x + self.self_attn(x, rotary, mask, cache))
+        hidden, residual = self.inputs(x)
+        return self.add_mlp(residual + self.self_attn(hidden, rotary, mask, cache))
 
-    def ended(self, x: Tensor) -> Tensor:
-        """What the block makes of the states behind its attention."""
+    def inputs(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What attention reads, and what its output is added to."""
+        return x, x
+
+    def key_value(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """[N, heads * w] each, keys before they are rotated, and values."""
+        return self.self_attn.k_proj(inputs[0]), self.self_attn.v_proj(inputs[0])
+
+    def query_and_residual(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """[N, heads * w] queries before they are rotated, and [N, H] what attention's output is added to."""
+        return self.self_attn.q_proj(inputs[0]), inputs[1]
+
+    def add_mlp(self, x: Tensor) -> Tensor:
+        """x + MLP(norm(x)), of what attention left."""
         norm, mlp = self.post_attention_layernorm, self.mlp
         if x.dim() > 2 or not torch.is_grad_enabled():
             return x + mlp(norm(x))
         matrices = (part.weight for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-        return _Ended.apply(x, norm.weight, norm.variance_epsilon, *matrices)
+        return _SwiGLUResidual.apply(x, norm.weight, norm.variance_epsilon, *matrices)
+
+
+class NormedBlock(Block):
+    """A Llama decoder block, as all behind the first of a head are."""
+
+    def __init__(self, shape: Any) -> None:
+        super().__init__(shape)
+        self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
+
+    def inputs(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The normed state, and the state."""
+        return self.input_layernorm(x), x
 
 
 class TwoNormBlock(Block):
@@ -193,12 +221,7 @@ class TwoNormBlock(Block):
         self.hidden_norm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.norm_before_residual = norm_before_residual
 
-    def entered(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The state that attention reads, and the one that its output is added to."""
-        normed = self.hidden_norm(hidden)
-        return normed, normed if self.norm_before_residual else hidden
-
-    def over(
+    def read_pair(
         self,
         embedded: Tensor,
         hidden: Tensor,
@@ -206,10 +229,36 @@ class TwoNormBlock(Block):
         mask: Tensor | None,
         cache: Cache | None,
     ) -> Tensor:
-        """[B, T, H]."""
-        normed, kept = self.entered(hidden)
-        read = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
-        return self.ended(kept + self.self_attn(read, rotary, mask, cache))
+        """[B, T, H], of tokens and states side by side."""
+        normed, residual = self.norm_hidden(hidden)
+        pair = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
+        return self.add_mlp(residual + self.self_attn(pair, rotary, mask, cache))
+
+    def norm_hidden(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The state that attention reads, and the one that its output is added to."""
+        normed = self.hidden_norm(hidden)
+        return normed, normed if self.norm_before_residual else hidden
+
+    def project_tokens(self, embedded: Tensor) -> Tensor:
+        """[N, P], the tokens' half of queries, keys and values."""
+        matrix = torch.cat([part.weight[:, : embedded.shape[-1]] for part in self._projections()])
+        return F.linear(self.input_layernorm(embedded), matrix)
+
+    def key_value(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Keys and values of projected tokens and normed states."""
+        query, key, value = self._projections()
+        tokens, normed, _ = inputs
+        matrix = torch.cat([part.weight[:, normed.shape[-1] :] for part in (key, value)])
+        both = tokens[:, query.out_features :] + F.linear(normed, matrix)
+        return both[:, : key.out_features], both[:, key.out_features :]
+
+    def query_and_residual(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Queries of projected tokens and normed states, and the residual beside them."""
+        query, tokens, normed, residual = self.self_attn.q_proj, *inputs
+        return tokens[:, : query.out_features] + F.linear(normed, query.weight[:, normed.shape[-1] :]), residual
+
+    def _projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+        return self.self_attn.q_proj, self.self_attn.k_proj, self.self_attn.v_proj
 
 
 class Rotary(LlamaRotaryEmbedding):

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from eagle.core.drafter import TargetHead
 from eagle.data.examples import Batch
-from eagle.drafters.parts.blocks import Block, Cache, Rotary, head_shape
-from eagle.drafters.parts.objectives import Objective, distilled, feature_regression, shares, shifted
+from eagle.drafters.parts.blocks import Block, Cache, NormedBlock, Rotary, head_shape
+from eagle.drafters.parts.objectives import Objective, align_steps, distillation_loss, feature_regression, step_weights
 from eagle.drafters.parts.unroll import UnrolledDrafter
 
 
@@ -41,7 +41,8 @@ class FeatureHead(UnrolledDrafter):
     def __init__(self, settings: Any, shape: Any) -> None:
         super().__init__(settings, shape)
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=settings.fc_bias)
-        self.layers = nn.ModuleList([Block(shape)])
+        further = [NormedBlock(shape) for _ in range(1, shape.num_hidden_layers)]
+        self.layers = nn.ModuleList([Block(shape), *further])
         self.rotary = Rotary(shape)
 
     @classmethod
@@ -58,55 +59,48 @@ class FeatureHead(UnrolledDrafter):
 
     @property
     def network(self) -> dict[str, Any]:
-        """Whatever trained it."""
-        return {"network": "features"}
+        """The same whatever trained it."""
+        return {"network": "features", **self.further_blocks}
 
     # -- one level ----------------------------------------------------------------------------------------------------
 
-    def first(self, features: Tensor) -> Tensor:
+    def fuse_taps(self, features: Tensor) -> Tensor:
         """The one tap."""
         return features[..., 0, :]
 
-    def level(
+    def first_block(
         self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
         """Token and feature fused, and the block over them."""
         return self.layers[0](self.fc(torch.cat([embedded, hidden], dim=-1)), rotary, mask, cache)
 
-    def tokens(self, embedded: Tensor) -> Tensor:
+    def project_tokens(self, embedded: Tensor) -> Tensor:
         """The token's half of what is fused."""
         return F.linear(embedded, self.fc.weight[:, : embedded.shape[-1]], self.fc.bias)
 
-    def entered(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+    def block_inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
         """Token and feature fused."""
-        return (tokens + F.linear(hidden, self.fc.weight[:, -hidden.shape[-1] :]),)
+        fused = tokens + F.linear(hidden, self.fc.weight[:, -hidden.shape[-1] :])
+        return fused, fused
 
-    def keys(self, entered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Of what is fused."""
-        attention = self.layers[0].self_attn
-        return attention.k_proj(entered[0]), attention.v_proj(entered[0])
-
-    def queries(self, entered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Of what is fused, and itself."""
-        return self.layers[0].self_attn.q_proj(entered[0]), entered[0]
-
-    def law(self, state: Tensor, frozen: TargetHead) -> Tensor:
-        """What the target would say of the feature."""
+    def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
+        """The target's own logits of the feature."""
         return frozen.logits(state)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def compared(
+    def losses(
         self, batch: Batch, frozen: TargetHead, objective: Objective, steps: int = 1
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Smooth-L1 of the features and what their laws lack, each summed over the steps; the latter of each step."""
-        found = self.unrolled(batch, frozen, steps, detach=True, noised=partial(self._noised, batch))
-        true = batch.select_taps((-1,))[:, 0].index_select(0, found.places + 1)
-        student, weights = shifted(found.states), shares(found.places, steps)
-        lacking, each = distilled(student, true, weights, (frozen, frozen), objective)
-        return feature_regression(student, true, weights), lacking, each
+        """Smooth-L1 of the features and the distillation loss, each summed over the steps; the latter of each step."""
+        unrolled = self.unroll(batch, frozen, steps, detach=True, add_noise=partial(self._add_noise, batch))
+        true = batch.select_taps((-1,))[:, 0].index_select(0, unrolled.places + 1)
+        student = align_steps(unrolled.states)
+        weights = step_weights(unrolled.places, steps)
+        loss, each = distillation_loss(student, true, weights, (frozen, frozen), objective)
+        return feature_regression(student, true, weights), loss, each
 
-    def _noised(self, batch: Batch, features: Tensor) -> Tensor:
+    def _add_noise(self, batch: Batch, features: Tensor) -> Tensor:
         """Features [N, 1, H] plus noise that each text's seed decides; weaker in long texts."""
         if not (self.training and self.settings.noise):
             return features

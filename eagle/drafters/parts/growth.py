@@ -1,6 +1,6 @@
-"""The growing of trees: level by level, of a fixed shape or where the drafter is surest."""
+"""The growing of trees: level by level, of a fixed shape or where the drafter finds it likeliest."""
 
-# K rows of one level, V vocabulary, D of it that the drafter may say
+# K rows of one level, V vocabulary, D draft vocabulary
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ Level = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Depth, tokens [K], rows of the level before that they follow [K], whom they see [K, rows] -> [K, D] logits."""
 
 
-# A choice is surer than its law: the target takes the likeliest token, at T > 0 once known noise is added, and only the
-# head's error in the logits, of about 1 / SURENESS at any T, leaves a doubt. EAGLE-2 has 1 here. With 25 nodes on 6
-# levels 1 / 2 / 3 / 4 keep on the tiny target 2.93 / 3.32 / 3.32 / 3.30 tokens per step, with noise at T = 1 3.47 /
-# 3.92 / 3.83 / 3.82 (40 prompts), and on a target of 25 M parameters 3.22 / 3.82 / 4.04 / 4.01 (20 prompts). Tables of
-# counts are never that sure: those of bigrams keep with 0.7 / 1 / 2 / 3 there 2.07 / 2.08 / 1.97 / 1.90 (12 prompts).
-SURENESS = 3.0
+# How many times likelier than its logits say a head takes its likeliest children to be, where a budget does not say; 1
+# is EAGLE-2's rule. The target takes the likeliest token, at T > 0 once known noise is added, so that only the head's
+# error in the logits, of about 1 / sharpness at any T, leaves a doubt. With 25 nodes on 6 levels 1 / 2 / 3 / 4 keep on
+# the tiny target 2.93 / 3.32 / 3.32 / 3.30 tokens per step, with noise at T = 1 3.47 / 3.92 / 3.83 / 3.82 (40 prompts),
+# and on a target of 25 M parameters 3.22 / 3.82 / 4.04 / 4.01 (20 prompts).
+SHARPNESS = 3.0
 
 
 def grow(
@@ -53,59 +53,60 @@ def grow(
     noise: Noise | None = None,
     place: int = 0,
     drafts: Tensor | None = None,
-    sureness: float = SURENESS,
+    sharpness: float = SHARPNESS,
 ) -> DraftTree:
     """The tree under `root`, whose children the head gives these logits [D]; they will stand at position `place`.
 
     A budget with a fixed shape gets that shape. Any other gets EAGLE-2's tree (Li et al. 2024, arXiv 2406.16858).
-    `drafts` [D] are the tokens that the head may say, if not all.
+    `drafts` [D] is the draft vocabulary, if not all; `sharpness` holds where the budget names none.
     """
     if budget.is_empty:
         return DraftTree.chain([root])
-    speaker = Speaker(budget.draw, noise, place, drafts, sureness)
+    sharpness = sharpness if budget.sharpness is None else budget.sharpness
+    scorer = ChildScorer(budget.draw, noise, place, drafts, sharpness)
     if budget.paths is not None:
-        return _shaped(root, logits[None], level, _plan(budget.paths, budget.depth, logits.device), speaker)
-    return _likeliest(root, logits[None], level, budget, speaker)
+        return _shaped(root, logits[None], level, _plan(budget.paths, budget.depth, logits.device), scorer)
+    return _likeliest(root, logits[None], level, budget, scorer)
 
 
 @dataclass(frozen=True, slots=True)
-class Speaker:
+class ChildScorer:
     """How the children of a level are ranked, and which tokens they are."""
 
     draw: Draw
     noise: Noise | None
     place: int
     drafts: Tensor | None  # [D], of the target's tokens; None for all
-    sureness: float
+    sharpness: float
 
-    def ranked(self, depth: int, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Log-odds [K, D] of being the target's choice, and the laws [K, V] that children are drawn by.
+    def score(self, depth: int, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Log-odds [K, D] of being the target's choice, and the probs [K, V] that children are drawn from.
 
-        The best k of a law's log-odds plus Gumbel noise are k draws from it without replacement.
+        The best k of log-probs plus Gumbel noise are k draws from these probs without replacement.
         """
         logits, noise = logits.float(), self.noise
         if noise is None:
-            return self.sureness * logits, None
+            return self.sharpness * logits, None
         logits = noise.filtered(logits)
         if self.draw == "noise":
-            return self.sureness * (logits + self._said(noise([self.place + depth]))), None
+            return self.sharpness * (logits + self._in_draft_vocab(noise([self.place + depth]))), None
         if self.draw == "likeliest":  # unknown noise is one more error, beside the head's own
-            return logits / math.hypot(noise.temperature, 1 / self.sureness), None
-        own = noise.own(len(logits))
-        law = (logits / noise.temperature).softmax(-1)
-        whole = law if self.drafts is None else torch.zeros_like(own).index_copy_(-1, self.drafts, law)
-        return logits + self._said(own), whole
+            return logits / math.hypot(noise.temperature, 1 / self.sharpness), None
+        private = noise.own(len(logits))
+        probs = (logits / noise.temperature).softmax(-1)
+        whole = probs if self.drafts is None else torch.zeros_like(private).index_copy_(-1, self.drafts, probs)
+        return logits + self._in_draft_vocab(private), whole
 
     def best(self, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """[K, count] each, the best scores and their tokens, in the target's vocabulary."""
         values, indices = scores.topk(min(count, scores.shape[-1]))
         return values, indices if self.drafts is None else self.drafts[indices]
 
-    def _said(self, noise: Tensor) -> Tensor:
+    def _in_draft_vocab(self, noise: Tensor) -> Tensor:
         return noise if self.drafts is None else noise[:, self.drafts]
 
 
-def _likeliest(root: int, logits: Tensor, level: Level, budget: Budget, speaker: Speaker) -> DraftTree:
+def _likeliest(root: int, logits: Tensor, level: Level, budget: Budget, scorer: ChildScorer) -> DraftTree:
     """Read the `top_k` likeliest candidates of each level, keep the `nodes` likeliest of all; fp32 throughout."""
     width = min(budget.top_k, budget.nodes)
     totals = logits.new_zeros(1, dtype=torch.float32)
@@ -114,8 +115,8 @@ def _likeliest(root: int, logits: Tensor, level: Level, budget: Budget, speaker:
     candidates: list[tuple[Tensor, Tensor, Tensor]] = []  # per level: tokens, parents, likelihoods
     count = 0
     for depth in range(budget.depth):
-        scores, _ = speaker.ranked(depth, logits)
-        values, best = speaker.best(scores.log_softmax(-1), width)  # never above 0: no child beats its parent
+        scores, _ = scorer.score(depth, logits)
+        values, best = scorer.best(scores.log_softmax(-1), width)  # never above 0: no child beats its parent
         likelihoods = (totals[:, None] + values).flatten()
         tokens, parents = best.flatten(), frontier.repeat_interleave(best.shape[1])
         candidates.append((tokens, parents, likelihoods))
@@ -177,15 +178,16 @@ def _plan(paths: Paths, depth: int, device: torch.device) -> tuple[list[Rung], T
     return rungs, torch.tensor(parents)
 
 
-def _shaped(root: int, logits: Tensor, level: Level, plan: tuple[list[Rung], Tensor], speaker: Speaker) -> DraftTree:
+def _shaped(root: int, logits: Tensor, level: Level, plan: tuple[list[Rung], Tensor], scorer: ChildScorer) -> DraftTree:
     """The tree of a fixed shape: one reading per level, of the nodes that have children."""
-    (rungs, parents), found = plan, [torch.tensor([root], device=logits.device)]
-    laws: list[Tensor] = []
+    rungs, parents = plan
+    tokens = [torch.tensor([root], device=logits.device)]
+    drawn_from: list[Tensor] = []
     for depth, rung in enumerate(rungs):
-        scores, law = speaker.ranked(depth, logits)
-        found.append(speaker.best(scores, rung.best)[1][rung.rows, rung.ranks])
-        if law is not None:
-            laws += [law[rung.rows]] if laws else [law, law[rung.rows]]  # a row for the root, at which nobody looks
+        scores, probs = scorer.score(depth, logits)
+        tokens.append(scorer.best(scores, rung.best)[1][rung.rows, rung.ranks])
+        if probs is not None:
+            drawn_from += [probs[rung.rows]] if drawn_from else [probs, probs[rung.rows]]  # a row for the root, unused
         if depth + 1 < len(rungs):
-            logits = level(depth + 1, found[-1][rung.read], rung.rows[rung.read], rung.seen)
-    return DraftTree(torch.cat(found).cpu(), parents, torch.cat(laws) if laws else None)
+            logits = level(depth + 1, tokens[-1][rung.read], rung.rows[rung.read], rung.seen)
+    return DraftTree(torch.cat(tokens).cpu(), parents, torch.cat(drawn_from) if drawn_from else None)

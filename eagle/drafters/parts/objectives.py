@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -63,7 +63,7 @@ class OwnHead:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What two laws are compared by; `top` weighs the likeliest `top_k` tokens of the teacher once more."""
+    """What probs are compared by; `top` weighs the likeliest `top_k` tokens of the teacher once more."""
 
     kind: Kind = "cross_entropy"
     weight: float = 1.0
@@ -73,16 +73,16 @@ class Objective:
 
 def feature_regression(predicted: Tensor, true: Tensor, weights: Tensor) -> Tensor:
     """Smooth-L1 (beta 1) of [K, S, D] to [S, D], a mean over the width, and a sum over the rest by weights [K, S]."""
-    found = F.smooth_l1_loss(predicted.float(), true.float().expand_as(predicted), reduction="none")
-    return (found.mean(-1) * weights).sum()
+    losses = F.smooth_l1_loss(predicted.float(), true.float().expand_as(predicted), reduction="none")
+    return (losses.mean(-1) * weights).sum()
 
 
-def shares(places: Tensor, steps: int, said: Tensor | None = None, decay: float = 1.0) -> Tensor:
+def step_weights(places: Tensor, steps: int, in_draft_vocab: Tensor | None = None, decay: float = 1.0) -> Tensor:
     """[K, S], what row r of each step weighs: of all S slots its part, if a draft that began s slots before reaches it.
 
-    It does if all slots between are supervised, and what `said` [S] marks can be drafted; `decay` is that of a step.
+    It does if all slots between are supervised, and `in_draft_vocab` [S] marks them; `decay` is that of a step.
     """
-    reached = [torch.ones_like(places, dtype=torch.bool) if said is None else said]
+    reached = [torch.ones_like(places, dtype=torch.bool) if in_draft_vocab is None else in_draft_vocab]
     for step in range(1, steps):
         moved = places.roll(step)
         reached.append(reached[-1].roll(1) & reached[0] & (places - moved == step))
@@ -90,27 +90,31 @@ def shares(places: Tensor, steps: int, said: Tensor | None = None, decay: float 
     return torch.stack(reached) * (decays / max(len(places), 1))[:, None]
 
 
-def shifted(states: Iterable[Tensor]) -> Tensor:
+def align_steps(states: Iterable[Tensor]) -> Tensor:
     """[K, S, D]: in row r of step s the state of the draft that began s slots before, so that all share a teacher."""
     return torch.stack(
         [F.pad(state[: len(state) - s], (0, 0, min(s, len(state)), 0)) for s, state in enumerate(states)]
     )
 
 
-def distilled(
+def distillation_loss(
     student: Tensor,
     teacher: Tensor,
     weights: Tensor,
-    heads: tuple[LanguageHead, LanguageHead],
+    heads: tuple[LanguageHead | Sequence[LanguageHead], LanguageHead],
     objective: Objective | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What the student's laws [K, S, D] lack of the teacher's [S, D], weighted by [K, S]; and each step's part [K].
+    """Divergence of the student [K, S, D] from the teacher [S, D] by weights [K, S], summed, and each step's part [K].
 
-    Logits live for one chunk of rows, of which the teacher's serve all steps; gradients are found in the same pass, at
-    the states and at the matrix of the student's head, if that is trained.
+    The student has one head for all steps, or one for each. Logits live for one chunk of rows, of which the teacher's
+    serve all steps; gradients are found in the same pass, at the states and at the matrices that are trained.
     """
-    own, frozen = heads
-    return _Distilled.apply(student, own.weight, teacher, weights, own, frozen, objective or Objective())
+    students, frozen = heads
+    students = students if isinstance(students, Sequence) else [students]
+    if len(students) not in (1, len(student)):
+        raise ValueError(f"got {len(students)} heads for {len(student)} steps: expected one, or one for each step")
+    matrices = [head.weight for head in students]
+    return _Distilled.apply(student, teacher, weights, students, frozen, objective or Objective(), *matrices)
 
 
 class _Distilled(torch.autograd.Function):
@@ -118,112 +122,121 @@ class _Distilled(torch.autograd.Function):
     def forward(
         ctx: Any,
         student: Tensor,
-        matrix: Tensor,
         teacher: Tensor,
         weights: Tensor,
-        own: LanguageHead,
+        students: Sequence[LanguageHead],
         frozen: LanguageHead,
         objective: Objective,
+        *matrices: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Chunk by chunk: both laws, what lies between them, and its gradient pulled back."""
+        """Chunk by chunk: both logits, their divergence, and its gradient pulled back."""
         steps, count, _ = student.shape
         wide = torch.promote_types(student.dtype, torch.float32)
-        gradient, sums = torch.empty_like(student), torch.zeros(steps, dtype=wide, device=student.device)
-        by_matrix = torch.zeros_like(matrix, dtype=wide) if ctx.needs_input_grad[1] else None
-        with torch.autocast(student.device.type, enabled=False):
-            for rows in _chunks(count, steps, matrix):
-                # flat, as products of three dimensions copy the matrix
-                hidden, share = student[:, rows].flatten(0, 1).to(matrix.dtype), weights[:, rows]
-                logits = own.logits(hidden)
-                slope = own.slope(logits)
+        grad_student, sums = torch.empty_like(student), torch.zeros(steps, dtype=wide, device=student.device)
+        grads = [
+            torch.zeros_like(matrix, dtype=wide) if needed else None
+            for matrix, needed in zip(matrices, ctx.needs_input_grad[6:], strict=True)
+        ]
+        device = "cpu" if student.is_meta else student.device.type  # meta tensors, of sizes alone, know no autocast
+        with torch.autocast(device, enabled=False):
+            for rows in _chunks(count, steps, matrices[0]):
                 taught = frozen.logits(teacher[rows])
-                found = _between(logits.unflatten(0, share.shape), taught, wide, objective)
-                sums += (found * share).sum(-1)
-                back, share = logits if slope is None else logits.mul_(slope), share.reshape(-1, 1)
-                gradient[:, rows] = (own.pull_back(back) * share).to(gradient.dtype).view_as(gradient[:, rows])
-                if by_matrix is not None:
-                    by_matrix += back.T @ (hidden * share).to(back.dtype)
-        ctx.save_for_backward(gradient, *([] if by_matrix is None else [by_matrix]))
+                for number, (own, grad) in enumerate(zip(students, grads, strict=True)):
+                    part = slice(number, number + 1) if len(students) > 1 else slice(None)
+                    # flat, as products of three dimensions copy the matrix
+                    hidden, weight = student[part, rows].flatten(0, 1).to(own.weight.dtype), weights[part, rows]
+                    logits = own.logits(hidden)
+                    slope = own.slope(logits)
+                    losses = _loss_and_grad_(logits.unflatten(0, weight.shape), taught, wide, objective)
+                    sums[part] += (losses * weight).sum(-1)
+                    back, weight = logits if slope is None else logits.mul_(slope), weight.reshape(-1, 1)
+                    at_states = grad_student[part, rows]
+                    grad_student[part, rows] = (own.pull_back(back) * weight).to(at_states.dtype).view_as(at_states)
+                    if grad is not None:
+                        grad += back.T @ (hidden * weight).to(back.dtype)
+        ctx.trained = [grad is not None for grad in grads]
+        ctx.save_for_backward(grad_student, *(grad for grad in grads if grad is not None))
         ctx.mark_non_differentiable(sums)
         return sums.sum(), sums
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients that the forward pass found."""
-        gradient, *by_matrix = ctx.saved_tensors
-        return gradient * upstream[0], by_matrix[0] * upstream[0] if by_matrix else None, None, None, None, None, None
+        grad_student, *grads = ctx.saved_tensors
+        by_matrix = [grads.pop(0) * upstream[0] if trained else None for trained in ctx.trained]
+        return grad_student * upstream[0], None, None, None, None, None, *by_matrix
 
 
-def _between(logits: Tensor, taught: Tensor, wide: torch.dtype, objective: Objective) -> Tensor:
-    """[K, R], what the laws of logits [K, R, V] lack of those of `taught` [R, V]; the gradient takes their place."""
+def _loss_and_grad_(logits: Tensor, taught: Tensor, wide: torch.dtype, objective: Objective) -> Tensor:
+    """[K, R], how logits [K, R, V] diverge from those of the teacher [R, V]; the gradient takes their place."""
     losses = torch.empty(logits.shape[:2], dtype=wide, device=logits.device)
     few = max(AT_ONCE.get(logits.device.type, AT_ONCE_ELSEWHERE) // logits.shape[2], 1)
     for first in range(0, len(taught), few):
         rows = slice(first, first + few)
-        law = taught[rows].softmax(-1, dtype=wide)
-        compare = COMPARE.get(objective.kind, _overlap)(law, objective)
+        target_probs = taught[rows].softmax(-1, dtype=wide)
+        compare = COMPARE.get(objective.kind, _overlap)(target_probs, objective)
         for step in range(len(logits)):
-            own = logits[step, rows].to(wide)
-            losses[step, rows], found = compare(own, own.softmax(-1))
-            logits[step, rows] = found
+            student = logits[step, rows].to(wide)
+            losses[step, rows], grad = compare(student, student.softmax(-1))
+            logits[step, rows] = grad
     return losses
 
 
-def _entropy(law: Tensor, objective: Objective) -> Any:
-    """Cross-entropy from a law, whose likeliest tokens may count more."""
-    wanted = law if objective.weight == 1 else objective.weight * law
+def _entropy(target_probs: Tensor, objective: Objective) -> Any:
+    """Cross-entropy from the target's probs, whose likeliest tokens may count more."""
+    wanted = target_probs if objective.weight == 1 else objective.weight * target_probs
     mass: Any = objective.weight
     if objective.top:
-        best = law.topk(objective.top_k)
-        wanted = (wanted.clone() if wanted is law else wanted).scatter_add_(
+        best = target_probs.topk(objective.top_k)
+        wanted = (wanted.clone() if wanted is target_probs else wanted).scatter_add_(
             -1, best.indices, objective.top * best.values
         )
         mass = mass + objective.top * best.values.sum(-1)
 
-    def compare(logits: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    def compare(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         # the sum of exponentials, known from the likeliest token alone
-        norm = logits.amax(-1) - own.amax(-1).log()
+        norm = logits.amax(-1) - probs.amax(-1).log()
         loss = mass * norm - (wanted * logits).sum(-1)
-        scaled = own.mul_(mass[..., None]) if isinstance(mass, Tensor) else own if mass == 1 else own.mul_(mass)
+        scaled = probs.mul_(mass[..., None]) if isinstance(mass, Tensor) else probs if mass == 1 else probs.mul_(mass)
         return loss, scaled.sub_(wanted)
 
     return compare
 
 
-def _overlap(law: Tensor, objective: Objective) -> Any:
-    """Losses of the overlap, which is the chance that a token drawn by one law is kept by the other."""
+def _overlap(target_probs: Tensor, objective: Objective) -> Any:
+    """Losses of the overlap sum min(p, q), which is the chance that a token drawn from one is kept by the other."""
 
-    def compare(logits: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-        below = (own < law).to(own.dtype)
-        overlap = torch.minimum(own, law).sum(-1, keepdim=True).clamp(min=TINY)
+    def compare(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        below = (probs < target_probs).to(probs.dtype)
+        overlap = torch.minimum(probs, target_probs).sum(-1, keepdim=True).clamp(min=TINY)
         # of the overlap, by the logits
-        rise = own * (below - (own * below).sum(-1, keepdim=True))
+        rise = probs * (below - (probs * below).sum(-1, keepdim=True))
         if objective.kind == "tv":
             return objective.weight * (1 - overlap[..., 0]), rise.mul_(-objective.weight)
         if objective.kind == "acceptance":
             return objective.weight * -overlap[..., 0].log(), rise.mul_(-objective.weight / overlap)
         blend = (-3 * overlap).exp()
-        divergence = torch.xlogy(law, law).sum(-1) - (law * logits.log_softmax(-1)).sum(-1)
+        divergence = torch.xlogy(target_probs, target_probs).sum(-1) - (target_probs * logits.log_softmax(-1)).sum(-1)
         loss = blend[..., 0] * divergence + (1 - blend[..., 0]) * (1 - overlap[..., 0])
-        return objective.weight * loss, (blend * (own - law) - (1 - blend) * rise).mul_(objective.weight)
+        return objective.weight * loss, (blend * (probs - target_probs) - (1 - blend) * rise).mul_(objective.weight)
 
     return compare
 
 
-def _relative(law: Tensor, objective: Objective) -> Any:
-    """Losses of how the student's law lies to another: the teacher's own, or the middle between both."""
+def _relative(target_probs: Tensor, objective: Objective) -> Any:
+    """Losses of the student's probs relative to others: the teacher's, or the middle between both."""
     middle = objective.kind == "jsd"
     weight = objective.weight / 2 if middle else objective.weight
 
-    def compare(logits: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-        other = (own + law).div_(2) if middle else law.clamp(min=TINY)
+    def compare(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        other = (probs + target_probs).div_(2) if middle else target_probs.clamp(min=TINY)
         # each logarithm for itself: a ratio of two zeros has none
-        apart = torch.xlogy(own, own) - torch.xlogy(own, other)
+        apart = torch.xlogy(probs, probs) - torch.xlogy(probs, other)
         divergence = apart.sum(-1, keepdim=True)
         loss = divergence[..., 0]
         if middle:
-            loss = loss + (torch.xlogy(law, law) - torch.xlogy(law, other)).sum(-1)
-        return weight * loss, apart.sub_(own * divergence).mul_(weight)
+            loss = loss + (torch.xlogy(target_probs, target_probs) - torch.xlogy(target_probs, other)).sum(-1)
+        return weight * loss, apart.sub_(probs * divergence).mul_(weight)
 
     return compare
 

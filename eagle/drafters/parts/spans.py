@@ -55,9 +55,21 @@ class Spans:
 
 def attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = ()) -> Tensor:
     """[h, S, w] from query [h, S, w] and key, value [k, N, w]."""
-    if query.device.type == "cpu":
+    if query.device.type in ("cpu", "meta"):
         return _Plain.apply(query, key, value, spans, *(tensor for pair in own for tensor in pair))
     return flexed(query, key, value, spans, own)
+
+
+def attend_block(
+    queries: Sequence[Tensor], key: Tensor, value: Tensor, spans: Spans, own: Own, *, causal: bool
+) -> list[Tensor]:
+    """[h, S, w] for each token of a block that stands behind every row: it sees the row's text, and of the block all.
+
+    With `causal` it sees of the block the tokens up to itself. Queries and `own` hold a tensor and a pair per token.
+    """
+    return [
+        attend(query, key, value, spans, own[: place + 1] if causal else own) for place, query in enumerate(queries)
+    ]
 
 
 def flexed(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = ()) -> Tensor:
@@ -173,10 +185,10 @@ def _law(query: Tensor, key: Tensor, own: Tensor) -> Tensor:
     scores = query.new_empty(len(key), asked.shape[1], seen + own.shape[2])
     torch.bmm(asked, key.mT, out=scores[..., :seen])
     scores[..., seen:] = _grouped(own, key)
-    scores.view(len(query), count, -1)[:, :, seen - count : seen] += _future(count, scores.dtype)
+    scores.view(len(query), count, -1)[:, :, seen - count : seen] += _future(count, scores.dtype, scores.device)
     return scores.softmax(-1)
 
 
 @cache
-def _future(count: int, dtype: torch.dtype) -> Tensor:
-    return torch.full((count, count), -math.inf, dtype=dtype).triu_(1)
+def _future(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((count, count), -math.inf, dtype=dtype, device=device).triu_(1)

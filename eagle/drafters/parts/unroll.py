@@ -1,11 +1,11 @@
-"""Heads that read their own states: one unroll trains and judges them, and they draft by the same steps."""
+"""Heads that read their own states: one unroll trains and validates them, and they draft by the same steps."""
 
 # B batch, T tokens of a text, N of all texts, S supervised slots, L taps, H width, K rows of one level, V vocabulary
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -16,106 +16,125 @@ from torch import Tensor
 from eagle.core.drafter import Budget, Committed, Noise, TargetHead, TrainableDrafter
 from eagle.core.tree import DraftTree, Paths
 from eagle.data.examples import Batch
-from eagle.drafters.parts.blocks import Block, Cache, Rotary, rotated
+from eagle.drafters.parts.blocks import Block, Cache, Rotary, rotate
 from eagle.drafters.parts.growth import grow, level_mask, level_rows
 from eagle.drafters.parts.spans import Spans, attend
-from eagle.drafters.parts.validation import judged_batch
+from eagle.drafters.parts.validation import validate_batch
+
+Pair = tuple[Tensor, Tensor]
+"""Cosines and sines at some rows, or keys and values of some."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unrolled:
-    """What a head makes of a batch: slot i reads state i and token i + 1, and names token i + 2."""
+    """What a head makes of a batch: slot i reads state i and token i + 1, and predicts token i + 2."""
 
-    states: list[Tensor]  # per step [S, H]: in step s a slot names the token s places further
+    states: list[Tensor]  # per step [S, H]: in step s a slot predicts the token s places further
     places: Tensor  # [S], of the slots that are supervised, among all tokens
 
 
 class UnrolledDrafter(TrainableDrafter):
     """A head whose level reads a token and the state of the level before, the first level a state of the target.
 
-    Subclasses say what is special: how a state is entered and left, and which law it stands for.
+    A level is a stack of blocks. The first reads token and state, which subclasses fuse in two ways: in drafting by
+    `first_block`, as the head is published; in training by `project_tokens` and `block_inputs`, whose products with
+    tokens serve all steps. They are equal up to rounding, which tests/drafters/test_unroll_steps.py holds.
     """
 
     rotary: Rotary
-    layers: Any  # one Block
-    drafts: Tensor | None = None  # [D], the tokens that it may say, if not all
+    layers: Any  # the blocks of a level
+    drafts: Tensor | None = None  # [D], the draft vocabulary; None for all tokens
+
+    @property
+    def further_blocks(self) -> dict[str, Any]:
+        """Nothing for a head of one block, as engines serve; else how many it has, which is another network."""
+        return {"blocks": len(self.layers)} if len(self.layers) > 1 else {}
 
     @abstractmethod
-    def first(self, features: Tensor) -> Tensor:
+    def fuse_taps(self, features: Tensor) -> Tensor:
         """[.., H], the state that the target's features [.., L, H] stand for."""
 
     @abstractmethod
-    def level(
-        self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
+    def first_block(
+        self, embedded: Tensor, hidden: Tensor, rotary: Pair, mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
-        """[B, T, H], the states behind tokens and states."""
+        """[B, T, H], the first block's output at tokens and states [B, T, H]."""
 
     @abstractmethod
-    def tokens(self, embedded: Tensor) -> Tensor:
+    def project_tokens(self, embedded: Tensor) -> Tensor:
         """[N, P], all that a level computes of a token alone."""
 
     @abstractmethod
-    def entered(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-        """What a level reads of those parts of tokens, and of states [N, H]."""
+    def block_inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+        """What the first block's `key_value` and `query_and_residual` read: of projected tokens, and of states."""
 
     @abstractmethod
-    def keys(self, entered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Keys and values of what was entered, [N, heads * w] each, not yet turned."""
-
-    @abstractmethod
-    def queries(self, entered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Queries of what was entered, not yet turned, and the states that attention is added to."""
-
-    @abstractmethod
-    def law(self, state: Tensor, frozen: TargetHead) -> Tensor:
+    def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
         """[.., V or D], the logits of states."""
 
-    def handed(self, state: Tensor) -> Tensor:
+    def next_input(self, state: Tensor) -> Tensor:
         """What the next level reads of a state."""
         return state
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def unrolled(
+    def unroll(
         self,
         batch: Batch,
         frozen: TargetHead,
         steps: int,
         *,
         detach: bool = False,
-        noised: Callable[[Tensor], Tensor] = lambda features: features,
+        add_noise: Callable[[Tensor], Tensor] = lambda features: features,
     ) -> Unrolled:
         """States of all supervised slots, by the target's features of every slot that has a future.
 
         Step 0 sees the text so far. Step s reads the state of step s - 1 and the text's next token, stands one place
         further, and sees what step 0 saw and its own earlier steps.
         """
-        block: Block = self.layers[0]
         known, positions, spans = _slots(batch, batch.tokens.device)
-        features = noised(batch.select_taps(self.taps)[known].to(block.mlp.up_proj.weight.dtype))
-        tokens = self.tokens(frozen.embed(batch.tokens).to(features.dtype))
-        turn = self._tables(features, max(batch.lengths, default=0) + steps)
-        entered = self.entered(tokens.index_select(0, known + 1), self.first(features))
-        key, value = self.keys(entered)
-        key, value = rotated(key, turn(positions)).contiguous(), _heads(value, block).contiguous()
+        features = add_noise(batch.select_taps(self.taps)[known].to(self.layers[0].mlp.up_proj.weight.dtype))
+        tokens = self.project_tokens(frozen.embed(batch.tokens).to(features.dtype))
+        tables_at = self._tables(features, max(batch.lengths, default=0) + steps)
+        inputs = self.block_inputs(tokens.index_select(0, known + 1), self.fuse_taps(features))
+        context, inputs = self._read_context(inputs, tables_at(positions), batch.lengths)
         places, positions = known[spans.rows], positions[spans.rows]
-        entered = tuple(part.index_select(0, spans.rows) for part in entered)
+        inputs = tuple(part.index_select(0, spans.rows) for part in inputs)
         states: list[Tensor] = []
-        own: list[tuple[Tensor, Tensor]] = []
+        own: list[list[Pair]] = [[] for _ in self.layers]
         for step in range(steps):
-            tables = turn(positions + step)
+            tables = tables_at(positions + step)
             if step:
                 last = states[-1].detach() if detach else states[-1]
                 following = (places + 1 + step).clamp(max=len(tokens) - 1)  # what lies beyond a text counts for nothing
-                entered = self.entered(tokens.index_select(0, following), self.handed(last))
-                mine, its = self.keys(entered)
-                own.append((rotated(mine, tables), _heads(its, block)))
-            query, kept = self.queries(entered)
-            seen = attend(rotated(query, tables), key, value, spans, own)
-            states.append(block.ended(kept + block.self_attn.o_proj(seen.transpose(0, 1).flatten(1))))
+                inputs = self.block_inputs(tokens.index_select(0, following), self.next_input(last))
+            state = inputs[0]
+            for number, block in enumerate(self.layers):
+                if step:
+                    inputs = block.inputs(state) if number else inputs
+                    own[number].append(_key_value(block, inputs, tables))
+                elif number + 1 < len(self.layers):
+                    continue  # the context holds what step 0 sees of the blocks below the last
+                state = _read_rows(block, inputs, tables, context[number], spans, own[number])
+            states.append(state)
         return Unrolled(states, places)
 
-    def _tables(self, like: Tensor, length: int) -> Any:
+    def _read_context(
+        self, inputs: tuple[Tensor, ...], tables: Pair, lengths: Sequence[int]
+    ) -> tuple[list[Pair], tuple[Tensor, ...]]:
+        """Keys and values of every block at all slots of the texts, and what the last block reads there."""
+        context: list[Pair] = []
+        if len(self.layers) > 1:
+            every = [torch.ones(max(length - 2, 0), dtype=torch.bool) for length in lengths]
+            everywhere = Spans.of(every, tables[0].device)
+        for number, block in enumerate(self.layers):
+            if number:
+                inputs = block.inputs(_read_rows(self.layers[number - 1], inputs, tables, context[-1], everywhere, ()))
+            key, value = _key_value(block, inputs, tables)
+            context.append((key.contiguous(), value.contiguous()))
+        return context, inputs
+
+    def _tables(self, like: Tensor, length: int) -> Callable[[Tensor], Pair]:
         cosine, sine = (table[0] for table in self.rotary(like, torch.arange(length, device=like.device)[None]))
         return lambda positions: (cosine[positions], sine[positions])
 
@@ -125,18 +144,20 @@ class UnrolledDrafter(TrainableDrafter):
     def validate(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
         """Sums of the loss terms and of what each tree would have kept, over the slots that train."""
         steps = max(len(path) for paths in trees.values() for path in paths)
-        found = self.unrolled(batch, frozen, steps)
-        laws = (lambda state: self._everywhere(self.law(state, frozen)), frozen.logits)
-        return judged_batch(batch, found.states, laws, trees)
+        states = self.unroll(batch, frozen, steps).states
+        student = [lambda state: self._on_all_tokens(self.logits(state, frozen))] * steps
+        return validate_batch(batch, states, (student, frozen.logits), trees)
 
     def draft_levels(
         self, batch: Batch, frozen: TargetHead, levels: int
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
         """Each level's states [S, H], all of them read by one LM head."""
-        return [(state, lambda state: self.law(state, frozen)) for state in self.unrolled(batch, frozen, levels).states]
+        return [
+            (state, lambda state: self.logits(state, frozen)) for state in self.unroll(batch, frozen, levels).states
+        ]
 
-    def _everywhere(self, logits: Tensor) -> Tensor:
-        """[.., V], impossible where the head says nothing."""
+    def _on_all_tokens(self, logits: Tensor) -> Tensor:
+        """[.., V], impossible outside the draft vocabulary."""
         if self.drafts is None:
             return logits
         whole = logits.new_full((*logits.shape[:-1], self.shape.vocab_size), -torch.inf)
@@ -147,12 +168,12 @@ class UnrolledDrafter(TrainableDrafter):
 
     def begin(self, noise: Noise | None = None) -> None:
         """Forget the previous sequence."""
-        self.cache, self.noise = Cache(), noise
+        self.caches, self.noise = [Cache() for _ in self.layers], noise
 
     def states(self, tokens: Tensor, hidden: Tensor, start: int, frozen: TargetHead) -> Tensor:
         """[B, T, H], the states of a causal pass over slots that begin at position `start`."""
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]
-        return self.read(tokens, hidden, positions, None, None, frozen)
+        return self.read(tokens, hidden, positions, None, [None] * len(self.layers), frozen)
 
     def read(
         self,
@@ -160,11 +181,15 @@ class UnrolledDrafter(TrainableDrafter):
         hidden: Tensor,
         positions: Tensor,
         mask: Tensor | None,
-        cache: Cache | None,
+        caches: Sequence[Cache | None],
         frozen: TargetHead,
     ) -> Tensor:
-        """[B, T, H], the states behind tokens and states."""
-        return self.level(frozen.embed(tokens).to(hidden.dtype), hidden, self.rotary(hidden, positions), mask, cache)
+        """[B, T, H], the states behind tokens [B, T] and states [B, T, H], each block with a cache of its own."""
+        tables = self.rotary(hidden, positions)
+        state = self.first_block(frozen.embed(tokens).to(hidden.dtype), hidden, tables, mask, caches[0])
+        for number in range(1, len(self.layers)):
+            state = self.layers[number](state, tables, mask, caches[number])
+        return state
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
         """The rows of each level of the tree after the first."""
@@ -172,7 +197,7 @@ class UnrolledDrafter(TrainableDrafter):
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
         """The head's own forward of so many rows behind so much text, the last `scored` of them made into logits."""
-        (frozen,), cache = self.frozen, Cache()
+        (frozen,), caches = self.frozen, [Cache() for _ in self.layers]
         weight, end = self.layers[0].mlp.up_proj.weight, context + rows
         tokens = torch.ones(1, end, dtype=torch.long, device=weight.device)
         features = torch.zeros(1, end, self.shape.hidden_size, device=weight.device, dtype=weight.dtype)
@@ -181,16 +206,16 @@ class UnrolledDrafter(TrainableDrafter):
         mask = level_mask(context, chain, weight.dtype)
 
         def read(start: int, end: int, mask: Tensor | None) -> Tensor:
-            cache.length = start
+            _rewind(caches, start)
             part = slice(start, end)
-            return self.read(tokens[:, part], features[:, part], positions[:, part], mask, cache, frozen)
+            return self.read(tokens[:, part], features[:, part], positions[:, part], mask, caches, frozen)
 
         with torch.inference_mode():
             read(0, context, None)
 
         @torch.inference_mode()
         def run() -> Tensor:
-            return self.law(read(context, end, mask)[0, -scored:], frozen)
+            return self.logits(read(context, end, mask)[0, -scored:], frozen)
 
         return run
 
@@ -200,25 +225,26 @@ class UnrolledDrafter(TrainableDrafter):
         assert update.features is not None
         (frozen,), weight = self.frozen, self.layers[0].mlp.up_proj.weight
         device, dtype = weight.device, weight.dtype
-        start, count = self.cache.length, len(update.tokens)
+        start, count = self.caches[0].length, len(update.tokens)
         tokens = torch.cat([update.tokens[1:], torch.tensor([update.root])]).to(device)
         positions = torch.arange(start, start + count, device=device)
         causal = torch.ones(count, count, dtype=torch.bool, device=device).tril()
         mask = None if start == 0 else level_mask(start, causal, dtype)
-        hidden = self.first(update.features.to(device, dtype))
-        hidden = self.read(tokens[None], hidden[None], positions[None], mask, self.cache, frozen)[0, -1:]
+        hidden = self.fuse_taps(update.features.to(device, dtype))
+        hidden = self.read(tokens[None], hidden[None], positions[None], mask, self.caches, frozen)[0, -1:]
         committed = start + count
 
         def level(depth: int, tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
             nonlocal hidden
             positions = torch.full((1, len(tokens)), committed + depth - 1, device=device)
             mask = level_mask(committed, seen, dtype)
-            before_it = self.handed(hidden[None, before])
-            hidden = self.read(tokens[None], before_it, positions, mask, self.cache, frozen)[0]
-            return self.law(hidden, frozen)
+            above = self.next_input(hidden[None, before])
+            hidden = self.read(tokens[None], above, positions, mask, self.caches, frozen)[0]
+            return self.logits(hidden, frozen)
 
-        tree = grow(update.root, self.law(hidden, frozen)[0], level, budget, self.noise, committed + 1, self.drafts)
-        self.cache.length = committed
+        first = self.logits(hidden, frozen)[0]
+        tree = grow(update.root, first, level, budget, self.noise, committed + 1, self.drafts)
+        _rewind(self.caches, committed)
         return tree
 
 
@@ -232,5 +258,27 @@ def _slots(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Spans]:
     return known, positions, Spans.of(masks, device)
 
 
-def _heads(flat: Tensor, block: Block) -> Tensor:
-    return flat.unflatten(-1, (-1, block.self_attn.width)).transpose(0, 1)
+def _key_value(block: Block, inputs: tuple[Tensor, ...], tables: Pair) -> Pair:
+    """[heads, N, w] each, a block's keys at their positions, and its values."""
+    key, value = block.key_value(inputs)
+    return rotate(key, tables), value.unflatten(-1, (-1, block.self_attn.width)).transpose(0, 1)
+
+
+def _read_rows(
+    block: Block,
+    inputs: tuple[Tensor, ...],
+    tables: Pair,
+    context: Pair,
+    spans: Spans,
+    own: Sequence[Pair],
+) -> Tensor:
+    """[S, H], a block's output at the rows of spans, which see the context, and keys and values of their own."""
+    query, residual = block.query_and_residual(inputs)
+    seen = attend(rotate(query, tables), *context, spans, own)
+    return block.add_mlp(residual + block.self_attn.o_proj(seen.transpose(0, 1).flatten(1)))
+
+
+def _rewind(caches: Sequence[Cache], length: int) -> None:
+    """Forget what the caches hold behind so many rows."""
+    for cache in caches:
+        cache.length = length

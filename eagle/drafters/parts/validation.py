@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from operator import mul
 
@@ -24,43 +25,44 @@ def added(sums: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]
     return {name: sums[name] + value if name in sums else value for name, value in more.items()}
 
 
-def judged(
+def validate_text(
     states: Sequence[Tensor],
     true: Tensor,
     tokens: Tensor,
     counted: Tensor,
-    laws: tuple[Logits, Logits],
+    logits: tuple[Sequence[Logits], Logits],
     trees: dict[str, Paths],
 ) -> dict[str, Tensor]:
     """Sums over the slots of one text: slot i guesses token i + 2, and is there where `counted` [T] marks that token.
 
     `states` are K times [S, D]: in step n the head reads the state that it made in the step before, and the text's next
-    token. `true` [T, D] are the target's, in row i for token i + 1. `laws` turn both into logits.
+    token. `true` [T, D] are the target's, in row i for token i + 1. `logits` are functions of both: the head's of each
+    step, and the target's.
     """
-    student, teacher = laws
+    students, teacher = logits
     choices = _rows(lambda rows: teacher(rows).argmax(-1), true)  # [T], after each token
     slots = counted[2:].nonzero()[:, 0].to(tokens.device)
     sums = {
         "slots": torch.tensor(float(len(slots)), dtype=torch.float64),
-        **_laws(states[0], true[slots + 1], student, teacher),
+        **_compare(states[0], true[slots + 1], students[0], teacher),
     }
     # beyond the answer nothing is guessed; beyond a token that the target would not say its choices are unknown
     inside = F.pad(counted, (0, len(states))).to(tokens.device)
     ranks, seen = [], [torch.ones_like(slots, dtype=torch.bool)]
-    for step, state in enumerate(states, start=1):
+    for step, (state, student) in enumerate(zip(states, students, strict=True), start=1):
         place = (slots + step).clamp(max=len(tokens) - 1)
         watched = seen[-1] & inside[slots + step + 1]
         seen.append(watched & (tokens[place] == choices[place - 1]) if step > 1 else watched)
-        ranks.append(_rows(lambda rows, wanted: _rank(student(rows), wanted), state, choices[place]))
+        ranks.append(_rows(partial(_rank, student), state, choices[place]))
     for name, paths in trees.items():
         sums[f"{name}/reached"], sums[f"{name}/accepted"] = _descent(ranks, seen[1:], paths)
     return sums
 
 
-def judged_batch(
-    batch: Batch, states: Sequence[Tensor], laws: tuple[Logits, Logits], trees: dict[str, Paths]
+def validate_batch(
+    batch: Batch, states: Sequence[Tensor], logits: tuple[Sequence[Logits], Logits], trees: dict[str, Paths]
 ) -> dict[str, Tensor]:
-    """The same over the slots of all texts of a batch, for which `states` are K times [S, D]."""
+    """Sums of `validate_text` over the slots of all texts of a batch, for which `states` are K times [S, D]."""
     counts = [int(mask[2:].sum()) for mask in batch.loss_mask.split(batch.lengths)]
     columns = (batch.select_taps((-1,))[:, 0], batch.tokens, batch.loss_mask)
     texts = zip(*(column.split(batch.lengths) for column in columns), strict=True)
@@ -68,28 +70,28 @@ def judged_batch(
     sums: dict[str, Tensor] = {}
     for mine, (true, tokens, counted) in zip(parts, texts, strict=True):
         if len(mine[0]):
-            sums = added(sums, judged(mine, true, tokens, counted, laws, trees))
+            sums = added(sums, validate_text(mine, true, tokens, counted, logits, trees))
     return sums
 
 
 def figures(sums: dict[str, Tensor]) -> dict[str, float]:
     """Means per slot; per tree the acceptance of each level where the one before was accepted, and the predicted τ."""
-    found: dict[str, float] = {}
+    means: dict[str, float] = {}
     for name, value in sums.items():
         tree, _, kind = name.partition("/")
         if kind == "accepted":
             rates = (value / sums[f"{tree}/reached"].clamp(min=1)).tolist()
-            found |= {f"{tree}/{depth}": rate for depth, rate in enumerate(rates, start=1)}
-            found[f"{tree}/tau"] = 1 + sum(accumulate(rates, mul))
+            means |= {f"{tree}/{depth}": rate for depth, rate in enumerate(rates, start=1)}
+            means[f"{tree}/tau"] = 1 + sum(accumulate(rates, mul))
         elif not kind and name != "slots":
-            found[name] = float(value) / float(sums["slots"])
-    return found
+            means[name] = float(value) / float(sums["slots"])
+    return means
 
 
-def kept(found: dict[str, float]) -> list[float]:
-    """How often a chain is kept up to each level, from such figures; nothing where they hold no chain."""
-    names = [f"chain/{depth}" for depth in range(1, len(found) + 1)]
-    return list(accumulate((found[name] for name in names if name in found), mul))
+def kept(means: dict[str, float]) -> list[float]:
+    """How often a chain is kept up to each level, from `figures`; nothing where they hold no chain."""
+    names = [f"chain/{depth}" for depth in range(1, len(means) + 1)]
+    return list(accumulate((means[name] for name in names if name in means), mul))
 
 
 def _rows(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
@@ -97,19 +99,23 @@ def _rows(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
     return torch.cat([function(*parts) for parts in zip(*(tensor.split(ROWS) for tensor in rows), strict=True)])
 
 
-def _rank(logits: Tensor, wanted: Tensor) -> Tensor:
-    """How many tokens the student likes better than the one that is wanted."""
+def _rank(student: Logits, states: Tensor, wanted: Tensor) -> Tensor:
+    """How many tokens the student finds likelier than the one that is wanted."""
+    logits = student(states)
     return (logits > logits.gather(1, wanted[:, None])).sum(-1)
 
 
-def _laws(state: Tensor, true: Tensor, student: Logits, teacher: Logits) -> dict[str, Tensor]:
-    """Sums of top-1 agreement, overlap and cross-entropy, the last for tokens that the student can say."""
+def _compare(state: Tensor, true: Tensor, student: Logits, teacher: Logits) -> dict[str, Tensor]:
+    """Sums of top-1 agreement, overlap and cross-entropy, the last over the draft vocabulary."""
 
     def compare(state: Tensor, true: Tensor) -> Tensor:
-        own, law = student(state).float().log_softmax(-1), teacher(true).float().softmax(-1)
-        agreement, overlap = own.argmax(-1) == law.argmax(-1), torch.minimum(own.exp(), law).sum(-1)
-        law = law.masked_fill(own.isneginf(), 0)
-        entropy = -(law * own.clamp(min=torch.finfo(own.dtype).min)).sum(-1) / law.sum(-1)
+        log_probs = student(state).float().log_softmax(-1)
+        target_probs = teacher(true).float().softmax(-1)
+        agreement = log_probs.argmax(-1) == target_probs.argmax(-1)
+        overlap = torch.minimum(log_probs.exp(), target_probs).sum(-1)
+        target_probs = target_probs.masked_fill(log_probs.isneginf(), 0)
+        finite = log_probs.clamp(min=torch.finfo(log_probs.dtype).min)
+        entropy = -(target_probs * finite).sum(-1) / target_probs.sum(-1)
         return torch.stack([entropy, agreement.float(), overlap], dim=1)
 
     sums = _rows(compare, state, true).double().sum(0).cpu()

@@ -1,0 +1,376 @@
+"""Methods to come, one short class each: they go through conformance, validation, tuner and forecast unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import test_conformance as conformance
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from eagle import Budget, Sampling, Target, generate, load_drafter
+from eagle.core.drafter import Committed, Drafter, Noise, Reads, TargetHead, TrainableDrafter
+from eagle.core.tree import PUBLISHED_TREE, DraftTree, Paths
+from eagle.data.examples import Batch
+from eagle.drafters import DRAFTERS, settings_of
+from eagle.drafters.hass import Hass, HassSettings
+from eagle.drafters.parts import unroll
+from eagle.drafters.parts.blocks import head_shape
+from eagle.drafters.parts.growth import grow
+from eagle.drafters.parts.objectives import OwnHead, align_steps, distillation_loss, step_weights
+from eagle.drafters.parts.validation import validate_batch
+from eagle.drafters.several import FirstOf
+from eagle.formats.export import EXPORTERS
+from eagle.recipe import Section
+from eval.costs import bare_costs
+from eval.replay import answer
+from eval.tune import NOT_DRAFTING, Tuning, chain
+from recipes.forecast import empty_head, training_bytes, training_flops
+from tests.drafters.test_judge import TREES, batch_of, counted_by_drafting
+from tests.families import own_logits
+
+BUDGETS = [Budget(8, 4, 3), Budget.fixed(PUBLISHED_TREE), Budget(0, 0, 0)]
+
+
+class MedusaSettings(Section):
+    """What a recipe may say about the heads."""
+
+    kind: Literal["medusa"] = "medusa"
+    levels: int = Field(5, ge=1)
+
+
+class Medusa(TrainableDrafter):
+    """Cai et al. 2024, arXiv 2401.10774: from one state of the target, a residual block and an LM head per level."""
+
+    taps = (-1,)
+    Settings = MedusaSettings
+
+    def __init__(self, settings: Any, shape: Any) -> None:
+        super().__init__(settings, shape)
+        width = shape.hidden_size
+        self.blocks = nn.ModuleList([nn.Linear(width, width) for _ in range(settings.levels)])
+        self.heads = nn.ModuleList([nn.Linear(width, shape.vocab_size, bias=False) for _ in range(settings.levels)])
+
+    @classmethod
+    def for_target(cls, settings: Any, target_config: Any, frozen: Any = None, supervised: Any = None) -> Medusa:
+        """A new head whose LM heads start from the target's."""
+        head = cls(settings, head_shape(target_config))
+        for part in head.heads:
+            part.weight.data.copy_(frozen.weight)
+        return head
+
+    def level_states(self, hidden: Tensor) -> list[Tensor]:
+        """Per level [.., H], of the target's states [.., H]."""
+        return [hidden + F.silu(block(hidden)) for block in self.blocks]
+
+    def unroll(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+        """Supervised slots [S], and their states of every level."""
+        slots = batch.loss_mask.nonzero()[:, 0].to(batch.tokens.device) - 2
+        return slots, self.level_states(batch.select_taps(self.taps)[slots, 0].to(self.blocks[0].weight.dtype))
+
+    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+        """The distillation loss, with a head for each level."""
+        slots, states = self.unroll(batch)
+        heads = [OwnHead(part.weight) for part in self.heads]
+        true = batch.select_taps((-1,))[slots + 1, 0]
+        total, _ = distillation_loss(align_steps(states), true, step_weights(slots, len(states)), (heads, frozen))
+        return {"total": total}
+
+    @torch.no_grad()
+    def validate(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
+        """Sums of what each tree would have kept."""
+        _, states = self.unroll(batch)
+        return validate_batch(batch, states, (list(self.heads), frozen.logits), trees)
+
+    def begin(self, noise: Noise | None = None) -> None:
+        """Forget the previous sequence."""
+        self.noise, self.length = noise, 0
+
+    @torch.inference_mode()
+    def propose(self, update: Committed, budget: Budget) -> DraftTree:
+        """A tree whose levels do not depend on one another."""
+        assert update.features is not None
+        self.length += len(update.tokens)
+        hidden = update.features[-1:, 0].to(self.blocks[0].weight)
+        logits = [head(state) for head, state in zip(self.heads, self.level_states(hidden), strict=True)]
+
+        def level(depth: int, tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
+            return logits[depth].expand(len(tokens), -1)
+
+        return grow(update.root, logits[0][0], level, budget.within(len(logits)), self.noise, self.length + 1)
+
+    def forwards(self, budget: Budget) -> tuple[int, ...]:
+        """None after the first, which makes all levels."""
+        return ()
+
+    def probe(self, context: int, rows: int, scored: int) -> Callable[[], Any]:
+        """All levels of one state, however much was committed."""
+        hidden = torch.zeros(1, self.shape.hidden_size, dtype=self.blocks[0].weight.dtype)
+        return lambda: [head(state) for head, state in zip(self.heads, self.level_states(hidden), strict=True)]
+
+
+class TwoBlockSettings(HassSettings):
+    """What a recipe may say about the head."""
+
+    kind: Literal["two_blocks"] = "two_blocks"  # type: ignore[assignment]
+
+
+class TwoBlocks(Hass):
+    """HASS with a second block, which has keys and values of its own."""
+
+    Settings = TwoBlockSettings
+
+    @classmethod
+    def for_target(cls, settings: Any, target_config: Any, frozen: Any = None, supervised: Any = None) -> TwoBlocks:
+        """A new head of two blocks."""
+        return cls(settings, head_shape(target_config, num_hidden_layers=2))
+
+
+class Lookahead(Drafter):
+    """Drafts what the target found likely after the same token, at whatever node it was seen (arXiv 2402.02057)."""
+
+    reads = Reads(choices=3)
+
+    def begin(self, noise: Noise | None = None) -> None:
+        """Forget what was seen."""
+        self.seen: dict[int, list[int]] = {}
+        self.updates: list[Committed] = []
+
+    def propose(self, update: Committed, budget: Budget) -> DraftTree:
+        """Every path of likely followers, the first few nodes of it; any token where nothing was seen yet."""
+        self.updates.append(update)
+        if update.tree is not None and update.choices is not None:
+            self.seen |= dict(zip(update.tree.tokens.tolist(), update.choices.tolist(), strict=True))
+        paths: list[list[int]] = []
+        reach: list[list[int]] = [[]]
+        while reach and len(paths) < budget.nodes:
+            path = reach.pop(0)
+            token = path[-1] if path else update.root
+            if len(path) < budget.depth:
+                reach += [[*path, follower] for follower in self.seen.get(token, [token])[: budget.top_k]]
+            paths += [path] if path else []
+        return DraftTree.from_paths(update.root, paths)
+
+
+# whoever adds a tool for all methods (a doctor, a comparison) adds a test over these names
+METHODS: dict[str, type[Any]] = {"medusa": Medusa, "two_blocks": TwoBlocks, "lookahead": Lookahead}
+TRAINED = ["medusa", "two_blocks"]
+examples, batch = conformance.examples, conformance.batch  # fixtures
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> Iterator[None]:
+    """One line in the registry each, as long as these tests run."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, method in METHODS.items():
+            patch.setitem(DRAFTERS, name, method)
+        patch.setattr(conformance, "TRAINED", [*conformance.TRAINED, *TRAINED])
+        patch.setattr(conformance, "LAWFUL", [*conformance.LAWFUL, *TRAINED])
+        patch.setattr(conformance, "load_drafter", lambda name, target: METHODS[name]())
+        patch.setattr(conformance, "RANKED", BUDGETS)
+        patch.setattr(conformance, "DYNAMIC", [BUDGETS[0], BUDGETS[2]])
+        patch.setattr(conformance, "DRAWN", [])
+        yield
+
+
+@pytest.mark.parametrize("sampling", [conformance.SAMPLINGS[0], conformance.SAMPLINGS[2]], ids=["greedy", "T=1"])
+@pytest.mark.parametrize("name", METHODS)
+def test_decoding_is_lossless_and_forgets(name: str, sampling: Sampling, tiny_target: Target) -> None:
+    """The untouched model's own tokens, and a second text as if it were the first."""
+    conformance.test_output_is_the_untouched_models_own(name, sampling, tiny_target)
+    conformance.test_begin_forgets(name, sampling, tiny_target)
+
+
+@pytest.mark.parametrize("budget", [Budget(8, 4, 3), Budget(3, 1, 3), Budget(5, 5, 1), Budget(0, 0, 0)], ids=str)
+@pytest.mark.parametrize("name", METHODS)
+def test_trees_stay_within_the_budget(name: str, budget: Budget, tiny_target: Target) -> None:
+    """Rooted, and no larger than was asked."""
+    conformance.test_trees_are_rooted_and_within_budget(name, budget, tiny_target)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_what_is_trained_is_learned_saved_and_loaded(
+    name: str, tiny_target: Target, batch: Batch, examples: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss falls, sees no future, and adds up in validation; a head from disk drafts the same."""
+    monkeypatch.setattr(conformance, "load_drafter", load_drafter)
+    conformance.test_loss_falls_on_one_batch(name, tiny_target, batch)
+    conformance.test_loss_counts_supervised_tokens_alone(name, tiny_target, batch)
+    conformance.test_loss_depends_on_what_is_supervised(name, tiny_target, batch)
+    conformance.test_what_is_judged_adds_up(name, tiny_target, batch, examples)
+    conformance.test_save_and_load_give_the_same_proposal(name, tiny_target, tmp_path)
+
+
+def learned(name: str, tiny_target: Target) -> tuple[Any, Batch]:
+    """A head that has learned a little of the target's own answers, and these."""
+    prompts = [tiny_target.chat(asked) for asked in (conformance.ASKED, "Why is the sky blue?")]
+    none = load_drafter("none", tiny_target)
+    texts = [prompt + generate(tiny_target, none, prompt, max_new_tokens=24, stop=[]).tokens for prompt in prompts]
+    given = batch_of(tiny_target, texts, [torch.arange(len(text)) >= len(text) - 24 for text in texts])
+    head = conformance.new_head(name, tiny_target)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3)
+    for _ in range(30):
+        optimizer.zero_grad()
+        head(given, tiny_target.head)["total"].backward()
+        optimizer.step()
+    return head.bind(tiny_target.head), given
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_validation_counts_what_drafting_keeps(name: str, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slot by slot with real trees, to the last count; planted: a second block that sees nothing of the first."""
+    head, given = learned(name, tiny_target)
+    sums = head.validate(given, tiny_target.head, TREES)
+    for tree, paths in TREES.items():
+        counts = counted_by_drafting(head, tiny_target, given, paths)
+        assert {kind: sums[f"{tree}/{kind}"].tolist() for kind in counts} == counts
+        assert min(counts["accepted"][:2]) > 0  # there was something to count
+    if name == "two_blocks":
+        attend = unroll.attend
+
+        def blind(query: Tensor, key: Tensor, value: Tensor, spans: Any, own: Any) -> Tensor:
+            found = attend(query, key, value, spans, own)
+            return found * (len(spans.rows) < spans.count)  # nothing where all slots are read
+
+        monkeypatch.setattr(unroll, "attend", blind)
+        wrong = head.validate(given, tiny_target.head, TREES)
+        assert any(wrong[key].tolist() != sums[key].tolist() for key in sums if "/" in key)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_tuner_prices_every_draft(name: str, tiny_target: Target) -> None:
+    """By bare forwards where there are such, else by the seconds that drafts took; never for free."""
+    drafter = conformance.drafter_of(name, tiny_target)
+    prompts = [tiny_target.chat(asked) for asked in (conformance.ASKED, "Who?")]
+    answers = [answer(tiny_target, drafter.taps, prompt, limit=16, sampling=Sampling()) for prompt in prompts]
+    costs = bare_costs(tiny_target, drafter, (16,), (1, 4), rounds=2)
+    assert (costs.first is not None) == (name in TRAINED)
+    tuning = Tuning(tiny_target, drafter, answers, costs)
+    for budget in (chain(2), BUDGETS[1]):
+        trial = tuning.trial(budget)
+        records = [row for rows in tuning.records[budget] for row in rows]
+        reading = sum(costs.read(row["nodes"] + 1, row["context"]) for row in records)
+        assert trial.seconds > reading > 0 and trial.acceptance_length >= 1
+        assert tuning.break_even(budget) > 1
+    assert tuning.trial(NOT_DRAFTING).acceptance_length == 1
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_run_is_forecast(name: str, tiny_target: Target) -> None:
+    """Memory of weights, gradients and moments at least, more for more tokens; the FLOPs of every matrix."""
+    head, config = empty_head(settings_of({"kind": name}, "test"), tiny_target.config), tiny_target.config
+    sizes = sum(weight.numel() for weight in head.parameters())
+    few, many = (training_bytes(head, config, 0, tokens) for tokens in (64, 256))
+    assert many > few > 16 * sizes
+    matrices = sum(weight.numel() for weight in head.parameters() if weight.ndim == 2)
+    assert training_flops(head, config, 100, 1.0) > 100 * 4 * matrices
+
+
+def test_a_head_of_two_blocks_is_another_network(tiny_target: Target) -> None:
+    """No engine's layout of one block takes it."""
+    head: Any = conformance.new_head("two_blocks", tiny_target).bind(tiny_target.head)
+    assert head.network == {"network": "features", "blocks": 2} and len(head.caches) == 2
+    for engine in ("vllm", "sglang", "eagle"):
+        with pytest.raises(ValueError, match=f"{engine}: "):
+            EXPORTERS[engine](head, tiny_target.config)
+
+
+def test_choices_are_the_targets_at_every_node(tiny_target: Target) -> None:
+    """By the untouched model on the path of each node, accepted or not; none before a tree was read."""
+    drafter, prompt = Lookahead(), tiny_target.chat(conformance.ASKED)
+    trace = generate(tiny_target, drafter, prompt, max_new_tokens=10, stop=[], budget=Budget(6, 3, 3))
+    first, *later = drafter.updates
+    assert first.choices is None and first.tree is None and len(later) > 1
+    text = [*prompt, trace.tokens[0]]
+    for update, cycle in zip(later, trace.cycles, strict=False):
+        assert update.tree is not None and update.choices is not None and len(update.choices) == len(update.tree) > 1
+        tokens = update.tree.tokens.tolist()
+        for node, choices in enumerate(update.choices.tolist()):
+            path = [tokens[step] for step in update.tree.path(node)[1:]]
+            assert choices == own_logits(tiny_target.model, [*text, *path])[-1].topk(3).indices.tolist()
+        text += trace.tokens[len(text) - len(prompt) :][: cycle.committed]
+
+
+def test_drafters_in_turn_get_what_each_reads(tiny_target: Target) -> None:
+    """One that reads choices behind one that reads none; the output stays the target's own."""
+    several = FirstOf([load_drafter("ngram", tiny_target), Lookahead()])
+    assert several.reads == Reads(choices=3) and several.forwards(BUDGETS[0]) is None
+    prompt = tiny_target.chat(conformance.ASKED)
+    none = load_drafter("none", tiny_target)
+    options: dict[str, Any] = {"max_new_tokens": 16, "stop": []}
+    expected = generate(tiny_target, none, prompt, **options).tokens
+    assert generate(tiny_target, several, prompt, **options).tokens == expected
+    assert any(update.choices is not None for update in several.drafters[1].updates)  # type: ignore[attr-defined]
+
+
+class ReadsLayers(Drafter):
+    """Drafts with the first layers of the target and a cache of its own: early exit, as a view allows it."""
+
+    reads = Reads(view=True)
+
+    def bind_target(self, view: Any) -> None:
+        """Get the layers."""
+        self.view = view
+
+    def begin(self, noise: Noise | None = None) -> None:
+        """Forget the text."""
+        self.cache = self.view.new_cache()
+
+    def propose(self, update: Committed, budget: Budget) -> DraftTree:
+        """A chain, each token by half of the layers."""
+        read, tokens = partial(self.view.run_layers, start=0, end=len(self.view) // 2), [update.root]
+        start = self.cache.length
+        pending = [*update.tokens.tolist(), update.root]
+        pending = pending[1:] if start else pending
+        committed = start + len(pending)
+        for _ in range(min(budget.nodes, budget.depth)):
+            places = list(range(self.cache.length, self.cache.length + len(pending)))
+            hidden = read(self.view.embed(torch.tensor(pending)), places, cache=self.cache)
+            self.cache.length += len(pending)
+            pending = [int(self.view.logits(hidden[-1:]).argmax())]
+            tokens.append(pending[0])
+        self.cache.length = min(self.cache.length, committed)
+        return DraftTree.chain(tokens)
+
+
+def test_a_drafter_may_run_the_targets_layers(tiny_target: Target) -> None:
+    """The view comes before the text begins; with all layers every draft would be kept, with half some are."""
+    drafter, prompt = ReadsLayers(), tiny_target.chat(conformance.ASKED)
+    options: dict[str, Any] = {"max_new_tokens": 16, "stop": [], "budget": chain(3)}
+    trace = generate(tiny_target, drafter, prompt, **options)
+    assert trace.tokens == conformance.reference(tiny_target, prompt, Sampling(), 16)
+    assert len(drafter.view) == tiny_target.config.num_hidden_layers
+
+
+def test_weights_of_the_target_come_to_who_asks(tiny_target: Target, examples: Any) -> None:
+    """By name when a head is made, and to nobody else."""
+    from recipes.first_head import first_head
+
+    from eagle.recipe import Recipe
+
+    class Cut(Medusa):
+        reads = Reads(weights=True)
+
+        @classmethod
+        def for_target(
+            cls, settings: Any, target_config: Any, frozen: Any = None, supervised: Any = None, weights: Any = None
+        ) -> Cut:
+            """A head that keeps one of the target's matrices."""
+            head = super().for_target(settings, target_config, frozen)
+            head.heads[0].weight.data.copy_(weights("lm_head.weight"))
+            return head
+
+    recipe = Recipe.load(Path(__file__).parent.parent / "recipes/tiny/eagle1.yaml")
+    settings = settings_of({"kind": "medusa"}, "test")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(DRAFTERS, "medusa", Cut)
+        head: Any = first_head(recipe, settings, tiny_target, examples)
+        empty: Any = empty_head(settings, tiny_target.config)
+    assert torch.equal(head.heads[0].weight, tiny_target.model.state_dict()["lm_head.weight"])
+    assert empty.heads[0].weight.is_meta
