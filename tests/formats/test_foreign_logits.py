@@ -74,11 +74,11 @@ def largest_difference(folder: Path) -> float:
     target = Target.load(folder / "target", dtype=torch.float32)
     inputs, theirs = load_file(folder / "inputs"), load_file(folder / "head.logits")
     text = Example(inputs["tokens"], torch.ones(LENGTH, dtype=torch.bool), inputs["features"].unflatten(1, (3, -1)))
-    states = head.unrolled(collate([text], head.taps), target.head, STEPS).states
+    states = head.unroll(collate([text], head.taps), target.head, STEPS).states
     differences = []
     for step, state in enumerate(states):
         end = LENGTH - 2 - step  # beyond the text there is no token to read
-        ours = head.law(state, target.head)
+        ours = head.logits(state, target.head)
         differences.append(float((ours[:end] - theirs[str(step)][:end]).abs().max()))
     return max(differences)
 
