@@ -12,15 +12,14 @@ from torch import Tensor
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Layout, embedding_of, llama_config, scale_of, tensors_of
 
-FEATURES, FUSED, LANGUAGE_MODEL = "features", "eagle3", "draft_model"  # EAGLE-1's, EAGLE-3's, a whole model
+FEATURES, FUSED, LANGUAGE_MODEL = "features", "fused", "draft_model"  # EAGLE-1's, EAGLE-3's, a whole model
 SWITCHES = ("norm_before_residual", "fc_norm", "norm_output")  # of EAGLE-3's network
 EMBEDDING = "embed_tokens.weight"
 
 
 def network_of(drafter: TrainableDrafter) -> str:
     """The name of a drafter's network."""
-    network = drafter.network
-    return str(network.get("network") or network.get("kind"))
+    return str(drafter.network["network"])
 
 
 @dataclass(frozen=True)
