@@ -105,7 +105,7 @@ CALLS: dict[str, tuple[Callable[[Target], Any], str]] = {
     ),
     "seconds": (
         lambda t: Goodput(0.1, 1.0),
-        r"draft is 0\.1, expected a list of the seconds of 0, 1, 2, \.\.\. levels",
+        r"draft is 0\.1, expected a list of seconds of 0, 1, 2, \.\.\. levels",
     ),
     "levels": (lambda t: Goodput([0, 1], [1, 1], 8), r"budget is 8, expected a Budget"),
     "measured": (lambda t: Goodput.measure(NONE, t, PROMPT), r"the drafter stands where the target belongs"),
@@ -204,7 +204,7 @@ def test_a_head_on_another_vocabulary_is_refused(target: Target, tmp_path: Path)
     larger = build("llama")
     larger.resize_token_embeddings(VOCAB_SIZE + 8)
     other = Target(larger)
-    with pytest.raises(ValueError, match=r"made for a target of 96 tokens, this one has 104"):
+    with pytest.raises(ValueError, match=r"made for a target of width 32 and 96 tokens, this one has 32 and 104"):
         load_drafter(tmp_path / "head", other)
     with pytest.raises(ValueError, match=r"bound to a target of 96 tokens and width 32, this one has 104 and 32"):
         generate(other, head, PROMPT)
