@@ -19,7 +19,7 @@ from eagle.data.examples import Batch
 from eagle.device import in_dtype
 
 Draw = Literal["noise", "likeliest", "sampled"]
-"""Where the target samples: children ranked as it will choose, by the head's law alone, or drawn from that law."""
+"""Where the target samples: children ranked as it will choose, by the head's probs alone, or drawn from these."""
 
 
 class Noise(Protocol):
@@ -36,7 +36,7 @@ class Noise(Protocol):
         ...
 
     def filtered(self, logits: Tensor) -> Tensor:
-        """[K, V], the logits, far lower where a target with these logits would not sample, so that no law is left."""
+        """[K, V], the logits, far lower where a target with these logits would not sample: nothing is left."""
         ...
 
 
@@ -268,8 +268,8 @@ class TargetHead:
     @property
     def scale(self) -> float:
         """What the rows of the embedding's matrix are multiplied with, the module's own factor (Gemma's) included."""
-        own = torch.as_tensor(getattr(self.embedding, "embed_scale", 1.0))
-        return self.embed_scale * own.to(self.embedding.get_parameter("weight").dtype).item()
+        factor = torch.as_tensor(getattr(self.embedding, "embed_scale", 1.0))
+        return self.embed_scale * factor.to(self.embedding.get_parameter("weight").dtype).item()
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token embeddings as the target's first layer sees them, without learned positions."""

@@ -1,4 +1,4 @@
-"""What was counted after the last token: the cheapest law that looks at the text (Leviathan et al. 2023)."""
+"""What was counted after the last token: the cheapest probs that depend on the text (Leviathan et al. 2023)."""
 
 # V vocabulary, M pairs that occur, K rows
 
@@ -11,7 +11,7 @@ from eagle.drafters.parts.counts import CountDrafter, Tables
 
 
 class BigramDrafter(CountDrafter):
-    """Drafts by the token before, and by the unigram law as far as that token was followed by ever new ones.
+    """Drafts by the token before, and by unigram probs as far as that token was followed by ever new ones.
 
     As Witten and Bell (1991) interpolate: (count(y, x) + distinct(y) unigram(x)) / (count(y) + distinct(y)).
     """
@@ -27,7 +27,7 @@ class BigramDrafter(CountDrafter):
         weights = torch.where(distinct > 0, distinct.double() / (after + distinct), 1)
         # one column and one pair more than there are, for rows that are shorter than the longest
         self.unigram, self.weights, self.pairs = (
-            law.log().float().to(device) for law in (_padded(unigram, 1), weights, _padded(pairs, 1))
+            part.log().float().to(device) for part in (_padded(unigram, 1), weights, _padded(pairs, 1))
         )
         self.starts = tables.starts.to(device)
         self.successors = _padded(tables.successors, tables.vocab_size).to(device)

@@ -43,8 +43,8 @@ class DraftModelSettings(BaseModel):
     layers: int = Field(2, ge=1)
     hidden_size: int | None = None  # that of the target
     intermediate_size: int | None = None
-    divergence: Divergence = "forward_kl"  # "tokens": what a text says next, whatever the target thinks of it
-    samples: Literal["data", "own"] = "data"  # "own": the model learns from what it says itself
+    divergence: Divergence = "forward_kl"  # "tokens": the text's next token, whatever the target's probs
+    samples: Literal["data", "own"] = "data"  # "own": the model learns from its own answers
 
 
 class DraftModel(TrainableDrafter):
@@ -117,7 +117,7 @@ class DraftModel(TrainableDrafter):
         return torch.cat([row[:length] for row, length in zip(states, batch.lengths, strict=True)])
 
     def _known(self, tokens: Tensor) -> Tensor:
-        """Tokens as it can read them: targets have rows beyond the tokenizer's last token, which nobody says."""
+        """Tokens as it can read them: targets have rows beyond the tokenizer's last token, which never occur."""
         return tokens.clamp(max=self.model.get_input_embeddings().weight.shape[0] - 1)
 
     @torch.no_grad()
@@ -180,13 +180,13 @@ class DraftModel(TrainableDrafter):
 
     @torch.inference_mode()
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
-        """A tree grown from its own law; nothing where the text outgrows what the model can read on."""
+        """A tree grown from its own logits; nothing where the text outgrows what the model can read on."""
         (own,) = self.own
         self.confirmed += len(update.tokens)
         room = self._room(budget.depth)
         if room <= 0:
             return DraftTree.chain([update.root])
-        logits = self._told([*update.tokens.tolist(), update.root])
+        logits = self._read_confirmed([*update.tokens.tolist(), update.root])
         depths, known = list[int](), min(own.vocab_size, self.size)
 
         def level(depth: int, tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ class DraftModel(TrainableDrafter):
             ends.append(own.border)
         return int(min(levels, *(end - self.confirmed for end in ends)))
 
-    def _told(self, tokens: list[int]) -> Tensor:
+    def _read_confirmed(self, tokens: list[int]) -> Tensor:
         """[V], its logits once the tokens confirmed are read; rows of the last draft that were confirmed stay."""
         (own,) = self.own
         new = tokens[1:] if own.text else tokens  # the root was read already

@@ -27,7 +27,7 @@ class Eagle3Settings(BaseModel):
     taps: tuple[int, ...] | None = None  # inputs of which layers it reads; 2, the middle one, the last but two
     steps: int = Field(7, ge=1)  # that it is trained to go on from its own states
     decay: float = Field(0.8, gt=0, le=1)  # of a step's weight
-    draft_vocab: int | str | None = None  # how many of the most frequent tokens it may say, or a file that tells which
+    draft_vocab: int | str | None = None  # so many of the most frequent tokens, or a file from data_prep.draft_vocab
     lm_head: Literal["target", "random"] = "target"  # from where its LM head starts
     train_lm_head: bool = True
     queries: Literal["keys", "random"] = "keys"  # what half of them start as: from random, few find their own token
@@ -42,7 +42,7 @@ class Eagle3(UnrolledDrafter):
     """(three states of token i, token i + 1) -> a state whose logits name token i + 2, and that the next step reads."""
 
     teacher_taps = (-1,)
-    d2t: Tensor  # [D], what to add to the number of a token that it may say; there is none where it may say all
+    d2t: Tensor  # [D], what to add to a draft token's number to get the target's; missing where all can be drafted
     t2d: Tensor  # [V], which those are
     Settings = Eagle3Settings
 
@@ -86,10 +86,10 @@ class Eagle3(UnrolledDrafter):
         frozen: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> Eagle3:
-        """A new head; its LM head starts from the target's rows of the tokens that it may say."""
-        own = {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
+        """A new head; its LM head starts from the target's rows of the draft vocabulary."""
+        sizes = {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
         drafts = _draft_vocabulary(settings.draft_vocab, supervised, target_config.vocab_size)
-        shape = head_shape(target_config, draft_vocab_size=len(drafts), **own)
+        shape = head_shape(target_config, draft_vocab_size=len(drafts), **sizes)
         head = cls(settings.model_copy(update={"taps": cls.taps_for(settings, target_config)}), shape)
         if head.drafts is not None:
             head.d2t.copy_(drafts - torch.arange(len(drafts)))
@@ -105,7 +105,7 @@ class Eagle3(UnrolledDrafter):
 
     @property
     def drafts(self) -> Tensor | None:  # type: ignore[override]
-        """[D], the tokens that it may say; None for all."""
+        """[D], the draft vocabulary; None for all tokens."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device) if "d2t" in self._buffers else None
 
     @property
@@ -170,7 +170,7 @@ class Eagle3(UnrolledDrafter):
 
 
 def _draft_vocabulary(asked: int | str | None, supervised: Iterable[Tensor] | None, vocab_size: int) -> Tensor:
-    """[D], the tokens that a head may say, in ascending order."""
+    """[D], the draft vocabulary in ascending order."""
     if asked is None:
         return torch.arange(vocab_size)
     if isinstance(asked, int):

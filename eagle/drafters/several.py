@@ -1,4 +1,4 @@
-"""Several drafters in turn: the first that has anything to say drafts."""
+"""Several drafters in turn: the first that has a draft drafts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from eagle.core.tree import DraftTree
 class FirstOf(Drafter):
     """Asks drafters in their order until one proposes more than the root: lookup first, a trained head behind it.
 
-    The output keeps its law as long as silence follows from the committed text: a drafter that was silent for what it
-    knows of the target's noise would choose between the two rules of verification by what they draw with.
+    The output keeps its distribution as long as silence follows from the committed text: a drafter that was silent for
+    what it knows of the target's noise would choose between the two rules of verification by what they draw with.
 
     Which forwards a draft takes depends on who drafts, so that it costs the seconds that it took.
     """

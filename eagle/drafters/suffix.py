@@ -123,8 +123,8 @@ def likeliest(past: Automaton, match: int, length: int, depth: int, width: int) 
             continue
         less *= (length + level) / (length + level + 1)
         # the end of the past is the match itself: there it is copied over itself, as in LZ77
-        found = past.followers(state if past.next[state] else match, width)
-        for rank, (share, token, child) in enumerate(found):
+        followers = past.followers(state if past.next[state] else match, width)
+        for rank, (share, token, child) in enumerate(followers):
             heappush(reach, (less * share, place, rank, place, token, child, level + 1))
 
 
@@ -148,7 +148,7 @@ class SuffixDrafter(Drafter):
         self.begin()
 
     def begin(self, noise: Noise | None = None) -> None:
-        """Forget the text, but for an answer that is to be remembered, as far as it was told."""
+        """Forget the text, but for an answer that is to be remembered, as far as it was drafted for."""
         if self.remember and self.answer:
             self._keep([*self.answer, SEAM])
         self.answer = []

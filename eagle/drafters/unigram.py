@@ -1,4 +1,4 @@
-"""The most frequent tokens, whatever was said: the least that a law to draft from can know."""
+"""The most frequent tokens, whatever the text: the least that a drafter can know."""
 
 from __future__ import annotations
 

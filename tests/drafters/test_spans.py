@@ -109,13 +109,13 @@ def test_autograd_merges_as_the_cpus_own_gradient_does(spans: Spans) -> None:
 @pytest.mark.parametrize("fault", ["share", "future", "own"])
 def test_a_wrong_merge_is_seen(spans: Spans, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted faults: shares that do not add up, a future that is seen, another row's own keys."""
-    law, given = module._law, inputs(spans, 3)
+    law, given = module._attention_probs, inputs(spans, 3)
 
     def moved(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Any) -> Tensor:
         return attend(query, key, value, spans, [(mine.roll(1, 1), its) for mine, its in own])
 
     if fault == "share":
-        monkeypatch.setattr(module, "_law", lambda query, key, own: law(query, key, own + 0.1))
+        monkeypatch.setattr(module, "_attention_probs", lambda query, key, own: law(query, key, own + 0.1))
     elif fault == "future":
         monkeypatch.setattr(module, "_future", lambda count, dtype, device: torch.zeros(count, count, dtype=dtype))
     ours = results(moved if fault == "own" else attend, given, spans)

@@ -36,9 +36,9 @@ def head_shape(target_config: Any, **overrides: Any) -> LlamaConfig:
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }
-    found = {key: getattr(target_config, key, None) for key in SHAPE_KEYS}
-    found = {key: defaults.get(key) if value is None else value for key, value in found.items()}
-    return LlamaConfig(**{**found, "num_hidden_layers": 1, **overrides}, tie_word_embeddings=False)
+    sizes = {key: getattr(target_config, key, None) for key in SHAPE_KEYS}
+    sizes = {key: defaults.get(key) if value is None else value for key, value in sizes.items()}
+    return LlamaConfig(**{**sizes, "num_hidden_layers": 1, **overrides}, tie_word_embeddings=False)
 
 
 class Cache:

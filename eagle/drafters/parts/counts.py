@@ -32,7 +32,7 @@ Counts = TypeVar("Counts", bound="CountDrafter")
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """How often each token was said, and each after each other: row y of the pairs is starts[y]..starts[y + 1]."""
+    """How often each token was counted, and each after each other: row y of the pairs is starts[y]..starts[y + 1]."""
 
     singles: Tensor  # [V]
     starts: Tensor  # [V + 1]
@@ -75,7 +75,7 @@ class Tables:
         return {name: getattr(self, name) for name in ("singles", "starts", "successors", "counts")}
 
     def unigram(self) -> Tensor:
-        """[V], the law of a token, in doubles: a share of distinct / (distinct + counted) is flat (Witten and Bell)."""
+        """[V], probs in doubles: a share of distinct / (distinct + counted) is flat (Witten and Bell)."""
         distinct = int((self.singles > 0).sum())
         return (self.singles.double() + distinct / self.vocab_size) / (self.tokens + distinct)
 
@@ -116,7 +116,7 @@ def load_tables(folder: str | Path, kind: str) -> Tables:
 
 
 class CountDrafter(Drafter):
-    """Drafts by a law that tables say; subclasses say which."""
+    """Drafts by the probs that subclasses make of tables of counts."""
 
     kind: str
 
@@ -126,7 +126,7 @@ class CountDrafter(Drafter):
 
     @abstractmethod
     def logits(self, tokens: Tensor) -> Tensor:
-        """[K, V], the logarithms of the laws of what follows tokens [K]."""
+        """[K, V], the log-probs of what follows tokens [K]."""
 
     def begin(self, noise: Noise | None = None) -> None:
         """Forget how long the text was."""
@@ -148,13 +148,14 @@ class CountDrafter(Drafter):
     @classmethod
     def load(cls: type[Counts], folder: str | Path, target: Target) -> Counts:
         """The drafter of a folder that `save` wrote; refused for a target with other tokens."""
-        tables, own = load_tables(folder, cls.kind), tokenizer_identity(target.tokenizer)
+        tables = load_tables(folder, cls.kind)
+        tokenizer = tokenizer_identity(target.tokenizer)
         if tables.vocab_size != target.vocab_size:
             raise ValueError(
                 f"{folder} is for {tables.vocab_size} different tokens, the target has {target.vocab_size}: {AGAIN}"
             )
-        if None not in (tables.tokenizer, own) and tables.tokenizer != own:
+        if None not in (tables.tokenizer, tokenizer) and tables.tokenizer != tokenizer:
             raise ValueError(
-                f"{folder} counts the tokens of tokenizer {tables.tokenizer}, the target's is {own}: {AGAIN}"
+                f"{folder} counts the tokens of tokenizer {tables.tokenizer}, the target's is {tokenizer}: {AGAIN}"
             )
         return cls(tables, target.device)

@@ -54,8 +54,8 @@ class FeatureHead(UnrolledDrafter):
         supervised: Iterable[Tensor] | None = None,
     ) -> FeatureHead:
         """A new head of the target's width."""
-        own = {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
-        return cls(settings, head_shape(target_config, **own))
+        sizes = {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
+        return cls(settings, head_shape(target_config, **sizes))
 
     @property
     def network(self) -> dict[str, Any]:

@@ -19,10 +19,10 @@ AT_ONCE = {"cpu": 1 << 18}  # of them in fp32 at a time, for all that is no prod
 AT_ONCE_ELSEWHERE = 1 << 25
 
 EVEN = 16  # of which a chunk's rows are a multiple
-TINY = 1e-20  # no logarithm is taken of less: an overlap, and what the teacher never says, have one
+TINY = 1e-20  # no logarithm is taken of less: an overlap, and what has no probability, have one
 
 Kind = Literal["cross_entropy", "reverse_kl", "jsd", "tv", "acceptance", "hybrid"]
-"""Of the teacher's law p and the student's q, with a = sum min(p, q) what they have in common:
+"""Of the teacher's probs p and the student's q, with a = sum min(p, q) what they have in common:
 
 - cross_entropy: -sum p log q, which is KL(p, q) but for what no student changes
 - reverse_kl: KL(q, p); jsd: (KL(p, m) + KL(q, m)) / 2 with m = (p + q) / 2; tv: 1 - a, half the sum of |p - q|

@@ -1,4 +1,4 @@
-"""The file that says which tokens a head may say, keyed to the tokenizer and the data that it was made of."""
+"""The file of a draft vocabulary, keyed to the tokenizer and the data that it was made of."""
 
 # D draft vocabulary, V target vocabulary
 

@@ -102,9 +102,9 @@ def _merged(output: Tensor, shares: Tensor, own: Own, keys: int) -> Tensor:
 
 
 class _Plain(torch.autograd.Function):
-    """Two products and a softmax for each piece, whose laws are found again in the backward pass.
+    """Two products and a softmax for each piece, whose probs the backward pass computes again.
 
-    What a row drafted itself stands beside its text in one law, so nothing is merged.
+    What a row drafted itself stands beside its text in one softmax, so nothing is merged.
     """
 
     @staticmethod
@@ -119,8 +119,8 @@ class _Plain(torch.autograd.Function):
             scores[:, :, step] = (_by_key(query, key) * own_key[:, None]).sum(-1).flatten(0, 1)
         shares = torch.empty_like(scores)
         for rows, seen in _pieces(spans, query.dtype):
-            law = _law(query[:, rows], key[:, seen], scores[:, rows])
-            text, mine = law.tensor_split([seen.stop - seen.start], dim=-1)
+            probs = _attention_probs(query[:, rows], key[:, seen], scores[:, rows])
+            text, mine = probs.tensor_split([seen.stop - seen.start], dim=-1)
             output[:, rows] = (text @ value[:, seen]).view(output[:, rows].shape)
             shares[:, rows] = mine.reshape(shares[:, rows].shape)
         for step, (_, own_value) in enumerate(own):
@@ -132,25 +132,25 @@ class _Plain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, scores, shares, *flat = ctx.saved_tensors
-        given, own, by_query = upstream[0], _pairs(flat), torch.empty_like(query)
+        grad_out, own, grad_query = upstream[0], _pairs(flat), torch.empty_like(query)
         # the other way round, which makes faster products
-        by_key, by_value = (part.new_zeros(part.mT.shape) for part in (key, value))
-        gain = (given * output).sum(-1, keepdim=True)
+        grad_key, grad_value = (part.new_zeros(part.mT.shape) for part in (key, value))
+        gain = (grad_out * output).sum(-1, keepdim=True)
         for rows, seen in _pieces(ctx.spans, query.dtype):
-            law = _law(query[:, rows], key[:, seen], scores[:, rows])[..., : seen.stop - seen.start]
-            asked, told = _grouped(query[:, rows], key), _grouped(given[:, rows], key)
-            by_value[:, :, seen].baddbmm_(told.mT, law)
-            by_score = told @ value[:, seen].mT
-            by_score.sub_(_grouped(gain[:, rows], key)).mul_(law)
-            by_query[:, rows] = (by_score @ key[:, seen]).view(by_query[:, rows].shape)
-            by_key[:, :, seen].baddbmm_(asked.mT, by_score)
-        by_own: list[Tensor] = []
+            probs = _attention_probs(query[:, rows], key[:, seen], scores[:, rows])[..., : seen.stop - seen.start]
+            query_rows, grad_rows = _grouped(query[:, rows], key), _grouped(grad_out[:, rows], key)
+            grad_value[:, :, seen].baddbmm_(grad_rows.mT, probs)
+            grad_score = grad_rows @ value[:, seen].mT
+            grad_score.sub_(_grouped(gain[:, rows], key)).mul_(probs)
+            grad_query[:, rows] = (grad_score @ key[:, seen]).view(grad_query[:, rows].shape)
+            grad_key[:, :, seen].baddbmm_(query_rows.mT, grad_score)
+        grad_own: list[Tensor] = []
         for step, (own_key, own_value) in enumerate(own):
-            share, told = _by_key(shares[:, :, step, None], key), _by_key(given, key)
-            by_score = (told * own_value[:, None]).sum(-1, keepdim=True).sub_(_by_key(gain, key)).mul_(share)
-            _by_key(by_query, key).addcmul_(by_score, own_key[:, None])
-            by_own += [(by_score * _by_key(query, key)).sum(1), (share * told).sum(1)]
-        return by_query.mul_(query.shape[-1] ** -0.5), by_key.mT, by_value.mT, None, *by_own
+            share, grad_part = _by_key(shares[:, :, step, None], key), _by_key(grad_out, key)
+            grad_score = (grad_part * own_value[:, None]).sum(-1, keepdim=True).sub_(_by_key(gain, key)).mul_(share)
+            _by_key(grad_query, key).addcmul_(grad_score, own_key[:, None])
+            grad_own += [(grad_score * _by_key(query, key)).sum(1), (share * grad_part).sum(1)]
+        return grad_query.mul_(query.shape[-1] ** -0.5), grad_key.mT, grad_value.mT, None, *grad_own
 
 
 def _pairs(flat: Sequence[Tensor]) -> Own:
@@ -179,7 +179,7 @@ def _grouped(tensor: Tensor, key: Tensor) -> Tensor:
     return tensor.reshape(len(key), heads // len(key) * count, width)
 
 
-def _law(query: Tensor, key: Tensor, own: Tensor) -> Tensor:
+def _attention_probs(query: Tensor, key: Tensor, own: Tensor) -> Tensor:
     """[k, h / k * n, m + steps], whom rows look at, by query [h, n, w], key [k, m, w], and scores of their own."""
     asked, count, seen = _grouped(query, key), query.shape[1], key.shape[1]
     scores = query.new_empty(len(key), asked.shape[1], seen + own.shape[2])

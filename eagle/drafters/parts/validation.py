@@ -46,7 +46,7 @@ def validate_text(
         "slots": torch.tensor(float(len(slots)), dtype=torch.float64),
         **_compare(states[0], true[slots + 1], students[0], teacher),
     }
-    # beyond the answer nothing is guessed; beyond a token that the target would not say its choices are unknown
+    # beyond the answer nothing is guessed; beyond a token that the target would not choose its choices are unknown
     inside = F.pad(counted, (0, len(states))).to(tokens.device)
     ranks, seen = [], [torch.ones_like(slots, dtype=torch.bool)]
     for step, (state, student) in enumerate(zip(states, students, strict=True), start=1):
