@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import test_conformance as conformance
-import test_recipes
+from tests.recipes import test_recipes
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
