@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import test_conformance as conformance
-from tests.recipes import test_recipes
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
@@ -33,6 +32,7 @@ from eagle.formats.export import EXPORTERS
 from eval.measure import main as measure
 from recipes.train_eagle import main as train
 from tests.drafters.test_judge import TREES, batch_of, counted_by_drafting
+from tests.recipes import test_recipes
 
 PAGE = Path(__file__).parent.parent / "docs/adding-a-method.md"
 FENCES = FENCE.findall(PAGE.read_text())

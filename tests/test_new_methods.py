@@ -1,7 +1,8 @@
-"""Methods to come, one short class each: they go through conformance, validation, tuner and forecast unchanged."""
+"""Methods to come, one short class each: every tool takes them as they are, from conformance to a comparison."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -11,23 +12,27 @@ import pytest
 import test_conformance as conformance
 import torch
 import torch.nn.functional as F
+from comparisons import small_comparison, written
 from pydantic import Field
 from torch import Tensor, nn
 
 from eagle import Budget, Sampling, Target, generate, load_drafter
 from eagle.core.drafter import Committed, Drafter, Noise, Reads, TargetHead, TrainableDrafter
-from eagle.core.tree import PUBLISHED_TREE, DraftTree, Paths
+from eagle.core.tree import PUBLISHED_TREE, DraftTree, Paths, chain_paths
 from eagle.data.examples import Batch
+from eagle.doctor import diagnose
+from eagle.doctor.texts import answer_prompts
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.hass import Hass, HassSettings
 from eagle.drafters.parts import unroll
 from eagle.drafters.parts.blocks import head_shape
 from eagle.drafters.parts.growth import grow
 from eagle.drafters.parts.objectives import OwnHead, align_steps, distillation_loss, step_weights
-from eagle.drafters.parts.validation import validate_batch
+from eagle.drafters.parts.validation import figures, validate_batch
 from eagle.drafters.several import FirstOf
 from eagle.formats.export import EXPORTERS
 from eagle.recipe import Section
+from eval.compare import main as compare
 from eval.costs import bare_costs
 from eval.replay import answer
 from eval.tune import NOT_DRAFTING, Tuning, chain
@@ -87,6 +92,10 @@ class Medusa(TrainableDrafter):
         """Sums of what each tree would have kept."""
         _, states = self.unroll(batch)
         return validate_batch(batch, states, (list(self.heads), frozen.logits), trees)
+
+    def draft_levels(self, batch: Batch, frozen: TargetHead, levels: int) -> list[Any]:
+        """The states of each level, with its LM head."""
+        return list(zip(self.unroll(batch)[1], self.heads, strict=True))[:levels]
 
     def begin(self, noise: Noise | None = None) -> None:
         """Forget the previous sequence."""
@@ -158,7 +167,7 @@ class Lookahead(Drafter):
         return DraftTree.from_paths(update.root, paths)
 
 
-# whoever adds a tool for all methods (a doctor, a comparison) adds a test over these names
+# whoever adds a tool for all methods adds a test over these names
 METHODS: dict[str, type[Any]] = {"medusa": Medusa, "two_blocks": TwoBlocks, "lookahead": Lookahead}
 TRAINED = ["medusa", "two_blocks"]
 examples, batch = conformance.examples, conformance.batch  # fixtures
@@ -272,6 +281,33 @@ def test_a_run_is_forecast(name: str, tiny_target: Target) -> None:
     assert training_flops(head, config, 100, 1.0) > 100 * 4 * matrices
 
 
+@pytest.mark.parametrize("name", TRAINED)
+def test_the_doctor_examines_a_head(name: str, tiny_target: Target) -> None:
+    """Levels that say what the target says are no fault of theirs; what does not apply to a head is named."""
+    head, _ = learned(name, tiny_target)
+    prompts = [tiny_target.chat(asked) for asked in (conformance.ASKED, "Why is the sky blue?", "Who?")]
+    texts = answer_prompts(tiny_target, prompts, 24, (0.0,))
+    diagnosis = diagnose(head, tiny_target, texts)
+    expected = figures(head.validate(texts, tiny_target.head, {"chain": chain_paths(3)}))
+    assert diagnosis.figures is not None and not diagnosis.faults
+    assert diagnosis.figures.rates() == pytest.approx([expected[f"chain/{level}"] for level in (1, 2, 3)])
+    (missing,) = (note for note in diagnosis.notes if note.startswith("does not apply to this head"))
+    assert ("projections" in missing) == (name == "medusa")
+
+
+def test_a_comparison_takes_them_as_arms(tiny_target_dir: Path, tmp_path: Path) -> None:
+    """A line each in a file of arms: trained, measured, and in the table."""
+    values = small_comparison(tiny_target_dir, tmp_path)
+    arms = {name: {"recipe": {"drafter": {"kind": name}}} for name in TRAINED}
+    shapes = {"tree": values["shapes"]["tree"]}
+    recipe = {**values["recipe"], "drafter": {"kind": "two_blocks"}}
+    changes = {"arms": {"lookahead": {"untrained": "lookahead"}, **arms}, "shapes": shapes, "recipe": recipe}
+    compare([written(values, tmp_path, seeds=[0], **changes)])
+    rows = json.loads((tmp_path / "out/comparison.json").read_text())["arms"]
+    assert [row["arm"] for row in rows] == ["lookahead", "medusa", "two_blocks"]
+    assert all(tau["value"] >= 1 for row in rows for tau in row["tau"].values())
+
+
 def test_a_head_of_two_blocks_is_another_network(tiny_target: Target) -> None:
     """No engine's layout of one block takes it."""
     head: Any = conformance.new_head("two_blocks", tiny_target).bind(tiny_target.head)
@@ -350,9 +386,8 @@ def test_a_drafter_may_run_the_targets_layers(tiny_target: Target) -> None:
 
 def test_weights_of_the_target_come_to_who_asks(tiny_target: Target, examples: Any) -> None:
     """By name when a head is made, and to nobody else."""
-    from recipes.first_head import first_head
-
     from eagle.recipe import Recipe
+    from eagle.training.first_head import first_head
 
     class Cut(Medusa):
         reads = Reads(weights=True)

@@ -158,6 +158,7 @@ class Drafter:
     """Guesses a tree after every committed token; tuner, costs and loop ask what is here, and never what it is."""
 
     taps: tuple[int, ...] = ()  # the target's layer inputs that it reads of accepted tokens
+    stored_as: Literal["nothing", "files", "head"] = "nothing"  # "files" are read by its own `load(folder, target)`
     reads: Reads = Reads()
     budget: Budget | None = None  # what it was tuned to
     frozen: tuple[TargetHead, ...] = ()  # what it borrows once it is bound
@@ -194,6 +195,7 @@ class TrainableDrafter(nn.Module, Drafter):
     """A drafter with weights; its forward is the loss, because data-parallel wrappers synchronise `forward` alone."""
 
     teacher_taps: tuple[int, ...] = (-1,)
+    stored_as = "head"
     Settings: type  # what a recipe may say about it
 
     def __init__(self, settings: Any, shape: Any) -> None:

@@ -51,6 +51,7 @@ class DraftModel(TrainableDrafter):
     """Reads the committed text as the target does, with keys and values of its own, and grows its tree from there."""
 
     teacher_taps = (-1,)
+    stored_as = "files"
     Settings = DraftModelSettings
     own: tuple[Target, ...] = ()  # in a tuple, as heads keep what they borrow
 

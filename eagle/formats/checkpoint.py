@@ -161,8 +161,8 @@ def _method_for(folder: Path) -> Any:
     kind = config.get("kind", "draft_model" if "model_type" in config else None)
     if "settings" in config or kind is None:
         return None
-    if not hasattr(DRAFTERS.get(kind), "load"):
-        known = [name for name, method in DRAFTERS.items() if hasattr(method, "load")]
+    known = [name for name, method in DRAFTERS.items() if method.stored_as == "files"]
+    if kind not in known:
         raise ValueError(f"{folder / 'config.json'}: kind is {kind!r}, expected one of {', '.join(known)}")
     return DRAFTERS[kind]
 
@@ -177,13 +177,13 @@ def load_drafter(
     """
     if not isinstance(target, Target):
         raise ValueError(f"the target is a {type(target).__name__}, expected a Target: load_drafter(name, target)")
-    names = _split_names(name)
-    accepted = {name: [*inspect.signature(FREE[name]).parameters] if name in FREE else [] for name in names}
+    names, free = _split_names(name), _methods_without_files()
+    accepted = {name: [*inspect.signature(free[name]).parameters] if name in free else [] for name in names}
     known = sorted({option for name in names for option in accepted[name]})
     if unknown := [option for option in options if option not in known]:
         raise ValueError(
             f"{', '.join(names)} has no option {unknown[0]}{nearest(unknown[0], known)}: expected one of "
-            f"{', '.join(known) or 'none: options belong to ' + ', '.join(FREE)}"
+            f"{', '.join(known) or 'none: options belong to ' + ', '.join(free)}"
         )
     drafters = []
     for name in names:
@@ -192,11 +192,9 @@ def load_drafter(
     return drafters[0] if len(drafters) == 1 else FirstOf(drafters)
 
 
-FREE = {  # methods without files
-    kind: method
-    for kind, method in DRAFTERS.items()
-    if not issubclass(method, TrainableDrafter) and not hasattr(method, "load")
-}
+def _methods_without_files() -> dict[str, Any]:
+    """The registered methods that are made from options alone, by name."""
+    return {kind: method for kind, method in DRAFTERS.items() if method.stored_as == "nothing"}
 
 
 def _split_names(name: Any) -> list[str]:
@@ -206,19 +204,22 @@ def _split_names(name: Any) -> list[str]:
         raise ValueError(f"got {type(name).__name__} for a drafter's name, expected a string, a path or a list of them")
     names = [str(item).strip() for item in items]
     if not names or not all(names):
-        raise ValueError(f"got {name!r} for a drafter, expected a folder, a hub id or one of {', '.join(FREE)}")
+        raise ValueError(
+            f"got {name!r} for a drafter, expected a folder, a hub id or one of {', '.join(_methods_without_files())}"
+        )
     return names
 
 
 def _load_one(name: str, target: Target, revision: str | None, options: dict[str, Any]) -> Drafter:
     """One drafter by its name, folder or hub id."""
-    if name in FREE:
-        return FREE[name](**options)
+    free = _methods_without_files()
+    if name in free:
+        return free[name](**options)
     folder = Path(name)
     if not folder.is_dir() and name.count("/") != 1:
         raise ValueError(
-            f"no drafter {folder}{nearest(name, FREE)}: expected a folder with a trained head, counted tables or a "
-            f"language model, or one of {', '.join(FREE)}"
+            f"no drafter {folder}{nearest(name, free)}: expected a folder with a trained head, counted tables or a "
+            f"language model, or one of {', '.join(free)}"
         )
     if (method := _method_for(folder)) is not None:
         return method.load(folder, target)

@@ -28,7 +28,11 @@ class Engine:
 
     def layout(self, drafter: TrainableDrafter, target_config: Any) -> Layout:
         """The head as this engine reads it; ValueError where it would serve it badly."""
-        network = self.networks[network_of(drafter)]
+        network, blocks = self.networks[network_of(drafter)], drafter.network.get("blocks", 1)
+        if blocks > network.blocks:
+            raise ValueError(
+                f"{self.name}: the head has {blocks} blocks, expected {network.blocks}: more were never run there"
+            )
         layout = network.write(drafter, target_config, self.name)
         return network.finish(layout, drafter, target_config) if network.finish else layout
 

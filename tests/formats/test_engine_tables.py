@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
+from transformers import LlamaConfig
 
+from eagle.drafters import settings_of
 from eagle.formats.export import EXPORTERS
 from eagle.formats.networks import FUSED, FusedLayout, network_of
 from eagle.formats.registry import ENGINES, SERVERS
+from recipes.forecast import empty_head
 from tests.formats.test_export import NEWER, PLAIN, head_of, target_for
 from tests.formats.test_export_limits import TARGETS, head_for
 
@@ -38,15 +38,11 @@ def test_an_engine_may_take_any_number_of_taps() -> None:
     assert layout.serve == "1 8"
 
 
-def test_a_network_goes_by_its_name_or_its_methods() -> None:
-    """Whichever a drafter says."""
-    networks: list[tuple[dict[str, Any], str]] = [
-        ({"network": "features"}, "features"),
-        ({"kind": "eagle3", "taps": (1, 2, 3)}, "eagle3"),
-        ({"network": "eagle3", "kind": "other"}, "eagle3"),
-    ]
-    for network, name in networks:
-        assert network_of(SimpleNamespace(network=network)) == name  # type: ignore[arg-type]
+@pytest.mark.parametrize(("kind", "network"), [("eagle1", "features"), ("hass", "features"), ("eagle3", "fused")])
+def test_methods_of_one_network_share_its_layouts(kind: str, network: str) -> None:
+    """Whatever trained a head, an engine reads its network."""
+    head = empty_head(settings_of({"kind": kind}, "test"), LlamaConfig(num_hidden_layers=8))
+    assert network_of(head) == network
 
 
 def test_a_refusal_names_no_engine_that_lacks_the_network() -> None:

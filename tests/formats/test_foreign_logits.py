@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle import Target
 from eagle.data.examples import Example, collate
-from eagle.formats.foreign import imported, read_head
+from eagle.formats.foreign import import_head, read_head
 from tests.formats.rivals.random_head import HeadRequest
 
 ROOT = Path(__file__).parents[2]
@@ -95,5 +95,5 @@ def test_logits_are_those_of_the_project_that_made_the_head(
     write_target_and_inputs(tmp_path, draft_vocab)
     target, out = str(tmp_path / "target"), str(tmp_path / "head")
     make_head(python, rival, HeadRequest(target, str(tmp_path / "inputs"), out, STEPS, switches))
-    imported(out, tmp_path / "imported", target)
+    import_head(out, tmp_path / "imported", target)
     assert (largest_difference(tmp_path) < BOUND) == (what != DIFFERENT)

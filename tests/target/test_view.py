@@ -75,10 +75,10 @@ def test_a_text_goes_on_while_the_view_is_used(target: Target) -> None:
     """Neither the target's cache nor its layers notice."""
     expected = target.features(torch.tensor([[1, 2, 3]]), (2, -1))
     target.begin([1, 2, 3], Choose(Sampling()))
-    text, rows = list(target.text), target.cache.every[0].buffer.clone()
+    text, rows = list(target.text), target.cache.buffers[0].buffer.clone()
     view = target.view()
     view.run_layers(view.embed(torch.tensor([7, 8])), [0, 1], 0, LAYERS, view.new_cache())
-    assert target.text == text and torch.equal(target.cache.every[0].buffer, rows)
+    assert target.text == text and torch.equal(target.cache.buffers[0].buffer, rows)
     assert torch.equal(target.features(torch.tensor([[1, 2, 3]]), (2, -1)), expected)
 
 

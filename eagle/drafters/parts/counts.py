@@ -119,6 +119,7 @@ class CountDrafter(Drafter):
     """Drafts by the probs that subclasses make of tables of counts."""
 
     kind: str
+    stored_as = "files"
 
     def __init__(self, tables: Tables, device: torch.device | str = "cpu") -> None:
         self.tables, self.device = tables, device
