@@ -33,7 +33,7 @@ class Sizes(NamedTuple):
 
 
 def eagle1_flops(sizes: Sizes, texts: list[Text]) -> int:
-    """Those of an EAGLE-1 step: what follows a text's last answer is left out, the rest is read."""
+    """Operations of an EAGLE-1 step: what follows a text's last answer is left out, the rest is read."""
     places = [[place for span in spans for place in range(*span)] for _, spans in texts]
     supervised = sum(map(len, places))
     known = sum(text[-1] - 1 for text in places)  # slots whose keys are seen
@@ -58,7 +58,7 @@ def anchors(supervised: list[bool], steps: int) -> list[tuple[int, int]]:
 
 
 def eagle3_flops(sizes: Sizes, supervised: list[bool], steps: int, train_lm_head: bool) -> int:
-    """Those of an EAGLE-3 step with exact gradients, attention included.
+    """Operations of an EAGLE-3 step with exact gradients, attention included.
 
     Left out is what nothing asks for: queries and all behind them where no loss is, the token's half of a projection
     twice for one token, a teacher's probabilities twice, and gradients of what is frozen. The gain of the norm of

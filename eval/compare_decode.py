@@ -19,7 +19,7 @@ from eval.compare_plan import Arm, Comparison, digest_of
 from eval.compare_rows import Entry, Rows
 from eval.load_run import load_target
 from eval.prompts import Case, cases, encode_prompt, questions
-from eval.replay import Answer, recorded, replay
+from eval.replay import Answer, record_cycles, replay
 
 KEY = ("set", "conversation", "turn", "temperature", "sampling_seed")
 
@@ -111,7 +111,7 @@ class Decoder:
                 self.target, drafter, prompt, sampling=answer.sampling, budget=budget, max_new_tokens=answer.limit
             )
             return sum(cycle.committed for cycle in trace.cycles), len(trace.cycles)
-        cycles = recorded(answer, replay(self.target, drafter, answer, budget))
+        cycles = record_cycles(answer, replay(self.target, drafter, answer, budget))
         return sum(cycle["committed"] for cycle in cycles), len(cycles)
 
     # -- the file -----------------------------------------------------------------------------------------------------

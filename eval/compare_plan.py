@@ -92,7 +92,7 @@ class Comparison:
 
     def __init__(self, section: ComparisonSection, source: str) -> None:
         self.section, self.source, self.folder = section, source, Path(section.out)
-        self.shared = _merged(_read_yaml(section.base), section.recipe)
+        self.shared = _merge_sections(_read_yaml(section.base), section.recipe)
         self.recipe = self._recipe_of("", ArmSection.model_validate({}))
         self.shapes: dict[str, Budget] = {}
         for name, shape in section.shapes.items():
@@ -178,19 +178,21 @@ class Comparison:
         if arm.base is not None:
             own = _read_yaml(arm.base)
             values |= {key: own[key] for key in OF_AN_ARM if key in own}
-            values = _merged(values, {key: self.section.recipe.get(key, {}) for key in OF_AN_ARM if key != "drafter"})
+            values = _merge_sections(
+                values, {key: self.section.recipe.get(key, {}) for key in OF_AN_ARM if key != "drafter"}
+            )
         source = f"{self.source}: arms.{name}" if name else self.source
-        return Recipe.parse(_merged(values, arm.recipe), source)
+        return Recipe.parse(_merge_sections(values, arm.recipe), source)
 
 
-def _merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def _merge_sections(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Nested values with changes laid over them; a drafter section that names its kind replaces the other whole."""
     merged = dict(values)
     for key, value in changes.items():
         below = merged.get(key)
         replaces = key == "drafter" and isinstance(value, dict) and "kind" in value
         nested = isinstance(value, dict) and isinstance(below, dict) and not replaces
-        merged[key] = _merged(below, value) if nested else value  # type: ignore[arg-type]
+        merged[key] = _merge_sections(below, value) if nested else value  # type: ignore[arg-type]
     return merged
 
 

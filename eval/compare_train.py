@@ -126,7 +126,7 @@ class TrainingRun:
 def train_arm(comparison: Comparison, rows: Rows, arm: Arm, seed: int) -> None:
     """Train one arm with one seed for its budget, and note what it took."""
     run = TrainingRun.open(arm.for_seed(comparison.folder, seed))
-    trained = {part.name: _trained(rows, part, seed) for part in arm.line()[:-1]}
+    trained = {part.name: _find_trained(rows, part, seed) for part in arm.line()[:-1]}
     learned = sum(row["tokens"] for row in trained.values())
     if arm.section.tokens is not None:
         steps: int | None = run.steps_for(arm.section.tokens - learned)
@@ -149,7 +149,7 @@ def is_trained(rows: Rows, arm: Arm, seed: int) -> bool:
     return not arm.is_trained or bool(rows.of("trained", digest=arm.digest, seed=seed))
 
 
-def _trained(rows: Rows, arm: Arm, seed: int) -> Entry:
+def _find_trained(rows: Rows, arm: Arm, seed: int) -> Entry:
     return rows.of("trained", digest=arm.digest, seed=seed)[-1]
 
 
@@ -160,16 +160,16 @@ def steps_in_time(comparison: Comparison, rows: Rows, arm: Arm, seed: int) -> in
     """The steps that fill an arm's budget of seconds, or those of the arm that it is timed by."""
     budget = arm.section.seconds
     if arm.as_long_as is not None:
-        budget = _clocked(comparison, rows, arm.as_long_as.line(), seed)
+        budget = _estimate_seconds(comparison, rows, arm.as_long_as.line(), seed)
     assert budget is not None
-    left = budget - _clocked(comparison, rows, arm.line()[:-1], seed)
+    left = budget - _estimate_seconds(comparison, rows, arm.line()[:-1], seed)
     return max(round(left / _clock(comparison, rows)[arm.digest]), 0)
 
 
-def _clocked(comparison: Comparison, rows: Rows, arms: Sequence[Arm], seed: int) -> float:
+def _estimate_seconds(comparison: Comparison, rows: Rows, arms: Sequence[Arm], seed: int) -> float:
     """Seconds of training by the clock."""
     clock = _clock(comparison, rows)
-    return sum(_trained(rows, arm, seed)["steps"] * clock[arm.digest] for arm in arms)
+    return sum(_find_trained(rows, arm, seed)["steps"] * clock[arm.digest] for arm in arms)
 
 
 def _clock(comparison: Comparison, rows: Rows) -> dict[str, float]:

@@ -67,7 +67,7 @@ class Costs:
         """Seconds of a cycle that drafts `nodes` in forwards of these `rows`, and reads them."""
         return self.draft(rows, context) + self.read(nodes + 1, context)
 
-    def modelled(
+    def model_seconds(
         self,
         cycles: Iterable[dict[str, Any]],
         budget: Budget | None = None,
@@ -129,7 +129,7 @@ def _at(target: Target, drafter: Drafter, context: int, sizes: Sequence[int], ro
     for number in range(rounds + 1):  # the first warms up
         for place, forwards in enumerate(zip(*kinds, strict=True)):
             for kind, forward in enumerate(forwards):
-                seconds = timed(forward, target.device)
+                seconds = time_action(forward, target.device)
                 if number:
                     found[kind, place].append(seconds)
     return [tuple(median(found[kind, place]) for place in range(len(sizes))) for kind in range(len(kinds))]
@@ -159,7 +159,7 @@ def clock_of(device: torch.device) -> Callable[[], float]:
     return perf_counter if torch.get_num_threads() > 1 else process_time
 
 
-def timed(action: Callable[[], Any], device: torch.device) -> float:
+def time_action(action: Callable[[], Any], device: torch.device) -> float:
     """Seconds that an action takes, by `clock_of` the device."""
     now = clock_of(device)
     start = now()

@@ -96,7 +96,7 @@ def _decode(
     return [(cycle.tree, [0, *cycle.kept]) for cycle in cycles]
 
 
-def recorded(
+def record_cycles(
     told: Answer, cycles: Sequence[tuple[DraftTree, list[int]]], seconds: Sequence[float] = ()
 ) -> list[dict[str, Any]]:
     """The replayed cycles, and the seconds of their drafts if they are known, as `eval.measure` writes cycles down."""

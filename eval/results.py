@@ -178,10 +178,10 @@ class Results:
         recorded = (cycle for answer in answers for cycle in cycles(answer))
         drafting = {} if costs.first or not budget.nodes else draft_seconds(recorded)
         for answer in answers:
-            seconds = costs.modelled(cycles(answer), budget, limit)
+            seconds = costs.model_seconds(cycles(answer), budget, limit)
             seconds += sum(drafting.get((cycle["nodes"], cycle["depth"]), 0.0) for cycle in cycles(answer))
             baseline = answer["baseline"]
-            baseline_seconds = costs.modelled(cycles(baseline))
+            baseline_seconds = costs.model_seconds(cycles(baseline))
             answer["modelled"] = count_cycles(answer)[0], seconds, count_cycles(baseline)[0], baseline_seconds
 
     def _rule(self, drafter: str, temperature: float) -> str:

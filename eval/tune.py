@@ -24,7 +24,7 @@ from eagle.target.target import Target
 from eval.costs import Costs, Shape, bare_costs, draft_seconds
 from eval.load_run import load_target, settle_threads
 from eval.prompts import Question, questions
-from eval.replay import Answer, answer, plain, rates_by_rank, recorded, replay
+from eval.replay import Answer, answer, plain, rates_by_rank, record_cycles, replay
 
 NODES, DEPTHS, TOP_K = (2, 3, 4, 6, 8, 12, 16, 25, 40, 60), (1, 2, 3, 4, 6, 8), (2, 3, 4, 6, 10)
 CHAINS = range(1, 9)
@@ -90,20 +90,20 @@ class Tuning:
         """The budget along the first `count` answers, or those of them that belong to a task."""
         answers = self.answers[:count]
         records = self.records.setdefault(budget, [])
-        records += [self._replayed(told, budget) for told in answers[len(records) :]]
+        records += [self._replay_answer(told, budget) for told in answers[len(records) :]]
         shown = [pair for pair in zip(answers, records, strict=False) if task in (None, pair[0].task)]
         paid = budget if budget.nodes else None
         cycles = [row for _, rows in shown for row in rows]
         drafts = self._drafts(budget)
-        seconds = sum(self.costs.modelled(rows, paid, told.limit, self.drafter, drafts) for told, rows in shown)
+        seconds = sum(self.costs.model_seconds(rows, paid, told.limit, self.drafter, drafts) for told, rows in shown)
         return Trial(budget, len(cycles), sum(row["committed"] for row in cycles), seconds)
 
-    def _replayed(self, told: Answer, budget: Budget) -> list[dict[str, Any]]:
+    def _replay_answer(self, told: Answer, budget: Budget) -> list[dict[str, Any]]:
         if not budget.nodes:
             return plain(told)
         seconds: list[float] = []
         cycles = replay(self.target, self.drafter, told, budget, seconds)
-        return recorded(told, cycles, seconds)
+        return record_cycles(told, cycles, seconds)
 
     def _drafts(self, budget: Budget) -> dict[Shape, float]:
         """Seconds of this budget's drafts by their shape, as the replays took them."""
@@ -164,7 +164,7 @@ def tuning_questions(recipe: Recipe) -> list[Question]:
     return [one for _, one in sorted(order, key=lambda pair: pair[0])]  # the sets in turn: the first few are of all
 
 
-def answered(recipe: Recipe, target: Target, taps: tuple[int, ...]) -> list[Answer]:
+def answer_prompts(recipe: Recipe, target: Target, taps: tuple[int, ...]) -> list[Answer]:
     """The target's own answers to the first turns of the tuning questions, at every temperature of the recipe."""
     asked, limit = tuning_questions(recipe), recipe.eval.max_new_tokens
     found = []
@@ -179,7 +179,7 @@ def answered(recipe: Recipe, target: Target, taps: tuple[int, ...]) -> list[Answ
     return found
 
 
-def named(budget: Budget) -> str:
+def name_budget(budget: Budget) -> str:
     """A budget in a few words."""
     if not budget.nodes:
         return "no draft"
@@ -214,13 +214,13 @@ def ranking(tuning: Tuning, count: int = 12) -> str:
     """The fastest of the budgets that were replayed along every answer."""
     whole = [one for one, rows in tuning.records.items() if len(rows) == len(tuning.answers)]
     whole.sort(key=lambda budget: -tuning.trial(budget).speed)
-    return _table("fastest, modelled", [(named(budget), tuning, budget, None) for budget in whole[:count]])
+    return _table("fastest, modelled", [(name_budget(budget), tuning, budget, None) for budget in whole[:count]])
 
 
 def choice_by_task(tuning: Tuning, budget: Budget) -> str:
     """The chosen budget on each task."""
     tasks = dict.fromkeys(told.task for told in tuning.answers)
-    return _table(f"{named(budget)}, by task", [(task, tuning, budget, task) for task in tasks])
+    return _table(f"{name_budget(budget)}, by task", [(task, tuning, budget, task) for task in tasks])
 
 
 def _table(title: str, rows: Sequence[tuple[str, Tuning, Budget, str | None]]) -> str:
@@ -236,7 +236,7 @@ def _table(title: str, rows: Sequence[tuple[str, Tuning, Budget, str | None]]) -
 def verdict(tuning: Tuning, best: Trial) -> tuple[Budget, str]:
     """What to decode with, and why."""
     gain = best.speed / tuning.trial(NOT_DRAFTING).speed
-    reached = f"{named(best.budget)}: tau {best.acceptance_length:.2f}, modelled speed-up {gain:.2f} x"
+    reached = f"{name_budget(best.budget)}: tau {best.acceptance_length:.2f}, modelled speed-up {gain:.2f} x"
     if gain >= MARGIN:
         return best.budget, f"decode with {reached}"
     return NOT_DRAFTING, (
@@ -255,7 +255,7 @@ def main(argv: list[str]) -> None:
     target, head = load_target(recipe), Path(recipe.train.out) / "head"
     settle_threads(target)
     drafter = load_drafter(head, target)
-    answers = answered(recipe, target, drafter.taps)
+    answers = answer_prompts(recipe, target, drafter.taps)
     tuning = Tuning(target, drafter, answers, bare_costs(target, drafter, contexts_of(answers)))
     rates = acceptance_by_rank(tuning)
     candidates = [*map(chain, CHAINS), *dynamic(), *fixed(rates)]
@@ -271,7 +271,8 @@ def main(argv: list[str]) -> None:
         top = max(every, key=lambda trial: trial.speed)
         share = tuning.trial(budget).speed / top.speed
         print(
-            f"the best of no draft and all {len(candidates)} is {named(top.budget)}; the choice has {share:.1%} of it"
+            f"the best of no draft and all {len(candidates)} is {name_budget(top.budget)}; "
+            f"the choice has {share:.1%} of it"
         )
     if args.write:
         write_budget(head, budget)

@@ -59,13 +59,13 @@ def check(recipe: Recipe) -> None:
     with stage("loss and update"):
         torch.manual_seed(recipe.train.seed)
         head: Any = first_head(recipe, settings, target, live).to(target.device)
-        training = trained(recipe, head, target, batches)
+        training = time_training(recipe, head, target, batches)
     with stage("save and load"), tempfile.TemporaryDirectory() as folder:
         save_head(Path(folder) / "head", head, recipe.dump(), live.identity)
         again = load_head(Path(folder) / "head")
         assert all(torch.equal(a.cpu(), b) for a, b in zip(head.parameters(), again.parameters(), strict=True))
     with stage("decode"):
-        decoded(target, head, examples[0])
+        check_decoding(target, head, examples[0])
     with stage("export"), tempfile.TemporaryDirectory() as folder:
         head.bind(target.head)  # some layouts hold the target's embedding, and all say so of a scaled one
         for engine in EXPORTERS:
@@ -111,7 +111,7 @@ def first_examples(recipe: Recipe) -> tuple[list[Example], int]:
     )
 
 
-def trained(recipe: Recipe, head: TrainableDrafter, target: Target, batches: list[Batch]) -> float:
+def time_training(recipe: Recipe, head: TrainableDrafter, target: Target, batches: list[Batch]) -> float:
     """Tokens a second of the last step; the losses of each are shown and must be finite."""
     dtype = getattr(torch, recipe.train.dtype)
     frozen = target.head.cast(dtype)
@@ -130,7 +130,7 @@ def trained(recipe: Recipe, head: TrainableDrafter, target: Target, batches: lis
     return len(batches[-1].tokens) / (perf_counter() - begun)
 
 
-def decoded(target: Target, head: TrainableDrafter, example: Example) -> None:
+def check_decoding(target: Target, head: TrainableDrafter, example: Example) -> None:
     """Sixteen tokens with the head and without."""
     drafter: Any = in_dtype(copy.deepcopy(head).to(target.device), target.model.dtype).bind(target.head)
     prompt = example.tokens[: max(int(example.loss_mask.nonzero()[0]), 1)]

@@ -30,7 +30,7 @@ from eagle.data.examples import Batch, Example, collate
 from eagle.data.features import LiveFeatures, taps_of
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts.counts import CountDrafter
-from eagle.drafters.parts.validation import added, figures
+from eagle.drafters.parts.validation import add_sums, figures
 from eagle.formats.checkpoint import load_head, save_head
 from eagle.formats.export import EXPORTERS
 from tests.families import own_answer, own_logits
@@ -246,7 +246,7 @@ def test_what_is_judged_adds_up(name: str, tiny_target: Target, batch: Batch, ex
     sums: dict[str, Tensor] = {}
     for place in (0, 1):
         alone = collate(examples.read([place]), examples.taps)
-        sums = added(sums, head.eval().validate(alone, tiny_target.head, TREES))
+        sums = add_sums(sums, head.eval().validate(alone, tiny_target.head, TREES))
     assert sums.keys() == whole.keys()
     for key, value in whole.items():
         torch.testing.assert_close(sums[key], value, rtol=1e-6, atol=1e-6)

@@ -180,7 +180,7 @@ def _cycles(
         tree = DraftTree.chain([pending[-1].root])
         if not cycle_budget.is_empty:
             with turn.hold(stream_id):
-                tree = drafter.propose(Committed.joined(pending), cycle_budget)
+                tree = drafter.propose(Committed.join(pending), cycle_budget)
             pending = []
         clock.lap("draft")
         output = target.read(tree, stream_id)

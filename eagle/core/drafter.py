@@ -35,7 +35,7 @@ class Noise(Protocol):
         """[rows, V], noise of the same kind that the target never sees, and new in every call."""
         ...
 
-    def filtered(self, logits: Tensor) -> Tensor:
+    def filter_logits(self, logits: Tensor) -> Tensor:
         """[K, V], the logits, far lower where a target with these logits would not sample: nothing is left."""
         ...
 
@@ -60,7 +60,7 @@ class Committed:
     choices: Tensor | None = None  # [N, C], the target's likeliest tokens after each node of the tree, likeliest first
 
     @classmethod
-    def joined(cls, updates: Sequence[Committed]) -> Committed:
+    def join(cls, updates: Sequence[Committed]) -> Committed:
         """One update from several in a row, for a drafter that was not asked in between."""
         if len(updates) == 1:
             return updates[0]
@@ -125,7 +125,7 @@ class Budget:
         return min(self.nodes, self.depth, self.top_k) == 0
 
     def within(self, levels: int) -> Budget:
-        """The same budget, at most `levels` deep."""
+        """This budget, at most `levels` deep."""
         return self if self.depth <= levels else replace(self, depth=max(levels, 0))
 
 
@@ -296,8 +296,8 @@ class TargetHead:
         hidden = gradient.to(self.weight.dtype) @ self.weight
         return hidden if self.logit_scale == 1.0 else hidden * self.logit_scale
 
-    def narrowed(self, tokens: Tensor | slice) -> TargetHead:
-        """The same for some tokens of the vocabulary alone; a slice of it is not copied."""
+    def narrow(self, tokens: Tensor | slice) -> TargetHead:
+        """A head for some tokens of the vocabulary alone; a slice of the matrix is not copied."""
         bias, rows = getattr(self.output, "bias", None), self.weight[tokens]
         output = nn.Linear(rows.shape[1], rows.shape[0], bias=bias is not None, device="meta")
         output.weight = nn.Parameter(rows, requires_grad=False)
@@ -306,7 +306,7 @@ class TargetHead:
         return replace(self, output=output)
 
     def cast(self, dtype: torch.dtype) -> TargetHead:
-        """The same in another precision: itself, or a copy."""
+        """This head in another precision: itself, or a copy."""
         if self.weight.dtype == dtype:
             return self
         embedding, output = (in_dtype(copy.deepcopy(module), dtype) for module in (self.embedding, self.output))

@@ -123,7 +123,7 @@ class Offer:
         self.private.forget(first)
         return self.private(range(first, self.drawn), self.vocab_size, self.device) * self.temperature
 
-    def filtered(self, logits: Tensor) -> Tensor:
+    def filter_logits(self, logits: Tensor) -> Tensor:
         """[K, V], the logits, lowered by 1000 where the target's top-k, top-p or min-p would rule a token out."""
         sampling = self.choose.sampling
         if sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0:

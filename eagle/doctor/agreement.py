@@ -45,7 +45,7 @@ class Agreement:
 
     @property
     def teacher_forced_rates(self) -> list[float]:
-        """These rates where every level reads the target's states instead of its own: level 1 of a later slot."""
+        """[K], how often each level is right where it reads the target's states: level 1 of a later slot."""
         return self.rates(torch.stack([_look_ahead(self.hits[0], level) for level in range(len(self.hits))]))
 
     @property

@@ -27,10 +27,10 @@ class BigramDrafter(CountDrafter):
         weights = torch.where(distinct > 0, distinct.double() / (after + distinct), 1)
         # one column and one pair more than there are, for rows that are shorter than the longest
         self.unigram, self.weights, self.pairs = (
-            part.log().float().to(device) for part in (_padded(unigram, 1), weights, _padded(pairs, 1))
+            part.log().float().to(device) for part in (_pad_row(unigram, 1), weights, _pad_row(pairs, 1))
         )
         self.starts = tables.starts.to(device)
-        self.successors = _padded(tables.successors, tables.vocab_size).to(device)
+        self.successors = _pad_row(tables.successors, tables.vocab_size).to(device)
         self.widest = int(distinct.max())
 
     def logits(self, tokens: Tensor) -> Tensor:
@@ -43,5 +43,5 @@ class BigramDrafter(CountDrafter):
         return rows.scatter_(1, self.successors[places], self.pairs[places])[:, :-1]
 
 
-def _padded(row: Tensor, value: int) -> Tensor:
+def _pad_row(row: Tensor, value: int) -> Tensor:
     return torch.cat([row, row.new_full((1,), value)])

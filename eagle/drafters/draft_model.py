@@ -105,7 +105,7 @@ class DraftModel(TrainableDrafter):
             teacher_head = _Text(own.weight)
         else:
             teacher = batch.select_taps((-1,))[:, 0].index_select(0, before)
-            teacher_head = frozen.narrowed(slice(len(own.weight)))
+            teacher_head = frozen.narrow(slice(len(own.weight)))
         weights = torch.full((1, len(before)), 1 / max(len(before), 1), device=student.device)
         objective = Objective(KINDS.get(divergence, divergence))
         total, _ = distillation_loss(student[None], teacher, weights, (own, teacher_head), objective)
@@ -114,10 +114,10 @@ class DraftModel(TrainableDrafter):
     def _states(self, batch: Batch) -> Tensor:
         """[N, H], what its LM head reads at every token."""
         slots = pad_sequence(list(batch.tokens.split(batch.lengths)), batch_first=True)
-        states = self.model.base_model(input_ids=self._known(slots), use_cache=False).last_hidden_state
+        states = self.model.base_model(input_ids=self._clip_to_vocab(slots), use_cache=False).last_hidden_state
         return torch.cat([row[:length] for row, length in zip(states, batch.lengths, strict=True)])
 
-    def _known(self, tokens: Tensor) -> Tensor:
+    def _clip_to_vocab(self, tokens: Tensor) -> Tensor:
         """Tokens as it can read them: targets have rows beyond the tokenizer's last token, which never occur."""
         return tokens.clamp(max=self.model.get_input_embeddings().weight.shape[0] - 1)
 
@@ -193,7 +193,7 @@ class DraftModel(TrainableDrafter):
         def level(depth: int, tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
             self.levels.append((tokens, before))
             depths.extend([depth - 1] * len(tokens))
-            return own.ahead(self._known(tokens), depths, seen)[:, : self.size]
+            return own.ahead(self._clip_to_vocab(tokens), depths, seen)[:, : self.size]
 
         drafts = torch.arange(known, device=own.device) if known < self.size else None
         logits = logits[: self.size]
@@ -212,13 +212,13 @@ class DraftModel(TrainableDrafter):
         """[V], its logits once the tokens confirmed are read; rows of the last draft that were confirmed stay."""
         (own,) = self.own
         new = tokens[1:] if own.text else tokens  # the root was read already
-        rows = self._confirmed(new[:-1])
+        rows = self._confirm_rows(new[:-1])
         own.cache.keep(rows)
         own.text += new[: len(rows)]
         self.levels = []
-        return own.extend(self._known(torch.tensor(new[len(rows) :])).tolist())
+        return own.extend(self._clip_to_vocab(torch.tensor(new[len(rows) :])).tolist())
 
-    def _confirmed(self, tokens: list[int]) -> list[int]:
+    def _confirm_rows(self, tokens: list[int]) -> list[int]:
         """The rows of the last draft that read these tokens, as far as there are such."""
         path, at, first = [], None, 0
         for level, wanted in zip(self.levels, tokens, strict=False):

@@ -67,7 +67,7 @@ class Eagle3(UnrolledDrafter):
 
     @classmethod
     def taps_for(cls, settings: Eagle3Settings, target_config: Any) -> tuple[int, ...]:
-        """Those of the settings, else an early, a middle and a late layer, of which a shallow target may lack some."""
+        """The taps of the settings, else an early, a middle and a late layer as far as the target is deep enough."""
         layers = target_config.num_hidden_layers
         usual = (2, layers // 2, layers - 3) if layers > 6 else (1, layers // 2, layers - 1)
         taps = settings.taps or usual
@@ -165,7 +165,7 @@ class Eagle3(UnrolledDrafter):
         if self.drafts is None:
             return frozen
         if not self.cut or self.cut[0] is not frozen:
-            self.cut = frozen, frozen.narrowed(self.drafts)
+            self.cut = frozen, frozen.narrow(self.drafts)
         return self.cut[1]
 
 

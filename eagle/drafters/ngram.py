@@ -50,7 +50,7 @@ class NgramDrafter(Drafter):
         self._read([*update.tokens.tolist(), update.root])
         paths: list[list[int]] = []
         left = budget.nodes
-        for size, place in islice(self._found(), min(self.branches, budget.top_k)):
+        for size, place in islice(self._find_matches(), min(self.branches, budget.top_k)):
             # a copy that reaches the end of the text goes on with itself, as in LZ77
             period, length = len(self.text) - place, min(left, budget.depth, self.trust * size)
             paths.append([self.text[place + step % period] for step in range(length)])
@@ -70,7 +70,7 @@ class NgramDrafter(Drafter):
                     self.after[gram] = end
             text.append(token)
 
-    def _found(self) -> Iterator[tuple[int, int]]:
+    def _find_matches(self) -> Iterator[tuple[int, int]]:
         """Matches whose continuations begin differently, the best first: their n, and the place behind each."""
         text, known = self.text, set()
         for size in self.sizes:

@@ -51,7 +51,7 @@ class FirstOf(Drafter):
             pending.append(_restrict(update, places, drafter.reads.choices))
         tree = DraftTree.chain([update.root])
         for drafter, pending in zip(self.drafters, self.pending, strict=True):
-            joined = Committed.joined(pending)
+            joined = Committed.join(pending)
             pending.clear()
             with turn_of(drafter).hold(self.stream):
                 tree = drafter.propose(joined, budget)

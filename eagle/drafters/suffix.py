@@ -48,27 +48,27 @@ class Automaton:
             state = self.links[state]
         else:
             self.links[new] = self._exactly(state, token)
-        state = self.end = self.next[self.shortened(self.end, self.limit - 1)][token]
+        state = self.end = self.next[self.shorten(self.end, self.limit - 1)][token]
         while state:
             self.counts[state] += 1
             self.latest[state] = size
             state = self.links[state]
 
-    def seen(self) -> tuple[int, int]:
+    def follow_end(self) -> tuple[int, int]:
         """The longest end of the text, of up to `limit` tokens, that also occurs earlier: its state and length."""
         state = self.links[self.end] if self.end == self.whole else self.end
         return state, min(self.lengths[state], self.limit)
 
     def after(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """The same for the end of another text, which was in this state before this token."""
+        """State and length of the longest known end of another text, which was in this state before this token."""
         while state and token not in self.next[state]:
             state = self.links[state]
             length = self.lengths[state]
         if token not in self.next[state]:
             return 0, 0
-        return self.shortened(self.next[state][token], self.limit), min(length + 1, self.limit)
+        return self.shorten(self.next[state][token], self.limit), min(length + 1, self.limit)
 
-    def shortened(self, state: int, length: int) -> int:
+    def shorten(self, state: int, length: int) -> int:
         """The state of a string in this state when all but its last `length` tokens are dropped."""
         while state and self.lengths[self.links[state]] >= length:
             state = self.links[state]
@@ -158,13 +158,13 @@ class SuffixDrafter(Drafter):
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """The likeliest continuations within the budget; the root alone where nothing matches."""
         self._read([*update.tokens.tolist(), update.root])
-        past, (state, length) = self.text, self.text.seen()
+        past, (state, length) = self.text, self.text.follow_end()
         if self.match[1] > length:
             past, (state, length) = self.earlier, self.match
         depth = min(budget.depth, self.longest // 2)
         length = min(length, self.longest - depth)
         nodes = min(budget.nodes, self.trust * length)
-        tree = likeliest(past, past.shortened(state, length), length, depth, min(budget.top_k, nodes))
+        tree = likeliest(past, past.shorten(state, length), length, depth, min(budget.top_k, nodes))
         tokens, parents, likely = zip(*islice(tree, nodes + 1), strict=True)
         return DraftTree(torch.tensor([update.root, *tokens[1:]]), torch.tensor(parents), None, torch.tensor(likely))
 

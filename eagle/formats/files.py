@@ -76,7 +76,7 @@ def plain_file(folder: Path, name: str) -> Path:
         kind = real.stat().st_mode
     except (OSError, RuntimeError) as error:
         raise ValueError(f"{folder / name} cannot be read: {error}") from None
-    if not any(real.is_relative_to(root) for root in (folder, *_cached(folder))):
+    if not any(real.is_relative_to(root) for root in (folder, *_cache_roots(folder))):
         raise ValueError(
             f"{folder / name} is a link to {real}, outside of the folder: copy the file there if it is meant"
         )
@@ -85,7 +85,7 @@ def plain_file(folder: Path, name: str) -> Path:
     return real
 
 
-def _cached(folder: Path) -> Iterable[Path]:
+def _cache_roots(folder: Path) -> Iterable[Path]:
     """Where the files of a hub's cache lie to which its snapshots link."""
     for parent in folder.parents:
         if parent.name == "snapshots" and parent.parent.name.startswith("models--"):

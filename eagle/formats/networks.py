@@ -135,7 +135,7 @@ class ModelLayout(NetworkLayout):
 
 
 def add_embedding(layout: Layout, drafter: TrainableDrafter, engine: str) -> Layout:
-    """The same with the target's embedding, which is part of some layouts whatever scales it."""
+    """The layout with the target's embedding, which some engines read whatever scales it."""
     return replace(layout, tensors={**layout.tensors, EMBEDDING: embedding_of(drafter, engine)})
 
 

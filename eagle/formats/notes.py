@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.drafters.parts.validation import kept
+from eagle.drafters.parts.validation import chain_rates
 from eagle.formats.card import acceptance_of
 from eagle.formats.layout import Layout
 
@@ -25,7 +25,7 @@ def write_notes(
     """The texts of README.md and provenance.json; `head` is where the drafter came from, `target` its target's path."""
     recipe = _read_mapping(head / "recipe.yaml", lambda text: yaml.safe_load(text) or {}) if head else {}
     provenance = _read_mapping(head / "provenance.json", json.loads) if head else {}
-    shares = kept(provenance.get("validation", {}))
+    shares = chain_rates(provenance.get("validation", {}))
     depth, why = _choose_depth(drafter, shares)
     trained_on = _section(recipe, "target").get("path", "unknown")
     trained_on = "" if trained_on == "unknown" else trained_on  # as an import writes

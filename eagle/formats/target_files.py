@@ -34,7 +34,7 @@ class TargetFiles:
 
     @classmethod
     def read(cls, path: str) -> TargetFiles:
-        """Those of a folder, or of the hub."""
+        """The target's files in a folder, or on the hub."""
         folder = folder_at(folder_of(path, None, ("*.safetensors", "*.bin", "*.json")))
         config = read_json(folder, "config.json")
         text = config.get("text_config")

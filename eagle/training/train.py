@@ -22,7 +22,7 @@ from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.core.tree import PUBLISHED_TREE, chain_paths
 from eagle.data.examples import Batch, Features, collate, run_ahead, trim_mask
 from eagle.disk import lock_folder
-from eagle.drafters.parts.validation import added, figures
+from eagle.drafters.parts.validation import add_sums, figures
 from eagle.formats.checkpoint import save_head
 from eagle.log import Metrics, interrupted_by_user, memory_gb, progress
 from eagle.recipe import Recipe
@@ -230,7 +230,7 @@ class _Run:
         head, metrics = self._whole_head().eval(), {}
         if self.plan.validation:
             shares = gather_object([self._sum_validation(head)])
-            metrics = figures(reduce(added, [share for share in shares if share]))
+            metrics = figures(reduce(add_sums, [share for share in shares if share]))
         is_main = self.accelerator.is_main_process
         if self.decode and is_main:
             metrics |= self.decode(head)
@@ -261,7 +261,7 @@ class _Run:
             if number < len(groups):
                 with torch.autocast(device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"):
                     batch_sums = head.validate(batch.to(device), self.frozen, TREES)
-                sums = added(sums, {name: value.double().cpu() for name, value in batch_sums.items()})
+                sums = add_sums(sums, {name: value.double().cpu() for name, value in batch_sums.items()})
         return sums
 
     def _whole_head(self) -> TrainableDrafter:

@@ -21,7 +21,7 @@ from eagle.core.tree import DraftTree, chain_paths
 from eagle.core.verify import Choose
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.ngram import NgramDrafter
-from eval.replay import answer, recorded, replay
+from eval.replay import answer, record_cycles, replay
 from tests.families import PlantedTrees, build, own_answer, random_tokens
 
 LEVELS, FIXED = 8, (0, 1, 2, 4, 8)
@@ -205,7 +205,7 @@ def test_replaying_learns_what_decoding_does(tiny_target: Target) -> None:
     policies = [policy_in(WORLDS["none, behind a step"]) for _ in range(2)]
     for text in ("What does copy do?", "Say one two one two one two.", "What does copy do?"):
         told = answer(tiny_target, (), tiny_target.chat(text), limit=24, sampling=Sampling())
-        rows = recorded(told, replay(tiny_target, NgramDrafter(), told, policies[0]))
+        rows = record_cycles(told, replay(tiny_target, NgramDrafter(), told, policies[0]))
         prompt = told.tokens[: told.prompt]
         trace = generate(tiny_target, NgramDrafter(), prompt, max_new_tokens=24, budget=policies[1])
         assert [(row["depth"], row["committed"]) for row in rows] == [(o.depth, o.committed) for o in trace.cycles]

@@ -88,9 +88,9 @@ class Scripted(Offer):
         super().__init__(Choose(sampling), vocab_size, CPU)
         self.chance, self.width = chance, width
 
-    def filtered(self, logits: Tensor) -> Tensor:
+    def filter_logits(self, logits: Tensor) -> Tensor:
         """The same, remembered."""
-        self.scores = super().filtered(logits)
+        self.scores = super().filter_logits(logits)
         return self.scores
 
     def own(self, rows: int) -> Tensor:
@@ -184,7 +184,7 @@ def test_filtered_logits_leave_the_law_that_the_target_would_make_of_them(sampli
     noise = Choose(sampling).offer(vocab_size, CPU)
     assert noise is not None
     logits = 6 * torch.randn(7, vocab_size, generator=torch.Generator().manual_seed(1))
-    filtered, law = noise.filtered(logits), warp(logits, sampling).softmax(-1)
+    filtered, law = noise.filter_logits(logits), warp(logits, sampling).softmax(-1)
     torch.testing.assert_close((filtered / sampling.temperature).softmax(-1), law, rtol=0, atol=1e-6)
     assert ((filtered / sampling.temperature).softmax(-1) == 0)[law == 0].all()
     assert filtered.topk(5).indices.equal(logits.topk(5).indices)

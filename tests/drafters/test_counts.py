@@ -219,7 +219,7 @@ def test_drawn_drafts_leave_the_targets_law_as_it_is(method: type[CountDrafter],
 def faulty(tree: Any, other: CountDrafter, noise: Any) -> Any:
     """The tree with the laws of another drafter, warped as its own are."""
     parents = tree.tokens[tree.parents.clamp(min=0)]
-    return replace(tree, laws=(noise.filtered(other.logits(parents)) / noise.temperature).softmax(-1))
+    return replace(tree, laws=(noise.filter_logits(other.logits(parents)) / noise.temperature).softmax(-1))
 
 
 @pytest.mark.parametrize("method", BOTH)

@@ -142,7 +142,7 @@ def test_a_model_that_was_not_asked_reads_what_it_missed(target: Target, alike: 
     pieces = [Committed(torch.tensor(part), None, root) for part, root in ((PROMPT, 3), ([3, 4], 8), ([8], 11))]
     budget = Budget.fixed(chain_paths(4))
     drafts = [asked.propose(piece, budget) for piece in pieces]
-    assert torch.equal(patient.propose(Committed.joined(pieces), budget).tokens, drafts[-1].tokens)
+    assert torch.equal(patient.propose(Committed.join(pieces), budget).tokens, drafts[-1].tokens)
 
 
 @pytest.mark.parametrize("rows", [40, 56])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eagle.drafters.parts import spans as module
-from eagle.drafters.parts.spans import Spans, attend, attend_block, flexed
+from eagle.drafters.parts.spans import Spans, attend, attend_block, attend_flex
 
 LENGTHS, HEADS, KEYS, WIDTH = (150, 7, 41), 4, 2, 16
 Inputs = tuple[Tensor, Tensor, Tensor, list[tuple[Tensor, Tensor]]]
@@ -86,7 +86,7 @@ def test_the_fused_kernel_says_the_same(spans: Spans, steps: int) -> None:
     query, key, value, own = inputs(spans, steps, torch.float32)
     query, key, value = (part.detach() for part in (query, key, value))
     with torch.no_grad():
-        torch.testing.assert_close(flexed(query, key, value, spans, own), attend(query, key, value, spans, own))
+        torch.testing.assert_close(attend_flex(query, key, value, spans, own), attend(query, key, value, spans, own))
 
 
 def test_autograd_merges_as_the_cpus_own_gradient_does(spans: Spans) -> None:
@@ -99,7 +99,7 @@ def test_autograd_merges_as_the_cpus_own_gradient_does(spans: Spans) -> None:
         seen = (texts == texts[spans.rows, None]) & (places <= spans.rows[:, None])
         scores = (query @ keys.transpose(1, 2) / WIDTH**0.5).masked_fill(~seen, -torch.inf)
         shares = module._shares(query, scores.logsumexp(-1), own)
-        return module._merged(scores.softmax(-1) @ values, shares, own, KEYS)
+        return module._merge_parts(scores.softmax(-1) @ values, shares, own, KEYS)
 
     given = inputs(spans, 3)
     for ours, true in zip(results(attend, given, spans), results(merged, given, spans), strict=True):

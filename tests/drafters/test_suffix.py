@@ -66,7 +66,7 @@ def test_counts_and_latest_places_are_exact_at_any_moment(text: list[int], limit
 def test_matches_are_those_of_a_search(text: list[int], other: list[int], limit: int) -> None:
     """The longest end that occurred earlier, and the longest end of another text that occurs in this one."""
     known = automaton(text, limit)
-    state, length = known.seen()
+    state, length = known.follow_end()
     assert length == longest_end(text, text, limit, 2)
     assert state == state_of(known, text[len(text) - length :])
     state = length = 0

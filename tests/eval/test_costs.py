@@ -75,7 +75,7 @@ def test_modelled_time_charges_what_was_read(target: Target, head: Eagle1, budge
     levels = sum(rows.head) - len(PROMPT) - told
     expected = sum(rows.target[1:]) + 1e-3 * first + 1e-6 * levels
     cycles = list(map(cycle_of, trace.cycles))
-    assert COUNTING.modelled(cycles, budget, limit=30) == pytest.approx(expected, abs=1e-9)
+    assert COUNTING.model_seconds(cycles, budget, limit=30) == pytest.approx(expected, abs=1e-9)
     assert sum(cycle.accepted for cycle in trace.cycles) > 0
 
 
@@ -83,9 +83,9 @@ def test_plain_decoding_is_charged_single_reads(target: Target, head: Eagle1) ->
     """Neither a head that was not used nor one that is not there costs anything."""
     trace = generate(target, NoDrafter(), PROMPT, max_new_tokens=12, stop=[])
     cycles = list(map(cycle_of, trace.cycles))
-    assert COUNTING.modelled(cycles) == 11
+    assert COUNTING.model_seconds(cycles) == 11
     alone = replace(COUNTING, first=None, level=None)
-    assert alone.modelled(cycles, Budget(4, 4, 1)) == 11
+    assert alone.model_seconds(cycles, Budget(4, 4, 1)) == 11
 
 
 @pytest.mark.parametrize("budget", BUDGETS, ids=lambda budget: f"{budget.nodes}-{budget.depth}-{budget.top_k}")

@@ -266,8 +266,8 @@ def test_modelled_time_takes_the_headers_costs(tmp_path: Path) -> None:
     path = write(tmp_path / "results.jsonl", ["eagle1"], (0.0,), costs={"eagle1": dear}, new_tokens=49)
     report = ReportData.load([path])
     costs = Costs.parse(dear)
-    spent = sum(costs.modelled(cycles(one), Budget(8, 5, 3), 49) for one in report.drafting[0].answers)
-    plain = sum(costs.modelled(cycles(one["baseline"])) for one in report.drafting[0].answers)
+    spent = sum(costs.model_seconds(cycles(one), Budget(8, 5, 3), 49) for one in report.drafting[0].answers)
+    plain = sum(costs.model_seconds(cycles(one["baseline"])) for one in report.drafting[0].answers)
     assert report.drafting[0].estimate(MODELLED_SPEED_UP).value == pytest.approx(plain / spent)
     made = Parsed(page([path]))
     assert "modelled" in made.sections["headline"]

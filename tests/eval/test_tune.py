@@ -25,7 +25,7 @@ from eval import tune
 from eval.costs import Costs, bare_costs
 from eval.measure import cycle_of
 from eval.prompts import questions
-from eval.replay import Answer, answer, plain, rates_by_rank, recorded, replay
+from eval.replay import Answer, answer, plain, rates_by_rank, record_cycles, replay
 from eval.tune import NOT_DRAFTING, Tuning, chain, search
 from tests.drafters.test_eagle1 import head as head  # the untrained head of the suite's tiny target
 from tests.families import build, random_tokens
@@ -83,7 +83,7 @@ def test_replay_is_decoding(tiny_target: Target, head: Eagle1, guess: str, budge
         told = answer(tiny_target, drafter.taps, prompt, limit=30, sampling=sampling)
         tiny_target.forget()
         trace = generate(tiny_target, drafter, prompt, sampling=sampling, budget=budget, max_new_tokens=30)
-        cycles = recorded(told, replay(tiny_target, drafter, told, budget))
+        cycles = record_cycles(told, replay(tiny_target, drafter, told, budget))
         names = ("nodes", "depth", "committed", "context")
         assert [[row[name] for name in names] for row in cycles] == [
             [getattr(cycle, name) for name in names] for cycle in trace.cycles
@@ -125,7 +125,7 @@ def test_rates_at_the_root_are_the_heads_ranks(target: Target, guesser: Eagle1, 
         with torch.inference_mode():
             tokens = torch.tensor(told.tokens)
             states = guesser.states(tokens[None, 1:], told.features[None, :-1, 0], 0, target.head)[0]
-        for row in recorded(told, found):
+        for row in record_cycles(told, found):
             root = row["context"]  # its slot reads the feature before it, and guesses the token behind it
             logits = target.head.logits(states[root - 1])
             ranks += [int((logits > logits[tokens[root + 1]]).sum())] if row["nodes"] else []
@@ -164,7 +164,7 @@ def test_the_search_is_within_three_percent_of_trying_everything(
     speeds = {}
     for budget, answers in decoded.items():
         paid, limits = budget if budget.nodes else None, [told.limit for told in tuning.answers]
-        seconds = sum(costs.modelled(cycles, paid, limit) for cycles, limit in zip(answers, limits, strict=True))
+        seconds = sum(costs.model_seconds(cycles, paid, limit) for cycles, limit in zip(answers, limits, strict=True))
         speeds[budget] = sum(cycle["committed"] for cycles in answers for cycle in cycles) / seconds
     assert found.speed == pytest.approx(speeds[found.budget])
     assert found.speed >= 0.97 * max(speeds.values())

@@ -59,7 +59,7 @@ class FeatureHead(UnrolledDrafter):
 
     @property
     def network(self) -> dict[str, Any]:
-        """The same whatever trained it."""
+        """One network for all heads that continue the target's last features, whatever trained them."""
         return {"network": "features", **self.further_blocks}
 
     # -- one level ----------------------------------------------------------------------------------------------------

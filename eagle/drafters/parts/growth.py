@@ -65,7 +65,7 @@ def grow(
     sharpness = sharpness if budget.sharpness is None else budget.sharpness
     scorer = ChildScorer(budget.draw, noise, place, drafts, sharpness)
     if budget.paths is not None:
-        return _shaped(root, logits[None], level, _plan(budget.paths, budget.depth, logits.device), scorer)
+        return _fill_plan(root, logits[None], level, _plan(budget.paths, budget.depth, logits.device), scorer)
     return _likeliest(root, logits[None], level, budget, scorer)
 
 
@@ -87,7 +87,7 @@ class ChildScorer:
         logits, noise = logits.float(), self.noise
         if noise is None:
             return self.sharpness * logits, None
-        logits = noise.filtered(logits)
+        logits = noise.filter_logits(logits)
         if self.draw == "noise":
             return self.sharpness * (logits + self._in_draft_vocab(noise([self.place + depth]))), None
         if self.draw == "likeliest":  # unknown noise is one more error, beside the head's own
@@ -129,10 +129,10 @@ def _likeliest(root: int, logits: Tensor, level: Level, budget: Budget, scorer: 
         itself = torch.eye(len(before), dtype=torch.bool, device=seen.device)
         seen = torch.cat([seen[before], itself], dim=1)
         logits = level(depth + 1, tokens[chosen.indices], before, seen)
-    return _kept(root, *(torch.cat(column) for column in zip(*candidates, strict=True)), nodes=budget.nodes)
+    return _keep_likeliest(root, *(torch.cat(column) for column in zip(*candidates, strict=True)), nodes=budget.nodes)
 
 
-def _kept(root: int, tokens: Tensor, parents: Tensor, likelihoods: Tensor, *, nodes: int) -> DraftTree:
+def _keep_likeliest(root: int, tokens: Tensor, parents: Tensor, likelihoods: Tensor, *, nodes: int) -> DraftTree:
     """The tree of the best candidates; a tie goes to the one found first, so that no child loses its parent."""
     kept = likelihoods.sort(descending=True, stable=True).indices[:nodes].sort().values
     place = torch.full((len(tokens) + 1,), -2, device=kept.device)  # -2 is nobody's parent: a tree would refuse it
@@ -178,7 +178,9 @@ def _plan(paths: Paths, depth: int, device: torch.device) -> tuple[list[Rung], T
     return rungs, torch.tensor(parents)
 
 
-def _shaped(root: int, logits: Tensor, level: Level, plan: tuple[list[Rung], Tensor], scorer: ChildScorer) -> DraftTree:
+def _fill_plan(
+    root: int, logits: Tensor, level: Level, plan: tuple[list[Rung], Tensor], scorer: ChildScorer
+) -> DraftTree:
     """The tree of a fixed shape: one reading per level, of the nodes that have children."""
     rungs, parents = plan
     tokens = [torch.tensor([root], device=logits.device)]

@@ -57,7 +57,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = (
     """[h, S, w] from query [h, S, w] and key, value [k, N, w]."""
     if query.device.type in ("cpu", "meta"):
         return _Plain.apply(query, key, value, spans, *(tensor for pair in own for tensor in pair))
-    return flexed(query, key, value, spans, own)
+    return attend_flex(query, key, value, spans, own)
 
 
 def attend_block(
@@ -72,16 +72,16 @@ def attend_block(
     ]
 
 
-def flexed(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = ()) -> Tensor:
-    """The same by one fused kernel over all texts, for accelerators; on a CPU it has no gradient."""
-    attention: Any = flex_attention if query.device.type == "cpu" else _compiled()
+def attend_flex(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = ()) -> Tensor:
+    """What `attend` computes, by one fused kernel over all texts, for accelerators; on a CPU it has no gradient."""
+    attention: Any = flex_attention if query.device.type == "cpu" else _compile_flex()
     asked = {"enable_gqa": len(query) != len(key), "return_aux": AuxRequest(lse=True)}
     output, beside = attention(query[None], key[None], value[None], block_mask=spans.block_mask, **asked)
-    return _merged(output[0], _shares(query, beside.lse[0], own), own, len(key))
+    return _merge_parts(output[0], _shares(query, beside.lse[0], own), own, len(key))
 
 
 @cache
-def _compiled() -> Any:
+def _compile_flex() -> Any:
     return torch.compile(flex_attention, dynamic=True)  # else once for every length of a batch
 
 
@@ -92,7 +92,7 @@ def _shares(query: Tensor, context: Tensor, own: Own) -> Tensor:
     return torch.stack([context, *scores]).softmax(0)
 
 
-def _merged(output: Tensor, shares: Tensor, own: Own, keys: int) -> Tensor:
+def _merge_parts(output: Tensor, shares: Tensor, own: Own, keys: int) -> Tensor:
     """[h, S, w], what the rows saw of their texts and their own values, each by its share."""
     shares = shares.to(output.dtype).unsqueeze(-1)
     output = output * shares[0]
@@ -138,10 +138,10 @@ class _Plain(torch.autograd.Function):
         gain = (grad_out * output).sum(-1, keepdim=True)
         for rows, seen in _pieces(ctx.spans, query.dtype):
             probs = _attention_probs(query[:, rows], key[:, seen], scores[:, rows])[..., : seen.stop - seen.start]
-            query_rows, grad_rows = _grouped(query[:, rows], key), _grouped(grad_out[:, rows], key)
+            query_rows, grad_rows = _group_by_key(query[:, rows], key), _group_by_key(grad_out[:, rows], key)
             grad_value[:, :, seen].baddbmm_(grad_rows.mT, probs)
             grad_score = grad_rows @ value[:, seen].mT
-            grad_score.sub_(_grouped(gain[:, rows], key)).mul_(probs)
+            grad_score.sub_(_group_by_key(gain[:, rows], key)).mul_(probs)
             grad_query[:, rows] = (grad_score @ key[:, seen]).view(grad_query[:, rows].shape)
             grad_key[:, :, seen].baddbmm_(query_rows.mT, grad_score)
         grad_own: list[Tensor] = []
@@ -173,7 +173,7 @@ def _by_key(tensor: Tensor, key: Tensor) -> Tensor:
     return tensor.unflatten(0, (len(key), -1))
 
 
-def _grouped(tensor: Tensor, key: Tensor) -> Tensor:
+def _group_by_key(tensor: Tensor, key: Tensor) -> Tensor:
     """[k, h / k * n, w]: the heads that share a key, one below the other."""
     heads, count, width = tensor.shape
     return tensor.reshape(len(key), heads // len(key) * count, width)
@@ -181,10 +181,10 @@ def _grouped(tensor: Tensor, key: Tensor) -> Tensor:
 
 def _attention_probs(query: Tensor, key: Tensor, own: Tensor) -> Tensor:
     """[k, h / k * n, m + steps], whom rows look at, by query [h, n, w], key [k, m, w], and scores of their own."""
-    asked, count, seen = _grouped(query, key), query.shape[1], key.shape[1]
+    asked, count, seen = _group_by_key(query, key), query.shape[1], key.shape[1]
     scores = query.new_empty(len(key), asked.shape[1], seen + own.shape[2])
     torch.bmm(asked, key.mT, out=scores[..., :seen])
-    scores[..., seen:] = _grouped(own, key)
+    scores[..., seen:] = _group_by_key(own, key)
     scores.view(len(query), count, -1)[:, :, seen - count : seen] += _future(count, scores.dtype, scores.device)
     return scores.softmax(-1)
 

@@ -20,7 +20,7 @@ Logits = Callable[[Tensor], Tensor]
 ROWS = 128  # of logits held at once
 
 
-def added(sums: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:
+def add_sums(sums: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:
     """Sums of two batches, or of two processes."""
     return {name: sums[name] + value if name in sums else value for name, value in more.items()}
 
@@ -70,7 +70,7 @@ def validate_batch(
     sums: dict[str, Tensor] = {}
     for mine, (true, tokens, counted) in zip(parts, texts, strict=True):
         if len(mine[0]):
-            sums = added(sums, validate_text(mine, true, tokens, counted, logits, trees))
+            sums = add_sums(sums, validate_text(mine, true, tokens, counted, logits, trees))
     return sums
 
 
@@ -88,7 +88,7 @@ def figures(sums: dict[str, Tensor]) -> dict[str, float]:
     return means
 
 
-def kept(means: dict[str, float]) -> list[float]:
+def chain_rates(means: dict[str, float]) -> list[float]:
     """How often a chain is kept up to each level, from `figures`; nothing where they hold no chain."""
     names = [f"chain/{depth}" for depth in range(1, len(means) + 1)]
     return list(accumulate((means[name] for name in names if name in means), mul))
