@@ -82,7 +82,14 @@ def test_short_command_runs(page: str, line: str, checkout: Path) -> None:
 def is_long(words: list[str]) -> bool:
     """Whether a python command is a stage that takes minutes."""
     stages = ("data_prep.extract", "data_prep.regenerate", "eval.measure", "eval.lossless")
-    stages += ("eval.tune", "eval.engines", "recipes/tiny/make_target.py", "recipes/tiny/demo.py", "bench/")
+    stages += (
+        "eval.tune",
+        "eval.compare",
+        "eval.engines",
+        "recipes/tiny/make_target.py",
+        "recipes/tiny/demo.py",
+        "bench/",
+    )
     return any(word.startswith((*stages, "my/", "target.path=my/")) for word in words)  # a model of the reader's
 
 
