@@ -85,7 +85,8 @@ class Costs:
             here = None if budget is None else budget if limit is None else budget.within(limit - done - 1)
             asked = here is not None and not here.is_empty
             rows = self.rows(drafter, here, pending) if here is not None and asked else None
-            recorded = (drafts or {}).get((cycle["nodes"], cycle["depth"]), 0.0) if rows is None else 0.0
+            shape = cycle["nodes"], cycle["depth"]
+            recorded = drafts.get(shape, 0.0) if drafts and asked and rows is None else 0.0
             total += self.cycle(cycle["nodes"], rows or (), cycle["context"]) + recorded
             pending = drafter.unread(cycle["accepted"], cycle["depth"]) if asked else pending + cycle["accepted"] + 1
             done += cycle["committed"]

@@ -88,6 +88,15 @@ def test_plain_decoding_is_charged_single_reads(target: Target, head: Eagle1) ->
     assert alone.model_seconds(cycles, Budget(4, 4, 1)) == 11
 
 
+def test_recorded_seconds_are_charged_where_a_draft_was_asked_for() -> None:
+    """Not at an answer's end, where no level has room, though drafts of no nodes took their time elsewhere."""
+    cycle = {"nodes": 0, "depth": 0, "accepted": 0, "committed": 1, "context": 5}
+    alone, drafts = replace(COUNTING, first=None, level=None), {(0, 0): 9.0}
+    assert alone.model_seconds([cycle], Budget(4, 4, 1), limit=3, drafts=drafts) == 1 + 9
+    assert alone.model_seconds([cycle], Budget(4, 4, 1), limit=2, drafts=drafts) == 1
+    assert COUNTING.model_seconds([cycle], Budget(4, 4, 1), limit=2, drafts=drafts) == 1
+
+
 @pytest.mark.parametrize("budget", BUDGETS, ids=lambda budget: f"{budget.nodes}-{budget.depth}-{budget.top_k}")
 def test_the_rows_of_each_level_are_those_that_the_head_reads(target: Target, head: Eagle1, budget: Budget) -> None:
     """Forward by forward."""
