@@ -4,8 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from eagle.core.budget import Budget
     from eagle.core.decode import Trace, generate, stream
-    from eagle.core.drafter import Budget
     from eagle.core.tree import DraftTree
     from eagle.core.verify import Sampling
     from eagle.formats.checkpoint import load_drafter
@@ -15,7 +15,7 @@ __all__ = ["Budget", "DraftTree", "Sampling", "Target", "Trace", "generate", "lo
 
 _HOMES = {
     **dict.fromkeys(("Trace", "generate", "stream"), "eagle.core.decode"),
-    "Budget": "eagle.core.drafter",
+    "Budget": "eagle.core.budget",
     "DraftTree": "eagle.core.tree",
     "Sampling": "eagle.core.verify",
     "Target": "eagle.target.target",

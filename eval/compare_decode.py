@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from eagle.core.budget import Budget
 from eagle.core.decode import generate
-from eagle.core.drafter import Budget, Drafter
+from eagle.core.drafter import Drafter
 from eagle.core.verify import Sampling
 from eagle.drafters.none import NoDrafter
 from eagle.formats.checkpoint import load_drafter

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import Field
 
-from eagle.core.drafter import Budget
+from eagle.core.budget import Budget
 from eagle.data.identity import fingerprint
 from eagle.drafters import settings_of
 from eagle.recipe import BudgetSection, Recipe, Section, lay_over, parse_section

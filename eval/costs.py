@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from eagle.core.drafter import Budget, Drafter
+from eagle.core.budget import Budget
+from eagle.core.drafter import Drafter
 from eagle.core.verify import Choose, Sampling
 from eagle.drafters.none import NoDrafter
 from eagle.drafters.parts.growth import level_rows

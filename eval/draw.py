@@ -7,8 +7,8 @@ from html import escape
 from itertools import accumulate
 from pathlib import Path
 
+from eagle.core.budget import Budget
 from eagle.core.decode import generate
-from eagle.core.drafter import Budget
 from eagle.core.tree import DraftTree
 from eagle.disk import write_text
 from eagle.formats.checkpoint import load_drafter

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eagle.core.drafter import Budget, Committed, Drafter
+from eagle.core.budget import Budget
+from eagle.core.drafter import Committed, Drafter
 from eagle.core.verify import Choose, Sampling, verify
 from eagle.formats.checkpoint import load_drafter
 from eagle.target.target import Target

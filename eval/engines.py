@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from data_prep.conversations import read_conversations
-from eagle.core.drafter import Budget
+from eagle.core.budget import Budget
 from eagle.disk import lock_path, write_text
 from eagle.formats.checkpoint import load_drafter
 from eagle.formats.export import export

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from data_prep.tokens import load_tokenizer
-from eagle.core.drafter import Budget, Drafter
+from eagle.core.budget import Budget
+from eagle.core.drafter import Drafter
 from eagle.data.identity import fingerprint, folder_of, target_identity
 from eagle.device import best_device, choose_threads
 from eagle.drafters import DRAFTERS

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle.core.budget import Budget, Policy
 from eagle.core.decode import Cycle, generate
-from eagle.core.drafter import Budget, Committed, Drafter, Policy
+from eagle.core.drafter import Committed, Drafter
 from eagle.core.tree import DraftTree
 from eagle.core.verify import Choose, Sampling, walk
 from eagle.drafters.none import NoDrafter

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eagle.core.drafter import Budget
+from eagle.core.budget import Budget
 from eval.costs import Costs, draft_seconds
 from eval.statistics import Difference, Estimate, Row, Statistic, estimate, estimate_difference, ratio
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from eagle.core.drafter import Budget, Drafter
+from eagle.core.budget import Budget
+from eagle.core.drafter import Drafter
 from eagle.core.tree import best_tree
 from eagle.core.verify import Sampling
 from eagle.formats.checkpoint import load_drafter, write_budget

@@ -14,8 +14,9 @@ import torch
 
 from data_prep.conversations import Tally, read_conversations
 from data_prep.tokens import load_tokenizer, tokenize_each
+from eagle.core.budget import Budget
 from eagle.core.decode import generate
-from eagle.core.drafter import Budget, TrainableDrafter
+from eagle.core.drafter import TrainableDrafter
 from eagle.data.examples import Batch, Example, collate
 from eagle.data.features import LiveFeatures, taps_of
 from eagle.data.identity import identity

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel
 
-from eagle.core.drafter import Budget, Committed, Drafter, Noise
+from eagle.core.budget import Budget
+from eagle.core.drafter import Committed, Drafter, Noise
 from eagle.core.tree import DraftTree
 
 VOCAB_SIZE, NUM_LAYERS, WINDOW = 96, 4, 8

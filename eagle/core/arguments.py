@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from eagle.core.drafter import Budget, Drafter
+from eagle.core.budget import Budget
+from eagle.core.drafter import Drafter
 from eagle.core.sampling import Sampling, to_int, whole
 
 ONE_PROMPT = "one prompt at a time"

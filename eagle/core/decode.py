@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from eagle.core.arguments import check_call, positive_int, refuse_options, token_ids
-from eagle.core.drafter import Budget, Committed, Drafter, Draw, Policy
+from eagle.core.budget import Budget, Draw, Policy
+from eagle.core.drafter import Committed, Drafter
 from eagle.core.ownership import turn_of
 from eagle.core.spelling import Spelling
 from eagle.core.stops import Stops

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle.core.drafter import Budget, Committed, TargetHead
+from eagle.core.budget import Budget
+from eagle.core.drafter import Committed, TargetHead
 from eagle.data.examples import Batch
 from eagle.drafters.parts.blocks import Attention, rotate
 

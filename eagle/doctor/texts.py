@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from eagle.core.budget import Budget
 from eagle.core.decode import generate
-from eagle.core.drafter import Budget, TrainableDrafter
+from eagle.core.drafter import TrainableDrafter
 from eagle.core.tree import chain_paths
 from eagle.core.verify import Sampling
 from eagle.data.examples import Batch, Example, collate

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from eagle.core.drafter import Budget, Committed, Noise, TargetHead, TrainableDrafter
+from eagle.core.budget import Budget
+from eagle.core.drafter import Committed, Noise, TargetHead, TrainableDrafter
 from eagle.core.tree import DraftTree, Paths
 from eagle.data.examples import Batch
 from eagle.drafters.parts.blocks import head_shape

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Literal, get_args
 
-from eagle.core.drafter import Budget, Committed, Drafter, Noise
+from eagle.core.budget import Budget
+from eagle.core.drafter import Committed, Drafter, Noise
 from eagle.core.tree import DraftTree
 
 Pick = Literal["recent", "frequent"]

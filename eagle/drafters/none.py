@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from eagle.core.drafter import Budget, Committed, Drafter, Noise
+from eagle.core.budget import Budget
+from eagle.core.drafter import Committed, Drafter, Noise
 from eagle.core.tree import DraftTree
 
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from eagle.core.drafter import Budget, Committed, Drafter, Noise, Reads
+from eagle.core.budget import Budget
+from eagle.core.drafter import Committed, Drafter, Noise, Reads
 from eagle.core.ownership import turn_of
 from eagle.core.tree import DraftTree
 

@@ -9,7 +9,8 @@ from math import log
 
 import torch
 
-from eagle.core.drafter import Budget, Committed, Drafter, Noise
+from eagle.core.budget import Budget
+from eagle.core.drafter import Committed, Drafter, Noise
 from eagle.core.tree import DraftTree
 
 SEAM = -1  # what every remembered answer ends with: equal to no token

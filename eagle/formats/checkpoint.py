@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from eagle.core.arguments import nearest
-from eagle.core.drafter import Budget, Drafter, TrainableDrafter
+from eagle.core.budget import Budget
+from eagle.core.drafter import Drafter, TrainableDrafter
 from eagle.device import in_dtype
 from eagle.disk import write_tensors, write_text
 from eagle.drafters import DRAFTERS, settings_of

@@ -13,7 +13,7 @@ from time import perf_counter
 import pytest
 import torch
 
-from eagle.core.drafter import Budget
+from eagle.core.budget import Budget
 from eagle.core.tree import PUBLISHED_TREE, DraftTree, TargetOutput, best_tree, chain_paths
 from eagle.core.verify import walk
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from eagle import Target
 from eagle.__main__ import main
+from eagle.core.budget import Budget
 from eagle.core.decode import generate
-from eagle.core.drafter import Budget
 from eagle.doctor import ServerCounts, examine, read_server
 from eagle.doctor.agreement import measure
 from eagle.doctor.examine import try_templates

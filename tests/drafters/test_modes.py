@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from eagle import Target
-from eagle.core.drafter import Budget
+from eagle.core.budget import Budget
 from eagle.data.examples import Example
 from eagle.data.features import extract
 from eagle.data.store import FeatureStore

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle.core.drafter import Budget, Committed
+from eagle.core.budget import Budget
+from eagle.core.drafter import Committed
 from eagle.core.tree import DraftTree
 from eagle.drafters.ngram import LATEST, NgramDrafter
 

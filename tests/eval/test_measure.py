@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from eagle import Target, Trace, generate
-from eagle.core.drafter import Budget
+from eagle.core.budget import Budget
 from eagle.core.tree import DraftTree, chain_paths
 from eagle.drafters.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head, write_budget

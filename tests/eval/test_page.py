@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from synthetic import HOSTILE, RATES, answer, pieces, write
 
-from eagle.core.drafter import Budget
+from eagle.core.budget import Budget
 from eval.costs import Costs
 from eval.markup import Html, html, readable, tag
 from eval.page_accepted import accepted_lengths, bin_confidences, by_position, most_used_nodes

@@ -16,7 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eagle.core.drafter import Budget, Committed, Drafter, Noise
+from eagle.core.budget import Budget
+from eagle.core.drafter import Committed, Drafter, Noise
 from eagle.core.tree import DraftTree
 from eagle.disk import write_tensors, write_text
 from eagle.drafters.parts.growth import grow

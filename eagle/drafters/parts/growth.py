@@ -12,7 +12,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from eagle.core.drafter import Budget, Draw, Noise
+from eagle.core.budget import Budget, Draw
+from eagle.core.drafter import Noise
 from eagle.core.tree import DraftTree, Paths
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle.core.drafter import Budget, Committed, Noise, TargetHead, TrainableDrafter
+from eagle.core.budget import Budget
+from eagle.core.drafter import Committed, Noise, TargetHead, TrainableDrafter
 from eagle.core.tree import DraftTree, Paths
 from eagle.data.examples import Batch
 from eagle.drafters.parts.blocks import Block, Cache, Rotary, rotate

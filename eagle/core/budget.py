@@ -1,0 +1,98 @@
+"""How much a drafter may propose in one cycle, and what may decide it anew in every cycle."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, get_args
+
+from eagle.core.sampling import whole
+from eagle.core.tree import Paths
+
+Draw = Literal["noise", "likeliest", "sampled"]
+"""Where the target samples: children ranked as it will choose, by the head's probs alone, or drawn from these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much a drafter may propose in one cycle: draft nodes, levels, and children per node."""
+
+    nodes: int = 10
+    depth: int = 10
+    top_k: int = 10
+    paths: Paths | None = None  # a shape that the tree has whatever the drafter believes; see `fixed`
+    draw: Draw = "noise"  # greedy targets know the likeliest children alone
+    sharpness: float | None = None  # of a tree without paths: 1 is EAGLE-2's rule, None what suits the drafter
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "depth", "top_k"):
+            object.__setattr__(self, name, whole(f"Budget.{name}", getattr(self, name)))
+            if getattr(self, name) < 0:
+                raise ValueError(f"Budget.{name} is {getattr(self, name)}, expected 0 or more")
+        if self.paths is not None:
+            object.__setattr__(self, "paths", _as_paths(self.paths))
+        if self.sharpness is not None and not self.sharpness > 0:
+            raise ValueError(f"Budget.sharpness is {self.sharpness!r}, expected a number above 0; 1 is EAGLE-2's rule")
+        if self.draw not in get_args(Draw):
+            raise ValueError(f"Budget.draw is {self.draw!r}, expected one of {', '.join(get_args(Draw))}")
+        if self.draw == "sampled" and self.paths is None:
+            raise ValueError(
+                "Budget.draw is 'sampled', which needs a fixed shape: children kept for being likely do not follow the "
+                "law that they were drawn from; use Budget.fixed(paths, 'sampled'), for a chain with chain_paths"
+            )
+        known = {(), *(self.paths or ())}
+        for path in known - {()}:
+            if path[:-1] not in known or path[-1] not in range(self.top_k):
+                raise ValueError(
+                    f"Budget.paths holds {path}, expected {path[:-1]} too and ranks below top_k = {self.top_k}: "
+                    "name every node by the ranks on its way; Budget.fixed(paths) sets the rest"
+                )
+            if self.draw == "sampled" and path[-1] > 0 and (*path[:-1], path[-1] - 1) not in known:
+                raise ValueError(
+                    f"Budget.paths holds {path}, expected all siblings drawn before it: give them ranks 0, 1, 2, ..."
+                )
+        if len(known) - 1 > self.nodes:
+            raise ValueError(
+                f"Budget.paths holds {len(known) - 1} nodes, expected {self.nodes}: use Budget.fixed(paths)"
+            )
+
+    @classmethod
+    def fixed(cls, paths: Paths, draw: Draw = "noise") -> Budget:
+        """A tree of this shape, as EAGLE-1 published one (`eagle.core.tree.PUBLISHED_TREE`)."""
+        paths = _as_paths(paths)
+        top_k = 1 + max((rank for path in paths for rank in path), default=-1)
+        return cls(len(set(paths)), max(map(len, paths), default=0), top_k, paths, draw)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has room for the root alone."""
+        return min(self.nodes, self.depth, self.top_k) == 0
+
+    def within(self, levels: int) -> Budget:
+        """This budget, at most `levels` deep."""
+        return self if self.depth <= levels else replace(self, depth=max(levels, 0))
+
+
+def _as_paths(paths: Any) -> Paths:
+    """Paths from any nested sequence of ranks."""
+    try:
+        return tuple(tuple(map(operator.index, path)) for path in paths)
+    except TypeError:
+        raise ValueError(
+            f"Budget.paths is {paths!r}, expected the ranks on the way to every node, as ((0,), (1,), (0, 0))"
+        ) from None
+
+
+class Policy(Protocol):
+    """What may stand in the place of a budget: another one in every cycle, after what came of those before."""
+
+    nodes: int  # the most that it asks for
+    # its `draw`, where it has one, is that of all its budgets: one that draws by lot must say so before it begins
+
+    def within(self, levels: int) -> Budget:
+        """The next cycle's budget, at most `levels` deep; one of nothing where drafting does not pay."""
+        ...
+
+    def learn(self, cycle: Any) -> None:
+        """What came of it, an `eagle.core.decode.Cycle`."""
+        ...
