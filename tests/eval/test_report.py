@@ -18,6 +18,7 @@ from bench.loop_overhead import table as overhead_table
 from bench.mask_templates import table as mask_table
 from bench.train_report import eagle1_table as train_table
 from eagle import DraftTree
+from eval.compare_table import markdown as comparison_table
 from eval.draw import svg
 from eval.engines import table as engines_table
 from eval.report import markdown
@@ -48,6 +49,7 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("serving.md", "broken_heads.json", broken_table),
         ("benchmarks.md", "train_speed.json", train_table),
         ("trees.md", "loop_overhead.json", overhead_table),
+        ("compare.md", "compare_tiny.json", comparison_table),
     ],
 )
 def test_a_page_shows_the_result_file(page: str, file: str, table: Callable[[Any], str]) -> None:
