@@ -25,8 +25,14 @@ MODEL_PREFIX = Trap("{count} tensors stand under `model.`", "Take `model.` off t
 MIDLAYER_ONLY = Hint("the block is called layers.0: OpenVINO starts a random one", "Export to openvino")
 ARCHITECTURE = Hint("architectures is {names}, which no engine knows", "Export again")
 
-IDS_DISAGREE = Trap("layer ids disagree: inputs {inputs}, outputs {outputs}{same}", "Outputs are one less: correct one")
-NO_IDS = Hint("no layer ids: OpenVINO takes one layer further than others", "Import with --taps or --target")
+IDS_DISAGREE = Trap(
+    "layer ids disagree: inputs {inputs}, outputs {outputs}{same}",
+    "Outputs must be one less than inputs: correct one place",
+)
+NO_IDS = Hint(
+    "no layer ids: engines take the inputs of 2, the middle and the last but two; OpenVINO one layer further",
+    "Write them in both places; import with --taps or --target",
+)
 OUTER_IDS_ALONE = Hint("layer ids stand in the outer key alone, which SGLang does not read", "Export again")
 INNER_IDS_ALONE = Hint(
     "layer ids stand in eagle_config alone: vLLM takes them for inputs, llama.cpp does not read them",
@@ -37,7 +43,10 @@ IDS_COUNT = Trap("layer ids {ids}, but fc.weight reads {count} layers", "Name ea
 IDS_UNSORTED = Trap("layer ids {ids} are not in order: vLLM sorts them, fc does not", "Export again")
 IDS_OUTSIDE = Trap("layer ids {ids} for a target of {layers} layers: the last input is that of {last}", "Correct them")
 
-FULL_D2T = Trap("d2t is there although the head says all tokens: vLLM refuses it, OpenVINO needs it", "Leave it out")
+FULL_D2T = Trap(
+    "d2t is there although the head says all tokens: vLLM refuses it, OpenVINO needs it",
+    "Leave it out, but for OpenVINO",
+)
 FULL_D2T_NOT_ZERO = Trap("d2t is not zero although the head says all tokens", "Correct draft_vocab_size")
 NO_OFFSETS = Trap("{why}", "Engines would name other tokens than the head means")
 D2T_UNSORTED = Hint("the tokens of d2t do not rise", "Nothing needs it, but trainers write them so")
