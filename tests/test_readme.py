@@ -17,6 +17,7 @@ from eagle.drafters.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head
 from eagle.recipe import Recipe
 from eagle.target.target import Target
+from eval.compare_plan import Comparison
 from eval.measure import measure
 
 ROOT = Path(__file__).parent.parent
@@ -98,7 +99,8 @@ def exists(words: list[str]) -> bool:
     modules = [words[place + 1] for place, word in enumerate(words) if word == "-m"]
     files = [word for word in words if word.endswith((".py", ".yaml"))]
     for recipe in (word for word in files if word.endswith(".yaml") and "/accelerate/" not in word):
-        Recipe.load(ROOT / recipe, [word for word in words if "=" in word and not word.startswith("-")])
+        load = Comparison.load if "/compare/" in recipe else Recipe.load
+        load(ROOT / recipe, [word for word in words if "=" in word and not word.startswith("-")])
     places = [ROOT / module.replace(".", "/") for module in modules]
     return all(place.with_suffix(".py").exists() or (place / "__main__.py").exists() for place in places) and all(
         (ROOT / file).exists() for file in files
