@@ -176,8 +176,8 @@ class Comparison:
         """The comparison's recipe, with the sections that an arm's own recipe file has, and what is laid over both."""
         values = dict(self.shared)
         if arm.base is not None:
-            own = _read_yaml(arm.base)
-            values |= {key: own[key] for key in OF_AN_ARM if key in own}
+            arm_recipe = _read_yaml(arm.base)
+            values |= {key: arm_recipe[key] for key in OF_AN_ARM if key in arm_recipe}
             values = _merge_sections(
                 values, {key: self.section.recipe.get(key, {}) for key in OF_AN_ARM if key != "drafter"}
             )

@@ -33,6 +33,10 @@ class Rows:
         rows = self.by_kind.get(kind, [])
         return [row for row in rows if all(row.get(name) == value for name, value in fields.items())]
 
+    def find_training(self, digest: str, seed: int) -> Entry | None:
+        """What the training of an arm took, by the arm's digest; None where it is not done."""
+        return next(reversed(self.of("trained", digest=digest, seed=seed)), None)
+
     def add(self, kind: str, rows: Iterable[Entry]) -> None:
         """Rows that belong together, on the disk when this returns."""
         rows = list(rows)

@@ -46,10 +46,10 @@ class ComparisonTable:
         """Tokens, steps and seconds of training, those of its starts included; None where it is not done."""
         total = {"tokens": 0.0, "steps": 0.0, "seconds": 0.0}
         for part in arm.line() if arm.is_trained else []:
-            found = self.rows.of("trained", digest=part.digest, seed=seed)
-            if not found:
+            training = self.rows.find_training(part.digest, seed)
+            if training is None:
                 return None
-            total = {name: value + found[-1][name] for name, value in total.items()}
+            total = {name: value + training[name] for name, value in total.items()}
         return total
 
     def figures(self) -> dict[str, Any]:

@@ -126,7 +126,7 @@ class TrainingRun:
 def train_arm(comparison: Comparison, rows: Rows, arm: Arm, seed: int) -> None:
     """Train one arm with one seed for its budget, and note what it took."""
     run = TrainingRun.open(arm.for_seed(comparison.folder, seed))
-    trained = {part.name: _find_trained(rows, part, seed) for part in arm.line()[:-1]}
+    trained = {part.name: _find_training(rows, part, seed) for part in arm.line()[:-1]}
     learned = sum(row["tokens"] for row in trained.values())
     if arm.section.tokens is not None:
         steps: int | None = run.steps_for(arm.section.tokens - learned)
@@ -146,11 +146,13 @@ def train_arm(comparison: Comparison, rows: Rows, arm: Arm, seed: int) -> None:
 
 def is_trained(rows: Rows, arm: Arm, seed: int) -> bool:
     """Whether nothing is left to train of an arm."""
-    return not arm.is_trained or bool(rows.of("trained", digest=arm.digest, seed=seed))
+    return not arm.is_trained or rows.find_training(arm.digest, seed) is not None
 
 
-def _find_trained(rows: Rows, arm: Arm, seed: int) -> Entry:
-    return rows.of("trained", digest=arm.digest, seed=seed)[-1]
+def _find_training(rows: Rows, arm: Arm, seed: int) -> Entry:
+    training = rows.find_training(arm.digest, seed)
+    assert training is not None  # arms are trained in the order of their starts
+    return training
 
 
 # -- budgets of time --------------------------------------------------------------------------------------------------
@@ -169,7 +171,7 @@ def steps_in_time(comparison: Comparison, rows: Rows, arm: Arm, seed: int) -> in
 def _estimate_seconds(comparison: Comparison, rows: Rows, arms: Sequence[Arm], seed: int) -> float:
     """Seconds of training by the clock."""
     clock = _clock(comparison, rows)
-    return sum(_find_trained(rows, arm, seed)["steps"] * clock[arm.digest] for arm in arms)
+    return sum(_find_training(rows, arm, seed)["steps"] * clock[arm.digest] for arm in arms)
 
 
 def _clock(comparison: Comparison, rows: Rows) -> dict[str, float]:

@@ -53,8 +53,8 @@ def examine(folder: str | Path, target_path: str, prompts: str | None = None, se
         rates, source = expected
         notes.append(f"{source}: acceptance length {1 + sum(rates):.3f} with chains of {len(rates)}")
     if counts:
-        here = count_chains(target, drafter, prompt_tokens, len(counts.per_position) or LEVELS)
-        notes.append(counts.compare(here, f"This decoder, greedy on {prompts or 'the built-in prompts'},"))
+        decoded_chains = count_chains(target, drafter, prompt_tokens, len(counts.per_position) or LEVELS)
+        notes.append(counts.compare(decoded_chains, f"This decoder, greedy on {prompts or 'the built-in prompts'},"))
     return replace(diagnosis, notes=(*diagnosis.notes, *notes))
 
 
