@@ -19,8 +19,8 @@ import torch
 
 from bench.machine import made_on, markdown, write_results
 from eagle import Budget, DraftTree, Target, load_drafter, stream
-from eagle.core.decode import Trace
 from eagle.core.drafter import Committed, Drafter, Noise
+from eagle.core.trace import Trace
 from eagle.log import script
 from eval.costs import Costs, bare_costs
 
@@ -34,14 +34,15 @@ class Timed(Drafter):
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.taps, self.seconds = drafter, drafter.taps, 0.0
 
-    def begin(self, noise: Noise | None = None) -> None:
+    def begin(self, noise: Noise | None = None) -> Timed:
         """Start the drafter's text."""
-        self.drafter.begin(noise)
+        self.text = self.drafter.begin(noise)
+        return self
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """The drafter's tree; its time is noted."""
         begun = process_time()
-        tree = self.drafter.propose(update, budget)
+        tree = self.text.propose(update, budget)
         self.seconds = process_time() - begun
         return tree
 

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eagle.core.budget import Budget
-    from eagle.core.decode import Trace, generate, stream
+    from eagle.core.decode import generate, stream
+    from eagle.core.trace import Trace
     from eagle.core.tree import DraftTree
     from eagle.core.verify import Sampling
     from eagle.formats.checkpoint import load_drafter
@@ -14,11 +15,12 @@ if TYPE_CHECKING:
 __all__ = ["Budget", "DraftTree", "Sampling", "Target", "Trace", "generate", "load_drafter", "stream"]
 
 _HOMES = {
-    **dict.fromkeys(("Trace", "generate", "stream"), "eagle.core.decode"),
+    **dict.fromkeys(("generate", "stream"), "eagle.core.decode"),
     "Budget": "eagle.core.budget",
     "DraftTree": "eagle.core.tree",
     "Sampling": "eagle.core.verify",
     "Target": "eagle.target.target",
+    "Trace": "eagle.core.trace",
     "load_drafter": "eagle.formats.checkpoint",
 }
 

@@ -11,8 +11,10 @@ from functools import partial
 from time import perf_counter
 from typing import Any, TextIO
 
-from eagle.core.decode import Spelling, Trace, generate, stream
+from eagle.core.decode import generate, stream
 from eagle.core.drafter import Drafter
+from eagle.core.spelling import Spelling
+from eagle.core.trace import Trace
 from eagle.core.verify import Sampling
 from eagle.device import choose_threads
 from eagle.doctor import examine

@@ -18,6 +18,7 @@ from eagle.core.drafter import Drafter
 from eagle.core.verify import Choose, Sampling
 from eagle.drafters.none import NoDrafter
 from eagle.drafters.parts.growth import level_rows
+from eagle.target.state import TargetState
 from eagle.target.target import Target
 
 CONTEXTS = (128, 512, 1024)
@@ -116,14 +117,14 @@ def bare_costs(
     longest = (target.max_positions or max(contexts) + sizes[-1]) - sizes[-1]
     contexts = tuple(sorted({min(context, longest) for context in contexts}))
     tables = [_at(target, drafter or NoDrafter(), context, sizes, rounds) for context in contexts]
-    target.forget()
     return Costs(contexts, sizes, *(tuple(column) for column in zip(*tables, strict=True)))
 
 
 def _at(target: Target, drafter: Drafter, context: int, sizes: Sequence[int], rounds: int) -> list[tuple[float, ...]]:
     """At one context: the target's medians by size, then those of the drafter's first and later forwards, if any."""
-    target.begin([1] * context, Choose(Sampling()), room=sizes[-1])
-    kinds: list[list[Callable[[], Any]]] = [[bare_read(target, size) for size in sizes]]
+    state = target.open()
+    state.begin([1] * context, Choose(Sampling()), room=sizes[-1])
+    kinds: list[list[Callable[[], Any]]] = [[bare_read(state, size) for size in sizes]]
     for every in (False, True):  # the first forward makes the last row into logits, the later ones all
         probes = [drafter.probe(context, size, size if every else 1) for size in sizes]
         kinds += [[probe for probe in probes if probe is not None]] if probes[0] is not None else []
@@ -169,19 +170,21 @@ def time_action(action: Callable[[], Any], device: torch.device) -> float:
     return now() - start
 
 
-def bare_read(target: Target, size: int) -> Callable[[], Any]:
-    """The model's own forward of so many tokens behind the text in the target's cache, under the reader's attention."""
-    start, device = len(target.text), target.device
-    positions = list(range(start, start + size))
+def bare_read(state: TargetState, size: int) -> Callable[[], Any]:
+    """The model's own forward of so many tokens behind the texts of a state, under the reader's attention."""
+    target, count = state.target, len(state.rows)
+    starts = state.cache.lengths[:count]
+    positions = torch.tensor(starts)[:, None] + torch.arange(size)
     inputs = {
-        "input_ids": torch.ones(1, size, dtype=torch.long, device=device),
-        "position_ids": torch.tensor([positions], device=device),
-        "attention_mask": target.masks(start, positions, None),
-        "past_key_values": target.cache,
+        "input_ids": torch.ones(count, size, dtype=torch.long, device=target.device),
+        "position_ids": positions.to(target.device),
+        "attention_mask": target.masks(starts, positions, None),
+        "past_key_values": state.cache,
     }
 
     @torch.inference_mode()
     def run() -> Any:
+        state.cache.aim(range(count))
         return target.reader.model(**inputs)
 
     return run

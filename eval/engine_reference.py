@@ -45,18 +45,18 @@ def decode_as_engine(job: Job, head: Path | str, target: Target, rule: Rule) -> 
 
 def _decode(job: Job, prompt: list[int], target: Target, drafter: Drafter, rule: Rule) -> Row:
     choose, budget = Choose(Sampling()), job.budget
-    drafter.begin(choose.offer(target.vocab_size, target.device))
+    text, state = drafter.begin(choose.offer(target.vocab_size, target.device)), target.open(drafter.taps)
     prefix = prompt[:-1] if rule.from_prompt else prompt
-    update = target.begin(prefix, choose, drafter.taps, room=job.new_tokens + budget.depth + budget.nodes + 2)
+    update = state.begin(prefix, choose, room=job.new_tokens + budget.depth + budget.nodes + 2)
     if rule.from_prompt:
         update = replace(update, root=prompt[-1])
     tokens: list[int] = [] if rule.from_prompt else [update.root]
     accepted, last_tokens = [], []
     while len(tokens) < job.new_tokens and not set(tokens) & set(rule.stops):
-        tree = drafter.propose(update, budget)
-        output = target.read(tree)
+        tree = text.propose(update, budget)
+        output = state.read({0: tree})[0]
         path, root = verify(output, choose)
-        target.keep(tree, path)
+        state.keep({0: path})
         update = Committed(tree.tokens[path], output.features_at(path), root)
         new = [*update.tokens.tolist()[1:], root]
         tokens += new

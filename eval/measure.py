@@ -12,8 +12,9 @@ from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
-from eagle.core.decode import Cycle, Trace, generate
+from eagle.core.decode import generate
 from eagle.core.drafter import Drafter
+from eagle.core.trace import Cycle, Trace
 from eagle.core.verify import Sampling
 from eagle.disk import lock_path
 from eagle.log import interrupted_by_user, progress, script

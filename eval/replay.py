@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from eagle.core.budget import Budget, Policy
-from eagle.core.decode import Cycle, generate
+from eagle.core.decode import generate
 from eagle.core.drafter import Committed, Drafter
+from eagle.core.trace import Cycle
 from eagle.core.tree import DraftTree
 from eagle.core.verify import Choose, Sampling, walk
 from eagle.drafters.none import NoDrafter
@@ -65,7 +66,7 @@ def replay(
         raise ValueError(f"draw is 'sampled': what is kept of such drafts is known by decoding alone; got {budget}")
     if drafter.reads.view:
         drafter.bind_target(target.view())
-    drafter.begin(Choose(told.sampling).offer(target.vocab_size, target.device))
+    text = drafter.begin(Choose(told.sampling).offer(target.vocab_size, target.device))
     tokens, seen, root = told.tokens, 0, told.prompt
     cycles, now = [], clock_of(target.device)
     while root + 1 < len(tokens):
@@ -73,7 +74,7 @@ def replay(
         tree, start = DraftTree.chain([tokens[root]]), now()
         if not here.is_empty:
             features = None if told.features is None else told.features[seen:root]
-            tree = drafter.propose(Committed(torch.tensor(tokens[seen:root]), features, tokens[root]), here)
+            tree = text.propose(Committed(torch.tensor(tokens[seen:root]), features, tokens[root]), here)
             seen = root
         if seconds is not None:
             seconds.append(now() - start)

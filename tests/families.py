@@ -144,8 +144,9 @@ class RandomTrees(Drafter):
     def __init__(self, tokens: list[int], seed: int = 0, taps: tuple[int, ...] = ()) -> None:
         self.tokens, self.dice, self.taps = tokens, random.Random(seed), taps
 
-    def begin(self, noise: Noise | None = None) -> None:
+    def begin(self, noise: Noise | None = None) -> Any:
         """Nothing to forget."""
+        return self
 
     def propose(self, news: Committed, budget: Budget) -> DraftTree:
         """Eleven times a random token under a random node."""
@@ -163,9 +164,10 @@ class PlantedTrees(Drafter):
         self.text, self.right, self.taps = text, right, taps
         self.begin()
 
-    def begin(self, noise: Noise | None = None) -> None:
+    def begin(self, noise: Noise | None = None) -> Any:
         """Back to the start of the text."""
         self.read = 0
+        return self
 
     def propose(self, news: Committed, budget: Budget) -> DraftTree:
         """The right path, with a wrong branch before and after each of its nodes."""

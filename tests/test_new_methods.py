@@ -97,9 +97,10 @@ class Medusa(TrainableDrafter):
         """The states of each level, with its LM head."""
         return list(zip(self.unroll(batch)[1], self.heads, strict=True))[:levels]
 
-    def begin(self, noise: Noise | None = None) -> None:
+    def begin(self, noise: Noise | None = None) -> Any:
         """Forget the previous sequence."""
         self.noise, self.length = noise, 0
+        return self
 
     @torch.inference_mode()
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
@@ -146,10 +147,11 @@ class Lookahead(Drafter):
 
     reads = Reads(choices=3)
 
-    def begin(self, noise: Noise | None = None) -> None:
+    def begin(self, noise: Noise | None = None) -> Any:
         """Forget what was seen."""
         self.seen: dict[int, list[int]] = {}
         self.updates: list[Committed] = []
+        return self
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """Every path of likely followers, the first few nodes of it; any token where nothing was seen yet."""
@@ -354,9 +356,10 @@ class ReadsLayers(Drafter):
         """Get the layers."""
         self.view = view
 
-    def begin(self, noise: Noise | None = None) -> None:
+    def begin(self, noise: Noise | None = None) -> Any:
         """Forget the text."""
         self.cache = self.view.new_cache()
+        return self
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """A chain, each token by half of the layers."""

@@ -16,9 +16,9 @@ ONE_PROMPT = "one prompt at a time"
 
 def check_call(target: Any, drafter: Any, sampling: Any, budget: Any) -> None:
     """Refuse a target, drafter, sampling or budget that is something else, and say how to make one."""
-    if isinstance(target, Drafter) and hasattr(drafter, "read"):
+    if isinstance(target, Drafter) and hasattr(drafter, "reader"):
         raise ValueError("the drafter stands where the target belongs: call generate(target, drafter, prompt)")
-    if not hasattr(target, "read") or isinstance(target, type):
+    if not hasattr(target, "reader") or isinstance(target, type):
         hint = "pass Target(model, tokenizer)" if hasattr(target, "get_input_embeddings") else "load one: Target.load"
         raise ValueError(f"the target is {_describe(target)}, expected a Target: {hint}")
     if not isinstance(drafter, Drafter):
@@ -63,6 +63,36 @@ def positive_int(name: str, value: Any) -> int:
     if number < 1:
         raise ValueError(f"{name} is {number}, expected 1 or more")
     return number
+
+
+def prompt_rows(prompt: Any, batch_size: int | None = None) -> list[list[int]] | None:
+    """The prompts as lists of ints, where there are several or a `batch_size` is given; None for one prompt.
+
+    Several are a list of what `token_ids` takes, a tensor or array [B, T], or a tokenizer's output, whose padding is
+    left out.
+    """
+    mask = prompt.get("attention_mask") if isinstance(prompt, Mapping) else None
+    rows = _list_rows(prompt.get("input_ids") if isinstance(prompt, Mapping) else prompt)
+    if batch_size is None and (rows is None or len(rows) <= 1):
+        return None
+    if rows is None:
+        raise ValueError(f"batch_size is {batch_size}, expected several prompts beside it: pass a list of them")
+    prompts = [token_ids(row) for row in rows]
+    masks = [[1] * len(row) for row in prompts] if mask is None else [token_ids(row) for row in _list_rows(mask) or []]
+    return [
+        [token for token, real in zip(row, marks, strict=True) if real]
+        for row, marks in zip(prompts, masks, strict=True)
+    ]
+
+
+def _list_rows(value: Any) -> list[Any] | None:
+    """The rows of what holds several prompts, else None."""
+    if hasattr(value, "tolist"):
+        return list(value) if len(value.shape) == 2 else None
+    if not isinstance(value, (list, tuple)):
+        return None
+    nested = value and (isinstance(value[0], (list, tuple)) or getattr(value[0], "ndim", 0) > 0)
+    return list(value) if nested or not value else None
 
 
 def token_ids(prompt: Any) -> list[int]:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -65,8 +65,36 @@ class Committed:
         return replace(updates[-1], tokens=tokens, features=torch.cat(features) if features else None)
 
 
+class DraftText(Protocol):
+    """What a drafter keeps of one text."""
+
+    def propose(self, update: Committed, budget: Budget) -> DraftTree:
+        """A tree rooted at `update.root`, of at most `budget.nodes` further nodes."""
+        ...
+
+
+class DraftState(Protocol):
+    """What a drafter keeps of the texts that are being written, by row."""
+
+    def admit(self, row: int, noise: Noise | None = None) -> None:
+        """A text begins; `noise` is what the target will choose with (None when it is greedy)."""
+        ...
+
+    def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
+        """A tree for each of these rows: rooted at its update's root, of at most its budget's nodes."""
+        ...
+
+    def release(self, row: int) -> None:
+        """A text has ended."""
+        ...
+
+
 class Drafter:
-    """Guesses a tree after every committed token; tuner, costs and loop ask what is here, and never what it is."""
+    """Guesses a tree after every committed token; tuner, costs and loop ask what is here, and never what it is.
+
+    It holds no text: `begin` gives what it keeps of one, `open` what it keeps of many. A drafter defines either, and
+    has the other from here; those that draft for many texts in one forward define `open`.
+    """
 
     taps: tuple[int, ...] = ()  # the target's layer inputs that it reads of accepted tokens
     stored_as: Literal["nothing", "files", "head"] = "nothing"  # "files" are read by its own `load(folder, target)`
@@ -74,13 +102,15 @@ class Drafter:
     budget: Budget | None = None  # what it was tuned to
     frozen: tuple[TargetHead, ...] = ()  # what it borrows once it is bound
 
-    def begin(self, noise: Noise | None = None) -> None:
-        """Forget the previous sequence; `noise` is what the target will choose with (None when it is greedy)."""
-        raise NotImplementedError(f"{type(self).__name__} cannot draft: write begin and propose")
+    def begin(self, noise: Noise | None = None) -> DraftText:
+        """What it keeps of a text that begins; `noise` is what the target will choose with (None when it is greedy)."""
+        if type(self).open is Drafter.open:
+            raise NotImplementedError(f"{type(self).__name__} cannot draft: write begin or open")
+        return _OnlyText(self.open(), noise)
 
-    def propose(self, update: Committed, budget: Budget) -> DraftTree:
-        """A tree rooted at `update.root`, of at most `budget.nodes` further nodes."""
-        raise NotImplementedError(f"{type(self).__name__} cannot draft: write begin and propose")
+    def open(self) -> DraftState:
+        """What it keeps of texts that are written side by side."""
+        return EachText(self)
 
     def bind_target(self, view: Any) -> None:
         """Get the target's layers (`eagle.target.view.TargetView`) before a text begins; for who `reads` a view."""
@@ -100,6 +130,38 @@ class Drafter:
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Any] | None:
         """A forward of so many rows behind `context` tokens, the last `scored` made into logits, to be timed."""
         return None
+
+
+class _OnlyText:
+    """One text in a state of its own."""
+
+    def __init__(self, state: DraftState, noise: Noise | None) -> None:
+        self.state = state
+        state.admit(0, noise)
+
+    def propose(self, update: Committed, budget: Budget) -> DraftTree:
+        """The only row's tree."""
+        return self.state.propose({0: update}, {0: budget})[0]
+
+
+class EachText:
+    """Texts that are drafted for one after the other."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.texts: dict[int, DraftText] = {}
+
+    def admit(self, row: int, noise: Noise | None = None) -> None:
+        """A text of its own for the row."""
+        self.texts[row] = self.drafter.begin(noise)
+
+    def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
+        """Each row's tree by itself."""
+        return {row: self.texts[row].propose(update, budgets[row]) for row, update in updates.items()}
+
+    def release(self, row: int) -> None:
+        """Forget the row."""
+        del self.texts[row]
 
 
 class TrainableDrafter(nn.Module, Drafter):
@@ -144,7 +206,6 @@ class TrainableDrafter(nn.Module, Drafter):
     def bind(self, frozen: TargetHead) -> TrainableDrafter:
         """Lend the head what it needs to draft."""
         self.frozen = (frozen,)
-        self.begin()
         return self.eval()
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:

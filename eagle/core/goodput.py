@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from eagle.core.budget import Budget, Draw
-from eagle.core.decode import Cycle, generate
+from eagle.core.decode import generate
 from eagle.core.drafter import Drafter
+from eagle.core.trace import Cycle
 from eagle.core.tree import chain_paths
 from eagle.target.target import Target
 

@@ -95,6 +95,11 @@ class DraftTree:
                 node = index[node, token]
         return cls(torch.tensor(tokens), torch.tensor(parents))
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node follows the one before."""
+        return self.parents.tolist() == list(range(-1, len(self) - 1))
+
     def depths(self) -> list[int]:
         """Each node's number of steps from the root."""
         depths = [0]

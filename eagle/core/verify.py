@@ -53,12 +53,16 @@ class Choose:
 
     def __call__(self, output: TargetOutput, nodes: Sequence[int]) -> list[int]:
         """The tokens chosen after `nodes`."""
+        return self.pick_tokens(output, nodes).tolist()
+
+    def pick_tokens(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
+        """[len(nodes)], the tokens chosen after `nodes`, on the device of the logits."""
         logits = self._penalised_logits(output, nodes)
         if self.noise is None:
-            return logits.argmax(-1).tolist()
+            return logits.argmax(-1)
         positions = [output.positions[node] for node in nodes]
         noise = self.noise(positions, logits.shape[-1], logits.device)
-        return (warp(logits, self.sampling) + noise).argmax(-1).tolist()
+        return (warp(logits, self.sampling) + noise).argmax(-1)
 
     def offer(self, vocab_size: int, device: torch.device) -> Offer | None:
         """The noise and filters for the drafter; None for a greedy target."""
@@ -145,8 +149,8 @@ def walk(tree: DraftTree, choices: Sequence[int] | dict[int, int]) -> list[int]:
     return path
 
 
-def verify(output: TargetOutput, choose: Choose) -> tuple[list[int], int]:
-    """The accepted path and the target's token after it."""
+def verify(output: TargetOutput, choose: Choose, choices: Sequence[int] | None = None) -> tuple[list[int], int]:
+    """The accepted path and the target's token after it; `choices` after all nodes, where they are known already."""
     tree, sampling = output.tree, choose.sampling
     if choose.noise is not None:
         choose.noise.forget(output.positions[0])
@@ -158,9 +162,28 @@ def verify(output: TargetOutput, choose: Choose) -> tuple[list[int], int]:
         if sampling.temperature > 0:
             raise ValueError("lenience at temperature > 0 needs sampled drafts (Budget.draw); use lenience=1")
         return walk_leniently(tree, lambda node: choose.probs(output, node), sampling.lenience)
-    choices = _Choices(output, choose)
-    path = walk(tree, choices)
-    return path, choices[path[-1]]
+    known = _Choices(output, choose) if choices is None else choices
+    path = walk(tree, known)
+    return path, known[path[-1]]
+
+
+def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[int], int]]:
+    """`verify` for texts that were read side by side, whose choices come from the device all at once."""
+    at_once = [pair for pair in rows if _is_walked(*pair) and not _is_lazy(*pair)]
+    tokens = [choose.pick_tokens(output, range(len(output.tree))) for output, choose in at_once]
+    flat = iter(torch.cat(tokens).tolist() if tokens else [])
+    known = {id(output): [next(flat) for _ in range(len(output.tree))] for output, _ in at_once}
+    return [verify(output, choose, known.get(id(output))) for output, choose in rows]
+
+
+def _is_walked(output: TargetOutput, choose: Choose) -> bool:
+    """Whether its choices alone decide what is accepted."""
+    return output.tree.laws is None and choose.sampling.lenience == 1
+
+
+def _is_lazy(output: TargetOutput, choose: Choose) -> bool:
+    """Whether choices are made one by one, because noise that is computed on a CPU takes longer than the rest."""
+    return output.logits.device.type == "cpu" and choose.noise is not None
 
 
 class _Choices(dict[int, int]):
@@ -172,8 +195,7 @@ class _Choices(dict[int, int]):
         self.choose = choose
 
     def __missing__(self, node: int) -> int:
-        is_lazy = self.output.logits.device.type == "cpu" and self.choose.noise is not None
-        nodes = [node] if is_lazy else list(range(len(self.output.tree)))
+        nodes = [node] if _is_lazy(self.output, self.choose) else list(range(len(self.output.tree)))
         self.update(zip(nodes, self.choose(self.output, nodes), strict=True))
         return self[node]
 

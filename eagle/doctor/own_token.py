@@ -44,7 +44,6 @@ def own_token_shares(head: Any, frozen: TargetHead, texts: Batch) -> Tensor | No
     with attention.register_forward_pre_hook(look):
         for tokens, features, mask in zip(*(column.split(texts.lengths) for column in columns), strict=True):
             if len(tokens) > 2:
-                drafter.begin()
-                drafter.propose(Committed(tokens[:-2], features[:-2], int(tokens[-2])), Budget(1, 1, 1))
+                drafter.begin().propose(Committed(tokens[:-2], features[:-2], int(tokens[-2])), Budget(1, 1, 1))
                 shares[-1] = shares[-1][:, mask[2:].to(shares[-1].device)]
     return torch.cat(shares, dim=-1)

@@ -26,7 +26,7 @@ from eagle.drafters.parts.blocks import head_shape
 from eagle.drafters.parts.growth import grow, level_rows
 from eagle.drafters.parts.objectives import Kind, LanguageHead, Objective, OwnHead, distillation_loss
 from eagle.drafters.parts.validation import validate_batch
-from eagle.target.attention import TreeCache
+from eagle.target.cache import TreeCache
 from eagle.target.loading import load_model, tokenizer_of
 from eagle.target.target import Target
 
@@ -115,10 +115,10 @@ class DraftModel(TrainableDrafter):
     def _states(self, batch: Batch) -> Tensor:
         """[N, H], what its LM head reads at every token."""
         slots = pad_sequence(list(batch.tokens.split(batch.lengths)), batch_first=True)
-        states = self.model.base_model(input_ids=self._clip_to_vocab(slots), use_cache=False).last_hidden_state
+        states = self.model.base_model(input_ids=self.clip_to_vocab(slots), use_cache=False).last_hidden_state
         return torch.cat([row[:length] for row, length in zip(states, batch.lengths, strict=True)])
 
-    def _clip_to_vocab(self, tokens: Tensor) -> Tensor:
+    def clip_to_vocab(self, tokens: Tensor) -> Tensor:
         """Tokens as it can read them: targets have rows beyond the tokenizer's last token, which never occur."""
         return tokens.clamp(max=self.model.get_input_embeddings().weight.shape[0] - 1)
 
@@ -144,16 +144,11 @@ class DraftModel(TrainableDrafter):
         own = Target(self.model)
         own.reader.check()
         self.own, self.size = (own,), frozen.weight.shape[0]
-        self.begin()
         return self.eval()
 
-    def begin(self, noise: Noise | None = None) -> None:
-        """Forget the previous sequence."""
-        self.noise = noise
-        self.levels: list[tuple[Tensor, Tensor]] = []  # read of the last draft: tokens, and rows that they follow
-        self.confirmed = 0  # tokens, the root not counted
-        for own in self.own:
-            own.forget()
+    def begin(self, noise: Noise | None = None) -> DraftModelText:
+        """An empty text."""
+        return DraftModelText(self, noise)
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
         """The rows of each level of the tree after the first."""
@@ -171,53 +166,65 @@ class DraftModel(TrainableDrafter):
 
         @torch.inference_mode()
         def run() -> Tensor:
-            cache.length = context
-            positions = list(range(context, context + rows))
-            hidden = own.reader(tokens[context:], positions, None, context, cache)
+            hidden = own.reader.read_text(tokens[context:], context, cache)
             return own.head.logits(hidden[0, -scored:])
 
         with torch.inference_mode():
-            own.reader(tokens[:context], list(range(context)), None, 0, cache)
+            own.reader.read_text(tokens[:context], 0, cache)
         return run
+
+
+class DraftModelText:
+    """A text that the model drafts for, in a state of the model's own."""
+
+    def __init__(self, model: DraftModel, noise: Noise | None) -> None:
+        self.model, self.noise = model, noise
+        (self.own,) = model.own
+        self.state = self.own.open()
+        self.levels: list[tuple[Tensor, Tensor]] = []  # read of the last draft: tokens, and rows that they follow
+        self.confirmed = 0  # tokens, the root not counted
 
     @torch.inference_mode()
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """A tree grown from its own logits; nothing where the text outgrows what the model can read on."""
-        (own,) = self.own
+        own, size = self.own, self.model.size
         self.confirmed += len(update.tokens)
         room = self._room(budget.depth)
         if room <= 0:
             return DraftTree.chain([update.root])
         logits = self._read_confirmed([*update.tokens.tolist(), update.root])
-        depths, known = list[int](), min(own.vocab_size, self.size)
+        depths, known = list[int](), min(own.vocab_size, size)
 
         def level(depth: int, tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
             self.levels.append((tokens, before))
             depths.extend([depth - 1] * len(tokens))
-            return own.ahead(self._clip_to_vocab(tokens), depths, seen)[:, : self.size]
+            return self.state.ahead([0], self.model.clip_to_vocab(tokens)[None], depths, seen[None])[0, :, :size]
 
-        drafts = torch.arange(known, device=own.device) if known < self.size else None
-        logits = logits[: self.size]
-        return grow(update.root, logits, level, budget.within(room), self.noise, len(own.text), drafts)
+        drafts = torch.arange(known, device=own.device) if known < size else None
+        place = self.state.length(0)
+        return grow(update.root, logits[:size], level, budget.within(room), self.noise, place, drafts)
 
     def _room(self, levels: int) -> int:
         """At most that many levels behind the root: fewer before the last position, or a border of frequencies."""
-        (own,) = self.own
+        own, read = self.own, self.state.length(0) if self.state.rows else 0
         ends = [own.max_positions or math.inf]
         # a text that has grown up to the border cannot be read on: one that was longer from the first can
-        if (own.text and len(own.text) <= own.border) or self.confirmed < own.border:
+        if (0 < read <= own.border) or self.confirmed < own.border:
             ends.append(own.border)
         return int(min(levels, *(end - self.confirmed for end in ends)))
 
     def _read_confirmed(self, tokens: list[int]) -> Tensor:
         """[V], its logits once the tokens confirmed are read; rows of the last draft that were confirmed stay."""
-        (own,) = self.own
-        new = tokens[1:] if own.text else tokens  # the root was read already
+        if not self.state.rows:
+            self.state.admit(0, self.model.clip_to_vocab(torch.tensor(tokens)).tolist())
+            while not (outputs := self.state.read_prompts()):
+                pass
+            return outputs[0].output.logits[0]
+        new = tokens[1:]  # the root was read already
         rows = self._confirm_rows(new[:-1])
-        own.cache.keep(rows)
-        own.text += new[: len(rows)]
+        self.state.keep_columns({0: rows}, {0: new[: len(rows)]})
         self.levels = []
-        return own.extend(self._clip_to_vocab(torch.tensor(new[len(rows) :])).tolist())
+        return self.state.extend({0: self.model.clip_to_vocab(torch.tensor(new[len(rows) :])).tolist()})[0]
 
     def _confirm_rows(self, tokens: list[int]) -> list[int]:
         """The rows of the last draft that read these tokens, as far as there are such."""

@@ -38,10 +38,17 @@ class NgramDrafter(Drafter):
             )
         self.trust, self.pick, self.branches = trust, pick, branches
         self.sizes = range(longest, shortest - 1, -1)
-        self.begin()
 
-    def begin(self, noise: Noise | None = None) -> None:
-        """Forget the text and where its n-grams stood."""
+    def begin(self, noise: Noise | None = None) -> NgramText:
+        """An empty text."""
+        return NgramText(self)
+
+
+class NgramText:
+    """A text, and where its n-grams stand."""
+
+    def __init__(self, drafter: NgramDrafter) -> None:
+        self.drafter, self.sizes = drafter, drafter.sizes
         self.text: list[int] = []
         self.after: dict[tuple[int, ...], int] = {}  # n-gram -> the place after its latest occurrence
         self.before: dict[tuple[int, int], int] = {}  # n, such a place -> the one after the occurrence before
@@ -51,9 +58,9 @@ class NgramDrafter(Drafter):
         self._read([*update.tokens.tolist(), update.root])
         paths: list[list[int]] = []
         left = budget.nodes
-        for size, place in islice(self._find_matches(), min(self.branches, budget.top_k)):
+        for size, place in islice(self._find_matches(), min(self.drafter.branches, budget.top_k)):
             # a copy that reaches the end of the text goes on with itself, as in LZ77
-            period, length = len(self.text) - place, min(left, budget.depth, self.trust * size)
+            period, length = len(self.text) - place, min(left, budget.depth, self.drafter.trust * size)
             paths.append([self.text[place + step % period] for step in range(length)])
             left -= length
         return DraftTree.from_paths(update.root, paths)
@@ -76,7 +83,7 @@ class NgramDrafter(Drafter):
         text, known = self.text, set()
         for size in self.sizes:
             places: Iterable[int] = self._places(size)
-            if self.pick == "frequent":
+            if self.drafter.pick == "frequent":
                 latest = list(islice(places, LATEST))
                 times = Counter(text[place] for place in latest)
                 places = sorted(latest, key=lambda place: -times[text[place]])  # of equals the latest first

@@ -10,8 +10,9 @@ from eagle.core.tree import DraftTree
 class NoDrafter(Drafter):
     """Proposes nothing but the root."""
 
-    def begin(self, noise: Noise | None = None) -> None:
-        """Nothing to forget."""
+    def begin(self, noise: Noise | None = None) -> NoDrafter:
+        """Itself: nothing is kept of a text."""
+        return self
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """The tree of the root alone."""

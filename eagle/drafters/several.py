@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from eagle.core.budget import Budget
 from eagle.core.drafter import Committed, Drafter, Noise, Reads
-from eagle.core.ownership import turn_of
 from eagle.core.tree import DraftTree
 
 
@@ -29,16 +28,10 @@ class FirstOf(Drafter):
         asked = [drafter.reads for drafter in drafters]
         self.reads = Reads(max(reads.choices for reads in asked), any(reads.view for reads in asked))
         self.places = [[self.taps.index(tap) for tap in drafter.taps] for drafter in drafters]
-        self.pending: list[list[Committed]] = [[] for _ in drafters]
-        self.stream: object = None
 
-    def begin(self, noise: Noise | None = None) -> None:
-        """Forget the previous sequence."""
-        self.stream = object()
-        for drafter, pending in zip(self.drafters, self.pending, strict=True):
-            with turn_of(drafter).take(self.stream):
-                drafter.begin(noise)
-            pending.clear()
+    def open(self) -> SeveralState:
+        """A state of each."""
+        return SeveralState(self)
 
     def bind_target(self, view: Any) -> None:
         """Hand the view on to those who read one."""
@@ -46,19 +39,41 @@ class FirstOf(Drafter):
             if drafter.reads.view:
                 drafter.bind_target(view)
 
-    def propose(self, update: Committed, budget: Budget) -> DraftTree:
-        """The first tree that has more than a root; a drafter that is not asked gets the update when it is."""
-        for drafter, pending, places in zip(self.drafters, self.pending, self.places, strict=True):
-            pending.append(_restrict(update, places, drafter.reads.choices))
-        tree = DraftTree.chain([update.root])
-        for drafter, pending in zip(self.drafters, self.pending, strict=True):
-            joined = Committed.join(pending)
-            pending.clear()
-            with turn_of(drafter).hold(self.stream):
-                tree = drafter.propose(joined, budget)
-            if len(tree) > 1:
+
+class SeveralState:
+    """The states of several drafters, and what each of them was not told yet of every row."""
+
+    def __init__(self, several: FirstOf) -> None:
+        self.several, self.states = several, [drafter.open() for drafter in several.drafters]
+        self.pending: dict[int, list[list[Committed]]] = {}
+
+    def admit(self, row: int, noise: Noise | None = None) -> None:
+        """A text begins for all of them."""
+        self.pending[row] = [[] for _ in self.states]
+        for state in self.states:
+            state.admit(row, noise)
+
+    def release(self, row: int) -> None:
+        """A text has ended for all of them."""
+        del self.pending[row]
+        for state in self.states:
+            state.release(row)
+
+    def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
+        """Each row's first tree of more than a root; a drafter that is not asked gets the update when it is."""
+        several, trees = self.several, {row: DraftTree.chain([update.root]) for row, update in updates.items()}
+        for number, (drafter, places) in enumerate(zip(several.drafters, several.places, strict=True)):
+            for row, update in updates.items():
+                self.pending[row][number].append(_restrict(update, places, drafter.reads.choices))
+        for number, state in enumerate(self.states):
+            rows = [row for row, tree in trees.items() if len(tree) == 1]
+            if not rows:
                 break
-        return tree
+            asked = {row: Committed.join(self.pending[row][number]) for row in rows}
+            for row in rows:
+                self.pending[row][number] = []
+            trees |= state.propose(asked, {row: budgets[row] for row in rows})
+        return trees
 
 
 def _restrict(update: Committed, places: list[int], choices: int) -> Committed:

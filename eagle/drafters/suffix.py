@@ -10,7 +10,7 @@ from math import log
 import torch
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import Committed, Drafter, Noise
+from eagle.core.drafter import Committed, Drafter, EachText, Noise
 from eagle.core.tree import DraftTree
 
 SEAM = -1  # what every remembered answer ends with: equal to no token
@@ -145,16 +145,32 @@ class SuffixDrafter(Drafter):
         self.longest, self.trust, self.remember = longest, trust, remember
         self.memory: list[int] = []
         self.earlier = Automaton(longest)
-        self.answer: list[int] = []
-        self.begin()
 
-    def begin(self, noise: Noise | None = None) -> None:
-        """Forget the text, but for an answer that is to be remembered, as far as it was drafted for."""
-        if self.remember and self.answer:
-            self._keep([*self.answer, SEAM])
-        self.answer = []
-        self.text = Automaton(self.longest)
-        self.match = 0, 0  # state and length, in the earlier answers
+    def begin(self, noise: Noise | None = None) -> SuffixText:
+        """An empty text."""
+        return SuffixText(self)
+
+    def open(self) -> EachText:
+        """Texts of which each is remembered once it has ended, as far as it was drafted for."""
+        return _Remembered(self) if self.remember else EachText(self)
+
+    def keep(self, answer: list[int]) -> None:
+        """Remember one more answer."""
+        self.memory += answer
+        if len(self.memory) > self.remember:
+            self.memory = answer = self.memory[len(self.memory) - self.remember // 2 :]
+            self.earlier = Automaton(self.longest)
+        for token in answer:
+            self.earlier.add(token)
+
+
+class SuffixText:
+    """A text with its automaton, and how it goes on from earlier answers."""
+
+    def __init__(self, drafter: SuffixDrafter) -> None:
+        self.drafter, self.text = drafter, Automaton(drafter.longest)
+        self.answer: list[int] = []
+        self.earlier, self.match = drafter.earlier, (0, 0)  # state and length, in the earlier answers
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """The likeliest continuations within the budget; the root alone where nothing matches."""
@@ -162,9 +178,9 @@ class SuffixDrafter(Drafter):
         past, (state, length) = self.text, self.text.follow_end()
         if self.match[1] > length:
             past, (state, length) = self.earlier, self.match
-        depth = min(budget.depth, self.longest // 2)
-        length = min(length, self.longest - depth)
-        nodes = min(budget.nodes, self.trust * length)
+        depth = min(budget.depth, self.drafter.longest // 2)
+        length = min(length, self.drafter.longest - depth)
+        nodes = min(budget.nodes, self.drafter.trust * length)
         tree = likeliest(past, past.shorten(state, length), length, depth, min(budget.top_k, nodes))
         tokens, parents, likely = zip(*islice(tree, nodes + 1), strict=True)
         return DraftTree(torch.tensor([update.root, *tokens[1:]]), torch.tensor(parents), None, torch.tensor(likely))
@@ -176,15 +192,19 @@ class SuffixDrafter(Drafter):
         self.answer += tokens if self.answer else tokens[-1:]
         for token in tokens:
             self.text.add(token)
-        if self.remember:
+        if self.drafter.remember:
             for token in tokens:
                 self.match = self.earlier.after(*self.match, token)
 
-    def _keep(self, answer: list[int]) -> None:
-        """Remember one more answer."""
-        self.memory += answer
-        if len(self.memory) > self.remember:
-            self.memory = answer = self.memory[len(self.memory) - self.remember // 2 :]
-            self.earlier = Automaton(self.longest)
-        for token in answer:
-            self.earlier.add(token)
+
+class _Remembered(EachText):
+    """Texts whose answers the drafter keeps."""
+
+    drafter: SuffixDrafter
+
+    def release(self, row: int) -> None:
+        """Keep the row's answer."""
+        text = self.texts.pop(row)
+        assert isinstance(text, SuffixText)
+        if text.answer:
+            self.drafter.keep([*text.answer, SEAM])

@@ -1,11 +1,11 @@
 """Forwards of a model over draft trees, and the check that it reads a tree as it reads the tree's paths as texts."""
 
-# N new tokens, R rows behind S committed tokens, P prompt tokens of the check, D width
+# B texts, N new tokens, R not committed, P prompt tokens of the check, D width
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eagle.target.attention import GROUPED, SWITCH, Masks, TreeCache, can_group, layer_windows, why_no_trees
+from eagle.target.attention import GROUPED, SWITCH, Masks, can_group, layer_windows, why_no_trees
+from eagle.target.cache import TreeCache
 from eagle.target.twin import share_weights
 
 LONGEST_PROBE = 4096  # tokens of a prompt that crosses a window
@@ -50,16 +51,28 @@ class TreeReader:
         finally:
             self.settings[SWITCH] = attention
 
-    def __call__(self, tokens: Tensor, positions: list[int], seen: Tensor | None, start: int, cache: TreeCache) -> Any:
-        """[1, N, D], the LM head's input at the last N of the R rows at these positions; `seen` as in Masks."""
-        device = self.masks.device
+    def __call__(self, tokens: Tensor, positions: Tensor, seen: Tensor | None, cache: TreeCache) -> Any:
+        """[B, N, D], the LM head's input at tokens [B, N], where the cache aims.
+
+        They are the last of R that are not committed, at positions [B, R]; `seen` as in Masks.
+        """
+        device, count = self.masks.device, tokens.shape[1]
+        starts = [start - (positions.shape[1] - count) for start in cache.starts]
         return self.model.base_model(
-            input_ids=tokens[None].to(device),
-            position_ids=torch.tensor([positions[-len(tokens) :]], device=device),
-            attention_mask=self.masks(start, positions, seen),
+            input_ids=tokens.to(device),
+            position_ids=positions[:, -count:].to(device),
+            attention_mask=self.masks(starts, positions, seen),
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state
+
+    def read_text(
+        self, tokens: Tensor, start: int, cache: TreeCache, depths: Sequence[int] = (), seen: Tensor | None = None
+    ) -> Any:
+        """[1, N, D], the LM head's input at tokens [N] of one text, a chain or a tree behind `start` committed ones."""
+        cache.length = start
+        positions = start + torch.tensor([depths or range(len(tokens))])
+        return self(tokens[None], positions, None if seen is None else seen[None], cache)
 
     @contextmanager
     def tapping(self, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
@@ -133,14 +146,12 @@ class TreeReader:
     def _read_tree(self, tokens: Tensor, count: int, cache: TreeCache) -> Tensor:
         """[7, D] hidden states of nodes r, a, c and r, b, d of one tree, and of a token e after keeping r, b, d."""
         r, a, b, c, d, e = tokens[count:].tolist()
-        self(tokens[:count], list(range(count)), None, 0, cache)
-        cache.length = count
+        self.read_text(tokens[:count], 0, cache)
         seen = torch.eye(5, dtype=torch.bool)
         seen[:, 0] = seen[3, 1] = seen[4, 2] = True
-        positions = [count + depth for depth in (0, 1, 1, 2, 2)]
-        hidden = self(torch.tensor([r, a, b, c, d]), positions, seen, count, cache)[0]
-        cache.keep([0, 2, 4])
-        last = self(torch.tensor([e]), [count + 3], None, count + 3, cache)[0]
+        hidden = self.read_text(torch.tensor([r, a, b, c, d]), count, cache, (0, 1, 1, 2, 2), seen)[0]
+        cache.keep({0: [0, 2, 4]})
+        last = self.read_text(torch.tensor([e]), count + 3, cache)[0]
         return torch.cat([hidden[[0, 1, 3, 0, 2, 4]], last])
 
     def _read_copies(self, tokens: Tensor, count: int, cache: TreeCache) -> Tensor:
@@ -148,11 +159,10 @@ class TreeReader:
         for rows in cache.buffers[1:-1:2]:
             values = rows.buffer[:, :, :count]  # large: else a row more or less is lost in rounding
             values.copy_(torch.arange(values.numel()).sin().view_as(values) * 100)
-        cache.length = count
         seen = torch.eye(1 + COPIES, dtype=torch.bool)
         seen[:, 0] = True
         copies = torch.cat([tokens[count : count + 1], tokens[count + 1 : count + 2].expand(COPIES)])
-        return self(copies, [count, *[count + 1] * COPIES], seen, count, cache)[0, 1:]
+        return self.read_text(copies, count, cache, [0, *[1] * COPIES], seen)[0, 1:]
 
     def _prompt_length(self) -> int:
         """A few tokens, or enough to cross each window that the config names and the masks do not know."""

@@ -1,13 +1,13 @@
 """Any frozen causal language model of transformers, able to read a draft tree in one forward."""
 
-# N tree nodes, A accepted nodes, S committed tokens, B batch, T tokens, L taps, D target width
+# B batch, T tokens, L taps, D target width
 
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
@@ -16,28 +16,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from eagle.core.drafter import Committed
-from eagle.core.ownership import Turn
 from eagle.core.sampling import refuse_fields
-from eagle.core.tree import DraftTree, TargetOutput
-from eagle.core.verify import Choose, Sampling
+from eagle.core.verify import Sampling
 from eagle.device import best_device, fastest_dtype, in_dtype
-from eagle.target.attention import Masks, TreeCache, rope_border
+from eagle.target.attention import Masks, rope_border
 from eagle.target.borrowed import borrow_head
 from eagle.target.loading import check_model, load_model, parse_dtype, tokenizer_of
 from eagle.target.reader import TreeReader
+from eagle.target.state import TargetState
 from eagle.target.view import TargetView
-
-PREFILL_CHUNK = 1024
-ONE_TEXT = (
-    "this target has begun another text or forgotten this one, and a target reads one text at a time: finish one "
-    "stream before the next begins, or make a second target over the same weights, "
-    "Target(target.model, target.tokenizer)"
-)
 
 
 class Target:
-    """A causal language model that reads trees: `begin` a prompt, `read` a tree, `keep` the accepted path."""
+    """A causal language model that reads trees; the texts that are written with it are in states, see `open`."""
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
         check_model(model)
@@ -45,7 +36,7 @@ class Target:
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
         self.reader = TreeReader(model, self.config)
-        self.turn = Turn(ONE_TEXT)
+        self.lock = RLock()  # of forwards: hooks and buffers are the layers' own
         self.device = model.get_input_embeddings().weight.device
         self.vocab_size = model.get_output_embeddings().weight.shape[0]  # may be more than the tokenizer knows
         tokens = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
@@ -53,10 +44,12 @@ class Target:
         self.border = rope_border(self.config)  # no text may grow across it
         self.sharded = False
         self.viewed: TargetView | None = None
-        self.taps: tuple[int, ...] = ()
-        self.text: list[int] = []
         self.draws = Counter[tuple[int, int]]()  # uses of private random numbers, by seed and request
-        self.cache = TreeCache(self.config.num_hidden_layers)
+        self.spare: TargetState | None = None
+
+    def __reduce__(self) -> Any:
+        """Copies read by themselves: locks cannot be copied, and open texts are not."""
+        return Target, (self.model, self.tokenizer)
 
     @classmethod
     def load(
@@ -149,102 +142,36 @@ class Target:
         sampling = Sampling.from_processors(processors, **({} if config.do_sample else {"temperature": 0.0}))
         return replace(sampling, **fields)
 
-    @torch.inference_mode()
-    def begin(
-        self, prompt: list[int], choose: Choose, taps: tuple[int, ...] = (), room: int = 0, stream: Any = None
-    ) -> Committed:
-        """Prefill a prompt (less the prefix in the cache) and choose its next token; reserve `room` more cache rows.
+    def open(self, taps: tuple[int, ...] = (), max_tokens: int | None = None) -> TargetState:
+        """A state for texts to be written, any number at a time; others that are open are not touched.
 
-        From here on the target serves this `stream` (any object) alone; calls with another one are refused.
+        It may hold the text that was `close`d last, so that what a prompt shares with it need not be read again.
+        `max_tokens` is the most that its cache may hold, in columns times rows.
         """
-        self._check_prompt(prompt)
-        self._check_taps(taps)
-        with self.turn.take(stream):
-            self.reader.check()
-            hidden = self._prefill(prompt[self._rewind(prompt, taps, room) :])
-            logits = self.head.logits(hidden[-1:])
-            features = self.cache.tapped.buffer[0, :, : len(prompt)].transpose(0, 1).clone() if taps else None
-        output = TargetOutput(DraftTree.chain(prompt[-1:]), logits, None, [len(prompt)], prompt[:-1])
-        return Committed(torch.tensor(prompt), features, choose(output, [0])[0])
+        spare, self.spare = self.spare, None
+        if spare is not None and spare.taps == taps and max_tokens is None:
+            return spare
+        return TargetState(self, taps, max_tokens)
 
-    def _rewind(self, text: list[int], taps: tuple[int, ...], room: int) -> int:
-        """Cut the cache back to the longest prefix that it shares with `text`; returns the prefix's length."""
-        beyond = len(text) > self.border
-        if taps != self.taps or beyond != (len(self.text) > self.border):
-            self.taps = taps
-            self.text = []
-            self.cache = TreeCache(self.config.num_hidden_layers)
-        shared = min(_common_prefix(self.text, text), len(text) - 1)
-        self.text = self.text[:shared]
-        self.cache.length = shared
-        self.cache.reserve(len(text) + room)
-        return shared
-
-    @torch.inference_mode()
-    def extend(self, tokens: list[int], stream: Any = None) -> Tensor:
-        """Read and commit these tokens; returns [V], the logits after the last of them."""
-        with self.turn.hold(stream):
-            self._check_border(len(self.text), len(self.text) + len(tokens))
-            return self.head.logits(self._prefill(tokens)[-1])
-
-    def _prefill(self, tokens: list[int]) -> Tensor:
-        """Read and commit tokens in chunks; returns the LM head's input at the last chunk."""
-        step = len(tokens) if len(self.text) + len(tokens) > self.border else PREFILL_CHUNK
-        for first in range(0, len(tokens), step):
-            chunk, start = tokens[first : first + step], len(self.text)
-            hidden, _ = self._forward(torch.tensor(chunk), list(range(start, start + len(chunk))), None)
-            self.text += chunk
-            self.cache.length += len(chunk)
-        return hidden
-
-    @torch.inference_mode()
-    def ahead(self, tokens: Tensor, depths: list[int], seen: Tensor, stream: Any = None) -> Tensor:
-        """[K, V] logits of a draft's last K rows, which attend to `seen` [K, R] of its R rows; none is committed.
-
-        Row i stands `depths[i]` positions behind the text, and the rows before the last K were read by earlier calls.
-        """
-        with self.turn.hold(stream):
-            start = len(self.text)
-            self.cache.length = start + len(depths) - len(tokens)
-            try:
-                return self.head.logits(self._forward(tokens, [start + depth for depth in depths], seen)[0])
-            finally:
-                self.cache.length = start
-
-    @torch.inference_mode()
-    def read(self, tree: DraftTree, stream: Any = None) -> TargetOutput:
-        """One forward over a tree: each node attends to the committed text, its ancestors and itself."""
-        with self.turn.hold(stream):
-            start = len(self.text)
-            positions = [start + depth for depth in tree.depths()]
-            self._check_border(start, max(positions) + 1)
-            hidden, states = self._forward(tree.tokens, positions, None if len(tree) == 1 else tree.ancestors())
-            next_positions = [position + 1 for position in positions]
-            return TargetOutput(tree, self.head.logits(hidden), states, next_positions, self.text)
-
-    def keep(self, tree: DraftTree, path: list[int], stream: Any = None) -> None:
-        """Commit the path's tokens and drop all other nodes from the cache, in place."""
-        with self.turn.hold(stream):
-            self.cache.keep(path)
-            tokens = tree.tokens.tolist()
-            self.text += [tokens[node] for node in path]
+    def close(self, state: TargetState) -> None:
+        """Take a state back; the text of one that held a single row is kept for the next."""
+        state.clear()
+        if len(state.texts) == 1 and state.max_tokens is None:
+            self.spare = state
 
     def forget(self) -> None:
-        """Drop the prefix cache, which is kept between answers; needed after the model's weights have changed."""
-        with self.turn.take(None):
-            self.text = []
-            self.cache.length = 0
+        """Drop the text that was closed last; needed after the model's weights have changed."""
+        self.spare = None
 
-    def levels(self, wanted: int) -> int:
-        """How many of the wanted draft levels fit: no draft may cross the border of longrope frequencies."""
-        start = len(self.text)
-        return wanted if start > self.border or start + 1 + wanted <= self.border else int(self.border) - start - 1
+    def is_alone(self, length: int) -> bool:
+        """Whether a text of this length must be read by itself: its positions would change with a longer one beside."""
+        return length > self.border
 
     @torch.no_grad()
     def features(self, tokens: Tensor, taps: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """[B, T, L, D], tapped states of right-padded tokens [B, T], by one plain forward without a cache."""
-        self._check_taps(taps)
-        with self.turn.lock, self.reader.tapping(taps) as tapped:
+        self.check_taps(taps)
+        with self.lock, self.reader.tapping(taps) as tapped:
             tapped[-1] = self.reader.read_texts(tokens.to(self.device))
         states = [tapped[tap].to(self.device, dtype) for tap in taps if tap in tapped]
         if len(states) < len(taps) or any(state.shape != states[0].shape for state in states):
@@ -255,18 +182,8 @@ class Target:
             )
         return torch.stack(states, dim=2)
 
-    def _forward(self, tokens: Tensor, positions: list[int], seen: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The LM head's input [N, D] and the tapped states [N, L, D] at the N last rows; `seen` as in Masks."""
-        tapping: Any = self.reader.tapping(self.taps) if self.taps else nullcontext({})
-        with tapping as tapped:
-            tapped[-1] = self.reader(tokens, positions, seen, len(self.text), self.cache)
-        if not self.taps:
-            return tapped[-1][0], None
-        states = torch.stack([tapped[tap].to(self.device) for tap in self.taps], dim=1)  # [1, L, N, D]
-        self.cache.tapped.write(self.cache.length, states)
-        return tapped[-1][0], states[0].transpose(0, 1)
-
-    def _check_taps(self, taps: tuple[int, ...]) -> None:
+    def check_taps(self, taps: tuple[int, ...]) -> None:
+        """Refuse taps that are no layer inputs of this target."""
         count = len(self.layers)
         if wrong := [tap for tap in taps if not -1 <= tap < count]:
             raise ValueError(
@@ -274,7 +191,8 @@ class Target:
                 f"input ({count} would be ambiguous: with or without the final norm)"
             )
 
-    def _check_prompt(self, prompt: list[int]) -> None:
+    def check_prompt(self, prompt: list[int]) -> None:
+        """Refuse a prompt that the model cannot read."""
         if not prompt:
             raise ValueError("the prompt is empty: expected at least one token id")
         if wrong := [token for token in prompt if not 0 <= token < self.vocab_size]:
@@ -283,15 +201,3 @@ class Target:
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens, this model has {self.max_positions} positions: shorten it"
             )
-
-    def _check_border(self, start: int, end: int) -> None:
-        if 0 < start <= self.border < end:  # one set of frequencies must read the whole text
-            raise ValueError(
-                f"{self.config.model_type} reads texts of more than {self.border} tokens with other rotary frequencies "
-                f"throughout, and so cannot grow from {start} tokens to {end}: keep prompt and max_new_tokens within "
-                f"{self.border} together, or begin with a prompt that is longer than that"
-            )
-
-
-def _common_prefix(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

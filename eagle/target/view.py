@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eagle.target.attention import TreeCache
 from eagle.target.borrowed import is_close
+from eagle.target.cache import TreeCache
 from eagle.target.reader import FAILURES, TreeReader
 
 
@@ -66,7 +66,8 @@ class TargetView:
     def _forward(self, hidden: Tensor, positions: list[int], cache: TreeCache, mask: Tensor | None) -> Tensor:
         """[1, N, D], the LM head's input by the layers that are not switched off."""
         masks = self.reader.masks
-        additive: Any = masks(cache.length, positions, None)
+        cache.aim([0])
+        additive: Any = masks(cache.starts, torch.tensor([positions]), None)
         if mask is not None:
             additive = torch.zeros(mask.shape, dtype=masks.dtype, device=masks.device)
             additive = additive.masked_fill_(~mask.to(masks.device), torch.finfo(masks.dtype).min)[None, None]

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from eagle import Budget, Target, generate, stream
-from eagle.core.decode import Cycle
 from eagle.core.drafter import Committed
+from eagle.core.trace import Cycle
 from eagle.core.tree import DraftTree
 from eagle.drafters.none import NoDrafter
 from tests.families import VOCAB_SIZE, PlantedTrees, build, own_answer, random_tokens

@@ -14,8 +14,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from eagle import Sampling, Target, generate, load_drafter
 from eagle.__main__ import GREEN, PLAIN, main, stream_text, supports_colour, writer_to
-from eagle.core.decode import Spelling, Trace
 from eagle.core.noise import Noise
+from eagle.core.spelling import Spelling
+from eagle.core.trace import Trace
 
 PUBLISHED = Path(__file__).parents[3] / "shared/data/tokenizers"
 TEXT = "Naïve 日本語: 😀👩‍👩‍👧 ü שלום\n\tdef f(x):  return 'é'"

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from eagle import Budget, Sampling, Target, generate
-from eagle.core.decode import Cycle
 from eagle.core.drafter import Committed
 from eagle.core.goodput import Goodput
+from eagle.core.trace import Cycle
 from eagle.core.tree import DraftTree, chain_paths
 from eagle.core.verify import Choose
 from eagle.drafters import DRAFTERS, settings_of

@@ -13,9 +13,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle import Budget, Sampling, Target, generate
-from eagle.core.decode import Cycle
 from eagle.core.drafter import Committed, Drafter, Noise
 from eagle.core.goodput import Goodput
+from eagle.core.trace import Cycle
 from eagle.core.tree import DraftTree, chain_paths
 from eagle.core.verify import Choose
 from eagle.drafters.bigram import BigramDrafter
@@ -86,11 +86,12 @@ class Copier(Drafter):
     def __init__(self, speaks: bool) -> None:
         self.speaks, self.answer = speaks, list[int]()
 
-    def begin(self, noise: Noise | None = None) -> None:
+    def begin(self, noise: Noise | None = None) -> Any:
         """Remember one token."""
         if len(self.answer) > 1:
             self.speaks = self.answer[1] == 0
         self.answer = []
+        return self
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """Token 0, or nothing."""

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from eagle import Target, generate, load_drafter
-from eagle.core.decode import Trace
 from eagle.core.spelling import Spelling
+from eagle.core.trace import Trace
 from tests.families import PlantedTrees, build, own_answer, random_tokens
 
 PUBLISHED = Path(__file__).parents[3] / "shared/data/tokenizers"

@@ -40,9 +40,10 @@ class Heard(Drafter):
         self.news: list[Committed] = []
         self.trees: list[DraftTree] = []
 
-    def begin(self, noise: Noise | None = None) -> None:
+    def begin(self, noise: Noise | None = None) -> Any:
         """A new sequence."""
         self.inner.begin(noise)
+        return self
 
     def propose(self, news: Committed, budget: Budget) -> DraftTree:
         """What the drafter says."""

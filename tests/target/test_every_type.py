@@ -57,9 +57,10 @@ class Bushes(RandomTrees):
         super().__init__(text)
         self.text = text
 
-    def begin(self, noise: Any = None) -> None:
+    def begin(self, noise: Any = None) -> Any:
         """Back to the start of the text."""
         self.read = 0
+        return self
 
     def propose(self, update: Committed, budget: Any) -> DraftTree:
         """The right path, and two wrong ones from each of its nodes, mixed up."""

@@ -166,10 +166,11 @@ class Recorded(Drafter):
     drafter: Any
     taps: tuple[int, ...]
 
-    def begin(self, noise: Any = None) -> None:
+    def begin(self, noise: Any = None) -> Any:
         """A new sequence."""
         self.features: list[Tensor] = []
         self.drafter.begin(noise)
+        return self
 
     def propose(self, update: Any, budget: Any) -> DraftTree:
         """Whatever the drafter says."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from eagle.target.attention import Rows
+from eagle.target.cache import SlotCache
 
 SHAPE_KEYS = [
     "vocab_size",
@@ -41,16 +41,18 @@ def head_shape(target_config: Any, **overrides: Any) -> LlamaConfig:
     return LlamaConfig(**{**sizes, "num_hidden_layers": 1, **overrides}, tie_word_embeddings=False)
 
 
-class Cache:
+class Cache(SlotCache):
     """The keys and values of one block; what lies behind `length` is forgotten by setting it back."""
 
     def __init__(self) -> None:
-        self.keys, self.values, self.length = Rows(), Rows(), 0
+        super().__init__()
+        self.keys, self.values = self.add(), self.add()
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Append [B, heads, T, width] and return all rows held."""
-        start, self.length = self.length, self.length + keys.shape[2]
-        return self.keys.write(start, keys), self.values.write(start, values)
+        held = self.keys.write(keys), self.values.write(values)
+        self.length += keys.shape[2]
+        return held
 
 
 class Attention(nn.Module):

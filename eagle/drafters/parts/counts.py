@@ -124,24 +124,14 @@ class CountDrafter(Drafter):
 
     def __init__(self, tables: Tables, device: torch.device | str = "cpu") -> None:
         self.tables, self.device = tables, device
-        self.begin()
 
     @abstractmethod
     def logits(self, tokens: Tensor) -> Tensor:
         """[K, V], the log-probs of what follows tokens [K]."""
 
-    def begin(self, noise: Noise | None = None) -> None:
-        """Forget how long the text was."""
-        self.noise, self.length = noise, 0
-
-    def propose(self, update: Committed, budget: Budget) -> DraftTree:
-        """A tree of the budget's kind."""
-        self.length += len(update.tokens)
-        logits = self.logits(torch.tensor([update.root], device=self.device))[0]
-        return grow(update.root, logits, self._level, budget, self.noise, self.length + 1, sharpness=SHARPNESS)
-
-    def _level(self, depth: int, tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
-        return self.logits(tokens)
+    def begin(self, noise: Noise | None = None) -> CountText:
+        """A text of no length yet."""
+        return CountText(self, noise)
 
     def save(self, folder: str | Path) -> None:
         """Write the tables, for `load`."""
@@ -161,3 +151,19 @@ class CountDrafter(Drafter):
                 f"{folder} counts the tokens of tokenizer {tables.tokenizer}, the target's is {tokenizer}: {AGAIN}"
             )
         return cls(tables, target.device)
+
+
+class CountText:
+    """How long a text is, all that drafting from tables of counts depends on beside its last token."""
+
+    def __init__(self, drafter: CountDrafter, noise: Noise | None) -> None:
+        self.drafter, self.noise, self.length = drafter, noise, 0
+
+    def propose(self, update: Committed, budget: Budget) -> DraftTree:
+        """A tree of the budget's kind."""
+        self.length += len(update.tokens)
+        logits = self.drafter.logits(torch.tensor([update.root], device=self.drafter.device))[0]
+        return grow(update.root, logits, self._level, budget, self.noise, self.length + 1, sharpness=SHARPNESS)
+
+    def _level(self, depth: int, tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
+        return self.drafter.logits(tokens)

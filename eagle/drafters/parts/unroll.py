@@ -167,9 +167,9 @@ class UnrolledDrafter(TrainableDrafter):
 
     # -- drafting -----------------------------------------------------------------------------------------------------
 
-    def begin(self, noise: Noise | None = None) -> None:
-        """Forget the previous sequence."""
-        self.caches, self.noise = [Cache() for _ in self.layers], noise
+    def begin(self, noise: Noise | None = None) -> HeadText:
+        """An empty text."""
+        return HeadText(self, noise)
 
     def states(self, tokens: Tensor, hidden: Tensor, start: int, frozen: TargetHead) -> Tensor:
         """[B, T, H], the states of a causal pass over slots that begin at position `start`."""
@@ -220,31 +220,38 @@ class UnrolledDrafter(TrainableDrafter):
 
         return run
 
+
+class HeadText:
+    """A text that a head drafts for: its keys and values."""
+
+    def __init__(self, head: UnrolledDrafter, noise: Noise | None) -> None:
+        self.head, self.noise, self.caches = head, noise, [Cache() for _ in head.layers]
+
     @torch.inference_mode()
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """A tree grown from the target's features of the committed tokens, then from the head's own."""
         assert update.features is not None
-        (frozen,), weight = self.frozen, self.layers[0].mlp.up_proj.weight
+        (frozen,), weight = self.head.frozen, self.head.layers[0].mlp.up_proj.weight
         device, dtype = weight.device, weight.dtype
         start, count = self.caches[0].length, len(update.tokens)
         tokens = torch.cat([update.tokens[1:], torch.tensor([update.root])]).to(device)
         positions = torch.arange(start, start + count, device=device)
         causal = torch.ones(count, count, dtype=torch.bool, device=device).tril()
         mask = None if start == 0 else level_mask(start, causal, dtype)
-        hidden = self.fuse_taps(update.features.to(device, dtype))
-        hidden = self.read(tokens[None], hidden[None], positions[None], mask, self.caches, frozen)[0, -1:]
+        hidden = self.head.fuse_taps(update.features.to(device, dtype))
+        hidden = self.head.read(tokens[None], hidden[None], positions[None], mask, self.caches, frozen)[0, -1:]
         committed = start + count
 
         def level(depth: int, tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
             nonlocal hidden
             positions = torch.full((1, len(tokens)), committed + depth - 1, device=device)
             mask = level_mask(committed, seen, dtype)
-            above = self.next_input(hidden[None, before])
-            hidden = self.read(tokens[None], above, positions, mask, self.caches, frozen)[0]
-            return self.logits(hidden, frozen)
+            above = self.head.next_input(hidden[None, before])
+            hidden = self.head.read(tokens[None], above, positions, mask, self.caches, frozen)[0]
+            return self.head.logits(hidden, frozen)
 
-        first = self.logits(hidden, frozen)[0]
-        tree = grow(update.root, first, level, budget, self.noise, committed + 1, self.drafts)
+        first = self.head.logits(hidden, frozen)[0]
+        tree = grow(update.root, first, level, budget, self.noise, committed + 1, self.head.drafts)
         _rewind(self.caches, committed)
         return tree
 

@@ -1,0 +1,100 @@
+"""What a generation did, cycle by cycle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import exp
+from typing import Any
+
+from eagle.core.spelling import Spelling
+from eagle.core.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """One target forward: the proposed tree, the accepted nodes, and the seconds of draft, target, verify and other."""
+
+    tree: DraftTree = field(compare=False, repr=False)  # without its `laws`
+    kept: tuple[int, ...]  # accepted nodes of the tree
+    committed: int  # new tokens of the output, after cutting at a stop
+    context: int  # tokens in the target's cache before
+    seconds: dict[str, float] | None = None  # of the whole cycle, which texts that are written side by side share
+    number: int = field(default=0, compare=False)  # of that cycle
+    rows: int = field(default=1, compare=False)  # texts in it
+
+    @property
+    def nodes(self) -> int:
+        """Number of proposed tokens."""
+        return len(self.tree) - 1
+
+    @property
+    def depth(self) -> int:
+        """Levels of the proposed tree."""
+        return max(self.tree.depths())
+
+    @property
+    def accepted(self) -> int:
+        """Number of accepted tokens."""
+        return len(self.kept)
+
+    @property
+    def path(self) -> list[int]:
+        """The rank of each accepted token among its siblings."""
+        children = self.tree.children()
+        return [children[parent].index(node) for parent, node in pairwise((0, *self.kept))]
+
+    @property
+    def confidence(self) -> list[tuple[float, bool]]:
+        """(drafter's probability, whether it was accepted) of each drafted token whose parent was accepted."""
+        if self.tree.likelihoods is None:
+            return []
+        scores, children = self.tree.likelihoods.tolist(), self.tree.children()
+        edges = [(parent, child) for parent in (0, *self.kept) for child in children[parent]]
+        return [(min(exp(scores[child] - scores[parent]), 1.0), child in self.kept) for parent, child in edges]
+
+
+@dataclass(slots=True)
+class Trace:
+    """One generation, cycle by cycle."""
+
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    cycles: list[Cycle] = field(default_factory=list)
+    finish: str = "running"  # "stop" or "length" at the end
+    tokenizer: Any = field(default=None, repr=False)
+    stop_string: str | None = None
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens committed per target forward, bonus tokens included, prefill and tokens cut off excluded."""
+        return sum(cycle.committed for cycle in self.cycles) / len(self.cycles) if self.cycles else 0.0
+
+    @property
+    def text(self) -> str:
+        """The answer as text, up to a stop string."""
+        if self.tokenizer is None:
+            raise ValueError("this target has no tokenizer, so the trace has no text: read trace.tokens")
+        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        return text.partition(self.stop_string)[0] if self.stop_string else text
+
+    @property
+    def drafted(self) -> list[bool]:
+        """Whether each token was drafted; the others were chosen by the target itself."""
+        marks = [False] * min(len(self.tokens), 1)  # the token after the prompt
+        for cycle in self.cycles:
+            kept = min(cycle.accepted, cycle.committed)
+            marks += [True] * kept + [False] * (cycle.committed - kept)
+        return marks
+
+    def pieces(self) -> list[tuple[str, bool]]:
+        """The text in pieces, each with whether the token that completes it was drafted."""
+        spell, marks, remaining = Spelling(self.tokenizer), self.drafted, len(self.text)
+        decoded = [(spell(token), mark) for token, mark in zip(self.tokens, marks, strict=True)]
+        decoded += [(spell.rest(), mark) for mark in marks[-1:]]
+        pieces = []
+        for text, mark in decoded:
+            if text := text[:remaining]:  # without the stop string
+                pieces.append((text, mark))
+            remaining -= len(text)
+        return pieces

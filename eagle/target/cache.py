@@ -1,0 +1,183 @@
+"""Keys, values and states of many texts: a slot for each, of a length of its own, written and thinned in place."""
+
+# B slots of a forward, N new columns, S columns up to the last new one, X heads or taps, D width, M moved columns
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+LEAST = 64  # columns of a first allocation
+
+
+class Rows:
+    """One buffer [slots, X, columns, D] of a cache, in the sizes of what is written first."""
+
+    def __init__(self, cache: SlotCache) -> None:
+        self.cache, self.buffer = cache, torch.empty(0, 0, 0, 0)
+
+    def write(self, new: Tensor) -> Tensor:
+        """Put [B, X, N, D] where the cache aims, and return [B, X, S, D], these slots up to the last new column."""
+        cache, (count, _, columns, width) = self.cache, new.shape
+        end = max(cache.starts) + columns
+        if self.buffer.shape[2] < end or self.buffer.shape[0] <= max(cache.slots):
+            self._allocate(new, *cache.room(end))
+        buffer, first = self.buffer, cache.slots[0]
+        if cache.is_level:
+            buffer.narrow(0, first, count).narrow(2, cache.starts[0], columns).copy_(new)
+        else:
+            rows = cache.flat_rows(columns, buffer)
+            buffer.view(-1, width).index_copy_(0, rows, new.reshape(-1, width))
+        held = buffer.narrow(0, first, count) if cache.is_dense else buffer[cache.slots]
+        return held.narrow(2, 0, end)
+
+    def resize(self, slots: int, columns: int) -> None:
+        """Give the buffer these sizes and keep what fits; nothing where nothing was written yet."""
+        if self.buffer.shape[2]:
+            self._allocate(self.buffer, slots, columns)
+
+    def _allocate(self, like: Tensor, slots: int, columns: int) -> None:
+        """Zeros, because columns that a mask hides are multiplied all the same."""
+        old, sizes = self.buffer, (slots, like.shape[1], columns, like.shape[3])
+        self.buffer = like.new_zeros(sizes)
+        if old.shape[2]:
+            kept = min(old.shape[0], slots), min(old.shape[2], columns)
+            self.buffer[: kept[0], :, : kept[1]] = old[: kept[0], :, : kept[1]]
+
+
+class SlotCache:
+    """Buffers whose slots hold texts: behind the committed columns of each, those of the last forward until `keep`."""
+
+    def __init__(self) -> None:
+        self.lengths = [0]  # committed columns of every slot
+        self.buffers: list[Rows] = []
+        self.reserved = (1, 0)  # least slots and columns of the next allocation
+        self.aim([0])
+
+    def add(self) -> Rows:
+        """A further buffer."""
+        self.buffers.append(Rows(self))
+        return self.buffers[-1]
+
+    @property
+    def length(self) -> int:
+        """The committed columns of the first slot, for who has one text alone."""
+        return self.lengths[0]
+
+    @length.setter
+    def length(self, length: int) -> None:
+        self.lengths[0] = length
+        self.aim([0])
+
+    def aim(self, slots: Sequence[int], starts: Sequence[int] | None = None) -> None:
+        """Let what is written next go to these slots, behind their committed columns or from `starts` on."""
+        self.slots = list(slots)
+        self.starts = [self.lengths[slot] for slot in slots] if starts is None else list(starts)
+        self.is_dense = self.slots == list(range(self.slots[0], self.slots[0] + len(self.slots)))
+        self.is_level = self.is_dense and min(self.starts) == max(self.starts)
+        self.flat: dict[Any, Tensor] = {}
+
+    def room(self, end: int) -> tuple[int, int]:
+        """Slots and columns to allocate for text up to this column."""
+        slots, columns = self.reserved
+        held = max((rows.buffer.shape[2] for rows in self.buffers), default=0)
+        return max(slots, len(self.lengths)), held if held >= end else max(columns, end + end // 2, LEAST)
+
+    def flat_rows(self, count: int, buffer: Tensor) -> Tensor:
+        """[B * X * N], where new columns lie in [slots * X * columns, D]; made once for all buffers of a forward."""
+        heads, held = buffer.shape[1:3]
+        key = (heads, held, count, buffer.device)
+        if key not in self.flat:
+            first = torch.tensor(self.slots)[:, None, None] * heads + torch.arange(heads)[:, None]
+            places = torch.tensor(self.starts)[:, None, None] + torch.arange(count)
+            self.flat[key] = (first * held + places).flatten().to(buffer.device, non_blocking=True)
+        return self.flat[key]
+
+    @torch.inference_mode()
+    def keep(self, paths: Mapping[int, Sequence[int]]) -> None:
+        """Commit these of each slot's columns added last, in this order; the columns before stay where they are."""
+        moves = [
+            (slot, self.lengths[slot] + node, self.lengths[slot] + place)
+            for slot, path in paths.items()
+            for place, node in enumerate(path)
+            if place != node
+        ]
+        if moves:
+            self._move(*torch.tensor(moves).T)
+        for slot, path in paths.items():
+            self.lengths[slot] += len(path)
+
+    def _move(self, slots: Tensor, origin: Tensor, place: Tensor) -> None:
+        """Copy columns [M] to other places of their slots, all at once."""
+        rows: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        for buffer in (held.buffer for held in self.buffers if held.buffer.shape[2]):
+            heads, columns = buffer.shape[1:3]
+            if (heads, columns) not in rows:
+                first = (slots[:, None] * heads + torch.arange(heads)) * columns
+                both = torch.stack([first + origin[:, None], first + place[:, None]]).flatten(1).to(buffer.device)
+                rows[heads, columns] = both[0], both[1]
+            flat, (before, after) = buffer.view(-1, buffer.shape[3]), rows[heads, columns]
+            flat.index_copy_(0, after, flat.index_select(0, before))
+
+    @torch.inference_mode()
+    def swap(self, one: int, other: int) -> None:
+        """Exchange two slots."""
+        if one != other:
+            both, length = [one, other], max(self.lengths[one], self.lengths[other])
+            for buffer in (rows.buffer for rows in self.buffers if rows.buffer.shape[2]):
+                columns = min(length, buffer.shape[2])
+                buffer[both, :, :columns] = buffer[both[::-1], :, :columns]
+            self.lengths[one], self.lengths[other] = self.lengths[other], self.lengths[one]
+
+    @torch.inference_mode()
+    def reserve(self, slots: int, columns: int) -> None:
+        """Let the next allocation hold so many; what is allocated beyond twice of that is given back."""
+        self.reserved = slots, columns
+        self.lengths += [0] * (slots - len(self.lengths))
+        held = max(((rows.buffer.shape[0], rows.buffer.shape[2]) for rows in self.buffers), default=(0, 0))
+        if held[0] * held[1] > 2 * max(slots * columns, LEAST):
+            del self.lengths[slots:]
+            for rows in self.buffers:
+                rows.resize(slots, max(columns, LEAST))
+
+
+class TreeCache(SlotCache, Cache):
+    """A target's keys and values, and its tapped states beside them."""
+
+    def __init__(self, num_layers: int) -> None:
+        SlotCache.__init__(self)
+        layers: list[Any] = [_Layer(self) for _ in range(num_layers)]
+        Cache.__init__(self, layers=layers)
+        self.tapped = self.add()
+
+
+class _Layer(CacheLayerMixin):
+    """One layer's keys and values. Sliding layers keep everything too: their mask holds the window."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, owner: SlotCache) -> None:
+        super().__init__()
+        self.owner = owner
+        self.key_rows, self.value_rows = owner.add(), owner.add()
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: rows allocate themselves."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.key_rows.write(key_states), self.value_rows.write(value_states)
+
+    def get_seq_length(self) -> int:
+        return max(self.owner.starts)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return max(self.owner.starts) + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1

@@ -1,0 +1,299 @@
+"""The texts that are being written with one target, row by row: tokens, keys and values, tapped states."""
+
+# B rows of a forward, N tree nodes or new tokens, R tokens that are not committed, L taps, D target width, V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from eagle.core.drafter import Committed
+from eagle.core.tree import DraftTree, TargetOutput
+from eagle.core.verify import Choose
+from eagle.target.cache import TreeCache
+
+if TYPE_CHECKING:
+    from eagle.target.target import Target
+
+PREFILL_CHUNK = 1024  # tokens of a prompt's forward, padding included
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOutput:
+    """A prompt as it was read: its tapped states, and the target's output after its last token."""
+
+    tokens: list[int]
+    features: Tensor | None  # [T, L, D]
+    output: TargetOutput
+
+    def commit(self, choose: Choose) -> Committed:
+        """The prompt, with the token chosen after it."""
+        return Committed(torch.tensor(self.tokens), self.features, choose(self.output, [0])[0])
+
+
+class TargetState:
+    """Rows of text: `admit` a prompt, `read_prompts`, `read` a tree for each row, `keep` the accepted paths, `release`.
+
+    The rows that are written lie in the first slots, those whose prompts are still read behind them, and free slots,
+    which hold what was written last, at the end. A row's number is its owner's choice.
+    """
+
+    def __init__(self, target: Target, taps: tuple[int, ...] = (), max_tokens: int | None = None) -> None:
+        target.check_taps(taps)
+        self.target, self.taps, self.max_tokens = target, taps, max_tokens
+        self.cache = TreeCache(len(target.layers))
+        self.texts: list[list[int]] = [[]]  # of every slot
+        self.rows: list[int] = []  # in the first slots
+        self.needs: dict[int, int] = {}  # the columns that a row may come to
+        self.prompts: dict[int, list[int]] = {}  # to be read, in the order of their admission
+        self.written = 0  # how many rows are being written
+        self.trees: dict[int, DraftTree] = {}  # read last
+
+    # -- rows that come and go ----------------------------------------------------------------------------------------
+
+    def check_room(self, columns: int) -> None:
+        """Refuse a row that would not even fit alone."""
+        if self.max_tokens is not None and columns > self.max_tokens:
+            raise ValueError(
+                f"a prompt, its answer and a draft take up to {columns} tokens, the cache may hold {self.max_tokens}: "
+                "raise max_tokens_in_cache, lower max_new_tokens or shorten the prompt"
+            )
+
+    def fits(self, columns: int) -> bool:
+        """Whether a further row of so many columns fits beside the others, all as long as the longest."""
+        return (
+            self.max_tokens is None or (len(self.rows) + 1) * max(columns, *self.needs.values(), 0) <= self.max_tokens
+        )
+
+    def admit(self, row: int, prompt: list[int], room: int = 0) -> None:
+        """Take in a prompt, to be followed by up to `room` tokens; what a free slot shares is not read again."""
+        self.target.check_prompt(prompt)
+        with self.target.lock:
+            self.target.reader.check()
+        slot = len(self.rows)
+        self.needs[row] = len(prompt) + room
+        self._reserve(slot + 1)
+        shared = [self._shared(text, prompt) for text in self.texts[slot:]]
+        self._swap(slot, slot + shared.index(max(shared)))
+        self._cut(slot, max(shared))
+        self.rows.append(row)
+        self.prompts[row] = prompt
+
+    def begin(self, prompt: list[int], choose: Choose, room: int = 0, row: int = 0) -> Committed:
+        """Admit a prompt in the place of all other rows, and read it; with the token chosen after it."""
+        self.clear()
+        self.admit(row, prompt, room)
+        while not (outputs := self.read_prompts()):
+            pass
+        return outputs[row].commit(choose)
+
+    def release(self, row: int) -> None:
+        """Let a row go: its slot is free, and its text stays there until another takes it."""
+        slot = self.rows.index(row)
+        del self.needs[row]
+        self.prompts.pop(row, None)
+        if slot < self.written:  # the last row that is written takes its place, and the last that waits that one's
+            self.written -= 1
+            self._swap(slot, self.written)
+            slot = self.written
+        self._swap(slot, len(self.rows) - 1)
+        self.rows.pop()
+        if self.rows:
+            self._reserve(len(self.rows))
+
+    def clear(self) -> None:
+        """Let all rows go."""
+        self.rows, self.needs, self.prompts, self.written = [], {}, {}, 0
+
+    def _reserve(self, slots: int) -> None:
+        """Sizes for all that was admitted; the cache gives back what is far more than that."""
+        self.cache.reserve(slots, max(self.needs.values()))
+        count = len(self.cache.lengths)
+        self.texts = self.texts[:count] + [[] for _ in range(count - len(self.texts))]
+        self.texts = [text[:length] for text, length in zip(self.texts, self.cache.lengths, strict=True)]
+
+    def _swap(self, slot: int, other: int) -> None:
+        """Exchange two slots with the rows in them."""
+        if slot != other:
+            self.cache.swap(slot, other)
+            for column in (self.texts, self.rows):
+                if max(slot, other) < len(column):
+                    column[slot], column[other] = column[other], column[slot]  # type: ignore[index]
+
+    def _cut(self, slot: int, length: int) -> None:
+        """Forget what lies in a slot behind so many tokens."""
+        self.texts[slot] = self.texts[slot][:length]
+        self.cache.lengths[slot] = length
+
+    def _shared(self, text: list[int], prompt: list[int]) -> int:
+        """How many tokens of a slot's text need not be read again for a prompt, whose last token always is."""
+        border = self.target.border
+        if (len(text) > border) != (len(prompt) > border):
+            return 0
+        return min(_common_prefix(text, prompt), len(prompt) - 1)
+
+    # -- forwards -----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def read_prompts(self, most: int | None = None) -> dict[int, PromptOutput]:
+        """One forward over prompts, of up to `most` tokens with padding; the outputs of those that are read now."""
+        most = PREFILL_CHUNK if most is None else most
+        rows, left = list[int](), list[list[int]]()
+        for row, prompt in self.prompts.items():
+            tokens = prompt[self.length(row) :]
+            if rows and (self.target.is_alone(len(prompt)) or (len(rows) + 1) * max(map(len, [*left, tokens])) > most):
+                break
+            rows, left = [*rows, row], [*left, tokens]
+            if self.target.is_alone(len(prompt)):
+                break
+        if not rows:
+            return {}
+        if len(self.prompts[rows[0]]) <= self.target.border:  # one set of frequencies reads a text beyond it
+            left[0] = left[0][:most]
+        logits = self.extend(dict(zip(rows, left, strict=True)))
+        ended = [row for row in rows if self.length(row) == len(self.prompts[row])]
+        return {row: self._end_prompt(row, logits[row]) for row in ended}
+
+    def _end_prompt(self, row: int, logits: Tensor) -> PromptOutput:
+        """What was read, the row being among those that are written from here on."""
+        prompt = self.prompts.pop(row)
+        slot = self.rows.index(row)
+        features = None
+        if self.taps:
+            features = self.cache.tapped.buffer[slot, :, : len(prompt)].transpose(0, 1).clone()
+        self._swap(slot, self.written)
+        self.written += 1
+        output = TargetOutput(DraftTree.chain(prompt[-1:]), logits[None], None, [len(prompt)], prompt[:-1])
+        return PromptOutput(prompt, features, output)
+
+    @torch.inference_mode()
+    def extend(self, tokens: Mapping[int, list[int]]) -> dict[int, Tensor]:
+        """Read and commit these tokens of some rows; of each [V], the logits after the last of them."""
+        rows = sorted(tokens, key=self.rows.index)
+        slots, sizes = [self.rows.index(row) for row in rows], [len(tokens[row]) for row in rows]
+        starts, count = [self.cache.lengths[slot] for slot in slots], max(sizes)
+        for start, size in zip(starts, sizes, strict=True):
+            self._check_border(start, start + size)
+        padded = torch.tensor([[*tokens[row], *[0] * (count - len(tokens[row]))] for row in rows])
+        steps = torch.arange(count).expand(len(rows), -1)
+        # padding stands where the last token does: the model may have no later position
+        steps = steps if min(sizes) == count else torch.minimum(steps, torch.tensor(sizes)[:, None] - 1)
+        hidden, _ = self._forward(slots, padded, torch.tensor(starts)[:, None] + steps, None)
+        for row, slot, size in zip(rows, slots, sizes, strict=True):
+            self.texts[slot] += tokens[row]
+            self.cache.lengths[slot] += size
+        last = hidden[:, -1] if min(sizes) == count else hidden[range(len(rows)), [size - 1 for size in sizes]]
+        return dict(zip(rows, self.target.head.logits(last), strict=True))
+
+    @torch.inference_mode()
+    def read(self, trees: Mapping[int, DraftTree]) -> dict[int, TargetOutput]:
+        """One forward over a tree for each row: a node sees its row's committed text, its ancestors and itself."""
+        outputs: dict[int, TargetOutput] = {}
+        for rows in self._groups(sorted(trees, key=self.rows.index)):
+            outputs |= self._read([(row, trees[row]) for row in rows])
+        self.trees = dict(trees)
+        return outputs
+
+    def _read(self, trees: list[tuple[int, DraftTree]]) -> dict[int, TargetOutput]:
+        """The outputs of rows that may share a forward."""
+        slots, sizes = [self.rows.index(row) for row, _ in trees], [len(tree) for _, tree in trees]
+        starts, count = [self.cache.lengths[slot] for slot in slots], max(sizes)
+        tokens = torch.zeros(len(trees), count, dtype=torch.long)
+        places, seen = [], None
+        if not all(tree.is_chain for _, tree in trees):
+            seen = torch.eye(count, dtype=torch.bool).repeat(len(trees), 1, 1)
+        for number, (start, (_, tree)) in enumerate(zip(starts, trees, strict=True)):
+            size, depths = len(tree), tree.depths()
+            self._check_border(start, start + max(depths) + 1)
+            tokens[number, :size] = tree.tokens
+            places.append([start + depth for depth in depths] + [start] * (count - size))
+            if seen is not None:
+                seen[number, :size, :size] = tree.ancestors()
+        hidden, states = self._forward(slots, tokens, torch.tensor(places), seen)
+        real = [number * count + node for number, size in enumerate(sizes) for node in range(size)]
+        flat = hidden.flatten(0, 1)
+        logits = self.target.head.logits(flat if len(real) == len(flat) else flat[real]).split(sizes)
+        outputs = {}
+        for number, (row, tree) in enumerate(trees):
+            features = None if states is None else states[number, :, : len(tree)].transpose(0, 1)
+            after = [place + 1 for place in places[number][: len(tree)]]
+            outputs[row] = TargetOutput(tree, logits[number], features, after, self.texts[slots[number]])
+        return outputs
+
+    def keep(self, paths: Mapping[int, Sequence[int]]) -> None:
+        """Commit a path of each row's tree and drop all other nodes from the cache, in place."""
+        tokens = {row: self.trees[row].tokens.tolist() for row in paths}
+        self.keep_columns(paths, {row: [tokens[row][node] for node in path] for row, path in paths.items()})
+
+    def keep_columns(self, columns: Mapping[int, Sequence[int]], tokens: Mapping[int, list[int]]) -> None:
+        """Commit some columns of each row that were read last, which hold these tokens."""
+        self.cache.keep({self.rows.index(row): kept for row, kept in columns.items()})
+        for row, kept in tokens.items():
+            self.texts[self.rows.index(row)] += kept
+
+    @torch.inference_mode()
+    def ahead(self, rows: Sequence[int], tokens: Tensor, depths: list[int], seen: Tensor) -> Tensor:
+        """[B, K, V] logits of the last K tokens [B, K] of drafts, which see `seen` [B, K, R] of R; none is committed.
+
+        Of each draft the one numbered i stands `depths[i]` positions behind the text; earlier calls have read those
+        before the last K.
+        """
+        slots = [self.rows.index(row) for row in rows]
+        starts = torch.tensor([self.cache.lengths[slot] for slot in slots])
+        hidden, _ = self._forward(slots, tokens, starts[:, None] + torch.tensor(depths), seen)
+        return self.target.head.logits(hidden)
+
+    def _forward(
+        self, slots: list[int], tokens: Tensor, positions: Tensor, seen: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The LM head's input [B, N, D] and the tapped states [B, L, N, D] at tokens [B, N]; see `TreeReader`."""
+        cache, reader = self.cache, self.target.reader
+        unread = positions.shape[1] - tokens.shape[1]
+        cache.aim(slots, [cache.lengths[slot] + unread for slot in slots])
+        tapping: Any = reader.tapping(self.taps) if self.taps else nullcontext({})
+        with self.target.lock, tapping as tapped:
+            tapped[-1] = reader(tokens, positions, seen, cache)
+        if not self.taps:
+            return tapped[-1], None
+        states = torch.stack([tapped[tap].to(self.target.device) for tap in self.taps], dim=1)
+        cache.tapped.write(states)
+        return tapped[-1], states
+
+    # -- lengths ------------------------------------------------------------------------------------------------------
+
+    def length(self, row: int) -> int:
+        """A row's committed tokens."""
+        return self.cache.lengths[self.rows.index(row)]
+
+    def text(self, row: int) -> list[int]:
+        """A row's committed tokens."""
+        return self.texts[self.rows.index(row)]
+
+    def levels(self, row: int, wanted: int) -> int:
+        """How many of the wanted draft levels fit: no draft may cross the border of longrope frequencies."""
+        start, border = self.length(row), self.target.border
+        return wanted if start > border or start + 1 + wanted <= border else int(border) - start - 1
+
+    def _groups(self, rows: list[int]) -> list[list[int]]:
+        """The rows of each forward: all together, but for models whose positions depend on a batch's longest text."""
+        alone = [row for row in rows if self.target.is_alone(self.length(row))]
+        together = [row for row in rows if row not in alone]
+        return [[row] for row in alone] + ([together] if together else [])
+
+    def _check_border(self, start: int, end: int) -> None:
+        border, kind = self.target.border, self.target.config.model_type
+        if 0 < start <= border < end:  # one set of frequencies must read the whole text
+            raise ValueError(
+                f"{kind} reads texts of more than {border} tokens with other rotary frequencies throughout, and so "
+                f"cannot grow from {start} tokens to {end}: keep prompt and max_new_tokens within {border} together, "
+                "or begin with a prompt that is longer than that"
+            )
+
+
+def _common_prefix(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
