@@ -121,9 +121,10 @@ class TargetState:
         """Exchange two slots with the rows in them."""
         if slot != other:
             self.cache.swap(slot, other)
-            for column in (self.texts, self.rows):
-                if max(slot, other) < len(column):
-                    column[slot], column[other] = column[other], column[slot]  # type: ignore[index]
+            texts, rows = self.texts, self.rows
+            texts[slot], texts[other] = texts[other], texts[slot]
+            if max(slot, other) < len(rows):
+                rows[slot], rows[other] = rows[other], rows[slot]
 
     def _cut(self, slot: int, length: int) -> None:
         """Forget what lies in a slot behind so many tokens."""
