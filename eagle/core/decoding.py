@@ -100,7 +100,7 @@ class Decoding:
         """New tokens by number: of prompts read now the first, of the other texts what their next cycle commits."""
         self._admit()
         writing = [row for row in self.rows.values() if row.pending or row.trace.cycles]
-        new = self._read_prompts(PROMPT_TOKENS if writing else None)
+        new = self._read_prompts(PROMPT_TOKENS if writing else None) if self.state.prompts else []
         if writing:
             new += self._cycle(writing)
         for number, _ in new:
