@@ -112,7 +112,8 @@ class TargetState:
 
     def _reserve(self, slots: int) -> None:
         """Sizes for all that was admitted; the cache gives back what is far more than that."""
-        self.cache.reserve(slots, max(self.needs.values()))
+        columns = max(*self.needs.values(), *self.cache.lengths[: len(self.rows)], 0)
+        self.cache.reserve(slots, columns, self.max_tokens)
         count = len(self.cache.lengths)
         self.texts = self.texts[:count] + [[] for _ in range(count - len(self.texts))]
         self.texts = [text[:length] for text, length in zip(self.texts, self.cache.lengths, strict=True)]

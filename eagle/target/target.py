@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from eagle.core.sampling import refuse_fields
-from eagle.core.verify import Sampling
+from eagle.core.verify import Choose, Sampling
 from eagle.device import best_device, fastest_dtype, in_dtype
 from eagle.target.attention import Masks, rope_border
 from eagle.target.borrowed import borrow_head
@@ -162,6 +162,12 @@ class Target:
     def forget(self) -> None:
         """Drop the text that was closed last; needed after the model's weights have changed."""
         self.spare = None
+
+    def cache_bytes(self, tokens: int, taps: tuple[int, ...] = ()) -> int:
+        """The memory that a cache of so many tokens takes: that of `max_tokens_in_cache`, for one."""
+        state = TargetState(self, taps)
+        state.begin([0], Choose(Sampling()))
+        return tokens * state.cache.column_bytes
 
     def is_alone(self, length: int) -> bool:
         """Whether a text of this length must be read by itself: its positions would change with a longer one beside."""
