@@ -30,8 +30,8 @@ from eagle.target.loading import parse_dtype
 
 BATCHES = (4, 8, 16)
 NEW_TOKENS = 64
-LONGEST = 256  # tokens of a real prompt, and of a real answer
-WAVES = 4  # batches of texts of real lengths
+LONGEST = 256, 1024  # tokens of a real prompt, and of a real answer
+WAVES, REAL_ROUNDS = 4, 2  # batches of texts of real lengths in a round, and rounds
 
 Text = tuple[list[int], int]  # a prompt, and how long its answer is
 
@@ -91,9 +91,9 @@ def real_texts(target: Target, chats: Path) -> list[Text]:
     texts: list[Text] = []
     for chat in read_conversations(str(chats), Tally()):
         if len(chat.messages) > 1 and [turn["role"] for turn in chat.messages[:2]] == ["user", "assistant"]:
-            prompt = target.chat(chat.messages[:1])[-LONGEST:]
+            prompt = target.chat(chat.messages[:1])[-LONGEST[0] :]
             count = len(target.tokenizer.encode(chat.messages[1]["content"], add_special_tokens=False))
-            texts.append((prompt, min(max(count, 1), LONGEST)))
+            texts.append((prompt, min(max(count, 1), LONGEST[1])))
     return texts
 
 
@@ -205,7 +205,7 @@ def measure(model: Path, texts: Path, rounds: int, dtype: str) -> dict[str, Any]
         waves = [equal_texts(target, size, seed=round) for round in range(rounds)]
         figures[f"B = {size}, answers of {NEW_TOKENS} tokens"] = compare(plain, target, waves, size)
         count = WAVES * size
-        waves = [real[number * count : (number + 1) * count] for number in range(min(rounds, len(real) // count))]
+        waves = [real[number * count : (number + 1) * count] for number in range(min(rounds, REAL_ROUNDS))]
         figures[f"B = {size}, answers of real lengths"] = compare(plain, target, waves, size)
     return figures
 
