@@ -160,12 +160,12 @@ def test_begin_forgets(name: str, sampling: Sampling, tiny_target: Target) -> No
 def test_noise_is_that_of_the_places_that_are_drafted_for(name: str, tiny_target: Target) -> None:
     """What follows a root behind n tokens stands at place n + 1; two tokens more, and it stands two places further."""
     drafter, choose = drafter_of(name, tiny_target), Choose(SAMPLINGS[2])
-    drafter.begin(choose.offer(tiny_target.vocab_size, tiny_target.device))
-    news = tiny_target.begin([5, 6, 7, 5, 6], choose, drafter.taps)
+    text = drafter.begin(choose.offer(tiny_target.vocab_size, tiny_target.device))
+    news = tiny_target.open(drafter.taps).begin([5, 6, 7, 5, 6], choose)
     more = Committed(torch.tensor([7, 8]), None if news.features is None else news.features[:2], 9)
     for told, first in ((Committed(news.tokens, news.features, 7), 6), (more, 8)):
         choose.noise.forget(99)
-        drafter.propose(told, Budget(8, 3, 2))
+        text.propose(told, Budget(8, 3, 2))
         assert sorted(choose.noise.rows) == [first, first + 1, first + 2]
 
 
@@ -174,9 +174,8 @@ def test_noise_is_that_of_the_places_that_are_drafted_for(name: str, tiny_target
 def test_trees_are_rooted_and_within_budget(name: str, budget: Budget, tiny_target: Target) -> None:
     """The root is the token that the target chose; nodes, levels and children stay within the budget."""
     drafter, prompt = drafter_of(name, tiny_target), [5, 6, 7, 5, 6]
-    drafter.begin(None)
-    news = tiny_target.begin(prompt, Choose(Sampling()), drafter.taps)
-    tree = drafter.propose(Committed(news.tokens, news.features, 7), budget)
+    news = tiny_target.open(drafter.taps).begin(prompt, Choose(Sampling()))
+    tree = drafter.begin(None).propose(Committed(news.tokens, news.features, 7), budget)
     assert int(tree.tokens[0]) == 7
     assert len(tree) - 1 <= budget.nodes
     assert max(tree.depths()) <= budget.depth
@@ -267,8 +266,8 @@ def test_save_and_load_give_the_same_proposal(name: str, tiny_target: Target, tm
     prompt = tiny_target.chat(ASKED)
     drafts = []
     for drafter in (head.bind(tiny_target.head), loaded):
-        drafter.begin(None)
-        drafts.append(drafter.propose(tiny_target.begin(prompt, Choose(Sampling()), drafter.taps), Budget(12, 4, 3)))
+        update = tiny_target.open(drafter.taps).begin(prompt, Choose(Sampling()))
+        drafts.append(drafter.begin(None).propose(update, Budget(12, 4, 3)))
     assert torch.equal(drafts[0].tokens, drafts[1].tokens)
     assert torch.equal(drafts[0].parents, drafts[1].parents)
 
