@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from eagle import Budget, Sampling, Target, generate, load_drafter
+from eagle import Budget, Sampling, Target, Trace, generate, load_drafter, stream
 from eagle.core.drafter import Committed, TrainableDrafter
 from eagle.core.tree import PUBLISHED_TREE, best_tree, chain_paths
 from eagle.core.verify import Choose, warp
@@ -154,6 +154,52 @@ def test_begin_forgets(name: str, sampling: Sampling, tiny_target: Target) -> No
         for drafter in (used, drafter_of(name, tiny_target))
     ]
     assert traces[0].cycles == traces[1].cycles
+
+
+BESIDE = [ASKED, "Why is the sky blue?", "Who?"]  # of three lengths
+
+
+def drafted_alone(name: str, sampling: Sampling, target: Target) -> list[Trace]:
+    """Three answers, one after the other, each with a drafter of its own."""
+    options: dict[str, Any] = {"max_new_tokens": 12, "stop": []}
+    return [
+        generate(
+            target, drafter_of(name, target), target.chat(asked), sampling=replace(sampling, request=row), **options
+        )
+        for row, asked in enumerate(BESIDE)
+    ]
+
+
+def drafted_beside(name: str, sampling: Sampling, target: Target) -> list[Trace]:
+    """The same in one batch of one drafter."""
+    prompts = [target.chat(asked) for asked in BESIDE]
+    options: dict[str, Any] = {"sampling": sampling, "max_new_tokens": 12, "stop": [], "batch_size": 3}
+    return generate(target, drafter_of(name, target), prompts, **options)
+
+
+@pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[2]], ids=["greedy", "T=1"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_texts_side_by_side_are_as_each_alone(name: str, sampling: Sampling, tiny_target: Target) -> None:
+    """Cycle by cycle: a batch of three, and two streams on one drafter that are asked in turn."""
+    alone, drafter = drafted_alone(name, sampling, tiny_target), drafter_of(name, tiny_target)
+    beside = drafted_beside(name, sampling, tiny_target)
+    assert [(trace.tokens, trace.cycles) for trace in beside] == [(trace.tokens, trace.cycles) for trace in alone]
+    traces = [Trace([]), Trace([])]
+    streams = [
+        stream(
+            tiny_target,
+            drafter,
+            alone[row].prompt,
+            sampling=replace(sampling, request=row),
+            max_new_tokens=12,
+            stop=[],
+            trace=trace,
+        )
+        for row, trace in enumerate(traces)
+    ]
+    for _ in zip_longest(*streams):
+        pass
+    assert [(trace.tokens, trace.cycles) for trace in traces] == [(trace.tokens, trace.cycles) for trace in alone[:2]]
 
 
 @pytest.mark.parametrize("name", LAWFUL)
