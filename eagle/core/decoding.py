@@ -183,7 +183,7 @@ class Decoding:
     def _budgets(self, levels: dict[int, int]) -> dict[int, Budget]:
         """The budget of each row, at most so many levels deep."""
         share = getattr(self.budget, "share", None)
-        if share is not None:
+        if callable(share):
             return share(levels, {number: self.state.length(number) for number in levels})
         return {number: self.budget.within(depth) for number, depth in levels.items()}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from eagle.core.drafter import Committed
 from eagle.core.tree import DraftTree, TargetOutput
 from eagle.core.verify import Choose
 from eagle.target.cache import TreeCache
-
-if TYPE_CHECKING:
-    from eagle.target.target import Target
 
 PREFILL_CHUNK = 1024  # tokens of a prompt's forward, padding included
 
@@ -43,7 +40,7 @@ class TargetState:
     which hold what was written last, at the end. A row's number is its owner's choice.
     """
 
-    def __init__(self, target: Target, taps: tuple[int, ...] = (), max_tokens: int | None = None) -> None:
+    def __init__(self, target: Any, taps: tuple[int, ...] = (), max_tokens: int | None = None) -> None:
         target.check_taps(taps)
         self.target, self.taps, self.max_tokens = target, taps, max_tokens
         self.cache = TreeCache(len(target.layers))

@@ -148,7 +148,8 @@ class Target:
         It may hold the text that was `close`d last, so that what a prompt shares with it need not be read again.
         `max_tokens` is the most that its cache may hold, in columns times rows.
         """
-        spare, self.spare = self.spare, None
+        with self.lock:
+            spare, self.spare = self.spare, None
         if spare is not None and spare.taps == taps and max_tokens is None:
             return spare
         return TargetState(self, taps, max_tokens)

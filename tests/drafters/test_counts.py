@@ -72,7 +72,8 @@ def test_what_is_saved_is_loaded(method: type[CountDrafter], tiny_target: Target
         assert torch.equal(loaded.tables.tensors()[name], row)
     assert loaded.tables.tokenizer == tables.tokenizer
     news, budget = Committed(torch.tensor([4, 5]), None, 6), Budget(8, 4, 3)
-    assert torch.equal(loaded.propose(news, budget).tokens, method(tables).propose(news, budget).tokens)
+    trees = [drafter.begin().propose(news, budget) for drafter in (loaded, method(tables))]
+    assert torch.equal(trees[0].tokens, trees[1].tokens)
     config = json.loads((tmp_path / "deep/a/config.json").read_text())
     assert config == {
         "kind": method.kind,
@@ -169,11 +170,11 @@ def test_a_target_that_is_the_table_accepts_whole_branches(
 ) -> None:
     """Cycle after cycle, greedy, sharing the noise and drawn: what is drafted is where the target will look."""
     drafter, choose, text = method(some_tables(V)), Choose(sampling), [3, 1, 4]
-    drafter.propose(Committed(torch.arange(9), None, 5), budget)  # of a text that `begin` forgets
-    drafter.begin(choose.offer(V, torch.device("cpu")))
+    drafter.begin().propose(Committed(torch.arange(9), None, 5), budget)  # another text
+    draft = drafter.begin(choose.offer(V, torch.device("cpu")))
     news = Committed(torch.tensor(text), None, 5)
     for _ in range(4):
-        tree = drafter.propose(news, budget)
+        tree = draft.propose(news, budget)
         positions = [len(text) + 1 + depth for depth in tree.depths()]
         path, root = verify(TargetOutput(tree, drafter.logits(tree.tokens), None, positions, text), choose)
         assert len(path) == 1 + max(tree.depths())
@@ -186,8 +187,8 @@ def drawn_trees(drafter: CountDrafter, root: int, sampling: Sampling, paths: Pat
     size, width = drafter.tables.vocab_size, 1 + max(rank for path in paths for rank in path)
 
     def draw(chance: Any) -> Any:
-        drafter.begin(Scripted(sampling, size, chance, width))
-        return drafter.propose(Committed(torch.tensor([1, 2]), None, root), Budget.fixed(paths, "sampled"))
+        draft = drafter.begin(Scripted(sampling, size, chance, width))
+        return draft.propose(Committed(torch.tensor([1, 2]), None, root), Budget.fixed(paths, "sampled"))
 
     for tree, weight in every_outcome(draw):
         yield tree, texts_of(tree), weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import (
 )
 
 from eagle import Budget, Sampling, Target, generate, load_drafter
-from eagle.core.drafter import Committed
+from eagle.core.drafter import Committed, Drafter, Noise
 from eagle.core.tree import DraftTree, chain_paths
 from eagle.data.examples import Batch
 from eagle.device import in_dtype
@@ -48,6 +49,24 @@ def model_of(layers: int, seed: int, vocab_size: int = 48, **more: Any) -> Any:
 def drafter_of(model: Any, target: Target) -> DraftModel:
     """The model as a drafter of the target."""
     return DraftModel(DraftModelSettings(), model.config, model).bind(target.head)
+
+
+class Watched(Drafter):
+    """A drafter whose every tree is looked at."""
+
+    def __init__(self, drafter: Drafter, check: Callable[[Committed, DraftTree], None]) -> None:
+        self.drafter, self.check = drafter, check
+
+    def begin(self, noise: Noise | None = None) -> Any:
+        """A text of the drafter's."""
+        self.text = self.drafter.begin(noise)
+        return self
+
+    def propose(self, news: Committed, budget: Budget) -> DraftTree:
+        """The drafter's tree, once it was looked at."""
+        tree = self.text.propose(news, budget)
+        self.check(news, tree)
+        return tree
 
 
 @pytest.fixture(scope="module")
@@ -88,22 +107,19 @@ def test_chains_are_the_models_own_continuation(kind: str, target: Target, alike
         model = AutoModelForCausalLM.from_config(config).eval()
         model.load_state_dict(alike.state_dict())
     drafter, text, counts = drafter_of(model, target), list[int](), set[int]()
-    propose = drafter.propose
 
-    def checked(news: Committed, budget: Budget) -> DraftTree:
-        tree = propose(news, budget)
+    def check(news: Committed, tree: DraftTree) -> None:
         text.extend(news.tokens.tolist())
         counts.add(len(news.tokens) - 1)
         said = [*text, news.root]
         for drafted in tree.tokens.tolist()[1:]:
             assert drafted == int(own_logits(model, said)[-1].argmax())
             said.append(drafted)
-        return tree
 
-    drafter.propose = checked  # type: ignore[method-assign]
+    watched = Watched(drafter, check)
     for prompt in (PROMPT, PROMPT[::-1], [40, 3], [17]):
         text.clear()
-        generate(target, drafter, prompt, budget=Budget.fixed(chain_paths(3)), max_new_tokens=40, stop=[])
+        generate(target, watched, prompt, budget=Budget.fixed(chain_paths(3)), max_new_tokens=40, stop=[])
     assert {0, 3} <= counts  # all of a draft was kept, and nothing of one
 
 
@@ -115,10 +131,8 @@ def test_trees_hold_what_the_model_says_on_each_path(budget: Budget) -> None:
     """
     target, alike = Target(model_of(3, 0, 6)), resembling(model_of(3, 0, 6), 0.3)
     drafter, text = drafter_of(alike, target), list[int]()
-    propose = drafter.propose
 
-    def checked(news: Committed, budget: Budget) -> DraftTree:
-        tree = propose(news, budget)
+    def check(news: Committed, tree: DraftTree) -> None:
         text.extend(news.tokens.tolist())
         for node, children in enumerate(tree.children()):
             path = [int(tree.tokens[step]) for step in tree.path(node)]
@@ -128,17 +142,16 @@ def test_trees_hold_what_the_model_says_on_each_path(budget: Budget) -> None:
                 assert set(drafted) <= set(best)
             else:
                 assert drafted == best[: len(drafted)]
-        return tree
 
-    drafter.propose = checked  # type: ignore[method-assign]
+    watched = Watched(drafter, check)
     for prompt in ([1, 2, 3], [5], [4, 4, 0, 2]):
         text.clear()
-        generate(target, drafter, prompt, budget=budget, max_new_tokens=30, stop=[])
+        generate(target, watched, prompt, budget=budget, max_new_tokens=30, stop=[])
 
 
 def test_a_model_that_was_not_asked_reads_what_it_missed(target: Target, alike: Any) -> None:
     """News that comes late gives the same draft as news that comes in time."""
-    patient, asked = drafter_of(alike, target), drafter_of(alike, target)
+    patient, asked = drafter_of(alike, target).begin(), drafter_of(alike, target).begin()
     pieces = [Committed(torch.tensor(part), None, root) for part, root in ((PROMPT, 3), ([3, 4], 8), ([8], 11))]
     budget = Budget.fixed(chain_paths(4))
     drafts = [asked.propose(piece, budget) for piece in pieces]

@@ -101,9 +101,9 @@ def drafted_logits(head: Eagle1, text: Tensor, features: Tensor, pieces: list[in
 
     with patch.context() as inner:
         inner.setattr(unrolled, "grow", keep)
-        head.begin()
+        draft = head.begin()
         for start, end in pairwise(pieces):
-            head.propose(Committed(text[start:end], features[start:end], int(text[end])), Budget(8, 3, 3))
+            draft.propose(Committed(text[start:end], features[start:end], int(text[end])), Budget(8, 3, 3))
     return dict(zip(pieces[1:], kept, strict=True))
 
 
@@ -263,9 +263,8 @@ def test_an_unsupervised_label_changes_no_gradient(head: Eagle1, batch: Batch, t
 def drafted(head: Eagle1, target: Target, budget: Budget, noise: Any = None) -> tuple[Tensor, Tensor, DraftTree]:
     """The tokens and features that the head has read after a prompt, and its tree."""
     prompt = target.chat("What does copy do?")
-    news = target.begin(prompt, Choose(Sampling()), (-1,))
-    head.begin(noise)
-    tree = head.propose(news, budget)
+    news = target.open((-1,)).begin(prompt, Choose(Sampling()))
+    tree = head.begin(noise).propose(news, budget)
     return torch.tensor([*prompt[1:], news.root]), news.features[:, 0], tree
 
 

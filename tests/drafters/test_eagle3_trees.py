@@ -48,9 +48,8 @@ def head(request: pytest.FixtureRequest, tiny_target: Target, vocab_file: Path) 
 
 def drafted(head: Any, target: Target, budget: Budget, noise: Any = None) -> tuple[Committed, DraftTree]:
     """What the head has read after a prompt, and its tree."""
-    news = target.begin(target.chat("What does copy do?"), Choose(Sampling()), head.taps)
-    head.begin(noise)
-    return news, head.propose(news, budget)
+    news = target.open(head.taps).begin(target.chat("What does copy do?"), Choose(Sampling()))
+    return news, head.begin(noise).propose(news, budget)
 
 
 class Truth:

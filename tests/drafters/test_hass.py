@@ -78,7 +78,7 @@ def test_noise_is_on_what_the_first_step_reads_alone(batch: Batch) -> None:
 def test_it_drafts_as_eagle1_does(batch: Batch) -> None:
     """The same tree from the same weights."""
     news = Committed(batch.tokens[:9], batch.select_taps((-1,))[:9], 7)
-    trees = [head.bind(frozen_head(torch.float32)).propose(news, Budget(12, 4, 3)) for head in heads()]
+    trees = [head.bind(frozen_head(torch.float32)).begin().propose(news, Budget(12, 4, 3)) for head in heads()]
     assert trees[0].tokens.equal(trees[1].tokens) and trees[0].parents.equal(trees[1].parents)
 
 

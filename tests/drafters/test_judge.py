@@ -81,8 +81,8 @@ def counted_by_drafting(head: Eagle1, target: Target, batch: Batch, paths: Paths
     for text, features, mask in zip(*(column.split(batch.lengths) for column in columns), strict=True):
         choices = target.head.logits(features[:, 0]).argmax(-1).tolist()
         for slot in (mask.nonzero()[:, 0] - 2).tolist():
-            head.begin()
-            tree = head.propose(Committed(text[: slot + 1], features[: slot + 1], int(text[slot + 1])), budget)
+            update = Committed(text[: slot + 1], features[: slot + 1], int(text[slot + 1]))
+            tree = head.begin().propose(update, budget)
             known = [slot + 1]  # places whose choice the text tells
             while known[-1] + 2 < len(text) and mask[known[-1] + 2] and int(text[known[-1] + 1]) == choices[known[-1]]:
                 known.append(known[-1] + 1)

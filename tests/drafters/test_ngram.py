@@ -20,10 +20,9 @@ PICKS = st.sampled_from(["recent", "frequent"])
 
 def told(drafter: Any, text: list[int], cuts: set[int], budget: Budget) -> DraftTree:
     """The last tree, when the text is committed in pieces; its last token is the root."""
-    drafter.begin()
-    start, tree = 0, None
+    draft, start, tree = drafter.begin(), 0, None
     for root in sorted({cut for cut in cuts if 0 < cut < len(text) - 1} | {len(text) - 1}):
-        tree = drafter.propose(Committed(torch.tensor(text[start:root], dtype=torch.long), None, text[root]), budget)
+        tree = draft.propose(Committed(torch.tensor(text[start:root], dtype=torch.long), None, text[root]), budget)
         start = root
     assert tree is not None
     return tree

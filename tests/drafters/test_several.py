@@ -42,13 +42,13 @@ class Heard(Drafter):
 
     def begin(self, noise: Noise | None = None) -> Any:
         """A new sequence."""
-        self.inner.begin(noise)
+        self.text = self.inner.begin(noise)
         return self
 
     def propose(self, news: Committed, budget: Budget) -> DraftTree:
         """What the drafter says."""
         self.news.append(news)
-        self.trees.append(self.inner.propose(news, budget))
+        self.trees.append(self.text.propose(news, budget))
         return self.trees[-1]
 
 
@@ -92,7 +92,7 @@ def test_a_head_drafts_what_it_would_alone(name: str, tiny_target: Target) -> No
     moody = Moody(text, taps=(1,))  # so that the head's own layers are not the first
     generate(tiny_target, FirstOf([moody, head]), prompt, max_new_tokens=20, stop=[])
     assert len(head.trees) > 2 and max(len(news.tokens) for news in head.news[1:]) > 2
-    alone, features = head_of(name, tiny_target), tiny_target.features(torch.tensor([text]), head.taps)[0]
+    alone, features = head_of(name, tiny_target).begin(), tiny_target.features(torch.tensor([text]), head.taps)[0]
     ends = set(accumulate(len(news.tokens) for news in head.news))
     drafts, seen = [], 0
     for end in range(len(prompt), max(ends) + 1):  # token by token
@@ -109,8 +109,7 @@ def test_a_head_drafts_what_it_would_alone(name: str, tiny_target: Target) -> No
 def test_it_is_silent_where_all_are(tiny_target: Target) -> None:
     """Nobody has anything to say: the root alone; and a list of nobody is refused."""
     several = FirstOf([NgramDrafter(), NgramDrafter(longest=2)])
-    several.begin()
-    assert len(several.propose(Committed(torch.tensor([1, 2, 3]), None, 4), Budget())) == 1
+    assert len(several.begin().propose(Committed(torch.tensor([1, 2, 3]), None, 4), Budget())) == 1
     with pytest.raises(ValueError, match="expected at least one"):
         FirstOf([])
 

@@ -113,8 +113,11 @@ def pieces(text: list[int], cut: int) -> list[Committed]:
 
 def told(drafter: SuffixDrafter, text: list[int], budget: Budget, cut: int = 0) -> DraftTree:
     """The tree behind the last token, of a request that begins with this text."""
-    drafter.begin()
-    return [drafter.propose(news, budget) for news in pieces(text, cut)][-1]
+    state = drafter.open()
+    state.admit(0)
+    trees = [state.propose({0: news}, {0: budget})[0] for news in pieces(text, cut)]
+    state.release(0)
+    return trees[-1]
 
 
 @settings(max_examples=80, deadline=None)
@@ -182,7 +185,6 @@ def test_no_more_is_remembered_than_was_asked_for() -> None:
     drafter = SuffixDrafter(remember=20)
     for start in range(100, 200, 10):
         ASK(drafter, [1, *range(start, start + 5)], cut=1)
-        drafter.begin()
         assert len(drafter.memory) <= 20
         assert drafted(ASK(drafter, [1, start, start + 1])) == [start + 2, start + 3, start + 4]
     assert drafted(ASK(drafter, [1, 100, 101])) == []

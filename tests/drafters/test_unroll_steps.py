@@ -54,10 +54,10 @@ def drafted_logits(head: Any, text: Example, pieces: list[int], patch: pytest.Mo
 
     with patch.context() as inner:
         inner.setattr(unrolled, "grow", forced)
-        head.begin()
+        draft = head.begin()
         for start, committed in pairwise(pieces):
             news = Committed(tokens[start:committed], features[start:committed], int(tokens[committed]))
-            head.propose(news, Budget(8, 3, 3))
+            draft.propose(news, Budget(8, 3, 3))
     return kept
 
 
