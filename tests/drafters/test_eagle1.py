@@ -20,9 +20,9 @@ from eagle.core.verify import Choose, warp
 from eagle.data.examples import Batch
 from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.parts import feature_head as network
-from eagle.drafters.parts import spans
+from eagle.drafters.parts import head_state, spans
 from eagle.drafters.parts import unroll as unrolled
-from eagle.drafters.parts.growth import grow
+from eagle.drafters.parts.growth import grow_rows
 from eagle.drafters.parts.objectives import distillation_loss
 from tests.enumerate_law import texts_of
 
@@ -95,12 +95,12 @@ def drafted_logits(head: Eagle1, text: Tensor, features: Tensor, pieces: list[in
     """By committed length, the logits after the root when the text comes in these pieces."""
     kept: list[Tensor] = []
 
-    def keep(root: int, logits: Tensor, *rest: Any) -> DraftTree:
-        kept.append(logits)
-        return grow(root, logits, *rest)
+    def keep(seeds: Any, logits: Tensor, *rest: Any) -> list[DraftTree]:
+        kept.append(logits[0])
+        return grow_rows(seeds, logits, *rest)
 
     with patch.context() as inner:
-        inner.setattr(unrolled, "grow", keep)
+        inner.setattr(head_state, "grow_rows", keep)
         draft = head.begin()
         for start, end in pairwise(pieces):
             draft.propose(Committed(text[start:end], features[start:end], int(text[end])), Budget(8, 3, 3))

@@ -15,6 +15,7 @@ from eagle import Budget
 from eagle.core.drafter import Committed, TargetHead
 from eagle.core.tree import DraftTree
 from eagle.data.examples import Batch, Example, collate
+from eagle.drafters.parts import head_state
 from eagle.drafters.parts import unroll as unrolled
 from eagle.drafters.parts.spans import Spans
 from eagle.drafters.parts.unroll import Unrolled, UnrolledDrafter
@@ -44,16 +45,16 @@ def drafted_logits(head: Any, text: Example, pieces: list[int], patch: pytest.Mo
     kept: dict[int, Tensor] = {}
     tokens, features = text.tokens, text.features[:, [TAPS.index(tap) for tap in head.taps]]  # type: ignore[index]
 
-    def forced(root: int, logits: Tensor, level: Any, *rest: Any) -> DraftTree:
-        levels, above = [logits], torch.zeros(1, dtype=torch.long)
+    def forced(seeds: Any, logits: Tensor, level: Any, *rest: Any) -> list[DraftTree]:
+        levels, above = [logits[0]], torch.zeros(1, 1, dtype=torch.long)
         for depth in range(1, min(head.settings.steps, len(tokens) - 1 - committed)):
-            chain = torch.ones(1, depth, dtype=torch.bool)
-            levels.append(level(depth, tokens[committed + depth][None], above, chain)[0])
+            chain = torch.ones(1, 1, depth, dtype=torch.bool)
+            levels.append(level(depth, [0], tokens[committed + depth][None, None], above, chain)[0, 0])
         kept[committed] = torch.stack(levels)
-        return DraftTree.chain([root])
+        return [DraftTree.chain([seeds[0].root])]
 
     with patch.context() as inner:
-        inner.setattr(unrolled, "grow", forced)
+        inner.setattr(head_state, "grow_rows", forced)
         draft = head.begin()
         for start, committed in pairwise(pieces):
             news = Committed(tokens[start:committed], features[start:committed], int(tokens[committed]))

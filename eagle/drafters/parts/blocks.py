@@ -41,18 +41,15 @@ def head_shape(target_config: Any, **overrides: Any) -> LlamaConfig:
     return LlamaConfig(**{**sizes, "num_hidden_layers": 1, **overrides}, tie_word_embeddings=False)
 
 
-class Cache(SlotCache):
-    """The keys and values of one block; what lies behind `length` is forgotten by setting it back."""
+class Cache:
+    """The keys and values of one block, in a slot for every text; all blocks of a head write where one owner aims."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.keys, self.values = self.add(), self.add()
+    def __init__(self, owner: SlotCache) -> None:
+        self.keys, self.values = owner.add(), owner.add()
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append [B, heads, T, width] and return all rows held."""
-        held = self.keys.write(keys), self.values.write(values)
-        self.length += keys.shape[2]
-        return held
+        """Write [B, heads, T, width], and return these slots up to the last column that is written."""
+        return self.keys.write(keys), self.values.write(values)
 
 
 class Attention(nn.Module):
@@ -265,3 +262,12 @@ class TwoNormBlock(Block):
 
 class Rotary(LlamaRotaryEmbedding):
     """Rotary tables of the head's shape; nothing to train, nothing to save."""
+
+
+def rotary_tables(rotary: Rotary, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, T, w] each, cosines and sines at positions [B, T], each row's as if it were alone."""
+    if len(positions) == 1 or rotary.rope_type not in ("dynamic", "longrope"):
+        return rotary(like, positions)
+    # these frequencies depend on the longest text of a batch
+    cosine, sine = zip(*(rotary(like[:1], row[None]) for row in positions), strict=True)
+    return torch.cat(cosine), torch.cat(sine)

@@ -1,27 +1,34 @@
 """The growing of trees: level by level, of a fixed shape or where the drafter finds it likeliest."""
 
-# K rows of one level, V vocabulary, D draft vocabulary
+# B rows of text, K nodes of one level, R of all levels, C candidates, V vocabulary, D draft vocabulary
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from eagle.core.budget import Budget, Draw
+from eagle.core.budget import Budget
 from eagle.core.drafter import Noise
 from eagle.core.tree import DraftTree, Paths
+from eagle.drafters.parts.scoring import SHARPNESS, ChildScorer, Seed
 
 
-def level_mask(cached: int, seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """[1, 1, K, cached + rows so far]: a level's rows see the committed text and, of the draft, their own path."""
-    mask = torch.zeros(len(seen), cached + seen.shape[1], dtype=dtype, device=seen.device)
-    mask[:, cached:].masked_fill_(~seen, torch.finfo(dtype).min)
-    return mask[None, None]
+def level_mask(cached: int, seen: Tensor, dtype: torch.dtype, beyond: Tensor | None = None) -> Tensor:
+    """[B, 1, K, cached + R]: a level's nodes see the committed text and, of the draft [B, K, R], their own path.
+
+    `beyond` [B, cached] are the columns that lie behind a row's committed text, if texts differ in length.
+    """
+    rows, count, read = seen.shape
+    mask = torch.zeros(rows, count, cached + read, dtype=dtype, device=seen.device)
+    lowest = torch.finfo(dtype).min
+    mask[..., cached:].masked_fill_(~seen, lowest)
+    if beyond is not None:
+        mask[..., :cached].masked_fill_(beyond[:, None], lowest)
+    return mask[:, None]
 
 
 def level_rows(budget: Budget) -> tuple[int, ...]:
@@ -35,15 +42,10 @@ def level_rows(budget: Budget) -> tuple[int, ...]:
 
 
 Level = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Depth, tokens [K], rows of the level before that they follow [K], whom they see [K, rows] -> [K, D] logits."""
+"""Depth, tokens [K], nodes of the level before that they follow [K], whom they see [K, R] -> [K, D] logits."""
 
-
-# What a head's logits are multiplied by before nodes are compared, where the budget does not say; 1 is EAGLE-2's rule.
-# The target takes the likeliest token, at T > 0 once known noise is added, so that only the head's
-# error in the logits, of about 1 / sharpness at any T, leaves a doubt. With 25 nodes on 6 levels 1 / 2 / 3 / 4 keep on
-# the tiny target 2.93 / 3.32 / 3.32 / 3.30 tokens per step, with noise at T = 1 3.47 / 3.92 / 3.83 / 3.82 (40 prompts),
-# and on a target of 25 M parameters 3.22 / 3.82 / 4.04 / 4.01 (20 prompts).
-SHARPNESS = 3.0
+RowsLevel = Callable[[int, list[int], Tensor, Tensor, Tensor], Tensor]
+"""Depth, the rows that grow on, and what a `Level` gets for each of them [B, ..] -> [B, K, D] logits."""
 
 
 def grow(
@@ -61,88 +63,150 @@ def grow(
     A budget with a fixed shape gets that shape. Any other gets EAGLE-2's tree (Li et al. 2024, arXiv 2406.16858).
     `drafts` [D] is the draft vocabulary, if not all; `sharpness` holds where the budget names none.
     """
-    if budget.is_empty:
-        return DraftTree.chain([root])
-    sharpness = sharpness if budget.sharpness is None else budget.sharpness
-    scorer = ChildScorer(budget.draw, noise, place, drafts, sharpness)
-    if budget.paths is not None:
-        return _fill_plan(root, logits[None], level, _plan(budget.paths, budget.depth, logits.device), scorer)
-    return _likeliest(root, logits[None], level, budget, scorer)
+
+    def level_of_row(depth: int, rows: list[int], tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
+        return level(depth, tokens[0], before[0], seen[0])[None]
+
+    return grow_rows([Seed(root, place, budget, noise)], logits[None], level_of_row, drafts, sharpness)[0]
+
+
+def grow_rows(
+    seeds: Sequence[Seed],
+    logits: Tensor,
+    level: RowsLevel,
+    drafts: Tensor | None = None,
+    sharpness: float = SHARPNESS,
+) -> list[DraftTree]:
+    """The tree under each root, as `grow` describes; logits [B, D], and one transfer from the device for all trees.
+
+    Rows whose budgets differ in their depth alone grow together, and leave when they are deep enough.
+    """
+    groups: dict[object, list[int]] = {}
+    for row, seed in enumerate(seeds):
+        if not seed.budget.is_empty:
+            groups.setdefault(_kind(seed), []).append(row)
+    grown: list[_Grown] = []
+    for rows in groups.values():
+        budget = seeds[rows[0]].budget
+        scorer = ChildScorer(budget.draw, drafts, sharpness if budget.sharpness is None else budget.sharpness)
+        first = pick_rows(logits, rows)[:, None]
+        grow_group = _likeliest if budget.paths is None else _fill_plan
+        grown += grow_group(_Rows(seeds, rows), first, level, scorer)
+    trees = [DraftTree.chain([seed.root]) if seed.budget.is_empty else None for seed in seeds]
+    for part, columns in zip(grown, _to_host([part.columns for part in grown]), strict=True):
+        for number, row in enumerate(part.rows):
+            trees[row] = part.tree(seeds[row].root, number, columns[number])
+    return [tree for tree in trees if tree is not None]
+
+
+def _kind(seed: Seed) -> object:
+    """What rows that grow together have in common: all of a budget but its depth, and whether noise is known."""
+    budget = seed.budget
+    return budget.nodes, budget.top_k, budget.paths, budget.draw, budget.sharpness, seed.noise is None
+
+
+def _to_host(parts: list[Tensor]) -> list[Tensor]:
+    """Integers of any shapes, in one transfer."""
+    if len(parts) == 1:
+        return [parts[0].cpu()]
+    sizes = [part.numel() for part in parts]
+    flat = torch.cat([part.flatten() for part in parts]).cpu() if parts else torch.zeros(0)
+    return [piece.view(part.shape) for piece, part in zip(flat.split(sizes), parts, strict=True)]
+
+
+class _Rows:
+    """The rows of one group that still grow."""
+
+    def __init__(self, seeds: Sequence[Seed], rows: list[int]) -> None:
+        self.rows, self.seeds = rows, [seeds[row] for row in rows]
+
+    @property
+    def depth(self) -> int:
+        """How deep the deepest tree may be."""
+        return max(seed.budget.depth for seed in self.seeds)
+
+    def split(self, depth: int) -> tuple[list[int], list[int]]:
+        """The numbers of those whose trees end at this depth, and of those that grow on."""
+        ended = [number for number, seed in enumerate(self.seeds) if seed.budget.depth <= depth]
+        return ended, [number for number in range(len(self.rows)) if number not in ended] if ended else []
+
+    def keep(self, numbers: list[int]) -> None:
+        """Go on with these alone."""
+        self.rows, self.seeds = [self.rows[n] for n in numbers], [self.seeds[n] for n in numbers]
 
 
 @dataclass(frozen=True, slots=True)
-class ChildScorer:
-    """How the children of a level are ranked, and which tokens they are."""
+class _Grown:
+    """Trees that ended at the same level, on the device, without their roots."""
 
-    draw: Draw
-    noise: Noise | None
-    place: int
-    drafts: Tensor | None  # [D], of the target's tokens; None for all
-    sharpness: float
+    rows: list[int]
+    columns: Tensor  # [B, 1 or 3, N]: tokens, and where no shape is fixed parents and the bits of likelihoods
+    parents: Tensor | None = None  # [1 + N], of a fixed shape
+    probs: Tensor | None = None  # [B, 1 + N, V], what the nodes were drawn from
 
-    def score(self, depth: int, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Log-odds [K, D] of being the target's choice, and the probs [K, V] that children are drawn from.
-
-        The best k of log-probs plus Gumbel noise are k draws from these probs without replacement.
-        """
-        logits, noise = logits.float(), self.noise
-        if noise is None:
-            return self.sharpness * logits, None
-        logits = noise.filter_logits(logits)
-        if self.draw == "noise":
-            return self.sharpness * (logits + self._in_draft_vocab(noise([self.place + depth]))), None
-        if self.draw == "likeliest":  # unknown noise is one more error, beside the head's own
-            return logits / math.hypot(noise.temperature, 1 / self.sharpness), None
-        private = noise.own(len(logits))
-        probs = (logits / noise.temperature).softmax(-1)
-        whole = probs if self.drafts is None else torch.zeros_like(private).index_copy_(-1, self.drafts, probs)
-        return logits + self._in_draft_vocab(private), whole
-
-    def best(self, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """[K, count] each, the best scores and their tokens, in the target's vocabulary."""
-        values, indices = scores.topk(min(count, scores.shape[-1]))
-        return values, indices if self.drafts is None else self.drafts[indices]
-
-    def _in_draft_vocab(self, noise: Tensor) -> Tensor:
-        return noise if self.drafts is None else noise[:, self.drafts]
+    def tree(self, root: int, number: int, columns: Tensor) -> DraftTree:
+        """The tree of the row with this number, from its columns on the host."""
+        if self.parents is not None:
+            tokens = torch.cat([torch.tensor([root]), columns[0]])
+            return DraftTree(tokens, self.parents, None if self.probs is None else self.probs[number])
+        tokens, parents, bits = torch.cat([torch.tensor([[root], [-1], [0]]), columns], dim=1)
+        return DraftTree(tokens, parents, likelihoods=bits.int().view(torch.float32))
 
 
-def _likeliest(root: int, logits: Tensor, level: Level, budget: Budget, scorer: ChildScorer) -> DraftTree:
+def pick_rows(part: Tensor, numbers: list[int]) -> Tensor:
+    """Some rows of [B, ..]; all of them without a copy."""
+    return part if len(numbers) == len(part) else part[torch.tensor(numbers).to(part.device, non_blocking=True)]
+
+
+def _likeliest(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScorer) -> list[_Grown]:
     """Read the `top_k` likeliest candidates of each level, keep the `nodes` likeliest of all; fp32 throughout."""
+    budget, device = rows.seeds[0].budget, logits.device
     width = min(budget.top_k, budget.nodes)
-    totals = logits.new_zeros(1, dtype=torch.float32)
-    frontier = torch.full((1,), -1, device=logits.device)  # candidates that the logits belong to; -1 is the root
-    seen = torch.zeros(1, 0, dtype=torch.bool, device=logits.device)
-    candidates: list[tuple[Tensor, Tensor, Tensor]] = []  # per level: tokens, parents, likelihoods
-    count = 0
-    for depth in range(budget.depth):
-        scores, _ = scorer.score(depth, logits)
+    totals = logits.new_zeros(len(logits), 1, dtype=torch.float32)
+    frontier = torch.zeros(len(logits), 1, dtype=torch.long, device=device)  # what the logits belong to; 0 is the root
+    seen = torch.zeros(len(logits), 1, 0, dtype=torch.bool, device=device)
+    found: list[list[Tensor]] = []  # per level [B, C] each: tokens, parents, likelihoods
+    grown: list[_Grown] = []
+    count = 1
+    for depth in range(rows.depth):
+        scores, _ = scorer.score(rows.seeds, depth, logits)
         values, best = scorer.best(scores.log_softmax(-1), width)  # never above 0: no child beats its parent
-        likelihoods = (totals[:, None] + values).flatten()
-        tokens, parents = best.flatten(), frontier.repeat_interleave(best.shape[1])
-        candidates.append((tokens, parents, likelihoods))
-        if depth + 1 == budget.depth:
-            break
-        chosen = likelihoods.topk(min(width, len(likelihoods)))
-        before = chosen.indices // best.shape[1]
+        likelihoods = (totals[..., None] + values).flatten(1)
+        tokens, parents = best.flatten(1), frontier[..., None].expand(best.shape).flatten(1)
+        found.append([tokens, parents, likelihoods])
+        ended, growing = rows.split(depth + 1)
+        if ended:
+            whole = [torch.cat([pick_rows(part, ended) for part in parts], 1) for parts in zip(*found, strict=True)]
+            columns = _keep_likeliest(*whole, nodes=budget.nodes)
+            grown.append(_Grown([rows.rows[number] for number in ended], columns))
+            if not growing:
+                break
+            rows.keep(growing)
+            found = [[pick_rows(part, growing) for part in level_parts] for level_parts in found]
+            seen = pick_rows(seen, growing)
+            tokens, parents, likelihoods = found[-1]
+        chosen = likelihoods.topk(min(width, likelihoods.shape[1]))
+        before = chosen.indices // best.shape[2]
         totals, frontier = chosen.values, count + chosen.indices
-        count += len(likelihoods)
-        itself = torch.eye(len(before), dtype=torch.bool, device=seen.device)
-        seen = torch.cat([seen[before], itself], dim=1)
-        logits = level(depth + 1, tokens[chosen.indices], before, seen)
-    return _keep_likeliest(root, *(torch.cat(column) for column in zip(*candidates, strict=True)), nodes=budget.nodes)
+        count += likelihoods.shape[1]
+        itself = torch.eye(before.shape[1], dtype=torch.bool, device=device).expand(len(before), -1, -1)
+        seen = torch.cat([seen.gather(1, before[..., None].expand(-1, -1, seen.shape[2])), itself], dim=2)
+        logits = level(depth + 1, rows.rows, tokens.gather(1, chosen.indices), before, seen)
+    return grown
 
 
-def _keep_likeliest(root: int, tokens: Tensor, parents: Tensor, likelihoods: Tensor, *, nodes: int) -> DraftTree:
-    """The tree of the best candidates; a tie goes to the one found first, so that no child loses its parent."""
-    kept = likelihoods.sort(descending=True, stable=True).indices[:nodes].sort().values
-    place = torch.full((len(tokens) + 1,), -2, device=kept.device)  # -2 is nobody's parent: a tree would refuse it
-    place[-1] = 0  # the root, which candidates call -1
-    place[kept] = torch.arange(1, len(kept) + 1, device=kept.device)
-    bits = likelihoods[kept].view(torch.int32).long()  # all in one transfer
-    packed = torch.stack([tokens[kept], place[parents[kept]], bits]).cpu()
-    tokens, parents, bits = torch.cat([torch.tensor([[root], [-1], [0]]), packed], dim=1)
-    return DraftTree(tokens, parents, likelihoods=bits.int().view(torch.float32))
+def _keep_likeliest(tokens: Tensor, parents: Tensor, likelihoods: Tensor, *, nodes: int) -> Tensor:
+    """[B, 3, N], tokens, parents and bits of the best candidates [B, C]; candidate i is the parent i + 1, the root 0.
+
+    A tie goes to the one found first, so that no child loses its parent.
+    """
+    kept = likelihoods.sort(descending=True, stable=True).indices[:, :nodes].sort().values
+    numbers = torch.arange(1, kept.shape[1] + 1, device=kept.device)
+    place = kept.new_full((len(tokens), tokens.shape[1] + 1), -2)  # -2 is nobody's parent: a tree would refuse it
+    place[:, 0] = 0
+    place.scatter_(1, kept + 1, numbers.expand(kept.shape))
+    bits = likelihoods.gather(1, kept).view(torch.int32).long()
+    return torch.stack([tokens.gather(1, kept), place.gather(1, parents.gather(1, kept)), bits], dim=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,18 +243,29 @@ def _plan(paths: Paths, depth: int, device: torch.device) -> tuple[list[Rung], T
     return rungs, torch.tensor(parents)
 
 
-def _fill_plan(
-    root: int, logits: Tensor, level: Level, plan: tuple[list[Rung], Tensor], scorer: ChildScorer
-) -> DraftTree:
-    """The tree of a fixed shape: one reading per level, of the nodes that have children."""
-    rungs, parents = plan
-    tokens = [torch.tensor([root], device=logits.device)]
+def _fill_plan(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScorer) -> list[_Grown]:
+    """Trees of a fixed shape: one reading per level, of the nodes that have children."""
+    paths = rows.seeds[0].budget.paths
+    assert paths is not None
+    rungs, parents = _plan(paths, rows.depth, logits.device)
+    tokens: list[Tensor] = []  # per level [B, nodes]
     drawn_from: list[Tensor] = []
+    grown: list[_Grown] = []
     for depth, rung in enumerate(rungs):
-        scores, probs = scorer.score(depth, logits)
-        tokens.append(scorer.best(scores, rung.best)[1][rung.rows, rung.ranks])
+        scores, probs = scorer.score(rows.seeds, depth, logits)
+        tokens.append(scorer.best(scores, rung.best)[1][:, rung.rows, rung.ranks])
         if probs is not None:
-            drawn_from += [probs[rung.rows]] if drawn_from else [probs, probs[rung.rows]]  # a row for the root, unused
-        if depth + 1 < len(rungs):
-            logits = level(depth + 1, tokens[-1][rung.read], rung.rows[rung.read], rung.seen)
-    return DraftTree(torch.cat(tokens).cpu(), parents, torch.cat(drawn_from) if drawn_from else None)
+            drawn_from += [probs] * (not drawn_from) + [probs[:, rung.rows]]  # a row for the root, unused
+        ended, growing = rows.split(depth + 1) if depth + 1 < len(rungs) else (list(range(len(rows.rows))), [])
+        if ended:
+            nodes = torch.cat([pick_rows(part, ended) for part in tokens], dim=1)[:, None]
+            whole = torch.cat([pick_rows(part, ended) for part in drawn_from], dim=1) if drawn_from else None
+            grown.append(_Grown([rows.rows[n] for n in ended], nodes, parents[: 1 + nodes.shape[2]], whole))
+            if not growing:
+                break
+            rows.keep(growing)
+            tokens, drawn_from = ([pick_rows(part, growing) for part in parts] for parts in (tokens, drawn_from))
+        before = rung.rows[rung.read].expand(len(rows.rows), -1)
+        seen = rung.seen.expand(len(rows.rows), -1, -1)
+        logits = level(depth + 1, rows.rows, tokens[-1][:, rung.read], before, seen)
+    return grown

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import Committed, Noise, TargetHead, TrainableDrafter
-from eagle.core.tree import DraftTree, Paths
+from eagle.core.drafter import TargetHead, TrainableDrafter
+from eagle.core.tree import Paths
 from eagle.data.examples import Batch
-from eagle.drafters.parts.blocks import Block, Cache, Rotary, rotate
-from eagle.drafters.parts.growth import grow, level_mask, level_rows
+from eagle.drafters.parts.blocks import Block, Cache, Rotary, rotary_tables, rotate
+from eagle.drafters.parts.growth import level_mask, level_rows
+from eagle.drafters.parts.head_state import HeadState
 from eagle.drafters.parts.spans import Spans, attend
 from eagle.drafters.parts.validation import validate_batch
+from eagle.target.cache import SlotCache
 
 Pair = tuple[Tensor, Tensor]
 """Cosines and sines at some rows, or keys and values of some."""
@@ -167,9 +169,9 @@ class UnrolledDrafter(TrainableDrafter):
 
     # -- drafting -----------------------------------------------------------------------------------------------------
 
-    def begin(self, noise: Noise | None = None) -> HeadText:
-        """An empty text."""
-        return HeadText(self, noise)
+    def open(self) -> HeadState:
+        """Texts that are drafted for together."""
+        return HeadState(self)
 
     def states(self, tokens: Tensor, hidden: Tensor, start: int, frozen: TargetHead) -> Tensor:
         """[B, T, H], the states of a causal pass over slots that begin at position `start`."""
@@ -186,7 +188,7 @@ class UnrolledDrafter(TrainableDrafter):
         frozen: TargetHead,
     ) -> Tensor:
         """[B, T, H], the states behind tokens [B, T] and states [B, T, H], each block with a cache of its own."""
-        tables = self.rotary(hidden, positions)
+        tables = rotary_tables(self.rotary, hidden, positions)
         state = self.first_block(frozen.embed(tokens).to(hidden.dtype), hidden, tables, mask, caches[0])
         for number in range(1, len(self.layers)):
             state = self.layers[number](state, tables, mask, caches[number])
@@ -198,16 +200,17 @@ class UnrolledDrafter(TrainableDrafter):
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
         """The head's own forward of so many rows behind so much text, the last `scored` of them made into logits."""
-        (frozen,), caches = self.frozen, [Cache() for _ in self.layers]
+        (frozen,), owner = self.frozen, SlotCache()
+        caches = [Cache(owner) for _ in self.layers]
         weight, end = self.layers[0].mlp.up_proj.weight, context + rows
         tokens = torch.ones(1, end, dtype=torch.long, device=weight.device)
         features = torch.zeros(1, end, self.shape.hidden_size, device=weight.device, dtype=weight.dtype)
         positions = torch.arange(end, device=weight.device)[None]
         chain = torch.ones(rows, rows, dtype=torch.bool, device=weight.device).tril()
-        mask = level_mask(context, chain, weight.dtype)
+        mask = level_mask(context, chain[None], weight.dtype)
 
         def read(start: int, end: int, mask: Tensor | None) -> Tensor:
-            _rewind(caches, start)
+            owner.length = start
             part = slice(start, end)
             return self.read(tokens[:, part], features[:, part], positions[:, part], mask, caches, frozen)
 
@@ -219,41 +222,6 @@ class UnrolledDrafter(TrainableDrafter):
             return self.logits(read(context, end, mask)[0, -scored:], frozen)
 
         return run
-
-
-class HeadText:
-    """A text that a head drafts for: its keys and values."""
-
-    def __init__(self, head: UnrolledDrafter, noise: Noise | None) -> None:
-        self.head, self.noise, self.caches = head, noise, [Cache() for _ in head.layers]
-
-    @torch.inference_mode()
-    def propose(self, update: Committed, budget: Budget) -> DraftTree:
-        """A tree grown from the target's features of the committed tokens, then from the head's own."""
-        assert update.features is not None
-        (frozen,), weight = self.head.frozen, self.head.layers[0].mlp.up_proj.weight
-        device, dtype = weight.device, weight.dtype
-        start, count = self.caches[0].length, len(update.tokens)
-        tokens = torch.cat([update.tokens[1:], torch.tensor([update.root])]).to(device)
-        positions = torch.arange(start, start + count, device=device)
-        causal = torch.ones(count, count, dtype=torch.bool, device=device).tril()
-        mask = None if start == 0 else level_mask(start, causal, dtype)
-        hidden = self.head.fuse_taps(update.features.to(device, dtype))
-        hidden = self.head.read(tokens[None], hidden[None], positions[None], mask, self.caches, frozen)[0, -1:]
-        committed = start + count
-
-        def level(depth: int, tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
-            nonlocal hidden
-            positions = torch.full((1, len(tokens)), committed + depth - 1, device=device)
-            mask = level_mask(committed, seen, dtype)
-            above = self.head.next_input(hidden[None, before])
-            hidden = self.head.read(tokens[None], above, positions, mask, self.caches, frozen)[0]
-            return self.head.logits(hidden, frozen)
-
-        first = self.head.logits(hidden, frozen)[0]
-        tree = grow(update.root, first, level, budget, self.noise, committed + 1, self.head.drafts)
-        _rewind(self.caches, committed)
-        return tree
 
 
 def _slots(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Spans]:
@@ -284,9 +252,3 @@ def _read_rows(
     query, residual = block.query_and_residual(inputs)
     seen = attend(rotate(query, tables), *context, spans, own)
     return block.add_mlp(residual + block.self_attn.o_proj(seen.transpose(0, 1).flatten(1)))
-
-
-def _rewind(caches: Sequence[Cache], length: int) -> None:
-    """Forget what the caches hold behind so many rows."""
-    for cache in caches:
-        cache.length = length

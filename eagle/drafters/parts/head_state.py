@@ -1,0 +1,233 @@
+"""The texts that a trained head drafts for: one forward over what they commit, and one for each level of all trees."""
+
+# B rows of text, T new tokens, K nodes of one level, R of all levels, S columns, L taps, H width
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from eagle.core.budget import Budget
+from eagle.core.drafter import Committed, Noise, TargetHead
+from eagle.core.tree import DraftTree
+from eagle.drafters.parts.blocks import Cache
+from eagle.drafters.parts.growth import grow_rows, level_mask, pick_rows
+from eagle.drafters.parts.scoring import Seed
+from eagle.target.cache import SlotCache
+
+SHORT = 16  # tokens up to which rows are read together, however different in number
+MOST = 4096  # tokens of one forward, padding included, unless a row alone has more
+
+
+class LevelHead(Protocol):
+    """What a head is asked for in drafting; see `eagle.drafters.parts.unroll.UnrolledDrafter`."""
+
+    layers: Any
+    frozen: tuple[TargetHead, ...]
+
+    @property
+    def drafts(self) -> Tensor | None:
+        """[D], the draft vocabulary; None for all tokens."""
+        ...
+
+    def fuse_taps(self, features: Tensor) -> Tensor:
+        """[N, H], from features [N, L, H]."""
+        ...
+
+    def read(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        caches: Sequence[Cache | None],
+        frozen: TargetHead,
+    ) -> Tensor:
+        """[B, T, H], the states behind tokens and states."""
+        ...
+
+    def next_input(self, state: Tensor) -> Tensor:
+        """What the next level reads of a state."""
+        ...
+
+    def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
+        """[.., D], the logits of states."""
+        ...
+
+
+class HeadState:
+    """Keys and values of many texts, in a slot for each from its first draft on; the slots in use are the first."""
+
+    def __init__(self, head: LevelHead) -> None:
+        self.head, self.cache = head, SlotCache()
+        self.blocks = [Cache(self.cache) for _ in head.layers]
+        weight = head.layers[0].mlp.up_proj.weight
+        self.device, self.dtype = weight.device, weight.dtype
+        self.noises: dict[int, Noise | None] = {}
+        self.rows: list[int] = []  # of every slot in use
+
+    def admit(self, row: int, noise: Noise | None = None) -> None:
+        """A text begins."""
+        self.noises[row] = noise
+
+    @torch.inference_mode()
+    def release(self, row: int) -> None:
+        """A text has ended: that in the last slot takes its place."""
+        del self.noises[row]
+        if row in self.rows:
+            slot, last = self.rows.index(row), len(self.rows) - 1
+            self._clear(slot)
+            self.cache.swap(slot, last)
+            self.rows[slot] = self.rows[last]
+            self.rows.pop()
+            self._reserve()
+
+    @torch.inference_mode()
+    def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
+        """Trees grown from the target's features of the committed tokens, then from the head's own."""
+        self._take_slots([row for row in updates if row not in self.rows])
+        rows = sorted(updates, key=self.rows.index)
+        hidden = self._read_updates({row: updates[row] for row in rows})
+        slots = [self.rows.index(row) for row in rows]
+        levels = _Levels(self, slots, hidden)
+        seeds = [
+            Seed(updates[row].root, self.cache.lengths[slot] + 1, budgets[row], self.noises[row])
+            for row, slot in zip(rows, slots, strict=True)
+        ]
+        first = self.head.logits(hidden, self.head.frozen[0])
+        return dict(zip(rows, grow_rows(seeds, first, levels, self.head.drafts), strict=True))
+
+    # -- slots --------------------------------------------------------------------------------------------------------
+
+    def _take_slots(self, rows: Sequence[int]) -> None:
+        """A slot for each row that is asked for the first time."""
+        for row in rows:
+            self.rows.append(row)
+            self._clear(len(self.rows) - 1)
+        if rows:
+            self._reserve()
+
+    def _clear(self, slot: int) -> None:
+        """Zeros in a slot: a mask hides what a text left there, but not infinities among it."""
+        for buffer in (rows.buffer for rows in self.cache.buffers):
+            if slot < len(buffer):
+                buffer[slot].zero_()
+        if slot < len(self.cache.lengths):
+            self.cache.lengths[slot] = 0
+
+    def _reserve(self) -> None:
+        """Room for the rows in use, half as long again as the longest; what is far more is given back."""
+        used = len(self.rows)
+        self.cache.reserve(max(used, 1), max(self.cache.lengths[:used], default=0) * 3 // 2)
+
+    # -- committed tokens ---------------------------------------------------------------------------------------------
+
+    def _read_updates(self, updates: Mapping[int, Committed]) -> Tensor:
+        """[B, H], each row's state behind its root, once the committed tokens are read."""
+        groups = list(split_ragged({row: len(update.tokens) for row, update in updates.items()}))
+        if len(groups) == 1:
+            return self._read_group(updates)
+        read: dict[int, Tensor] = {}
+        for group in groups:
+            states = self._read_group({row: updates[row] for row in group})
+            read |= dict(zip(group, states, strict=True))
+        return torch.stack([read[row] for row in updates])
+
+    def _read_group(self, updates: Mapping[int, Committed]) -> Tensor:
+        """[B, H], the last states of one forward over rows that are right-padded."""
+        head, cache = self.head, self.cache
+        slots = [self.rows.index(row) for row in updates]
+        counts = [len(update.tokens) for update in updates.values()]
+        starts = [cache.lengths[slot] for slot in slots]
+        tokens = [torch.cat([update.tokens[1:], torch.tensor([update.root])]) for update in updates.values()]
+        features = [update.features for update in updates.values() if update.features is not None]
+        together = features[0] if len(features) == 1 else torch.cat(features)
+        hidden = head.fuse_taps(together.to(self.device, self.dtype)).split(counts)
+        positions = _positions(starts, counts, self.device)
+        mask = None if max(starts) == 0 else _causal_mask(positions, max(starts) + max(counts), self.dtype)
+        cache.aim(slots, starts)
+        padded = _pad(tokens).to(self.device, non_blocking=True)
+        states = head.read(padded, _pad(hidden), positions, mask, self.blocks, head.frozen[0])
+        for slot, count in zip(slots, counts, strict=True):
+            cache.lengths[slot] += count
+        if min(counts) == max(counts):
+            return states[:, -1]
+        last = torch.tensor(counts)[:, None, None].sub(1).to(self.device, non_blocking=True)
+        return states.gather(1, last.expand(-1, 1, states.shape[2]))[:, 0]
+
+
+class _Levels:
+    """The levels of the drafts behind some slots; their columns begin where the longest text ends, for all alike."""
+
+    def __init__(self, state: HeadState, slots: list[int], hidden: Tensor) -> None:
+        self.state, self.slots, self.first = state, slots, hidden[:, None]
+        self.rows, self.hidden = list(range(len(slots))), self.first  # of the level before
+        lengths = [state.cache.lengths[slot] for slot in slots]
+        self.start = max(lengths)
+        self.lengths: Tensor | None = None  # [B, 1]
+        self.beyond: Tensor | None = None  # [B, start], columns behind a text
+        if min(lengths) < self.start:
+            self.lengths = torch.tensor(lengths)[:, None].to(state.device, non_blocking=True)
+            self.beyond = torch.arange(self.start, device=state.device) >= self.lengths
+
+    def __call__(self, depth: int, rows: list[int], tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
+        """[B, K, D], the logits behind the nodes of one level of these rows."""
+        state, head, width = self.state, self.state.head, tokens.shape[1]
+        if depth == 1:
+            self.rows, self.hidden = list(range(len(self.slots))), self.first
+        if rows != self.rows:
+            self.hidden = pick_rows(self.hidden, [self.rows.index(row) for row in rows])
+            self.rows = rows
+        lengths, beyond = self.lengths, self.beyond
+        if lengths is None or beyond is None:
+            positions = torch.full((1, width), self.start + depth - 1, device=state.device)
+        else:
+            lengths, beyond = pick_rows(lengths, rows), pick_rows(beyond, rows)
+            positions = (lengths + (depth - 1)).expand(-1, width)
+        mask = level_mask(self.start, seen, state.dtype, beyond)
+        above = self.hidden.gather(1, before[..., None].expand(-1, -1, self.hidden.shape[2]))
+        state.cache.aim([self.slots[row] for row in rows], [self.start + seen.shape[2] - width] * len(rows))
+        self.hidden = head.read(tokens, head.next_input(above), positions, mask, state.blocks, head.frozen[0])
+        return head.logits(self.hidden, head.frozen[0])
+
+
+def split_ragged(counts: Mapping[int, int]) -> Iterator[list[int]]:
+    """The rows of each forward over so many tokens of each: padding is at most as much again, but where all is short.
+
+    They come in the order of `counts`.
+    """
+    group: set[int] = set()
+    least = 0
+    for row in sorted(counts, key=counts.__getitem__):
+        count = counts[row]
+        if group and (count > max(2 * least, SHORT) or (len(group) + 1) * count > MOST):
+            yield [row for row in counts if row in group]
+            group = set()
+        least = least if group else count
+        group.add(row)
+    yield [row for row in counts if row in group]
+
+
+def _pad(parts: Sequence[Tensor]) -> Tensor:
+    """[B, T, ..], right-padded with zeros."""
+    return parts[0][None] if len(parts) == 1 else pad_sequence(list(parts), batch_first=True)
+
+
+def _positions(starts: list[int], counts: list[int], device: torch.device) -> Tensor:
+    """[B, T], or [1, T] where all are alike; padding stands where the last token does, so that no text seems longer."""
+    count = max(counts)
+    if min(starts) == max(starts) and min(counts) == count:
+        return torch.arange(starts[0], starts[0] + count, device=device)[None]
+    steps = torch.minimum(torch.arange(count), torch.tensor(counts)[:, None] - 1)
+    return (torch.tensor(starts)[:, None] + steps).to(device, non_blocking=True)
+
+
+def _causal_mask(positions: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """[B, 1, T, S], each token sees the columns up to its own."""
+    hidden = torch.arange(columns, device=positions.device) > positions[..., None]
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
+    return mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None]

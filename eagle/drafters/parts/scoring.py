@@ -1,0 +1,79 @@
+"""How the children of a level are ranked: by the drafter's logits, and by what it knows of the target's noise."""
+
+# B rows of text, K nodes of one level, V vocabulary, D draft vocabulary
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eagle.core.budget import Budget, Draw
+from eagle.core.drafter import Noise
+
+# What a head's logits are multiplied by before nodes are compared, where the budget does not say; 1 is EAGLE-2's rule.
+# The target takes the likeliest token, at T > 0 once known noise is added, so that only the head's
+# error in the logits, of about 1 / sharpness at any T, leaves a doubt. With 25 nodes on 6 levels 1 / 2 / 3 / 4 keep on
+# the tiny target 2.93 / 3.32 / 3.32 / 3.30 tokens per step, with noise at T = 1 3.47 / 3.92 / 3.83 / 3.82 (40 prompts),
+# and on a target of 25 M parameters 3.22 / 3.82 / 4.04 / 4.01 (20 prompts).
+SHARPNESS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seed:
+    """What a row's tree grows from."""
+
+    root: int
+    place: int  # the position where the root's children will stand
+    budget: Budget
+    noise: Noise | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChildScorer:
+    """How the children of a level are ranked, and which tokens they are."""
+
+    draw: Draw
+    drafts: Tensor | None  # [D], of the target's tokens; None for all
+    sharpness: float
+
+    def score(self, seeds: Sequence[Seed], depth: int, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Log-odds [B, K, D] of being the target's choice, and the probs [B, K, V] that children are drawn from."""
+        logits = logits.float()
+        if seeds[0].noise is None:
+            return self.sharpness * logits, None
+        scores, probs = zip(*map(self._score_row, seeds, [depth] * len(seeds), logits), strict=True)
+        return _stack(scores), _stack(probs) if self.draw == "sampled" else None
+
+    def _score_row(self, seed: Seed, depth: int, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The scores [K, D] and probs [K, V] of a row that samples, by its own noise.
+
+        The best k of log-probs plus Gumbel noise are k draws from these probs without replacement.
+        """
+        noise = seed.noise
+        assert noise is not None
+        logits = noise.filter_logits(logits)
+        if self.draw == "noise":
+            return self.sharpness * (logits + self._in_draft_vocab(noise([seed.place + depth]))), None
+        if self.draw == "likeliest":  # unknown noise is one more error, beside the head's own
+            return logits / math.hypot(noise.temperature, 1 / self.sharpness), None
+        private = noise.own(len(logits))
+        probs = (logits / noise.temperature).softmax(-1)
+        whole = probs if self.drafts is None else torch.zeros_like(private).index_copy_(-1, self.drafts, probs)
+        return logits + self._in_draft_vocab(private), whole
+
+    def best(self, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """[B, K, count] each, the best scores and their tokens, in the target's vocabulary."""
+        values, indices = scores.topk(min(count, scores.shape[-1]))
+        return values, indices if self.drafts is None else self.drafts[indices]
+
+    def _in_draft_vocab(self, noise: Tensor) -> Tensor:
+        return noise if self.drafts is None else noise[:, self.drafts]
+
+
+def _stack(rows: Sequence[Tensor]) -> Tensor:
+    """[B, ..], without a copy of one row alone."""
+    return rows[0][None] if len(rows) == 1 else torch.stack(list(rows))
