@@ -52,6 +52,8 @@ class RegenerateSection(Section):
     endpoint: str | None = None  # an OpenAI-compatible server, as http://localhost:8000/v1; without, decode here
     in_flight: int = Field(32, ge=1)  # requests at a time
     batch_size: int = Field(16, ge=1)  # conversations at a time, without an endpoint
+    drafter: str = "none"  # without an endpoint: a method, a head's folder, or several by commas; the answers are equal
+    max_tokens_in_cache: int | None = Field(None, ge=1)  # of all conversations at a time, padding included
     max_new_tokens: int = Field(1024, ge=1)
     temperature: float = Field(0.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -173,6 +174,13 @@ class Target:
     def is_alone(self, length: int) -> bool:
         """Whether a text of this length must be read by itself: its positions would change with a longer one beside."""
         return length > self.border
+
+    def room(self, prompt: list[int]) -> int:
+        """How many tokens may follow a prompt, before the last position or a border of rotary frequencies."""
+        ends = [self.max_positions or sys.maxsize]
+        if len(prompt) <= self.border < sys.maxsize:
+            ends.append(int(self.border) + 1)  # the last token is not read
+        return max(min(ends) - len(prompt), 0)
 
     @torch.no_grad()
     def features(self, tokens: Tensor, taps: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
