@@ -128,9 +128,10 @@ def test_costs_survive_json() -> None:
 @pytest.mark.parametrize("size", [1, 7])
 def test_a_bare_read_is_the_readers_forward(target: Target, size: int) -> None:
     """The same logits as reading a chain of the same tokens there."""
-    target.begin(PROMPT, Choose(Sampling()), room=16)
-    expected = target.read(DraftTree.chain([1] * size)).logits
-    assert torch.equal(bare_read(target, size)().logits[0], expected)
+    state = target.open()
+    state.begin(PROMPT, Choose(Sampling()), room=16)
+    expected = state.read({0: DraftTree.chain([1] * size)})[0].logits
+    assert torch.equal(bare_read(state, size)().logits[0], expected)
 
 
 @pytest.mark.parametrize(("size", "scored"), [(1, 1), (5, 1), (5, 5)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from eagle.core.verify import Choose, Sampling
 from eagle.drafters.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head
 from eagle.recipe import Recipe
+from eagle.target.state import TargetState
 from eval.load_run import load_drafters
 from eval.lossless import Divergence, certify, decode_untouched, find_divergence, main, measure_rounding
 from tests.families import own_answer as uncached_answer
@@ -86,11 +87,11 @@ def test_what_is_equal_is_certified(command: list[str], tmp_path: Path, capsys: 
 def last_node_kept(patch: pytest.MonkeyPatch) -> None:
     """In place of the last accepted node the last drafted one stays in the cache."""
 
-    def keep(target: Target, tree: DraftTree, path: list[int], stream: object) -> None:
-        target.cache.keep([*path[:-1], len(tree) - 1])
-        target.text += [int(tree.tokens[node]) for node in path]
+    def keep(state: TargetState, paths: Mapping[int, Sequence[int]]) -> None:
+        tokens = {row: state.trees[row].tokens[list(path)].tolist() for row, path in paths.items()}
+        state.keep_columns({row: [*path[:-1], len(state.trees[row]) - 1] for row, path in paths.items()}, tokens)
 
-    patch.setattr(Target, "keep", keep)
+    patch.setattr(TargetState, "keep", keep)
 
 
 def whole_tree_seen(patch: pytest.MonkeyPatch) -> None:
