@@ -15,8 +15,8 @@ from eagle.core.tree import PUBLISHED_TREE, chain_paths
 from eagle.core.verify import Choose
 from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.none import NoDrafter
+from eval.answer_rows import cycle_of
 from eval.costs import Costs, bare_costs, bare_read
-from eval.measure import cycle_of
 from tests.families import build, random_tokens
 
 PROMPT = random_tokens(20, seed=3)
