@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
 
 
 class Section(BaseModel):
@@ -139,6 +139,14 @@ class EvalSection(Section):
     depth: int = Field(4, ge=0)
     top_k: int = Field(4, ge=0)
     costs: bool = False  # measure bare forwards too, for modelled time
+    goodput_policy: bool = False  # measure each drafter once more, with adaptive draft lengths
+    batch_size: tuple[PositiveInt, ...] = Field((1,), min_length=1)  # texts at a time: a number, or several in turn
+    max_tokens_in_cache: int | None = Field(None, ge=1)  # of a batch, padding included
+
+    @field_validator("batch_size", mode="before")
+    @classmethod
+    def _as_sizes(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, int) else value
 
 
 class Recipe(Section):
