@@ -31,7 +31,7 @@ from eagle.target.loading import parse_dtype
 BATCHES = (4, 8, 16)
 NEW_TOKENS = 64
 LONGEST = 256, 1024  # tokens of a real prompt, and of a real answer
-WAVES, REAL_ROUNDS = 4, 2  # batches of texts of real lengths in a round, and rounds
+WAVES, REAL_ROUNDS = 4, 1  # batches of texts of real lengths in a round, and rounds
 
 Text = tuple[list[int], int]  # a prompt, and how long its answer is
 
