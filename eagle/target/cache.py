@@ -55,7 +55,8 @@ class SlotCache:
     def __init__(self) -> None:
         self.lengths = [0]  # committed columns of every slot
         self.buffers: list[Rows] = []
-        self.reserved = (1, 0)  # least slots and columns of the next allocation
+        self.reserved = (1, 0)  # slots and columns that the texts at hand may come to
+        self.most: int | None = None  # slots times columns that are never exceeded where texts keep to that
         self.aim([0])
 
     def add(self) -> Rows:
@@ -85,7 +86,9 @@ class SlotCache:
         """Slots and columns to allocate for text up to this column."""
         slots, columns = self.reserved
         held = max((rows.buffer.shape[2] for rows in self.buffers), default=0)
-        return max(slots, len(self.lengths)), held if held >= end else max(columns, end + end // 2, LEAST)
+        if held < end:
+            held = columns if end <= columns else max(end + end // 2, LEAST)
+        return max(slots, len(self.lengths)), held
 
     def flat_rows(self, count: int, buffer: Tensor) -> Tensor:
         """[B * X * N], where new columns lie in [slots * X * columns, D]; made once for all buffers of a forward."""
@@ -135,14 +138,15 @@ class SlotCache:
 
     @torch.inference_mode()
     def reserve(self, slots: int, columns: int) -> None:
-        """Let the next allocation hold so many; what is allocated beyond twice of that is given back."""
+        """Let the next allocation hold so many; what is allocated beyond twice of that, or `most`, is given back."""
         self.reserved = slots, columns
         self.lengths += [0] * (slots - len(self.lengths))
         held = max(((rows.buffer.shape[0], rows.buffer.shape[2]) for rows in self.buffers), default=(0, 0))
-        if held[0] * held[1] > 2 * max(slots * columns, LEAST):
+        wanted = max(slots, held[0]) * max(columns, held[1])
+        if held[0] * held[1] > 2 * max(slots * columns, LEAST) or (self.most is not None and wanted > self.most):
             del self.lengths[slots:]
             for rows in self.buffers:
-                rows.resize(slots, max(columns, LEAST))
+                rows.resize(slots, columns)
 
 
 class TreeCache(SlotCache, Cache):

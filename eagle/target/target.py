@@ -165,8 +165,8 @@ class Target:
         self.spare = None
 
     def is_alone(self, length: int) -> bool:
-        """Whether a text of this length must be read by itself: its positions would change with a longer one beside."""
-        return length > self.border
+        """Whether a text of this length must be read by itself: beside others its positions or masks would be wrong."""
+        return length > self.border or self.reader.reads_rows is False
 
     @torch.no_grad()
     def features(self, tokens: Tensor, taps: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
