@@ -40,9 +40,10 @@ class RandomTrees(Drafter):
             tokens = torch.randperm(vocab_size, generator=generator)[:nodes]
             self.trees.append((tokens, torch.tensor(parents)))
 
-    def begin(self, noise: Noise | None = None) -> None:
+    def begin(self, noise: Noise | None = None) -> RandomTrees:
         """Start again with the first tree."""
         self.proposed = 0
+        return self
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """The next tree, under the new root."""

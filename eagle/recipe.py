@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
 
 
 class Section(BaseModel):
@@ -52,6 +52,8 @@ class RegenerateSection(Section):
     endpoint: str | None = None  # an OpenAI-compatible server, as http://localhost:8000/v1; without, decode here
     in_flight: int = Field(32, ge=1)  # requests at a time
     batch_size: int = Field(16, ge=1)  # conversations at a time, without an endpoint
+    drafter: str = "none"  # without an endpoint: a method, a head's folder, or several by commas; the answers are equal
+    max_tokens_in_cache: int | None = Field(None, ge=1)  # of all conversations at a time, padding included
     max_new_tokens: int = Field(1024, ge=1)
     temperature: float = Field(0.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -137,6 +139,14 @@ class EvalSection(Section):
     depth: int = Field(4, ge=0)
     top_k: int = Field(4, ge=0)
     costs: bool = False  # measure bare forwards too, for modelled time
+    goodput_policy: bool = False  # measure each drafter once more, with adaptive draft lengths
+    batch_size: tuple[PositiveInt, ...] = Field((1,), min_length=1)  # texts at a time: a number, or several in turn
+    max_tokens_in_cache: int | None = Field(None, ge=1)  # of a batch, padding included
+
+    @field_validator("batch_size", mode="before")
+    @classmethod
+    def _as_sizes(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, int) else value
 
 
 class Recipe(Section):

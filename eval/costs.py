@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import ceil
 from statistics import mean, median
 from time import perf_counter, process_time
@@ -15,7 +15,6 @@ import torch
 
 from eagle.core.budget import Budget
 from eagle.core.drafter import Drafter
-from eagle.core.verify import Choose, Sampling
 from eagle.drafters.none import NoDrafter
 from eagle.drafters.parts.growth import level_rows
 from eagle.target.state import TargetState
@@ -47,15 +46,20 @@ class Costs:
     target: Table
     first: Table | None = None  # the drafter's over what was committed: right after the target, one row scored
     level: Table | None = None  # the drafter's over a level of the tree: after a forward of its own, all rows scored
+    texts: int = field(default=1, kw_only=True)  # that each forward of the target reads side by side
+    batches: tuple[Costs, ...] = field(default=(), kw_only=True)  # the target's with more texts, fewest first
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Costs:
         """From JSON, as `dataclasses.asdict` gave it."""
-        return cls(**{key: _tuples(value) for key, value in values.items()})
+        fields = {key: _tuples(value) for key, value in values.items() if key != "batches"}
+        return cls(**fields, batches=tuple(cls.parse(batch) for batch in values.get("batches", ())))
 
-    def read(self, tokens: int, context: int) -> float:
-        """Seconds of the target's forward of so many tokens."""
-        return self._between(self.target, tokens, context)
+    def read(self, tokens: int, context: int, texts: int = 1) -> float:
+        """Seconds of the target's forward of so many tokens of each of so many texts."""
+        sizes = [self, *self.batches]
+        seconds = [each._between(each.target, tokens, context) for each in sizes]
+        return max(_line([each.texts for each in sizes], seconds, texts), 0.0)
 
     def draft(self, rows: Sequence[int], context: int) -> float:
         """Seconds of the drafter's forwards in one cycle, of so many rows each; nothing where none are known."""
@@ -111,19 +115,36 @@ def bare_costs(
     contexts: Sequence[int] = CONTEXTS,
     sizes: Sequence[int] = SIZES,
     rounds: int = 7,
+    batch_sizes: Sequence[int] = (1,),
+    batch_tokens: Sequence[int] | None = None,
 ) -> Costs:
-    """Medians over rounds in which all take turns, so that the caches are as cold, and the machine as slow, for all."""
+    """Medians over rounds in which all take turns, so that the caches are as cold, and the machine as slow, for all.
+
+    Of batches of more than one text the target's forwards alone, of `batch_tokens` tokens a text (by default `sizes`),
+    at the shortest and the longest context.
+    """
     sizes = tuple(sorted(set(sizes)))
     longest = (target.max_positions or max(contexts) + sizes[-1]) - sizes[-1]
     contexts = tuple(sorted({min(context, longest) for context in contexts}))
     tables = [_at(target, drafter or NoDrafter(), context, sizes, rounds) for context in contexts]
-    return Costs(contexts, sizes, *(tuple(column) for column in zip(*tables, strict=True)))
+    ends, tokens = tuple(sorted({contexts[0], contexts[-1]})), tuple(sorted(set(batch_tokens or sizes)))
+    batches = []
+    for texts in sorted(set(batch_sizes) - {1}):
+        table = tuple(_at(target, NoDrafter(), context, tokens, rounds, texts)[0] for context in ends)
+        batches.append(Costs(ends, tokens, table, texts=texts))
+    costs = Costs(contexts, sizes, *(tuple(column) for column in zip(*tables, strict=True)))
+    return replace(costs, batches=tuple(batches))
 
 
-def _at(target: Target, drafter: Drafter, context: int, sizes: Sequence[int], rounds: int) -> list[tuple[float, ...]]:
+def _at(
+    target: Target, drafter: Drafter, context: int, sizes: Sequence[int], rounds: int, texts: int = 1
+) -> list[tuple[float, ...]]:
     """At one context: the target's medians by size, then those of the drafter's first and later forwards, if any."""
     state = target.open()
-    state.begin([1] * context, Choose(Sampling()), room=sizes[-1])
+    for row in range(texts):
+        state.admit(row, [1] * context, room=sizes[-1])
+    while state.prompts:
+        state.read_prompts()
     kinds: list[list[Callable[[], Any]]] = [[bare_read(state, size) for size in sizes]]
     for every in (False, True):  # the first forward makes the last row into logits, the later ones all
         probes = [drafter.probe(context, size, size if every else 1) for size in sizes]
@@ -147,7 +168,12 @@ def draft_seconds(cycles: Iterable[dict[str, Any]]) -> dict[Shape, float]:
     for cycle in cycles:
         if "draft" in cycle.get("seconds", {}):
             seconds_by_shape[cycle["nodes"], cycle["depth"]].append(cycle["seconds"]["draft"])
-    return {shape: mean(sorted(seconds)[: ceil(0.95 * len(seconds))]) for shape, seconds in seconds_by_shape.items()}
+    return {shape: mean_of_most(seconds) for shape, seconds in seconds_by_shape.items()}
+
+
+def mean_of_most(seconds: Sequence[float]) -> float:
+    """The mean without the slowest twentieth."""
+    return mean(sorted(seconds)[: ceil(0.95 * len(seconds))])
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import Committed, Drafter
-from eagle.core.verify import Choose, Sampling, verify
+from eagle.core.decoding import Decoding
+from eagle.core.drafter import Drafter
+from eagle.core.trace import Trace
+from eagle.core.verify import Sampling
 from eagle.formats.checkpoint import load_drafter
 from eagle.target.target import Target
 
@@ -44,29 +47,24 @@ def decode_as_engine(job: Job, head: Path | str, target: Target, rule: Rule) -> 
 
 
 def _decode(job: Job, prompt: list[int], target: Target, drafter: Drafter, rule: Rule) -> Row:
-    choose, budget = Choose(Sampling()), job.budget
-    text, state = drafter.begin(choose.offer(target.vocab_size, target.device)), target.open(drafter.taps)
-    prefix = prompt[:-1] if rule.from_prompt else prompt
-    update = state.begin(prefix, choose, room=job.new_tokens + budget.depth + budget.nodes + 2)
-    if rule.from_prompt:
-        update = replace(update, root=prompt[-1])
-    tokens: list[int] = [] if rule.from_prompt else [update.root]
-    accepted, last_tokens = [], []
-    while len(tokens) < job.new_tokens and not set(tokens) & set(rule.stops):
-        tree = text.propose(update, budget)
-        output = state.read({0: tree})[0]
-        path, root = verify(output, choose)
-        state.keep({0: path})
-        update = Committed(tree.tokens[path], output.features_at(path), root)
-        new = [*update.tokens.tolist()[1:], root]
-        tokens += new
-        accepted.append(len(path) - 1)
-        last_tokens.append(next((token for token in new if token in rule.stops), root))
+    """Decode one prompt until the engine would draft no more: the last draft counts whole."""
+    known = int(rule.from_prompt)  # of the prompt's tokens, that the first draft follows
+    limit, trace = job.new_tokens + known, Trace([])
+    decoding = Decoding(target, drafter, budget=job.budget)
+    first = prompt[-1] if known else None
+    decoding.add(
+        0, prompt[: len(prompt) - known], Sampling(), limit + job.budget.depth + 1, trace, stop=[], first=first
+    )
+    while len(trace.tokens) < limit and not set(trace.tokens[known:]) & set(rule.stops):
+        decoding.step()
+    decoding.close()
+    ends = accumulate((cycle.committed for cycle in trace.cycles), initial=1)
+    steps = [trace.tokens[start:end] for start, end in pairwise(ends)]
     return {
-        "tokens": tokens[: job.new_tokens],
-        "own": last_tokens,
-        "drafts": len(accepted),
-        "accepted": [sum(count > place for count in accepted) for place in range(budget.depth)],
+        "tokens": trace.tokens[known:limit],
+        "own": [next((token for token in new if token in rule.stops), new[-1]) for new in steps],
+        "drafts": len(steps),
+        "accepted": [sum(cycle.accepted > place for cycle in trace.cycles) for place in range(job.budget.depth)],
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from importlib.metadata import version
@@ -13,18 +14,20 @@ from typing import Any
 import torch
 
 from data_prep.tokens import load_tokenizer
-from eagle.core.budget import Budget
+from eagle.core.budget import Budget, Policy
 from eagle.core.drafter import Drafter
+from eagle.core.goodput import Goodput
 from eagle.data.identity import fingerprint, folder_of, target_identity
 from eagle.device import best_device, choose_threads
 from eagle.drafters import DRAFTERS
 from eagle.formats.checkpoint import load_drafter
 from eagle.recipe import BudgetSection, MeasuredSection, Recipe
 from eagle.target.target import Target
-from eval.prompts import question_sets
+from eval.prompts import Question, encode_prompt, question_sets
 from eval.results import commit
 
 HEAD = ("config.json", "model.safetensors")
+POLICY_PROMPTS = 16  # on which the costs of a policy are measured
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,12 @@ class MeasuredDrafter:
     drafter: Drafter
     budget: Budget
     head: str  # where it comes from: a folder, a hub id, the name of a method without weights, or several of these
+    policy: Policy | None = None  # that chooses within the budget, cycle by cycle
+
+    @property
+    def plan(self) -> Budget | Policy:
+        """What decoding is given."""
+        return self.policy or self.budget
 
     @property
     def is_sampled(self) -> bool:
@@ -44,7 +53,8 @@ class MeasuredDrafter:
         """What decides its drafts, for the header of results."""
         folders = [name for name in self.head.split(",") if name not in DRAFTERS]
         weights = fingerprint([folder_of(name, None, HEAD) / HEAD[1] for name in folders]) if folders else None
-        return {"head": self.head, "weights": weights, "budget": asdict(self.budget)}
+        policy = {"policy": "goodput"} if self.policy else {}
+        return {"head": self.head, "weights": weights, "budget": asdict(self.budget), **policy}
 
 
 def load_target(recipe: Recipe) -> Target:
@@ -84,6 +94,22 @@ def load_drafters(recipe: Recipe, target: Target) -> dict[str, MeasuredDrafter]:
     return measured
 
 
+def add_policies(
+    recipe: Recipe, target: Target, drafters: dict[str, MeasuredDrafter], asked: Sequence[Question]
+) -> dict[str, MeasuredDrafter]:
+    """The drafters, and each that drafts once more as NAME+policy, with adaptive draft lengths within its budget."""
+    prompts = [encode_prompt(recipe, target, question.turns[:1]) for question in asked[:POLICY_PROMPTS]]
+    known = [prompt for prompt in prompts if prompt is not None]
+    measure: Any = Goodput.measure
+    added = dict(drafters)
+    for name, measured in drafters.items():
+        if not measured.budget.is_empty:
+            sizes = sorted(set(recipe.eval.batch_size))
+            policy = measure(target, measured.drafter, known, measured.budget, batch_sizes=sizes)
+            added[f"{name}+policy"] = replace(measured, policy=policy)
+    return added
+
+
 def _choose_budget(recipe: Recipe, section: BudgetSection | None, drafter: Drafter) -> Budget:
     """The recipe's budget for this drafter or for all, else what the head was tuned to, else the recipe's defaults."""
     if section is not None:
@@ -101,10 +127,14 @@ def budget_of(section: BudgetSection) -> Budget:
     return Budget(**values) if paths is None else replace(Budget.fixed(paths), **values)
 
 
-def describe_run(recipe: Recipe, target: Target, drafters: dict[str, MeasuredDrafter]) -> dict[str, Any]:
+def describe_run(
+    recipe: Recipe, target: Target, drafters: dict[str, MeasuredDrafter], processes: int = 1
+) -> dict[str, Any]:
     """What decides the answers and their time; rows made by anything else do not go into the same file."""
     device = best_device()
     name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
+    together = f", {processes} processes" if processes > 1 else ""
+    most = recipe.eval.max_tokens_in_cache
     return {
         "target": recipe.target.path,
         "weights": target_identity(recipe.target),
@@ -113,7 +143,8 @@ def describe_run(recipe: Recipe, target: Target, drafters: dict[str, MeasuredDra
         "drafters": {name: measured.describe() for name, measured in drafters.items()},
         "sets": question_sets(recipe),
         "new_tokens": recipe.eval.max_new_tokens,
-        "machine": f"{name}, {torch.get_num_threads()} threads",
+        **({} if most is None else {"max_tokens_in_cache": most}),
+        "machine": f"{name}, {torch.get_num_threads()} threads{together}",
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "commit": commit(),
@@ -127,5 +158,6 @@ def describe_start(recipe: Recipe, path: str) -> dict[str, Any]:
         "count": recipe.eval.count,
         "temperatures": list(recipe.eval.temperatures),
         "seeds": list(recipe.eval.seeds),
+        "batch_size": list(recipe.eval.batch_size),
         "date": str(date.today()),
     }

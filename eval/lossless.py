@@ -1,4 +1,4 @@
-"""Compare drafted output with the untouched model's own: `python -m eval.lossless RECIPE [key=value ...]`."""
+"""Compare drafted output with the untouched model's own: `python -m eval.lossless RECIPE [--batch-size N]`."""
 
 # V vocabulary
 
@@ -22,11 +22,12 @@ from eagle.disk import write_text
 from eagle.log import progress, script
 from eagle.recipe import Recipe, command_line
 from eagle.target.target import Target
-from eval.load_run import MeasuredDrafter, describe_run, describe_start, load_drafters, load_target
+from eval.load_run import MeasuredDrafter, add_policies, describe_run, describe_start, load_drafters, load_target
 from eval.prompts import KEY_NAMES, Case, Key, cases, encode_prompt, questions
 
 TEMPERATURES = (0.0, 1.0)
 REMEMBERED = 32  # steps whose logits show how the model rounds
+QUESTIONS_AT_A_TIME = 2  # that are answered before they are compared, for each text at a time
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,11 @@ class Divergence:
 
 @dataclass
 class Verdict:
-    """The comparison of one drafter at one temperature."""
+    """The comparison of one drafter at one temperature, with so many texts at a time."""
 
     drafter: str
     temperature: float
+    batch_size: int = 1
     answers: int = 0
     left_out: int = 0  # turns that leave the model no room for an answer
     divergences: list[Divergence] = field(default_factory=list)
@@ -91,7 +93,8 @@ class Verdict:
         return self.answers - len(self.divergences)
 
     def __str__(self) -> str:
-        text = f"{self.drafter} at T = {self.temperature:g}: identical on {self.identical} of {self.answers}"
+        together = f", {self.batch_size} at a time" if self.batch_size > 1 else ""
+        text = f"{self.drafter} at T = {self.temperature:g}{together}: identical on {self.identical} of {self.answers}"
         text += f" ({self.left_out} more leave no room for an answer)" if self.left_out else ""
         for worst in sorted(self.divergences, key=lambda divergence: divergence.is_rounding)[:1]:
             text += f"\n  {'rounding' if worst.is_rounding else 'DIFFERS'}: {worst}"
@@ -102,6 +105,7 @@ class Verdict:
         return {
             "drafter": self.drafter,
             "temperature": self.temperature,
+            "batch_size": self.batch_size,
             "answers": self.answers,
             "left_out": self.left_out,
             "identical": self.identical,
@@ -178,38 +182,78 @@ def answer_turns(recipe: Recipe, target: Target, model: Any, case: Case) -> Iter
         turns += [text, target.tokenizer.decode(answer.tokens, skip_special_tokens=True)]
 
 
-def certify(recipe: Recipe, target: Target, model: Any, drafters: dict[str, MeasuredDrafter]) -> list[Verdict]:
-    """Compare every drafter at every temperature with the model's own answers to all questions of the recipe."""
+def certify(
+    recipe: Recipe,
+    target: Target,
+    model: Any,
+    drafters: dict[str, MeasuredDrafter],
+    batch_sizes: Sequence[int] = (1,),
+) -> list[Verdict]:
+    """Compare every drafter at every temperature with the model's own single answers to all questions of the recipe."""
     temperatures = sorted({*TEMPERATURES, *recipe.eval.temperatures})
     # sampled drafts keep the distribution of the output, not its tokens
-    verdicts: dict[float, list[Verdict]] = {temperature: [] for temperature in temperatures}
+    verdicts = {
+        temperature: [
+            Verdict(name, temperature, batch_size)
+            for batch_size in batch_sizes
+            for name, measured in drafters.items()
+            if temperature == 0 or not measured.is_sampled
+        ]
+        for temperature in temperatures
+    }
     for temperature, part in verdicts.items():
-        names = [name for name, measured in drafters.items() if temperature == 0 or not measured.is_sampled]
-        part += [Verdict(name, temperature) for name in names]
-    every = cases(recipe, questions(recipe), temperatures)
-    for case in progress(every, "compare", len(every), unit="questions"):
-        for turn, answer in answer_turns(recipe, target, model, case):
-            for verdict in verdicts[case.temperature]:
-                if answer is None:
-                    verdict.left_out += 1
-                    continue
-                measured = drafters[verdict.drafter]
-                options = {"budget": measured.budget, "max_new_tokens": recipe.eval.max_new_tokens}
-                target.forget()
-                trace = generate(target, measured.drafter, answer.prompt, sampling=answer.choose.sampling, **options)
-                divergence = find_divergence(model, target.tokenizer, case.key(turn), answer, trace.tokens)
-                verdict.answers += 1
-                verdict.divergences += [divergence] if divergence else []
+        every = cases(recipe, questions(recipe), [temperature])
+        size = QUESTIONS_AT_A_TIME * max(batch_sizes)
+        groups = [every[start : start + size] for start in range(0, len(every), size)]
+        for group in progress(groups, f"compare at T = {temperature:g}", len(every), unit="questions", size=len):
+            turns = [(case, *turn) for case in group for turn in answer_turns(recipe, target, model, case)]
+            known = [(case.key(turn), answer) for case, turn, answer in turns if answer is not None]
+            for verdict in part:
+                verdict.left_out += len(turns) - len(known)
+                verdict.answers += len(known)
+                drafted = _decode(recipe, target, drafters[verdict.drafter], known, verdict.batch_size)
+                for (key, answer), tokens in zip(known, drafted, strict=True):
+                    divergence = find_divergence(model, target.tokenizer, key, answer, tokens)
+                    verdict.divergences += [divergence] if divergence else []
     return [verdict for part in verdicts.values() for verdict in part]
+
+
+def _decode(
+    recipe: Recipe,
+    target: Target,
+    measured: MeasuredDrafter,
+    answers: Sequence[tuple[Key, ModelAnswer]],
+    batch_size: int,
+) -> Iterator[list[int]]:
+    """The drafted tokens for each of the model's answers, so many texts at a time; each prompt is read anew."""
+    section = recipe.eval
+    options: dict[str, Any] = {"budget": measured.plan, "max_new_tokens": section.max_new_tokens}
+    if batch_size == 1:
+        for _, answer in answers:
+            target.forget()
+            sampling = answer.choose.sampling
+            yield generate(target, measured.drafter, answer.prompt, sampling=sampling, **options).tokens
+    elif answers:
+        target.forget()
+        options |= {"batch_size": batch_size, "max_tokens_in_cache": section.max_tokens_in_cache}
+        samplings = [answer.choose.sampling for _, answer in answers]
+        prompts = [answer.prompt for _, answer in answers]
+        for trace in generate(target, measured.drafter, prompts, sampling=samplings, **options):
+            yield trace.tokens
 
 
 def main(argv: list[str]) -> None:
     """Compare, print the verdicts, and write them beside the results; ends with 1 if output differs."""
-    args = command_line("eval.lossless", __doc__).parse_args(argv)
-    recipe = Recipe.load(args.recipe, args.overrides)
+    parser = command_line("eval.lossless", __doc__)
+    parser.add_argument("--batch-size", type=int, metavar="N", help="texts at a time (default: the recipe's)")
+    args = parser.parse_intermixed_args(argv)
+    size = [] if args.batch_size is None else [f"eval.batch_size={args.batch_size}"]
+    recipe = Recipe.load(args.recipe, [*args.overrides, *size])
     target, model = load_target(recipe), load_target(recipe).model  # the second one reads no tree, ever
     drafters = load_drafters(recipe, target)
-    verdicts = certify(recipe, target, model, drafters)
+    if recipe.eval.goodput_policy:
+        drafters = add_policies(recipe, target, drafters, questions(recipe))
+    verdicts = certify(recipe, target, model, drafters, sorted(set(recipe.eval.batch_size)))
     print(*verdicts, sep="\n")
     for name in (name for name, measured in drafters.items() if measured.is_sampled):
         print(f"{name} above T = 0: drafts are sampled, so the output keeps the model's distribution, not each token")

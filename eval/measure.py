@@ -2,162 +2,89 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import secrets
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
+import torch
+
 from eagle.core.decode import generate
 from eagle.core.drafter import Drafter
-from eagle.core.trace import Cycle, Trace
+from eagle.core.trace import Trace
 from eagle.core.verify import Sampling
 from eagle.disk import lock_path
 from eagle.log import interrupted_by_user, progress, script
 from eagle.recipe import Recipe, command_line
 from eagle.target.target import Target
-from eval.costs import bare_costs
-from eval.load_run import MeasuredDrafter, describe_run, describe_start, load_drafters, load_target, settle_threads
-from eval.prompts import KEY_NAMES, Case, Key, Question, cases, encode_prompt, questions
+from eval.answer_rows import Row, row_of
+from eval.costs import SIZES, bare_costs
+from eval.load_run import (
+    MeasuredDrafter,
+    add_policies,
+    describe_run,
+    describe_start,
+    load_drafters,
+    load_target,
+    settle_threads,
+)
+from eval.measure_batches import measure_batches
+from eval.measurement import Measurement
+from eval.processes import ALONE, Processes
+from eval.prompts import Case, encode_prompt, questions
 from eval.report import markdown
-from eval.results import Results, ends_in_loop, prompt_key, read_results
+from eval.write_results import ResultsWriter, merge_parts, part_of, read_stored
 
 WARM_UP = 16  # tokens of a generation that is not counted
-IN_PIECES = 2  # questions of each set whose answers are also kept in pieces
-
-Row = dict[str, Any]
 
 
-def read_stored(path: Path) -> Results:
-    """The rows of earlier runs, if any; a torn last line is cut off the file."""
-    if not path.exists():
-        return Results(path, [], [])
-    data = path.read_bytes()
-    end = data.rfind(b"\n") + 1
-    if end < len(data):
-        print(f"{path}: the last line is torn; its {len(data) - end} bytes are cut off, and it is measured again")
-        with path.open("r+b") as file:
-            file.truncate(end)
-    return read_results(path)
+def measure_alone(measurement: Measurement) -> Iterator[Row]:
+    """The missing rows of one text at a time; in every question the drafters take turns, another one first each time.
+
+    A question's rows are in the file before the next is asked.
+    """
+    names = list(measurement.drafters)
+    left = [(number, case) for number, case in enumerate(measurement.cases()) if not measurement.is_done(case, 1)]
+    if left:
+        _warm_up(measurement)
+    for number, case in left:
+        first = number % len(names)
+        for row in _answers(measurement, case, names[first:] + names[:first]):
+            measurement.results.add(row)
+            yield row
 
 
-class ResultsWriter:
-    """Appends rows to a results file; a file that other settings made is moved aside first."""
-
-    def __init__(self, stored: Results, settings: dict[str, Any], *, again: bool = False) -> None:
-        self.path = stored.path
-        self.id = secrets.token_hex(4)
-        self.settings = json.loads(json.dumps(settings))
-        self.rows: dict[Key, dict[str, Row]] = {}  # by key and drafter
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if stored.headers and not again and self._is_same(stored.header):
-            self.id = stored.header["id"]
-            for row in stored.answers:
-                if row["run"] == self.id:
-                    self._remember(row)
-        elif stored.headers or stored.answers:
-            aside = self.path.with_stem(f"{self.path.stem}-{stored.header.get('id', secrets.token_hex(4))}")
-            self.path.rename(aside)
-            print(f"what {self.path} held is in {aside} now, and measuring begins anew")
-
-    def begin(self, start: dict[str, Any]) -> None:
-        """Write the header of the rows that follow."""
-        self._append({"run": {"id": self.id, **start, **self.settings}})
-
-    def add(self, row: Row) -> None:
-        """Write one answer; it is in the file when this returns."""
-        self._append({"run": self.id, **row})
-        self._remember(row)
-
-    def _is_same(self, header: dict[str, Any]) -> bool:
-        """Whether the file was made with these settings; prints the names of those that differ."""
-        other = [key for key, value in self.settings.items() if header.get(key) != value]
-        if other:
-            print(f"{self.path} was made by something else ({', '.join(other)})")
-        return not other
-
-    def _remember(self, row: Row) -> None:
-        self.rows.setdefault(prompt_key(row), {})[row["drafter"]] = row
-
-    def _append(self, line: Row) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+def _warm_up(measurement: Measurement) -> None:
+    """Decode once with each drafter, so that no row pays for what happens once."""
+    section, prompt = measurement.recipe.eval, measurement.first_prompt()
+    sampling, tokens = Sampling(max(section.temperatures)), min(WARM_UP, section.max_new_tokens)
+    for measured in measurement.drafters.values():
+        time_answer(measurement.target, measured, prompt, sampling, tokens)
 
 
-@dataclass
-class Measurement:
-    """The drafters, the questions, and the answers so far."""
-
-    recipe: Recipe
-    target: Target
-    drafters: dict[str, MeasuredDrafter]
-    questions: list[Question]
-    results: ResultsWriter
-    missing: Counter[str] = field(default_factory=Counter)  # answers by set, for which the model has no positions
-
-    def cases(self) -> list[Case]:
-        """All questions at all temperatures with all seeds."""
-        return cases(self.recipe, self.questions, self.recipe.eval.temperatures)
-
-    def is_done(self, case: Case) -> bool:
-        """Whether every drafter has answered all turns."""
-        keys = [case.key(turn) for turn in range(len(case.question.turns))]
-        return all(self.results.rows.get(key, {}).keys() >= self.drafters.keys() for key in keys)
-
-    def run(self) -> None:
-        """Measure what is missing; in every question the drafters take turns, another one first each time."""
-        every, names = self.cases(), list(self.drafters)
-        left = [(number, case) for number, case in enumerate(every) if not self.is_done(case)]
-        self.warm_up()
-        for number, case in progress(left, "measure", len(every), unit="questions", done=len(every) - len(left)):
-            first = number % len(names)
-            for row in self.answers(case, names[first:] + names[:first]):
-                self.results.add(row)
-
-    def warm_up(self) -> None:
-        """Decode once with each drafter, so that no row pays for what happens once."""
-        section = self.recipe.eval
-        prompts = (encode_prompt(self.recipe, self.target, question.turns[:1]) for question in self.questions)
-        prompt = next((prompt for prompt in prompts if prompt is not None), None)
+def _answers(measurement: Measurement, case: Case, order: list[str]) -> Iterator[Row]:
+    """The missing rows of one question, turn by turn; drafters answer in this order."""
+    for turn in range(len(case.question.turns)):
+        prompt = measurement.prompt(case, turn, 1)
         if prompt is None:
-            raise ValueError(
-                f"none of {len(self.questions)} prompts and {section.max_new_tokens} new tokens fit in the "
-                f"model's {self.target.max_positions} positions: lower eval.max_new_tokens, or take shorter prompts"
-            )
-        sampling, tokens = Sampling(max(section.temperatures)), min(WARM_UP, section.max_new_tokens)
-        for measured in self.drafters.values():
-            time_answer(self.target, measured, prompt, sampling, tokens)
+            measurement.missing[case.question.set] += len(measurement.drafters)
+            return  # later turns are longer still
+        stored = measurement.answers(case, turn, 1)
+        new = {name: _answer(measurement, case, turn, name, prompt) for name in order if name not in stored}
+        plain = (stored | new)["none"]
+        for name in (name for name in measurement.drafters if name in new):
+            new[name]["identical"] = measurement.is_identical(name, case, new[name], plain)
+            yield new[name]
 
-    def answers(self, case: Case, order: list[str]) -> Iterator[Row]:
-        """The missing rows of one question, turn by turn; drafters answer in this order."""
-        turns: list[str] = []
-        for turn, text in enumerate(case.question.turns):
-            turns.append(text)
-            prompt = encode_prompt(self.recipe, self.target, turns)
-            if prompt is None:
-                self.missing[case.question.set] += len(self.drafters)
-                return  # later turns are longer still
-            stored = self.results.rows.get(case.key(turn), {})
-            new = {name: self.answer(case, turn, name, prompt) for name in order if name not in stored}
-            plain = (stored | new)["none"]
-            for name in (name for name in self.drafters if name in new):
-                is_sampled = self.drafters[name].is_sampled and case.temperature > 0
-                new[name]["identical"] = None if is_sampled else new[name]["digest"] == plain["digest"]
-                yield new[name]
-            turns.append(plain["text"])
 
-    def answer(self, case: Case, turn: int, name: str, prompt: list[int]) -> Row:
-        """The row of one drafter's answer to a turn."""
-        tokens = self.recipe.eval.max_new_tokens
-        trace, wall, cpu = time_answer(self.target, self.drafters[name], prompt, case.sampling(turn), tokens)
-        key = dict(zip(KEY_NAMES, case.key(turn), strict=True))
-        row = {"drafter": name, **key, "task": case.question.task, **row_of(trace, wall, cpu)}
-        of_set = [question for question in self.questions if question.set == case.question.set]
-        return {**row, "pieces": trace.pieces()} if case.question in of_set[:IN_PIECES] else row
+def _answer(measurement: Measurement, case: Case, turn: int, name: str, prompt: list[int]) -> Row:
+    """The row of one drafter's answer to a turn."""
+    tokens = measurement.recipe.eval.max_new_tokens
+    measured, sampling = measurement.drafters[name], case.sampling(turn)
+    trace, wall, cpu = time_answer(measurement.target, measured, prompt, sampling, tokens)
+    row = {**measurement.describe(name, case, turn), **row_of(trace, wall, cpu)}
+    return {**row, "pieces": trace.pieces()} if measurement.is_in_pieces(case) else row
 
 
 def time_answer(
@@ -166,39 +93,9 @@ def time_answer(
     """Decode an answer, reading the prompt anew; its trace, wall seconds and CPU seconds."""
     target.forget()
     wall, cpu = perf_counter(), process_time()
-    options: dict[str, Any] = {"sampling": sampling, "budget": measured.budget, "max_new_tokens": new_tokens}
+    options: dict[str, Any] = {"sampling": sampling, "budget": measured.plan, "max_new_tokens": new_tokens}
     trace = generate(target, measured.drafter, prompt, timing=True, **options)
     return trace, perf_counter() - wall, process_time() - cpu
-
-
-def row_of(trace: Trace, wall: float, cpu: float) -> Row:
-    """A trace as the columns of a row."""
-    return {
-        "prompt_tokens": len(trace.prompt),
-        "tokens": len(trace.tokens),
-        "finish": trace.finish,
-        "seconds": round(wall, 6),
-        "cpu_seconds": round(cpu, 6),
-        "loops": ends_in_loop(trace.tokens),
-        "digest": hashlib.sha256(json.dumps(trace.tokens).encode()).hexdigest()[:16],
-        "text": trace.text,
-        "cycles": list(map(cycle_of, trace.cycles)),
-    }
-
-
-def cycle_of(cycle: Cycle) -> dict[str, Any]:
-    """A cycle as a row holds it."""
-    confidence = [(round(prob, 4), accepted) for prob, accepted in cycle.confidence]
-    return {
-        "nodes": cycle.nodes,
-        "depth": cycle.depth,
-        "accepted": cycle.accepted,
-        "committed": cycle.committed,
-        "context": cycle.context,
-        "path": cycle.path,
-        **({"confidence": confidence} if confidence else {}),
-        "seconds": {part: round(seconds, 7) for part, seconds in (cycle.seconds or {}).items()},
-    }
 
 
 def costs_of(measurement: Measurement) -> dict[str, Any]:
@@ -208,12 +105,16 @@ def costs_of(measurement: Measurement) -> dict[str, Any]:
     lengths = [len(prompt) for prompt in prompts if prompt is not None] or [1]
     low = min(lengths)
     high = max(lengths) + recipe.eval.max_new_tokens * max(len(question.turns) for question in asked)
+    widest = 1 + max(measured.budget.nodes for measured in measurement.drafters.values())
+    sizes, tokens = measurement.batch_sizes, [*(size for size in SIZES if size < widest), widest]
     costs: dict[str, Any] = {}
     by_drafter: dict[Drafter | None, Any] = {}
     for name, measured in measurement.drafters.items():
         timed = measured.drafter if measured.drafter.probe(1, 1, 1) else None  # the others share the target's forwards
         if timed not in by_drafter:
-            by_drafter[timed] = asdict(bare_costs(measurement.target, timed, [low, (low + high) // 2, high]))
+            contexts = [low, (low + high) // 2, high]
+            bare = bare_costs(measurement.target, timed, contexts, batch_sizes=sizes, batch_tokens=tokens)
+            by_drafter[timed] = asdict(bare)
         costs[name] = by_drafter[timed]
     return costs
 
@@ -223,25 +124,49 @@ def results_file(recipe: Recipe) -> Path:
     return Path(recipe.train.out) / "results.jsonl"
 
 
-def measure(recipe: Recipe, path: str, *, again: bool = False) -> Path:
+def measure(recipe: Recipe, path: str, *, again: bool = False, processes: Processes = ALONE) -> Path:
     """Measure what a recipe asks for and is not measured yet; returns the results file."""
-    target, stored = load_target(recipe), read_stored(results_file(recipe))
+    target, stored = load_target(recipe), processes.share(lambda: read_stored(results_file(recipe)))
     settle_threads(target, None if again else stored.header)
-    drafters = load_drafters(recipe, target)
-    results = ResultsWriter(stored, describe_run(recipe, target, drafters), again=again)
-    measurement = Measurement(recipe, target, drafters, questions(recipe), results)
-    if all(map(measurement.is_done, measurement.cases())):
+    torch.set_num_threads(processes.share(torch.get_num_threads))
+    drafters, asked = load_drafters(recipe, target), questions(recipe)
+    if recipe.eval.goodput_policy:
+        drafters = add_policies(recipe, target, drafters, asked)
+    settings = describe_run(recipe, target, drafters, processes.count)
+    results = processes.share(lambda: ResultsWriter(stored, settings, again=again))
+    measurement = Measurement(recipe, target, drafters, asked, results, processes)
+    if measurement.has_all():
         print(f"all answers are in {results.path} already: --again measures anew")
         return results.path
-    costs = {"costs": costs_of(measurement)} if recipe.eval.costs else {}
-    results.begin({**describe_start(recipe, path), "prompts": len(measurement.questions), **costs})
-    measurement.run()
+    costs = processes.share(lambda: {"costs": costs_of(measurement)} if recipe.eval.costs else {})
+    if processes.is_first:
+        results.begin({**describe_start(recipe, path), "prompts": len(asked), **costs})
+    if processes.count > 1:
+        results.path = part_of(results_file(recipe), processes.rank)
+    _measure_missing(measurement)
+    return results_file(recipe)
+
+
+def _measure_missing(measurement: Measurement) -> None:
+    """Measure what this process has to, with a progress bar; answers without room are counted and said."""
+    every, sizes = measurement.cases(), measurement.batch_sizes
+    turns = [case.key(turn) for case in every for turn in range(len(case.question.turns))]
+    stored = measurement.results.rows
+    done = sum(len(stored.get((*key, batch_size), {})) for key in turns for batch_size in sizes)
+    total, show = len(turns) * len(sizes) * len(measurement.drafters), measurement.processes.is_first
+    for _ in progress(_rows(measurement), "measure", total, unit="answers", done=done, show=show):
+        pass
     for name, count in measurement.missing.items():
         print(
-            f"{name}: {count} answers are missing: their prompts and {recipe.eval.max_new_tokens} new tokens exceed "
-            f"the model's {target.max_positions} positions"
+            f"{name}: {count} answers are missing: their prompts and {measurement.recipe.eval.max_new_tokens} new "
+            f"tokens exceed the model's {measurement.target.max_positions} positions"
         )
-    return results.path
+
+
+def _rows(measurement: Measurement) -> Iterator[Row]:
+    """The missing rows, fewest texts at a time first."""
+    for batch_size in measurement.batch_sizes:
+        yield from measure_alone(measurement) if batch_size == 1 else measure_batches(measurement, batch_size)
 
 
 def main(argv: list[str]) -> None:
@@ -250,9 +175,13 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--again", action="store_true", help="measure anew; the rows that are there are kept aside")
     args = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, args.overrides)
-    message = "finished answers are kept, and the same command goes on"
-    with interrupted_by_user(lambda: message), lock_path(results_file(recipe)):
-        print(markdown(measure(recipe, args.recipe, again=args.again)))
+    message, processes = "finished answers are kept, and the same command goes on", Processes.join()
+    with interrupted_by_user(lambda: message), lock_path(results_file(recipe), hold=processes.is_first):
+        path = measure(recipe, args.recipe, again=args.again, processes=processes)
+        processes.leave()
+        if processes.is_first:
+            merge_parts(path)
+            print(markdown(path))
 
 
 if __name__ == "__main__":

@@ -54,9 +54,10 @@ def losslessness(report: ReportData) -> Html:
         "Every answer is compared with plain decoding's in the same run, and by the certificate with the untouched "
         "model's own. A draft that is sampled from q keeps the distribution of the output, and not each token of it."
     )
-    same = sum(group.identical for group in report.drafting)
-    differing = sum(group.differing for group in report.drafting)
-    sampled = sum(len(group.answers) for group in report.drafting) - same - differing
+    drafting = [group for group in report.every if group.drafter != "none"]
+    same = sum(group.identical for group in drafting)
+    differing = sum(group.differing for group in drafting)
+    sampled = sum(len(group.answers) for group in drafting) - same - differing
     text = f"Of the drafters' answers {same} are plain decoding's token by token, {differing} differ"
     text += f", {sampled} were sampled from q." if sampled else "."
     note = tag("p", text, class_="warn" if differing else None)
@@ -75,13 +76,14 @@ def _certificate(report: ReportData, label: str) -> Html:
         (
             code(verdict["drafter"]),
             f"{verdict['temperature']:g}",
+            verdict.get("batch_size", 1),
             f"{verdict['identical']} of {verdict['answers']}",
             "lossless" if verdict["lossless"] else tag("span", "differs", class_="warn"),
             _divergence(verdict["divergences"]),
         )
         for verdict in verdicts
     ]
-    columns = ["drafter", "T", "identical to the model's own", "verdict", "first divergence"]
+    columns = ["drafter", "T", "at a time", "identical to the model's own", "verdict", "first divergence"]
     return html([tag("h3", name, "certificate against the untouched model"), table(columns, [("", rows)])])
 
 

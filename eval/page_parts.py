@@ -20,21 +20,23 @@ class ReportData:
     """The results that a report shows."""
 
     runs: dict[str, Results]  # by label; the label of a single run is empty
-    groups: list[Group]  # by temperature
+    every: list[Group]  # by temperature, at all batch sizes
+    groups: list[Group]  # those with the fewest texts at a time
     series: dict[str, int]  # a number for every drafter, 0 for `none`
 
     @classmethod
     def load(cls, paths: Sequence[str | Path]) -> ReportData:
         """Read results files and label each by the part of its path that tells them apart."""
         runs = {label: read_results(path) for label, path in zip(labels(paths), paths, strict=True)}
-        groups = [group for label, run in runs.items() for group in run.groups(label)]
-        groups.sort(key=lambda group: group.temperature)
+        every = [group for label, run in runs.items() for group in run.groups(label)]
+        every.sort(key=lambda group: group.temperature)
+        groups = fewest_at_a_time(every)
         if not groups:
             raise ValueError(f"no answers in {', '.join(map(str, paths))}: run eval.measure first")
-        names = dict.fromkeys(group.name for group in groups if group.drafter != "none")
+        names = dict.fromkeys(group.name for group in every if group.drafter != "none")
         series = {name: number for number, name in enumerate(names, start=1)}
-        series |= {group.name: 0 for group in groups if group.drafter == "none"}
-        return cls(runs, groups, series)
+        series |= {group.name: 0 for group in every if group.drafter == "none"}
+        return cls(runs, every, groups, series)
 
     @property
     def drafting(self) -> list[Group]:
@@ -45,6 +47,14 @@ class ReportData:
     def names(self) -> dict[str, int]:
         """The drafters and their numbers, for a legend."""
         return {name: number for name, number in self.series.items() if number}
+
+
+def fewest_at_a_time(groups: Sequence[Group]) -> list[Group]:
+    """Of each run the groups of its smallest batch size: acceptance does not depend on it."""
+    sizes: dict[str, int] = {}
+    for group in groups:
+        sizes[group.run] = min(group.batch_size, sizes.get(group.run, group.batch_size))
+    return [group for group in groups if group.batch_size == sizes[group.run]]
 
 
 def labels(paths: Sequence[str | Path]) -> list[str]:

@@ -11,15 +11,26 @@ from eagle.log import script
 from eval.figures import format_number
 from eval.markup import Html, html, tag
 from eval.page_accepted import by_task, calibration, lengths, nodes, positions
+from eval.page_batches import batches, texts_in_a_step
 from eval.page_evidence import answers, losslessness, provenance
-from eval.page_parts import ReportData
-from eval.page_speed import comparison, headline, speed_by_task, time_split, verdicts
+from eval.page_parts import ReportData, fewest_at_a_time
+from eval.page_speed import comparison, describe_output, headline, speed_by_task, time_split, verdicts
 from eval.page_theory import theory
-from eval.results import ACCEPTANCE_LENGTH, MODELLED_SPEED_UP, SPEED_UP, TOKENS_PER_SECOND, Group, Metric, read_results
+from eval.results import (
+    ACCEPTANCE_LENGTH,
+    LATENCY,
+    MODELLED_SPEED_UP,
+    SPEED_UP,
+    TOKENS_PER_SECOND,
+    Group,
+    Metric,
+    read_results,
+)
 
 SECTIONS = {
     "headline": ("Speed", headline),
     "comparison": ("Who is ahead", comparison),
+    "batches": ("Batches", batches),
     "speed": ("By task", speed_by_task),
     "position": ("Position", positions),
     "task": ("Task and rule", by_task),
@@ -58,6 +69,8 @@ def _top(report: ReportData, links: list[Html]) -> Html:
     """Title, target, amount, machine and links; then the fastest drafters."""
     newest = next(iter(report.runs.values())).header
     facts = [str(newest[key]) for key in ("machine", "date") if key in newest]
+    if (size := report.groups[0].batch_size) > 1:
+        facts.append(f"sections below are of {size} texts at a time unless they say otherwise")
     number = sum(len(run.answers) for run in report.runs.values())
     about = ", ".join([f"{number} answers", *facts])
     line = tag("p", "Target ", tag("code", _target(report)), ". ", about, class_="soft")
@@ -69,9 +82,10 @@ def _target(report: ReportData) -> str:
 
 
 def markdown(path: str | Path) -> str:
-    """The results as a table with intervals, and under it what made them."""
+    """The results as a table with intervals, one more by batch size if there are batches, and what made them."""
     results = read_results(path)
-    groups = results.groups()
+    every = results.groups()
+    groups = fewest_at_a_time(every)
     speeds = {"speed-up": SPEED_UP}
     if groups and all(group.is_modelled for group in groups):
         speeds["in modelled time"] = MODELLED_SPEED_UP
@@ -84,8 +98,25 @@ def markdown(path: str | Path) -> str:
             f"{_format(group, TOKENS_PER_SECOND, digits=0)} | {' | '.join(gains)} | {_output(group)} | "
             f"{group.looping:.0%} |"
         )
+    if any(group.batch_size > 1 for group in every):
+        lines += ["", *_batch_lines(every)]
     header = {key: value for key, value in results.header.items() if key != "id" and not isinstance(value, dict | list)}
     return "\n".join([*lines, "", f"<sub>{', '.join(f'{key} {value}' for key, value in header.items())}</sub>"])
+
+
+def _batch_lines(groups: Sequence[Group]) -> list[str]:
+    """A table by temperature and number of texts at a time."""
+    columns = ["T", "texts at a time", "drafter", "texts a step", "tokens/s", "speed-up"]
+    columns += ["in modelled time", "latency", "acceptance length τ", "output"]
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    for group in sorted(groups, key=lambda group: (group.temperature, group.batch_size)):
+        drafts = group.drafter != "none"
+        speed = _format(group, SPEED_UP, " ×") if drafts else "1.00 ×"
+        modelled = _format(group, MODELLED_SPEED_UP, " ×") if drafts and group.is_modelled else "–"
+        cells = [f"{group.temperature:g}", str(group.batch_size), f"`{group.drafter}`", f"{texts_in_a_step(group):.1f}"]
+        cells += [_format(group, TOKENS_PER_SECOND, digits=0), speed, modelled, _format(group, LATENCY, " s")]
+        lines.append(f"| {' | '.join([*cells, _format(group, ACCEPTANCE_LENGTH), describe_output(group)])} |")
+    return lines
 
 
 def _format(group: Group, metric: Metric, unit: str = "", digits: int = 2) -> str:

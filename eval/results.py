@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from eagle.core.budget import Budget
+from eval.batch_costs import share_batches
 from eval.costs import Costs, draft_seconds
 from eval.statistics import Difference, Estimate, Row, Statistic, estimate, estimate_difference, ratio
 
 Answer = dict[str, Any]  # one row of a results file
-Key = tuple[Any, ...]  # set, conversation, turn, temperature, seed
+Key = tuple[Any, ...]  # set, conversation, turn, temperature, seed, batch size
 ANSWER = {"drafter", "temperature", "tokens", "seconds", "cycles", "loops", "identical"}  # what every row has
 RULES = {
     "noise": "ranked with the target's own noise",
@@ -37,9 +38,19 @@ def ends_in_loop(tokens: Sequence[int], window: int = 64, period: int = 16) -> b
 
 
 def prompt_key(answer: Answer) -> Key:
-    """What identifies the prompt of an answer; its first two items are the conversation."""
+    """What identifies the prompt of an answer, and how it was asked; its first two items are the conversation."""
     conversation = answer.get("conversation", answer.get("prompt"))
-    return answer.get("set"), conversation, answer.get("turn", 0), answer["temperature"], answer.get("seed", 0)
+    prompt = answer.get("set"), conversation, answer.get("turn", 0)
+    return *prompt, answer["temperature"], answer.get("seed", 0), answer.get("batch_size", 1)
+
+
+def item_key(item: Answer) -> Key:
+    """What identifies a line of a results file: a header, the steps of a batch, or an answer."""
+    if "batch" in item:
+        return "batch", item["batch"]["session"], item["batch"]["step"]
+    if isinstance(item.get("run"), dict):
+        return "header", json.dumps(item["run"])
+    return item["run"], item["drafter"], *prompt_key(item)
 
 
 def cycles(answer: Answer) -> list[Answer]:
@@ -55,7 +66,7 @@ def count_cycles(answer: Answer) -> Row:
 
 
 def count_seconds(answer: Answer) -> Row:
-    """Tokens and seconds of an answer, prefill included."""
+    """Tokens and seconds of an answer, prefill included; in a batch its share of the seconds."""
     return answer["tokens"], answer["seconds"]
 
 
@@ -76,6 +87,7 @@ ACCEPTANCE_LENGTH = Metric(count_cycles)
 TOKENS_PER_SECOND = Metric(count_seconds)
 SPEED_UP = Metric(lambda answer: (*count_seconds(answer), *count_seconds(answer["baseline"])), speed_up)
 MODELLED_SPEED_UP = Metric(lambda answer: answer["modelled"], speed_up)  # prefill excluded
+LATENCY = Metric(lambda answer: (answer["latency"] if "latency" in answer else answer["seconds"], 1))  # mean seconds
 
 
 @dataclass(frozen=True)
@@ -87,6 +99,8 @@ class Group:
     temperature: float
     rule: str  # how the draft was drawn
     answers: list[Answer]
+    batch_size: int = 1
+    steps: tuple[Answer, ...] = ()  # what steps of the batches took, those of interrupted answers included
 
     @property
     def name(self) -> str:
@@ -137,6 +151,7 @@ class Results:
     path: Path
     headers: list[dict[str, Any]]
     answers: list[Answer]
+    batches: tuple[Answer, ...] = ()
 
     @property
     def header(self) -> dict[str, Any]:
@@ -149,23 +164,38 @@ class Results:
         return (drafters.get(drafter) or {}) if isinstance(drafters, dict) else {}
 
     def groups(self, label: str = "") -> list[Group]:
-        """The answers by temperature and drafter, in measured order, with modelled seconds where costs are known."""
+        """The answers by batch size, temperature and drafter, with modelled seconds where costs are known."""
         baselines = {prompt_key(answer): answer for answer in self.answers if answer["drafter"] == "none"}
-        groups: dict[tuple[float, str], list[Answer]] = {}
+        groups: dict[tuple[int, float, str], list[Answer]] = {}
         for answer in self.answers:
             if (key := prompt_key(answer)) not in baselines:
                 raise ValueError(
                     f"{self.path}: `{answer['drafter']}` answered {key} and `none` did not; "
                     "every figure needs its baseline in the same run: let eval.measure finish, then report again"
                 )
-            group = groups.setdefault((answer["temperature"], answer["drafter"]), [])
+            group = groups.setdefault((key[-1], answer["temperature"], answer["drafter"]), [])
             group.append({**answer, "baseline": baselines[key]})
-        for (_, name), rows in groups.items():
-            self._add_modelled(name, rows)
+        for (batch_size, _, name), rows in groups.items():
+            add = self._add_modelled if batch_size == 1 else self._add_modelled_batches
+            add(name, rows)
+        steps: dict[tuple[int, float, str], list[Answer]] = {}
+        for batch in self.batches:
+            steps.setdefault((batch["batch_size"], batch["temperature"], batch["drafter"]), []).append(batch)
         return [
-            Group(label, name, temperature, self._rule(name, temperature), rows)
-            for (temperature, name), rows in groups.items()
+            Group(label, key[2], key[1], self._rule(key[2], key[1]), rows, key[0], tuple(steps.get(key, ())))
+            for key, rows in groups.items()
         ]
+
+    def _add_modelled_batches(self, drafter: str, answers: list[Answer]) -> None:
+        """The same figures of answers that were written side by side: each takes its shares of the cycles' seconds."""
+        if (bare := (self.header.get("costs") or {}).get(drafter)) is None or not bare.get("batches"):
+            return
+        costs = Costs.parse(bare)
+        drafted = share_batches(costs, answers, drafter != "none")
+        plain = share_batches(costs, [answer["baseline"] for answer in answers], False)
+        for answer, seconds, baseline_seconds in zip(answers, drafted, plain, strict=True):
+            tokens, baseline_tokens = count_cycles(answer)[0], count_cycles(answer["baseline"])[0]
+            answer["modelled"] = tokens, seconds, baseline_tokens, baseline_seconds
 
     def _add_modelled(self, drafter: str, answers: list[Answer]) -> None:
         """Tokens and seconds of each answer and of its baseline, at the bare costs in the header if it has them."""
@@ -175,6 +205,8 @@ class Results:
         values = self.settings(drafter)["budget"]
         paths = values.get("paths")
         budget = Budget(**{**values, "paths": paths and tuple(map(tuple, paths))})
+        if "policy" in self.settings(drafter):  # budgets change from cycle to cycle: drafts cost what they took
+            costs = replace(costs, first=None, level=None)
         recorded = (cycle for answer in answers for cycle in cycles(answer))
         drafting = {} if costs.first or not budget.nodes else draft_seconds(recorded)
         for answer in answers:
@@ -199,14 +231,17 @@ def read_results(path: str | Path) -> Results:
     """Read a results file: runs with an id add up over restarts; of runs without one the last counts."""
     headers: list[dict[str, Any]] = []
     answers: dict[Any, Answer] = {}
+    batches: dict[Key, Answer] = {}
     for number, item in _read_lines(Path(path)):
         if isinstance(item.get("run"), dict):
             headers.append(item["run"])
             if "id" not in item["run"]:
-                headers, answers = headers[-1:], {}
+                headers, answers, batches = headers[-1:], {}, {}
+        elif "batch" in item:
+            batches[item_key(item)] = item["batch"]
         else:
             answers[(item["drafter"], *prompt_key(item)) if "conversation" in item else number] = item
-    return Results(Path(path), headers, list(answers.values()))
+    return Results(Path(path), headers, list(answers.values()), tuple(batches.values()))
 
 
 def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -223,13 +258,14 @@ def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    """A header or an answer; anything else is refused by its place."""
+    """A header, steps of a batch or an answer; anything else is refused by its place."""
     try:
         item = json.loads(line)
     except ValueError as error:
         raise ValueError(f"{path}:{number} is not JSON ({error}): remove that line or measure again") from None
     missing = ANSWER - item.keys() if isinstance(item, dict) else ANSWER
-    if missing and not (isinstance(item, dict) and isinstance(item.get("run"), dict)):
+    is_other = isinstance(item, dict) and any(isinstance(item.get(name), dict) for name in ("run", "batch"))
+    if missing and not is_other:
         raise ValueError(
             f"{path}:{number} is no answer: {', '.join(sorted(missing))} missing; remove that line or measure again"
         )

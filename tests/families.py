@@ -138,6 +138,25 @@ def own_answer(
     return text[len(prompt) :]
 
 
+def own_choices(
+    model: PreTrainedModel,
+    prompt: list[int],
+    answer: list[int],
+    warp: Callable[[Tensor, Tensor], Tensor] | None = None,
+    noise: Callable[[int], Tensor] | None = None,
+) -> list[int]:
+    """What the model would choose at each place of an answer, by one forward over the whole text.
+
+    An answer that equals its choices is the model's `own_answer`, where positions do not depend on a text's length.
+    """
+    warp, text = warp or LogitsProcessorList(), [*prompt, *answer]
+    choices, logits = [], own_logits(model, text)
+    for end in range(len(prompt), len(text)):
+        scores = warp(torch.tensor([text[:end]]), logits[end - 1 : end])[0]
+        choices.append(int((scores if noise is None else scores + noise(end)).argmax()))
+    return choices
+
+
 class RandomTrees(Drafter):
     """Random trees of at most 12 nodes over a few tokens, so that some are right by chance."""
 

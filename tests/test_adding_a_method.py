@@ -208,8 +208,9 @@ def test_a_budget_that_is_ignored_is_seen(
     registered: type[Any], tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: one node more than was asked for."""
-    honest = registered.propose
-    monkeypatch.setattr(registered, "propose", lambda self, news, budget: honest(self, news, Budget(12, 4, 3)))
+    text = type(registered.begin(None))  # type: ignore[arg-type]
+    honest = text.propose
+    monkeypatch.setattr(text, "propose", lambda self, update, budget: honest(self, update, Budget(12, 4, 3)))
     with pytest.raises(AssertionError):
         conformance.test_trees_are_rooted_and_within_budget(KIND, Budget(8, 4, 3), tiny_target)
 
@@ -220,11 +221,48 @@ def test_a_place_that_outlives_its_text_is_seen(
     """Planted: a second text goes on counting where the first one ended, so that its noise is another's."""
     honest = registered.begin
 
-    def forgetful(self: Any, noise: Any = None) -> None:
-        length = getattr(self, "length", 0)
-        honest(self, noise)
-        self.length = length
+    def forgetful(self: Any, noise: Any = None) -> Any:
+        text, before = honest(self, noise), getattr(self, "last", None)
+        text.length = before.length if before else 0
+        self.last = text
+        return text
 
     monkeypatch.setattr(registered, "begin", forgetful)
     with pytest.raises(AssertionError):
         conformance.test_begin_forgets(KIND, conformance.SAMPLINGS[2], tiny_target)
+
+
+def keep_one_text(registered: type[Any], patch: pytest.MonkeyPatch) -> None:
+    """Every text is the one that began first, at its own place and with its noise."""
+    honest, texts = registered.begin, []
+
+    def shared(self: Any, noise: Any = None) -> Any:
+        texts.append(honest(self, noise))
+        return texts[0]
+
+    patch.setattr(registered, "begin", shared)
+
+
+def share_noise(registered: type[Any], patch: pytest.MonkeyPatch) -> None:
+    """Every text is drafted with the noise of the one that began first."""
+    honest, noises = registered.begin, []
+
+    def shared(self: Any, noise: Any = None) -> Any:
+        noises.append(noise)
+        return honest(self, noises[0])
+
+    patch.setattr(registered, "begin", shared)
+
+
+@pytest.mark.parametrize("fault", [keep_one_text, share_noise])
+def test_texts_that_share_what_is_kept_are_seen(
+    fault: Any, registered: type[Any], tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: what belongs to one text is used for all that are written side by side."""
+    honest, alone = registered.begin, conformance.drafted_alone(KIND, conformance.SAMPLINGS[2], tiny_target)
+    fault(registered, monkeypatch)
+    beside = conformance.drafted_beside(KIND, conformance.SAMPLINGS[2], tiny_target)
+    assert [trace.tokens for trace in beside] == [trace.tokens for trace in alone]  # which no draft can change
+    assert [trace.cycles for trace in beside] != [trace.cycles for trace in alone]
+    monkeypatch.setattr(registered, "begin", honest)
+    conformance.test_texts_side_by_side_are_as_each_alone(KIND, conformance.SAMPLINGS[2], tiny_target)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from eagle import Budget, Sampling, Target, generate, load_drafter
+from eagle import Budget, Sampling, Target, Trace, generate, load_drafter, stream
 from eagle.core.drafter import Committed, TrainableDrafter
 from eagle.core.tree import PUBLISHED_TREE, best_tree, chain_paths
 from eagle.core.verify import Choose, warp
@@ -156,16 +156,62 @@ def test_begin_forgets(name: str, sampling: Sampling, tiny_target: Target) -> No
     assert traces[0].cycles == traces[1].cycles
 
 
+BESIDE = [ASKED, "Why is the sky blue?", "Who?"]  # of three lengths
+
+
+def drafted_alone(name: str, sampling: Sampling, target: Target) -> list[Trace]:
+    """Three answers, one after the other, each with a drafter of its own."""
+    options: dict[str, Any] = {"max_new_tokens": 12, "stop": []}
+    return [
+        generate(
+            target, drafter_of(name, target), target.chat(asked), sampling=replace(sampling, request=row), **options
+        )
+        for row, asked in enumerate(BESIDE)
+    ]
+
+
+def drafted_beside(name: str, sampling: Sampling, target: Target) -> list[Trace]:
+    """The same in one batch of one drafter."""
+    prompts = [target.chat(asked) for asked in BESIDE]
+    options: dict[str, Any] = {"sampling": sampling, "max_new_tokens": 12, "stop": [], "batch_size": 3}
+    return generate(target, drafter_of(name, target), prompts, **options)
+
+
+@pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[2]], ids=["greedy", "T=1"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_texts_side_by_side_are_as_each_alone(name: str, sampling: Sampling, tiny_target: Target) -> None:
+    """Cycle by cycle: a batch of three, and two streams on one drafter that are asked in turn."""
+    alone, drafter = drafted_alone(name, sampling, tiny_target), drafter_of(name, tiny_target)
+    beside = drafted_beside(name, sampling, tiny_target)
+    assert [(trace.tokens, trace.cycles) for trace in beside] == [(trace.tokens, trace.cycles) for trace in alone]
+    traces = [Trace([]), Trace([])]
+    streams = [
+        stream(
+            tiny_target,
+            drafter,
+            alone[row].prompt,
+            sampling=replace(sampling, request=row),
+            max_new_tokens=12,
+            stop=[],
+            trace=trace,
+        )
+        for row, trace in enumerate(traces)
+    ]
+    for _ in zip_longest(*streams):
+        pass
+    assert [(trace.tokens, trace.cycles) for trace in traces] == [(trace.tokens, trace.cycles) for trace in alone[:2]]
+
+
 @pytest.mark.parametrize("name", LAWFUL)
 def test_noise_is_that_of_the_places_that_are_drafted_for(name: str, tiny_target: Target) -> None:
     """What follows a root behind n tokens stands at place n + 1; two tokens more, and it stands two places further."""
     drafter, choose = drafter_of(name, tiny_target), Choose(SAMPLINGS[2])
-    drafter.begin(choose.offer(tiny_target.vocab_size, tiny_target.device))
-    news = tiny_target.begin([5, 6, 7, 5, 6], choose, drafter.taps)
+    text = drafter.begin(choose.offer(tiny_target.vocab_size, tiny_target.device))
+    news = tiny_target.open(drafter.taps).begin([5, 6, 7, 5, 6], choose)
     more = Committed(torch.tensor([7, 8]), None if news.features is None else news.features[:2], 9)
     for told, first in ((Committed(news.tokens, news.features, 7), 6), (more, 8)):
         choose.noise.forget(99)
-        drafter.propose(told, Budget(8, 3, 2))
+        text.propose(told, Budget(8, 3, 2))
         assert sorted(choose.noise.rows) == [first, first + 1, first + 2]
 
 
@@ -174,9 +220,8 @@ def test_noise_is_that_of_the_places_that_are_drafted_for(name: str, tiny_target
 def test_trees_are_rooted_and_within_budget(name: str, budget: Budget, tiny_target: Target) -> None:
     """The root is the token that the target chose; nodes, levels and children stay within the budget."""
     drafter, prompt = drafter_of(name, tiny_target), [5, 6, 7, 5, 6]
-    drafter.begin(None)
-    news = tiny_target.begin(prompt, Choose(Sampling()), drafter.taps)
-    tree = drafter.propose(Committed(news.tokens, news.features, 7), budget)
+    news = tiny_target.open(drafter.taps).begin(prompt, Choose(Sampling()))
+    tree = drafter.begin(None).propose(Committed(news.tokens, news.features, 7), budget)
     assert int(tree.tokens[0]) == 7
     assert len(tree) - 1 <= budget.nodes
     assert max(tree.depths()) <= budget.depth
@@ -267,8 +312,8 @@ def test_save_and_load_give_the_same_proposal(name: str, tiny_target: Target, tm
     prompt = tiny_target.chat(ASKED)
     drafts = []
     for drafter in (head.bind(tiny_target.head), loaded):
-        drafter.begin(None)
-        drafts.append(drafter.propose(tiny_target.begin(prompt, Choose(Sampling()), drafter.taps), Budget(12, 4, 3)))
+        update = tiny_target.open(drafter.taps).begin(prompt, Choose(Sampling()))
+        drafts.append(drafter.begin(None).propose(update, Budget(12, 4, 3)))
     assert torch.equal(drafts[0].tokens, drafts[1].tokens)
     assert torch.equal(drafts[0].parents, drafts[1].parents)
 

@@ -14,7 +14,7 @@ FLOORS = {  # a file may import lower floors, and files of its own room
     "eagle.data.examples": 0,
     "eagle.core": 1,
     "eagle.target": 2,
-    **dict.fromkeys(("eagle.drafters", "eagle.core.decode"), 3),  # the loop knows the target, and no drafter
+    **dict.fromkeys(("eagle.drafters", "eagle.core.decode", "eagle.core.decoding"), 3),  # these know no drafter
     "eagle.core.goodput": 4,
     "eagle.data": 4,
     "eagle.formats": 5,
@@ -29,7 +29,8 @@ FLOORS = {  # a file may import lower floors, and files of its own room
 ROOMS = [name for name in FLOORS if (ROOT / name.replace(".", "/")).is_dir() and name != "eagle"]
 DOORS = {
     "transformers": {
-        *("eagle.target.loading", "eagle.target.attention", "eagle.target.borrowed", "data_prep.tokens"),
+        *("eagle.target.loading", "eagle.target.attention", "eagle.target.borrowed", "eagle.target.cache"),
+        "data_prep.tokens",
         *("eagle.drafters.parts.blocks", "eagle.drafters.draft_model"),
     },
     "datasets": {"data_prep.conversations", "eval.prompts"},
@@ -44,7 +45,13 @@ DOORS = {
 }
 # a head's shape is a config, which a checkpoint reads
 CONFIG_READERS = {"eagle.formats.checkpoint", "eagle.formats.foreign_head"}
-METHODS_UNKNOWN_TO = ("eagle.core.verify", "eagle.core.decode", "eagle.training.train", "eagle.formats.export")
+METHODS_UNKNOWN_TO = (
+    "eagle.core.verify",
+    "eagle.core.decode",
+    "eagle.core.decoding",
+    "eagle.training.train",
+    "eagle.formats.export",
+)
 SOURCES = sorted(path for room in ("eagle", "data_prep", "eval", "recipes") for path in (ROOT / room).rglob("*.py"))
 
 

@@ -313,7 +313,7 @@ def test_a_comparison_takes_them_as_arms(tiny_target_dir: Path, tmp_path: Path) 
 def test_a_head_of_two_blocks_is_another_network(tiny_target: Target) -> None:
     """No engine's layout of one block takes it."""
     head: Any = conformance.new_head("two_blocks", tiny_target).bind(tiny_target.head)
-    assert head.network == {"network": "features", "blocks": 2} and len(head.caches) == 2
+    assert head.network == {"network": "features", "blocks": 2} and len(head.layers) == 2
     for engine in ("vllm", "sglang", "eagle"):
         with pytest.raises(ValueError, match=f"{engine}: "):
             EXPORTERS[engine](head, tiny_target.config)

@@ -10,6 +10,7 @@ from typing import Any
 from eagle.core.budget import Budget
 from eagle.core.drafter import Drafter
 from eagle.core.sampling import Sampling, to_int, whole
+from eagle.core.trace import Trace
 
 ONE_PROMPT = "one prompt at a time"
 
@@ -57,6 +58,25 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
+def list_values(name: str, value: Any, count: int) -> list[Any]:
+    """One value for each of so many prompts, from one for all or a list."""
+    if not isinstance(value, (list, tuple)):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(f"{name} holds {len(value)} values for {count} prompts: expected one for all, or one for each")
+    return list(value)
+
+
+def list_traces(traces: Any, count: int) -> list[Trace]:
+    """The caller's traces, one for each of so many prompts, or new ones."""
+    if traces is None:
+        return [Trace([]) for _ in range(count)]
+    if not isinstance(traces, (list, tuple)) or len(traces) != count:
+        got = f"holds {len(traces)}" if isinstance(traces, (list, tuple)) else f"is {_describe(traces)}"
+        raise ValueError(f"trace {got}, expected a list of {count}, one for each prompt")
+    return list(traces)
+
+
 def positive_int(name: str, value: Any) -> int:
     """The value as an int, which must be 1 or more."""
     number = whole(name, value)
@@ -79,6 +99,8 @@ def prompt_rows(prompt: Any, batch_size: int | None = None) -> list[list[int]] |
         raise ValueError(f"batch_size is {batch_size}, expected several prompts beside it: pass a list of them")
     prompts = [token_ids(row) for row in rows]
     masks = [[1] * len(row) for row in prompts] if mask is None else [token_ids(row) for row in _list_rows(mask) or []]
+    if (marked := [len(row) for row in masks]) != (counts := [len(row) for row in prompts]):
+        raise ValueError(f"attention_mask has rows of {marked} tokens, expected {counts} as input_ids")
     return [
         [token for token, real in zip(row, marks, strict=True) if real]
         for row, marks in zip(prompts, masks, strict=True)
@@ -92,6 +114,7 @@ def _list_rows(value: Any) -> list[Any] | None:
     if not isinstance(value, (list, tuple)):
         return None
     nested = value and (isinstance(value[0], (list, tuple)) or getattr(value[0], "ndim", 0) > 0)
+    nested = nested or (value and isinstance(value[0], Mapping) and "input_ids" in value[0])
     return list(value) if nested or not value else None
 
 

@@ -6,7 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from eagle.core.arguments import check_call, positive_int, prompt_rows, refuse_options, token_ids
+from eagle.core.arguments import (
+    check_call,
+    list_traces,
+    list_values,
+    positive_int,
+    prompt_rows,
+    refuse_options,
+    token_ids,
+)
 from eagle.core.budget import Budget, Policy
 from eagle.core.decoding import Decoding
 from eagle.core.drafter import Drafter
@@ -29,10 +37,10 @@ def generate(target: Target, drafter: Drafter, prompt: Any, **options: Any) -> A
         for _ in stream(target, drafter, prompt, **{**options, "trace": trace}):
             pass
         return trace
-    traces = [Trace([]) for _ in rows]
-    for _ in stream(target, drafter, rows, **{"trace": traces, "batch_size": TOGETHER, **options}):
+    traces = list_traces(options.get("trace"), len(rows))
+    for _ in stream(target, drafter, rows, **{"batch_size": TOGETHER, **options, "trace": traces}):
         pass
-    return options.get("trace") or traces
+    return traces
 
 
 def stream(
@@ -63,25 +71,28 @@ def stream(
     refuse_options(unknown, OPTIONS)
     rows = prompt_rows(prompt, batch_size)
     prompts = [token_ids(prompt)] if rows is None else rows
-    samplings = _for_each("sampling", Sampling() if sampling is None else sampling, len(prompts))
-    limits = [
-        positive_int("max_new_tokens", limit) for limit in _for_each("max_new_tokens", max_new_tokens, len(prompts))
-    ]
+    samplings = list_values("sampling", Sampling() if sampling is None else sampling, len(prompts))
+    limits = list_values("max_new_tokens", max_new_tokens, len(prompts))
     for one in samplings or [Sampling()]:
         check_call(target, drafter, one, budget)
     if not isinstance(sampling, (list, tuple)):
         samplings = [replace(one, request=one.request + number) for number, one in enumerate(samplings)]
-    traces = [Trace([]) if trace is None else trace] if rows is None else trace or [Trace([]) for _ in prompts]
+    traces = list_traces([trace] if rows is None and trace is not None else trace, len(prompts))
+    most = None if max_tokens_in_cache is None else positive_int("max_tokens_in_cache", max_tokens_in_cache)
     decoding = Decoding(
         target,
         drafter,
         budget=budget,
         batch_size=1 if rows is None else positive_int("batch_size", TOGETHER if batch_size is None else batch_size),
-        max_tokens_in_cache=max_tokens_in_cache,
+        max_tokens_in_cache=most,
         timing=timing,
     )
-    for number, row in enumerate(zip(prompts, samplings, limits, traces, strict=True)):
-        decoding.add(number, *row, stop=stop)
+    try:
+        for number, (row, one, limit, written) in enumerate(zip(prompts, samplings, limits, traces, strict=True)):
+            decoding.add(number, row, one, positive_int("max_new_tokens", limit), written, stop=stop)
+    except ValueError:
+        decoding.close()
+        raise
     return _write(decoding, alone=rows is None)
 
 
@@ -93,12 +104,3 @@ def _write(decoding: Decoding, *, alone: bool) -> Iterator[Any]:
                 yield new if alone else (number, new)
     finally:
         decoding.close()
-
-
-def _for_each(name: str, value: Any, count: int) -> list[Any]:
-    """One value for each prompt."""
-    if not isinstance(value, (list, tuple)):
-        return [value] * count
-    if len(value) != count:
-        raise ValueError(f"{name} holds {len(value)} values for {count} prompts: expected one for all, or one for each")
-    return list(value)

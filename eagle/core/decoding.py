@@ -30,6 +30,7 @@ class Row:
     stops: Stops
     limit: int
     choose: Choose
+    first: int | None = None  # the token after the prompt, where it is known
     draw: Draw | None = None  # how its drafts are drawn, the same in the whole text
     pending: list[Committed] = field(default_factory=list)  # since the drafter was asked last
 
@@ -81,9 +82,19 @@ class Decoding:
         return not self.waiting and not self.rows
 
     def add(
-        self, number: int, prompt: list[int], sampling: Sampling, limit: int, trace: Trace, stop: Any = None
+        self,
+        number: int,
+        prompt: list[int],
+        sampling: Sampling,
+        limit: int,
+        trace: Trace,
+        stop: Any = None,
+        first: int | None = None,
     ) -> None:
-        """A further prompt, to be begun when there is room for it; ValueError if there never will be."""
+        """A further prompt, to be begun when there is room for it; ValueError if there never will be.
+
+        Its answer begins with `first`, where that is given.
+        """
         target = self.target
         target.check_prompt(prompt)
         _check_length(target, len(prompt), limit)
@@ -94,13 +105,13 @@ class Decoding:
         trace.prompt, trace.tokenizer = prompt, target.tokenizer
         draw = getattr(self.budget, "draw", None)
         choose = Choose(sampling, target.draws, drawn=draw == "sampled")
-        self.waiting.append(Row(number, trace, sampling, stops, limit, choose, draw))
+        self.waiting.append(Row(number, trace, sampling, stops, limit, choose, first, draw))
 
     def step(self) -> list[tuple[int, list[int]]]:
         """New tokens by number: of prompts read now the first, of the other texts what their next cycle commits."""
         self._admit()
         writing = [row for row in self.rows.values() if row.pending or row.trace.cycles]
-        new = self._read_prompts(PROMPT_TOKENS if writing else None)
+        new = self._read_prompts(PROMPT_TOKENS if writing else None) if self.state.prompts else []
         if writing:
             new += self._cycle(writing)
         for number, _ in new:
@@ -136,7 +147,8 @@ class Decoding:
         new = []
         for number, output in self.state.read_prompts(most).items():
             row = self.rows[number]
-            row.pending = [output.commit(row.choose)]
+            update = output.commit(row.choose)
+            row.pending = [update if row.first is None else replace(update, root=row.first)]
             new.append((number, row.commit([row.pending[0].root])))
         return new
 
@@ -183,7 +195,7 @@ class Decoding:
     def _budgets(self, levels: dict[int, int]) -> dict[int, Budget]:
         """The budget of each row, at most so many levels deep."""
         share = getattr(self.budget, "share", None)
-        if share is not None:
+        if callable(share):
             return share(levels, {number: self.state.length(number) for number in levels})
         return {number: self.budget.within(depth) for number, depth in levels.items()}
 

@@ -169,6 +169,8 @@ def verify(output: TargetOutput, choose: Choose, choices: Sequence[int] | None =
 
 def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[int], int]]:
     """`verify` for texts that were read side by side, whose choices come from the device all at once."""
+    if len(rows) == 1:
+        return [verify(*rows[0])]
     at_once = [pair for pair in rows if _is_walked(*pair) and not _is_lazy(*pair)]
     tokens = [choose.pick_tokens(output, range(len(output.tree))) for output, choose in at_once]
     flat = iter(torch.cat(tokens).tolist() if tokens else [])

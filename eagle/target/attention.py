@@ -93,34 +93,28 @@ class Masks:
         count, level = positions.shape[1], min(starts) == max(starts)
         if self.grouped and level and (count == 1 or (seen is None and starts[0] == 0)):
             return self.unmasked
-        if seen is None:
-            seen = torch.ones(count, count, dtype=torch.bool).tril().expand(len(starts), -1, -1)
-        hidden = _hidden_columns(starts, seen)
-        masks = {kind: self._additive(hidden, starts, positions, window) for kind, window in self.windows.items()}
+        seen = torch.ones(1, count, count, dtype=torch.bool).tril() if seen is None else seen
+        masks = {kind: self._additive(starts, positions, seen, window) for kind, window in self.windows.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _additive(self, hidden: Tensor, starts: Sequence[int], positions: Tensor, window: int | None) -> Tensor:
+    def _additive(self, starts: Sequence[int], positions: Tensor, seen: Tensor, window: int | None) -> Tensor:
         """[B, 1, G * N, S]: 0 where a column is seen, the lowest number where it is not."""
+        lowest, (_, count, new), device = torch.finfo(self.dtype).min, seen.shape, seen.device
+        mask = torch.zeros(len(starts), count, max(starts) + new, dtype=self.dtype, device=device)
+        if min(starts) == max(starts):
+            mask[:, :, starts[0] :].masked_fill_(~seen, lowest)
+        else:  # behind its own columns a text has none, and other texts have
+            for row, own, start in zip(mask, (~seen).expand(len(starts), -1, -1), starts, strict=True):
+                row[:, start : start + new].masked_fill_(own, lowest)
+                row[:, start + new :] = lowest
         if window is not None:  # distance counts positions: siblings share one
-            positions = positions.to(hidden.device)
-            columns = torch.arange(hidden.shape[2], device=hidden.device).repeat(len(starts), 1)
+            positions = positions.to(device)
+            columns = torch.arange(mask.shape[2], device=device).repeat(len(starts), 1)
             for row, start in enumerate(starts):
-                columns[row, start : start + positions.shape[1]] = positions[row]
-            hidden = hidden | (positions[:, -hidden.shape[1] :, None] - columns[:, None] >= window)
-        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device).masked_fill_(
-            hidden, torch.finfo(self.dtype).min
-        )
-        return mask.repeat(1, self.groups, 1)[:, None].to(self.device)
-
-
-def _hidden_columns(starts: Sequence[int], seen: Tensor) -> Tensor:
-    """[B, N, S], which columns the new tokens do not see: of the new ones others, and what lies behind them."""
-    texts, count, new = seen.shape
-    hidden = torch.zeros(texts, count, max(starts) + new, dtype=torch.bool, device=seen.device)
-    for row, start in enumerate(starts):
-        hidden[row, :, start : start + new] = ~seen[row]
-        hidden[row, :, start + new :] = True
-    return hidden
+                columns[row, start : start + new] = positions[row]
+            mask.masked_fill_(positions[:, -count:, None] - columns[:, None] >= window, lowest)
+        mask = mask if self.groups == 1 else mask.repeat(1, self.groups, 1)
+        return mask[:, None].to(self.device)
 
 
 def why_no_trees(model: Any, config: Any) -> str | None:

@@ -73,6 +73,12 @@ class SlotCache:
         self.lengths[0] = length
         self.aim([0])
 
+    @property
+    def column_bytes(self) -> int:
+        """What one column of one slot takes in all buffers that were written to."""
+        buffers = [rows.buffer for rows in self.buffers if rows.buffer.shape[2]]
+        return sum(buffer.shape[1] * buffer.shape[3] * buffer.element_size() for buffer in buffers)
+
     def aim(self, slots: Sequence[int], starts: Sequence[int] | None = None) -> None:
         """Let what is written next go to these slots, behind their committed columns or from `starts` on."""
         self.slots = list(slots)
@@ -84,8 +90,13 @@ class SlotCache:
     def room(self, end: int) -> tuple[int, int]:
         """Slots and columns to allocate for text up to this column."""
         slots, columns = self.reserved
-        held = max((rows.buffer.shape[2] for rows in self.buffers), default=0)
-        return max(slots, len(self.lengths)), held if held >= end else max(columns, end + end // 2, LEAST)
+        return max(slots, len(self.lengths)), columns if columns >= end else max(end + end // 2, LEAST)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Slots and columns that are allocated."""
+        shapes = [rows.buffer.shape for rows in self.buffers if rows.buffer.shape[2]]
+        return (shapes[0][0], max(shape[2] for shape in shapes)) if shapes else (0, 0)
 
     def flat_rows(self, count: int, buffer: Tensor) -> Tensor:
         """[B * X * N], where new columns lie in [slots * X * columns, D]; made once for all buffers of a forward."""
@@ -134,15 +145,20 @@ class SlotCache:
             self.lengths[one], self.lengths[other] = self.lengths[other], self.lengths[one]
 
     @torch.inference_mode()
-    def reserve(self, slots: int, columns: int) -> None:
-        """Let the next allocation hold so many; what is allocated beyond twice of that is given back."""
-        self.reserved = slots, columns
-        self.lengths += [0] * (slots - len(self.lengths))
-        held = max(((rows.buffer.shape[0], rows.buffer.shape[2]) for rows in self.buffers), default=(0, 0))
-        if held[0] * held[1] > 2 * max(slots * columns, LEAST):
-            del self.lengths[slots:]
+    def reserve(self, slots: int, columns: int, most: int | None = None) -> None:
+        """Sizes for so many texts of up to so many columns.
+
+        What is allocated already stays, up to twice as much as is needed, or `most` in slots times columns.
+        """
+        held = self.sizes
+        sizes = max(slots, held[0]), max(columns, held[1])
+        if sizes[0] * sizes[1] > (2 * max(slots * columns, LEAST) if most is None else most):
+            sizes = slots, columns
+        self.reserved = sizes
+        self.lengths = [min(length, sizes[1]) for length in (self.lengths + [0] * sizes[0])[: sizes[0]]]
+        if held[0] > sizes[0] or held[1] > sizes[1]:
             for rows in self.buffers:
-                rows.resize(slots, max(columns, LEAST))
+                rows.resize(*sizes)
 
 
 class TreeCache(SlotCache, Cache):

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from eagle.core.drafter import Committed
 from eagle.core.tree import DraftTree, TargetOutput
 from eagle.core.verify import Choose
 from eagle.target.cache import TreeCache
-
-if TYPE_CHECKING:
-    from eagle.target.target import Target
 
 PREFILL_CHUNK = 1024  # tokens of a prompt's forward, padding included
 
@@ -43,7 +40,7 @@ class TargetState:
     which hold what was written last, at the end. A row's number is its owner's choice.
     """
 
-    def __init__(self, target: Target, taps: tuple[int, ...] = (), max_tokens: int | None = None) -> None:
+    def __init__(self, target: Any, taps: tuple[int, ...] = (), max_tokens: int | None = None) -> None:
         target.check_taps(taps)
         self.target, self.taps, self.max_tokens = target, taps, max_tokens
         self.cache = TreeCache(len(target.layers))
@@ -112,7 +109,8 @@ class TargetState:
 
     def _reserve(self, slots: int) -> None:
         """Sizes for all that was admitted; the cache gives back what is far more than that."""
-        self.cache.reserve(slots, max(self.needs.values()))
+        columns = max(*self.needs.values(), *self.cache.lengths[: len(self.rows)], 0)
+        self.cache.reserve(slots, columns, self.max_tokens)
         count = len(self.cache.lengths)
         self.texts = self.texts[:count] + [[] for _ in range(count - len(self.texts))]
         self.texts = [text[:length] for text, length in zip(self.texts, self.cache.lengths, strict=True)]
@@ -204,25 +202,21 @@ class TargetState:
         """The outputs of rows that may share a forward."""
         slots, sizes = [self.rows.index(row) for row, _ in trees], [len(tree) for _, tree in trees]
         starts, count = [self.cache.lengths[slot] for slot in slots], max(sizes)
-        tokens = torch.zeros(len(trees), count, dtype=torch.long)
-        places, seen = [], None
-        if not all(tree.is_chain for _, tree in trees):
-            seen = torch.eye(count, dtype=torch.bool).repeat(len(trees), 1, 1)
-        for number, (start, (_, tree)) in enumerate(zip(starts, trees, strict=True)):
-            size, depths = len(tree), tree.depths()
-            self._check_border(start, start + max(depths) + 1)
-            tokens[number, :size] = tree.tokens
-            places.append([start + depth for depth in depths] + [start] * (count - size))
-            if seen is not None:
-                seen[number, :size, :size] = tree.ancestors()
-        hidden, states = self._forward(slots, tokens, torch.tensor(places), seen)
-        real = [number * count + node for number, size in enumerate(sizes) for node in range(size)]
-        flat = hidden.flatten(0, 1)
-        logits = self.target.head.logits(flat if len(real) == len(flat) else flat[real]).split(sizes)
+        places = []
+        for start, (_, tree) in zip(starts, trees, strict=True):
+            places.append([start + depth for depth in tree.depths()])
+            self._check_border(start, max(places[-1]) + 1)
+        tokens, seen = _side_by_side([tree for _, tree in trees], count)
+        padded = [own + own[:1] * (count - len(own)) for own in places]  # padding stands where the root does
+        hidden, states = self._forward(slots, tokens, torch.tensor(padded), seen)
+        hidden = hidden.flatten(0, 1)
+        if min(sizes) < count:
+            hidden = hidden[[number * count + node for number, size in enumerate(sizes) for node in range(size)]]
+        logits = self.target.head.logits(hidden).split(sizes)
         outputs = {}
         for number, (row, tree) in enumerate(trees):
             features = None if states is None else states[number, :, : len(tree)].transpose(0, 1)
-            after = [place + 1 for place in places[number][: len(tree)]]
+            after = [place + 1 for place in places[number]]
             outputs[row] = TargetOutput(tree, logits[number], features, after, self.texts[slots[number]])
         return outputs
 
@@ -294,6 +288,20 @@ class TargetState:
                 f"cannot grow from {start} tokens to {end}: keep prompt and max_new_tokens within {border} together, "
                 "or begin with a prompt that is longer than that"
             )
+
+
+def _side_by_side(trees: list[DraftTree], count: int) -> tuple[Tensor, Tensor | None]:
+    """Tokens [B, N] and whom they see [B, N, N], None for chains; padding sees itself and is seen by nobody."""
+    chains = all(tree.is_chain for tree in trees)
+    if len(trees) == 1:
+        return trees[0].tokens[None], None if chains else trees[0].ancestors()[None]
+    tokens = torch.zeros(len(trees), count, dtype=torch.long)
+    seen = torch.eye(count, dtype=torch.bool).repeat(len(trees), 1, 1)
+    for number, tree in enumerate(trees):
+        tokens[number, : len(tree)] = tree.tokens
+        if not chains:
+            seen[number, : len(tree), : len(tree)] = tree.ancestors()
+    return tokens, None if chains else seen
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:

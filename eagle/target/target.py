@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from eagle.core.sampling import refuse_fields
-from eagle.core.verify import Sampling
+from eagle.core.verify import Choose, Sampling
 from eagle.device import best_device, fastest_dtype, in_dtype
 from eagle.target.attention import Masks, rope_border
 from eagle.target.borrowed import borrow_head
@@ -148,7 +149,8 @@ class Target:
         It may hold the text that was `close`d last, so that what a prompt shares with it need not be read again.
         `max_tokens` is the most that its cache may hold, in columns times rows.
         """
-        spare, self.spare = self.spare, None
+        with self.lock:
+            spare, self.spare = self.spare, None
         if spare is not None and spare.taps == taps and max_tokens is None:
             return spare
         return TargetState(self, taps, max_tokens)
@@ -163,9 +165,22 @@ class Target:
         """Drop the text that was closed last; needed after the model's weights have changed."""
         self.spare = None
 
+    def cache_bytes(self, tokens: int, taps: tuple[int, ...] = ()) -> int:
+        """The memory that a cache of so many tokens takes: that of `max_tokens_in_cache`, for one."""
+        state = TargetState(self, taps)
+        state.begin([0], Choose(Sampling()))
+        return tokens * state.cache.column_bytes
+
     def is_alone(self, length: int) -> bool:
         """Whether a text of this length must be read by itself: its positions would change with a longer one beside."""
         return length > self.border
+
+    def room(self, prompt: list[int]) -> int:
+        """How many tokens may follow a prompt, before the last position or a border of rotary frequencies."""
+        ends = [self.max_positions or sys.maxsize]
+        if len(prompt) <= self.border < sys.maxsize:
+            ends.append(int(self.border) + 1)  # the last token is not read
+        return max(min(ends) - len(prompt), 0)
 
     @torch.no_grad()
     def features(self, tokens: Tensor, taps: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:

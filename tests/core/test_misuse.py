@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
-from eagle import Budget, Sampling, Target, generate, load_drafter, stream
+from eagle import Budget, Sampling, Target, Trace, generate, load_drafter, stream
 from eagle.core.goodput import Goodput
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.ngram import NgramDrafter
@@ -38,17 +38,41 @@ CALLS: dict[str, tuple[Callable[[Target], Any], str]] = {
     "max_tokens": (lambda t: generate(t, NONE, PROMPT, max_tokens=8), r"max_tokens; did you mean max_new_tokens\?"),
     "stream": (
         lambda t: stream(t, NONE, PROMPT, budgets=8),
-        r"budgets; did you mean budget\?: expected some of budget",
+        r"budgets; did you mean budget\?: expected some of batch_size, budget",
     ),
-    "odd": (lambda t: generate(t, NONE, PROMPT, do_it=8), r"no option do_it: expected some of budget, max_new_tokens"),
+    "odd": (lambda t: generate(t, NONE, PROMPT, do_it=8), r"no option do_it: expected some of batch_size, budget"),
     "text": (lambda t: generate(t, NONE, "Hello"), r"the prompt is text, expected token ids: use target\.chat"),
     "messages": (lambda t: generate(t, NONE, MESSAGES), r"a list of messages, expected token ids: use target\.chat"),
     "message": (lambda t: generate(t, NONE, MESSAGES[0]), r"holds role, content, expected input_ids.*target\.chat"),
     "texts": (lambda t: generate(t, NONE, ["Hello"]), r"the prompt holds 'Hello', expected token ids"),
     "floats": (lambda t: generate(t, NONE, np.ones(3)), r"the prompt holds 1\.0, expected token ids, which are whole"),
     "none": (lambda t: generate(t, NONE, None), r"the prompt is None, expected token ids in a list"),
-    "rows": (lambda t: generate(t, NONE, [PROMPT, PROMPT]), r"one prompt at a time: got 2 rows"),
-    "tensors": (lambda t: generate(t, NONE, torch.ones(2, 3, dtype=int)), r"one prompt at a time.*\(2, 3\)"),
+    "rows": (lambda t: generate(t, NONE, [PROMPT, 3]), r"the prompt is 3, expected token ids in a list or a tensor"),
+    "an empty row": (lambda t: generate(t, NONE, [PROMPT, []]), r"the prompt is empty: expected at least one token"),
+    "nested": (lambda t: generate(t, NONE, [PROMPT, [PROMPT] * 2]), r"one prompt at a time: got 2 rows"),
+    "tensors": (lambda t: generate(t, NONE, torch.ones(2, 2, 3, dtype=int)), r"one prompt at a time.*\(2, 2, 3\)"),
+    "masks": (
+        lambda t: generate(t, NONE, {"input_ids": [PROMPT] * 2, "attention_mask": [[1] * 4]}),
+        r"attention_mask has rows of \[4\] tokens, expected \[4, 4\] as input_ids",
+    ),
+    "batch of one": (lambda t: generate(t, NONE, PROMPT, batch_size=2), r"batch_size is 2, expected several prompts"),
+    "batch size": (lambda t: generate(t, NONE, [PROMPT] * 2, batch_size=0), r"batch_size is 0, expected 1 or more"),
+    "cache": (
+        lambda t: generate(t, NONE, PROMPT, max_tokens_in_cache=0.5),
+        r"max_tokens_in_cache is 0\.5, expected a whole number",
+    ),
+    "samplings": (
+        lambda t: generate(t, NONE, [PROMPT] * 2, sampling=[Sampling()] * 3),
+        r"sampling holds 3 values for 2 prompts: expected one for all, or one for each",
+    ),
+    "limits": (
+        lambda t: generate(t, NONE, [PROMPT] * 2, max_new_tokens=[1]),
+        r"max_new_tokens holds 1 values for 2 prompts",
+    ),
+    "traces": (
+        lambda t: stream(t, NONE, [PROMPT] * 2, trace=Trace([])),
+        r"trace is of type Trace, expected a list of 2, one for each prompt",
+    ),
     "padding": (
         lambda t: generate(t, NONE, {"input_ids": [PROMPT], "attention_mask": [[0, 1, 1, 1]]}),
         r"attention_mask hides padding",

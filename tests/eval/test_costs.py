@@ -15,8 +15,8 @@ from eagle.core.tree import PUBLISHED_TREE, chain_paths
 from eagle.core.verify import Choose
 from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.none import NoDrafter
+from eval.answer_rows import cycle_of
 from eval.costs import Costs, bare_costs, bare_read
-from eval.measure import cycle_of
 from tests.families import build, random_tokens
 
 PROMPT = random_tokens(20, seed=3)
@@ -128,9 +128,10 @@ def test_costs_survive_json() -> None:
 @pytest.mark.parametrize("size", [1, 7])
 def test_a_bare_read_is_the_readers_forward(target: Target, size: int) -> None:
     """The same logits as reading a chain of the same tokens there."""
-    target.begin(PROMPT, Choose(Sampling()), room=16)
-    expected = target.read(DraftTree.chain([1] * size)).logits
-    assert torch.equal(bare_read(target, size)().logits[0], expected)
+    state = target.open()
+    state.begin(PROMPT, Choose(Sampling()), room=16)
+    expected = state.read({0: DraftTree.chain([1] * size)})[0].logits
+    assert torch.equal(bare_read(state, size)().logits[0], expected)
 
 
 @pytest.mark.parametrize(("size", "scored"), [(1, 1), (5, 1), (5, 5)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,14 @@ import torch
 from transformers import AutoModelForCausalLM, LogitsProcessorList, TemperatureLogitsWarper
 
 from eagle import Target
+from eagle.core import decoding
 from eagle.core.noise import Noise
 from eagle.core.tree import DraftTree, TargetOutput
 from eagle.core.verify import Choose, Sampling
 from eagle.drafters.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head
 from eagle.recipe import Recipe
+from eagle.target.state import TargetState
 from eval.load_run import load_drafters
 from eval.lossless import Divergence, certify, decode_untouched, find_divergence, main, measure_rounding
 from tests.families import own_answer as uncached_answer
@@ -83,14 +85,46 @@ def test_what_is_equal_is_certified(command: list[str], tmp_path: Path, capsys: 
     assert found["run"]["target"] and found["run"]["commit"]
 
 
+def test_batches_are_certified(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each size that the recipe or the command line names, all turns, against the model's single decoding."""
+    main([*command, "eval.batch_size=[1, 3]"])
+    verdicts = json.loads((tmp_path / "run/lossless.json").read_text())["verdicts"]
+    assert {(one["drafter"], one["temperature"], one["batch_size"]) for one in verdicts} == {
+        (name, heat, size) for name in ("none", "ngram", "eagle1") for heat in (0, 1) for size in (1, 3)
+    }
+    assert {(one["answers"], one["identical"], one["lossless"]) for one in verdicts} == {(3, 3, True)}
+    assert "eagle1 at T = 1, 3 at a time: identical on 3 of 3" in capsys.readouterr().out
+    main([*command, "eval.batch_size=[1, 3]", "--batch-size", "2", "eval.drafters={eagle1: {}}"])
+    verdicts = json.loads((tmp_path / "run/lossless.json").read_text())["verdicts"]
+    assert {one["batch_size"] for one in verdicts} == {2}
+
+
+def test_a_fault_of_batches_alone_is_named(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Noise of the first row for all rows: single texts are certified, sampled batches are not."""
+    verify = decoding.verify_rows
+
+    def first_noise(rows: Sequence[tuple[TargetOutput, Choose]]) -> Any:
+        return verify([(output, rows[0][1]) for output, _ in rows])
+
+    monkeypatch.setattr(decoding, "verify_rows", first_noise)
+    with pytest.raises(SystemExit, match="the output of a drafter is not the model's own"):
+        main([*command, "eval.batch_size=[1, 3]", "eval.max_new_tokens=24", "eval.drafters={eagle1: {}}"])
+    verdicts = json.loads((tmp_path / "run/lossless.json").read_text())["verdicts"]
+    wrong = {(one["temperature"], one["batch_size"]) for one in verdicts if not one["lossless"]}
+    assert wrong == {(1, 3)}
+    assert "3 at a time: identical on" in capsys.readouterr().out
+
+
 def last_node_kept(patch: pytest.MonkeyPatch) -> None:
     """In place of the last accepted node the last drafted one stays in the cache."""
 
-    def keep(target: Target, tree: DraftTree, path: list[int], stream: object) -> None:
-        target.cache.keep([*path[:-1], len(tree) - 1])
-        target.text += [int(tree.tokens[node]) for node in path]
+    def keep(state: TargetState, paths: Mapping[int, Sequence[int]]) -> None:
+        tokens = {row: state.trees[row].tokens[list(path)].tolist() for row, path in paths.items()}
+        state.keep_columns({row: [*path[:-1], len(state.trees[row]) - 1] for row, path in paths.items()}, tokens)
 
-    patch.setattr(Target, "keep", keep)
+    patch.setattr(TargetState, "keep", keep)
 
 
 def whole_tree_seen(patch: pytest.MonkeyPatch) -> None:

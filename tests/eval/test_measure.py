@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ import torch
 
 from eagle import Target, Trace, generate
 from eagle.core.budget import Budget
-from eagle.core.tree import DraftTree, chain_paths
+from eagle.core.tree import chain_paths
 from eagle.drafters.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head, write_budget
 from eagle.recipe import Recipe
+from eagle.target.state import TargetState
 from eval import measure as module
 from eval.load_run import load_drafters
 from eval.measure import measure
@@ -269,11 +270,11 @@ def test_sampled_drafts_do_not_claim_to_be_identical(small: Recipe) -> None:
 def test_a_wrong_answer_is_not_identical(small: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault, of which plain decoding has nothing: the last drafted node stays in the cache."""
 
-    def keep(target: Target, tree: DraftTree, path: list[int], stream: object) -> None:
-        target.cache.keep([*path[:-1], len(tree) - 1])
-        target.text += [int(tree.tokens[node]) for node in path]
+    def keep(state: TargetState, paths: Mapping[int, Sequence[int]]) -> None:
+        tokens = {row: state.trees[row].tokens[list(path)].tolist() for row, path in paths.items()}
+        state.keep_columns({row: [*path[:-1], len(state.trees[row]) - 1] for row, path in paths.items()}, tokens)
 
-    monkeypatch.setattr(Target, "keep", keep)
+    monkeypatch.setattr(TargetState, "keep", keep)
     _, rows = lines_of(measure(with_eval(small, max_new_tokens=24, temperatures=[0]), "small.yaml"))
     identical = {name: {row["identical"] for row in rows if row["drafter"] == name} for name in ("none", "tree")}
     assert identical["none"] == {True} and False in identical["tree"]

@@ -14,6 +14,7 @@ from eagle.core.budget import Budget
 from eval.costs import Costs
 from eval.markup import Html, html, readable, tag
 from eval.page_accepted import accepted_lengths, bin_confidences, by_position, most_used_nodes
+from eval.page_batches import points_by_size, texts_in_a_step
 from eval.page_parts import ReportData, labels
 from eval.page_speed import mean_milliseconds
 from eval.page_theory import Rates, break_even
@@ -68,6 +69,57 @@ def groups(results: Path) -> dict[tuple[str, float], Group]:
 def parsed(results: Path) -> Parsed:
     """Its page."""
     return Parsed(page([results]))
+
+
+def batched(results: Path, path: Path, *sizes: int) -> Path:
+    """The results with answers at further batch sizes: so many times as fast, and a session of steps for each row."""
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    for size in sizes:
+        for number, row in enumerate([line for line in lines if "drafter" in line and "batch_size" not in line]):
+            gain = size if row["drafter"] == "none" else size**0.5
+            about = {name: row[name] for name in ("drafter", "set", "temperature", "seed", "tokens")}
+            about |= {"batch_size": size, "session": f"{size}-{number}", "step": 9}
+            lines.append({**row, "batch_size": size, "seconds": row["seconds"] / gain, "latency": row["seconds"] * 2})
+            sums = {"steps": 10, "texts": 10 * size - 5, "seconds": row["seconds"] / gain, "cpu_seconds": 1.0}
+            lines.append({"run": row["run"], "batch": {**about, **sums}})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_batches_have_a_table_and_plots(results: Path, parsed: Parsed, tmp_path: Path) -> None:
+    """Speed-up at each size is over plain decoding of that size; all other sections are those of one text at a time."""
+    path = batched(results, tmp_path / "results.jsonl", 4, 16)
+    made = Parsed(page([path]))
+    assert {**made.figures, "batches": 0, "top": 0} == {**parsed.figures, "batches": 0, "top": 0}
+    assert made.figures["batches"] == 4  # speed-up and tokens per second, at two temperatures
+    for name in set(SECTIONS) - {"batches", "lossless", "made"}:
+        assert made.sections[name] == parsed.sections[name]
+    report = ReportData.load([path])
+    alone = {(group.drafter, group.temperature): group.estimate(SPEED_UP).value for group in report.groups}
+    for group in report.every:
+        expected = alone[group.drafter, group.temperature]
+        if group.drafter != "none":
+            expected /= group.batch_size**0.5
+        assert group.estimate(SPEED_UP).value == pytest.approx(expected)
+        assert texts_in_a_step(group) == (1 if group.batch_size == 1 else group.batch_size - 0.5)
+        assert f"{group.estimate(SPEED_UP).value:.2f} ×" in made.sections["batches"] or group.drafter == "none"
+    points = points_by_size(
+        [group for group in report.every if (group.drafter, group.temperature) == ("eagle1", 0)], SPEED_UP
+    )
+    assert [place for place, _ in points] == [0, 2, 4]
+    assert "3.5" in made.sections["batches"] and "15.5" in made.sections["batches"]
+    table = markdown(path).split("\n\n")[1].splitlines()
+    assert len(table) == 2 + 3 * 4 * 2 and sum("| 16 |" in line for line in table) == 8
+
+
+def test_results_of_one_large_batch_are_a_whole_page(results: Path, tmp_path: Path) -> None:
+    """Where no text was written alone, all sections show the smallest size, and say which."""
+    path = batched(results, tmp_path / "results.jsonl", 4)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines if "drafter" not in line or "batch_size" in line))
+    made = Parsed(page([path]))
+    assert {name: count for name, count in made.figures.items() if count and name != "batches"} == FIGURES
+    assert "sections below are of 4 texts at a time" in made.sections["top"]
 
 
 def test_every_section_has_its_figures(parsed: Parsed) -> None:

@@ -22,8 +22,8 @@ from eagle.drafters.ngram import NgramDrafter
 from eagle.formats.checkpoint import save_head, write_budget
 from eagle.recipe import Recipe
 from eval import tune
+from eval.answer_rows import cycle_of
 from eval.costs import Costs, bare_costs
-from eval.measure import cycle_of
 from eval.prompts import questions
 from eval.replay import Answer, answer, plain, rates_by_rank, record_cycles, replay
 from eval.tune import NOT_DRAFTING, Tuning, chain, search

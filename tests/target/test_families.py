@@ -26,7 +26,7 @@ from eagle.core.drafter import Drafter
 from eagle.core.tree import DraftTree
 from eagle.core.verify import Choose
 from eagle.drafters.ngram import NgramDrafter
-from eagle.target.attention import TreeCache
+from eagle.target.cache import TreeCache
 from tests.families import (
     FAMILIES,
     NO_TREES,
@@ -207,7 +207,7 @@ def test_what_cannot_read_trees_is_refused_but_tapped(name: str) -> None:
     expected = torch.stack([states[tap] for tap in taps], dim=2)
     assert_close(refused.target.features(text, taps), expected)
     with pytest.raises(ValueError, match=r"cannot read a tree: it (keeps recurrent state|takes positions)"):
-        refused.target.begin(PROMPTS[0], Choose(Sampling()))
+        refused.target.open().begin(PROMPTS[0], Choose(Sampling()))
     with pytest.raises(ValueError, match="Taps, extraction and training work; decoding does not"):
         generate(refused.target, NgramDrafter(), PROMPTS[0])
 
@@ -217,7 +217,7 @@ def test_attention_without_tree_masks_is_refused() -> None:
     flash = make("llama").target
     flash.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match=r"attends by flash_attention_2, .* load it with 'sdpa' or 'eager'"):
-        flash.begin(PROMPTS[0], Choose(Sampling()))
+        flash.open().begin(PROMPTS[0], Choose(Sampling()))
 
 
 def assert_close(got: Tensor, expected: Tensor) -> None:
@@ -266,7 +266,7 @@ def siblings_seen(target: Target, patch: pytest.MonkeyPatch) -> None:
 def rejected_nodes_kept(target: Target, patch: pytest.MonkeyPatch) -> None:
     """The first rows stay in the cache, whichever were accepted."""
     keep = TreeCache.keep
-    patch.setattr(TreeCache, "keep", lambda cache, path: keep(cache, list(range(len(path)))))
+    patch.setattr(TreeCache, "keep", lambda cache, paths: keep(cache, {row: range(len(paths[row])) for row in paths}))
 
 
 @pytest.mark.parametrize("name", ["mistral-sliding", "gemma3"])

@@ -60,7 +60,7 @@ def test_layers_that_rewrite_masks_get_whole_ones(
     monkeypatch.setitem(FAMILIES, "doge", ("doge", {}))
     model = build("doge", dtype)
     target, prompt = Target(copy.deepcopy(model)), random_tokens(20, seed=1)
-    target.begin(prompt, Choose(Sampling()))
+    target.open().begin(prompt, Choose(Sampling()))
     assert not target.masks.grouped
     if dtype == torch.float32:
         answer = own_answer(model, prompt, 24)
@@ -105,14 +105,14 @@ def test_a_planted_fault_is_seen_in_every_precision(
     masks = type(target.masks)
     additive = masks._additive
 
-    def broken(self: Any, start: int, *arguments: Any) -> Any:
-        mask = additive(self, start, *arguments)
-        fault(mask, start)
+    def broken(self: Any, hidden: Any, starts: list[int], *arguments: Any) -> Any:
+        mask = additive(self, hidden, starts, *arguments)
+        fault(mask, starts[0])
         return mask
 
     monkeypatch.setattr(masks, "_additive", broken)
     with pytest.raises(ValueError, match="cannot read a tree: it reads a small tree unlike"):
-        target.begin([1, 2, 3], Choose(Sampling()))
+        target.open().begin([1, 2, 3], Choose(Sampling()))
 
 
 def test_the_check_runs_once_and_leaves_no_text() -> None:
@@ -120,10 +120,9 @@ def test_the_check_runs_once_and_leaves_no_text() -> None:
     target, calls = Target(build("llama")), []
     target.model.get_input_embeddings().register_forward_pre_hook(lambda *_: calls.append(1))
     prompt = random_tokens(9, seed=1)
-    first = target.begin(prompt, Choose(Sampling()))
+    first = target.open().begin(prompt, Choose(Sampling()))
     paid = len(calls)
-    target.forget()
-    assert target.begin(prompt, Choose(Sampling())).root == first.root
+    assert target.open().begin(prompt, Choose(Sampling())).root == first.root
     assert paid == 6 and len(calls) == 7
 
 

@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle import Sampling, Target, generate
-from eagle.core.tree import DraftTree
+from eagle import Sampling, Target, Trace, generate
+from eagle.core.decoding import Decoding
+from eagle.core.tree import DraftTree, TargetOutput
 from eagle.core.verify import Choose
 from eagle.drafters.none import NoDrafter
+from eagle.target.state import TargetState
 from tests.families import COMMON, FAMILIES, VOCAB_SIZE, PlantedTrees, build, own_answer, own_logits, random_tokens
 
 GREEDY = Choose(Sampling())
@@ -43,9 +45,22 @@ def close(got: Tensor, expected: Tensor) -> bool:
     return got.shape == expected.shape and bool((got - expected).norm() < 1e-5 * expected.norm())
 
 
-def buffers(target: Target) -> list[int]:
-    """Where the cache's tensors lie."""
-    return [rows.buffer.data_ptr() for rows in target.cache.buffers]
+def begin_again(target: Target, prompt: list[int], taps: tuple[int, ...] = ()) -> Any:
+    """Read a prompt in the state that was closed last, or a new one, and close it."""
+    state = target.open(taps)
+    update = state.begin(prompt, GREEDY)
+    target.close(state)
+    return update
+
+
+def read_one(state: TargetState, tree: DraftTree) -> TargetOutput:
+    """What the target says about a tree behind the only text."""
+    return state.read({0: tree})[0]
+
+
+def buffers(state: TargetState) -> list[Tensor]:
+    """The cache's tensors."""
+    return [rows.buffer for rows in state.cache.buffers]
 
 
 @pytest.mark.parametrize(
@@ -63,9 +78,9 @@ def test_what_a_prompt_shares_with_the_text_is_not_read_again(
     target: Target, prompt: list[int], read: list[int]
 ) -> None:
     """Only what follows the common start is read, and the answer and the features are those of the whole prompt."""
-    target.begin(PROMPT, GREEDY, taps=(0, -1))
+    begin_again(target, PROMPT, (0, -1))
     with counting(target) as counts:
-        update = target.begin(prompt, GREEDY, taps=(0, -1))
+        update = begin_again(target, prompt, (0, -1))
     assert counts == read
     assert update.tokens.tolist() == prompt
     assert [update.root] == own_answer(target.model, prompt, 1)
@@ -75,9 +90,9 @@ def test_what_a_prompt_shares_with_the_text_is_not_read_again(
 @pytest.mark.parametrize("taps", [(0,), (0, 1, 2), (), (-1, 2)])
 def test_other_taps_read_the_whole_prompt_again(target: Target, taps: tuple[int, ...]) -> None:
     """States that were not caught take a forward, whatever number of them was caught before."""
-    target.begin(PROMPT, GREEDY, taps=(2, -1))
+    begin_again(target, PROMPT, (2, -1))
     with counting(target) as counts:
-        update = target.begin(PROMPT, GREEDY, taps=taps)
+        update = begin_again(target, PROMPT, taps)
     assert counts == [len(PROMPT)]
     assert (
         update.features is None
@@ -88,10 +103,10 @@ def test_other_taps_read_the_whole_prompt_again(target: Target, taps: tuple[int,
 
 def test_forget_reads_the_whole_prompt_again(target: Target) -> None:
     """After `forget` nothing is shared."""
-    target.begin(PROMPT, GREEDY)
+    begin_again(target, PROMPT)
     target.forget()
     with counting(target) as counts:
-        target.begin(PROMPT, GREEDY)
+        begin_again(target, PROMPT)
     assert counts == [len(PROMPT)]
 
 
@@ -108,62 +123,70 @@ def test_forget_follows_a_change_of_weights(target: Target) -> None:
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma3", "gpt2"])
 def test_prompts_are_read_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt read in pieces leaves what one forward leaves."""
-    monkeypatch.setattr("eagle.target.target.PREFILL_CHUNK", 6)
+    monkeypatch.setattr("eagle.target.state.PREFILL_CHUNK", 6)
     chunked = Target(build(name))
     chunked.reader.check()  # once, at the first text
+    state = chunked.open((0, 2, -1))
     with counting(chunked) as counts:
-        update = chunked.begin(PROMPT, GREEDY, taps=(0, 2, -1))
+        update = state.begin(PROMPT, GREEDY)
     assert counts == [6, 6, 6, 2]
     assert [update.root] == own_answer(chunked.model, PROMPT, 1)
     assert close(update.features, chunked.features(torch.tensor([PROMPT]), (0, 2, -1))[0])
-    assert close(chunked.read(TREE).logits[3:4], own_logits(chunked.model, [*PROMPT, 5, 7, 8])[-1:])
+    assert close(read_one(state, TREE).logits[3:4], own_logits(chunked.model, [*PROMPT, 5, 7, 8])[-1:])
 
 
 def test_reading_again_does_not_see_the_tree_before(target: Target) -> None:
     """Without `keep` a tree leaves no trace, neither in what the target says next nor in what it said."""
-    target.begin(PROMPT, GREEDY, taps=(0, -1))
-    first = target.read(TREE)
+    state = target.open((0, -1))
+    state.begin(PROMPT, GREEDY)
+    first = read_one(state, TREE)
     features = first.features.clone()
-    second = target.read(DraftTree.chain([50, 51, 52]))
+    second = read_one(state, DraftTree.chain([50, 51, 52]))
     assert close(second.logits, own_logits(target.model, [*PROMPT, 50, 51, 52])[-3:])
     assert torch.equal(first.features, features)
-    assert torch.equal(target.read(TREE).logits, first.logits)
+    assert torch.equal(read_one(state, TREE).logits, first.logits)
 
 
 @pytest.mark.parametrize("path", [[0], [0, 1], [0, 2], [0, 2, 4]])
 def test_keep_leaves_the_path_alone(target: Target, path: list[int]) -> None:
     """Whichever path is kept, the next tree is read after exactly its tokens, and its features stay its own."""
-    target.begin(PROMPT, GREEDY, taps=(0, -1))
-    output = target.read(TREE)
-    target.keep(TREE, path)
+    state = target.open((0, -1))
+    state.begin(PROMPT, GREEDY)
+    output = read_one(state, TREE)
+    state.keep({0: path})
     text = PROMPT + TREE.tokens[path].tolist()
     assert close(output.features_at(path), target.features(torch.tensor([text]), (0, -1))[0, len(PROMPT) :])
-    assert close(target.read(DraftTree.chain([50, 51])).logits, own_logits(target.model, [*text, 50, 51])[-2:])
+    assert close(read_one(state, DraftTree.chain([50, 51])).logits, own_logits(target.model, [*text, 50, 51])[-2:])
 
 
 def test_the_cache_grows_beyond_its_room(target: Target) -> None:
     """Room is a promise about speed alone: a text that outgrows it several times is read right."""
-    target.begin(PROMPT, GREEDY, taps=(1,))
-    before, text = buffers(target), list(PROMPT)
+    state = target.open((1,))
+    state.begin(PROMPT, GREEDY)
+    before, text = buffers(state), list(PROMPT)
     for step in range(60):
-        target.read(TREE)
-        target.keep(TREE, path := [[0], [0, 2, 4], [0, 1]][step % 3])
+        read_one(state, TREE)
+        state.keep({0: (path := [[0], [0, 2, 4], [0, 1]][step % 3])})
         text += TREE.tokens[path].tolist()
-    assert all(now != then for now, then in zip(buffers(target), before, strict=True))
-    assert close(target.read(DraftTree.chain([50])).logits, own_logits(target.model, [*text, 50])[-1:])
-    kept = target.begin([*text, 50], GREEDY, taps=(1,)).features
+    assert all(now.shape[2] > then.shape[2] for now, then in zip(buffers(state), before, strict=True))
+    assert close(read_one(state, DraftTree.chain([50])).logits, own_logits(target.model, [*text, 50])[-1:])
+    with counting(target) as counts:
+        kept = state.begin([*text, 50], GREEDY).features
+    assert counts == [1]
     assert close(kept, target.features(torch.tensor([[*text, 50]]), (1,))[0])
 
 
 def test_the_cache_stays_where_it_is_while_room_suffices(target: Target) -> None:
     """No cycle allocates or copies the cache."""
     answer = own_answer(target.model, PROMPT, 120)
-    places = []
-    drafter = PlantedTrees(PROMPT + answer, taps=(0, -1))
-    propose = drafter.propose
-    drafter.propose = lambda update, budget: places.append(buffers(target)) or propose(update, budget)  # type: ignore[method-assign]
-    assert generate(target, drafter, PROMPT, max_new_tokens=120, stop=[]).tokens == answer
-    assert len(places) > 10 and all(place == places[0] for place in [*places, buffers(target)])
+    decoding, trace = Decoding(target, PlantedTrees(PROMPT + answer, taps=(0, -1))), Trace([])
+    decoding.add(0, PROMPT, Sampling(), 120, trace, stop=[])
+    seen = []
+    while not decoding.is_done:
+        decoding.step()
+        seen.append(buffers(decoding.state))
+    assert trace.tokens == answer
+    assert len(seen) > 10 and all(now is then for step in seen for now, then in zip(step, seen[0], strict=True))
 
 
 LONGROPE = {
@@ -181,7 +204,7 @@ def test_longrope_is_read_with_one_set_of_frequencies(family: str, monkeypatch: 
     monkeypatch.setitem(
         FAMILIES, "longrope", (family, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 40})
     )
-    monkeypatch.setattr("eagle.target.target.PREFILL_CHUNK", 6)
+    monkeypatch.setattr("eagle.target.state.PREFILL_CHUNK", 6)
     target = Target(build("longrope"))
     long = PROMPT + random_tokens(30, seed=4)
     for prompt in (long, PROMPT, long, long[:45], long[:15]):
@@ -211,9 +234,15 @@ def test_drafts_end_where_longrope_changes(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda target: target.begin([], GREEDY), "prompt is empty: expected at least one token id"),
-        (lambda target: target.begin([1] * 257, GREEDY), r"has 257 tokens, this model has 256 positions: shorten it"),
-        (lambda target: target.begin([1, 96, -1], GREEDY), r"\[96, -1\] are outside the vocabulary: expected 0..95"),
+        (lambda target: target.open().begin([], GREEDY), "prompt is empty: expected at least one token id"),
+        (
+            lambda target: target.open().begin([1] * 257, GREEDY),
+            r"has 257 tokens, this model has 256 positions: shorten it",
+        ),
+        (
+            lambda target: target.open().begin([1, 96, -1], GREEDY),
+            r"\[96, -1\] are outside the vocabulary: expected 0..95",
+        ),
         (lambda target: target.chat("hello"), "no chat template: pass token ids, or load a tokenizer that has one"),
         (
             lambda target: generate(target, NoDrafter(), [1] * 200, max_new_tokens=57),
@@ -225,8 +254,8 @@ def test_drafts_end_where_longrope_changes(monkeypatch: pytest.MonkeyPatch) -> N
         ),
         (lambda target: generate(target, NoDrafter(), "hello"), r"prompt is text, expected token ids: use target.chat"),
         (
-            lambda target: generate(target, NoDrafter(), torch.ones(2, 3)),
-            r"one prompt at a time: got a tensor of shape \(2, 3\), expected \[T\] or \[1, T\]",
+            lambda target: generate(target, NoDrafter(), torch.ones(2, 2, 3)),
+            r"one prompt at a time: got a tensor of shape \(2, 2, 3\), expected \[T\] or \[1, T\]",
         ),
         (
             lambda target: generate(target, NoDrafter(), [1], stop=["x"]),

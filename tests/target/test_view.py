@@ -74,11 +74,13 @@ def test_a_mask_hides_rows_of_the_cache(model: LlamaForCausalLM, target: Target)
 def test_a_text_goes_on_while_the_view_is_used(target: Target) -> None:
     """Neither the target's cache nor its layers notice."""
     expected = target.features(torch.tensor([[1, 2, 3]]), (2, -1))
-    target.begin([1, 2, 3], Choose(Sampling()))
-    text, rows = list(target.text), target.cache.buffers[0].buffer.clone()
+    state = target.open()
+    state.begin([1, 2, 3], Choose(Sampling()))
+    text, rows = list(state.text(0)), [held.buffer.clone() for held in state.cache.buffers]
     view = target.view()
     view.run_layers(view.embed(torch.tensor([7, 8])), [0, 1], 0, LAYERS, view.new_cache())
-    assert target.text == text and torch.equal(target.cache.buffers[0].buffer, rows)
+    assert state.text(0) == text == [1, 2, 3]
+    assert all(torch.equal(held.buffer, row) for held, row in zip(state.cache.buffers, rows, strict=True))
     assert torch.equal(target.features(torch.tensor([[1, 2, 3]]), (2, -1)), expected)
 
 
