@@ -7,7 +7,6 @@ Distillation is that of Zhou et al. 2023, arXiv 2310.08461.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -19,11 +18,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import Committed, Noise, TargetHead, TrainableDrafter
-from eagle.core.tree import DraftTree, Paths
+from eagle.core.drafter import TargetHead, TrainableDrafter
+from eagle.core.tree import Paths
 from eagle.data.examples import Batch
 from eagle.drafters.parts.blocks import head_shape
-from eagle.drafters.parts.growth import grow, level_rows
+from eagle.drafters.parts.growth import level_rows
+from eagle.drafters.parts.model_state import ModelState
 from eagle.drafters.parts.objectives import Kind, LanguageHead, Objective, OwnHead, distillation_loss
 from eagle.drafters.parts.validation import validate_batch
 from eagle.target.cache import TreeCache
@@ -146,9 +146,9 @@ class DraftModel(TrainableDrafter):
         self.own, self.size = (own,), frozen.weight.shape[0]
         return self.eval()
 
-    def begin(self, noise: Noise | None = None) -> DraftModelText:
-        """An empty text."""
-        return DraftModelText(self, noise)
+    def open(self) -> ModelState:
+        """Texts that are drafted for together."""
+        return ModelState(self.own[0], self.size, self.clip_to_vocab)
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
         """The rows of each level of the tree after the first."""
@@ -172,72 +172,6 @@ class DraftModel(TrainableDrafter):
         with torch.inference_mode():
             own.reader.read_text(tokens[:context], 0, cache)
         return run
-
-
-class DraftModelText:
-    """A text that the model drafts for, in a state of the model's own."""
-
-    def __init__(self, model: DraftModel, noise: Noise | None) -> None:
-        self.model, self.noise = model, noise
-        (self.own,) = model.own
-        self.state = self.own.open()
-        self.levels: list[tuple[Tensor, Tensor]] = []  # read of the last draft: tokens, and rows that they follow
-        self.confirmed = 0  # tokens, the root not counted
-
-    @torch.inference_mode()
-    def propose(self, update: Committed, budget: Budget) -> DraftTree:
-        """A tree grown from its own logits; nothing where the text outgrows what the model can read on."""
-        own, size = self.own, self.model.size
-        self.confirmed += len(update.tokens)
-        room = self._room(budget.depth)
-        if room <= 0:
-            return DraftTree.chain([update.root])
-        logits = self._read_confirmed([*update.tokens.tolist(), update.root])
-        depths, known = list[int](), min(own.vocab_size, size)
-
-        def level(depth: int, tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
-            self.levels.append((tokens, before))
-            depths.extend([depth - 1] * len(tokens))
-            return self.state.ahead([0], self.model.clip_to_vocab(tokens)[None], depths, seen[None])[0, :, :size]
-
-        drafts = torch.arange(known, device=own.device) if known < size else None
-        place = self.state.length(0)
-        return grow(update.root, logits[:size], level, budget.within(room), self.noise, place, drafts)
-
-    def _room(self, levels: int) -> int:
-        """At most that many levels behind the root: fewer before the last position, or a border of frequencies."""
-        own, read = self.own, self.state.length(0) if self.state.rows else 0
-        ends = [own.max_positions or math.inf]
-        # a text that has grown up to the border cannot be read on: one that was longer from the first can
-        if (0 < read <= own.border) or self.confirmed < own.border:
-            ends.append(own.border)
-        return int(min(levels, *(end - self.confirmed for end in ends)))
-
-    def _read_confirmed(self, tokens: list[int]) -> Tensor:
-        """[V], its logits once the tokens confirmed are read; rows of the last draft that were confirmed stay."""
-        if not self.state.rows:
-            self.state.admit(0, self.model.clip_to_vocab(torch.tensor(tokens)).tolist())
-            while not (outputs := self.state.read_prompts()):
-                pass
-            return outputs[0].output.logits[0]
-        new = tokens[1:]  # the root was read already
-        rows = self._confirm_rows(new[:-1])
-        self.state.keep_columns({0: rows}, {0: new[: len(rows)]})
-        self.levels = []
-        return self.state.extend({0: self.model.clip_to_vocab(torch.tensor(new[len(rows) :])).tolist()})[0]
-
-    def _confirm_rows(self, tokens: list[int]) -> list[int]:
-        """The rows of the last draft that read these tokens, as far as there are such."""
-        path, at, first = [], None, 0
-        for level, wanted in zip(self.levels, tokens, strict=False):
-            read, before = (column.tolist() for column in level)
-            rows = [row for row, token in enumerate(read) if token == wanted and (at is None or before[row] == at)]
-            if not rows:
-                break
-            at = rows[0]
-            path.append(first + at)
-            first += len(read)
-        return path
 
 
 class _Text(OwnHead):

@@ -179,8 +179,11 @@ class TargetState:
         rows = sorted(tokens, key=self.rows.index)
         slots, sizes = [self.rows.index(row) for row in rows], [len(tokens[row]) for row in rows]
         starts, count = [self.cache.lengths[slot] for slot in slots], max(sizes)
-        for start, size in zip(starts, sizes, strict=True):
-            self._check_border(start, start + size)
+        for row, start, size in zip(rows, starts, sizes, strict=True):
+            if (
+                row not in self.prompts
+            ):  # what they share with another text was read with the frequencies that they have
+                self._check_border(start, start + size)
         padded = torch.tensor([[*tokens[row], *[0] * (count - len(tokens[row]))] for row in rows])
         steps = torch.arange(count).expand(len(rows), -1)
         # padding stands where the last token does: the model may have no later position
