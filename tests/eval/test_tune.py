@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from eagle import Budget, DraftTree, Sampling, Target, generate, load_drafter
-from eagle.core.drafter import Committed
+from eagle.core.drafter import Committed, Noise
 from eagle.core.tree import PUBLISHED_TREE
 from eagle.drafters.bigram import BigramDrafter
 from eagle.drafters.draft_model import DraftModel
 from eagle.drafters.eagle1 import Eagle1
-from eagle.drafters.ngram import NgramDrafter
+from eagle.drafters.ngram import NgramDrafter, NgramText
 from eagle.formats.checkpoint import save_head, write_budget
 from eagle.recipe import Recipe
 from eval import tune
@@ -179,12 +179,20 @@ class BusyDrafter(NgramDrafter):
 
     SECONDS = 0.002
 
-    def propose(self, news: Committed, budget: Budget) -> DraftTree:
+    def begin(self, noise: Noise | None = None) -> NgramText:
+        """An empty text."""
+        return BusyText(self)
+
+
+class BusyText(NgramText):
+    """A text whose drafts take a while."""
+
+    def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """The same tree, later."""
-        end = process_time() + self.SECONDS
+        end = process_time() + BusyDrafter.SECONDS
         while process_time() < end:
             pass
-        return super().propose(news, budget)
+        return super().propose(update, budget)
 
 
 @pytest.mark.parametrize("seconds_of_a_forward", [1.0, 1e-4])
