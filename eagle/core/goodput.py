@@ -73,6 +73,7 @@ class Goodput:
         self.spent = self.explored = 0.0  # seconds
         self.asked: dict[int, int] = {}  # levels of each text in this cycle
         self.context = 0  # of the longest text
+        self.tried = 0  # the deepest level that was ever asked for
         self.step = 1  # levels beyond the best that are explored next
         self.exploring = False
 
@@ -169,6 +170,7 @@ class Goodput:
         if self.exploring:
             self.explored += extra
         self.asked = dict(zip(levels, deeper if self.exploring else best, strict=True))
+        self.tried = max(self.tried, *self.asked.values())
         return {row: self.budget.within(depth) for row, depth in self.asked.items()}
 
     def _batch(self, rows: Any, context: int) -> Batch:
@@ -176,7 +178,9 @@ class Goodput:
 
     def _best(self, batch: Batch, limits: list[int]) -> list[int]:
         """The levels with the most expected tokens per second, of as many nodes as there may be."""
-        best = batch.best_levels(limits, self.budget.depth)
+        # all is hoped for of levels never tried, which is dear for a batch: it goes about twice as deep at a time
+        most = self.budget.depth if len(limits) == 1 else min(2 * self.tried + 1, self.budget.depth)
+        best = batch.best_levels(limits, most)
         if self.max_nodes is None or self._fits(best):
             return best
         every = [batch.best_levels(limits, deepest) for deepest in range(max(best) + 1)]
