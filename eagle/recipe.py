@@ -137,6 +137,7 @@ class EvalSection(Section):
     depth: int = Field(4, ge=0)
     top_k: int = Field(4, ge=0)
     costs: bool = False  # measure bare forwards too, for modelled time
+    goodput_policy: bool = False  # decide in every cycle how many levels of a drafter's budget pay
 
 
 class Recipe(Section):

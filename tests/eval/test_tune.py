@@ -27,6 +27,7 @@ from eval.measure import cycle_of
 from eval.prompts import questions
 from eval.replay import Answer, answer, plain, rates_by_rank, record_cycles, replay
 from eval.tune import NOT_DRAFTING, Tuning, chain, search
+from eval.tune_policy import replay_policy
 from tests.drafters.test_eagle1 import head as head  # the untrained head of the suite's tiny target
 from tests.families import build, random_tokens
 from tests.tables import some_tables
@@ -229,6 +230,16 @@ def test_every_kind_of_drafter_has_a_price(target: Target, answers: list[Answer]
     assert trial.seconds > forwards
 
 
+def test_a_policy_is_charged_for_its_cycles(target: Target, answers: list[Answer]) -> None:
+    """Where drafting is free it drafts and wins, and where nothing can pay it is within a few cycles of no draft."""
+    loops = [Answer("", [1, 2, 3] * 30, 9, None, Sampling(), 81)] * 3
+    dear = prices((1, 4, 16, 61), (0, 0, 0, 0))
+    for costs, told, least, most in ((FREE, loops, 5.0, 9.0), (dear, answers, 0.8, 1.01)):
+        tokens, seconds = replay_policy(target, NgramDrafter(), told, costs, chain(8), 0.0)
+        assert tokens == sum(one.length - 1 for one in told)
+        assert least < tokens / seconds < most
+
+
 @pytest.fixture
 def tuned(recipe: Recipe, tiny_target: Target, head: Eagle1, tmp_path: Path) -> list[str]:
     """A command line for the untrained head in a folder of its own, with few questions of two tasks."""
@@ -253,11 +264,12 @@ def test_the_command_says_what_pays_and_writes_it(
         ("WIDE", ((0,), (1,), (0, 0))),
     ):
         monkeypatch.setattr(tune, name, few)
-    tune.main([*tuned, "--write", "--exhaustive"])
+    tune.main([*tuned, "eval.goodput_policy=true", "--write", "--exhaustive"])
     said = capsys.readouterr().out
     head = Path(next(part for part in tuned if part.startswith("train.out=")).removeprefix("train.out=")) / "head"
     assert "does not pay on this machine" in said and "num_speculative_tokens = 1" in said
     assert "the choice has 100.0% of it" in said and "break-even" in said
+    assert "policy, chains of 0 to 2: modelled speed-up" in said
     assert load_drafter(head, tiny_target).budget == NOT_DRAFTING
 
 
