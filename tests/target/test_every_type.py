@@ -76,15 +76,19 @@ def compare(model: PreTrainedModel, patch: pytest.MonkeyPatch) -> str:
     """ "right", or the first difference between drafted and untouched answers, at T = 0 and T = 1."""
     target = Target(copy.deepcopy(model))
     patch.setattr("eagle.core.verify.Noise", Noise)
-    for temperature, prompt in [(heat, prompt) for heat in (0.0, 1.0) for prompt in PROMPTS]:
+    for temperature in (0.0, 1.0):
         noise = (lambda position: gumbel(position)[: target.vocab_size]) if temperature else None
         target.reader.check()
-        answer = own_answer(model, prompt, COUNT, None, noise)
-        sampling = Sampling(temperature=temperature)
-        for drafter in (Bushes(prompt + answer), RandomTrees(answer)):
-            trace = generate(target, drafter, prompt, sampling=sampling, max_new_tokens=COUNT, stop=[])
-            if trace.tokens != answer:
-                return f"wrong at T = {temperature} after {len(prompt)} tokens: {trace.tokens}, expected {answer}"
+        answers = [own_answer(model, prompt, COUNT, None, noise) for prompt in PROMPTS]
+        options: dict[str, Any] = {"sampling": Sampling(temperature=temperature), "max_new_tokens": COUNT, "stop": []}
+        for prompt, answer in zip(PROMPTS, answers, strict=True):
+            for drafter in (Bushes(prompt + answer), RandomTrees(answer)):
+                tokens = generate(target, drafter, prompt, **options).tokens
+                if tokens != answer:
+                    return f"wrong at T = {temperature} after {len(prompt)} tokens: {tokens}, expected {answer}"
+        beside = generate(target, RandomTrees([*answers[0], *answers[1]]), PROMPTS, **options)
+        if [trace.tokens for trace in beside] != answers:
+            return f"wrong at T = {temperature} side by side: {[trace.tokens for trace in beside]}, expected {answers}"
     return "right"
 
 
@@ -118,7 +122,7 @@ def table() -> str:
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_answers_are_right_or_refused_in_words(model_type: str) -> None:
-    """Branching trees at T = 0 and T = 1 change nothing, or a sentence says why the type is not served."""
+    """Branching trees at T = 0 and T = 1, alone and side by side, change nothing, or a sentence says why not."""
     assert outcome(model_type).startswith(("right", "refused: ", "not built: "))
 
 
