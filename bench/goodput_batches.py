@@ -1,9 +1,10 @@
-"""The policy for batches against fixed lengths: `python bench/goodput_batches.py TARGET QUESTIONS [--head HEAD]`.
+"""The policy for batches against fixed lengths: `python bench/goodput_batches.py TARGET QUESTIONS HEAD WORK`.
 
 TARGET is a model, QUESTIONS a Spec-Bench file, HEAD a trained head for the target. The target answers the prompts once,
 and at every place of every answer a chain of eight is drafted: since output does not depend on drafts, this tells the
-cycles of every length in every batch. Cycles are charged with bare forwards that were timed in the same run, of as many
-texts, tokens and contexts. The policy begins anew with every set and batch, so that what it learns is paid for.
+cycles of every length in every batch. Cycles are charged with bare forwards of as many texts, tokens and contexts, timed
+on the same machine. What was recorded and timed is kept in WORK for the next time. The policy begins anew with every
+set and batch, so that what it learns is paid for.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pickle
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import process_time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -34,6 +37,7 @@ from eagle.target.state import TargetState
 from eval.costs import bare_read, time_action
 from eval.prompts import MT_BENCH
 
+T = TypeVar("T")
 LEVELS, FIXED = 8, (0, 1, 2, 3, 4, 8)
 CHAIN = Budget.fixed(chain_paths(LEVELS))
 TASKS = ("translation", "conversation", "summarization")
@@ -77,6 +81,22 @@ def draft_everywhere(target: Target, drafter: Drafter, prompt: list[int], answer
         places.append(Place(root, len(drafted), equal.index(False)))
         seen = root
     return places
+
+
+def record(
+    target: Target, drafters: dict[str, Drafter], prompts: list[list[int]], new_tokens: int
+) -> dict[str, list[Answer]]:
+    """The target's answers to prompts, with what each drafter's chains come to in them."""
+    traces = generate(target, NoDrafter(), prompts, max_new_tokens=new_tokens, batch_size=len(prompts))
+    pairs = [(trace.prompt, trace.tokens) for trace in traces if len(trace.tokens) > 1]
+    return {name: [draft_everywhere(target, one, *pair) for pair in pairs] for name, one in drafters.items()}
+
+
+def keep(path: Path, make: Callable[[], T]) -> T:
+    """What a file holds, made first where there is none."""
+    if not path.exists():
+        path.write_bytes(pickle.dumps(make()))
+    return pickle.loads(path.read_bytes())
 
 
 # -- what it costs ----------------------------------------------------------------------------------------------------
@@ -232,31 +252,27 @@ def table(results: dict[str, Any]) -> str:
 def main(argv: list[str]) -> None:
     """Record, time, compare, write, print."""
     parser = argparse.ArgumentParser("bench.goodput_batches", description=__doc__)
-    parser.add_argument("target", type=Path)
-    parser.add_argument("questions", type=Path)
-    parser.add_argument("--head", type=Path)
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--new-tokens", type=int, default=64)
+    for name in ("target", "questions", "head", "work"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("docs/results/goodput_batches.json"))
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
+    args.work.mkdir(parents=True, exist_ok=True)
     target = Target.load(str(args.target), dtype="float32")
-    names = {"ngram": "ngram", **({"head": str(args.head)} if args.head else {})}
-    drafters = {name: load_drafter(path, target) for name, path in names.items()}
+    drafters = {"ngram": load_drafter("ngram", target), "head": load_drafter(args.head, target)}
     prompts = read_prompts(args.questions, target, args.prompts, args.new_tokens)
-    recorded: dict[tuple[str, str], list[Answer]] = {}
+    recorded = {}
     for task, asked in prompts.items():
-        traces = generate(target, NoDrafter(), asked, max_new_tokens=args.new_tokens, batch_size=args.prompts)
-        pairs = [(trace.prompt, trace.tokens) for trace in traces if len(trace.tokens) > 1]
-        for name, drafter in drafters.items():
-            places = progress(pairs, f"{name}, {task}", len(pairs))
-            recorded[name, task] = [draft_everywhere(target, drafter, *pair) for pair in places]
-    lengths = [answer[0].context for answers in recorded.values() for answer in answers]
+        drafts = keep(args.work / f"{task}.pkl", partial(record, target, drafters, asked, args.new_tokens))
+        recorded |= {(name, task): answers for name, answers in drafts.items()}
+    lengths = [len(prompt) for asked in prompts.values() for prompt in asked]
     contexts = (min(lengths), max(lengths) + args.new_tokens)
-    head = drafters.get("head", drafters["ngram"])
-    costs = {"head": time_forwards(target, head, contexts, args.rounds)}
-    costs["ngram"] = price_drafts(costs["head"], time_drafts(drafters["ngram"], prompts))
+    timed = keep(args.work / "costs.pkl", partial(time_forwards, target, drafters["head"], contexts, args.rounds))
+    lookup = keep(args.work / "lookup.pkl", partial(time_drafts, drafters["ngram"], prompts))
+    costs = {"head": timed, "ngram": price_drafts(timed, lookup)}
     rows = []
     for (name, task), answers in recorded.items():
         for size in BATCH_SIZES:

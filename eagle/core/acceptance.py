@@ -10,7 +10,8 @@ from operator import mul
 from eagle.core.trace import Cycle
 
 LEAST = 2.0  # least weight of an average, in cycles; with 8 a policy starts and adapts too slowly
-PRIOR = 10.0  # cycles of its own after which a text's average weighs as much as that of all
+PRIOR = 4.0  # cycles of its own after which a text's average weighs as much as that of all
+OF_TEXT = 30.0  # cycles over which a text's own averages are taken, at most
 
 
 class Average:
@@ -41,12 +42,13 @@ class Levels:
         self.proposed = [Average(least) for _ in range(levels)]
         self.accepted = [Average(least) for _ in range(levels)]
 
-    def add(self, asked: int, cycle: Cycle, depth: int) -> None:
-        """What came of asking for so many levels; those cut off by the answer's end were not rejected."""
+    def add(self, asked: int, cycle: Cycle, depth: int, texts: int = 1) -> None:
+        """What came of asking one of so many texts for so many levels; those cut off by its end were not rejected."""
+        memory = self.memory * texts
         for level, (proposed, accepted) in enumerate(zip(self.proposed, self.accepted, strict=True)):
             wanted = level < asked
-            proposed.add(depth > level if wanted else None, self.memory)
-            accepted.add(cycle.accepted > level if wanted and cycle.accepted >= level else None, self.memory)
+            proposed.add(depth > level if wanted else None, memory)
+            accepted.add(cycle.accepted > level if wanted and cycle.accepted >= level else None, memory)
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Acceptance:
     """The rates of all texts together, and of each text that is being written."""
 
     def __init__(self, levels: int, memory: float) -> None:
-        self.levels, self.memory = levels, memory
+        self.levels, self.memory = levels, memory  # in cycles, of however many texts
         self.all = Levels(levels, memory)
         self.rows: dict[int, Levels] = {}
         self.ends: dict[int, int] = {}  # where each text will go on
@@ -88,7 +90,7 @@ class Acceptance:
 
     def learn(self, row: int, asked: int, cycle: Cycle, depth: int) -> None:
         """Update the rates of a text and of all."""
-        self.all.add(asked, cycle, depth)
+        self.all.add(asked, cycle, depth, cycle.rows)
         if cycle.rows > 1:
-            self.rows.setdefault(row, Levels(self.levels, self.memory, 0.0)).add(asked, cycle, depth)
+            self.rows.setdefault(row, Levels(self.levels, min(self.memory, OF_TEXT), 0.0)).add(asked, cycle, depth)
         self.ends[row] = cycle.context + cycle.accepted + 1

@@ -30,7 +30,7 @@ class Goodput:
     everything explored is accepted. Statistics carry over from one request to the next.
 
     `draft[n]` and `read[n]` are the seconds of drafting n levels and of the rest of such a cycle, for one text; `costs`
-    are those of any number of texts, see `of_costs`. `memory` is the number of outcomes over which averages are taken,
+    are those of any number of texts, see `of_costs`. `memory` is the number of cycles over which averages are taken,
     `max_nodes` the most draft nodes of all texts in one forward.
     """
 
