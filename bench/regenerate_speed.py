@@ -85,6 +85,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("docs/results/regenerate.json"))
     args = parser.parse_args(argv)
+    if missing := [str(path) for path in (args.target, args.data, args.earlier) if not path.exists()]:
+        raise ValueError(f"no {', '.join(missing)}: expected a target's folder, a file of conversations and a checkout")
     settings = {key: vars(args)[key] for key in ("batch_size", "new_tokens", "max_length", "temperature", "dtype")}
     about = made_on(target=args.target.name, data=args.data.name, **settings, rounds=args.rounds)
     results = {"machine": {**about, "threads": 1}, "rows": measure(args)}

@@ -46,6 +46,7 @@ WRONG: dict[str, list[list[str]]] = {
     "bench/loop_overhead.py": [["--target", GONE, "--head", GONE]],
     "bench/mask_templates.py": [["--templates", GONE, "--tokenizers", GONE, "--conversations", GONE]],
     "bench/other_heads.py": [["out", "--set", "unknown", "--seed", "1"], ["out", "--set", "tuning", "--seed", "few"]],
+    "bench/regenerate_speed.py": [["--target", GONE, "--data", GONE, "--earlier", GONE]],
     "bench/train_speed.py": [["--size", "unknown"], ["--speculators", GONE]],
 }
 FREE = {
