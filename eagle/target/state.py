@@ -49,6 +49,7 @@ class TargetState:
         self.needs: dict[int, int] = {}  # the columns that a row may come to
         self.prompts: dict[int, list[int]] = {}  # to be read, in the order of their admission
         self.written = 0  # how many rows are being written
+        self.is_loose = False  # rows have left since the cache was made to fit
         self.trees: dict[int, DraftTree] = {}  # read last
 
     # -- rows that come and go ----------------------------------------------------------------------------------------
@@ -74,9 +75,9 @@ class TargetState:
         with self.target.lock:
             self.target.reader.check(rows=slot + 1)
         self.needs[row] = len(prompt) + room
-        self._reserve(slot + 1)
-        shared = [self._shared(text, prompt) for text in self.texts[slot:]]
+        shared = [self._shared(text, prompt) for text in self.texts[slot:]] or [0]
         self._swap(slot, slot + shared.index(max(shared)))
+        self._reserve(slot + 1)
         self._cut(slot, max(shared))
         self.rows.append(row)
         self.prompts[row] = prompt
@@ -100,8 +101,7 @@ class TargetState:
             slot = self.written
         self._swap(slot, len(self.rows) - 1)
         self.rows.pop()
-        if self.rows:
-            self._reserve(len(self.rows))
+        self.is_loose = True
 
     def clear(self) -> None:
         """Let all rows go."""
@@ -109,6 +109,7 @@ class TargetState:
 
     def _reserve(self, slots: int) -> None:
         """Sizes for all that was admitted; the cache gives back what is far more than that."""
+        self.is_loose = False
         columns = max([*self.needs.values(), *self.cache.lengths[: len(self.rows)]])
         self.cache.reserve(slots, columns, self.max_tokens)
         count = len(self.cache.lengths)
@@ -198,6 +199,8 @@ class TargetState:
     @torch.inference_mode()
     def read(self, trees: Mapping[int, DraftTree]) -> dict[int, TargetOutput]:
         """One forward over a tree for each row: a node sees its row's committed text, its ancestors and itself."""
+        if self.is_loose:  # only now, as a newcomer may have shared what a free slot holds
+            self._reserve(len(self.rows))
         outputs: dict[int, TargetOutput] = {}
         for rows in self._groups(sorted(trees, key=self.rows.index)):
             outputs |= self._read([(row, trees[row]) for row in rows])
