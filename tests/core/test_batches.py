@@ -194,14 +194,15 @@ def other_slot_kept(patch: pytest.MonkeyPatch) -> None:
 def padding_seen(patch: pytest.MonkeyPatch) -> None:
     """Nodes see the columns behind their row's own."""
 
-    def wrong(starts: list[int], seen: torch.Tensor) -> torch.Tensor:
-        texts, count, new = seen.shape
-        hidden = torch.zeros(texts, count, max(starts) + new, dtype=torch.bool)
-        for row, start in enumerate(starts):
-            hidden[row, :, start : start + new] = ~seen[row]
-        return hidden
+    additive = Masks._additive
 
-    patch.setattr("eagle.target.attention._hidden_columns", wrong)
+    def wrong(self: Masks, starts: Any, positions: torch.Tensor, seen: torch.Tensor, window: Any) -> torch.Tensor:
+        mask = additive(self, starts, positions, seen, window)
+        for row, start in zip(mask, starts, strict=True):
+            row[..., start + seen.shape[2] :] = 0
+        return mask
+
+    patch.setattr(Masks, "_additive", wrong)
 
 
 def padding_nodes_seen(patch: pytest.MonkeyPatch) -> None:
