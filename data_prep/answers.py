@@ -15,6 +15,8 @@ from eagle.formats.checkpoint import load_drafter
 from eagle.recipe import RegenerateSection
 from eagle.target.target import Target
 
+DRAFTED = 64  # tokens that are drafted in a cycle of all conversations, where the drafter is tuned to nothing else
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -53,8 +55,9 @@ class Local:
         except ValueError as error:
             raise ValueError(f"{error} For its answers serve it, and name regenerate.endpoint.") from None
         self.drafter = load_drafter(section.drafter, target)
+        nodes = min(max(DRAFTED // self.at_once, 1), 10)
         # drafts that are drawn by lot would make the noise, and so the answers, depend on who drafts
-        self.budget = replace(self.drafter.budget or Budget(), draw="noise")
+        self.budget = replace(self.drafter.budget or Budget(nodes, nodes), draw="noise")
 
     def run(self, dialogues: Iterator[tuple[str, Dialogue]]) -> Iterator[Outcome]:
         """The outcome of every conversation, as they end."""

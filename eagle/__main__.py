@@ -8,11 +8,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 from time import perf_counter
 from typing import Any, TextIO
 
 from eagle.core.decode import generate, stream
 from eagle.core.drafter import Drafter
+from eagle.core.goodput import Goodput
 from eagle.core.spelling import Spelling
 from eagle.core.trace import Trace
 from eagle.core.verify import Sampling
@@ -44,6 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     verb.add_argument("--temperature", type=float, default=0.0)
     verb.add_argument("--max-new-tokens", type=int, default=128)
     verb.add_argument("--compare", action="store_true", help="decode without drafts too: how much faster, and equal?")
+    verb.add_argument("--policy", action="store_true", help="draft as many levels in each cycle as pay, or none")
     verb.add_argument("--dtype", help="of the target; by default what is fastest here, and to compare float32")
     verb = verbs.add_parser("export", help="write a head as an engine reads it")
     verb.add_argument("head")
@@ -138,15 +141,25 @@ def _generate(args: argparse.Namespace) -> None:
         for drafts in (drafter, none):
             generate(target, drafts, prompt, **{**options, "max_new_tokens": min(8, args.max_new_tokens)})
     coloured = supports_colour(sys.stdout)
-    drafted = stream_text(target, drafter, prompt, writer_to(sys.stdout, coloured), **options)
+    budget = _measure_policy(target, drafter, prompt, options["sampling"]) if args.policy else None
+    drafted = stream_text(target, drafter, prompt, writer_to(sys.stdout, coloured), budget=budget, **options)
     print()
     legend = f" ({GREEN}green{PLAIN}: drafted)" if coloured else ""
     print(f"{args.drafter}: {drafted}{legend}", file=sys.stderr)
+    if budget is not None:
+        levels = fmean([cycle.depth for cycle in drafted.trace.cycles] or [0])
+        print(f"policy: {levels:.1f} levels a cycle, of 0 to {budget.budget.depth}", file=sys.stderr)
     if args.compare:
         plain = stream_text(target, none, prompt, lambda *_: None, **options)
         print(f"none: {plain}", file=sys.stderr)
         verdict = _compare_tokens(drafted.trace, plain.trace, str(target.model.dtype).removeprefix("torch."))
         print(f"{drafted.speed / plain.speed:.2f} × as fast, {verdict}", file=sys.stderr)
+
+
+def _measure_policy(target: Target, drafter: Drafter, prompt: list[int], sampling: Sampling) -> Goodput:
+    """A policy with costs from a short generation, as long as the model has positions for it."""
+    room = 256 if target.max_positions is None else min(256, target.max_positions - len(prompt))
+    return Goodput.measure(target, drafter, prompt, sampling=sampling, max_new_tokens=max(room, 1))
 
 
 def _compare_tokens(drafted: Trace, plain: Trace, dtype: str) -> str:

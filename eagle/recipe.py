@@ -139,7 +139,7 @@ class EvalSection(Section):
     depth: int = Field(4, ge=0)
     top_k: int = Field(4, ge=0)
     costs: bool = False  # measure bare forwards too, for modelled time
-    goodput_policy: bool = False  # measure each drafter once more, with adaptive draft lengths
+    goodput_policy: bool = False  # measure each drafter once more, with draft lengths that adapt
     batch_size: tuple[PositiveInt, ...] = Field((1,), min_length=1)  # texts at a time: a number, or several in turn
     max_tokens_in_cache: int | None = Field(None, ge=1)  # of a batch, padding included
 

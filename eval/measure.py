@@ -1,4 +1,4 @@
-"""Measure drafters on prompts, always beside `none`: `python -m eval.measure RECIPE [key=value ...] [--again]`."""
+"""Measure drafters, always beside `none`: `[accelerate launch -m | python -m] eval.measure RECIPE [key=value ...]`."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def main(argv: list[str]) -> None:
     message, processes = "finished answers are kept, and the same command goes on", Processes.join()
     with interrupted_by_user(lambda: message), lock_path(results_file(recipe), hold=processes.is_first):
         path = measure(recipe, args.recipe, again=args.again, processes=processes)
-        processes.leave()
+        processes.wait()
         if processes.is_first:
             merge_parts(path)
             print(markdown(path))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
-from eagle.training.launch import count_started
+from eagle.data.features import world
 
 Made = TypeVar("Made")
 
@@ -24,15 +22,9 @@ class Processes:
 
     @classmethod
     def join(cls) -> Processes:
-        """Meet the others that a launcher has started; each takes an accelerator of its own, if there are any."""
-        count, number = count_started()
-        if count == 1:
-            return cls()
-        if torch.accelerator.is_available():
-            torch.accelerator.set_device_index(number)
-        if not dist.is_initialized():  # one may load or decode for long while the others wait
-            dist.init_process_group("gloo", timeout=timedelta(days=1))
-        return cls(dist.get_rank(), count)
+        """Meet the others that a launcher has started."""
+        rank, count, _ = world()
+        return cls(rank, count)
 
     @property
     def is_first(self) -> bool:
@@ -51,11 +43,10 @@ class Processes:
         """Those items that fall to this process."""
         return list(items[self.rank :: self.count])
 
-    def leave(self) -> None:
-        """Wait for the others, and part from them."""
+    def wait(self) -> None:
+        """Wait for the others."""
         if self.count > 1:
-            dist.barrier()
-            dist.destroy_process_group()
+            world()[2]()
 
 
 ALONE = Processes()

@@ -26,6 +26,7 @@ from eval.costs import Costs, Shape, bare_costs, draft_seconds
 from eval.load_run import load_target, settle_threads
 from eval.prompts import Question, questions
 from eval.replay import Answer, answer, plain, rates_by_rank, record_cycles, replay
+from eval.tune_policy import replay_policy
 
 NODES, DEPTHS, TOP_K = (2, 3, 4, 6, 8, 12, 16, 25, 40, 60), (1, 2, 3, 4, 6, 8), (2, 3, 4, 6, 10)
 CHAINS = range(1, 9)
@@ -246,6 +247,18 @@ def verdict(tuning: Tuning, best: Trial) -> tuple[Budget, str]:
     )
 
 
+def policy_line(tuning: Tuning) -> str:
+    """What a policy that decides the length of a chain in every cycle comes to."""
+    longest = chain(max(CHAINS))
+    tuning.trial(longest)  # for what its drafts take, where no bare forwards tell
+    seconds = [row["seconds"]["draft"] for rows in tuning.records[longest] for row in rows]
+    tokens, total = replay_policy(
+        tuning.target, tuning.drafter, tuning.answers, tuning.costs, longest, fmean(seconds) if seconds else 0.0
+    )
+    gain = tokens / total / tuning.trial(NOT_DRAFTING).speed
+    return f"policy, chains of 0 to {longest.depth}: modelled speed-up {gain:.2f} x, beginning with nothing known"
+
+
 def main(argv: list[str]) -> None:
     """Time bare forwards, replay the candidates, print what they would bring, and say what to decode with."""
     parser = command_line("eval.tune", __doc__)
@@ -267,6 +280,8 @@ def main(argv: list[str]) -> None:
     print(f"\nengines that serve chains: num_speculative_tokens = {fastest.budget.depth}")
     budget, why = verdict(tuning, best)
     print(f"\n{choice_by_task(tuning, best.budget)}\n\n{why}")
+    if recipe.eval.goodput_policy:
+        print(policy_line(tuning))
     if args.exhaustive:
         every = [tuning.trial(one) for one in [NOT_DRAFTING, *progress(candidates, "every shape", len(candidates))]]
         top = max(every, key=lambda trial: trial.speed)

@@ -136,7 +136,7 @@ def allocated(decoding: Decoding) -> int:
 
 
 class KnowsAnswers(Drafter):
-    """Plants the next tokens of each row's answer among wrong branches, in trees of any size up to twelve nodes."""
+    """Plants the next tokens of each row's answer among wrong branches, in trees of any size up to ten nodes."""
 
     def __init__(self, requests: list[Request], chains: bool = False, taps: tuple[int, ...] = ()) -> None:
         self.texts = {request.number: [*request.prompt, *request.answer] for request in requests}
@@ -182,7 +182,7 @@ class KnownRows:
             wrong = [dice.randrange(VOCAB_SIZE) for _ in range(min(dice.randrange(3), depth - len(right)))]
             return DraftTree.chain([update.root, *right, *wrong])
         paths = [right]
-        for _ in range(dice.choice([0, 3, 8]) if depth else 0):
+        for _ in range(dice.choice([0, 3, 7]) if depth else 0):
             path = dice.choice(paths)
             paths.append([*path[: dice.randint(0, min(len(path), depth - 1))], dice.randrange(VOCAB_SIZE)])
         dice.shuffle(paths)

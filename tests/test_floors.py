@@ -15,7 +15,7 @@ FLOORS = {  # a file may import lower floors, and files of its own room
     "eagle.core": 1,
     "eagle.target": 2,
     **dict.fromkeys(("eagle.drafters", "eagle.core.decode", "eagle.core.decoding"), 3),  # these know no drafter
-    "eagle.core.goodput": 4,
+    **dict.fromkeys(("eagle.core.goodput", "eagle.core.cycle_times"), 4),
     "eagle.data": 4,
     "eagle.formats": 5,
     "eagle.training": 6,

@@ -1,34 +1,37 @@
-"""Adaptive draft length: in each cycle the number of levels with the most expected tokens per second."""
+"""Adaptive draft length: in each cycle the numbers of levels with the most expected tokens per second of all texts."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from statistics import median
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
+from eagle.core.acceptance import LEAST, Acceptance, Average
+from eagle.core.allocate import Batch
+from eagle.core.arguments import prompt_rows, token_ids
 from eagle.core.budget import Budget, Draw
-from eagle.core.decode import generate
+from eagle.core.cycle_costs import CycleCosts
+from eagle.core.cycle_times import time_cycles
 from eagle.core.drafter import Drafter
 from eagle.core.trace import Cycle
 from eagle.core.tree import chain_paths
 from eagle.target.target import Target
 
-LEAST = 2.0  # least weight of an average, in cycles; with 8 the policy starts and adapts too slowly
+BATCH_SIZES = (1, 2, 4, 8, 16)
+ONLY = 0  # the number of a text by itself
+HINT = "measure them with Goodput.measure(target, drafter, prompt, budget)"
 
 
 class Goodput:
     """A policy, used in place of a `Budget`, that drafts as many of its levels (or none) as pay best.
 
-    The rule is SmartSpec's (Liu et al. 2024, arXiv 2406.14066) for one request at a time: the most expected tokens per
-    expected second, by the cost of cycles and by how often each level was proposed and accepted recently. Deeper
-    levels are explored for at most `share` of all time: one level more, and another one while everything explored is
-    accepted. Statistics carry over from one request to the next.
+    The rule is SmartSpec's (Liu et al. 2024, arXiv 2406.14066): the most expected tokens per expected second of a
+    cycle of all texts, by the cost of cycles and by how often each level was proposed and accepted recently, by all
+    texts and by each. Deeper levels are explored for at most `share` of all time: one level more, and another one while
+    everything explored is accepted. Statistics carry over from one request to the next.
 
-    `draft[n]` and `read[n]` are the seconds of drafting n levels and of the rest of such a cycle. `memory` is the
-    number of cycles over which averages are taken.
+    `draft[n]` and `read[n]` are the seconds of drafting n levels and of the rest of such a cycle, for one text; `costs`
+    are those of any number of texts, see `of_costs`. `memory` is the number of outcomes over which averages are taken,
+    `max_nodes` the most draft nodes of all texts in one forward.
     """
 
     def __init__(
@@ -39,33 +42,38 @@ class Goodput:
         *,
         share: float = 0.005,
         memory: float = 100.0,
+        max_nodes: int | None = None,
+        costs: CycleCosts | None = None,
     ) -> None:
-        hint = "measure them with Goodput.measure(target, drafter, prompt, budget)"
-        costs = {"draft": draft, "read": read}
-        for name, seconds in costs.items():
+        for name, seconds in {"draft": draft, "read": read}.items():
             if not isinstance(seconds, Sequence) or isinstance(seconds, str):
-                raise ValueError(f"{name} is {seconds!r}, expected a list of seconds of 0, 1, 2, ... levels: {hint}")
+                raise ValueError(f"{name} is {seconds!r}, expected a list of seconds of 0, 1, 2, ... levels: {HINT}")
         if not isinstance(budget, (Budget, type(None))):
             raise ValueError(f"budget is {budget!r}, expected a Budget: as Budget(nodes=8, depth=4)")
         self.budget = budget or Budget.fixed(chain_paths(len(draft) - 1))
-        self.nodes, levels = self.budget.nodes, self.budget.depth
-        for name, seconds in costs.items():
-            if len(seconds) != levels + 1 or min(seconds) < 0:
+        self.nodes, depth = self.budget.nodes, self.budget.depth
+        for name, seconds in {"draft": draft, "read": read}.items():
+            if len(seconds) != depth + 1 or min(seconds) < 0:
                 raise ValueError(
                     f"{name} holds {len(seconds)} figures from {min(seconds, default=0)} on, expected the seconds of "
-                    f"0 to {levels} levels: {hint}"
+                    f"0 to {depth} levels: {HINT}"
                 )
         if not (read[0] > 0 and 0 <= share <= 1 and memory >= LEAST):
             raise ValueError(
                 f"expected seconds to read the root, a share of 0 to 1, a memory of {LEAST:g} or more; got {read[0]}, "
                 f"{share}, {memory}"
             )
-        self.draft, self.read, self.share, self.memory = list(draft), list(read), share, memory
-        # per level: its rate of being proposed when asked for, and accepted when the level above was; 1 at first
-        self.proposed = [_Average() for _ in range(levels)]
-        self.accepted = [_Average() for _ in range(levels)]
+        if max_nodes is not None and max_nodes < 0:
+            raise ValueError(f"max_nodes is {max_nodes}, expected 0 or more draft nodes of all texts, or None")
+        self.draft, self.read, self.max_nodes = list(draft), list(read), max_nodes
+        self.costs = costs or CycleCosts.of_one(draft, read)
+        self.exploration, self.memory = share, memory
+        self.nodes_at = [_count_nodes(self.budget, level) for level in range(depth + 1)]
+        self.acceptance = Acceptance(depth, memory)
         self.spent = self.explored = 0.0  # seconds
-        self.levels = 0  # asked for in this cycle
+        self.asked: dict[int, int] = {}  # levels of each text in this cycle
+        self.context = 0  # of the longest text
+        self.tried = 0  # the deepest level that was ever asked for
         self.step = 1  # levels beyond the best that are explored next
         self.exploring = False
 
@@ -74,104 +82,135 @@ class Goodput:
         """How children are drawn, the same in all its budgets."""
         return self.budget.draw
 
+    @property
+    def proposed(self) -> list[Average]:
+        """How often each level was proposed when it was asked for, by all texts."""
+        return self.acceptance.all.proposed
+
+    @property
+    def accepted(self) -> list[Average]:
+        """How often each level was accepted when it was asked for and the one above was accepted, by all texts."""
+        return self.acceptance.all.accepted
+
+    @classmethod
+    def of_costs(cls, costs: CycleCosts, budget: Budget, **options: Any) -> Goodput:
+        """A policy with these costs; the options are those of the class."""
+        return cls(costs.draft[0][0], costs.read[0][0], budget, costs=costs, **options)
+
     @classmethod
     def measure(
-        cls, target: Target, drafter: Drafter, prompt: Sequence[int], budget: Budget | None = None, **options: Any
+        cls,
+        target: Target,
+        drafter: Drafter,
+        prompt: Any,
+        budget: Budget | None = None,
+        batch_sizes: Sequence[int] | None = None,
+        contexts: Sequence[int] = (),
+        max_nodes: int | None = None,
+        **options: Any,
     ) -> Goodput:
-        """A policy with costs from one generation, in which all numbers of levels take turns; options are `generate`'s.
+        """A policy with costs from short generations, in which all numbers of levels take turns.
 
-        The budget defaults to the drafter's, else a chain of eight. Depths that were never read cost what their
-        neighbours do.
+        With several prompts batches of 1, 2, 4, 8 and 16 texts are measured, or `batch_sizes`, and the prompts take
+        turns; with `contexts` they are repeated or cut to so many tokens each. The options are `generate`'s. The budget
+        defaults to the drafter's, else a chain of eight. Depths that were never read cost what their neighbours do.
         """
-        tuned = drafter.budget if isinstance(drafter, Drafter) else None  # `generate` refuses what is no drafter
+        rows = prompt_rows(prompt, None)
+        prompts = [token_ids(prompt)] if rows is None else rows
+        sizes = batch_sizes or ((1,) if rows is None else BATCH_SIZES)
+        tuned = drafter.budget if isinstance(drafter, Drafter) else None  # `stream` refuses what is no drafter
         budget = budget or tuned or Budget.fixed(chain_paths(8))
-        turns = _AllLevels(budget)
-        options = {"max_new_tokens": 256, "stop": [], **options}
-        cycles = generate(target, drafter, prompt, budget=turns, timing=True, **options).cycles
-        draft: dict[int, list[float]] = defaultdict(list)
-        read: dict[int, list[float]] = defaultdict(list)
-        for levels, cycle in zip(turns.levels, cycles, strict=True):
-            assert cycle.seconds is not None
-            draft[levels].append(cycle.seconds["draft"])
-            read[cycle.depth].append(sum(cycle.seconds.values()) - cycle.seconds["draft"])
-        if len(draft) <= budget.depth:
-            raise ValueError(
-                f"{len(cycles)} cycles are too few to measure 0 to {budget.depth} levels: raise max_new_tokens, "
-                f"which is {options['max_new_tokens']}"
-            )
-        return cls(_interpolate(draft, budget.depth), _interpolate(read, budget.depth), budget)
+        costs = time_cycles(target, drafter, prompts, budget, sizes, contexts, options)
+        return cls.of_costs(costs, budget, max_nodes=max_nodes)
 
     measured = measure  # its name in earlier releases
 
-    def forecast(self) -> list[tuple[float, float]]:
-        """(expected tokens, expected seconds) of a cycle, by the number of levels asked for."""
-        tokens = reached = 1.0
-        read = self.read[0]
-        cycles = [(1.0, read + self.draft[0])]
-        for level, (proposed, accepted) in enumerate(zip(self.proposed, self.accepted, strict=True), start=1):
-            reached *= accepted.value
-            tokens += reached
-            read += proposed.value * (self.read[level] - self.read[level - 1])
-            cycles.append((tokens, read + self.draft[level]))
-        return cycles
+    def forecast(self, texts: int = 1, context: int | None = None) -> list[tuple[float, float]]:
+        """(expected tokens, expected seconds) of a cycle by the number of levels that each of so many texts drafts."""
+        batch = self._batch(range(-texts, 0), self.context if context is None else context)
+        depths = [[level] * texts for level in range(self.budget.depth + 1)]
+        return [(batch.tokens(levels), batch.seconds(levels)) for levels in depths]
+
+    def share(self, levels: Mapping[int, int], contexts: Mapping[int, int]) -> dict[int, Budget]:
+        """The next cycle's budget of each text, at most so many `levels` deep."""
+        self.acceptance.keep_only(contexts)
+        return self._share(levels, max(contexts.values()))
 
     def within(self, levels: int) -> Budget:
-        """The next cycle's budget, at most `levels` deep."""
-        cycles = self.forecast()
-        best = max(range(len(cycles)), key=lambda number: cycles[number][0] / cycles[number][1])
-        deeper = min(best + self.step, self.budget.depth)
-        extra = cycles[deeper][1] - cycles[best][1]  # the most that it can lose, for it accepts no less
-        self.exploring = best < deeper <= levels and self.explored + extra <= self.share * self.spent
+        """The next cycle's budget of one text, at most `levels` deep."""
+        return self._share({ONLY: levels}, self.context)[ONLY]
+
+    def learn_rows(self, cycles: Mapping[int, Cycle]) -> None:
+        """Update the rates of the levels that were asked for, and of the texts that were asked about."""
+        depths = {row: min(cycle.depth, self.asked[row]) for row, cycle in cycles.items()}
+        self.context = max(cycle.context for cycle in cycles.values())
+        costs = self.costs.at(len(cycles), self.context)
+        self.spent += costs.drafting([self.asked[row] for row in cycles]) + costs.read[max(depths.values())]
+        if self.exploring:
+            deepest = max(self.asked.values())
+            reached = any(self.asked[row] == deepest <= cycle.accepted for row, cycle in cycles.items())
+            self.step = self.step + 1 if reached else 1
+        for row, cycle in cycles.items():
+            self.acceptance.learn(row, self.asked[row], cycle, depths[row])
+
+    def learn(self, cycle: Cycle) -> None:
+        """Update the rates after a cycle of one text."""
+        self.learn_rows({ONLY: cycle})
+
+    def _share(self, levels: Mapping[int, int], context: int) -> dict[int, Budget]:
+        """Choose each text's levels: those that pay best, now and then deeper ones to explore."""
+        batch = self._batch(levels, context)
+        limits = [max(min(limit, self.budget.depth), 0) for limit in levels.values()]
+        best = self._best(batch, limits)
+        deepest = min(max(best) + self.step, self.budget.depth)
+        deeper = [max(depth, min(deepest, limit)) for depth, limit in zip(best, limits, strict=True)]
+        extra = batch.seconds(deeper) - batch.seconds(best)  # the most that it can lose, for it accepts no less
+        fits = max(best) < deepest <= max(limits) and self._fits(deeper)
+        self.exploring = fits and self.explored + extra <= self.exploration * self.spent
         if self.exploring:
             self.explored += extra
-        self.levels = max(min(deeper if self.exploring else best, levels), 0)
-        return self.budget.within(self.levels)
+        self.asked = dict(zip(levels, deeper if self.exploring else best, strict=True))
+        self.tried = max(self.tried, *self.asked.values())
+        return {row: self.budget.within(depth) for row, depth in self.asked.items()}
 
-    def learn(self, cycle: Cycle) -> None:
-        """Update the rates of the levels that were asked for; levels cut off by the answer's end were not rejected."""
-        depth = min(cycle.depth, self.levels)
-        self.spent += self.draft[self.levels] + self.read[depth]
-        if self.exploring:
-            self.step = self.step + 1 if cycle.accepted >= self.levels else 1
-        for level, (proposed, accepted) in enumerate(zip(self.proposed, self.accepted, strict=True)):
-            asked = level < self.levels
-            proposed.add(depth > level if asked else None, self.memory)
-            accepted.add(cycle.accepted > level if asked and cycle.accepted >= level else None, self.memory)
+    def _batch(self, rows: Any, context: int) -> Batch:
+        return Batch(self.acceptance.forecasts(rows), self.costs.at(len(rows), context))
 
+    def _best(self, batch: Batch, limits: list[int]) -> list[int]:
+        """The levels with the most expected tokens per second, of as many nodes as there may be."""
+        # all is hoped for of levels never tried, which is dear for a batch: it goes about twice as deep at a time
+        most = self.budget.depth if len(limits) == 1 else min(2 * self.tried + 1, self.budget.depth)
+        best = batch.best_levels(limits, most)
+        if self.max_nodes is None or self._fits(best):
+            return best
+        every = [batch.best_levels(limits, deepest) for deepest in range(max(best) + 1)]
+        return max((batch.trim(levels, self.nodes_at, self.max_nodes) for levels in every), key=batch.speed)
 
-class _Average:
-    """A running average of outcomes, 1 at first, whose weight decays while nothing is added."""
-
-    __slots__ = ("value", "weight")
-
-    def __init__(self) -> None:
-        self.value, self.weight = 1.0, LEAST
-
-    def add(self, outcome: bool | None, memory: float) -> None:
-        """One more cycle with this outcome, None if it had none."""
-        self.weight = max(self.weight * (1 - 1 / memory), LEAST)
-        if outcome is not None:
-            self.weight += 1
-            self.value += (outcome - self.value) / self.weight
+    def _fits(self, levels: Sequence[int]) -> bool:
+        return self.max_nodes is None or sum(self.nodes_at[depth] for depth in levels) <= self.max_nodes
 
 
-class _AllLevels:
-    """A policy that asks for every number of levels in turn."""
+def goodput_budget(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    budget: Budget | None = None,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+    **options: Any,
+) -> Goodput:
+    """A policy for prompts that are written in batches of these sizes, with costs at short and at long contexts."""
+    lengths, room = [len(prompt) for prompt in prompts], options.get("max_new_tokens", 256)
+    longest = max(max(lengths), min(lengths) + room)
+    if target.max_positions is not None:
+        longest = min(longest, target.max_positions - room)
+    contexts = sorted({min(min(lengths), longest), longest})
+    return Goodput.measure(target, drafter, [list(p) for p in prompts], budget, batch_sizes, contexts, **options)
 
-    def __init__(self, budget: Budget) -> None:
-        self.budget, self.nodes, self.draw = budget, budget.nodes, budget.draw
-        self.levels: list[int] = []
 
-    def within(self, levels: int) -> Budget:
-        """A budget of the next number of levels."""
-        self.levels.append(min(-len(self.levels) % (self.budget.depth + 1), levels))
-        return self.budget.within(self.levels[-1])
-
-    def learn(self, cycle: Cycle) -> None:
-        """Ignore the outcome."""
-
-
-def _interpolate(seconds: dict[int, list[float]], levels: int) -> list[float]:
-    """Median seconds of 0 to `levels` levels, interpolated linearly where none was measured."""
-    known = sorted(seconds)
-    return np.interp(range(levels + 1), known, [median(seconds[level]) for level in known]).tolist()
+def _count_nodes(budget: Budget, levels: int) -> int:
+    """The most nodes of its trees of so many levels."""
+    if levels == 0:
+        return 0
+    if budget.paths is not None:
+        return sum(len(path) <= levels for path in budget.paths)
+    return min(budget.nodes, sum(budget.top_k**level for level in range(1, levels + 1)))

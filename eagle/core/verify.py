@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from eagle.core.tree import DraftTree, TargetOutput
 Coin = Callable[[float], bool]
 Pick = Callable[[Tensor], int]
 Probs = Callable[[int], Tensor]  # node -> [V], the target's probs of the token after it
+COUNTING = Lock()  # of uses: two threads that counted alike would toss the same coins
 
 
 class Choose:
@@ -42,8 +44,9 @@ class Choose:
     def private_seed(self) -> int:
         """A seed that is new in each use of the same seed and request, counted in `uses`, so that no coin repeats."""
         seed, request = self.sampling.seed, self.sampling.request
-        self.uses[seed, request] += 1
-        use = self.uses[seed, request]
+        with COUNTING:
+            self.uses[seed, request] += 1
+            use = self.uses[seed, request]
         return seed if use == 1 else mix64(mix64(seed) + use)
 
     @cached_property

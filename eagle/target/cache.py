@@ -56,7 +56,7 @@ class SlotCache:
     def __init__(self) -> None:
         self.lengths = [0]  # committed columns of every slot
         self.buffers: list[Rows] = []
-        self.reserved = (1, 0)  # least slots and columns of the next allocation
+        self.reserved = (1, 0)  # slots and columns that the texts at hand may come to
         self.aim([0])
 
     def add(self) -> Rows:
@@ -91,7 +91,8 @@ class SlotCache:
     def room(self, end: int) -> tuple[int, int]:
         """Slots and columns to allocate for text up to this column."""
         slots, columns = self.reserved
-        return max(slots, len(self.lengths)), columns if columns >= end else max(end + end // 2, LEAST)
+        held = max(columns, self.sizes[1])
+        return max(slots, len(self.lengths)), held if held >= end else max(end + end // 2, LEAST)
 
     @property
     def sizes(self) -> tuple[int, int]:

@@ -29,7 +29,8 @@ class TreeReader:
     def __init__(self, model: Any, config: Any) -> None:
         self.original = model
         self.config = config
-        self.checked = False
+        self.checked, self.tolerance = False, 0.0
+        self.reads_rows: bool | None = None  # None: not tried yet
         self.use(can_group(model, config))
 
     def use(self, grouped: bool) -> None:
@@ -94,8 +95,11 @@ class TreeReader:
                 handle.remove()
 
     @torch.inference_mode()
-    def check(self) -> None:
-        """Refuse a model that cannot read a tree by its type, or (tried once) reads a small one wrongly."""
+    def check(self, rows: int = 1) -> None:
+        """Refuse a model that cannot read a tree by its type, or (tried once) reads a small one wrongly.
+
+        With several `rows` find out, once, whether they can be read side by side; else each is read by itself.
+        """
         reason = why_no_trees(self.original, self.config)
         if reason is None and not self.checked:
             reason = self._find_misreading()
@@ -108,18 +112,52 @@ class TreeReader:
                 "decoding does not."
             )
         self.checked = True
+        if rows > 1 and self.reads_rows is None:
+            self.reads_rows = self._compare_rows()
+
+    def _compare_rows(self) -> bool:
+        """Whether trees behind two texts of unlike lengths are read side by side as each is alone."""
+        tokens = self._probe_tokens(12)
+        texts, nodes = [tokens[:7], tokens[7:10]], tokens[10:16].view(2, 3)
+        expected = torch.cat([self._read_rows([text], nodes[row : row + 1]) for row, text in enumerate(texts)])
+        try:
+            difference = self._read_rows(texts, nodes) - expected
+        except torch.OutOfMemoryError:
+            raise
+        except FAILURES:
+            return False
+        return bool(difference.norm() <= self.tolerance * expected.norm())
+
+    def _read_rows(self, texts: list[Tensor], nodes: Tensor) -> Tensor:
+        """[B, 3, D] hidden states of a tree of a root and two children [B, 3] behind each text."""
+        cache, lengths = TreeCache(self.config.num_hidden_layers), torch.tensor([len(text) for text in texts])
+        rows = list(range(len(texts)))
+        cache.lengths = [0] * len(texts)
+        cache.reserve(len(texts), int(lengths.max()) + 3)
+        cache.aim(rows)
+        padded = nn.utils.rnn.pad_sequence(texts, batch_first=True)
+        self(padded, torch.minimum(torch.arange(padded.shape[1])[None], lengths[:, None] - 1), None, cache)
+        cache.lengths = lengths.tolist()
+        cache.aim(rows)
+        seen = torch.eye(3, dtype=torch.bool).repeat(len(texts), 1, 1)
+        seen[:, :, 0] = True
+        return self(nodes, lengths[:, None] + torch.tensor([0, 1, 1]), seen, cache)
+
+    def _probe_tokens(self, count: int) -> Tensor:
+        """[count + 6] tokens of a prompt, and six that are new behind it."""
+        size = self.original.get_input_embeddings().weight.shape[0]
+        order = torch.randperm(min(size, 4096), generator=torch.Generator().manual_seed(0))
+        # a long prompt repeats itself, so that attention to only the best few of its tokens meets ties
+        return order[torch.cat([torch.arange(count) % 5, torch.arange(5, 11)]) % len(order)]
 
     def _find_misreading(self) -> str | None:
         """How this reader's hidden states of a small tree differ from the model's plain forwards over its paths."""
         count = self._prompt_length()
-        size = self.original.get_input_embeddings().weight.shape[0]
-        order = torch.randperm(min(size, 4096), generator=torch.Generator().manual_seed(0))
-        # a long prompt repeats itself, so that attention to only the best few of its tokens meets ties
-        indices = torch.cat([torch.arange(count) % 5, torch.arange(5, 11)]) % len(order)
-        tokens = order[indices]
+        tokens = self._probe_tokens(count)
         cache = TreeCache(self.config.num_hidden_layers)
         try:
             expected, limit = self._read_paths(tokens, count)
+            self.tolerance = limit
             nodes = self._read_tree(tokens, count, cache)
             copies = self._read_copies(tokens, count, cache)
         except torch.OutOfMemoryError:

@@ -70,9 +70,9 @@ class TargetState:
     def admit(self, row: int, prompt: list[int], room: int = 0) -> None:
         """Take in a prompt, to be followed by up to `room` tokens; what a free slot shares is not read again."""
         self.target.check_prompt(prompt)
-        with self.target.lock:
-            self.target.reader.check()
         slot = len(self.rows)
+        with self.target.lock:
+            self.target.reader.check(rows=slot + 1)
         self.needs[row] = len(prompt) + room
         self._reserve(slot + 1)
         shared = [self._shared(text, prompt) for text in self.texts[slot:]]
@@ -109,7 +109,7 @@ class TargetState:
 
     def _reserve(self, slots: int) -> None:
         """Sizes for all that was admitted; the cache gives back what is far more than that."""
-        columns = max(*self.needs.values(), *self.cache.lengths[: len(self.rows)], 0)
+        columns = max([*self.needs.values(), *self.cache.lengths[: len(self.rows)]])
         self.cache.reserve(slots, columns, self.max_tokens)
         count = len(self.cache.lengths)
         self.texts = self.texts[:count] + [[] for _ in range(count - len(self.texts))]
@@ -145,7 +145,10 @@ class TargetState:
         rows, left = list[int](), list[list[int]]()
         for row, prompt in self.prompts.items():
             tokens = prompt[self.length(row) :]
-            if rows and (self.target.is_alone(len(prompt)) or (len(rows) + 1) * max(map(len, [*left, tokens])) > most):
+            longest = max(map(len, [*left, tokens]))
+            end = max(map(self.length, [*rows, row])) + longest  # of what is written, padding included
+            fits = (len(rows) + 1) * longest <= most and end <= max(self.needs.values())
+            if rows and (self.target.is_alone(len(prompt)) or not fits):
                 break
             rows, left = [*rows, row], [*left, tokens]
             if self.target.is_alone(len(prompt)):
@@ -261,8 +264,6 @@ class TargetState:
         states = torch.stack([tapped[tap].to(self.target.device) for tap in self.taps], dim=1)
         cache.tapped.write(states)
         return tapped[-1], states
-
-    # -- lengths ------------------------------------------------------------------------------------------------------
 
     def length(self, row: int) -> int:
         """A row's committed tokens."""

@@ -172,8 +172,8 @@ class Target:
         return tokens * state.cache.column_bytes
 
     def is_alone(self, length: int) -> bool:
-        """Whether a text of this length must be read by itself: its positions would change with a longer one beside."""
-        return length > self.border
+        """Whether a text of this length must be read by itself: beside others its positions or masks would be wrong."""
+        return length > self.border or self.reader.reads_rows is False
 
     def room(self, prompt: list[int]) -> int:
         """How many tokens may follow a prompt, before the last position or a border of rotary frequencies."""

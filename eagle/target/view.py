@@ -21,6 +21,7 @@ class TargetView:
 
     def __init__(self, target: Any) -> None:
         self.head, self.device = target.head, target.device
+        self.lock = target.lock  # layers are switched off while they run
         self.reader = TreeReader(target.model, target.config)
         self.reader.use(target.reader.masks.grouped)
         self.decoder_layers = list(self.reader.layers)
@@ -52,14 +53,14 @@ class TargetView:
             raise ValueError(
                 f"layers {start}..{end} are none of this target: expected 0 <= start <= end <= {len(self)}"
             )
-        with self._only(hidden[None], start, end) as output:
+        with self.lock, self._only(hidden[None], start, end) as output:
             self._forward(hidden, positions, cache, mask)
         return output[0][0]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, V], the target's logits by final norm and LM head, from what any layer left [N, D]."""
-        with self._only(hidden[None], len(self), len(self)):
+        with self.lock, self._only(hidden[None], len(self), len(self)):
             normed = self._forward(hidden, [0] * len(hidden), self.new_cache(), None)
         return self.head.logits(normed[0])
 

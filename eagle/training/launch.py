@@ -47,16 +47,6 @@ def launch(settings: TrainSection) -> Accelerator:
     return accelerator
 
 
-def count_started() -> tuple[int, int]:
-    """How many processes a launcher has started, and the number of this one on its machine."""
-    if "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
-        raise ValueError(
-            "more than one process was asked for and one was started (MASTER_ADDR is set, WORLD_SIZE is not): "
-            f"{LAUNCH_HINT}; if one process is what you want, `unset MASTER_ADDR`"
-        )
-    return int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
-
-
 def resolve_dtype(recipe: Recipe) -> Recipe:
     """The recipe with the precision of training that suits this device written out."""
     if recipe.train.decode and recipe.features.shard_target:
@@ -115,7 +105,12 @@ def _refuse_unless(name: str, got: object, wanted: set[str], reason: str) -> Non
 def _check_processes(accelerator: Accelerator, settings: TrainSection, zero: bool) -> None:
     """Refuse fewer or unconnected processes, which launchers start silently where a flag is missing."""
     got, kind = accelerator.num_processes, accelerator.distributed_type
-    started, _ = count_started()
+    if "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            "more than one process was asked for and one was started (MASTER_ADDR is set, WORLD_SIZE is not): "
+            f"{LAUNCH_HINT}; if one process is what you want, `unset MASTER_ADDR`"
+        )
+    started = int(os.environ.get("WORLD_SIZE", "1"))
     asked = settings.processes or started
     if not got == started == asked:
         raise ValueError(f"asked for {asked} processes; {started} were started, {got} work together: {LAUNCH_HINT}")

@@ -105,6 +105,18 @@ def test_an_answer_is_streamed_and_compared(
     assert re.search(r"^[\d.]+ × as fast, and the output is the same$", told, re.M)
 
 
+def test_an_answer_under_a_policy_is_the_same(
+    tiny_target: Target, tiny_target_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --policy the text is the target's own, and the number of levels is decided in every cycle."""
+    asked = ["generate", "ngram", QUESTION, "--target", str(tiny_target_dir / "target"), "--max-new-tokens", "24"]
+    main([*asked, "--policy", "--compare"])
+    out, told = capsys.readouterr()
+    trace = generate(tiny_target, load_drafter("none", tiny_target), tiny_target.chat(QUESTION), max_new_tokens=24)
+    assert out == trace.text + "\n" and "and the output is the same" in told
+    assert re.search(r"^policy: \d+\.\d levels a cycle, of 0 to 8$", told, re.M)
+
+
 def test_a_difference_is_told(
     tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

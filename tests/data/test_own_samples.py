@@ -15,9 +15,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from eagle import Target
 from eagle.core.noise import Noise
+from eagle.core.verify import Sampling
 from eagle.data.examples import Example
 from eagle.data.features import LiveFeatures
-from eagle.data.on_policy import OnPolicyFeatures, sample_answers
+from eagle.data.on_policy import OnPolicyFeatures, sample_answers, trained_target
 from eagle.drafters import DRAFTERS, settings_of
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +58,8 @@ def test_side_by_side_is_alone() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=16, n_layer=2, n_head=2, initializer_range=0.5)).eval()
     prompts = [torch.randint(99, (length,)) for length in (7, 1, 19)]
     limits, stops = [3, 30, 21], (17, 40)
-    said = sample_answers(model, prompts, limits, [Noise(5, place) for place in range(3)], stops)
+    samplings = [Sampling(temperature=1.0, seed=5, request=place) for place in range(3)]
+    said = sample_answers(trained_target(model), prompts, limits, samplings, stops)
     for place, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         assert torch.equal(said[place], alone(model, prompt, limit, Noise(5, place), stops))
     ends = [int(row[-1]) in stops for row in said]
@@ -70,7 +72,8 @@ def test_it_is_drawn_from_the_law() -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=6, initializer_range=1.0, **sizes)).eval()
     prompt, count = torch.tensor([1, 5, 3]), 1200
-    said = sample_answers(model, [prompt] * count, [2] * count, [Noise(seed, 0) for seed in range(count)], ())
+    samplings = [Sampling(temperature=1.0, seed=seed) for seed in range(count)]
+    said = sample_answers(trained_target(model), [prompt] * count, [2] * count, samplings, ())
     found, expected = Counter(tuple(row.tolist()) for row in said), {}
     with torch.no_grad():
         first = model(input_ids=prompt[None]).logits[0, -1].softmax(-1)
@@ -81,6 +84,43 @@ def test_it_is_drawn_from_the_law() -> None:
     rest = [count - sum(found[pair] for pair in often), count - sum(often.values())]
     cells = [(found[pair], value) for pair, value in often.items()] + ([(rest[0], rest[1])] if rest[1] > 1 else [])
     assert sum((seen - value) ** 2 / value for seen, value in cells) < 75  # 36 cells: 1 in 10,000
+
+
+def test_a_model_that_decodes_goes_on_learning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights keep their gradients, no random number is spent, and each step speaks with the weights of the step.
+
+    A planted fault: what was read with the weights of the step before would be seen.
+    """
+    torch.manual_seed(2)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=16, n_layer=2, n_head=2, initializer_range=0.5)).eval()
+    model.lm_head.weight.requires_grad_(False)  # tied, and not learned
+    learning = {name: weight.requires_grad for name, weight in model.named_parameters()}
+    dice = torch.get_rng_state()
+    student = trained_target(model)
+    assert torch.equal(torch.get_rng_state(), dice)
+    prompt, sampling = torch.randint(99, (30,)), Sampling(temperature=1.0, seed=1)
+    assert {name: weight.requires_grad for name, weight in model.named_parameters()} == learning
+    assert not all(learning.values()) and any(learning.values())
+
+    def step() -> tuple[Tensor, Tensor]:
+        before = torch.get_rng_state()
+        (said,) = sample_answers(student, [prompt], [12], [sampling], ())
+        assert torch.equal(torch.get_rng_state(), before)
+        true = alone(model, prompt, 12, Noise(1, 0), ())
+        loss = model(input_ids=torch.cat([prompt, said])[None], labels=torch.cat([prompt, said])[None]).loss
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.grad is not None:
+                    weight.add_(weight.grad.sign(), alpha=0.03)
+        return said, true
+
+    for _ in range(3):
+        said, true = step()
+        assert torch.equal(said, true)
+    monkeypatch.setattr(Target, "forget", lambda _: None)
+    assert not all(torch.equal(*step()) for _ in range(3))
 
 
 def test_a_text_ends_with_one_answer_of_its_own(own: OnPolicyFeatures, tiny_target: Target) -> None:

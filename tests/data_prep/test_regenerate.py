@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,18 +18,24 @@ from typing import Any
 import pytest
 import torch
 
-from data_prep import answers, regenerate
-from data_prep.answers import Local, Prompt, pads_harmlessly
+from data_prep import regenerate
+from data_prep.answers import Answer, Local, Prompt
 from data_prep.conversations import read_conversations
 from data_prep.endpoint import PROBE, Endpoint
 from data_prep.parts import begin, is_whole, join_parts
 from data_prep.records import Conversation
 from data_prep.regenerate import Reader, answer_all, converse, main, make_names_unique, table
 from eagle import Target
+from eagle.core.budget import Budget
 from eagle.core.decode import generate
+from eagle.core.noise import Noise
+from eagle.core.tree import chain_paths
 from eagle.core.verify import Sampling
+from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.none import NoDrafter
+from eagle.formats.checkpoint import save_head, write_budget
 from eagle.recipe import DataSection, Recipe, RegenerateSection, TargetSection
+from eagle.target.state import TargetState
 from tests.families import build, own_answer, random_tokens
 
 TINY = Path(__file__).parents[2] / "recipes/tiny/eagle1.yaml"
@@ -190,11 +198,12 @@ def uninterrupted(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory)
     return out.read_bytes()
 
 
+@pytest.mark.parametrize("drafter", ["none", "suffix"])
 def test_local_answers_are_the_untouched_models(
-    command: list[str], truth: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    drafter: str, command: list[str], truth: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Batched with others on the left, greedy answers are those of `generate` for one text; ids and order stay."""
-    main(command)
+    """Beside others, greedy answers are those of `generate` for one text; ids and order stay."""
+    main([*command, f"regenerate.drafter={drafter}"])
     conversations = list(read_conversations(tmp_path / "out.jsonl"))
     assert {conversation.id: answers_in(conversation) for conversation in conversations} == truth
     assert [conversation.id for conversation in conversations] == list(truth)
@@ -234,36 +243,62 @@ def test_the_datas_answers_as_history_would_be_seen(
     assert faulty != [truth[conversation.id] for conversation in few]
 
 
-def test_padding_that_is_looked_at_is_seen(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planted fault: without its mask a batch is refused, and each prompt is decoded alone."""
+class Numbers:
+    """A tokenizer that spells tokens as their numbers."""
 
-    class Unmasked(answers.PaddedRows):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self.mask = torch.ones_like(self.mask)
-
-    assert pads_harmlessly(tiny_target)
-    monkeypatch.setattr(answers, "PaddedRows", Unmasked)
-    assert not pads_harmlessly(tiny_target)
-    assert Local(tiny_target, tiny_target.tokenizer, section_of(Path("-"))).at_once == 1
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return " ".join(map(str, ids))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gpt_oss", "mistral-sliding", "bloom", "qwen3_next"])
-def test_batches_change_no_answer_of_any_family(name: str) -> None:
-    """Sliding windows, learned positions, biases by distance and recurrent states read past the padding."""
+def ask(prompt: Prompt) -> Generator[Prompt, Answer, dict[str, Any]]:
+    """A conversation of one answer: its tokens but for a stop token, and how many there are with it."""
+    answer = yield prompt
+    return {"tokens": [int(word) for word in answer.message["content"].split()], "count": answer.tokens}
+
+
+def answer_here(target: Target, prompts: Sequence[Prompt], **fields: Any) -> list[dict[str, Any]]:
+    """The answers of the target itself, three prompts side by side."""
+    local = Local(target, Numbers(), section_of(Path("-"), **{"batch_size": 3, **fields}))
+    outcomes = dict(local.run((str(number), ask(prompt)) for number, prompt in enumerate(prompts)))
+    return [outcomes[str(number)] for number in range(len(prompts))]  # type: ignore[misc]
+
+
+@pytest.fixture(scope="module")
+def head(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A head that nobody has trained, and that was tuned to drafts drawn by lot."""
+    folder = tmp_path_factory.mktemp("head") / "head"
+    torch.manual_seed(0)
+    fresh = DRAFTERS["eagle1"].for_target(
+        settings_of({"kind": "eagle1"}, "test"), tiny_target.config, tiny_target.head, supervised=()
+    )
+    save_head(folder, fresh, "", {})
+    write_budget(folder, Budget.fixed(chain_paths(3), "sampled"))
+    return str(folder)
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "suffix"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gpt_oss", "mistral-sliding", "deepseek_v3"])
+def test_neighbours_and_drafts_change_no_answer_of_any_family(name: str, drafter: str) -> None:
+    """Sliding windows, learned positions and experts beside longer and shorter texts, greedy and drawn."""
     model = build(name)
     target = Target(model)
-    texts = [random_tokens(length, seed=length) for length in (3, 14, 30, 7)]
-    asked = [Prompt([], None, text, 6 + place, 0) for place, text in enumerate(texts)]
-    together = answers.decode(target, asked, Sampling())
-    assert pads_harmlessly(target)
-    assert together == [own_answer(model, prompt.ids, prompt.room) for prompt in asked]
+    texts = [random_tokens(length, seed=length) for length in (3, 14, 30, 7, 1)]
+    asked = [Prompt([], None, text * 2, 6 + place, place) for place, text in enumerate(texts)]
+    greedy = answer_here(target, asked, drafter=drafter)
+    assert [answer["tokens"] for answer in greedy] == [own_answer(model, each.ids, each.room) for each in asked]
+    drawn = answer_here(target, asked, drafter=drafter, temperature=1.0, seed=5)
+    for prompt, answer in zip(asked, drawn, strict=True):
+        noise = Noise(5, prompt.request)
+        assert answer["tokens"] == own_answer(
+            model, prompt.ids, prompt.room, noise=lambda place, noise=noise: noise([place], 96, target.device)[0]
+        )
 
 
-def test_a_model_without_a_cache_is_refused() -> None:
+@pytest.mark.parametrize("name", ["mamba", "bloom", "qwen3_next"])
+def test_a_model_that_reads_no_trees_is_refused(name: str) -> None:
     """With the way out."""
-    with pytest.raises(ValueError, match=r"mamba keeps no cache that rows can leave: .*regenerate\.endpoint"):
-        pads_harmlessly(Target(build("mamba")))
+    with pytest.raises(ValueError, match=r"cannot read a tree: .*\. For its answers serve it, and name regen"):
+        Local(Target(build(name)), Numbers(), section_of(Path("-")))
 
 
 def prompts(target: Target) -> list[Prompt]:
@@ -273,17 +308,124 @@ def prompts(target: Target) -> list[Prompt]:
     return [Prompt([], None, tokens, 12 + number, 1000 + number) for number, tokens in enumerate(ids)]
 
 
-def test_sampled_answers_are_those_of_the_decoder(tiny_target: Target) -> None:
-    """Keyed by seed, conversation and place: the same in any batch, and what `eagle.generate` draws for that key."""
-    for temperature, top_p in ((0.7, 1.0), (1.2, 0.8)):
-        sampling = Sampling(temperature=temperature, top_p=top_p, seed=3)
-        together = answers.decode(tiny_target, prompts(tiny_target), sampling)
-        for prompt, tokens in zip(prompts(tiny_target), together, strict=True):
-            keyed = Sampling(temperature=temperature, top_p=top_p, seed=3, request=prompt.request)
+def test_answers_are_the_decoders_whoever_drafts(tiny_target: Target, head: str) -> None:
+    """Keyed by seed, conversation and place: in any batch what `eagle.generate` draws alone, though drafts differ."""
+    for temperature, top_p in ((0.0, 1.0), (0.7, 1.0), (1.2, 0.8)):
+        sampling = {"temperature": temperature, "top_p": top_p, "seed": 3}
+        expected = []
+        for prompt in prompts(tiny_target):
+            keyed = Sampling(**sampling, request=prompt.request)
             trace = generate(tiny_target, NoDrafter(), prompt.ids, sampling=keyed, max_new_tokens=prompt.room)
-            assert tokens == trace.tokens
-        assert together[::-1] == answers.decode(tiny_target, prompts(tiny_target)[::-1], sampling)
-    assert together != answers.decode(tiny_target, prompts(tiny_target), Sampling(temperature=1.2, top_p=0.8, seed=4))
+            spoken = trace.tokens[: len(trace.tokens) - (trace.finish == "stop")]
+            expected.append({"tokens": spoken, "count": len(trace.tokens)})
+        for drafter in ("none", "ngram", "suffix", head, f"suffix,{head}"):
+            assert answer_here(tiny_target, prompts(tiny_target), drafter=drafter, **sampling) == expected
+        assert answer_here(tiny_target, prompts(tiny_target)[::-1], **sampling) == expected[::-1]
+        assert answer_here(tiny_target, prompts(tiny_target), batch_size=1, **sampling) == expected
+    assert expected != answer_here(tiny_target, prompts(tiny_target), **{**sampling, "seed": 4})
+
+
+def test_noise_of_another_key_would_be_seen(tiny_target: Target) -> None:
+    """A planted fault: a conversation that draws by its place in the batch answers something else."""
+    faulty = [Prompt([], None, prompt.ids, prompt.room, number) for number, prompt in enumerate(prompts(tiny_target))]
+    sampling = {"temperature": 1.2, "seed": 3}
+    assert answer_here(tiny_target, faulty, **sampling) != answer_here(tiny_target, prompts(tiny_target), **sampling)
+
+
+def test_what_the_cache_cannot_hold_fails_alone(tiny_target: Target) -> None:
+    """It is counted with what to do; the others wait for room, and their answers are the same."""
+    few = prompts(tiny_target)
+    long = Prompt([], None, few[0].ids * 20, 12, 7)
+    expected = answer_here(tiny_target, few)
+    most = 2 * max(len(prompt.ids) + prompt.room for prompt in few) + 30
+    *answers, refused = answer_here(tiny_target, [*few, long], max_tokens_in_cache=most, drafter="suffix")
+    assert answers == expected and isinstance(refused, str)
+    assert "raise max_tokens_in_cache" in refused and f"the cache may hold {most}" in refused
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_next_turn_reads_what_is_new_alone(
+    batch_size: int, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens of history stay in the cache; a planted fault reads them anew, for the same answers."""
+    read, extend = [0], TargetState.extend
+
+    def count(state: TargetState, tokens: Any) -> Any:
+        read[0] += sum(map(len, tokens.values()))
+        return extend(state, tokens)
+
+    def run() -> tuple[int, dict[str, Any]]:
+        section = section_of(Path("-"), max_new_tokens=4, keep_truncated=True, batch_size=batch_size, drafter="suffix")
+        local, read[0] = Local(tiny_target, Numbers(), section), 0
+        outcomes = dict(local.run((str(number), three_turns(tiny_target, number)) for number in range(4)))
+        return read[0], outcomes
+
+    monkeypatch.setattr(TargetState, "extend", count)
+    tokens, outcomes = run()
+    monkeypatch.setattr(TargetState, "_shared", lambda *_: 0)
+    anew, same = run()
+    assert outcomes == same
+    assert anew == sum(sum(outcome["lengths"]) for outcome in outcomes.values())
+    if batch_size == 1:
+        assert tokens <= sum(outcome["lengths"][-1] for outcome in outcomes.values())
+    assert tokens < 0.7 * anew
+
+
+def three_turns(target: Target, number: int) -> Generator[Prompt, Answer, dict[str, Any]]:
+    """A conversation whose three questions follow what was said; the answers, and the lengths of the prompts."""
+    text, said, lengths = target.chat(f"What is {number}?"), [], []
+    for turn in range(3):
+        lengths.append(len(text))
+        answer = yield Prompt([], None, text, 3 + 2 * number, 10 * number + turn)
+        said.append(answer.message["content"])
+        text = [*text, *map(int, said[-1].split()), *target.chat("And then?")]
+    return {"said": said, "lengths": lengths}
+
+
+@pytest.mark.parametrize("drafter", ["none", "suffix"])
+def test_a_killed_run_of_the_target_itself_resumes(
+    drafter: str, tiny_target: Target, source: Path, tmp_path: Path
+) -> None:
+    """By two processes whose last lines are cut, then by one: the bytes of a run that nobody disturbed."""
+    jobs = list(make_names_unique(read_conversations(source)))
+    names, reader = [name for name, _ in jobs], Reader(tiny_target.tokenizer, DataSection(train="-"))
+
+    def run(out: Path, jobs: Any, drafter: str, *share: int) -> None:
+        section = section_of(out, temperature=0.7, batch_size=2, keep_truncated=True, drafter=drafter)
+        begin(out, {})
+        assert not answer_all(out, jobs, Local(tiny_target, tiny_target.tokenizer, section), reader, section, *share)
+
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    run(whole, jobs, "none")
+    join_parts(whole, names)
+    for index in (0, 1):
+        run(out, jobs[:-1], drafter, index, 2)
+        part = tmp_path / f"out.jsonl.parts/part-0000{index}.jsonl"
+        part.write_bytes(part.read_bytes()[:-20])
+    run(out, jobs, drafter)
+    join_parts(out, names)
+    assert out.read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.slow
+def test_processes_that_are_killed_change_nothing(command: list[str], tmp_path: Path) -> None:
+    """Two processes with a drafter, killed and started again: the file of one without."""
+    main([*command, "regenerate.temperature=0.7"])
+    whole = (tmp_path / "out.jsonl").read_bytes()
+    (tmp_path / "out.jsonl").unlink()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    settings = [*command, "regenerate.temperature=0.7", "regenerate.drafter=suffix", "regenerate.batch_size=1"]
+    run = [*launcher, "-m", "data_prep.regenerate", *settings]
+    process = subprocess.Popen(run, start_new_session=True)
+    parts = tmp_path / "out.jsonl.parts"
+    while process.poll() is None and not any(part.stat().st_size for part in parts.glob("part-*.jsonl")):
+        time.sleep(0.01)
+    assert process.poll() is None
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "out.jsonl").exists()
+    subprocess.run(run, check=True)
+    assert (tmp_path / "out.jsonl").read_bytes() == whole
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -526,8 +668,10 @@ def test_recipes_that_cannot_be_meant_are_refused(command: list[str], source: Pa
 
 
 def test_the_sections_defaults_reach_the_settings() -> None:
-    """Whoever decodes, the settings that decide the answers are the same."""
-    recipe = Recipe.load(TINY, ['regenerate={"source": "a", "out": "b"}'])
-    elsewhere = Recipe.load(TINY, ['regenerate={"source": "a", "out": "b", "endpoint": "http://x/v1"}'])
-    both = [regenerate.settings_of(recipe_, recipe_.regenerate, {}) for recipe_ in (recipe, elsewhere)]  # type: ignore[arg-type]
-    assert both[0] == both[1]
+    """Whoever decodes or drafts, the settings that decide the answers are the same."""
+    ways = [{}, {"endpoint": "http://x/v1"}, {"drafter": "suffix", "max_tokens_in_cache": 9, "batch_size": 2}]
+    recipes = [Recipe.load(TINY, [f"regenerate={json.dumps({'source': 'a', 'out': 'b', **way})}"]) for way in ways]
+    first, *others = [regenerate.settings_of(recipe, recipe.regenerate, {}) for recipe in recipes]  # type: ignore[arg-type]
+    assert others == [first, first]
+    drawn = Recipe.load(TINY, ['regenerate={"source": "a", "out": "b", "seed": 1}'])
+    assert regenerate.settings_of(drawn, drawn.regenerate, {}) != first  # type: ignore[arg-type]

@@ -118,6 +118,17 @@ def test_costs_lie_on_straight_lines_between_what_was_measured() -> None:
     assert Costs((100, 200), (1,), ((1.0,), (2.0,))).read(1, 0) == 0
 
 
+def test_costs_of_batches_lie_between_those_measured() -> None:
+    """Linear in the number of texts, each table with sizes of its own; without batches all cost what one text does."""
+    four = Costs((100,), (1, 3), ((2.0, 8.0),), texts=4)
+    costs = Costs((100, 500), (1, 4), ((1.0, 4.0), (2.0, 5.0)), batches=(four,))
+    assert [costs.read(1, 100, texts) for texts in (1, 2, 4)] == pytest.approx([1, 4 / 3, 2])
+    assert costs.read(2, 500, 4) == 5 and costs.read(2, 500) == 3 and costs.read(2, 500, 2) == pytest.approx(3 + 2 / 3)
+    assert costs.read(1, 100, 7) == pytest.approx(3)  # on the same line beyond
+    assert Costs.parse(json.loads(json.dumps(asdict(costs)))) == costs
+    assert replace(costs, batches=()).read(1, 100, 16) == 1
+
+
 def test_costs_survive_json() -> None:
     """As they stand in a results file."""
     assert Costs.parse(json.loads(json.dumps(asdict(COUNTING)))) == COUNTING
@@ -152,3 +163,20 @@ def test_what_is_measured_is_a_table_of_seconds(target: Target, head: Eagle1) ->
     for table in (costs.target, costs.first, costs.level):
         assert len(table) == 2 and all(0 < row[0] < row[1] for row in table)
     assert bare_costs(target, NoDrafter(), (16,), (1,), rounds=1).level is None
+    batches = bare_costs(
+        target, head, (16, 24, 32), (1,), rounds=3, batch_sizes=(16, 1, 2), batch_tokens=(1, 8)
+    ).batches
+    assert [(batch.texts, batch.contexts, batch.sizes) for batch in batches] == [(n, (16, 32), (1, 8)) for n in (2, 16)]
+    assert batches[0].target[1][1] < batches[1].target[1][1] and batches[0].level is None
+
+
+def test_a_bare_read_of_a_batch_is_the_readers_forward(target: Target) -> None:
+    """Texts of unequal lengths, each with the logits of reading the same chain behind it."""
+    state = target.open()
+    for row, prompt in enumerate((PROMPT, PROMPT[:7])):
+        state.admit(row, prompt, 16)
+    while state.prompts:
+        state.read_prompts()
+    outputs = state.read(dict.fromkeys((0, 1), DraftTree.chain([1] * 3)))
+    for logits, row in zip(bare_read(state, 3)().logits, state.rows, strict=True):
+        torch.testing.assert_close(logits, outputs[row].logits)

@@ -222,6 +222,26 @@ def test_a_fault_of_batches_is_not_identical(small: Recipe, monkeypatch: pytest.
         assert {row["identical"] for row in rows} == {True}
 
 
+def test_files_of_processes_become_one(small: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each line once, also where merging was killed between writing and removing, and the last line of one is torn."""
+    path = measure(with_eval(small, batch_size=4, temperatures=[0]), "small.yaml")
+    header, *lines = path.read_bytes().splitlines(keepends=True)
+    parts = [part_of(path, rank) for rank in (0, 1)]
+    for part, rank in zip(parts, (0, 1), strict=True):
+        part.write_bytes(b"".join(lines[rank::2]))
+    path.write_bytes(b"".join([header, *lines[:7:2]]))  # some are there already
+    with parts[1].open("ab") as file:
+        file.write(b'{"run":"torn')
+    stored = read_stored(path)
+    assert sorted(path.read_bytes().splitlines()) == sorted(line.strip() for line in (header, *lines))
+    assert not any(part.exists() for part in parts) and "the last line is torn" in capsys.readouterr().out
+    assert len(stored.answers) + len(stored.batches) == len(lines)
+    path.unlink()
+    parts[0].write_bytes(lines[0])
+    assert not read_stored(path).answers and not parts[0].exists()
+    assert "belongs to no results file" in capsys.readouterr().out
+
+
 def run_and_kill(work: Callable[[], object], when: Callable[[], bool]) -> bool:
     """Do the work in a forked process, and kill it when `when` says so; whether it was still running."""
     if not (pid := os.fork()):

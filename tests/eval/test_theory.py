@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import accumulate, combinations, product
 from operator import mul
 
@@ -13,6 +14,7 @@ from eagle import Budget, Target, generate
 from eagle.core.tree import DraftTree, TargetOutput, chain_paths
 from eagle.core.verify import Sampling, sample_tree, walk
 from eagle.drafters.eagle1 import Eagle1
+from eagle.target.state import TargetState
 from eval.theory import (
     best_gamma,
     chain_accepted,
@@ -177,10 +179,16 @@ def test_what_is_no_rate_is_refused(alpha: float, gamma: int) -> None:
 
 def test_a_sampled_chain_keeps_what_its_tokens_let_one_expect(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop's mean over its coins lies in the 95% interval around the exact expectation, given what was drafted."""
-    target, read, outputs = Target(build("llama")), Target.read, list[TargetOutput]()
+    target, read, outputs = Target(build("llama")), TargetState.read, list[TargetOutput]()
+
+    def record(state: TargetState, trees: Mapping[int, DraftTree]) -> dict[int, TargetOutput]:
+        new = read(state, trees)
+        outputs.extend(new.values())
+        return new
+
     torch.manual_seed(0)
     head = Eagle1.for_target(Eagle1.Settings(), target.config).bind(target.head)
-    monkeypatch.setattr(target, "read", lambda *args: outputs.append(read(target, *args)) or outputs[-1])
+    monkeypatch.setattr(TargetState, "read", record)
     accepted, ratios = [], []
     for request in range(12):
         sampling, budget = Sampling(temperature=1.0, request=request), Budget.fixed(chain_paths(4), "sampled")

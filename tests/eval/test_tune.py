@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from eagle import Budget, DraftTree, Sampling, Target, generate, load_drafter
-from eagle.core.drafter import Committed
+from eagle.core.drafter import Committed, Noise
 from eagle.core.tree import PUBLISHED_TREE
 from eagle.drafters.bigram import BigramDrafter
 from eagle.drafters.draft_model import DraftModel
 from eagle.drafters.eagle1 import Eagle1
-from eagle.drafters.ngram import NgramDrafter
+from eagle.drafters.ngram import NgramDrafter, NgramText
 from eagle.formats.checkpoint import save_head, write_budget
 from eagle.recipe import Recipe
 from eval import tune
@@ -27,6 +27,7 @@ from eval.costs import Costs, bare_costs
 from eval.prompts import questions
 from eval.replay import Answer, answer, plain, rates_by_rank, record_cycles, replay
 from eval.tune import NOT_DRAFTING, Tuning, chain, search
+from eval.tune_policy import replay_policy
 from tests.drafters.test_eagle1 import head as head  # the untrained head of the suite's tiny target
 from tests.families import build, random_tokens
 from tests.tables import some_tables
@@ -179,12 +180,20 @@ class BusyDrafter(NgramDrafter):
 
     SECONDS = 0.002
 
-    def propose(self, news: Committed, budget: Budget) -> DraftTree:
+    def begin(self, noise: Noise | None = None) -> NgramText:
+        """An empty text."""
+        return BusyText(self)
+
+
+class BusyText(NgramText):
+    """A text whose drafts take a while."""
+
+    def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """The same tree, later."""
-        end = process_time() + self.SECONDS
+        end = process_time() + BusyDrafter.SECONDS
         while process_time() < end:
             pass
-        return super().propose(news, budget)
+        return super().propose(update, budget)
 
 
 @pytest.mark.parametrize("seconds_of_a_forward", [1.0, 1e-4])
@@ -221,6 +230,16 @@ def test_every_kind_of_drafter_has_a_price(target: Target, answers: list[Answer]
     assert trial.seconds > forwards
 
 
+def test_a_policy_is_charged_for_its_cycles(target: Target, answers: list[Answer]) -> None:
+    """Where drafting is free it drafts and wins, and where nothing can pay it is within a few cycles of no draft."""
+    loops = [Answer("", [1, 2, 3] * 30, 9, None, Sampling(), 81)] * 3
+    dear = prices((1, 4, 16, 61), (0, 0, 0, 0))
+    for costs, told, least, most in ((FREE, loops, 5.0, 9.0), (dear, answers, 0.8, 1.01)):
+        tokens, seconds = replay_policy(target, NgramDrafter(), told, costs, chain(8), 0.0)
+        assert tokens == sum(one.length - 1 for one in told)
+        assert least < tokens / seconds < most
+
+
 @pytest.fixture
 def tuned(recipe: Recipe, tiny_target: Target, head: Eagle1, tmp_path: Path) -> list[str]:
     """A command line for the untrained head in a folder of its own, with few questions of two tasks."""
@@ -245,11 +264,12 @@ def test_the_command_says_what_pays_and_writes_it(
         ("WIDE", ((0,), (1,), (0, 0))),
     ):
         monkeypatch.setattr(tune, name, few)
-    tune.main([*tuned, "--write", "--exhaustive"])
+    tune.main([*tuned, "eval.goodput_policy=true", "--write", "--exhaustive"])
     said = capsys.readouterr().out
     head = Path(next(part for part in tuned if part.startswith("train.out=")).removeprefix("train.out=")) / "head"
     assert "does not pay on this machine" in said and "num_speculative_tokens = 1" in said
     assert "the choice has 100.0% of it" in said and "break-even" in said
+    assert "policy, chains of 0 to 2: modelled speed-up" in said
     assert load_drafter(head, tiny_target).budget == NOT_DRAFTING
 
 

@@ -1,0 +1,273 @@
+"""The policy for batches against fixed lengths: `python bench/goodput_batches.py TARGET QUESTIONS [--head HEAD]`.
+
+TARGET is a model, QUESTIONS a Spec-Bench file, HEAD a trained head for the target. The target answers the prompts once,
+and at every place of every answer a chain of eight is drafted: since output does not depend on drafts, this tells the
+cycles of every length in every batch. Cycles are charged with bare forwards that were timed in the same run, of as many
+texts, tokens and contexts. The policy begins anew with every set and batch, so that what it learns is paid for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from time import process_time
+from typing import Any, NamedTuple
+
+import torch
+
+from bench.machine import made_on, markdown, write_results
+from eagle import Budget, Target, generate, load_drafter
+from eagle.core.cycle_costs import CycleCosts
+from eagle.core.drafter import Committed, Drafter
+from eagle.core.goodput import BATCH_SIZES, Goodput
+from eagle.core.trace import Cycle
+from eagle.core.tree import DraftTree, chain_paths
+from eagle.drafters.none import NoDrafter
+from eagle.log import progress, script
+from eagle.target.state import TargetState
+from eval.costs import bare_read, time_action
+from eval.prompts import MT_BENCH
+
+LEVELS, FIXED = 8, (0, 1, 2, 3, 4, 8)
+CHAIN = Budget.fixed(chain_paths(LEVELS))
+TASKS = ("translation", "conversation", "summarization")
+
+
+class Place(NamedTuple):
+    """What a chain of eight comes to behind a token of an answer."""
+
+    context: int
+    proposed: int
+    accepted: int
+
+
+Answer = list[Place]  # from its first token to its last but one
+
+
+# -- what is accepted -------------------------------------------------------------------------------------------------
+
+
+def read_prompts(questions: Path, target: Target, count: int, new_tokens: int) -> dict[str, list[list[int]]]:
+    """Token ids of the first turns by task, of those that leave room for an answer."""
+    prompts: dict[str, list[list[int]]] = {task: [] for task in TASKS}
+    for line in questions.read_text().splitlines():
+        record = json.loads(line)
+        task = "conversation" if record["category"] in MT_BENCH else record["category"]
+        if task in prompts:
+            prompts[task].append(target.chat(record["turns"][0]))
+    room = (target.max_positions or 10**9) - new_tokens - LEVELS
+    return {task: [one for one in found if len(one) <= room][:count] for task, found in prompts.items()}
+
+
+def draft_everywhere(target: Target, drafter: Drafter, prompt: list[int], answer: list[int]) -> Answer:
+    """A chain of eight behind every token of an answer but the last, and how much of it is the answer."""
+    tokens, text, places, seen = [*prompt, *answer], drafter.begin(), [], 0
+    features = target.features(torch.tensor([tokens]), drafter.taps)[0] if drafter.taps else None
+    for root in range(len(prompt), len(tokens) - 1):
+        known = None if features is None else features[seen:root]
+        tree = text.propose(Committed(torch.tensor(tokens[seen:root]), known, tokens[root]), CHAIN)
+        drafted, rest = tree.tokens[1:].tolist(), tokens[root + 1 :]
+        equal = [a == b for a, b in zip(drafted, rest, strict=False)] + [False]
+        places.append(Place(root, len(drafted), equal.index(False)))
+        seen = root
+    return places
+
+
+# -- what it costs ----------------------------------------------------------------------------------------------------
+
+
+def hold_texts(target: Target, texts: int, context: int) -> TargetState:
+    """A state that holds so many texts of so many tokens."""
+    state = target.open()
+    for row in range(texts):
+        state.admit(row, [1] * context, LEVELS + 1)
+    while state.prompts:
+        state.read_prompts()
+    return state
+
+
+def time_forwards(target: Target, drafter: Drafter, contexts: tuple[int, ...], rounds: int) -> CycleCosts:
+    """Median seconds of bare forwards; in every round all take turns, and the first round warms up.
+
+    A head's forward for several texts is timed as one of as many rows behind one context.
+    """
+    actions: dict[tuple[Any, ...], Callable[[], Any]] = {}
+    for context in contexts:
+        for texts in BATCH_SIZES:
+            state = hold_texts(target, texts, context)
+            actions |= {("read", texts, context, size): bare_read(state, size) for size in range(1, LEVELS + 2)}
+            for name, rows in (("first", 2 * texts), ("level", texts)):
+                if probe := drafter.probe(context, rows, texts):
+                    actions[name, texts, context, 0] = probe
+    seconds: dict[tuple[Any, ...], list[float]] = {key: [] for key in actions}
+    for number in progress(range(rounds + 1), "time forwards", rounds + 1):
+        for key, action in actions.items():
+            seconds[key] += [time_action(action, target.device)] if number else []
+
+    def cost(*key: Any) -> float:
+        return median(seconds[key]) if key in seconds else 0.0
+
+    def drafts(texts: int, context: int) -> tuple[float, ...]:
+        first, level = cost("first", texts, context, 0), cost("level", texts, context, 0)
+        return (0.0, *(first + level * number for number in range(LEVELS)))
+
+    def reads(texts: int, context: int) -> tuple[float, ...]:
+        return tuple(cost("read", texts, context, size) for size in range(1, LEVELS + 2))
+
+    draft, read = (
+        tuple(tuple(grid(texts, context) for context in contexts) for texts in BATCH_SIZES) for grid in (drafts, reads)
+    )
+    return CycleCosts(BATCH_SIZES, contexts, draft, read)
+
+
+def time_drafts(drafter: Drafter, prompts: dict[str, list[list[int]]]) -> float:
+    """Mean CPU seconds of a draft of lookup, which takes no forwards, behind each token of the prompts."""
+    count, start = 0, process_time()
+    for asked in prompts.values():
+        for prompt in asked:
+            text = drafter.begin()
+            for place, token in enumerate(prompt):
+                text.propose(Committed(torch.tensor(prompt[max(place - 1, 0) : place]), None, token), CHAIN)
+            count += len(prompt)
+    return (process_time() - start) / count
+
+
+def price_drafts(costs: CycleCosts, seconds: float) -> CycleCosts:
+    """These costs, with drafts that take so many seconds for each text whatever their length."""
+    rows = [tuple([(0.0, *[seconds * texts] * LEVELS)] * len(costs.contexts)) for texts in costs.batch_sizes]
+    return replace(costs, draft=tuple(rows))
+
+
+# -- cycles -----------------------------------------------------------------------------------------------------------
+
+
+class Outcome(NamedTuple):
+    """What a fixed length or the policy comes to."""
+
+    tokens: int
+    seconds: float
+    levels: Counter[int]
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second after the prompts, modelled."""
+        return self.tokens / self.seconds
+
+
+def write_batch(answers: list[Answer], batch_size: int, policy: Goodput | int, costs: CycleCosts) -> Outcome:
+    """The cycles of these answers, so many side by side: another one begins where one has ended."""
+    waiting = deque(enumerate(answers))
+    rows: dict[int, tuple[Answer, int]] = {}  # an answer, and the place that it has come to
+    tokens, seconds, levels = 0, 0.0, Counter[int]()
+    while waiting or rows:
+        while waiting and len(rows) < batch_size:
+            number, answer = waiting.popleft()
+            rows[number] = answer, 0
+        left = {row: len(answer) - place - 1 for row, (answer, place) in rows.items()}
+        contexts = {row: answer[place].context for row, (answer, place) in rows.items()}
+        if isinstance(policy, Goodput):
+            asked = {row: budget.depth for row, budget in policy.share(left, contexts).items()}
+        else:
+            asked = {row: max(min(policy, most), 0) for row, most in left.items()}
+        cycles = {}
+        for row, (answer, place) in list(rows.items()):
+            here = answer[place]
+            proposed, accepted = min(asked[row], here.proposed), min(asked[row], here.accepted)
+            tree, kept = DraftTree.chain(range(proposed + 1)), tuple(range(1, accepted + 1))
+            cycles[row] = Cycle(tree, kept, accepted + 1, here.context, rows=len(rows))
+        table = costs.at(len(rows), max(contexts.values()))
+        seconds += table.drafting(list(asked.values())) + table.read[max(cycle.depth for cycle in cycles.values())]
+        tokens += sum(cycle.committed for cycle in cycles.values())
+        levels.update(asked.values())
+        if isinstance(policy, Goodput):
+            policy.learn_rows(cycles)
+        rows = {row: (answer, place + cycles[row].committed) for row, (answer, place) in rows.items()}
+        rows = {row: (answer, place) for row, (answer, place) in rows.items() if place < len(answer)}
+    return Outcome(tokens, seconds, levels)
+
+
+def compare(answers: list[Answer], batch_size: int, costs: CycleCosts) -> dict[str, Any]:
+    """Every fixed length and the policy on one set in one batch size."""
+    fixed = {length: write_batch(answers, batch_size, length, costs).speed for length in FIXED}
+    outcome = write_batch(answers, batch_size, Goodput.of_costs(costs, CHAIN), costs)
+    best, worst = max(FIXED, key=fixed.__getitem__), min(FIXED, key=fixed.__getitem__)
+    return {
+        "batch_size": batch_size,
+        "fixed": fixed,
+        "policy": outcome.speed,
+        "asked": dict(sorted(outcome.levels.items())),
+        "best": best,
+        "worst": worst,
+        "over_best": outcome.speed / fixed[best],
+        "over_worst": outcome.speed / fixed[worst],
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    """Tokens per second of all, and the policy over the best and the worst, as Markdown."""
+    header = [
+        "drafter, prompts",
+        "batch",
+        *(f"length {length}" for length in FIXED),
+        "policy",
+        "over best",
+        "over worst",
+    ]
+    rows = []
+    for row in results["rows"]:
+        speeds = [
+            f"**{value:.0f}**" if length == row["best"] else f"{value:.0f}" for length, value in row["fixed"].items()
+        ]
+        ratios = [f"{row[name]:.3f}" for name in ("over_best", "over_worst")]
+        rows.append([f"{row['drafter']}, {row['task']}", row["batch_size"], *speeds, f"{row['policy']:.0f}", *ratios])
+    return markdown(header, rows, results["machine"])
+
+
+def main(argv: list[str]) -> None:
+    """Record, time, compare, write, print."""
+    parser = argparse.ArgumentParser("bench.goodput_batches", description=__doc__)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("questions", type=Path)
+    parser.add_argument("--head", type=Path)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("docs/results/goodput_batches.json"))
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    target = Target.load(str(args.target), dtype="float32")
+    names = {"ngram": "ngram", **({"head": str(args.head)} if args.head else {})}
+    drafters = {name: load_drafter(path, target) for name, path in names.items()}
+    prompts = read_prompts(args.questions, target, args.prompts, args.new_tokens)
+    recorded: dict[tuple[str, str], list[Answer]] = {}
+    for task, asked in prompts.items():
+        traces = generate(target, NoDrafter(), asked, max_new_tokens=args.new_tokens, batch_size=args.prompts)
+        pairs = [(trace.prompt, trace.tokens) for trace in traces if len(trace.tokens) > 1]
+        for name, drafter in drafters.items():
+            places = progress(pairs, f"{name}, {task}", len(pairs))
+            recorded[name, task] = [draft_everywhere(target, drafter, *pair) for pair in places]
+    lengths = [answer[0].context for answers in recorded.values() for answer in answers]
+    contexts = (min(lengths), max(lengths) + args.new_tokens)
+    head = drafters.get("head", drafters["ngram"])
+    costs = {"head": time_forwards(target, head, contexts, args.rounds)}
+    costs["ngram"] = price_drafts(costs["head"], time_drafts(drafters["ngram"], prompts))
+    rows = []
+    for (name, task), answers in recorded.items():
+        for size in BATCH_SIZES:
+            rows.append({"drafter": name, "task": task, **compare(answers, size, costs[name])})
+    about = {"target": args.target.name, "prompts": args.prompts, "new_tokens": args.new_tokens, "levels": LEVELS}
+    priced = {name: {"contexts": contexts, "draft": costs[name].draft, "read": costs[name].read} for name in drafters}
+    results = {"machine": made_on(**about), "rows": rows, "costs": priced}
+    print(table(results))
+    write_results(args.out, results)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    script(main)

@@ -1,0 +1,94 @@
+"""How often each level of a draft was proposed and accepted lately, by all texts and by each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+
+from eagle.core.trace import Cycle
+
+LEAST = 2.0  # least weight of an average, in cycles; with 8 a policy starts and adapts too slowly
+PRIOR = 10.0  # cycles of its own after which a text's average weighs as much as that of all
+
+
+class Average:
+    """A running average of outcomes, 1 at first, whose weight decays while nothing is added."""
+
+    __slots__ = ("least", "value", "weight")
+
+    def __init__(self, least: float = LEAST) -> None:
+        self.value, self.weight, self.least = 1.0, least, least
+
+    def add(self, outcome: bool | None, memory: float) -> None:
+        """One more cycle with this outcome, None if it had none."""
+        self.weight = max(self.weight * (1 - 1 / memory), self.least)
+        if outcome is not None:
+            self.weight += 1
+            self.value += (outcome - self.value) / self.weight
+
+    def shrink_to(self, other: float) -> float:
+        """This average, drawn towards another where it rests on little."""
+        return (self.weight * self.value + PRIOR * other) / (self.weight + PRIOR)
+
+
+class Levels:
+    """Per level its rate of being proposed when asked for, and of being accepted when the level above was."""
+
+    def __init__(self, levels: int, memory: float, least: float = LEAST) -> None:
+        self.memory = memory
+        self.proposed = [Average(least) for _ in range(levels)]
+        self.accepted = [Average(least) for _ in range(levels)]
+
+    def add(self, asked: int, cycle: Cycle, depth: int) -> None:
+        """What came of asking for so many levels; those cut off by the answer's end were not rejected."""
+        for level, (proposed, accepted) in enumerate(zip(self.proposed, self.accepted, strict=True)):
+            wanted = level < asked
+            proposed.add(depth > level if wanted else None, self.memory)
+            accepted.add(cycle.accepted > level if wanted and cycle.accepted >= level else None, self.memory)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is expected of one text's draft, by level."""
+
+    reached: list[float]  # probability that the level is accepted
+    proposed: list[float]  # that it is proposed, where it is asked for
+
+
+class Acceptance:
+    """The rates of all texts together, and of each text that is being written."""
+
+    def __init__(self, levels: int, memory: float) -> None:
+        self.levels, self.memory = levels, memory
+        self.all = Levels(levels, memory)
+        self.rows: dict[int, Levels] = {}
+        self.ends: dict[int, int] = {}  # where each text will go on
+
+    def keep_only(self, contexts: Mapping[int, int]) -> None:
+        """Forget texts that are no longer asked about, and those whose number another text has taken."""
+        gone = [row for row, end in self.ends.items() if contexts.get(row) != end]
+        for row in gone:
+            del self.ends[row]
+            self.rows.pop(row, None)
+
+    def forecasts(self, rows: Iterable[int]) -> list[Forecast]:
+        """What is expected of each of these texts; of one by itself, the rates of all."""
+        rows = list(rows)
+        return [self._forecast(self.rows.get(row) if len(rows) > 1 else None) for row in rows]
+
+    def _forecast(self, own: Levels | None) -> Forecast:
+        accepted = [average.value for average in self.all.accepted]
+        proposed = [average.value for average in self.all.proposed]
+        if own is not None:
+            accepted = [mine.shrink_to(rate) for mine, rate in zip(own.accepted, accepted, strict=True)]
+            proposed = [mine.shrink_to(rate) for mine, rate in zip(own.proposed, proposed, strict=True)]
+        return Forecast(list(accumulate(accepted, mul)), proposed)
+
+    def learn(self, row: int, asked: int, cycle: Cycle, depth: int) -> None:
+        """Update the rates of a text and of all."""
+        self.all.add(asked, cycle, depth)
+        if cycle.rows > 1:
+            self.rows.setdefault(row, Levels(self.levels, self.memory, 0.0)).add(asked, cycle, depth)
+        self.ends[row] = cycle.context + cycle.accepted + 1
