@@ -26,14 +26,15 @@ class Rows:
         end = max(cache.starts) + columns
         if self.buffer.shape[2] < end or self.buffer.shape[0] <= max(cache.slots):
             self._allocate(new, *cache.room(end))
-        buffer, first = self.buffer, cache.slots[0]
+        buffer = self.buffer
+        held = buffer.narrow(0, cache.slots[0], count) if cache.is_dense and count < len(buffer) else buffer
         if cache.is_level:
-            buffer.narrow(0, first, count).narrow(2, cache.starts[0], columns).copy_(new)
+            held.narrow(2, cache.starts[0], columns).copy_(new)
         else:
             rows = cache.flat_rows(columns, buffer)
             buffer.view(-1, width).index_copy_(0, rows, new.reshape(-1, width))
-        held = buffer.narrow(0, first, count) if cache.is_dense else buffer[cache.slots]
-        return held.narrow(2, 0, end)
+        held = held.narrow(2, 0, end)
+        return held if cache.is_dense else held[cache.slots]
 
     def resize(self, slots: int, columns: int) -> None:
         """Give the buffer these sizes and keep what fits; nothing where nothing was written yet."""

@@ -215,8 +215,9 @@ class Rung:
 
     best: int  # how many children of a row are ranked
     rows: Tensor  # [nodes], the row of the level before, of those read, that each node follows
-    ranks: Tensor  # [nodes]
+    children: Tensor  # [nodes], which each node is of all ranked children of these rows
     read: Tensor  # [K]
+    before: Tensor  # [K], the rows that those follow
     seen: Tensor  # [K, rows read so far]
 
 
@@ -234,7 +235,9 @@ def _plan(paths: Paths, depth: int, device: torch.device) -> tuple[list[Rung], T
         ranks = torch.tensor([path[-1] for path in nodes])
         chosen = torch.tensor([nodes.index(path) for path in read], dtype=torch.long)
         seen = torch.cat([seen[rows[chosen]], torch.eye(len(read), dtype=torch.bool)], dim=1)
-        rungs.append(Rung(int(ranks.max()) + 1, *(part.to(device) for part in (rows, ranks, chosen, seen))))
+        best = int(ranks.max()) + 1
+        parts = rows, rows * best + ranks, chosen, rows[chosen], seen
+        rungs.append(Rung(best, *(part.to(device) for part in parts)))
         parents += [place[path[:-1]] for path in nodes]
         place |= {path: len(place) + index for index, path in enumerate(nodes)}
         if not read:
@@ -253,9 +256,11 @@ def _fill_plan(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScore
     grown: list[_Grown] = []
     for depth, rung in enumerate(rungs):
         scores, probs = scorer.score(rows.seeds, depth, logits)
-        tokens.append(scorer.best(scores, rung.best)[1][:, rung.rows, rung.ranks])
+        best = scorer.best(scores, rung.best)[1]
+        assert best.shape[2] == rung.best, f"{best.shape[2]} tokens cannot fill a shape of rank {rung.best - 1}"
+        tokens.append(best.flatten(1).index_select(1, rung.children))
         if probs is not None:
-            drawn_from += [probs] * (not drawn_from) + [probs[:, rung.rows]]  # a row for the root, unused
+            drawn_from += [probs] * (not drawn_from) + [probs.index_select(1, rung.rows)]  # a row for the root, unused
         ended, growing = rows.split(depth + 1) if depth + 1 < len(rungs) else (list(range(len(rows.rows))), [])
         if ended:
             nodes = torch.cat([pick_rows(part, ended) for part in tokens], dim=1)[:, None]
@@ -265,7 +270,6 @@ def _fill_plan(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScore
                 break
             rows.keep(growing)
             tokens, drawn_from = ([pick_rows(part, growing) for part in parts] for parts in (tokens, drawn_from))
-        before = rung.rows[rung.read].expand(len(rows.rows), -1)
-        seen = rung.seen.expand(len(rows.rows), -1, -1)
-        logits = level(depth + 1, rows.rows, tokens[-1][:, rung.read], before, seen)
+        before, seen = rung.before.expand(len(rows.rows), -1), rung.seen.expand(len(rows.rows), -1, -1)
+        logits = level(depth + 1, rows.rows, tokens[-1].index_select(1, rung.read), before, seen)
     return grown

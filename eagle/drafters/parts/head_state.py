@@ -145,13 +145,21 @@ class HeadState:
         starts = [cache.lengths[slot] for slot in slots]
         tokens = [torch.cat([update.tokens[1:], torch.tensor([update.root])]) for update in updates.values()]
         features = [update.features for update in updates.values() if update.features is not None]
+        assert len(features) == len(updates)
         together = features[0] if len(features) == 1 else torch.cat(features)
-        hidden = head.fuse_taps(together.to(self.device, self.dtype)).split(counts)
+        hidden = head.fuse_taps(together.to(self.device, self.dtype))
         positions = _positions(starts, counts, self.device)
         mask = None if max(starts) == 0 else _causal_mask(positions, max(starts) + max(counts), self.dtype)
         cache.aim(slots, starts)
         padded = _pad(tokens).to(self.device, non_blocking=True)
-        states = head.read(padded, _pad(hidden), positions, mask, self.blocks, head.frozen[0])
+        states = head.read(
+            padded,
+            _pad(hidden.split(counts) if len(counts) > 1 else [hidden]),
+            positions,
+            mask,
+            self.blocks,
+            head.frozen[0],
+        )
         for slot, count in zip(slots, counts, strict=True):
             cache.lengths[slot] += count
         if min(counts) == max(counts):

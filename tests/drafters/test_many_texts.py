@@ -221,7 +221,7 @@ def test_a_disturbed_row_is_seen(
 ) -> None:
     """Rows that draft with another's noise, stand or look where another's text ends, or find what one left there."""
     monkeypatch.setattr(home, part, fault)
-    with pytest.raises(AssertionError, match="another tree than alone|not close"):
+    with pytest.raises(AssertionError, match=r"another tree than alone|not close"):
         for seed in range(6):
             play(made(name), BUDGETS["dynamic"], SAMPLINGS["T=1"], seed)
 
