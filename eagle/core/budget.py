@@ -87,7 +87,7 @@ class Policy(Protocol):
     """What may stand in the place of a budget: another one in every cycle, after what came of those before.
 
     One for texts that are written side by side also has `share(levels, contexts) -> {row: Budget}`, asked once a cycle
-    with each row's most levels and its tokens, and `learn_rows({row: Cycle})`; these are then called in place of the two.
+    with each row's most levels and its tokens, and `learn_rows({row: Cycle})`; these two are called instead.
     """
 
     nodes: int  # the most that it asks for
