@@ -2,9 +2,9 @@
 
 TARGET is a model, QUESTIONS a Spec-Bench file, HEAD a trained head for the target. The target answers the prompts once,
 and at every place of every answer a chain of eight is drafted: since output does not depend on drafts, this tells the
-cycles of every length in every batch. Cycles are charged with bare forwards of as many texts, tokens and contexts, timed
-on the same machine. What was recorded and timed is kept in WORK for the next time. The policy begins anew with every
-set and batch, so that what it learns is paid for.
+cycles of every length in every batch. Cycles are charged with bare forwards of as many texts, tokens and contexts,
+timed on the same machine. What was recorded and timed is kept in WORK for the next time. The policy begins anew with
+every set and batch, so that what it learns is paid for.
 """
 
 from __future__ import annotations
@@ -242,7 +242,8 @@ def table(results: dict[str, Any]) -> str:
     rows = []
     for row in results["rows"]:
         speeds = [
-            f"**{value:.0f}**" if length == row["best"] else f"{value:.0f}" for length, value in row["fixed"].items()
+            f"**{value:.0f}**" if int(length) == row["best"] else f"{value:.0f}"
+            for length, value in row["fixed"].items()
         ]
         ratios = [f"{row[name]:.3f}" for name in ("over_best", "over_worst")]
         rows.append([f"{row['drafter']}, {row['task']}", row["batch_size"], *speeds, f"{row['policy']:.0f}", *ratios])

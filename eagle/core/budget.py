@@ -84,7 +84,11 @@ def _as_paths(paths: Any) -> Paths:
 
 
 class Policy(Protocol):
-    """What may stand in the place of a budget: another one in every cycle, after what came of those before."""
+    """What may stand in the place of a budget: another one in every cycle, after what came of those before.
+
+    One for texts that are written side by side also has `share(levels, contexts) -> {row: Budget}`, asked once a cycle
+    with each row's most levels and its tokens, and `learn_rows({row: Cycle})`; these two are called instead.
+    """
 
     nodes: int  # the most that it asks for
     # its `draw`, where it has one, is that of all its budgets: one that draws by lot must say so before it begins

@@ -14,6 +14,7 @@ import pytest
 from bench.broken_heads import table as broken_table
 from bench.decode_speed import table as decode_table
 from bench.extract_speed import table as extract_table
+from bench.goodput_batches import table as goodput_table
 from bench.loop_overhead import table as overhead_table
 from bench.mask_templates import table as mask_table
 from bench.train_report import eagle1_table as train_table
@@ -50,6 +51,7 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("benchmarks.md", "train_speed.json", train_table),
         ("trees.md", "loop_overhead.json", overhead_table),
         ("compare.md", "compare_tiny.json", comparison_table),
+        ("goodput.md", "goodput_batches.json", goodput_table),
     ],
 )
 def test_a_page_shows_the_result_file(page: str, file: str, table: Callable[[Any], str]) -> None:
