@@ -16,7 +16,7 @@ import torch
 from data_prep.tokens import load_tokenizer
 from eagle.core.budget import Budget, Policy
 from eagle.core.drafter import Drafter
-from eagle.core.goodput import Goodput
+from eagle.core.goodput import BATCH_SIZES, Goodput
 from eagle.data.identity import fingerprint, folder_of, target_identity
 from eagle.device import best_device, choose_threads
 from eagle.drafters import DRAFTERS
@@ -100,12 +100,12 @@ def add_policies(
     """The drafters, and each that drafts once more as NAME+policy, with adaptive draft lengths within its budget."""
     prompts = [encode_prompt(recipe, target, question.turns[:1]) for question in asked[:POLICY_PROMPTS]]
     known = [prompt for prompt in prompts if prompt is not None]
-    measure: Any = Goodput.measure
+    # texts at the end of a batch are fewer than it holds
+    sizes = sorted({*recipe.eval.batch_size, *(size for size in BATCH_SIZES if size < max(recipe.eval.batch_size))})
     added = dict(drafters)
     for name, measured in drafters.items():
         if not measured.budget.is_empty:
-            sizes = sorted(set(recipe.eval.batch_size))
-            policy = measure(target, measured.drafter, known, measured.budget, batch_sizes=sizes)
+            policy = Goodput.measure(target, measured.drafter, known, measured.budget, batch_sizes=sizes)
             added[f"{name}+policy"] = replace(measured, policy=policy)
     return added
 
