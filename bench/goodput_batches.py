@@ -261,8 +261,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/results/goodput_batches.json"))
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    args.work.mkdir(parents=True, exist_ok=True)
     target = Target.load(str(args.target), dtype="float32")
+    args.work.mkdir(parents=True, exist_ok=True)
     drafters = {"ngram": load_drafter("ngram", target), "head": load_drafter(args.head, target)}
     prompts = read_prompts(args.questions, target, args.prompts, args.new_tokens)
     recorded = {}

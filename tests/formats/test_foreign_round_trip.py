@@ -25,10 +25,10 @@ def proposals(head: Any, order: tuple[int, ...] | None = None) -> list[list[int]
     tokens = torch.randint(SHAPE.vocab_size, (30,), generator=generator)
     features = torch.randn(30, len(head.taps), SHAPE.hidden_size, generator=generator)
     features = features[:, list(order)] if order else features
-    head.bind(frozen_head(torch.float32))
+    text = head.bind(frozen_head(torch.float32)).begin()
     for start, stop in pairwise((0, 11, 12, 15, 29)):
         news = Committed(tokens[start:stop], features[start:stop], int(tokens[stop]))
-        tree = head.propose(news, Budget(nodes=12, depth=4, top_k=3))
+        tree = text.propose(news, Budget(nodes=12, depth=4, top_k=3))
         found.append([*tree.tokens.tolist(), *tree.parents.tolist()])
     return found
 

@@ -105,9 +105,9 @@ def test_a_planted_fault_is_seen_in_every_precision(
     masks = type(target.masks)
     additive = masks._additive
 
-    def broken(self: Any, hidden: Any, starts: list[int], *arguments: Any) -> Any:
-        mask = additive(self, hidden, starts, *arguments)
-        fault(mask, starts[0])
+    def broken(self: Any, starts: list[int], positions: Any, seen: Any, window: Any) -> Any:
+        mask = additive(self, starts, positions, seen, window)
+        fault(mask.unflatten(-2, (-1, seen.shape[1])), starts[0])  # a part for each head of a group
         return mask
 
     monkeypatch.setattr(masks, "_additive", broken)
