@@ -1,6 +1,6 @@
 """Trees of proposed tokens, their shapes, and a target's output on them."""
 
-# N nodes, V vocabulary, L taps, D target width
+# B trees, N nodes, V vocabulary, L taps, D target width
 
 from __future__ import annotations
 
@@ -131,6 +131,20 @@ class DraftTree:
         for node, parent in enumerate(self.parents.tolist()[1:], start=1):
             children[parent].append(node)
         return children
+
+
+def stack_trees(trees: Sequence[DraftTree]) -> tuple[Tensor, Tensor | None]:
+    """Tokens [B, N] and whom they see [B, N, N], None for chains; padding sees itself and is seen by nobody."""
+    count, chains = max(map(len, trees)), all(tree.is_chain for tree in trees)
+    if len(trees) == 1:
+        return trees[0].tokens[None], None if chains else trees[0].ancestors()[None]
+    tokens = torch.zeros(len(trees), count, dtype=torch.long)
+    seen = torch.eye(count, dtype=torch.bool).repeat(len(trees), 1, 1)
+    for number, tree in enumerate(trees):
+        tokens[number, : len(tree)] = tree.tokens
+        if not chains:
+            seen[number, : len(tree), : len(tree)] = tree.ancestors()
+    return tokens, None if chains else seen
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eagle.core.drafter import Committed
-from eagle.core.tree import DraftTree, TargetOutput
+from eagle.core.tree import DraftTree, TargetOutput, stack_trees
 from eagle.core.verify import Choose
 from eagle.target.cache import TreeCache
 
@@ -215,7 +215,7 @@ class TargetState:
         for start, (_, tree) in zip(starts, trees, strict=True):
             places.append([start + depth for depth in tree.depths()])
             self._check_border(start, max(places[-1]) + 1)
-        tokens, seen = _side_by_side([tree for _, tree in trees], count)
+        tokens, seen = stack_trees([tree for _, tree in trees])
         padded = [own + own[:1] * (count - len(own)) for own in places]  # padding stands where the root does
         hidden, states = self._forward(slots, tokens, torch.tensor(padded), seen)
         hidden = hidden.flatten(0, 1)
@@ -295,20 +295,6 @@ class TargetState:
                 f"cannot grow from {start} tokens to {end}: keep prompt and max_new_tokens within {border} together, "
                 "or begin with a prompt that is longer than that"
             )
-
-
-def _side_by_side(trees: list[DraftTree], count: int) -> tuple[Tensor, Tensor | None]:
-    """Tokens [B, N] and whom they see [B, N, N], None for chains; padding sees itself and is seen by nobody."""
-    chains = all(tree.is_chain for tree in trees)
-    if len(trees) == 1:
-        return trees[0].tokens[None], None if chains else trees[0].ancestors()[None]
-    tokens = torch.zeros(len(trees), count, dtype=torch.long)
-    seen = torch.eye(count, dtype=torch.bool).repeat(len(trees), 1, 1)
-    for number, tree in enumerate(trees):
-        tokens[number, : len(tree)] = tree.tokens
-        if not chains:
-            seen[number, : len(tree), : len(tree)] = tree.ancestors()
-    return tokens, None if chains else seen
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:
