@@ -63,7 +63,7 @@ def test_every_row_is_the_untouched_models_own(name: str) -> None:
         assert counts["shared"] > 5
 
 
-EVERY = [(name, torch.float32) for name in FAMILIES] + [(name, torch.float64) for name in QUICK]
+EVERY = [(name, torch.float32) for name in FAMILIES] + [(name, torch.float64) for name in QUICK[:3]]
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_every_family_with_every_drafter(name: str, dtype: torch.dtype) -> None:
     own, total, dice = Bench(name, dtype), Counter[str](), random.Random(name)
     for seed, (kind, at_once) in enumerate(product(MAKE, (True, False))):
         if at_once:
-            requests = own.requests(12, seed=seed)
+            requests = own.requests(6, seed=seed)
         total += assert_equal(own, kind, requests, 1 + (5 * seed) % 8, None if at_once else dice)
     print(f"{name} {dtype}: {dict(total)}")
 

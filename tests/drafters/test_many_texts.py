@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -157,11 +158,14 @@ def play(drafter: Drafter, budgets: list[Budget], sampling: Sampling, seed: int,
 
 
 SAMPLINGS = {"T=0": Sampling(), "T=1": Sampling(temperature=1.0, seed=3, top_k=20)}
+QUICK = [("dynamic", "T=1"), ("fixed", "T=0"), ("drawn", "T=1")]
+CASES = [
+    pytest.param(name, kind, sampling, marks=[pytest.mark.slow] * ((kind, sampling) not in QUICK))
+    for name, kind, sampling in product([*DRAFTERS, "lookup, eagle1"], BUDGETS, SAMPLINGS)
+]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("kind", BUDGETS)
-@pytest.mark.parametrize("name", [*DRAFTERS, "lookup, eagle1"])
+@pytest.mark.parametrize(("name", "kind", "sampling"), CASES)
 def test_every_row_drafts_as_if_it_were_alone(name: str, kind: str, sampling: str, made: Callable[[str], Any]) -> None:
     """Ragged updates, depths that differ, rows passed over, slots that are taken again; each text has its own noise."""
     assert sum(play(made(name), BUDGETS[kind], SAMPLINGS[sampling], seed) for seed in range(2)) > 40

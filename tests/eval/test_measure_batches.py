@@ -125,6 +125,7 @@ def test_a_small_cache_delays_admission(small: Recipe) -> None:
         measure(with_eval(narrow, max_tokens_in_cache=20), "small.yaml")
 
 
+@pytest.mark.slow
 def test_other_sizes_are_added_to_a_file(small: Recipe) -> None:
     """A run of batches goes on in the file of the run of single texts, and asked for again adds nothing."""
     path = measure(with_eval(small, temperatures=[0]), "small.yaml")
@@ -163,6 +164,7 @@ class OneLevel:
         return self.budget.within(min(levels, 1))
 
 
+@pytest.mark.slow
 def test_a_policy_is_measured_beside_its_drafter(small: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """As NAME+policy, with costs from the prompts at all sizes; the answers are the same, the drafts are its own."""
     asked: list[tuple[int, Any]] = []
@@ -185,6 +187,7 @@ def test_a_policy_is_measured_beside_its_drafter(small: Recipe, monkeypatch: pyt
     assert "chain+policy" in markdown(path) and "chain+policy" in page([path])
 
 
+@pytest.mark.slow
 def test_modelled_seconds_are_those_of_the_forwards(small: Recipe) -> None:
     """Each cycle costs its padded forward once, by texts, tokens and context, however many texts share it."""
     path = measure(with_eval(small, batch_size=[1, 4], temperatures=[0], costs=True), "small.yaml")
