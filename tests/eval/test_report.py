@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bench.batch_speed import table as batch_table
 from bench.broken_heads import table as broken_table
 from bench.decode_speed import table as decode_table
 from bench.extract_speed import table as extract_table
@@ -52,6 +53,7 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("trees.md", "loop_overhead.json", overhead_table),
         ("compare.md", "compare_tiny.json", comparison_table),
         ("goodput.md", "goodput_batches.json", goodput_table),
+        ("batches.md", "batch_speed.json", batch_table),
     ],
 )
 def test_a_page_shows_the_result_file(page: str, file: str, table: Callable[[Any], str]) -> None:
