@@ -174,7 +174,7 @@ def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[
     """`verify` for texts that were read side by side, whose choices come from the device all at once."""
     if len(rows) == 1:
         return [verify(*rows[0])]
-    at_once = [pair for pair in rows if _is_walked(*pair) and not _is_lazy(*pair)]
+    at_once = [pair for pair in rows if _is_walked(*pair) and not _is_lazy(pair[0])]
     tokens = [choose.pick_tokens(output, range(len(output.tree))) for output, choose in at_once]
     flat = iter(torch.cat(tokens).tolist() if tokens else [])
     known = {id(output): [next(flat) for _ in range(len(output.tree))] for output, _ in at_once}
@@ -186,9 +186,9 @@ def _is_walked(output: TargetOutput, choose: Choose) -> bool:
     return output.tree.laws is None and choose.sampling.lenience == 1
 
 
-def _is_lazy(output: TargetOutput, choose: Choose) -> bool:
-    """Whether choices are made one by one, because noise that is computed on a CPU takes longer than the rest."""
-    return output.logits.device.type == "cpu" and choose.noise is not None
+def _is_lazy(output: TargetOutput) -> bool:
+    """Whether choices are made one by one: on a CPU noise, and the likeliest of a vocabulary, take longer than the rest."""
+    return output.logits.device.type == "cpu"
 
 
 class _Choices(dict[int, int]):
@@ -200,7 +200,7 @@ class _Choices(dict[int, int]):
         self.choose = choose
 
     def __missing__(self, node: int) -> int:
-        nodes = [node] if _is_lazy(self.output, self.choose) else list(range(len(self.output.tree)))
+        nodes = [node] if _is_lazy(self.output) else list(range(len(self.output.tree)))
         self.update(zip(nodes, self.choose(self.output, nodes), strict=True))
         return self[node]
 

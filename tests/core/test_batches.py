@@ -296,3 +296,9 @@ class Forgiving(KnowsAnswers):
     def follows(self, row: int, tokens: list[int], root: int) -> bool:
         """Any text will do."""
         return True
+
+
+def test_choices_that_come_at_once_are_those_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator, whose choices for all texts are fetched together."""
+    monkeypatch.setattr("eagle.core.verify._is_lazy", lambda output: False)
+    assert assert_equal(bench("llama"), "trees", bench("llama").requests(8, seed=3), 4)["shared"] > 5
