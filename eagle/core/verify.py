@@ -187,7 +187,7 @@ def _is_walked(output: TargetOutput, choose: Choose) -> bool:
 
 
 def _is_lazy(output: TargetOutput) -> bool:
-    """Whether choices are made one by one: on a CPU noise, and the likeliest of a vocabulary, take longer than the rest."""
+    """Whether choices are made one by one, as on a CPU, where noise and the likeliest of a vocabulary take long."""
     return output.logits.device.type == "cpu"
 
 
