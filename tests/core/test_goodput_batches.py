@@ -106,7 +106,7 @@ def best_length(rates: Sequence[float], texts: int) -> int:
     return max(range(LEVELS + 1), key=lambda level: expected_speed([rates] * texts, [level] * texts))
 
 
-@pytest.mark.parametrize("texts", SIZES)
+@pytest.mark.parametrize("texts", [pytest.param(n, marks=[pytest.mark.slow] * (n > 4)) for n in SIZES])
 @pytest.mark.parametrize("rates", [GOOD, FAIR, BAD], ids=["good", "fair", "bad"])
 def test_it_finds_the_best_length_of_every_batch(rates: list[float], texts: int) -> None:
     """It asks for what is best by trying all lengths, and is within 3% of it, start and exploration included."""
