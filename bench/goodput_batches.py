@@ -66,7 +66,7 @@ def read_prompts(questions: Path, target: Target, count: int, new_tokens: int) -
         if task in prompts:
             prompts[task].append(target.chat(record["turns"][0]))
     room = (target.max_positions or 10**9) - new_tokens - LEVELS
-    return {task: [one for one in found if len(one) <= room][:count] for task, found in prompts.items()}
+    return {task: [prompt for prompt in of_task if len(prompt) <= room][:count] for task, of_task in prompts.items()}
 
 
 def draft_everywhere(target: Target, drafter: Drafter, prompt: list[int], answer: list[int]) -> Answer:

@@ -61,14 +61,13 @@ class Batch:
         choices: list[list[int]] = []  # by level from the deepest, by the most texts there may be: the best number
         worth = [0.0] * (len(self.texts) + 1)  # of this level and those below it, by the most texts there may be
         for level in reversed(range(deepest)):
-            here, best, number = [], worth[0], 0
-            numbers = []
+            bests, best, numbers, number = [], worth[0], [], 0
             for count, gain in enumerate(self._gains(level, price)):
                 if count and gain + worth[count] > best:
                     best, number = gain + worth[count], count
-                here.append(best)
+                bests.append(best)
                 numbers.append(number)
-            worth = here
+            worth = bests
             choices.append(numbers)
         counts, most = [], len(self.texts)
         for numbers in reversed(choices):

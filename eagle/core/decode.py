@@ -33,7 +33,7 @@ def generate(target: Target, drafter: Drafter, prompt: Any, **options: Any) -> A
     """
     rows = prompt_rows(prompt, options.get("batch_size"))
     if rows is None:
-        trace = options.setdefault("trace", None) or Trace([])
+        trace = options.get("trace") or Trace([])
         for _ in stream(target, drafter, prompt, **{**options, "trace": trace}):
             pass
         return trace
@@ -73,10 +73,10 @@ def stream(
     prompts = [token_ids(prompt)] if rows is None else rows
     samplings = list_values("sampling", Sampling() if sampling is None else sampling, len(prompts))
     limits = list_values("max_new_tokens", max_new_tokens, len(prompts))
-    for one in samplings or [Sampling()]:
-        check_call(target, drafter, one, budget)
+    for row_sampling in samplings or [Sampling()]:
+        check_call(target, drafter, row_sampling, budget)
     if not isinstance(sampling, (list, tuple)):
-        samplings = [replace(one, request=one.request + number) for number, one in enumerate(samplings)]
+        samplings = [replace(shared, request=shared.request + number) for number, shared in enumerate(samplings)]
     traces = list_traces([trace] if rows is None and trace is not None else trace, len(prompts))
     most = None if max_tokens_in_cache is None else positive_int("max_tokens_in_cache", max_tokens_in_cache)
     decoding = Decoding(
@@ -88,8 +88,10 @@ def stream(
         timing=timing,
     )
     try:
-        for number, (row, one, limit, written) in enumerate(zip(prompts, samplings, limits, traces, strict=True)):
-            decoding.add(number, row, one, positive_int("max_new_tokens", limit), written, stop=stop)
+        for number, (row, row_sampling, limit, written) in enumerate(
+            zip(prompts, samplings, limits, traces, strict=True)
+        ):
+            decoding.add(number, row, row_sampling, positive_int("max_new_tokens", limit), written, stop=stop)
     except ValueError:
         decoding.close()
         raise
