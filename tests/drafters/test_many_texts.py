@@ -158,9 +158,14 @@ def play(drafter: Drafter, budgets: list[Budget], sampling: Sampling, seed: int,
 
 
 SAMPLINGS = {"T=0": Sampling(), "T=1": Sampling(temperature=1.0, seed=3, top_k=20)}
-QUICK = [("dynamic", "T=1"), ("fixed", "T=0"), ("drawn", "T=1")]
+QUICK = [
+    *product(("eagle1", "eagle3", "draft model"), [("dynamic", "T=1")]),
+    ("eagle1", ("drawn", "T=1")),
+    ("eagle3", ("fixed", "T=0")),
+    ("draft model, longrope", ("fixed", "T=0")),
+]
 CASES = [
-    pytest.param(name, kind, sampling, marks=[pytest.mark.slow] * ((kind, sampling) not in QUICK))
+    pytest.param(name, kind, sampling, marks=[pytest.mark.slow] * ((name, (kind, sampling)) not in QUICK))
     for name, kind, sampling in product([*DRAFTERS, "lookup, eagle1"], BUDGETS, SAMPLINGS)
 ]
 
