@@ -73,13 +73,8 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def pin(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor in memory from which that device copies while it computes, where it does so."""
-    return tensor.pin_memory() if device.type in PINNED and tensor.device.type == "cpu" else tensor
-
-
 def to_host(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors of one dtype in host memory, by one transfer for which the host waits: in decoding it waits here alone."""
+    """Tensors of one dtype in host memory, by one transfer, for which the host waits: decoding waits here alone."""
     if len(parts) == 1:
         return [parts[0].cpu()]
     flat = torch.cat([part.flatten() for part in parts]).cpu() if parts else torch.empty(0)
@@ -88,5 +83,7 @@ def to_host(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def pick_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
-    """Some rows of [B, ..], in ascending order, without waiting; all of them without a copy."""
-    return tensor if len(rows) == len(tensor) else tensor[upload(torch.tensor(rows), tensor.device)]
+    """These rows of [B, ..], without waiting; all of them, in their order, without a copy."""
+    if len(rows) == len(tensor) and list(rows) == list(range(len(rows))):
+        return tensor
+    return tensor[upload(torch.tensor(rows), tensor.device)]

@@ -241,7 +241,9 @@ def _reduced(func: Any) -> Callable[..., Any]:
     def product(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(outside):
             dtype = torch.get_autocast_dtype(NAME)
-            return func(*tree_map(lambda leaf: _cast(leaf, dtype), args), **tree_map(lambda leaf: _cast(leaf, dtype), kwargs))
+            return func(
+                *tree_map(lambda leaf: _cast(leaf, dtype), args), **tree_map(lambda leaf: _cast(leaf, dtype), kwargs)
+            )
 
     return product
 
