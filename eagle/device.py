@@ -1,8 +1,8 @@
-"""The best device, its fastest dtype and number of threads, and casting modules."""
+"""The best device, its fastest dtype and number of threads, casting modules, and what crosses to a device and back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from statistics import median
 from time import perf_counter
@@ -10,6 +10,9 @@ from timeit import repeat
 from typing import Any
 
 import torch
+from torch import Tensor
+
+PINNED = {"cuda"}  # devices that copy from page-locked memory while they compute
 
 
 def best_device() -> str:
@@ -63,3 +66,24 @@ def in_dtype(module: Any, dtype: torch.dtype) -> Any:
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
     return module
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device, for which the host does not wait."""
+    return tensor.to(device, non_blocking=True)
+
+
+def to_host(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of one dtype in host memory, by one transfer, for which the host waits: decoding waits here alone."""
+    if len(parts) == 1:
+        return [parts[0].cpu()]
+    flat = torch.cat([part.flatten() for part in parts]).cpu() if parts else torch.empty(0)
+    pieces = flat.split([part.numel() for part in parts])
+    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+
+
+def pick_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """These rows of [B, ..], without waiting; all of them, in their order, without a copy."""
+    if len(rows) == len(tensor) and list(rows) == list(range(len(rows))):
+        return tensor
+    return tensor[upload(torch.tensor(rows), tensor.device)]

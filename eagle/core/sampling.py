@@ -14,6 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from eagle.device import upload
+
 # Fields of a generation config that `default_sampling` follows; fields in none of these sets are refused by name.
 WARPED = {"do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
 # fields of which transformers makes processors, which `Sampling.from_processors` refuses
@@ -121,7 +123,7 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
 
 def penalise(row: Tensor, text: Sequence[int], penalty: float) -> Tensor:
     """Logits [V] with a repetition penalty on every token of `text`."""
-    seen = torch.tensor(sorted(set(text)), device=row.device)
+    seen = upload(torch.tensor(sorted(set(text))), row.device)
     scores = row[seen]
     return row.index_copy(0, seen, torch.where(scores < 0, scores * penalty, scores / penalty))
 

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eagle.device import pick_rows
+
 Paths = tuple[tuple[int, ...], ...]
 """The shape of a tree: for every node but the root, the ranks of the children on the path to it."""
 
@@ -168,4 +170,4 @@ class TargetOutput:
 
     def features_at(self, path: Sequence[int]) -> Tensor | None:
         """[len(path), L, D], None without taps."""
-        return None if self.features is None else self.features[list(path)]
+        return None if self.features is None else pick_rows(self.features, path)

@@ -16,6 +16,7 @@ from torch import Tensor
 from eagle.core.noise import Noise, mix64
 from eagle.core.sampling import Sampling, penalise, warp
 from eagle.core.tree import DraftTree, TargetOutput
+from eagle.device import pick_rows, to_host, upload
 
 Coin = Callable[[float], bool]
 Pick = Callable[[Tensor], int]
@@ -56,7 +57,7 @@ class Choose:
 
     def __call__(self, output: TargetOutput, nodes: Sequence[int]) -> list[int]:
         """The tokens chosen after `nodes`."""
-        return self.pick_tokens(output, nodes).tolist()
+        return to_host([self.pick_tokens(output, nodes)])[0].tolist()
 
     def pick_tokens(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
         """[len(nodes)], the tokens chosen after `nodes`, on the device of the logits."""
@@ -88,13 +89,12 @@ class Choose:
         """A token sampled from probs [V]."""
         cumulative = probs.cumsum(-1)
         token = torch.searchsorted(cumulative, self.dice.random() * cumulative[-1:], right=True)
-        return min(int(token), int(probs.nonzero()[-1]))
+        last = len(probs) - 1 - (probs.flip(0) > 0).int().argmax()
+        return int(to_host([torch.minimum(token, last)])[0])
 
     def _penalised_logits(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
         """[len(nodes), V], logits after the repetition penalty, in fp32 or fp64."""
-        nodes = list(nodes)
-        all_nodes = nodes == list(range(len(output.logits)))  # then nothing need be copied
-        logits = output.logits if all_nodes else output.logits[nodes]
+        logits = pick_rows(output.logits, nodes)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         penalty = self.sampling.repetition_penalty
         if penalty == 1:
@@ -176,8 +176,7 @@ def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[
         return [verify(*rows[0])]
     at_once = [pair for pair in rows if _is_walked(*pair) and not _is_lazy(pair[0])]
     tokens = [choose.pick_tokens(output, range(len(output.tree))) for output, choose in at_once]
-    flat = iter(torch.cat(tokens).tolist() if tokens else [])
-    known = {id(output): [next(flat) for _ in range(len(output.tree))] for output, _ in at_once}
+    known = {id(pair[0]): chosen.tolist() for pair, chosen in zip(at_once, to_host(tokens), strict=True)}
     return [verify(output, choose, known.get(id(output))) for output, choose in rows]
 
 
@@ -216,15 +215,17 @@ def sample_tree(
         rejected: list[int] = []
         for child in children[path[-1]]:
             draft_probs = _remove_tokens(tree.laws[child].to(residual), rejected)
-            if not draft_probs[tokens[child]] > 0:
-                break  # the draft's probs have underflowed, for this sibling and for later ones
             remainder = (residual - lenience * draft_probs).clamp_(min=0)
-            odds = residual[tokens[child]] / (lenience * draft_probs[tokens[child]])
+            mass = remainder.sum()
+            numbers = torch.stack([residual[tokens[child]], draft_probs[tokens[child]], mass])
+            target_prob, draft_prob, remains = to_host([numbers])[0].unbind()
+            if not draft_prob > 0:
+                break  # the draft's probs have underflowed, for this sibling and for later ones
             # nothing remains only if both distributions are equal and rounding alone kept the odds below one
-            if coin(min(1.0, float(odds))) or not remainder.any():
+            if coin(min(1.0, float(target_prob / (lenience * draft_prob)))) or not remains > 0:
                 accepted = child
                 break
-            residual = remainder / remainder.sum()
+            residual = remainder / mass
             rejected.append(tokens[child])
         if accepted is None:
             return path, pick(residual)
@@ -235,7 +236,7 @@ def _remove_tokens(probs: Tensor, tokens: list[int]) -> Tensor:
     """The probs [V] without these tokens, renormalised."""
     if not tokens:
         return probs
-    rest = probs.index_fill(0, torch.tensor(tokens, device=probs.device), 0)
+    rest = probs.index_fill(0, upload(torch.tensor(tokens), probs.device), 0)
     return rest / rest.sum()
 
 
@@ -253,26 +254,29 @@ def sample_block(tree: DraftTree, target_probs: Probs, coin: Coin, pick: Pick) -
         remainders.append((weights[-1] * target[node - 1] - draft[node]).clamp_(min=0))
         token = tokens[node]
         weights.append((weights[-1] * target[node - 1][token] / draft[node][token]).clamp(max=1))
+    masses = [remainder.sum() for remainder in remainders]
+    mass, weight = to_host([torch.stack([*masses, *weights])])[0].split([last, last + 1])
     for node in range(last, 0, -1):
         if node == last:
-            odds = weights[last]
+            odds = weight[last]
         else:
-            mass = remainders[node].sum()
-            odds = mass / (mass + 1 - weights[node]) if mass > 0 else mass
+            odds = mass[node] / (mass[node] + 1 - weight[node]) if mass[node] > 0 else mass[node]
         if coin(float(odds)):
             break
     else:
         node = 0
-    remainder = target[last] if node == last else remainders[node]
-    return list(range(node + 1)), pick(remainder / remainder.sum() if remainder.any() else target[node])
+    if node == last:
+        return list(range(node + 1)), pick(target[last])
+    return list(range(node + 1)), pick(remainders[node] / masses[node] if mass[node] > 0 else target[node])
 
 
 def walk_leniently(tree: DraftTree, target_probs: Probs, lenience: float) -> tuple[list[int], int]:
     """Greedy with lenience (lossy): step to the likeliest child of at least `lenience` times the top probability."""
     tokens, children, path = tree.tokens.tolist(), tree.children(), [0]
     while True:
-        probs = target_probs(path[-1])
-        child = max(children[path[-1]], key=lambda node: float(probs[tokens[node]]), default=None)
-        if child is None or probs[tokens[child]] < lenience * probs.max():
-            return path, int(probs.argmax())
-        path.append(child)
+        probs, nodes = target_probs(path[-1]), children[path[-1]]
+        drafted = upload(torch.tensor([tokens[node] for node in nodes], dtype=torch.long), probs.device)
+        best, *drafted_probs = to_host([torch.cat([probs.amax(0, keepdim=True), probs[drafted]])])[0].tolist()
+        if not nodes or max(drafted_probs) < lenience * best:
+            return path, int(to_host([probs.argmax()])[0])
+        path.append(nodes[drafted_probs.index(max(drafted_probs))])

@@ -46,14 +46,17 @@ class Batch:
         """[N, len(taps), D], the features of these taps."""
         if taps == self.taps:
             return self.features
-        return self.features[:, [self.taps.index(tap) for tap in taps]]
+        return torch.stack([self.features[:, self.taps.index(tap)] for tap in taps], dim=1)
 
     def pin_memory(self) -> Batch:
-        """A copy in pinned host memory, from which an accelerator copies while it computes."""
-        return replace(self, tokens=self.tokens.pin_memory(), features=self.features.pin_memory())
+        """A copy in pinned host memory, from which an accelerator copies while it computes; what is there stays."""
+        tokens, features = (
+            tensor.pin_memory() if tensor.device.type == "cpu" else tensor for tensor in (self.tokens, self.features)
+        )
+        return replace(self, tokens=tokens, features=features)
 
     def to(self, device: torch.device) -> Batch:
-        """A copy with tokens and features on another device."""
+        """A copy with tokens and features on another device, for which the host does not wait."""
         tokens, features = (tensor.to(device, non_blocking=True) for tensor in (self.tokens, self.features))
         return replace(self, tokens=tokens, features=features)
 

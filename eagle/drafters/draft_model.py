@@ -21,6 +21,7 @@ from eagle.core.budget import Budget
 from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.core.tree import Paths
 from eagle.data.examples import Batch
+from eagle.device import upload
 from eagle.drafters.parts.blocks import head_shape
 from eagle.drafters.parts.growth import level_rows
 from eagle.drafters.parts.model_state import ModelState
@@ -97,7 +98,7 @@ class DraftModel(TrainableDrafter):
         if getattr(output, "bias", None) is not None or getattr(self.shape, "logit_scale", None):
             raise ValueError(f"a {self.shape.model_type} cannot be distilled here: its LM head has a bias or a scale")
         own = OwnHead(output.weight[:size].to(frozen.weight.dtype))
-        before = (batch.loss_mask.nonzero()[:, 0] - 1).to(batch.tokens.device, non_blocking=True)
+        before = upload(batch.loss_mask.nonzero()[:, 0] - 1, batch.tokens.device)
         student, divergence = self._states(batch).index_select(0, before), self.settings.divergence
         teacher: Tensor
         teacher_head: LanguageHead

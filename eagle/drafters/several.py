@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from eagle.core.budget import Budget
 from eagle.core.drafter import Committed, Drafter, Noise, Reads
 from eagle.core.tree import DraftTree
+from eagle.device import upload
 
 
 class FirstOf(Drafter):
@@ -78,7 +81,9 @@ class SeveralState:
 
 def _restrict(update: Committed, places: list[int], choices: int) -> Committed:
     """The update with the features at some places and so many choices alone."""
-    features = update.features[:, places] if places and update.features is not None else None
+    features = None
+    if places and update.features is not None:
+        features = update.features.index_select(1, upload(torch.tensor(places), update.features.device))
     if update.choices is None or not choices:
         return replace(update, features=features, tree=None, choices=None)
     return replace(update, features=features, choices=update.choices[:, :choices])

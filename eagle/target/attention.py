@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from eagle.device import upload
+
 
 def grouped_attention(
     module: nn.Module,
@@ -99,7 +101,8 @@ class Masks:
 
     def _additive(self, starts: Sequence[int], positions: Tensor, seen: Tensor, window: int | None) -> Tensor:
         """[B, 1, G * N, S]: 0 where a column is seen, the lowest number where it is not."""
-        lowest, (_, count, new), device = torch.finfo(self.dtype).min, seen.shape, seen.device
+        lowest, (_, count, new), device = torch.finfo(self.dtype).min, seen.shape, self.device
+        seen = upload(seen, device)
         mask = torch.zeros(len(starts), count, max(starts) + new, dtype=self.dtype, device=device)
         if min(starts) == max(starts):
             mask[:, :, starts[0] :].masked_fill_(~seen, lowest)
@@ -108,13 +111,13 @@ class Masks:
                 row[:, start : start + new].masked_fill_(own, lowest)
                 row[:, start + new :] = lowest
         if window is not None:  # distance counts positions: siblings share one
-            positions = positions.to(device)
+            positions = upload(positions, device)
             columns = torch.arange(mask.shape[2], device=device).repeat(len(starts), 1)
             for row, start in enumerate(starts):
                 columns[row, start : start + new] = positions[row]
             mask.masked_fill_(positions[:, -count:, None] - columns[:, None] >= window, lowest)
         mask = mask if self.groups == 1 else mask.repeat(1, self.groups, 1)
-        return mask[:, None].to(self.device)
+        return mask[:, None]
 
 
 def why_no_trees(model: Any, config: Any) -> str | None:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from eagle.device import pick_rows, upload
+
 LEAST = 64  # columns of a first allocation
 
 
@@ -34,7 +36,7 @@ class Rows:
             rows = cache.flat_rows(columns, buffer)
             buffer.view(-1, width).index_copy_(0, rows, new.reshape(-1, width))
         held = held.narrow(2, 0, end)
-        return held if cache.is_dense else held[cache.slots]
+        return held if cache.is_dense else pick_rows(held, cache.slots)
 
     def resize(self, slots: int, columns: int) -> None:
         """Give the buffer these sizes and keep what fits; nothing where nothing was written yet."""
@@ -107,7 +109,7 @@ class SlotCache:
         if key not in self.flat:
             first = torch.tensor(self.slots)[:, None, None] * heads + torch.arange(heads)[:, None]
             places = torch.tensor(self.starts)[:, None, None] + torch.arange(count)
-            self.flat[key] = (first * held + places).flatten().to(buffer.device, non_blocking=True)
+            self.flat[key] = upload((first * held + places).flatten(), buffer.device)
         return self.flat[key]
 
     @torch.inference_mode()
@@ -131,8 +133,9 @@ class SlotCache:
             heads, columns = buffer.shape[1:3]
             if (heads, columns) not in rows:
                 first = (slots[:, None] * heads + torch.arange(heads)) * columns
-                both = torch.stack([first + origin[:, None], first + place[:, None]]).flatten(1).to(buffer.device)
-                rows[heads, columns] = both[0], both[1]
+                both = torch.stack([first + origin[:, None], first + place[:, None]]).flatten(1)
+                before, after = upload(both, buffer.device)
+                rows[heads, columns] = before, after
             flat, (before, after) = buffer.view(-1, buffer.shape[3]), rows[heads, columns]
             flat.index_copy_(0, after, flat.index_select(0, before))
 
@@ -140,10 +143,12 @@ class SlotCache:
     def swap(self, one: int, other: int) -> None:
         """Exchange two slots."""
         if one != other:
-            both, length = [one, other], max(self.lengths[one], self.lengths[other])
+            length = max(self.lengths[one], self.lengths[other])
             for buffer in (rows.buffer for rows in self.buffers if rows.buffer.shape[2]):
-                columns = min(length, buffer.shape[2])
-                buffer[both, :, :columns] = buffer[both[::-1], :, :columns]
+                first, second = buffer[one, :, :length], buffer[other, :, :length]
+                before = first.clone()
+                first.copy_(second)
+                second.copy_(before)
             self.lengths[one], self.lengths[other] = self.lengths[other], self.lengths[one]
 
     @torch.inference_mode()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from eagle.device import upload
 from eagle.target.attention import GROUPED, SWITCH, Masks, can_group, layer_windows, why_no_trees
 from eagle.target.cache import TreeCache
 from eagle.target.twin import share_weights
@@ -48,7 +49,7 @@ class TreeReader:
         attention = self.settings.get(SWITCH)
         self.settings[SWITCH] = vars(self.config).get(SWITCH)
         try:
-            return self.model.base_model(input_ids=tokens.to(self.masks.device), use_cache=False).last_hidden_state
+            return self.model.base_model(input_ids=upload(tokens, self.masks.device), use_cache=False).last_hidden_state
         finally:
             self.settings[SWITCH] = attention
 
@@ -60,8 +61,8 @@ class TreeReader:
         device, count = self.masks.device, tokens.shape[1]
         starts = [start - (positions.shape[1] - count) for start in cache.starts]
         return self.model.base_model(
-            input_ids=tokens.to(device),
-            position_ids=positions[:, -count:].to(device),
+            input_ids=upload(tokens, device),
+            position_ids=upload(positions[:, -count:], device),
             attention_mask=self.masks(starts, positions, seen),
             past_key_values=cache,
             use_cache=True,

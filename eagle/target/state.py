@@ -15,6 +15,7 @@ from torch import Tensor
 from eagle.core.drafter import Committed
 from eagle.core.tree import DraftTree, TargetOutput, stack_trees
 from eagle.core.verify import Choose
+from eagle.device import pick_rows
 from eagle.target.cache import TreeCache
 
 PREFILL_CHUNK = 1024  # tokens of a prompt's forward, padding included
@@ -193,7 +194,7 @@ class TargetState:
         for row, slot, size in zip(rows, slots, sizes, strict=True):
             self.texts[slot] += tokens[row]
             self.cache.lengths[slot] += size
-        last = hidden[:, -1] if min(sizes) == count else hidden[range(len(rows)), [size - 1 for size in sizes]]
+        last = pick_rows(hidden.flatten(0, 1), [number * count + size - 1 for number, size in enumerate(sizes)])
         return dict(zip(rows, self.target.head.logits(last), strict=True))
 
     @torch.inference_mode()
@@ -218,10 +219,8 @@ class TargetState:
         tokens, seen = stack_trees([tree for _, tree in trees])
         padded = [own + own[:1] * (count - len(own)) for own in places]  # padding stands where the root does
         hidden, states = self._forward(slots, tokens, torch.tensor(padded), seen)
-        hidden = hidden.flatten(0, 1)
-        if min(sizes) < count:
-            hidden = hidden[[number * count + node for number, size in enumerate(sizes) for node in range(size)]]
-        logits = self.target.head.logits(hidden).split(sizes)
+        nodes = [number * count + node for number, size in enumerate(sizes) for node in range(size)]
+        logits = self.target.head.logits(pick_rows(hidden.flatten(0, 1), nodes)).split(sizes)
         outputs = {}
         for number, (row, tree) in enumerate(trees):
             features = None if states is None else states[number, :, : len(tree)].transpose(0, 1)

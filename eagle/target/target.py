@@ -187,7 +187,7 @@ class Target:
         """[B, T, L, D], tapped states of right-padded tokens [B, T], by one plain forward without a cache."""
         self.check_taps(taps)
         with self.lock, self.reader.tapping(taps) as tapped:
-            tapped[-1] = self.reader.read_texts(tokens.to(self.device))
+            tapped[-1] = self.reader.read_texts(tokens)
         states = [tapped[tap].to(self.device, dtype) for tap in taps if tap in tapped]
         if len(states) < len(taps) or any(state.shape != states[0].shape for state in states):
             shapes = {tap: tuple(state.shape) for tap, state in tapped.items()}

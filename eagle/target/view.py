@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from eagle.device import upload
 from eagle.target.borrowed import is_close
 from eagle.target.cache import TreeCache
 from eagle.target.reader import FAILURES, TreeReader
@@ -38,7 +39,7 @@ class TargetView:
     @torch.inference_mode()
     def embed(self, tokens: Tensor) -> Tensor:
         """[N, D], the first layer's input at tokens [N]."""
-        return self.head.embed(tokens.to(self.device))
+        return self.head.embed(upload(tokens, self.device))
 
     @torch.inference_mode()
     def run_layers(
@@ -71,11 +72,11 @@ class TargetView:
         additive: Any = masks(cache.starts, torch.tensor([positions]), None)
         if mask is not None:
             additive = torch.zeros(mask.shape, dtype=masks.dtype, device=masks.device)
-            additive = additive.masked_fill_(~mask.to(masks.device), torch.finfo(masks.dtype).min)[None, None]
+            additive = additive.masked_fill_(~upload(mask, masks.device), torch.finfo(masks.dtype).min)[None, None]
             additive = additive if len(masks.windows) == 1 else dict.fromkeys(masks.windows, additive)
         return self.reader.model.base_model(
             inputs_embeds=hidden[None],
-            position_ids=torch.tensor([positions], device=self.device),
+            position_ids=upload(torch.tensor([positions]), self.device),
             attention_mask=additive,
             past_key_values=cache,
             use_cache=True,

@@ -21,6 +21,7 @@ from torch import Tensor
 from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.core.tree import PUBLISHED_TREE, chain_paths
 from eagle.data.examples import Batch, Features, collate, run_ahead, trim_mask
+from eagle.device import PINNED
 from eagle.disk import lock_folder
 from eagle.drafters.parts.validation import add_sums, figures
 from eagle.formats.checkpoint import save_head
@@ -144,7 +145,7 @@ class _Run:
             tokens += len(batch.tokens)
             sums = sums + torch.stack([loss.detach().float() for loss in losses.values()]) * weights[part]
         norm = self._update().to(sums.device) / accelerator.num_processes  # the same on all; the log sums them
-        self.window.append((number, torch.cat([norm[None], sums.new_tensor([tokens]), sums])))
+        self.window.append((number, torch.cat([norm[None], sums.new_full((1,), tokens), sums])))
 
     def _update(self) -> Tensor:
         """Clip the gradients and, if they are finite, step; returns their norm."""
@@ -183,7 +184,7 @@ class _Run:
         examples = self.features.read(indices)
         examples = [replace(example, loss_mask=gate_mask(example.loss_mask, gate)) for example in examples]
         batch = collate(examples, self.features.taps, seeds)
-        return batch.pin_memory() if self.accelerator.device.type == "cuda" else batch
+        return batch.pin_memory() if self.accelerator.device.type in PINNED else batch
 
     def print(self, line: str) -> None:
         """Print a line on the main process."""

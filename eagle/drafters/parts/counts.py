@@ -19,6 +19,7 @@ from torch import Tensor
 from eagle.core.budget import Budget
 from eagle.core.drafter import Committed, Drafter, Noise
 from eagle.core.tree import DraftTree
+from eagle.device import upload
 from eagle.disk import write_tensors, write_text
 from eagle.drafters.parts.growth import grow
 from eagle.target.target import Target
@@ -162,7 +163,7 @@ class CountText:
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """A tree of the budget's kind."""
         self.length += len(update.tokens)
-        logits = self.drafter.logits(torch.tensor([update.root], device=self.drafter.device))[0]
+        logits = self.drafter.logits(upload(torch.tensor([update.root]), torch.device(self.drafter.device)))[0]
         return grow(update.root, logits, self._level, budget, self.noise, self.length + 1, sharpness=SHARPNESS)
 
     def _level(self, depth: int, tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:

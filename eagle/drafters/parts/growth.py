@@ -14,6 +14,7 @@ from torch import Tensor
 from eagle.core.budget import Budget
 from eagle.core.drafter import Noise
 from eagle.core.tree import DraftTree, Paths
+from eagle.device import pick_rows, to_host, upload
 from eagle.drafters.parts.scoring import SHARPNESS, ChildScorer, Seed
 
 
@@ -93,7 +94,7 @@ def grow_rows(
         grow_group = _likeliest if budget.paths is None else _fill_plan
         grown += grow_group(_Rows(seeds, rows), first, level, scorer)
     trees = [DraftTree.chain([seed.root]) if seed.budget.is_empty else None for seed in seeds]
-    for part, columns in zip(grown, _to_host([part.columns for part in grown]), strict=True):
+    for part, columns in zip(grown, to_host([part.columns for part in grown]), strict=True):
         for number, row in enumerate(part.rows):
             trees[row] = part.tree(seeds[row].root, number, columns[number])
     return [tree for tree in trees if tree is not None]
@@ -103,15 +104,6 @@ def _kind(seed: Seed) -> object:
     """What rows that grow together have in common: all of a budget but its depth, and whether noise is known."""
     budget = seed.budget
     return budget.nodes, budget.top_k, budget.paths, budget.draw, budget.sharpness, seed.noise is None
-
-
-def _to_host(parts: list[Tensor]) -> list[Tensor]:
-    """Integers of any shapes, in one transfer."""
-    if len(parts) == 1:
-        return [parts[0].cpu()]
-    sizes = [part.numel() for part in parts]
-    flat = torch.cat([part.flatten() for part in parts]).cpu() if parts else torch.zeros(0)
-    return [piece.view(part.shape) for piece, part in zip(flat.split(sizes), parts, strict=True)]
 
 
 class _Rows:
@@ -151,11 +143,6 @@ class _Grown:
             return DraftTree(tokens, self.parents, None if self.probs is None else self.probs[number])
         tokens, parents, bits = torch.cat([torch.tensor([[root], [-1], [0]]), columns], dim=1)
         return DraftTree(tokens, parents, likelihoods=bits.int().view(torch.float32))
-
-
-def pick_rows(part: Tensor, numbers: list[int]) -> Tensor:
-    """Some rows of [B, ..]; all of them without a copy."""
-    return part if len(numbers) == len(part) else part[torch.tensor(numbers).to(part.device, non_blocking=True)]
 
 
 def _likeliest(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScorer) -> list[_Grown]:
@@ -237,7 +224,7 @@ def _plan(paths: Paths, depth: int, device: torch.device) -> tuple[list[Rung], T
         seen = torch.cat([seen[rows[chosen]], torch.eye(len(read), dtype=torch.bool)], dim=1)
         best = int(ranks.max()) + 1
         parts = rows, rows * best + ranks, chosen, rows[chosen], seen
-        rungs.append(Rung(best, *(part.to(device) for part in parts)))
+        rungs.append(Rung(best, *(upload(part, device) for part in parts)))
         parents += [place[path[:-1]] for path in nodes]
         place |= {path: len(place) + index for index, path in enumerate(nodes)}
         if not read:

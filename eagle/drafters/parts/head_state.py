@@ -14,8 +14,9 @@ from torch.nn.utils.rnn import pad_sequence
 from eagle.core.budget import Budget
 from eagle.core.drafter import Committed, Noise, TargetHead
 from eagle.core.tree import DraftTree
+from eagle.device import pick_rows
 from eagle.drafters.parts.blocks import Cache
-from eagle.drafters.parts.growth import grow_rows, level_mask, pick_rows
+from eagle.drafters.parts.growth import grow_rows, level_mask
 from eagle.drafters.parts.scoring import Seed
 from eagle.target.cache import SlotCache
 

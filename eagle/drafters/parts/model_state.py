@@ -14,6 +14,7 @@ from torch import Tensor
 from eagle.core.budget import Budget
 from eagle.core.drafter import Committed, Noise
 from eagle.core.tree import DraftTree
+from eagle.device import to_host
 from eagle.drafters.parts.growth import grow_rows
 from eagle.drafters.parts.head_state import split_ragged
 from eagle.drafters.parts.scoring import Seed
@@ -139,10 +140,8 @@ class ModelState:
     def _drafted(self, rows: list[int]) -> dict[int, list[list[list[int]]]]:
         """Each row's levels as lists, all in one transfer."""
         parts = [part for row in rows for level in self.levels[row] for part in level]
-        values = iter(torch.cat(parts).tolist() if parts else [])
-        return {
-            row: [[list(islice(values, len(part))) for part in level] for level in self.levels[row]] for row in rows
-        }
+        values = iter(to_host(parts))
+        return {row: [[part.tolist() for part in islice(values, 2)] for _ in self.levels[row]] for row in rows}
 
 
 def _confirm_rows(levels: list[list[list[int]]], tokens: list[int]) -> list[int]:
