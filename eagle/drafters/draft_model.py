@@ -27,7 +27,7 @@ from eagle.drafters.parts.growth import level_rows
 from eagle.drafters.parts.model_state import ModelState
 from eagle.drafters.parts.objectives import Kind, LanguageHead, Objective, OwnHead, distillation_loss
 from eagle.drafters.parts.validation import validate_batch
-from eagle.target.cache import TreeCache
+from eagle.target.cache import NoCache, TreeCache
 from eagle.target.loading import load_model, tokenizer_of
 from eagle.target.target import Target
 
@@ -116,7 +116,9 @@ class DraftModel(TrainableDrafter):
     def _states(self, batch: Batch) -> Tensor:
         """[N, H], what its LM head reads at every token."""
         slots = pad_sequence(list(batch.tokens.split(batch.lengths)), batch_first=True)
-        states = self.model.base_model(input_ids=self.clip_to_vocab(slots), use_cache=False).last_hidden_state
+        cache = NoCache(self.model.config.get_text_config().num_hidden_layers)
+        output = self.model.base_model(input_ids=self.clip_to_vocab(slots), past_key_values=cache, use_cache=False)
+        states = output.last_hidden_state
         return torch.cat([row[:length] for row, length in zip(states, batch.lengths, strict=True)])
 
     def clip_to_vocab(self, tokens: Tensor) -> Tensor:

@@ -204,3 +204,31 @@ class _Layer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+
+class NoCache(Cache):
+    """Keeps nothing: a model that is given none at all looks for packed texts, and the host waits for the answer."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(layers=[_Nothing() for _ in range(num_layers)])
+
+
+class _Nothing(CacheLayerMixin):
+    """One layer's new keys and values, and no others."""
+
+    is_sliding = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1

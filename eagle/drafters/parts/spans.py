@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
+from eagle.device import upload
+
 # rows of one product, half of whose own square is wasted; at 1,024 rows of 4 heads of 64 forward and backward take
 # 24 / 30 / 35 ms with 64 / 128 / 256 rows in fp32, 12.6 / 10.4 / 10.2 ms in bf16; PyTorch's fused attention 30 and 22
 PIECE = {torch.float32: 64, torch.float64: 64}
@@ -45,7 +47,7 @@ class Spans:
     def block_mask(self) -> Any:
         """Whom each wanted row sees of all texts, as fused attention needs it."""
         begins = torch.cat([torch.full((stop - start,), begin) for begin, start, stop in self.runs])
-        rows, begins = self.rows, begins.to(self.rows.device)
+        rows, begins = self.rows, upload(begins, self.rows.device)
 
         def sees(batch: Tensor, head: Tensor, at: Tensor, place: Tensor) -> Tensor:
             return (begins[at] <= place) & (place <= rows[at])
