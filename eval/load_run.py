@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,7 +23,7 @@ from eagle.formats.checkpoint import load_drafter
 from eagle.recipe import BudgetSection, MeasuredSection, Recipe
 from eagle.target.target import Target
 from eval.prompts import Question, encode_prompt, question_sets
-from eval.results import commit
+from eval.results import commit, device_name
 
 HEAD = ("config.json", "model.safetensors")
 POLICY_PROMPTS = 16  # on which the costs of a policy are measured
@@ -131,8 +130,6 @@ def describe_run(
     recipe: Recipe, target: Target, drafters: dict[str, MeasuredDrafter], processes: int = 1
 ) -> dict[str, Any]:
     """What decides the answers and their time; rows made by anything else do not go into the same file."""
-    device = best_device()
-    name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
     together = f", {processes} processes" if processes > 1 else ""
     most = recipe.eval.max_tokens_in_cache
     return {
@@ -144,7 +141,7 @@ def describe_run(
         "sets": question_sets(recipe),
         "new_tokens": recipe.eval.max_new_tokens,
         **({} if most is None else {"max_tokens_in_cache": most}),
-        "machine": f"{name}, {torch.get_num_threads()} threads{together}",
+        "machine": f"{device_name(best_device())}, {torch.get_num_threads()} threads{together}",
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "commit": commit(),
