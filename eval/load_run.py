@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -71,6 +72,7 @@ def settle_threads(target: Target, header: dict[str, Any] | None = None) -> None
     earlier = re.search(r", (\d+) threads", str((header or {}).get("machine")))
     if earlier:
         torch.set_num_threads(int(earlier[1]))
+        print(f"threads: {earlier[1]}, with which these results were begun; --again chooses anew", file=sys.stderr)
     elif target.device.type == "cpu":
         tokens = torch.ones(1, 4, dtype=torch.long)
         with torch.inference_mode():

@@ -47,7 +47,6 @@ def run(stages: dict[str, list[str]]) -> None:
     left, right = torch.ones(512, 256), torch.ones(256, 1024)  # as large as the matrices that are trained
     threads = choose_threads(lambda: [left @ right for _ in range(8)])
     env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    print(f"threads: {threads}, by timing; OMP_NUM_THREADS sets the most that are tried")
     for number, (title, command) in enumerate(stages.items(), start=1):
         print(f"\n[{number}/{len(stages)}] {title}", flush=True)
         process = subprocess.run([sys.executable, *command], cwd=ROOT, env=env)
