@@ -111,7 +111,7 @@ class Rehearsal:
             with log.open("a") as out:
                 start = perf_counter()
                 process = subprocess.Popen(words, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
-                _, status, used = os.wait4(process.pid, 0)  # which tells the memory of this process alone
+                _, status, used = os.wait4(process.pid, 0)  # which tells the peak of this process, or ours
             process.returncode = os.waitstatus_to_exitcode(status)
             row["seconds"] += round(perf_counter() - start, 1)
             row["cpu_seconds"] += round(used.ru_utime + used.ru_stime, 1)
