@@ -115,7 +115,7 @@ class Rehearsal:
             process.returncode = os.waitstatus_to_exitcode(status)
             row["seconds"] += round(perf_counter() - start, 1)
             row["cpu_seconds"] += round(used.ru_utime + used.ru_stime, 1)
-            row["peak_mb"] = max(row["peak_mb"], used.ru_maxrss // 1000)
+            row["peak_mb"] = max(row["peak_mb"], used.ru_maxrss * 1024 // 10**6)
             if process.returncode:
                 raise ValueError(
                     f"{stage} ended with {process.returncode}, expected 0: {shlex.join(words)}\n"
