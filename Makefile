@@ -6,10 +6,14 @@ export GOMP_SPINCOUNT ?= 10000
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo test test-slow test-engines lint format clean
+.PHONY: demo rehearsal test test-slow test-engines lint format clean
 
 demo: $(READY)  ## the whole path on the embedded default: target, data, features, head, decoding, export
 	$(BIN)/python recipes/tiny/demo.py
+
+rehearsal: $(READY)  ## every stage in bf16 at the shapes of Qwen3-0.6B, with random weights
+	rm -rf runs/rehearsal
+	$(BIN)/python -m bench.rehearsal
 
 test test-slow test-engines: export OMP_NUM_THREADS = 1  # models this small run faster on one thread
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
+from time import process_time
+from timeit import repeat
 from typing import Any, TypeVar
 
 import torch
 import transformers
 
-from eval.results import commit
+from eval.results import commit, device_name
 
 T = TypeVar("T")
 
@@ -21,13 +22,26 @@ def made_on(**about: Any) -> dict[str, Any]:
     """What was measured, and the machine, packages, day and commit that it was measured with."""
     return {
         **about,
-        "cpu": platform.processor() or platform.machine(),
+        "cpu": device_name("cpu"),
+        **{f"{name} GFLOP/s": peak for name, peak in measure_peaks().items()},
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "date": str(date.today()),
         "commit": commit(),
     }
+
+
+def measure_peaks(size: int = 2048, tries: int = 3) -> dict[str, int]:
+    """Billions of operations a second of a square matrix product on one CPU thread, by the name of its dtype."""
+    threads, peaks = torch.get_num_threads(), {}
+    torch.set_num_threads(1)
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        matrix = torch.ones(size, size, dtype=dtype)
+        seconds = min(repeat(lambda: matrix @ matrix, timer=process_time, number=1, repeat=tries))  # noqa: B023
+        peaks[name] = round(2 * size**3 / seconds / 1e9)
+    torch.set_num_threads(threads)
+    return peaks
 
 
 def take_turns(rounds: int, runs: Mapping[str, Callable[[], T]]) -> dict[str, list[T]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from statistics import median
@@ -37,7 +38,7 @@ def fastest_dtype(device: str) -> torch.dtype:
 
 
 def choose_threads(forward: Callable[[], Any], seconds: float = 1.0) -> int:
-    """Set torch's number of threads to that which makes a forward fastest; returns that number.
+    """Set torch's number of threads to that which makes a forward fastest; tells and returns that number.
 
     Tries 1, 2, 4, ... up to torch's present number, in turns, for about `seconds`. More threads must be clearly
     faster: on a busy machine they wait for one another.
@@ -57,6 +58,9 @@ def choose_threads(forward: Callable[[], Any], seconds: float = 1.0) -> int:
         if median(times[count][1:]) < 0.9 * median(times[best][1:]):
             best = count
     torch.set_num_threads(best)
+    if most > 1:
+        hint = "OMP_NUM_THREADS sets the most that are tried"
+        print(f"threads: {best} of {most}, by timing; {hint}", file=sys.stderr)
     return best
 
 

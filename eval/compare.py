@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import shlex
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from eval.compare_plan import Comparison
 from eval.compare_rows import Rows
 from eval.compare_table import ComparisonTable, markdown
 from eval.compare_train import is_trained, store_features, train_arm
-from eval.results import commit
+from eval.results import commit, device_name
 
 GOES_ON = "what is trained and measured is kept, and the same command goes on"
 
@@ -48,14 +47,12 @@ def prepare(comparison: Comparison) -> None:
 
 def header(comparison: Comparison, decoder: Decoder) -> dict[str, Any]:
     """What the rows that follow were made by."""
-    device = best_device()
-    processor = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
     return {
         "comparison": Path(comparison.source).name,
         "target": target_identity(comparison.recipe.target),
         "prompts": [[question.set, question.id] for question in decoder.questions],
         "new_tokens": comparison.recipe.eval.max_new_tokens,
-        "machine": f"{processor}, {torch.get_num_threads()} threads",
+        "machine": f"{device_name(best_device())}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "date": str(date.today()),

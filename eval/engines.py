@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 import tempfile
@@ -31,7 +30,7 @@ from eagle.log import script
 from eagle.target.target import Target
 from eval.engine_builds import VERSIONS, build_environment, python_of
 from eval.engine_reference import Job, Row, Rule, decode_as_engine, same_counts, same_text, sum_rows
-from eval.results import commit
+from eval.results import commit, device_name
 
 NEAR = 0.01  # how far acceptance lengths may differ where sums are rounded
 # one process and one thread; nothing fetched, nothing reported
@@ -147,7 +146,7 @@ def row_of(comparison: Comparison, job: Job, head: Path, engine: str) -> dict[st
         "same_text": text,
         "same_counts": counts,
         "made": {
-            "cpu": platform.processor() or platform.machine(),
+            "cpu": device_name("cpu"),
             "torch": torch.__version__,
             "transformers": version("transformers"),
             "date": str(date.today()),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import platform
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -24,7 +24,7 @@ from eagle.formats.checkpoint import load_drafter
 from eagle.recipe import BudgetSection, MeasuredSection, Recipe
 from eagle.target.target import Target
 from eval.prompts import Question, encode_prompt, question_sets
-from eval.results import commit
+from eval.results import commit, device_name
 
 HEAD = ("config.json", "model.safetensors")
 POLICY_PROMPTS = 16  # on which the costs of a policy are measured
@@ -72,6 +72,7 @@ def settle_threads(target: Target, header: dict[str, Any] | None = None) -> None
     earlier = re.search(r", (\d+) threads", str((header or {}).get("machine")))
     if earlier:
         torch.set_num_threads(int(earlier[1]))
+        print(f"threads: {earlier[1]}, with which these results were begun; --again chooses anew", file=sys.stderr)
     elif target.device.type == "cpu":
         tokens = torch.ones(1, 4, dtype=torch.long)
         with torch.inference_mode():
@@ -131,8 +132,6 @@ def describe_run(
     recipe: Recipe, target: Target, drafters: dict[str, MeasuredDrafter], processes: int = 1
 ) -> dict[str, Any]:
     """What decides the answers and their time; rows made by anything else do not go into the same file."""
-    device = best_device()
-    name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
     together = f", {processes} processes" if processes > 1 else ""
     most = recipe.eval.max_tokens_in_cache
     return {
@@ -144,7 +143,7 @@ def describe_run(
         "sets": question_sets(recipe),
         "new_tokens": recipe.eval.max_new_tokens,
         **({} if most is None else {"max_tokens_in_cache": most}),
-        "machine": f"{name}, {torch.get_num_threads()} threads{together}",
+        "machine": f"{device_name(best_device())}, {torch.get_num_threads()} threads{together}",
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "commit": commit(),

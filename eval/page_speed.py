@@ -18,7 +18,7 @@ from eval.page_parts import (
     side_by_side,
     table,
 )
-from eval.results import ACCEPTANCE_LENGTH, MODELLED_SPEED_UP, SPEED_UP, TOKENS_PER_SECOND, Group, cycles
+from eval.results import ACCEPTANCE_LENGTH, CPU_SPEED_UP, MODELLED_SPEED_UP, SPEED_UP, TOKENS_PER_SECOND, Group, cycles
 from eval.statistics import Estimate
 
 PARTS = ("draft", "target", "verify", "other")
@@ -67,23 +67,27 @@ def describe_output(group: Group) -> str:
 def headline(report: ReportData) -> Html:
     """Every drafter at every temperature."""
     has_modelled = any(group.is_modelled for group in report.drafting)
-    columns = ["drafter", "τ", "tokens/s", "speed-up", *["modelled"] * has_modelled, "output", "loops"]
+    waited = any(group.had_to_wait for group in report.drafting)
+    columns = ["drafter", "τ", "tokens/s", "speed-up", *["in CPU seconds"] * waited, *["modelled"] * has_modelled]
+    columns += ["output", "loops"]
 
     def row(group: Group) -> list[object]:
         drafts = group.drafter != "none"
         speed = cell(group.estimate(SPEED_UP), " ×") if drafts else "1 ×"
+        in_cpu = cell(group.estimate(CPU_SPEED_UP), " ×") if group.has_cpu_seconds and drafts else "–"
         rate = cell(group.estimate(TOKENS_PER_SECOND), digits=1)
         modelled = cell(group.estimate(MODELLED_SPEED_UP), " ×") if group.is_modelled and drafts else "–"
         output = tag("span", describe_output(group), class_="warn" if group.differing else None)
         length = cell(group.estimate(ACCEPTANCE_LENGTH))
-        return [code(group.name), length, rate, speed, *[modelled] * has_modelled, output, f"{group.looping:.0%}"]
+        speeds = [speed, *[in_cpu] * waited, *[modelled] * has_modelled]
+        return [code(group.name), length, rate, *speeds, output, f"{group.looping:.0%}"]
 
     lead = (
         "τ is the acceptance length: tokens committed per target forward, its own included, prefill excluded. Speed-up "
-        "is tokens per second over those of plain decoding (none) on the same prompts in the same run, in wall time; "
-        "modelled speed-up takes the recorded cycles at the bare costs of their forwards instead, which other work on "
-        "the machine does not disturb. Beside each figure is its 95% interval: bootstrap over prompts, clustered by "
-        "conversation."
+        "is tokens per second over those of plain decoding (none) on the same prompts in the same run, in wall time, "
+        "and in CPU seconds too where answers had to wait for other work on the machine; modelled speed-up takes the "
+        "recorded cycles at the bare costs of their forwards instead, which other work does not disturb. Beside each "
+        "figure is its 95% interval: bootstrap over prompts, clustered by conversation."
     )
     rows = [(heading, [row(group) for group in groups]) for heading, groups in by_temperature(report.groups)]
     lines = {

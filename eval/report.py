@@ -18,6 +18,7 @@ from eval.page_speed import comparison, describe_output, headline, speed_by_task
 from eval.page_theory import theory
 from eval.results import (
     ACCEPTANCE_LENGTH,
+    CPU_SPEED_UP,
     LATENCY,
     MODELLED_SPEED_UP,
     SPEED_UP,
@@ -87,6 +88,8 @@ def markdown(path: str | Path) -> str:
     every = results.groups()
     groups = fewest_at_a_time(every)
     speeds = {"speed-up": SPEED_UP}
+    if any(group.had_to_wait for group in groups) and all(group.has_cpu_seconds for group in groups):
+        speeds["in CPU seconds"] = CPU_SPEED_UP
     if groups and all(group.is_modelled for group in groups):
         speeds["in modelled time"] = MODELLED_SPEED_UP
     columns = ["T", "drafter", "acceptance length τ", "tokens/s", *speeds, "output", "answers that loop"]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import platform
+import re
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from eagle.core.budget import Budget
 from eval.batch_costs import share_batches
@@ -29,6 +33,15 @@ def commit() -> str:
     command = ["git", "rev-parse", "--short", "HEAD"]
     output = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout
     return output.strip() or "unknown"
+
+
+def device_name(device: str) -> str:
+    """What the figures of a device belong to: the accelerator's name, or the processor's model."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")  # of Linux, where the standard library knows the architecture alone
+    model = re.search(r"model name\s*:\s*(.*\S)", info.read_text()) if info.is_file() else None
+    return model[1] if model else platform.processor() or platform.machine()
 
 
 def ends_in_loop(tokens: Sequence[int], window: int = 64, period: int = 16) -> bool:
@@ -70,6 +83,11 @@ def count_seconds(answer: Answer) -> Row:
     return answer["tokens"], answer["seconds"]
 
 
+def count_cpu_seconds(answer: Answer) -> Row:
+    """Tokens and CPU seconds of an answer, which other work on the machine leaves alone."""
+    return answer["tokens"], answer["cpu_seconds"]
+
+
 def speed_up(sums: Any) -> Any:
     """(tokens / seconds) of a drafter over (tokens / seconds) of its baseline, from these four columns."""
     return (sums[0] / sums[1]) / (sums[2] / sums[3])
@@ -86,6 +104,7 @@ class Metric:
 ACCEPTANCE_LENGTH = Metric(count_cycles)
 TOKENS_PER_SECOND = Metric(count_seconds)
 SPEED_UP = Metric(lambda answer: (*count_seconds(answer), *count_seconds(answer["baseline"])), speed_up)
+CPU_SPEED_UP = Metric(lambda answer: (*count_cpu_seconds(answer), *count_cpu_seconds(answer["baseline"])), speed_up)
 MODELLED_SPEED_UP = Metric(lambda answer: answer["modelled"], speed_up)  # prefill excluded
 LATENCY = Metric(lambda answer: (answer["latency"] if "latency" in answer else answer["seconds"], 1))  # mean seconds
 
@@ -122,6 +141,16 @@ class Group:
     def select(self, keep: Callable[[Answer], bool]) -> Group:
         """The group of those answers that `keep` accepts."""
         return replace(self, answers=[answer for answer in self.answers if keep(answer)])
+
+    @property
+    def has_cpu_seconds(self) -> bool:
+        """Whether all answers tell the CPU's seconds."""
+        return all("cpu_seconds" in row for answer in self.answers for row in (answer, answer["baseline"]))
+
+    @property
+    def had_to_wait(self) -> bool:
+        """Whether its answers took a tenth more time than their CPU seconds: other work had a part of the machine."""
+        return self.has_cpu_seconds and sum(row["seconds"] - 1.1 * row["cpu_seconds"] for row in self.answers) > 0.0
 
     @property
     def is_modelled(self) -> bool:

@@ -49,11 +49,12 @@ WRONG: dict[str, list[list[str]]] = {
     "bench/mask_templates.py": [["--templates", GONE, "--tokenizers", GONE, "--conversations", GONE]],
     "bench/other_heads.py": [["out", "--set", "unknown", "--seed", "1"], ["out", "--set", "tuning", "--seed", "few"]],
     "bench/regenerate_speed.py": [["--target", GONE, "--data", GONE, "--earlier", GONE]],
+    "bench/rehearsal.py": [["--size", "unknown"], ["--methods", "unknown"], ["--folder", "."]],
     "bench/train_speed.py": [["--size", "unknown"], ["--speculators", GONE]],
 }
 FREE = {
     *("recipes.forecast", "recipes/train_eagle.py", "recipes/tiny/make_target.py", "recipes/tiny/demo.py"),
-    *("bench/decode_speed.py", "bench/train_speed.py"),
+    *("bench/decode_speed.py", "bench/rehearsal.py", "bench/train_speed.py"),
 }
 
 

@@ -35,11 +35,14 @@ def forward_of(seconds: Callable[[int], float]) -> Callable[[], None]:
         (1, lambda count: 0.004, 1),
     ],
 )
-def test_the_fastest_number_of_threads_is_chosen(most: int, seconds: Callable[[int], float], expected: int) -> None:
-    """Of work whose time is known for each number; no more threads than torch had."""
+def test_the_fastest_number_of_threads_is_chosen(
+    most: int, seconds: Callable[[int], float], expected: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of work whose time is known for each number; no more threads than torch had; a line tells of it."""
     torch.set_num_threads(most)
     assert choose_threads(forward_of(seconds), seconds=0.1) == expected
     assert torch.get_num_threads() == expected
+    assert capsys.readouterr().err.startswith(f"threads: {expected} of {most}, by timing" if most > 1 else "")
 
 
 def test_one_thread_is_not_timed() -> None:

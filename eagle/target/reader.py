@@ -20,7 +20,8 @@ from eagle.target.twin import share_weights
 
 LONGEST_PROBE = 4096  # tokens of a prompt that crosses a window
 COPIES = 32  # of one node of the tree: a model that counts rows would give the last another position than the first
-WINDOW_NAMES = re.compile("window|chunk|block_size|local_attention")  # config keys that may bound attention
+# config keys that may bound attention; max_window_layers is a number of layers
+WINDOW_NAMES = re.compile("window(?!_layers)|chunk|block_size|local_attention")
 FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError)
 
 

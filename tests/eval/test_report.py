@@ -23,7 +23,7 @@ from eagle import DraftTree
 from eval.compare_table import markdown as comparison_table
 from eval.draw import svg
 from eval.engines import table as engines_table
-from eval.report import markdown
+from eval.report import markdown, page
 from eval.results import ACCEPTANCE_LENGTH, SPEED_UP, Results, ends_in_loop
 
 ROOT = Path(__file__).parents[2]
@@ -115,6 +115,20 @@ def test_groups_pool_cycles_and_compare_with_none() -> None:
     assert other.estimate(ACCEPTANCE_LENGTH).value == 3.0
     assert other.estimate(SPEED_UP).value == pytest.approx(32 / 11)
     assert (none.identical, none.differing, other.identical, other.differing) == (2, 0, 1, 1)
+
+
+@pytest.mark.parametrize(("cpu_seconds", "shown"), [((1.0, 0.4), True), ((2.0, 1.55), False), ((), False)])
+def test_a_busy_machine_is_told_by_cpu_seconds(cpu_seconds: tuple[float, ...], shown: bool, tmp_path: Path) -> None:
+    """Where answers took longer than their CPU seconds, the speed-up in these stands beside that of the clock."""
+    common = {"temperature": 0.0, "identical": True, "loops": False, "conversation": "a", "tokens": 8, "committed": 7}
+    plain: dict[str, Any] = {**common, "drafter": "none", "cycles": 7, "seconds": 2.0}
+    head = {**common, "drafter": "x", "cycles": 3, "seconds": 1.6}
+    for row, seconds in zip((plain, head), cpu_seconds, strict=False):
+        row["cpu_seconds"] = seconds
+    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, [{"run": {"commit": "c"}}, plain, head])))
+    text, html = markdown(tmp_path / "r.jsonl"), page([tmp_path / "r.jsonl"])
+    assert ("in CPU seconds |" in text, ">in CPU seconds<" in html) == (shown, shown)
+    assert ("| 1.25 × | 2.50 × |" in text) == shown  # 2 s over 1.6 s by the clock, 1 s over 0.4 s of the CPU
 
 
 def test_newest_run_is_reported(tmp_path: Path) -> None:

@@ -80,6 +80,16 @@ def test_models_that_read_trees_pass_in_every_precision(name: str, dtype: torch.
     assert target.masks.grouped == grouped
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_deep_models_in_bf16_are_not_refused_for_rounding(seed: int) -> None:
+    """A number of layers is no window: a prompt longer than that hides what one token makes out behind rounding."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 128, "num_hidden_layers": 28, "head_dim": 32, "max_window_layers": 28}
+    config = AutoConfig.for_model("qwen3", **{**COMMON, **sizes, "tie_word_embeddings": True})
+    target = Target(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval())
+    target.reader.check()
+
+
 def siblings_seen(mask: Any, start: int) -> None:
     """Every row sees those before it."""
     mask[..., start:] = torch.full_like(mask[..., start:], torch.finfo(mask.dtype).min).triu(1)
