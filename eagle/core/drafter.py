@@ -250,9 +250,15 @@ class TargetHead:
         embedded = self.embedding(tokens)
         return embedded if self.embed_scale == 1.0 else embedded * self.embed_scale
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The target's logits from the input of its LM head, in the weights' own dtype."""
-        logits = self.output(hidden.to(self.weight.dtype))
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """The target's logits from the input of its LM head, in the weights' own dtype; `out` lends memory for them."""
+        hidden = hidden.to(self.weight.dtype)
+        if out is None:
+            logits = self.output(hidden)
+        else:
+            logits = torch.matmul(hidden, self.weight.T, out=out)
+            if (bias := getattr(self.output, "bias", None)) is not None:
+                logits += bias
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         if self.softcap is not None:

@@ -180,10 +180,10 @@ class DraftModel(TrainableDrafter):
 class _Text(OwnHead):
     """A teacher that is sure of the token that the text goes on with."""
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        """[.., V] of tokens [..]."""
-        nothing = torch.full((*tokens.shape, len(self.weight)), -torch.inf, device=tokens.device)
-        return nothing.scatter_(-1, tokens[..., None], 0)
+    def logits(self, tokens: Tensor, out: Tensor | None = None) -> Tensor:
+        """[.., V] of tokens [..], written to `out` where that is given."""
+        logits = self.weight.new_empty(*tokens.shape, len(self.weight)) if out is None else out
+        return logits.fill_(-torch.inf).scatter_(-1, tokens[..., None], 0)
 
 
 def _small(target_config: Any, settings: Any) -> Any:

@@ -78,7 +78,7 @@ def gradients(loss: Tensor, student: Tensor, own: LanguageHead) -> list[Tensor]:
 def test_a_kind_is_its_formula(kind: Kind, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss and gradients over several chunks, of which each is gone through in several parts."""
     monkeypatch.setattr(objectives, "ROWS", 32)
-    monkeypatch.setattr(objectives, "LOGITS", {"cpu": 16 * STEPS * VOCABULARY})
+    monkeypatch.setattr(objectives, "LOGITS", {"cpu": 8 * 16 * STEPS * VOCABULARY})  # bytes
     monkeypatch.setattr(objectives, "AT_ONCE", {"cpu": 5 * VOCABULARY})
     own, frozen = head(0, softcap), head(1, softcap)
     student, teacher, weights = laid_out()
@@ -120,3 +120,13 @@ def test_equal_laws_leave_nothing_to_learn(kind: Kind) -> None:
     (gradient,) = torch.autograd.grad(loss, student)
     assert kind == "cross_entropy" or abs(loss) < 1e-12
     assert kind in ("tv", "acceptance", "hybrid") or gradient.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.5, 1.5)])
+def test_logits_in_lent_memory_are_those_of_the_module(scale: float, softcap: float | None) -> None:
+    """With a bias, a scale and a softcap; what stood in the memory is gone."""
+    output = nn.Linear(WIDTH, VOCABULARY, dtype=torch.float64).requires_grad_(False)
+    frozen = TargetHead(nn.Embedding(VOCABULARY, WIDTH), output, logit_scale=scale, softcap=softcap)
+    hidden = torch.randn(SLOTS, WIDTH, dtype=torch.float64)
+    lent = torch.full((SLOTS, VOCABULARY), torch.nan, dtype=torch.float64)
+    torch.testing.assert_close(frozen.logits(hidden, out=lent), frozen.logits(hidden), atol=1e-12, rtol=1e-12)

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROWS = 96  # of a chunk at least: fewer make poor matrix products
-LOGITS = {"cpu": 1 << 20}  # of a chunk at most, on a CPU such as stay in its cache
-LOGITS_ELSEWHERE = 1 << 27
-AT_ONCE = {"cpu": 1 << 18}  # of them in fp32 at a time, for all that is no product
+LOGITS = {"cpu": 1 << 22}  # bytes of a chunk's at most, on a CPU such as stay in its cache
+LOGITS_ELSEWHERE = 1 << 28
+AT_ONCE = {"cpu": 1 << 17}  # of them in fp32 at a time, for all that is no product
 AT_ONCE_ELSEWHERE = 1 << 25
 
 EVEN = 16  # of which a chunk's rows are a multiple
@@ -36,7 +36,7 @@ class LanguageHead(Protocol):
     @property
     def weight(self) -> Tensor: ...
 
-    def logits(self, hidden: Tensor) -> Tensor: ...
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor: ...
 
     def slope(self, logits: Tensor) -> Tensor | None: ...
 
@@ -49,9 +49,9 @@ class OwnHead:
 
     weight: Tensor
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[.., V]."""
-        return hidden @ self.weight.T
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[.., V], written to `out` where that is given."""
+        return torch.matmul(hidden, self.weight.T, out=out)
 
     def slope(self, logits: Tensor) -> None:
         """Nothing lies between the product and the logits."""
@@ -139,13 +139,15 @@ class _Distilled(torch.autograd.Function):
         ]
         device = "cpu" if student.is_meta else student.device.type  # meta tensors, of sizes alone, know no autocast
         with torch.autocast(device, enabled=False):
-            for rows in _chunks(count, steps, matrices[0]):
-                taught = frozen.logits(teacher[rows])
+            chunks = _chunks(count, steps, matrices[0])
+            room = _room_for_logits(chunks, steps // len(students), students[0].weight, frozen.weight)
+            for rows in chunks:
+                taught = frozen.logits(teacher[rows], out=room[1][: len(teacher[rows])])
                 for number, (own, grad) in enumerate(zip(students, grads, strict=True)):
                     part = slice(number, number + 1) if len(students) > 1 else slice(None)
                     # flat, as products of three dimensions copy the matrix
                     hidden, weight = student[part, rows].flatten(0, 1).to(own.weight.dtype), weights[part, rows]
-                    logits = own.logits(hidden)
+                    logits = own.logits(hidden, out=room[0][: len(hidden)])
                     slope = own.slope(logits)
                     losses = _loss_and_grad_(logits.unflatten(0, weight.shape), taught, wide, objective)
                     sums[part] += (losses * weight).sum(-1)
@@ -196,7 +198,7 @@ def _entropy(target_probs: Tensor, objective: Objective) -> Any:
     def compare(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         # the sum of exponentials, known from the likeliest token alone
         norm = logits.amax(-1) - probs.amax(-1).log()
-        loss = mass * norm - (wanted * logits).sum(-1)
+        loss = mass * norm - logits.mul_(wanted).sum(-1)
         scaled = probs.mul_(mass[..., None]) if isinstance(mass, Tensor) else probs if mass == 1 else probs.mul_(mass)
         return loss, scaled.sub_(wanted)
 
@@ -244,7 +246,14 @@ def _relative(target_probs: Tensor, objective: Objective) -> Any:
 COMPARE = {"cross_entropy": _entropy, "reverse_kl": _relative, "jsd": _relative}  # others are functions of the overlap
 
 
+def _room_for_logits(chunks: Sequence[slice], steps: int, *matrices: Tensor) -> list[Tensor]:
+    """Memory for the student's logits of a chunk and the teacher's: each new one would be laid beside the last."""
+    rows = max((chunk.stop - chunk.start for chunk in chunks), default=0)
+    return [matrix.new_empty(rows * count, len(matrix)) for matrix, count in zip(matrices, (steps, 1), strict=True)]
+
+
 def _chunks(count: int, steps: int, weight: Tensor) -> list[slice]:
-    rows = max(LOGITS.get(weight.device.type, LOGITS_ELSEWHERE) // (weight.shape[0] * steps), -(-ROWS // steps))
+    size = weight.element_size() * weight.shape[0] * steps  # bytes of a row's logits
+    rows = max(LOGITS.get(weight.device.type, LOGITS_ELSEWHERE) // size, -(-ROWS // steps))
     rows = max(rows - rows % EVEN, 1)
-    return [slice(start, start + rows) for start in range(0, count, rows)]
+    return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]

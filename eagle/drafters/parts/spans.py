@@ -121,9 +121,10 @@ class _Plain(torch.autograd.Function):
             scores[:, :, step] = (_by_key(query, key) * own_key[:, None]).sum(-1).flatten(0, 1)
         shares = torch.empty_like(scores)
         for rows, seen in _pieces(spans, query.dtype):
-            probs = _attention_probs(query[:, rows], key[:, seen], scores[:, rows])
+            key_seen, value_seen = _read_columns(seen, key, value)
+            probs = _attention_probs(query[:, rows], key_seen, scores[:, rows])
             text, mine = probs.tensor_split([seen.stop - seen.start], dim=-1)
-            output[:, rows] = (text @ value[:, seen]).view(output[:, rows].shape)
+            output[:, rows] = (text @ value_seen).view(output[:, rows].shape)
             shares[:, rows] = mine.reshape(shares[:, rows].shape)
         for step, (_, own_value) in enumerate(own):
             _by_key(output, key).addcmul_(_by_key(shares[:, :, step, None], key), own_value[:, None])
@@ -139,12 +140,13 @@ class _Plain(torch.autograd.Function):
         grad_key, grad_value = (part.new_zeros(part.mT.shape) for part in (key, value))
         gain = (grad_out * output).sum(-1, keepdim=True)
         for rows, seen in _pieces(ctx.spans, query.dtype):
-            probs = _attention_probs(query[:, rows], key[:, seen], scores[:, rows])[..., : seen.stop - seen.start]
+            key_seen, value_seen = _read_columns(seen, key, value)
+            probs = _attention_probs(query[:, rows], key_seen, scores[:, rows])[..., : seen.stop - seen.start]
             query_rows, grad_rows = _group_by_key(query[:, rows], key), _group_by_key(grad_out[:, rows], key)
             grad_value[:, :, seen].baddbmm_(grad_rows.mT, probs)
-            grad_score = grad_rows @ value[:, seen].mT
+            grad_score = grad_rows @ value_seen.mT
             grad_score.sub_(_group_by_key(gain[:, rows], key)).mul_(probs)
-            grad_query[:, rows] = (grad_score @ key[:, seen]).view(grad_query[:, rows].shape)
+            grad_query[:, rows] = (grad_score @ key_seen).view(grad_query[:, rows].shape)
             grad_key[:, :, seen].baddbmm_(query_rows.mT, grad_score)
         grad_own: list[Tensor] = []
         for step, (own_key, own_value) in enumerate(own):
@@ -168,6 +170,12 @@ def _pieces(spans: Spans, dtype: torch.dtype) -> list[tuple[slice, slice]]:
             pieces.append((slice(done, done + last - first), slice(begin, last)))
             done += last - first
     return pieces
+
+
+def _read_columns(seen: slice, *tensors: Tensor) -> list[Tensor]:
+    """[k, m, w] of each, in bf16 contiguous: products copy what is not, and what they transpose far slower."""
+    columns = [tensor[:, seen] for tensor in tensors]
+    return [column.contiguous() if column.dtype == torch.bfloat16 else column for column in columns]
 
 
 def _by_key(tensor: Tensor, key: Tensor) -> Tensor:
