@@ -45,6 +45,7 @@ WRONG: dict[str, list[list[str]]] = {
     "bench/decode_speed.py": [["--rounds", "few"]],
     "bench/extract_speed.py": [["--model", GONE, "--data", GONE]],
     "bench/goodput_batches.py": [[GONE, GONE, GONE, GONE]],
+    "bench/launches.py": [["--heads", "unknown"]],
     "bench/loop_overhead.py": [["--target", GONE, "--head", GONE]],
     "bench/mask_templates.py": [["--templates", GONE, "--tokenizers", GONE, "--conversations", GONE]],
     "bench/other_heads.py": [["out", "--set", "unknown", "--seed", "1"], ["out", "--set", "tuning", "--seed", "few"]],
@@ -54,7 +55,7 @@ WRONG: dict[str, list[list[str]]] = {
 }
 FREE = {
     *("recipes.forecast", "recipes/train_eagle.py", "recipes/tiny/make_target.py", "recipes/tiny/demo.py"),
-    *("bench/decode_speed.py", "bench/rehearsal.py", "bench/train_speed.py"),
+    *("bench/decode_speed.py", "bench/launches.py", "bench/rehearsal.py", "bench/train_speed.py"),
 }
 
 
