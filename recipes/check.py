@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +30,18 @@ from eagle.formats.export import EXPORTERS, export
 from eagle.recipe import Recipe
 from eagle.target.target import Target
 from eagle.training.first_head import first_head
-from recipes.forecast import GB, parameters, training_bytes
+from recipes.forecast import (
+    CARDS,
+    GB,
+    TFLOPS,
+    card_bytes,
+    conversations_of,
+    empty_head,
+    forecast,
+    parameters,
+    sizes_of,
+    sizes_of_config,
+)
 
 STEPS = 2
 
@@ -37,6 +49,8 @@ STEPS = 2
 def check(recipe: Recipe) -> None:
     """Every stage on a little data, each with its time; what is wrong in one of them ends it with a message."""
     settings = settings_of(recipe.drafter.model_dump(), "recipe")
+    with stage("forecast"):
+        fits = say_forecast(recipe)
     recipe = with_head_that_is_there(with_data_that_is_there(recipe))
     with stage("conversations"):
         data = recipe.data
@@ -48,8 +62,10 @@ def check(recipe: Recipe) -> None:
         lengths = [len(example.tokens) for example in examples]
         share = sum(int(example.loss_mask.sum()) for example in examples) / sum(lengths)
         say(f"{len(examples)} examples of {read} conversations, {sum(lengths):,} tokens, {share:.0%} supervised")
+    if not fits:
+        return
     with stage("target"):
-        target = Target.load(**recipe.target.model_dump())
+        target = load_target(recipe)
         say(f"{parameters(target.model) / 1e9:.3f} B parameters on {target.device} in {target.model.dtype}")
     with stage("features") as timed:
         made = identity(recipe, taps_of(settings, target.config))
@@ -76,8 +92,52 @@ def check(recipe: Recipe) -> None:
             except ValueError as error:
                 say(f"not for {engine}: {error}")
     tokens = round(count * sum(lengths) / read)
-    for line in forecast(recipe, head, target, tokens, extracting, training):
+    for line in measured_run(recipe, head, target, tokens, extracting, training):
         say(line)
+
+
+def say_forecast(recipe: Recipe) -> bool:
+    """What the target's config tells before anything is loaded; whether this machine can hold the target."""
+    try:
+        sizes = sizes_of(recipe.target.path, recipe.target.revision)
+    except (OSError, ValueError) as error:
+        say(f"none, as the config of {recipe.target.path} cannot be read: {str(error).splitlines()[0]}")
+        return True
+    try:
+        count = conversations_of(recipe)
+    except ValueError:
+        count = 1_000
+        say("for 1,000 conversations, as how many there are is not known before they are read")
+    cards = recipe.train.processes or CARDS
+    run = forecast(recipe, sizes, count, cards)
+    disk = f"{run.features / GB:,.2f} GB of disk for features" if run.features else "no disk for features"
+    say(f"{run.memory / GB:,.2f} GB on each of {cards} cards that train, {disk}")
+    say(f"{run.extract_hours:,.1f} card hours for features, {run.train_hours:,.1f} to train, at {TFLOPS:.0f} TFLOP/s")
+    room = memory_here()
+    if fits := run.target <= room:
+        return fits
+    say(
+        f"the target needs {run.target / GB:,.0f} GB in bf16, this machine has {room / GB:,.0f} GB: what reads it is "
+        "not checked here. Give the command again where it fits"
+    )
+    return fits
+
+
+def memory_here() -> int:
+    """Bytes of all accelerators together, else of the machine."""
+    if torch.accelerator.is_available():
+        return sum(torch.accelerator.get_memory_info(place)[1] for place in range(torch.accelerator.device_count()))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def load_target(recipe: Recipe) -> Target:
+    """The target; where it is not here, that is said, and that the forecast holds nevertheless."""
+    try:
+        return Target.load(**recipe.target.model_dump())
+    except OSError as error:
+        raise ValueError(
+            f"the target cannot be loaded here; the forecast above needs its config alone: {error}"
+        ) from error
 
 
 def with_data_that_is_there(recipe: Recipe) -> Recipe:
@@ -147,21 +207,17 @@ def check_decoding(target: Target, head: TrainableDrafter, example: Example) -> 
     say(f"{len(traces[0].tokens)} tokens with an untrained head, {near}")
 
 
-def forecast(
+def measured_run(
     recipe: Recipe, head: TrainableDrafter, target: Target, tokens: int, extracting: float, training: float
 ) -> Iterator[str]:
     """The whole run, at the rates that were just measured."""
-    features, settings = recipe.features, recipe.train
-    disk = tokens * token_bytes(features.dtype, len(taps_of(head.settings, target.config)), target.config.hidden_size)
-    step = -(-settings.batch_size // settings.accumulation) * recipe.data.max_length
-    itemsize = 2 if settings.dtype == "bfloat16" else 4
-    used = (target.head.embedding, target.head.output) if features.store else (target.model,)
-    weights = sum({module: parameters(module) for module in used}.values())
+    features, settings, sizes = recipe.features, recipe.train, sizes_of_config(target.config)
+    disk = tokens * token_bytes(features.dtype, len(taps_of(head.settings, target.config)), sizes.hidden_size)
     yield f"the whole run: {tokens:,} tokens, {settings.epochs} epochs; one process of this machine needs"
     if features.store:
         yield f"  {disk / GB:,.2f} GB of disk for the features, {tokens / extracting / 3600:,.2f} h to make them"
-    memory = training_bytes(head, target.config, weights, step, itemsize)
-    yield f"  {memory / GB:,.2f} GB of memory while training, at steps of {step:,} tokens at most"
+    memory = card_bytes(recipe, empty_head(head.settings, sizes.config), sizes, 1, target.model.dtype.itemsize)
+    yield f"  {memory / GB:,.2f} GB of memory while training, where texts are as long as they may be"
     each_epoch = tokens / training + (0 if features.store else tokens / extracting)
     yield f"  {settings.epochs * each_epoch / 3600:,.2f} h to train; divide by the number of processes"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,19 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
-from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig
 
-from eagle.core.drafter import TargetHead, TrainableDrafter
-from eagle.data.examples import Batch
-from eagle.data.features import taps_of
+from eagle.core.drafter import TrainableDrafter
+from eagle.data.examples import MAX_PENDING
+from eagle.data.features import BATCH_TOKENS, taps_of
 from eagle.data.shards import token_bytes
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.log import script
 from eagle.recipe import Recipe
+from recipes.footprint import EmptyRun, Footprint, empty_target_head
 
 ROOT = Path(__file__).parent.parent
 KNOWN = ROOT / "docs/results/sizes.json"
@@ -34,8 +30,8 @@ CONVERSATIONS = {"Aeala/ShareGPT_Vicuna_unfiltered": 68_000}
 TOKENS = 1_330  # of a ShareGPT conversation cut at 2,048: its published 740 GB at a width of 4,096 in bf16
 SUPERVISED = 0.75  # share of these tokens
 CARDS = 8
-TEXT = 512  # tokens of a text in a step that is measured
-FEW = 16  # tokens of a text whose products are counted
+ZERO_BUCKET = 500_000_000  # gradients that DeepSpeed, left to itself, sends at a time
+PRECISION = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": torch.bfloat16}
 TFLOPS = 300.0  # a second on a card, 30% of what an H100 is sold with
 GB = 1e9
 
@@ -85,37 +81,26 @@ def forecast(recipe: Recipe, sizes: Sizes, conversations: int, cards: int = CARD
     settings, train = settings_of(recipe.drafter.model_dump(), "recipe"), recipe.train
     head = empty_head(settings, sizes.config)
     tokens = min(conversations, recipe.data.limit or conversations) * min(TOKENS, recipe.data.max_length)
-    stored, target = recipe.features.store is not None, 2 * sizes.parameters
-    # a step of texts that are all as long as may be
-    step = -(-train.batch_size // (cards * train.accumulation)) * recipe.data.max_length
-    memory = training_bytes(head, sizes.config, stored * sizes.frozen, step, 2 if train.dtype != "float32" else 4)
+    stored = recipe.features.store is not None
     hours = 3600 * tflops * 1e12
     return Forecast(
         parameters(head),
         head.shape.intermediate_size,
         tokens,
         stored * tokens * token_bytes(recipe.features.dtype, len(taps_of(settings, sizes.config)), sizes.hidden_size),
-        memory if stored else memory + target // (cards if recipe.features.shard_target else 1),
-        target,
+        card_bytes(recipe, head, sizes, cards),
+        2 * sizes.parameters,
         (1 if stored else train.epochs) * 2 * sizes.active * tokens / hours,
-        train.epochs * training_flops(head, sizes.config, tokens) / hours,
+        train.epochs * tokens * token_flops(head, sizes.config, recipe.data.max_length) / hours,
     )
 
 
 def empty_head(settings: Any, config: Any) -> TrainableDrafter:
     """The head of a target's config, without its numbers."""
-    method, frozen = DRAFTERS[settings.kind], empty_target_head(config, torch.float32)
+    method = DRAFTERS[settings.kind]
     with torch.device("meta"):
         weights = {"weights": empty_weights(config).__getitem__} if method.reads.weights else {}
-        return method.for_target(settings, config, frozen, supervised=(), **weights)
-
-
-def empty_target_head(config: Any, dtype: torch.dtype) -> TargetHead:
-    """What a head borrows, without its numbers."""
-    with torch.device("meta"):
-        embedding = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        output = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
-    return TargetHead(embedding.requires_grad_(False), output.requires_grad_(False))
+        return method.for_target(settings, config, empty_target_head(config, torch.float32), supervised=(), **weights)
 
 
 def empty_weights(config: Any) -> dict[str, Tensor]:
@@ -129,77 +114,78 @@ def parameters(module: nn.Module) -> int:
     return sum(tensor.numel() for tensor in module.parameters())
 
 
-def training_bytes(head: TrainableDrafter, config: Any, frozen: int, tokens: int, itemsize: int = 2) -> int:
-    """On one card, for steps of so many tokens: the head, what it borrows, and the most that a step holds at once."""
-    # weights in fp32 and a copy in which products are computed; gradients and two moments of what is learned
-    learned = sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
-    weights = parameters(head) * (4 + (itemsize if itemsize < 4 else 0)) + learned * 12
-    return weights + frozen * itemsize + step_bytes(head, config, tokens, itemsize)
+def card_bytes(
+    recipe: Recipe, head: TrainableDrafter, sizes: Sizes, cards: int, itemsize: int = 2, stage: int = 0
+) -> int:
+    """The most that one card holds at worst, where texts are as long as may be, and all of them supervised."""
+    train, length = recipe.train, recipe.data.max_length
+    texts = -(-train.batch_size // (cards * train.accumulation))
+    held = training_bytes(head, sizes.config, texts * [length], PRECISION[train.dtype], train.accumulation)
+    held += exchange_bytes(learned(head), cards, stage)
+    if recipe.features.store and not train.decode:
+        return held
+    split = cards if recipe.features.shard_target else 1
+    held += target_bytes(sizes, split, itemsize)
+    if PRECISION[train.dtype].itemsize == itemsize:
+        held -= itemsize * sizes.frozen  # what is borrowed is the target's own
+    if recipe.features.store:
+        return held
+    states = texts * length * len({*head.taps, *head.teacher_taps}) * sizes.hidden_size * itemsize
+    ahead = 0 if recipe.features.shard_target else MAX_PENDING
+    return held + (1 + ahead) * states + reading_bytes(sizes, texts, length)
 
 
-def step_bytes(head: TrainableDrafter, config: Any, tokens: int, itemsize: int = 2) -> int:
-    """The most bytes that a step's forward holds at once beside weights and batch, all its tokens supervised."""
-    head, batch, frozen = empty_step(head, config, tokens, 1.0, torch.float32 if itemsize == 4 else torch.bfloat16)
-    borrowed = frozen.weight, frozen.embedding.get_parameter("weight")
-    with Footprint([*head.state_dict().values(), *borrowed, batch.tokens, batch.features]) as footprint:
-        head(batch, frozen)
+def learned(head: nn.Module) -> int:
+    """How many numbers training changes."""
+    return sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
+
+
+def exchange_bytes(learned: int, ranks: int, stage: int = 0) -> int:
+    """What several processes need beyond one: DDP the buckets of its gradients; ZeRO less, of what it splits."""
+    if ranks == 1:
+        return 0
+    if stage == 0:
+        return 4 * learned
+    # gradients, moments and with stage 3 weights are split, and so is the copy of weights that ZeRO updates
+    split = {2: 12, 3: 16}[stage]
+    return round(learned * (4 / ranks - split * (1 - 1 / ranks))) + 4 * ZERO_BUCKET
+
+
+def target_bytes(sizes: Sizes, split: int = 1, itemsize: int = 2) -> int:
+    """The target on a card: whole, or a share of its layers, two of which are whole while they are read."""
+    layers = sizes.parameters - sizes.frozen
+    gathered = 2 * layers // sizes.num_hidden_layers if split > 1 else 0
+    return itemsize * (sizes.frozen + layers // split + gathered)
+
+
+def reading_bytes(sizes: Sizes, texts: int, length: int) -> int:
+    """What the target holds beside its weights while it reads: that of one dense layer of its sizes, in bf16."""
+    config = LlamaConfig(**{**sizes.config.to_dict(), "num_hidden_layers": 1, "vocab_size": 8})
+    texts = max(min(texts, BATCH_TOKENS // length), 1)
+    with Footprint() as footprint, torch.no_grad():
+        model = AutoModel.from_config(config, dtype=torch.bfloat16).eval()
+        footprint.most = weights = footprint.held
+        model(torch.zeros(texts, length, dtype=torch.long), use_cache=False)
+    return footprint.most - weights
+
+
+def training_bytes(
+    head: TrainableDrafter, config: Any, lengths: Sequence[int], dtype: torch.dtype, accumulation: int = 1
+) -> int:
+    """The most that two whole steps hold at once, of parts with texts of these lengths, all of them supervised."""
+    with Footprint().on_accelerator() as footprint:
+        run = EmptyRun(head, config, dtype)
+        for _ in range(2):  # the second beside AdamW's moments
+            run.step(lengths, 1.0, min(accumulation, 2))  # a second part beside the first one's gradients
     return footprint.most
 
 
-def training_flops(head: TrainableDrafter, config: Any, tokens: int, supervised: float = SUPERVISED) -> float:
-    """Of one pass over the data, but for what grows faster than the tokens: attention between them."""
-    counts = []
-    for count in (FEW, 2 * FEW):
-        empty, batch, frozen = empty_step(head, config, count, supervised)
-        with Footprint() as footprint:
-            empty(batch, frozen)["total"].backward()
-        counts.append(footprint.flops)
-    return tokens * (counts[1] - counts[0]) / FEW
-
-
-def empty_step(
-    head: TrainableDrafter, config: Any, tokens: int, supervised: float, dtype: torch.dtype = torch.float32
-) -> tuple[TrainableDrafter, Batch, TargetHead]:
-    """All that a step computes with, without its numbers: the head, texts of so many tokens, and what it borrows."""
-    with torch.device("meta"):
-        empty = type(head)(head.settings, head.shape).to(dtype).eval()
-        for part, weight in zip(empty.parameters(), head.parameters(), strict=True):
-            part.requires_grad_(weight.requires_grad)
-        taps = tuple(dict.fromkeys((*head.taps, *head.teacher_taps)))
-        ids = torch.zeros(tokens, dtype=torch.long)
-        features = torch.zeros(tokens, len(taps), config.hidden_size, dtype=dtype)
-    lengths = [min(TEXT, tokens - start) for start in range(0, tokens, TEXT)]
-    mask = torch.cat([torch.arange(length) >= 2 + round((length - 2) * (1 - supervised)) for length in lengths])
-    batch = Batch(ids, mask, features, tuple(lengths), taps, tuple(range(len(lengths))))
-    return empty, batch, empty_target_head(config, dtype)
-
-
-class Footprint(TorchDispatchMode):
-    """Of the operations under it: FLOPs, and bytes of the storages that they make while anything holds them."""
-
-    def __init__(self, known: Sequence[Tensor] = ()) -> None:
-        super().__init__()
-        self.flops = self.held = self.most = 0
-        self.known = WeakIdKeyDictionary({tensor.untyped_storage(): True for tensor in known})
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Computes, and counts by torch's own formulas, which see what autograd functions compute too."""
-        if function is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return True  # there is no number to ask; transformers asks whether all texts are whole, which they are
-        output = function(*args, **(kwargs or {}))
-        if formula := flop_registry.get(function.overloadpacket):
-            self.flops += formula(*args, **(kwargs or {}), out_val=output)
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.is_meta and tensor.untyped_storage() not in self.known:
-                storage = tensor.untyped_storage()
-                self.known[storage] = True
-                self._hold(storage.nbytes())
-                weakref.finalize(storage, self._hold, -storage.nbytes())
-        return output
-
-    def _hold(self, count: int) -> None:
-        self.held += count
-        self.most = max(self.most, self.held)
+def token_flops(head: TrainableDrafter, config: Any, max_length: int, supervised: float = SUPERVISED) -> float:
+    """Of a step, for each token of a usual text."""
+    length = min(TOKENS, max_length)
+    with Footprint().on_accelerator() as footprint:
+        EmptyRun(head, config, torch.float32).step([length], supervised)
+    return footprint.flops / length
 
 
 def sizes_of(path: str, revision: str | None = None) -> Sizes:
@@ -266,6 +252,12 @@ def of_recipes(paths: list[str], cards: int = CARDS, tflops: float = TFLOPS, con
     return table(rows)
 
 
+def shipped() -> list[str]:
+    """The recipes for cards that come with the project."""
+    paths = [f"recipes/{name}/{method}.yaml" for name in SHIPPED for method in METHODS]
+    return [path for path in paths if (ROOT / path).exists()]
+
+
 def of_targets() -> str:
     """The table of known targets, each with what `llama-3.1-8b` says."""
     recipe = Recipe.load(ROOT / "recipes/llama-3.1-8b/eagle1.yaml")
@@ -281,9 +273,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--tflops", type=float, default=TFLOPS, help="that a card computes a second")
     parser.add_argument("--conversations", type=int, help="of the data, where that is not known")
     asked = parser.parse_args(argv)
-    shipped = [f"recipes/{name}/{method}.yaml" for name in SHIPPED for method in METHODS]
-    paths = asked.recipes or [path for path in shipped if (ROOT / path).exists()]
-    print(of_recipes(paths, asked.cards, asked.tflops, asked.conversations))
+    print(of_recipes(asked.recipes or shipped(), asked.cards, asked.tflops, asked.conversations))
     if not asked.recipes:
         print(f"\n{of_targets()}")
 

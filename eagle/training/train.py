@@ -253,8 +253,9 @@ class _Run:
 
     def _sum_validation(self, head: TrainableDrafter) -> dict[str, Tensor]:
         """This process's share of the validation sums; all processes load equally often."""
-        indices, size, device = self.plan.validation, self.settings.batch_size, self.accelerator.device
-        sums: dict[str, Tensor] = {}
+        indices, device, sums = self.plan.validation, self.accelerator.device, dict[str, Tensor]()
+        # as many texts as a step's part, so that what trains on a card is validated there
+        size = -(-self.settings.batch_size // (self.accelerator.num_processes * self.settings.accumulation))
         groups = [indices[start : start + size] for start in range(0, len(indices), size)]
         for first in range(0, len(groups), self.accelerator.num_processes):
             number = first + self.accelerator.process_index

@@ -11,6 +11,7 @@ from eagle.formats.checkpoint import save_head
 from eagle.recipe import Recipe
 from eagle.target.target import Target
 from recipes.check import check
+from recipes.forecast import reading_bytes, sizes_of_config
 
 
 def with_data(tiny_target_dir: Path, tmp_path: Path, *overrides: str, method: str = "eagle1") -> Recipe:
@@ -95,7 +96,11 @@ def test_what_is_computed_while_training_needs_the_target_in_memory(
     weights = Target.load(str(tiny_target_dir / "target")).model
     borrowed = {weights.get_input_embeddings(), weights.get_output_embeddings()}
     rest = sum(part.numel() for part in weights.parameters()) - sum(part.weight.numel() for part in borrowed)
-    assert needs[0] - needs[1] == 4 * rest > 0
+    # beside the weights its batches of four states, three at a time, and what it holds while it reads
+    recipe = with_data(tiny_target_dir, tmp_path, method="eagle3")
+    reading = reading_bytes(sizes_of_config(weights.config), recipe.train.batch_size, recipe.data.max_length)
+    states = 3 * recipe.train.batch_size * recipe.data.max_length * 4 * weights.config.hidden_size * 4
+    assert needs[0] - needs[1] == 4 * rest + states + reading > 0
 
 
 def test_data_that_are_too_few_are_refused(tiny_target_dir: Path, tmp_path: Path) -> None:

@@ -57,9 +57,15 @@ class Spans:
 
 def attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = ()) -> Tensor:
     """[h, S, w] from query [h, S, w] and key, value [k, N, w]."""
-    if query.device.type in ("cpu", "meta"):
-        return _Plain.apply(query, key, value, spans, *(tensor for pair in own for tensor in pair))
-    return attend_flex(query, key, value, spans, own)
+    return ATTEND.get(query.device.type, attend_flex)(query, key, value, spans, own)
+
+
+def attend_plain(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = ()) -> Tensor:
+    """What `attend` computes, by products of pieces of the texts, for CPUs."""
+    return _Plain.apply(query, key, value, spans, *(tensor for pair in own for tensor in pair))
+
+
+ATTEND = {"cpu": attend_plain, "meta": attend_plain}  # elsewhere one fused kernel
 
 
 def attend_block(
@@ -74,9 +80,9 @@ def attend_block(
     ]
 
 
-def attend_flex(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = ()) -> Tensor:
+def attend_flex(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = (), kernel: Any = None) -> Tensor:
     """What `attend` computes, by one fused kernel over all texts, for accelerators; on a CPU it has no gradient."""
-    attention: Any = flex_attention if query.device.type == "cpu" else _compile_flex()
+    attention: Any = kernel or (flex_attention if query.device.type == "cpu" else _compile_flex())
     asked = {"enable_gqa": len(query) != len(key), "return_aux": AuxRequest(lse=True)}
     output, beside = attention(query[None], key[None], value[None], block_mask=spans.block_mask, **asked)
     return _merge_parts(output[0], _shares(query, beside.lse[0], own), own, len(key))

@@ -1,0 +1,196 @@
+"""Memory of training: what `recipes.forecast` says, against the loop itself, over tensors without numbers or with.
+
+    python bench/memory.py [--out FILE]
+
+The loop's own steps run (`eagle.training.train`). Small heads are trained for real, and the CPU's allocator tells
+every byte; big ones on tensors without numbers, whose storages are looked at from outside after every operation.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig
+
+from bench.machine import made_on, markdown, write_results
+from eagle.data.examples import Example
+from eagle.drafters import settings_of
+from eagle.drafters.parts import objectives
+from eagle.log import script
+from eagle.recipe import Recipe, TrainSection
+from eagle.training.train import _Run
+from recipes.footprint import EmptyRun, Footprint
+from recipes.forecast import GB, PRECISION, ROOT, SUPERVISED, empty_head, sizes_of, training_bytes
+
+HEADS: dict[str, dict[str, Any]] = {
+    "EAGLE-1": {"kind": "eagle1", "fc_bias": False},
+    "HASS": {"kind": "hass", "fc_bias": False},
+    "EAGLE-3": {"kind": "eagle3"},
+    "EAGLE-3, 32,000 drafted": {"kind": "eagle3", "draft_vocab": 32_000},
+    "EAGLE-3.1": {"kind": "eagle3", "draft_vocab": 32_000, "fc_norm": True, "norm_output": True},
+    "draft model": {"kind": "draft_model", "hidden_size": 1024},
+}
+TARGETS = ("meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-30B-A3B", "meta-llama/Llama-3.1-70B-Instruct")
+LENGTHS = (2_048, 2_048)
+SMALL = LlamaConfig(
+    vocab_size=8_000,
+    hidden_size=512,
+    intermediate_size=1_408,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+)
+SMALL_LENGTHS = (256, 256)
+
+
+class Texts:
+    """Features in memory, of texts whose last tokens are supervised."""
+
+    together, identity = True, {}  # read in this thread
+
+    def __init__(self, run: EmptyRun, lengths: Sequence[int], supervised: float) -> None:
+        batch = run.batch(lengths, supervised)
+        self.taps, parts = batch.taps, (batch.tokens, batch.loss_mask, batch.features)
+        self.examples = [Example(*texts) for texts in zip(*(part.split(batch.lengths) for part in parts), strict=True)]
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def mask(self, index: int) -> Tensor:
+        return self.examples[index].loss_mask
+
+    def supervised_tokens(self, index: int) -> Tensor:
+        return self.examples[index].tokens
+
+    def read(self, indices: Sequence[int]) -> list[Example]:
+        return [self.examples[index] for index in indices]
+
+
+def run_loop(head: Any, config: Any, lengths: Sequence[int], supervised: float, **train: Any) -> None:
+    """Two steps of the loop itself, each of these texts."""
+    section = {"out": "nowhere", "batch_size": len(lengths), "epochs": 2, "validation": 0, **train}
+    recipe = Recipe.load(ROOT / "recipes/tiny/eagle1.yaml").model_copy(update={"train": TrainSection(**section)})
+    precision = "bf16" if recipe.train.dtype == "bfloat16" else "no"
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(
+        cpu=True,
+        device_placement=False,
+        mixed_precision=precision,
+        gradient_accumulation_steps=recipe.train.accumulation,
+    )
+    made = EmptyRun(head, config, PRECISION[recipe.train.dtype])
+    made.head.to = lambda *_, **__: made.head  # type: ignore[method-assign]  # without numbers it cannot move
+    run = _Run(accelerator, recipe, made.head, made.frozen, Texts(made, lengths, supervised), None, "")
+    batches = run._batches()
+    for number in range(2):
+        run._advance(number, batches)
+
+
+class Watched(TorchDispatchMode):
+    """The bytes of all storages that operations have read or made and that are still there, at most."""
+
+    most = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Computes, and looks which storages are left."""
+        output = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs, output)):
+            if isinstance(tensor, Tensor):
+                storage = StorageWeakRef(tensor.untyped_storage())
+                self.seen.setdefault(storage.cdata, (storage, tensor.untyped_storage().nbytes()))
+        self.seen = {key: entry for key, entry in self.seen.items() if not entry[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self.seen.values()))
+        return output
+
+
+def live_bytes(head: Any, config: Any, lengths: Sequence[int], supervised: float = SUPERVISED, **train: Any) -> int:
+    """The most that two steps of the loop hold on tensors without numbers."""
+    with Footprint().on_accelerator(), Watched() as watched:
+        run_loop(head, config, lengths, supervised, **train)
+    return watched.most
+
+
+@contextmanager
+def large_chunks() -> Iterator[None]:
+    """An accelerator's chunks of logits, for real tensors on the CPU."""
+    with ExitStack() as stack:
+        for table in (objectives.LOGITS, objectives.AT_ONCE):
+            stack.callback(table.update, dict(table))
+            table.clear()
+        yield
+
+
+def allocated_bytes(run: Callable[[], None]) -> int:
+    """The most that the CPU's allocator had given at once."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced, large_chunks():
+        run()
+    events = [event for event in traced.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+def measure_big() -> Iterator[dict[str, Any]]:
+    """Every method at published sizes."""
+    for path in TARGETS:
+        config = sizes_of(path).config
+        for name, section in HEADS.items():
+            head = empty_head(settings_of(section, "bench"), config)
+            said = training_bytes(head, config, LENGTHS, torch.bfloat16)
+            live = live_bytes(head, config, LENGTHS, dtype="bfloat16")
+            print(f"{path} {name}: {said / live:.3f}", flush=True)
+            yield {"target": path, "head": name, "forecast": said, "measured": live}
+
+
+def measure_small() -> Iterator[dict[str, Any]]:
+    """Every method at a width of 512, by the allocator."""
+    for name, section in HEADS.items():
+        small = {**section, **({"draft_vocab": 2_000} if "draft_vocab" in section else {})}
+        small |= {"hidden_size": 256} if "hidden_size" in section else {}
+        head = empty_head(settings_of(small, "bench"), SMALL)
+        for dtype in ("bfloat16", "float32"):
+            said = training_bytes(head, SMALL, SMALL_LENGTHS, PRECISION[dtype])
+            real = allocated_bytes(lambda: run_loop(head, SMALL, SMALL_LENGTHS, 1.0, dtype=dtype))  # noqa: B023
+            print(f"{name} {dtype}: {said / real:.3f}", flush=True)
+            yield {"head": name, "dtype": dtype, "forecast": said, "measured": real}
+
+
+def table(results: Any) -> str:
+    """Forecast over what is measured."""
+    rows: dict[str, dict[str, float]] = {}
+    for row in results["big"]:
+        rows.setdefault(row["head"], {})[row["target"]] = row["forecast"] / row["measured"]
+    return str(rows)
+
+
+def main(argv: list[str]) -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("docs/results/memory.json"))
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    results = {"machine": made_on(), "big": [*measure_big()], "small": [*measure_small()]}
+    print(table(results))
+    write_results(args.out, results)
+
+
+if __name__ == "__main__":
+    script(main)
