@@ -67,7 +67,8 @@ class TrainingRun:
         target, features = open_features(recipe, settings, partial(read_examples, recipe))
         torch.manual_seed(recipe.train.seed)  # the head's first weights are part of the run
         head = first_head(recipe, settings, target, features)
-        features = follow_head(recipe, settings, features, head, weights_split=splits_weights(accelerator))
+        split = splits_weights(accelerator, recipe.train)
+        features = follow_head(recipe, settings, features, head, weights_split=split)
         frozen = target.head.cast(getattr(torch, recipe.train.dtype))
         masks = (gate_mask(features.mask(place), recipe.train.gate) for place in range(len(features)))
         return cls(recipe, accelerator, head, frozen, features, [int(trim_mask(mask).sum()) for mask in masks])

@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
     target, features = open_features(recipe, settings, partial(read_examples, recipe), main=accelerator.is_main_process)
     torch.manual_seed(recipe.train.seed)  # the head's first weights are part of the run
     head = first_head(recipe, settings, target, features)
-    features = follow_head(recipe, settings, features, head, weights_split=splits_weights(accelerator))
+    features = follow_head(recipe, settings, features, head, weights_split=splits_weights(accelerator, recipe.train))
     frozen = target.head.cast(getattr(torch, recipe.train.dtype))
     decode = partial(decode_prompts, recipe, target) if isinstance(target, Target) and recipe.train.decode else None
     if decode is None and recipe.features.store:

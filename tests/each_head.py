@@ -44,7 +44,8 @@ def main(argv: list[str]) -> None:
         target, features = open_features(recipe, settings, partial(read_examples, recipe))
         torch.manual_seed(recipe.train.seed)
         head = first_head(recipe, settings, target, features)
-        features = follow_head(recipe, settings, features, head, weights_split=splits_weights(accelerator))
+        split = splits_weights(accelerator, recipe.train)
+        features = follow_head(recipe, settings, features, head, weights_split=split)
         if kill and name == names[-1] and accelerator.process_index == accelerator.num_processes - 1:
             threading.Thread(target=die_after, args=(folder / name / "checkpoints/step-2",), daemon=True).start()
         train(accelerator, recipe, head, target.head.cast(getattr(torch, recipe.train.dtype)), features)

@@ -17,6 +17,7 @@ LAUNCH_HINT = (
     "`torchrun --standalone --nproc_per_node N`"
 )
 SHARDED = "heads are not trained with it: use recipes/accelerate/ddp.yaml, zero2.yaml or zero3.yaml"
+FSDP = "heads are sharded by train.shard_head=true, launched with recipes/accelerate/ddp.yaml"
 
 
 def launch(settings: TrainSection) -> Accelerator:
@@ -57,10 +58,10 @@ def resolve_dtype(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"dtype": dtype})})
 
 
-def splits_weights(accelerator: Accelerator) -> bool:
+def splits_weights(accelerator: Accelerator, settings: TrainSection) -> bool:
     """Whether every process holds a part of the head's weights, as under ZeRO-3."""
     engine = accelerator.state.deepspeed_plugin
-    return engine is not None and engine.zero_stage == 3
+    return settings.shard_head or (engine is not None and engine.zero_stage == 3)
 
 
 def _refuse_other_settings(settings: TrainSection) -> None:
@@ -69,7 +70,7 @@ def _refuse_other_settings(settings: TrainSection) -> None:
     for variable, wanted, reason in (
         ("MIXED_PRECISION", {"no", precision}, f"train.dtype is {settings.dtype}, of auto, float32 and bfloat16"),
         ("DYNAMO_BACKEND", {"no"}, "heads are not compiled as a whole: their attention is, on accelerators"),
-        ("USE_FSDP", {"false"}, SHARDED),
+        ("USE_FSDP", {"false"}, FSDP),
         ("USE_MEGATRON_LM", {"false"}, SHARDED),
         ("USE_PARALLELISM_CONFIG", {"false"}, SHARDED),
     ):
@@ -118,3 +119,5 @@ def _check_processes(accelerator: Accelerator, settings: TrainSection, zero: boo
         raise ValueError(f"{'DeepSpeed' if zero else 'DDP'} was asked for on {got} processes, accelerate gives {kind}")
     if zero and settings.clip_by == "value":
         raise ValueError("DeepSpeed clips by norm alone: set train.clip_by=norm, or use recipes/accelerate/ddp.yaml")
+    if zero and settings.shard_head:
+        raise ValueError("DeepSpeed splits the head itself: leave train.shard_head out, or use ddp.yaml with it")

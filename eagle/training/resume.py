@@ -17,6 +17,7 @@ from eagle.data.store import differences
 from eagle.disk import apply_umask, sha256, write_whole
 
 MARK = "complete.json"
+WHOLE = "model.safetensors"  # all weights, beside all moments: read by any number of processes
 MAKE_ROOM = "Make room on the disk, and give the same command again"
 DISK_FAULTS = (OSError, RuntimeError, SafetensorError)  # what the writers raise on a full disk
 
@@ -81,14 +82,26 @@ class Checkpoints:
         if newest[0] is None:
             return None
         path, state = newest[0]
-        # a round trip through JSON, as the checkpoint's run has made
-        for name, old, new in differences(state["run"], json.loads(json.dumps(run))):
+        run = json.loads(json.dumps(run))  # a round trip, as the checkpoint's run has made
+        self._check_launcher(path, state["run"]["processes"], run["processes"])
+        for name, old, new in differences({**state["run"], "processes": run["processes"]}, run):
             raise ValueError(
                 f"{self.folder.parent} holds a run with {name} = {old!r}, this one has {new!r}: continue with what it "
                 "had, give another train.out, or remove it"
             )
         self.accelerator.load_state(str(path))
         return state
+
+    def _check_launcher(self, path: Path, old: int, new: int) -> None:
+        """Refuse another launcher or number of processes where one of the two runs is DeepSpeed's."""
+        parts = not (path / WHOLE).is_file()  # DeepSpeed keeps a part of the moments for each process
+        deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        if parts != deepspeed or (parts and old != new):
+            written, read = (_describe_launcher(*run) for run in ((parts, old), (deepspeed, new)))
+            raise ValueError(
+                f"{path} was written by {written}, this is {read}: DeepSpeed reads its own checkpoints alone, on as "
+                f"many processes. Launch as before, or train.init={self.folder.parent / 'last'} in another train.out"
+            )
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
         """The newest complete checkpoint and its state; damaged ones are reported and passed over."""
@@ -109,6 +122,10 @@ class Checkpoints:
     def _steps(self) -> list[int]:
         names = [path.name.removeprefix("step-") for path in self.folder.glob("step-*")]
         return sorted((int(name) for name in names if name.isdigit()), reverse=True)
+
+
+def _describe_launcher(deepspeed: bool, processes: int) -> str:
+    return f"{'DeepSpeed' if deepspeed else 'DDP'} on {processes} process{'es' * (processes > 1)}"
 
 
 def _run_on_all(work: Callable[[], None]) -> list[str]:

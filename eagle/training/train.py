@@ -29,11 +29,12 @@ from eagle.log import Metrics, interrupted_by_user, memory_gb, progress
 from eagle.recipe import Recipe
 from eagle.training.plan import Plan, gate_mask
 from eagle.training.resume import DISK_FAULTS, Checkpoints
+from eagle.training.sharded import gather, keep_state_whole, shard_head
 
 TREES = {"chain": chain_paths(4), "tree": PUBLISHED_TREE}  # validation predicts their acceptance lengths
 LOG_EVERY = 10  # steps; only then does the host wait for the device
 # settings that may change between a run and its continuation
-FREE = {"out", "wandb", "keep", "checkpoint_every", "validate_every", "decode", "processes"}
+FREE = {"out", "wandb", "keep", "checkpoint_every", "validate_every", "decode", "processes", "shard_head"}
 
 
 def train(
@@ -83,10 +84,19 @@ class _Run:
         )
         self.head = self.head.to(accelerator.device).train()
         self.deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-        self.mirror = copy.deepcopy(self.head) if self.deepspeed else self.head  # whole weights outside of the engine
+        self.sharded = settings.shard_head and accelerator.num_processes > 1
+        # whole weights, where those that train may be split
+        self.mirror = copy.deepcopy(self.head) if self.deepspeed or self.sharded else self.head
+        if self.sharded:
+            shard_head(self.head)
         rates: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "weight_decay": settings.weight_decay}
         self.optimizer = torch.optim.AdamW(self._trainable_weights(), **rates, fused=True)
-        self.model, self.prepared = accelerator.prepare(self.head, self.optimizer)
+        if self.sharded:
+            keep_state_whole(self.optimizer)
+            self.model = accelerator.prepare_model(self.head, evaluation_mode=True)  # in precision, without DDP
+            self.prepared = accelerator.prepare_optimizer(self.optimizer)
+        else:
+            self.model, self.prepared = accelerator.prepare(self.head, self.optimizer)
         self.checkpoints = Checkpoints(accelerator, self.out / "checkpoints", settings.keep)
         self.step = self.skipped = 0
         self.best = float("-inf")
@@ -157,6 +167,7 @@ class _Run:
             torch.nn.utils.clip_grad_value_(weights, self.settings.clip)
         else:
             norm = torch.nn.utils.clip_grad_norm_(weights, self.settings.clip)
+        norm = gather(norm)
         # a fused optimizer skips the update where this is 1, without a synchronisation with the host
         self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         self.prepared.step()
@@ -268,6 +279,8 @@ class _Run:
 
     def _whole_head(self) -> TrainableDrafter:
         """The head with its unsharded weights, on every process."""
+        if self.sharded:
+            self.mirror.load_state_dict(self.head.state_dict())
         if self.deepspeed:
             state = self.accelerator.get_state_dict(self.model)
             if self.accelerator.is_main_process:
