@@ -168,8 +168,8 @@ def note(kind: str, op: str, size: int = 0) -> None:
     frame, callers = sys._getframe(), []
     while frame is not None:
         code = frame.f_code
-        if code.co_filename.startswith(ROOMS):
-            callers.append(f"{Path(code.co_filename).stem}.{code.co_qualname}")
+        if code.co_filename.startswith(ROOMS) and code.co_name[0] != "<":
+            callers.append(f"{Path(code.co_filename).stem}.{code.co_name}")
         frame = frame.f_back
     LOG.append(Crossing(kind, op, tuple(callers), size))
 

@@ -37,6 +37,7 @@ from tests import simulated
 from tests.tables import some_tables
 
 CPU = torch.device("cpu")
+watch: Any = simulated.crossings  # what a run is watched by
 SIZE = 24  # of the vocabulary: small, so that random drafts are now and then right
 PROMPTS = [[1, 2, 3, 4, 5, 1, 2, 3], [7, 8], [9, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1]]
 FILTERED = {"temperature": 1.0, "top_k": 8, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "seed": 3}
@@ -80,6 +81,8 @@ def new_drafter(name: str, target: Target) -> Any:
     """A drafter that is bound to a target, of random weights."""
     if name == "several":
         return FirstOf([NgramDrafter(), new_drafter("eagle3", target)])
+    if name == "planted":
+        return Impatient()
     kind = DRAFTERS[name]
     if issubclass(kind, CountDrafter):
         return kind(some_tables(SIZE), target.device)
@@ -94,10 +97,23 @@ def decode(name: str, sampling: str, budget: str, batch: bool, target: Target) -
     """Tokens and cycles of answers, and what crossed meanwhile."""
     drafter = new_drafter(name, target)
     options: dict[str, Any] = {"sampling": SAMPLINGS[sampling], "budget": BUDGETS[budget], "max_new_tokens": 10}
-    with simulated.crossings() as crossed:
+    with watch() as crossed:
         answer = generate(target, drafter, PROMPTS if batch else PROMPTS[0], stop=[], **options)
     traces = answer if batch else [answer]
     return [(trace.tokens, trace.cycles) for trace in traces], crossed
+
+
+class Impatient(NgramDrafter):
+    """Reads a value of the target's features in every cycle."""
+
+    taps = (1,)
+
+    def begin(self, noise: Any = None) -> Any:
+        """A text that is read so."""
+        text = super().begin(noise)
+        propose = text.propose
+        text.propose = lambda update, budget: propose(update, budget) if update.features.sum().item() else None
+        return text
 
 
 class Stored:
@@ -150,7 +166,7 @@ def train(
         run.model.register_forward_hook(lambda model, given, losses: losses["total"].item() and None)
     batches = run._batches()
     reduced = torch.autocast(device.type, torch.bfloat16, enabled=settings.get("dtype") == "bfloat16")
-    with simulated.crossings() as crossed, reduced:
+    with watch() as crossed, reduced:
         for number in range(3):
             run._advance(number, batches)
     batches.close()
@@ -173,7 +189,7 @@ def fill(dtype: str, target: Target) -> tuple[Any, list[Any]]:
     texts = some_texts()
     store: Any = SimpleNamespace(plan=[[[0, 1], [2]], [[3, 4, 5]]], taps=(0, 2, -1), dtype=dtype, folder="")
     store.writer, store.text = lambda shard: Writer(), lambda number: (texts[number].tokens, None)
-    with simulated.crossings() as crossed:
+    with watch() as crossed:
         tokens = list(extract(target, store, [0, 1]))
     return [torch.tensor(tokens), *written], crossed
 
@@ -202,6 +218,7 @@ def every_run() -> dict[str, Run]:
             runs[f"decode {name}, {sampling}, {budget}{', batch' * (name == 'eagle3')}"] = run
     runs["decode several, greedy, grown"] = partial(decode, "several", "greedy", "grown", False)
     runs["decode several, greedy, grown, batch"] = partial(decode, "several", "greedy", "grown", True)
+    runs["decode planted, greedy, grown"] = partial(decode, "planted", "greedy", "grown", False)
     runs["decode eagle3, lenient, grown"] = partial(decode, "eagle3", "lenient", "grown", False)
     for name, head in HEADS.items():
         runs[f"train {name}"] = partial(train, head)
