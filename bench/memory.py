@@ -174,11 +174,21 @@ def measure_small() -> Iterator[dict[str, Any]]:
 
 
 def table(results: Any) -> str:
-    """Forecast over what is measured."""
-    rows: dict[str, dict[str, float]] = {}
+    """What the loop holds in GB, and how far the forecast lies above it."""
+    names = list(dict.fromkeys(row["target"] for row in results["big"]))
+    small = list(dict.fromkeys(row["dtype"] for row in results["small"]))
+    rows: dict[str, list[str]] = {}
     for row in results["big"]:
-        rows.setdefault(row["head"], {})[row["target"]] = row["forecast"] / row["measured"]
-    return str(rows)
+        rows.setdefault(row["head"], []).append(f"{row['measured'] / GB:.2f} GB {above(row)}")
+    for row in results["small"]:
+        rows[row["head"]].append(f"{1e3 * row['measured'] / GB:.0f} MB {above(row)}")
+    header = ["head", *(name.split("/")[1] for name in names), *(f"width 512, {dtype}" for dtype in small)]
+    return markdown(header, [[head, *cells] for head, cells in rows.items()], results["machine"])
+
+
+def above(row: dict[str, Any]) -> str:
+    """By how much the forecast differs."""
+    return f"({row['forecast'] / row['measured'] - 1:+.1%})"
 
 
 def main(argv: list[str]) -> None:

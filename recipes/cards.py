@@ -56,7 +56,6 @@ def fits(path: str) -> Iterator[dict[str, Any]]:
             "zero": stage,
             "accumulation": accumulation,
             "bytes": needed(*best),
-            "to_extract": -(-2 * sizes.parameters // int(room)),
         }
 
 
@@ -71,7 +70,7 @@ def card_table(results: Any) -> str:
 
 
 def describe(row: dict[str, Any]) -> str:
-    """How a recipe fits on a card, and on how many its target is read for features that are stored."""
+    """How a recipe fits on a card."""
     size = f"{row['bytes'] / GB:.1f} GB"
     if not row["fits"]:
         return f"no: {size} at least"

@@ -141,11 +141,9 @@ def learned(head: nn.Module) -> int:
 
 
 def exchange_bytes(learned: int, ranks: int, stage: int = 0) -> int:
-    """What several processes need beyond one: DDP the buckets of its gradients; ZeRO less, of what it splits."""
-    if ranks == 1:
+    """What ZeRO's stages 2 and 3 add to a process's memory; DDP, whose gradients are its buckets, adds nothing."""
+    if ranks == 1 or stage == 0:
         return 0
-    if stage == 0:
-        return 4 * learned
     # gradients, moments and with stage 3 weights are split, and so is the copy of weights that ZeRO updates
     split = {2: 12, 3: 16}[stage]
     return round(learned * (4 / ranks - split * (1 - 1 / ranks))) + 4 * ZERO_BUCKET

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 GONE, MISSING = "no/such/folder", "missing/recipe.yaml"  # no id of a hub either, which would be asked for
 RECIPES = ("data_prep.extract", "data_prep.regenerate", "data_prep.inspect_mask", "eval.measure", "eval.lossless")
-RECIPES += ("eval.compare", "eval.tune", "recipes.forecast")
+RECIPES += ("eval.compare", "eval.tune", "recipes.forecast", "recipes.cards")
 VERBS = ("generate", "export", "import", "inspect", "doctor")
 ENGINE = ["--engine", "vllm", "--target", GONE, "--environment", GONE]
 # what each needs, and is not there; a command that begins to work without arguments has none in FREE
@@ -47,6 +47,7 @@ WRONG: dict[str, list[list[str]]] = {
     "bench/goodput_batches.py": [[GONE, GONE, GONE, GONE]],
     "bench/launches.py": [["--heads", "unknown"]],
     "bench/loop_overhead.py": [["--target", GONE, "--head", GONE]],
+    "bench/memory.py": [["--out"], ["unknown"]],
     "bench/mask_templates.py": [["--templates", GONE, "--tokenizers", GONE, "--conversations", GONE]],
     "bench/other_heads.py": [["out", "--set", "unknown", "--seed", "1"], ["out", "--set", "tuning", "--seed", "few"]],
     "bench/regenerate_speed.py": [["--target", GONE, "--data", GONE, "--earlier", GONE]],
@@ -54,8 +55,9 @@ WRONG: dict[str, list[list[str]]] = {
     "bench/train_speed.py": [["--size", "unknown"], ["--speculators", GONE]],
 }
 FREE = {
-    *("recipes.forecast", "recipes/train_eagle.py", "recipes/tiny/make_target.py", "recipes/tiny/demo.py"),
-    *("bench/decode_speed.py", "bench/launches.py", "bench/rehearsal.py", "bench/train_speed.py"),
+    *("recipes.forecast", "recipes.cards", "recipes/train_eagle.py"),
+    *("recipes/tiny/make_target.py", "recipes/tiny/demo.py"),
+    *("bench/decode_speed.py", "bench/launches.py", "bench/memory.py", "bench/rehearsal.py", "bench/train_speed.py"),
 }
 
 

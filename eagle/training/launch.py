@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 
 from eagle.device import best_device, fastest_dtype
 from eagle.recipe import Recipe, TrainSection
@@ -29,11 +29,12 @@ def launch(settings: TrainSection) -> Accelerator:
     bf16 = settings.dtype == "bfloat16"
     # a rank may load or decode for long while the others wait
     group = InitProcessGroupKwargs(backend="gloo" if cpu else None, timeout=timedelta(days=1))
+    views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # else every gradient lies in memory twice
     accelerator = Accelerator(
         cpu=cpu and not zero,  # either mistake on a CPU would silently drop the ranks or ZeRO
         mixed_precision="bf16" if bf16 and not zero else "no",  # DeepSpeed would hold the weights in bf16 too
         gradient_accumulation_steps=settings.accumulation,
-        kwargs_handlers=[group] if launched else [],
+        kwargs_handlers=[group, views] if launched else [],
     )
     _check_processes(accelerator, settings, zero)
     if zero:

@@ -18,6 +18,7 @@ from bench.extract_speed import table as extract_table
 from bench.goodput_batches import table as goodput_table
 from bench.loop_overhead import table as overhead_table
 from bench.mask_templates import table as mask_table
+from bench.memory import table as memory_table
 from bench.train_report import eagle1_table as train_table
 from eagle import DraftTree
 from eval.compare_table import markdown as comparison_table
@@ -25,6 +26,7 @@ from eval.draw import svg
 from eval.engines import table as engines_table
 from eval.report import markdown, page
 from eval.results import ACCEPTANCE_LENGTH, SPEED_UP, Results, ends_in_loop
+from recipes.cards import card_table
 
 ROOT = Path(__file__).parents[2]
 TABLE = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
@@ -54,6 +56,8 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("compare.md", "compare_tiny.json", comparison_table),
         ("goodput.md", "goodput_batches.json", goodput_table),
         ("batches.md", "batch_speed.json", batch_table),
+        ("recipes.md", "memory.json", memory_table),
+        ("recipes.md", "cards.json", card_table),
     ],
 )
 def test_a_page_shows_the_result_file(page: str, file: str, table: Callable[[Any], str]) -> None:

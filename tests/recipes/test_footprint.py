@@ -1,0 +1,95 @@
+"""What two steps hold by forecast, against the allocator of a real run, and against storages watched from outside."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.memory import HEADS, LENGTHS, SMALL, TARGETS, allocated_bytes, live_bytes, run_loop
+from eagle.drafters import settings_of
+from eagle.drafters.parts import objectives, spans
+from recipes.footprint import EmptyRun, Footprint
+from recipes.forecast import PRECISION, empty_head, sizes_of, training_bytes
+
+ROOT = Path(__file__).parents[2]
+SHORT = (128, 96)
+SLOW = pytest.mark.slow
+RESULTS = json.loads((ROOT / "docs/results/memory.json").read_text())
+
+
+def small_head(name: str) -> Any:
+    """A method's head at a width of 512."""
+    small = {"draft_vocab": 2_000} if "draft_vocab" in HEADS[name] else {}
+    return empty_head(settings_of({**HEADS[name], **small}, "test"), SMALL)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "accumulation"),
+    [
+        ("EAGLE-1", "bfloat16", 1),
+        ("EAGLE-1", "bfloat16", 2),
+        pytest.param("EAGLE-3, 32,000 drafted", "bfloat16", 1, marks=SLOW),
+        pytest.param("EAGLE-3", "float32", 1, marks=SLOW),
+        pytest.param("HASS", "float32", 1, marks=SLOW),
+        pytest.param("draft model", "bfloat16", 1, marks=SLOW),
+    ],
+)
+def test_the_forecast_is_what_the_allocator_gives_the_loop(name: str, dtype: str, accumulation: int) -> None:
+    """Two steps of the loop on real tensors; with accumulation, one text in each of two parts."""
+    head, lengths = small_head(name), SHORT if accumulation == 1 else (128, 128)
+    real = allocated_bytes(lambda: run_loop(head, SMALL, lengths, 1.0, dtype=dtype, accumulation=accumulation))
+    part = lengths[: len(lengths) // accumulation]
+    assert training_bytes(head, SMALL, part, PRECISION[dtype], accumulation) == pytest.approx(real, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        pytest.param(TARGETS[0], "EAGLE-1"),
+        pytest.param(TARGETS[1], "EAGLE-3, 32,000 drafted", marks=SLOW),
+        pytest.param(TARGETS[2], "HASS", marks=SLOW),
+    ],
+)
+def test_the_forecast_is_what_is_left_after_each_operation(target: str, name: str) -> None:
+    """At published sizes, with the share of supervised tokens that real texts have; as committed."""
+    config = sizes_of(target).config
+    live = live_bytes(empty_head(settings_of(HEADS[name], "test"), config), config, LENGTHS, dtype="bfloat16")
+    (row,) = (row for row in RESULTS["big"] if (row["target"], row["head"]) == (target, name))
+    assert live == pytest.approx(row["measured"], rel=0.01)
+    assert row["forecast"] == pytest.approx(live, rel=0.1)
+
+
+@pytest.mark.parametrize("fault", ["one step", "nothing is freed", "chunks of a CPU"])
+def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moments that are forgotten, freed storages that count on, and chunks of another device are far from the loop."""
+    head = small_head("EAGLE-1")
+    real = allocated_bytes(lambda: run_loop(head, SMALL, SHORT, 1.0, dtype="bfloat16"))
+    if fault == "nothing is freed":
+        monkeypatch.setattr("recipes.footprint.weakref.finalize", lambda *_: None)
+    footprint = Footprint()
+    with footprint if fault == "chunks of a CPU" else footprint.on_accelerator():
+        run = EmptyRun(head, SMALL, torch.bfloat16)
+        for _ in range(1 if fault == "one step" else 2):
+            run.step(SHORT, 1.0)
+    assert footprint.most != pytest.approx(real, rel=0.04)
+
+
+def test_every_committed_row_is_near() -> None:
+    """All methods at all sizes: a tenth at published ones, and a few hundredths where the same texts were read."""
+    assert {(row["target"], row["head"]) for row in RESULTS["big"]} == {(t, h) for t in TARGETS for h in HEADS}
+    assert all(abs(row["forecast"] / row["measured"] - 1) < 0.1 for row in RESULTS["big"])
+    assert {row["head"] for row in RESULTS["small"]} == set(HEADS)
+    assert all(abs(row["forecast"] / row["measured"] - 1) < 0.03 for row in RESULTS["small"])
+
+
+def test_tables_of_chunks_are_put_back() -> None:
+    """After an error too."""
+    tables = (objectives.LOGITS, objectives.AT_ONCE, spans.ATTEND)
+    before = [dict(table) for table in tables]
+    with pytest.raises(RuntimeError, match="broken"), Footprint().on_accelerator():
+        raise RuntimeError("broken")
+    assert [dict(table) for table in tables] == before
