@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
+from accelerate import DistributedDataParallelKwargs as DDP
 
 from eagle.device import best_device, fastest_dtype
 from eagle.recipe import Recipe, TrainSection
@@ -33,7 +34,8 @@ def launch(settings: TrainSection) -> Accelerator:
         cpu=cpu and not zero,  # either mistake on a CPU would silently drop the ranks or ZeRO
         mixed_precision="bf16" if bf16 and not zero else "no",  # DeepSpeed would hold the weights in bf16 too
         gradient_accumulation_steps=settings.accumulation,
-        kwargs_handlers=[group] if launched else [],
+        # buffers are constants; gradients that lie in what is sent need no copy of their own
+        kwargs_handlers=[group, DDP(broadcast_buffers=False, gradient_as_bucket_view=True)] if launched else [],
     )
     _check_processes(accelerator, settings, zero)
     if zero:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranks import LENGTHS, on_ranks, train_made
+from ranks import LENGTHS, MadeFeatures, on_ranks, train_made
 from trained import apart, rows, weights
 
+from eagle.data.examples import Example
 from eagle.drafters.parts.objectives import align_steps
 from eagle.formats.checkpoint import load_head
 from eagle.recipe import TrainSection
@@ -52,6 +54,14 @@ def plant(fault: str) -> None:
     if fault == "part":  # the last process reads that of another
         whole, last = Plan.parts, int(os.environ["RANK"]) == 1
         Plan.parts = lambda *asked: whole(*asked)[:: -1 if last else 1]  # type: ignore[method-assign]
+    if fault == "nan":  # in the features of a conversation of the second step
+        draw, bad = MadeFeatures._draw, made_plan().step(1)[0]
+
+        def spoilt(features: MadeFeatures, index: int) -> Example:
+            example = draw(features, index)
+            return replace(example, features=example.features * float("nan")) if index == bad else example
+
+        MadeFeatures._draw = spoilt  # type: ignore[method-assign]
     if fault == "moments":  # of one process go to another
         split = sharded._split_like
         swapped = sharded._split_moments
@@ -161,6 +171,25 @@ def test_moments_of_another_process_are_seen(alone: dict[str, Path], tmp_path: P
     out = continued(alone["eagle1"], tmp_path / "run")
     run_ranks(2, out, "eagle1", "train.shard_head=true", fault="moments")
     assert apart(weights(out), weights(alone["eagle1"])) > 100 * TOLERANCE
+
+
+def test_a_sharded_step_that_is_not_finite_is_skipped(tmp_path: Path) -> None:
+    """On all processes, as one process skips it."""
+    for count in (1, 2):
+        run_ranks(count, tmp_path / str(count), "eagle1", "train.shard_head=true", fault="nan")
+        assert [row["skipped"] for row in rows(tmp_path / str(count)) if "skipped" in row] == [[1]]
+    check_same(tmp_path / "2", tmp_path / "1", 2)
+
+
+@pytest.mark.slow
+def test_a_sharded_head_is_clipped_by_value_and_trained_in_bf16(tmp_path: Path) -> None:
+    """Each as without sharding; in parts, too."""
+    for number, asked in enumerate((["train.clip_by=value", "train.clip=1e-3"], ["train.dtype=bfloat16"])):
+        for name, shard in (("whole", "false"), ("sharded", "true")):
+            run_ranks(
+                2, tmp_path / f"{name}{number}", "eagle1", *asked, "train.accumulation=2", f"train.shard_head={shard}"
+            )
+        check_same(tmp_path / f"sharded{number}", tmp_path / f"whole{number}", 2)
 
 
 def test_a_process_more_needs_no_random_state(alone: dict[str, Path], tmp_path: Path) -> None:
