@@ -44,8 +44,8 @@ def follow_head(recipe: Recipe, settings: Any, features: Features, head: Any, *,
         return features
     if weights_split:  # processes read weights together, and answers differ
         raise ValueError(
-            "drafter.samples is own, which needs all weights on every process, and ZeRO-3 splits them: launch with "
-            "recipes/accelerate/ddp.yaml or zero2.yaml"
+            "drafter.samples is own, which needs all weights on every process, and ZeRO-3 and train.shard_head split "
+            "them: launch with recipes/accelerate/ddp.yaml or zero2.yaml, without train.shard_head"
         )
     if not isinstance(features, LiveFeatures):
         raise ValueError(

@@ -29,12 +29,13 @@ def launch(settings: TrainSection) -> Accelerator:
     bf16 = settings.dtype == "bfloat16"
     # a rank may load or decode for long while the others wait
     group = InitProcessGroupKwargs(backend="gloo" if cpu else None, timeout=timedelta(days=1))
-    views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # else every gradient lies in memory twice
+    # buffers are constants; a gradient that is a view of what is sent lies in memory once
+    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     accelerator = Accelerator(
         cpu=cpu and not zero,  # either mistake on a CPU would silently drop the ranks or ZeRO
         mixed_precision="bf16" if bf16 and not zero else "no",  # DeepSpeed would hold the weights in bf16 too
         gradient_accumulation_steps=settings.accumulation,
-        kwargs_handlers=[group, views] if launched else [],
+        kwargs_handlers=[group, ddp] if launched else [],
     )
     _check_processes(accelerator, settings, zero)
     if zero:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from heapq import heapreplace
 
 import torch
 from torch import Tensor
@@ -43,8 +44,11 @@ class Plan:
         """A step's examples in `count` parts of about equal work; a part that would be empty repeats an example."""
         examples = sorted(self.step(number), key=lambda index: -self.slots[index])
         parts: list[list[int]] = [[] for _ in range(count)]
+        lightest = [(0, place) for place in range(count)]
         for index in examples:
-            min(parts, key=lambda part: sum(self.slots[i] for i in part)).append(index)
+            slots, place = lightest[0]
+            parts[place].append(index)
+            heapreplace(lightest, (slots + self.slots[index], place))
         return [part or examples[:1] for part in parts]
 
     def weights(self, number: int, parts: Sequence[Sequence[int]]) -> list[float]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,10 +26,11 @@ def shard_head(head: nn.Module) -> None:
     head.register_load_state_dict_pre_hook(_split_weights)
 
 
-def keep_state_whole(optimizer: torch.optim.Optimizer) -> None:
-    """Make the state dict of a sharded head's optimizer whole: it can be loaded on any number of processes."""
+def prepare_sharded(accelerator: Accelerator, head: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """A sharded head in the accelerator's precision, without DDP, and its optimizer, whose state dict is whole."""
     optimizer.register_state_dict_post_hook(lambda _, state: tree_map(gather, state))
     optimizer.register_load_state_dict_post_hook(_split_moments)
+    return accelerator.prepare_model(head, evaluation_mode=True), accelerator.prepare_optimizer(optimizer)
 
 
 def gather(value: Any) -> Any:

@@ -29,7 +29,7 @@ from eagle.log import Metrics, interrupted_by_user, memory_gb, progress
 from eagle.recipe import Recipe
 from eagle.training.plan import Plan, gate_mask
 from eagle.training.resume import DISK_FAULTS, Checkpoints
-from eagle.training.sharded import gather, keep_state_whole, shard_head
+from eagle.training.sharded import gather, prepare_sharded, shard_head
 
 TREES = {"chain": chain_paths(4), "tree": PUBLISHED_TREE}  # validation predicts their acceptance lengths
 LOG_EVERY = 10  # steps; only then does the host wait for the device
@@ -91,12 +91,8 @@ class _Run:
             shard_head(self.head)
         rates: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "weight_decay": settings.weight_decay}
         self.optimizer = torch.optim.AdamW(self._trainable_weights(), **rates, fused=True)
-        if self.sharded:
-            keep_state_whole(self.optimizer)
-            self.model = accelerator.prepare_model(self.head, evaluation_mode=True)  # in precision, without DDP
-            self.prepared = accelerator.prepare_optimizer(self.optimizer)
-        else:
-            self.model, self.prepared = accelerator.prepare(self.head, self.optimizer)
+        prepare = partial(prepare_sharded, accelerator) if self.sharded else accelerator.prepare
+        self.model, self.prepared = prepare(self.head, self.optimizer)
         self.checkpoints = Checkpoints(accelerator, self.out / "checkpoints", settings.keep)
         self.step = self.skipped = 0
         self.best = float("-inf")

@@ -62,6 +62,26 @@ def test_parts_are_the_step_and_their_weights_one(count: int) -> None:
         assert heaviest <= whole / count + longest
 
 
+@pytest.mark.parametrize(("count", "batch_size"), [(64, 512), (64, 64), (128, 40)])
+def test_parts_of_many_processes(count: int, batch_size: int) -> None:
+    """As a search for the lightest part deals them: each example once, weights that sum to one, parts about equal."""
+    drawn = random.Random(7)
+    slots = [drawn.randrange(20, 2000) for _ in range(1100)]
+    made = Plan(slots, TrainSection(out="nowhere", batch_size=batch_size, validation=0))
+    for number in (0, 1):
+        step, parts = made.step(number), made.parts(number, count)
+        naive: list[list[int]] = [[] for _ in range(count)]
+        for place in sorted(step, key=lambda place: -slots[place]):
+            min(naive, key=lambda part: sum(slots[i] for i in part)).append(place)
+        assert [part for part in naive if part] == parts[: min(len(step), count)]
+        shares, whole = made.weights(number, parts), sum(slots[place] for place in step)
+        owned = [place for part, share in zip(parts, shares, strict=True) if share for place in part]
+        assert sorted(owned) == sorted(step) and math.isclose(sum(shares), 1.0)
+        assert max(shares) * whole <= whole / count + max(slots[place] for place in step)
+        if batch_size == 512:  # eight conversations a process
+            assert max(shares) / min(shares) < 1.2
+
+
 def test_seeds_differ_by_example_epoch_and_run() -> None:
     """No two draws share one."""
     seeds = [

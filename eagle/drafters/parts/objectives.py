@@ -93,7 +93,7 @@ def step_weights(places: Tensor, steps: int, in_draft_vocab: Tensor | None = Non
 def align_steps(states: Iterable[Tensor]) -> Tensor:
     """[K, S, D]: in row r of step s the state of the draft that began s slots before, so that all share a teacher."""
     return torch.stack(
-        [F.pad(state[: len(state) - s], (0, 0, min(s, len(state)), 0)) for s, state in enumerate(states)]
+        [F.pad(state[: max(len(state) - s, 0)], (0, 0, min(s, len(state)), 0)) for s, state in enumerate(states)]
     )
 
 
