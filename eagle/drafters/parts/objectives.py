@@ -246,5 +246,5 @@ COMPARE = {"cross_entropy": _entropy, "reverse_kl": _relative, "jsd": _relative}
 
 def _chunks(count: int, steps: int, weight: Tensor) -> list[slice]:
     rows = max(LOGITS.get(weight.device.type, LOGITS_ELSEWHERE) // (weight.shape[0] * steps), -(-ROWS // steps))
-    rows = max(rows - rows % EVEN, 1)
+    rows = max(rows // EVEN, 1) * EVEN
     return [slice(start, start + rows) for start in range(0, count, rows)]
