@@ -12,7 +12,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -95,14 +95,7 @@ class Rehearsal:
 
     def run(self, stage: str, *commands: Sequence[object]) -> str:
         """Run a stage's commands, note seconds and peak memory, and return all output; stop at the first that fails."""
-        row: dict[str, Any] = {
-            "stage": stage,
-            "seconds": 0.0,
-            "cpu_seconds": 0.0,
-            "peak_mb": 0,
-            "ok": False,
-            "note": "",
-        }
+        row: dict[str, Any] = {"stage": stage, "ok": False, "seconds": 0, "cpu_seconds": 0, "peak_mb": 0, "note": ""}
         self.rows.append(row)
         log = self.folder / f"{len(self.rows):02}-{stage.replace(' ', '-').replace(',', '')}.log"
         print(f"{stage} ...", file=sys.stderr, flush=True)
@@ -113,8 +106,8 @@ class Rehearsal:
                 process = subprocess.Popen(words, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
                 _, status, used = os.wait4(process.pid, 0)  # which tells the peak of this process, or ours
             process.returncode = os.waitstatus_to_exitcode(status)
-            row["seconds"] += round(perf_counter() - start, 1)
-            row["cpu_seconds"] += round(used.ru_utime + used.ru_stime, 1)
+            row["seconds"] = round(row["seconds"] + perf_counter() - start, 1)
+            row["cpu_seconds"] = round(row["cpu_seconds"] + used.ru_utime + used.ru_stime, 1)
             row["peak_mb"] = max(row["peak_mb"], used.ru_maxrss * 1024 // 10**6)
             if process.returncode:
                 raise ValueError(
@@ -199,11 +192,14 @@ def describe_certificate(path: Path) -> str:
     return f"{same} of {answers} answers identical, {answers - same} differ at a near tie, none otherwise"
 
 
-def format_rows(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
-    """The cells of each stage."""
-    for row in rows:
+def table(results: dict[str, Any]) -> str:
+    """The stages as a table."""
+    lines = []
+    for row in results["stages"]:
         figures = [f"{row['seconds']:.0f}", f"{row['cpu_seconds']:.0f}", f"{row['peak_mb']:,} MB"]
-        yield [row["stage"], *figures, "yes" if row["ok"] else "NO", row["note"]]
+        lines.append([row["stage"], *figures, "yes" if row["ok"] else "NO", row["note"]])
+    header = ["stage", "seconds", "CPU seconds", "peak memory", "ok", "what came out"]
+    return markdown(header, lines, results["machine"])
 
 
 def main(argv: list[str]) -> None:
@@ -224,12 +220,9 @@ def main(argv: list[str]) -> None:
     try:
         rehearsal.run_all()
     finally:
-        about, header = (
-            made_on(size=args.size),
-            ["stage", "seconds", "CPU seconds", "peak memory", "ok", "what came out"],
-        )
-        print(markdown(header, format_rows(rehearsal.rows), about))
-    write_results(args.out, {"machine": about, "stages": rehearsal.rows})
+        results = {"machine": made_on(size=args.size), "stages": rehearsal.rows}
+        print(table(results))
+    write_results(args.out, results)
 
 
 if __name__ == "__main__":
