@@ -87,7 +87,12 @@ class Rehearsal:
             *(f"regenerate.out={self.folder / 'regenerated.jsonl'}", "regenerate.keep_truncated=true"),
             f"features.store={self.folder / ('features3' if method.recipe == 'eagle3' else 'features')}",
             *(f"train.out={self.folder / name}", "train.dtype=bfloat16", f"train.batch_size={BATCH}"),
-            *(f"train.epochs={STEPS}", f"train.max_steps={STEPS}", f"train.validate_every={STEPS}"),
+            *(
+                f"train.epochs={STEPS}",
+                f"train.max_steps={STEPS}",
+                f"train.validate_every={STEPS}",
+                f"train.checkpoint_every={STEPS}",
+            ),
             *(f"eval.prompts={prompts}", f"eval.count={PROMPTS}", f"eval.max_new_tokens={NEW_TOKENS}"),
             f"eval.drafters={json.dumps(drafters)}",
             *(f"train.init={init}", *vocabulary, *method.overrides),
