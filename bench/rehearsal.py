@@ -29,7 +29,7 @@ from eval.results import ACCEPTANCE_LENGTH, read_results
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results/rehearsal.json"
 LENGTH, BATCH, STEPS = 128, 2, 20
-NEW_TOKENS = 16
+NEW_TOKENS = 8
 EAGLE1_ENGINES = ("vllm", "sglang", "portable")
 EAGLE3_ENGINES = ("vllm", "sglang", "trtllm", "openvino", "llamacpp", "speculators", "portable")
 NEWER = ("drafter.fc_norm=true", "drafter.norm_output=true")
