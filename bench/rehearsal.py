@@ -12,7 +12,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -29,7 +29,7 @@ from eval.results import ACCEPTANCE_LENGTH, read_results
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results/rehearsal.json"
 LENGTH, BATCH, STEPS = 128, 2, 20
-NEW_TOKENS = 16
+NEW_TOKENS = 8
 EAGLE1_ENGINES = ("vllm", "sglang", "portable")
 EAGLE3_ENGINES = ("vllm", "sglang", "trtllm", "openvino", "llamacpp", "speculators", "portable")
 NEWER = ("drafter.fc_norm=true", "drafter.norm_output=true")
@@ -87,7 +87,12 @@ class Rehearsal:
             *(f"regenerate.out={self.folder / 'regenerated.jsonl'}", "regenerate.keep_truncated=true"),
             f"features.store={self.folder / ('features3' if method.recipe == 'eagle3' else 'features')}",
             *(f"train.out={self.folder / name}", "train.dtype=bfloat16", f"train.batch_size={BATCH}"),
-            *(f"train.epochs={STEPS}", f"train.max_steps={STEPS}", f"train.validate_every={STEPS}"),
+            *(
+                f"train.epochs={STEPS}",
+                f"train.max_steps={STEPS}",
+                f"train.validate_every={STEPS}",
+                f"train.checkpoint_every={STEPS}",
+            ),
             *(f"eval.prompts={prompts}", f"eval.count={PROMPTS}", f"eval.max_new_tokens={NEW_TOKENS}"),
             f"eval.drafters={json.dumps(drafters)}",
             *(f"train.init={init}", *vocabulary, *method.overrides),
@@ -95,14 +100,7 @@ class Rehearsal:
 
     def run(self, stage: str, *commands: Sequence[object]) -> str:
         """Run a stage's commands, note seconds and peak memory, and return all output; stop at the first that fails."""
-        row: dict[str, Any] = {
-            "stage": stage,
-            "seconds": 0.0,
-            "cpu_seconds": 0.0,
-            "peak_mb": 0,
-            "ok": False,
-            "note": "",
-        }
+        row: dict[str, Any] = {"stage": stage, "ok": False, "seconds": 0, "cpu_seconds": 0, "peak_mb": 0, "note": ""}
         self.rows.append(row)
         log = self.folder / f"{len(self.rows):02}-{stage.replace(' ', '-').replace(',', '')}.log"
         print(f"{stage} ...", file=sys.stderr, flush=True)
@@ -113,8 +111,8 @@ class Rehearsal:
                 process = subprocess.Popen(words, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
                 _, status, used = os.wait4(process.pid, 0)  # which tells the peak of this process, or ours
             process.returncode = os.waitstatus_to_exitcode(status)
-            row["seconds"] += round(perf_counter() - start, 1)
-            row["cpu_seconds"] += round(used.ru_utime + used.ru_stime, 1)
+            row["seconds"] = round(row["seconds"] + perf_counter() - start, 1)
+            row["cpu_seconds"] = round(row["cpu_seconds"] + used.ru_utime + used.ru_stime, 1)
             row["peak_mb"] = max(row["peak_mb"], used.ru_maxrss * 1024 // 10**6)
             if process.returncode:
                 raise ValueError(
@@ -199,11 +197,14 @@ def describe_certificate(path: Path) -> str:
     return f"{same} of {answers} answers identical, {answers - same} differ at a near tie, none otherwise"
 
 
-def format_rows(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
-    """The cells of each stage."""
-    for row in rows:
+def table(results: dict[str, Any]) -> str:
+    """The stages as a table."""
+    lines = []
+    for row in results["stages"]:
         figures = [f"{row['seconds']:.0f}", f"{row['cpu_seconds']:.0f}", f"{row['peak_mb']:,} MB"]
-        yield [row["stage"], *figures, "yes" if row["ok"] else "NO", row["note"]]
+        lines.append([row["stage"], *figures, "yes" if row["ok"] else "NO", row["note"]])
+    header = ["stage", "seconds", "CPU seconds", "peak memory", "ok", "what came out"]
+    return markdown(header, lines, results["machine"])
 
 
 def main(argv: list[str]) -> None:
@@ -224,12 +225,9 @@ def main(argv: list[str]) -> None:
     try:
         rehearsal.run_all()
     finally:
-        about, header = (
-            made_on(size=args.size),
-            ["stage", "seconds", "CPU seconds", "peak memory", "ok", "what came out"],
-        )
-        print(markdown(header, format_rows(rehearsal.rows), about))
-    write_results(args.out, {"machine": about, "stages": rehearsal.rows})
+        results = {"machine": made_on(size=args.size), "stages": rehearsal.rows}
+        print(table(results))
+    write_results(args.out, results)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ SIZES: dict[str, dict[str, Any]] = {
         **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 1024},
     },
 }
-CONVERSATIONS, PROMPTS, QUESTION = 8, 3, "What is this?"
+CONVERSATIONS, PROMPTS, QUESTION = 8, 2, "What is this?"
 NAN = torch.tensor(torch.nan)  # equals nothing: where a head has no such tensor
 
 

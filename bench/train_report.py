@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from bench.machine import markdown
@@ -71,6 +72,23 @@ def eagle1_table(results: Row) -> str:
         cells.append(with_goal(f"{row['ours_mb'] / row['published_mb']:.2f}", goals, "memory", ".2f"))
         lines.append(cells)
     return markdown(header, lines, results["machine"])
+
+
+def machines_table(files: Iterable[Row]) -> str:
+    """How many times faster the EAGLE-1 step is than the published one on each machine that has a result file."""
+    cases = [(vocab, dtype) for vocab in (8192, 131072) for dtype in ("fp32", "bf16")]
+    header = ["machine", "date", "fp32 GFLOP/s", "bf16 GFLOP/s", *(f"{dtype}, V = {vocab:,}" for vocab, dtype in cases)]
+    lines = []
+    for results in files:
+        machine, rows = results["machine"], results["rows"]
+        cells = [machine.get("cpu", machine.get("device")), machine["date"]]
+        cells += [
+            f"{max(row['peak'] for row in rows if row['dtype'] == dtype) / 1e9:.0f}" for dtype in ("fp32", "bf16")
+        ]
+        long = [row for row in rows if row["texts"] == "real" and row["length"] == 1024]
+        ratios = {(row["vocab"], row["dtype"]): row["ratio"] for row in long}
+        lines.append([*cells, *(f"{ratios[case]:.2f}" for case in cases)])
+    return markdown(header, lines)
 
 
 def eagle3_rows(results: Row) -> list[tuple[Row, list[str]]]:

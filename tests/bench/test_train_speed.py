@@ -19,7 +19,15 @@ from transformers import LlamaForCausalLM
 
 from bench.rivals.serve import Work
 from bench.train_cost import Sizes, anchors, eagle3_flops
-from bench.train_report import eagle3_goals, eagle3_memory_table, eagle3_table, of_limit, ratio, smaller
+from bench.train_report import (
+    eagle3_goals,
+    eagle3_memory_table,
+    eagle3_table,
+    machines_table,
+    of_limit,
+    ratio,
+    smaller,
+)
 from bench.train_speed import EAGLE3_HEAD, ROOT, Side, answers, full, measure
 
 SHAPE = Sizes(vocab=11, width=8, mlp=12, heads=4, key_heads=2, head_width=3)
@@ -123,6 +131,14 @@ def test_the_page_shows_the_result_file(show: Callable[[Any], str]) -> None:
     """What stands in the documents is what the benchmark prints for the committed results."""
     results = json.loads((ROOT / "docs/results/unroll_speed.json").read_text())
     assert show(results) in (ROOT / "docs/benchmarks.md").read_text()
+
+
+def test_the_page_shows_every_machine() -> None:
+    """Ratios of one machine are of that machine: all that have a result file stand side by side."""
+    files = sorted((ROOT / "docs/results").glob("train_speed*.json"))
+    every = machines_table(json.loads(file.read_text()) for file in files)
+    assert every in (ROOT / "docs/benchmarks.md").read_text()
+    assert len(every.splitlines()) == 2 + len(files)
 
 
 @pytest.fixture

@@ -91,6 +91,15 @@ def test_a_kind_is_its_formula(kind: Kind, softcap: float | None, monkeypatch: p
         torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.parametrize("steps", [1, 3, 7, 20])
+@pytest.mark.parametrize("vocabulary", [97, 32000, 151936])
+def test_chunks_hold_enough_rows_for_a_product(vocabulary: int, steps: int) -> None:
+    """However large a vocabulary is: one row at a time goes through the whole matrix for every slot."""
+    chunks = objectives._chunks(1000, steps, torch.empty(vocabulary, 1))
+    assert [row for chunk in chunks for row in range(1000)[chunk]] == [*range(1000)]
+    assert all(chunk.stop - chunk.start >= 16 for chunk in chunks)
+
+
 @pytest.mark.parametrize("kind", get_args(Kind))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_a_teacher_never_says_has_a_finite_price(kind: Kind, dtype: torch.dtype) -> None:

@@ -19,6 +19,7 @@ from bench.goodput_batches import table as goodput_table
 from bench.loop_overhead import table as overhead_table
 from bench.mask_templates import table as mask_table
 from bench.memory import table as memory_table
+from bench.rehearsal import table as rehearsal_table
 from bench.train_report import eagle1_table as train_table
 from eagle import DraftTree
 from eval.compare_table import markdown as comparison_table
@@ -52,6 +53,7 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("serving.md", "engines.json", engines_table),
         ("serving.md", "broken_heads.json", broken_table),
         ("benchmarks.md", "train_speed.json", train_table),
+        ("benchmarks.md", "rehearsal.json", rehearsal_table),
         ("trees.md", "loop_overhead.json", overhead_table),
         ("compare.md", "compare_tiny.json", comparison_table),
         ("goodput.md", "goodput_batches.json", goodput_table),

@@ -255,5 +255,5 @@ def _room_for_logits(chunks: Sequence[slice], steps: int, *matrices: Tensor) -> 
 def _chunks(count: int, steps: int, weight: Tensor) -> list[slice]:
     size = weight.element_size() * weight.shape[0] * steps  # bytes of a row's logits
     rows = max(LOGITS.get(weight.device.type, LOGITS_ELSEWHERE) // size, -(-ROWS // steps))
-    rows = max(rows - rows % EVEN, 1)
+    rows = max(rows // EVEN, 1) * EVEN
     return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
