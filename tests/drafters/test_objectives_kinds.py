@@ -5,11 +5,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle.core.drafter import TargetHead
 from eagle.drafters.parts import objectives
@@ -139,3 +140,30 @@ def test_logits_in_lent_memory_are_those_of_the_module(scale: float, softcap: fl
     hidden = torch.randn(SLOTS, WIDTH, dtype=torch.float64)
     lent = torch.full((SLOTS, VOCABULARY), torch.nan, dtype=torch.float64)
     torch.testing.assert_close(frozen.logits(hidden, out=lent), frozen.logits(hidden), atol=1e-12, rtol=1e-12)
+
+
+class _LargeStorages(TorchDispatchMode):
+    """Every storage of at least so many bytes that an operation makes; kept, so that no address comes twice."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.kept: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.untyped_storage().nbytes() >= self.size:
+            self.kept[result.untyped_storage().data_ptr()] = result
+        return result
+
+
+def test_all_chunks_share_the_memory_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The teacher's logits of a chunk and the student's: two large tensors however many chunks there are."""
+    monkeypatch.setattr(objectives, "ROWS", 32)
+    monkeypatch.setattr(objectives, "LOGITS", {"cpu": 1})
+    monkeypatch.setattr(objectives, "AT_ONCE", {"cpu": VOCABULARY})
+    own, frozen = head(0, None), head(1, None)
+    student, teacher, weights = torch.randn(1, 96, WIDTH), torch.randn(96, WIDTH), torch.ones(1, 96)
+    with torch.no_grad(), _LargeStorages(8 * 32 * VOCABULARY) as large:
+        distillation_loss(student.double(), teacher.double(), weights, (own, frozen))
+    assert len(large.kept) == 2
