@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,18 +17,27 @@ from eagle.core.tree import DraftTree, Paths
 from eagle.drafters.parts.scoring import SHARPNESS, ChildScorer, Seed
 
 
-def level_mask(cached: int, seen: Tensor, dtype: torch.dtype, beyond: Tensor | None = None) -> Tensor:
-    """[B, 1, K, cached + R]: a level's nodes see the committed text and, of the draft [B, K, R], their own path.
+def level_mask(committed: Tensor, seen: Tensor, groups: int = 1) -> Tensor:
+    """[B, 1, groups * K, S + R]: a level's nodes see the committed text and, of the draft [B, K, R], their own path.
 
-    `beyond` [B, cached] are the columns that lie behind a row's committed text, if texts differ in length.
+    `committed` [B or 1, S] is 0 at columns that a row's text fills, the lowest number behind it.
     """
-    rows, count, read = seen.shape
-    mask = torch.zeros(rows, count, cached + read, dtype=dtype, device=seen.device)
-    lowest = torch.finfo(dtype).min
-    mask[..., cached:].masked_fill_(~seen, lowest)
-    if beyond is not None:
-        mask[..., :cached].masked_fill_(beyond[:, None], lowest)
-    return mask[:, None]
+    rows, count, _ = seen.shape
+    draft = torch.where(seen, *_seen_and_hidden(committed.dtype, committed.device))
+    parts = committed[:, None, None].expand(rows, groups, count, -1), draft[:, None].expand(-1, groups, -1, -1)
+    return torch.cat(parts, dim=-1).flatten(1, 2)[:, None]
+
+
+@cache
+def _seen_and_hidden(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What a mask adds where a column is seen, and where it is not."""
+    return torch.zeros((), dtype=dtype, device=device), torch.tensor(torch.finfo(dtype).min, dtype=dtype, device=device)
+
+
+@cache
+def _see_itself(count: int, device: torch.device) -> Tensor:
+    """[1, K, K], each node of a level sees itself alone of its level."""
+    return torch.eye(count, dtype=torch.bool, device=device)[None]
 
 
 def level_rows(budget: Budget) -> tuple[int, ...]:
@@ -165,15 +174,15 @@ def _likeliest(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScore
     totals = logits.new_zeros(len(logits), 1, dtype=torch.float32)
     frontier = torch.zeros(len(logits), 1, dtype=torch.long, device=device)  # what the logits belong to; 0 is the root
     seen = torch.zeros(len(logits), 1, 0, dtype=torch.bool, device=device)
-    found: list[list[Tensor]] = []  # per level [B, C] each: tokens, parents, likelihoods
+    found: list[list[Tensor]] = []  # per level: tokens [B, C], the parents of C / K each [B, K], likelihoods [B, C]
     grown: list[_Grown] = []
     count = 1
     for depth in range(rows.depth):
         scores, _ = scorer.score(rows.seeds, depth, logits)
         values, best = scorer.best(scores.log_softmax(-1), width)  # never above 0: no child beats its parent
         likelihoods = (totals[..., None] + values).flatten(1)
-        tokens, parents = best.flatten(1), frontier[..., None].expand(best.shape).flatten(1)
-        found.append([tokens, parents, likelihoods])
+        tokens = best.flatten(1)
+        found.append([tokens, frontier, likelihoods])
         ended, growing = rows.split(depth + 1)
         if ended:
             whole = [torch.cat([pick_rows(part, ended) for part in parts], 1) for parts in zip(*found, strict=True)]
@@ -184,12 +193,12 @@ def _likeliest(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScore
             rows.keep(growing)
             found = [[pick_rows(part, growing) for part in level_parts] for level_parts in found]
             seen = pick_rows(seen, growing)
-            tokens, parents, likelihoods = found[-1]
+            tokens, _, likelihoods = found[-1]
         chosen = likelihoods.topk(min(width, likelihoods.shape[1]))
         before = chosen.indices // best.shape[2]
         totals, frontier = chosen.values, count + chosen.indices
         count += likelihoods.shape[1]
-        itself = torch.eye(before.shape[1], dtype=torch.bool, device=device).expand(len(before), -1, -1)
+        itself = _see_itself(before.shape[1], device).expand(len(before), -1, -1)
         seen = torch.cat([seen.gather(1, before[..., None].expand(-1, -1, seen.shape[2])), itself], dim=2)
         logits = level(depth + 1, rows.rows, tokens.gather(1, chosen.indices), before, seen)
     return grown
@@ -198,8 +207,11 @@ def _likeliest(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScore
 def _keep_likeliest(tokens: Tensor, parents: Tensor, likelihoods: Tensor, *, nodes: int) -> Tensor:
     """[B, 3, N], tokens, parents and bits of the best candidates [B, C]; candidate i is the parent i + 1, the root 0.
 
+    Each of the `parents` has as many candidates, one after the other.
+
     A tie goes to the one found first, so that no child loses its parent.
     """
+    parents = parents[..., None].expand(-1, -1, tokens.shape[1] // parents.shape[1]).flatten(1)
     kept = likelihoods.sort(descending=True, stable=True).indices[:, :nodes].sort().values
     numbers = torch.arange(1, kept.shape[1] + 1, device=kept.device)
     place = kept.new_full((len(tokens), tokens.shape[1] + 1), -2)  # -2 is nobody's parent: a tree would refuse it
@@ -221,7 +233,7 @@ class Rung:
     seen: Tensor  # [K, rows read so far]
 
 
-@lru_cache(maxsize=32)  # as many as a shape has depths, for a few shapes
+@cache
 def _plan(paths: Paths, depth: int, device: torch.device) -> tuple[list[Rung], Tensor]:
     """A fixed shape level by level down to `depth`, and the parents [N] of its nodes."""
     rungs, parents, seen = [], [-1], torch.zeros(1, 0, dtype=torch.bool)

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from eagle.core.budget import Budget
 from eagle.core.drafter import Committed, Noise, TargetHead
 from eagle.core.tree import DraftTree
-from eagle.drafters.parts.blocks import Cache
+from eagle.drafters.parts.blocks import FOLLOW_LENGTH, Cache, Rotary, rotary_tables
 from eagle.drafters.parts.growth import grow_rows, level_mask, pick_rows
 from eagle.drafters.parts.scoring import Seed
 from eagle.target.cache import SlotCache
@@ -27,7 +27,13 @@ class LevelHead(Protocol):
     """What a head is asked for in drafting; see `eagle.drafters.parts.unroll.UnrolledDrafter`."""
 
     layers: Any
+    rotary: Rotary
     frozen: tuple[TargetHead, ...]
+
+    @property
+    def query_groups(self) -> int:
+        """How many queries share a key."""
+        ...
 
     @property
     def drafts(self) -> Tensor | None:
@@ -42,7 +48,7 @@ class LevelHead(Protocol):
         self,
         tokens: Tensor,
         hidden: Tensor,
-        positions: Tensor,
+        tables: tuple[Tensor, Tensor],
         mask: Tensor | None,
         caches: Sequence[Cache | None],
         frozen: TargetHead,
@@ -64,7 +70,8 @@ class HeadState:
 
     def __init__(self, head: LevelHead) -> None:
         self.head, self.cache = head, SlotCache()
-        self.blocks = [Cache(self.cache) for _ in head.layers]
+        self.blocks = [Cache(self.cache, block) for block in head.layers]
+        self.drafts = head.drafts
         weight = head.layers[0].mlp.up_proj.weight
         self.device, self.dtype = weight.device, weight.dtype
         self.noises: dict[int, Noise | None] = {}
@@ -93,13 +100,13 @@ class HeadState:
         rows = sorted(updates, key=self.rows.index)
         hidden = self._read_updates({row: updates[row] for row in rows})
         slots = [self.rows.index(row) for row in rows]
-        levels = _Levels(self, slots, hidden)
+        levels = _Levels(self, slots, hidden, max(budgets[row].depth for row in rows))
         seeds = [
             Seed(updates[row].root, self.cache.lengths[slot] + 1, budgets[row], self.noises[row])
             for row, slot in zip(rows, slots, strict=True)
         ]
         first = self.head.logits(hidden, self.head.frozen[0])
-        return dict(zip(rows, grow_rows(seeds, first, levels, self.head.drafts), strict=True))
+        return dict(zip(rows, grow_rows(seeds, first, levels, self.drafts), strict=True))
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
@@ -155,7 +162,7 @@ class HeadState:
         states = head.read(
             padded,
             _pad(hidden.split(counts) if len(counts) > 1 else [hidden]),
-            positions,
+            rotary_tables(head.rotary, hidden, positions),
             mask,
             self.blocks,
             head.frozen[0],
@@ -171,16 +178,18 @@ class HeadState:
 class _Levels:
     """The levels of the drafts behind some slots; their columns begin where the longest text ends, for all alike."""
 
-    def __init__(self, state: HeadState, slots: list[int], hidden: Tensor) -> None:
+    def __init__(self, state: HeadState, slots: list[int], hidden: Tensor, depth: int) -> None:
         self.state, self.slots, self.first = state, slots, hidden[:, None]
         self.rows, self.hidden = list(range(len(slots))), self.first  # of the level before
         lengths = [state.cache.lengths[slot] for slot in slots]
         self.start = max(lengths)
-        self.lengths: Tensor | None = None  # [B, 1]
-        self.beyond: Tensor | None = None  # [B, start], columns behind a text
-        if min(lengths) < self.start:
-            self.lengths = torch.tensor(lengths)[:, None].to(state.device, non_blocking=True)
-            self.beyond = torch.arange(self.start, device=state.device) >= self.lengths
+        lengths = lengths[:1] if min(lengths) == self.start else lengths
+        places = torch.tensor(lengths)[:, None].to(state.device, non_blocking=True)
+        self.tables = _draft_tables(state.head.rotary, hidden, places, depth)
+        self.committed = hidden.new_zeros(len(lengths), self.start)  # [B or 1, start]
+        if len(lengths) > 1:
+            behind = torch.arange(self.start, device=state.device) >= places
+            self.committed.masked_fill_(behind, torch.finfo(hidden.dtype).min)
 
     def __call__(self, depth: int, rows: list[int], tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
         """[B, K, D], the logits behind the nodes of one level of these rows."""
@@ -190,17 +199,24 @@ class _Levels:
         if rows != self.rows:
             self.hidden = pick_rows(self.hidden, [self.rows.index(row) for row in rows])
             self.rows = rows
-        lengths, beyond = self.lengths, self.beyond
-        if lengths is None or beyond is None:
-            positions = torch.full((1, width), self.start + depth - 1, device=state.device)
-        else:
-            lengths, beyond = pick_rows(lengths, rows), pick_rows(beyond, rows)
-            positions = (lengths + (depth - 1)).expand(-1, width)
-        mask = level_mask(self.start, seen, state.dtype, beyond)
+        (cosine, sine), committed = self.tables, self.committed
+        if len(committed) > 1:
+            cosine, sine, committed = (pick_rows(part, rows) for part in (cosine, sine, committed))
+        tables = cosine[:, depth - 1 : depth], sine[:, depth - 1 : depth]
+        mask = level_mask(committed, seen, head.query_groups)
         above = self.hidden.gather(1, before[..., None].expand(-1, -1, self.hidden.shape[2]))
         state.cache.aim([self.slots[row] for row in rows], [self.start + seen.shape[2] - width] * len(rows))
-        self.hidden = head.read(tokens, head.next_input(above), positions, mask, state.blocks, head.frozen[0])
+        self.hidden = head.read(tokens, head.next_input(above), tables, mask, state.blocks, head.frozen[0])
         return head.logits(self.hidden, head.frozen[0])
+
+
+def _draft_tables(rotary: Rotary, like: Tensor, places: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """[B, depth, w] each, of the levels behind texts of these lengths [B, 1]; each level's as if it were the last."""
+    positions = places + torch.arange(depth, device=places.device)
+    if rotary.rope_type not in FOLLOW_LENGTH:
+        return rotary(like, positions)
+    cosine, sine = zip(*(rotary_tables(rotary, like, level) for level in positions.split(1, dim=1)), strict=True)
+    return torch.cat(cosine, 1), torch.cat(sine, 1)
 
 
 def split_ragged(counts: Mapping[int, int]) -> Iterator[list[int]]:

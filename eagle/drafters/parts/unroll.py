@@ -53,6 +53,11 @@ class UnrolledDrafter(TrainableDrafter):
         """Nothing for a head of one block, as engines serve; else how many it has, which is another network."""
         return {"blocks": len(self.layers)} if len(self.layers) > 1 else {}
 
+    @property
+    def query_groups(self) -> int:
+        """How many queries share a key."""
+        return self.shape.num_attention_heads // self.shape.num_key_value_heads
+
     @abstractmethod
     def fuse_taps(self, features: Tensor) -> Tensor:
         """[.., H], the state that the target's features [.., L, H] stand for."""
@@ -176,19 +181,19 @@ class UnrolledDrafter(TrainableDrafter):
     def states(self, tokens: Tensor, hidden: Tensor, start: int, frozen: TargetHead) -> Tensor:
         """[B, T, H], the states of a causal pass over slots that begin at position `start`."""
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]
-        return self.read(tokens, hidden, positions, None, [None] * len(self.layers), frozen)
+        tables = rotary_tables(self.rotary, hidden, positions)
+        return self.read(tokens, hidden, tables, None, [None] * len(self.layers), frozen)
 
     def read(
         self,
         tokens: Tensor,
         hidden: Tensor,
-        positions: Tensor,
+        tables: Pair,
         mask: Tensor | None,
         caches: Sequence[Cache | None],
         frozen: TargetHead,
     ) -> Tensor:
         """[B, T, H], the states behind tokens [B, T] and states [B, T, H], each block with a cache of its own."""
-        tables = rotary_tables(self.rotary, hidden, positions)
         state = self.first_block(frozen.embed(tokens).to(hidden.dtype), hidden, tables, mask, caches[0])
         for number in range(1, len(self.layers)):
             state = self.layers[number](state, tables, mask, caches[number])
@@ -201,18 +206,19 @@ class UnrolledDrafter(TrainableDrafter):
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
         """The head's own forward of so many rows behind so much text, the last `scored` of them made into logits."""
         (frozen,), owner = self.frozen, SlotCache()
-        caches = [Cache(owner) for _ in self.layers]
+        caches = [Cache(owner, block) for block in self.layers]
         weight, end = self.layers[0].mlp.up_proj.weight, context + rows
         tokens = torch.ones(1, end, dtype=torch.long, device=weight.device)
         features = torch.zeros(1, end, self.shape.hidden_size, device=weight.device, dtype=weight.dtype)
-        positions = torch.arange(end, device=weight.device)[None]
+        cosine, sine = rotary_tables(self.rotary, features, torch.arange(end, device=weight.device)[None])
         chain = torch.ones(rows, rows, dtype=torch.bool, device=weight.device).tril()
-        mask = level_mask(context, chain[None], weight.dtype)
+        mask = level_mask(features.new_zeros(1, context), chain[None], self.query_groups)
 
         def read(start: int, end: int, mask: Tensor | None) -> Tensor:
             owner.length = start
             part = slice(start, end)
-            return self.read(tokens[:, part], features[:, part], positions[:, part], mask, caches, frozen)
+            tables = cosine[:, part], sine[:, part]
+            return self.read(tokens[:, part], features[:, part], tables, mask, caches, frozen)
 
         with torch.inference_mode():
             read(0, context, None)
