@@ -86,7 +86,18 @@ def grow_rows(
     drafts: Tensor | None = None,
     sharpness: float = SHARPNESS,
 ) -> list[DraftTree]:
-    """The tree under each root, as `grow` describes; logits [B, D], and one transfer from the device for all trees.
+    """The tree under each root, as `grow` describes; logits [B, D], and one transfer from the device for all trees."""
+    return read_trees(seeds, grow_columns(seeds, logits, level, drafts, sharpness))
+
+
+def grow_columns(
+    seeds: Sequence[Seed],
+    logits: Tensor,
+    level: RowsLevel,
+    drafts: Tensor | None = None,
+    sharpness: float = SHARPNESS,
+) -> list[Grown]:
+    """What `grow_rows` grows, on the device; nothing is read from there.
 
     Rows whose budgets differ in their depth alone grow together, and leave when they are deep enough.
     """
@@ -94,13 +105,18 @@ def grow_rows(
     for row, seed in enumerate(seeds):
         if not seed.budget.is_empty:
             groups.setdefault(_kind(seed), []).append(row)
-    grown: list[_Grown] = []
+    grown: list[Grown] = []
     for rows in groups.values():
         budget = seeds[rows[0]].budget
         scorer = ChildScorer(budget.draw, drafts, sharpness if budget.sharpness is None else budget.sharpness)
         first = pick_rows(logits, rows)[:, None]
         grow_group = _likeliest if budget.paths is None else _fill_plan
         grown += grow_group(_Rows(seeds, rows), first, level, scorer)
+    return grown
+
+
+def read_trees(seeds: Sequence[Seed], grown: Sequence[Grown]) -> list[DraftTree]:
+    """The tree under each root, its root alone where nothing has grown; in one transfer from the device."""
     trees = [DraftTree.chain([seed.root]) if seed.budget.is_empty else None for seed in seeds]
     for part, columns in zip(grown, _to_host([part.columns for part in grown]), strict=True):
         for number, row in enumerate(part.rows):
@@ -145,7 +161,7 @@ class _Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class _Grown:
+class Grown:
     """Trees that ended at the same level, on the device, without their roots."""
 
     rows: list[int]
@@ -167,7 +183,7 @@ def pick_rows(part: Tensor, numbers: list[int]) -> Tensor:
     return part if len(numbers) == len(part) else part[torch.tensor(numbers).to(part.device, non_blocking=True)]
 
 
-def _likeliest(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScorer) -> list[_Grown]:
+def _likeliest(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScorer) -> list[Grown]:
     """Read the `top_k` likeliest candidates of each level, keep the `nodes` likeliest of all; fp32 throughout."""
     budget, device = rows.seeds[0].budget, logits.device
     width = min(budget.top_k, budget.nodes)
@@ -175,7 +191,7 @@ def _likeliest(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScore
     frontier = torch.zeros(len(logits), 1, dtype=torch.long, device=device)  # what the logits belong to; 0 is the root
     seen = torch.zeros(len(logits), 1, 0, dtype=torch.bool, device=device)
     found: list[list[Tensor]] = []  # per level: tokens [B, C], the parents of C / K each [B, K], likelihoods [B, C]
-    grown: list[_Grown] = []
+    grown: list[Grown] = []
     count = 1
     for depth in range(rows.depth):
         scores, _ = scorer.score(rows.seeds, depth, logits)
@@ -187,7 +203,7 @@ def _likeliest(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScore
         if ended:
             whole = [torch.cat([pick_rows(part, ended) for part in parts], 1) for parts in zip(*found, strict=True)]
             columns = _keep_likeliest(*whole, nodes=budget.nodes)
-            grown.append(_Grown([rows.rows[number] for number in ended], columns))
+            grown.append(Grown([rows.rows[number] for number in ended], columns))
             if not growing:
                 break
             rows.keep(growing)
@@ -258,14 +274,19 @@ def _plan(paths: Paths, depth: int, device: torch.device) -> tuple[list[Rung], T
     return rungs, torch.tensor(parents)
 
 
-def _fill_plan(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScorer) -> list[_Grown]:
+def plan_parents(budget: Budget, nodes: int, device: torch.device) -> Tensor | None:
+    """[1 + N], the parents in a fixed shape of so many nodes; None where the budget fixes none."""
+    return None if budget.paths is None else _plan(budget.paths, budget.depth, device)[1][: 1 + nodes]
+
+
+def _fill_plan(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScorer) -> list[Grown]:
     """Trees of a fixed shape: one reading per level, of the nodes that have children."""
     paths = rows.seeds[0].budget.paths
     assert paths is not None
     rungs, parents = _plan(paths, rows.depth, logits.device)
     tokens: list[Tensor] = []  # per level [B, nodes]
     drawn_from: list[Tensor] = []
-    grown: list[_Grown] = []
+    grown: list[Grown] = []
     for depth, rung in enumerate(rungs):
         scores, probs = scorer.score(rows.seeds, depth, logits)
         best = scorer.best(scores, rung.best)[1]
@@ -277,7 +298,7 @@ def _fill_plan(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScore
         if ended:
             nodes = torch.cat([pick_rows(part, ended) for part in tokens], dim=1)[:, None]
             whole = torch.cat([pick_rows(part, ended) for part in drawn_from], dim=1) if drawn_from else None
-            grown.append(_Grown([rows.rows[n] for n in ended], nodes, parents[: 1 + nodes.shape[2]], whole))
+            grown.append(Grown([rows.rows[n] for n in ended], nodes, parents[: 1 + nodes.shape[2]], whole))
             if not growing:
                 break
             rows.keep(growing)

@@ -21,6 +21,7 @@ from eagle.drafters.parts.blocks import Block, Cache, Rotary, rotary_tables, rot
 from eagle.drafters.parts.growth import level_mask, level_rows
 from eagle.drafters.parts.head_state import HeadState
 from eagle.drafters.parts.spans import Spans, attend
+from eagle.drafters.parts.static_loop import Capture
 from eagle.drafters.parts.validation import validate_batch
 from eagle.target.cache import SlotCache
 
@@ -47,6 +48,7 @@ class UnrolledDrafter(TrainableDrafter):
     rotary: Rotary
     layers: Any  # the blocks of a level
     drafts: Tensor | None = None  # [D], the draft vocabulary; None for all tokens
+    capture: Capture | None = None  # how draft loops of static shapes are captured, as `capture_cuda`; None: not at all
 
     @property
     def further_blocks(self) -> dict[str, Any]:
