@@ -1,8 +1,8 @@
 """How many kernels a draft level, a draft and a cycle launch: `python bench/launches.py`.
 
-On an accelerator each launch costs microseconds of the host, whatever the size of its tensors; a head's tensors are small.
-Counted on a CPU with small random models, as the number does not depend on sizes: every operation that is no view and no
-mere allocation, composed ones taken apart. Operations on tensors of the host count too, so the figures are upper bounds.
+On an accelerator each launch costs microseconds of the host, whatever the size of its tensors, and a head's are small.
+Counted on a CPU with small random models, as the number does not depend on sizes: every operation that is no view and
+no mere allocation, composed ones taken apart. Operations on tensors of the host count too: figures are upper bounds.
 """
 
 from __future__ import annotations

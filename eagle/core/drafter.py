@@ -21,7 +21,10 @@ from eagle.device import in_dtype
 class Noise(Protocol):
     """What a drafter may know of a target that samples, all in units of its plain logits."""
 
-    temperature: float
+    @property
+    def temperature(self) -> float:
+        """Above 0."""
+        ...
 
     def __call__(self, positions: list[int]) -> Tensor:
         """[P, V], what the target adds to its logits when it chooses the tokens standing there."""

@@ -199,9 +199,9 @@ def stays(self: Any, row: int) -> None:
         self.rows.pop()
 
 
-def unhidden(cached: int, seen: Tensor, dtype: torch.dtype, beyond: Tensor | None = None) -> Tensor:
+def unhidden(committed: Tensor, seen: Tensor, groups: int) -> Tensor:
     """A mask that shows a short row what lies behind its text."""
-    return level_mask(cached, seen, dtype)
+    return level_mask(torch.zeros_like(committed), seen, groups)
 
 
 def left_behind(self: ModelState, row: int) -> None:

@@ -58,7 +58,7 @@ def drafted_logits(head: Any, text: Example, pieces: list[int], patch: pytest.Mo
         draft = head.begin()
         for start, committed in pairwise(pieces):
             news = Committed(tokens[start:committed], features[start:committed], int(tokens[committed]))
-            draft.propose(news, Budget(8, 3, 3))
+            draft.propose(news, Budget(8, head.settings.steps, 3))
     return kept
 
 

@@ -42,14 +42,25 @@ def head_shape(target_config: Any, **overrides: Any) -> LlamaConfig:
 
 
 class Cache:
-    """The keys and values of one block, in a slot for every text; all blocks of a head write where one owner aims."""
+    """What drafting keeps of one block: keys and values, in a slot for every text, and its matrices side by side.
 
-    def __init__(self, owner: SlotCache) -> None:
+    All blocks of a head write where one owner aims. The copies of matrices end with the texts: nothing can be stale.
+    """
+
+    def __init__(self, owner: SlotCache, block: Block) -> None:
         self.keys, self.values = owner.add(), owner.add()
+        attention, mlp = block.self_attn, block.mlp
+        self.query_key_value = _join_weights(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.gate_up = _join_weights(mlp.gate_proj, mlp.up_proj)
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write [B, heads, T, width], and return these slots up to the last column that is written."""
         return self.keys.write(keys), self.values.write(values)
+
+
+def _join_weights(*projections: nn.Linear) -> Tensor:
+    """One matrix, whose product is that of all of them side by side: launches cost more than products of few rows."""
+    return torch.cat([projection.weight.detach() for projection in projections])
 
 
 class Attention(nn.Module):
@@ -71,17 +82,37 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None) -> Tensor:
         """[B, T, H]; without a mask, causal."""
+        if cache is not None:
+            return self.o_proj(self._read_cached(x, rotary, mask, cache))
         query, key, value = (
             projection(x).unflatten(-1, (-1, self.width)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = apply_rotary_pos_emb(query, key, *rotary)
-        if cache is not None:
-            key, value = cache.extend(key, value)
         output = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=query.shape[1] != key.shape[1]
         )
         return self.o_proj(output.transpose(1, 2).flatten(2))
+
+    def _read_cached(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache) -> Tensor:
+        """[B, T, heads * w], what rows see behind their texts, in few launches.
+
+        Queries that share a key become rows of one head, so that no keys are repeated; a mask may be for these rows.
+        """
+        count, keys, width = x.shape[1], self.k_proj.out_features // self.width, self.width
+        heads = F.linear(x, cache.query_key_value).unflatten(-1, (-1, width)).transpose(1, 2)
+        queries = heads.shape[1] - 2 * keys
+        groups = queries // keys
+        query, key = rotate_heads(heads[:, :-keys], rotary).tensor_split([queries], dim=1)
+        key, value = cache.extend(key, heads[:, -keys:])
+        if mask is None:
+            seen = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=groups > 1)
+            return seen.transpose(1, 2).flatten(2)
+        if mask.shape[2] != groups * count:
+            mask = mask.repeat(1, 1, groups, 1)
+        rows = query.reshape(len(x), keys, groups * count, width)
+        seen = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask)
+        return seen.reshape(len(x), queries, count, width).transpose(1, 2).flatten(2)
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -114,11 +145,21 @@ def _turn(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return turned.to(heads.dtype)
 
 
+def rotate_heads(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """[B, heads, T, w], heads rotated by tables [B, T, w], in four launches."""
+    cosine, sine = rotary
+    turned = x.roll(x.shape[-1] // 2, -1)
+    turned[..., : x.shape[-1] // 2].neg_()
+    return turned.mul_(sine[:, None]).addcmul_(x, cosine[:, None])
+
+
 class Norm(LlamaRMSNorm):
     """RMSNorm that keeps its input and one number of each row for the backward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., H]."""
+        if not torch.is_grad_enabled():
+            return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)  # one launch
         return _RMSNorm.apply(x, self.weight, self.variance_epsilon)
 
 
@@ -197,7 +238,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None) -> Tensor:
         """[B, T, H]."""
         hidden, residual = self.inputs(x)
-        return self.add_mlp(residual + self.self_attn(hidden, rotary, mask, cache))
+        return self.add_mlp(residual + self.self_attn(hidden, rotary, mask, cache), cache)
 
     def inputs(self, x: Tensor) -> tuple[Tensor, ...]:
         """What attention reads, and what its output is added to."""
@@ -211,9 +252,12 @@ class Block(nn.Module):
         """[N, heads * w] queries before they are rotated, and [N, H] what attention's output is added to."""
         return self.self_attn.q_proj(inputs[0]), inputs[1]
 
-    def add_mlp(self, x: Tensor) -> Tensor:
+    def add_mlp(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         """x + MLP(norm(x)), of what attention left."""
         norm, mlp = self.post_attention_layernorm, self.mlp
+        if cache is not None:
+            gate, up = F.linear(norm(x), cache.gate_up).chunk(2, dim=-1)
+            return x + mlp.down_proj(F.silu(gate).mul_(up))
         if x.dim() > 2 or not torch.is_grad_enabled():
             return x + mlp(norm(x))
         matrices = (part.weight for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
@@ -252,7 +296,7 @@ class TwoNormBlock(Block):
         """[B, T, H], of tokens and states side by side."""
         normed, residual = self.norm_hidden(hidden)
         pair = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
-        return self.add_mlp(residual + self.self_attn(pair, rotary, mask, cache))
+        return self.add_mlp(residual + self.self_attn(pair, rotary, mask, cache), cache)
 
     def norm_hidden(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The state that attention reads, and the one that its output is added to."""
@@ -281,13 +325,16 @@ class TwoNormBlock(Block):
         return self.self_attn.q_proj, self.self_attn.k_proj, self.self_attn.v_proj
 
 
+FOLLOW_LENGTH = ("dynamic", "longrope")  # kinds of frequencies that depend on the longest text
+
+
 class Rotary(LlamaRotaryEmbedding):
     """Rotary tables of the head's shape; nothing to train, nothing to save."""
 
 
 def rotary_tables(rotary: Rotary, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """[B, T, w] each, cosines and sines at positions [B, T], each row's as if it were alone."""
-    if len(positions) == 1 or rotary.rope_type not in ("dynamic", "longrope"):
+    if len(positions) == 1 or rotary.rope_type not in FOLLOW_LENGTH:
         return rotary(like, positions)
     # these frequencies depend on the longest text of a batch
     cosine, sine = zip(*(rotary(like[:1], row[None]) for row in positions), strict=True)

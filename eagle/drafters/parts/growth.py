@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,18 +18,27 @@ from eagle.device import pick_rows, to_host, upload
 from eagle.drafters.parts.scoring import SHARPNESS, ChildScorer, Seed
 
 
-def level_mask(cached: int, seen: Tensor, dtype: torch.dtype, beyond: Tensor | None = None) -> Tensor:
-    """[B, 1, K, cached + R]: a level's nodes see the committed text and, of the draft [B, K, R], their own path.
+def level_mask(committed: Tensor, seen: Tensor, groups: int = 1) -> Tensor:
+    """[B, 1, groups * K, S + R]: a level's nodes see the committed text and, of the draft [B, K, R], their own path.
 
-    `beyond` [B, cached] are the columns that lie behind a row's committed text, if texts differ in length.
+    `committed` [B or 1, S] is 0 at columns that a row's text fills, the lowest number behind it.
     """
-    rows, count, read = seen.shape
-    mask = torch.zeros(rows, count, cached + read, dtype=dtype, device=seen.device)
-    lowest = torch.finfo(dtype).min
-    mask[..., cached:].masked_fill_(~seen, lowest)
-    if beyond is not None:
-        mask[..., :cached].masked_fill_(beyond[:, None], lowest)
-    return mask[:, None]
+    rows, count, _ = seen.shape
+    draft = torch.where(seen, *_seen_and_hidden(committed.dtype, committed.device))
+    parts = committed[:, None, None].expand(rows, groups, count, -1), draft[:, None].expand(-1, groups, -1, -1)
+    return torch.cat(parts, dim=-1).flatten(1, 2)[:, None]
+
+
+@cache
+def _seen_and_hidden(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What a mask adds where a column is seen, and where it is not."""
+    return torch.zeros((), dtype=dtype, device=device), torch.tensor(torch.finfo(dtype).min, dtype=dtype, device=device)
+
+
+@cache
+def _see_itself(count: int, device: torch.device) -> Tensor:
+    """[1, K, K], each node of a level sees itself alone of its level."""
+    return torch.eye(count, dtype=torch.bool, device=device)[None]
 
 
 def level_rows(budget: Budget) -> tuple[int, ...]:
@@ -78,7 +87,18 @@ def grow_rows(
     drafts: Tensor | None = None,
     sharpness: float = SHARPNESS,
 ) -> list[DraftTree]:
-    """The tree under each root, as `grow` describes; logits [B, D], and one transfer from the device for all trees.
+    """The tree under each root, as `grow` describes; logits [B, D], and one transfer from the device for all trees."""
+    return read_trees(seeds, grow_columns(seeds, logits, level, drafts, sharpness))
+
+
+def grow_columns(
+    seeds: Sequence[Seed],
+    logits: Tensor,
+    level: RowsLevel,
+    drafts: Tensor | None = None,
+    sharpness: float = SHARPNESS,
+) -> list[Grown]:
+    """What `grow_rows` grows, on the device; nothing is read from there.
 
     Rows whose budgets differ in their depth alone grow together, and leave when they are deep enough.
     """
@@ -86,13 +106,18 @@ def grow_rows(
     for row, seed in enumerate(seeds):
         if not seed.budget.is_empty:
             groups.setdefault(_kind(seed), []).append(row)
-    grown: list[_Grown] = []
+    grown: list[Grown] = []
     for rows in groups.values():
         budget = seeds[rows[0]].budget
         scorer = ChildScorer(budget.draw, drafts, sharpness if budget.sharpness is None else budget.sharpness)
         first = pick_rows(logits, rows)[:, None]
         grow_group = _likeliest if budget.paths is None else _fill_plan
         grown += grow_group(_Rows(seeds, rows), first, level, scorer)
+    return grown
+
+
+def read_trees(seeds: Sequence[Seed], grown: Sequence[Grown]) -> list[DraftTree]:
+    """The tree under each root, its root alone where nothing has grown; in one transfer from the device."""
     trees = [DraftTree.chain([seed.root]) if seed.budget.is_empty else None for seed in seeds]
     for part, columns in zip(grown, to_host([part.columns for part in grown]), strict=True):
         for number, row in enumerate(part.rows):
@@ -128,7 +153,7 @@ class _Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class _Grown:
+class Grown:
     """Trees that ended at the same level, on the device, without their roots."""
 
     rows: list[int]
@@ -145,38 +170,38 @@ class _Grown:
         return DraftTree(tokens, parents, likelihoods=bits.int().view(torch.float32))
 
 
-def _likeliest(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScorer) -> list[_Grown]:
+def _likeliest(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScorer) -> list[Grown]:
     """Read the `top_k` likeliest candidates of each level, keep the `nodes` likeliest of all; fp32 throughout."""
     budget, device = rows.seeds[0].budget, logits.device
     width = min(budget.top_k, budget.nodes)
     totals = logits.new_zeros(len(logits), 1, dtype=torch.float32)
     frontier = torch.zeros(len(logits), 1, dtype=torch.long, device=device)  # what the logits belong to; 0 is the root
     seen = torch.zeros(len(logits), 1, 0, dtype=torch.bool, device=device)
-    found: list[list[Tensor]] = []  # per level [B, C] each: tokens, parents, likelihoods
-    grown: list[_Grown] = []
+    found: list[list[Tensor]] = []  # per level: tokens [B, C], the parents of C / K each [B, K], likelihoods [B, C]
+    grown: list[Grown] = []
     count = 1
     for depth in range(rows.depth):
         scores, _ = scorer.score(rows.seeds, depth, logits)
         values, best = scorer.best(scores.log_softmax(-1), width)  # never above 0: no child beats its parent
         likelihoods = (totals[..., None] + values).flatten(1)
-        tokens, parents = best.flatten(1), frontier[..., None].expand(best.shape).flatten(1)
-        found.append([tokens, parents, likelihoods])
+        tokens = best.flatten(1)
+        found.append([tokens, frontier, likelihoods])
         ended, growing = rows.split(depth + 1)
         if ended:
             whole = [torch.cat([pick_rows(part, ended) for part in parts], 1) for parts in zip(*found, strict=True)]
             columns = _keep_likeliest(*whole, nodes=budget.nodes)
-            grown.append(_Grown([rows.rows[number] for number in ended], columns))
+            grown.append(Grown([rows.rows[number] for number in ended], columns))
             if not growing:
                 break
             rows.keep(growing)
             found = [[pick_rows(part, growing) for part in level_parts] for level_parts in found]
             seen = pick_rows(seen, growing)
-            tokens, parents, likelihoods = found[-1]
+            tokens, _, likelihoods = found[-1]
         chosen = likelihoods.topk(min(width, likelihoods.shape[1]))
         before = chosen.indices // best.shape[2]
         totals, frontier = chosen.values, count + chosen.indices
         count += likelihoods.shape[1]
-        itself = torch.eye(before.shape[1], dtype=torch.bool, device=device).expand(len(before), -1, -1)
+        itself = _see_itself(before.shape[1], device).expand(len(before), -1, -1)
         seen = torch.cat([seen.gather(1, before[..., None].expand(-1, -1, seen.shape[2])), itself], dim=2)
         logits = level(depth + 1, rows.rows, tokens.gather(1, chosen.indices), before, seen)
     return grown
@@ -185,8 +210,11 @@ def _likeliest(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScore
 def _keep_likeliest(tokens: Tensor, parents: Tensor, likelihoods: Tensor, *, nodes: int) -> Tensor:
     """[B, 3, N], tokens, parents and bits of the best candidates [B, C]; candidate i is the parent i + 1, the root 0.
 
+    Each of the `parents` has as many candidates, one after the other.
+
     A tie goes to the one found first, so that no child loses its parent.
     """
+    parents = parents[..., None].expand(-1, -1, tokens.shape[1] // parents.shape[1]).flatten(1)
     kept = likelihoods.sort(descending=True, stable=True).indices[:, :nodes].sort().values
     numbers = torch.arange(1, kept.shape[1] + 1, device=kept.device)
     place = kept.new_full((len(tokens), tokens.shape[1] + 1), -2)  # -2 is nobody's parent: a tree would refuse it
@@ -208,7 +236,7 @@ class Rung:
     seen: Tensor  # [K, rows read so far]
 
 
-@lru_cache(maxsize=32)  # as many as a shape has depths, for a few shapes
+@cache
 def _plan(paths: Paths, depth: int, device: torch.device) -> tuple[list[Rung], Tensor]:
     """A fixed shape level by level down to `depth`, and the parents [N] of its nodes."""
     rungs, parents, seen = [], [-1], torch.zeros(1, 0, dtype=torch.bool)
@@ -233,14 +261,19 @@ def _plan(paths: Paths, depth: int, device: torch.device) -> tuple[list[Rung], T
     return rungs, torch.tensor(parents)
 
 
-def _fill_plan(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScorer) -> list[_Grown]:
+def plan_parents(budget: Budget, nodes: int, device: torch.device) -> Tensor | None:
+    """[1 + N], the parents in a fixed shape of so many nodes; None where the budget fixes none."""
+    return None if budget.paths is None else _plan(budget.paths, budget.depth, device)[1][: 1 + nodes]
+
+
+def _fill_plan(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScorer) -> list[Grown]:
     """Trees of a fixed shape: one reading per level, of the nodes that have children."""
     paths = rows.seeds[0].budget.paths
     assert paths is not None
     rungs, parents = _plan(paths, rows.depth, logits.device)
     tokens: list[Tensor] = []  # per level [B, nodes]
     drawn_from: list[Tensor] = []
-    grown: list[_Grown] = []
+    grown: list[Grown] = []
     for depth, rung in enumerate(rungs):
         scores, probs = scorer.score(rows.seeds, depth, logits)
         best = scorer.best(scores, rung.best)[1]
@@ -252,7 +285,7 @@ def _fill_plan(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScore
         if ended:
             nodes = torch.cat([pick_rows(part, ended) for part in tokens], dim=1)[:, None]
             whole = torch.cat([pick_rows(part, ended) for part in drawn_from], dim=1) if drawn_from else None
-            grown.append(_Grown([rows.rows[n] for n in ended], nodes, parents[: 1 + nodes.shape[2]], whole))
+            grown.append(Grown([rows.rows[n] for n in ended], nodes, parents[: 1 + nodes.shape[2]], whole))
             if not growing:
                 break
             rows.keep(growing)

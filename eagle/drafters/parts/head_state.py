@@ -15,9 +15,10 @@ from eagle.core.budget import Budget
 from eagle.core.drafter import Committed, Noise, TargetHead
 from eagle.core.tree import DraftTree
 from eagle.device import pick_rows
-from eagle.drafters.parts.blocks import Cache
-from eagle.drafters.parts.growth import grow_rows, level_mask
+from eagle.drafters.parts.blocks import FOLLOW_LENGTH, Cache, Rotary, rotary_tables
+from eagle.drafters.parts.growth import Grown, grow_columns, grow_rows, level_mask, plan_parents, read_trees
 from eagle.drafters.parts.scoring import Seed
+from eagle.drafters.parts.static_loop import Capture, HeldNoise, StaticLoop, text_room
 from eagle.target.cache import SlotCache
 
 SHORT = 16  # tokens up to which rows are read together, however different in number
@@ -28,7 +29,14 @@ class LevelHead(Protocol):
     """What a head is asked for in drafting; see `eagle.drafters.parts.unroll.UnrolledDrafter`."""
 
     layers: Any
+    rotary: Rotary
+    capture: Capture | None
     frozen: tuple[TargetHead, ...]
+
+    @property
+    def query_groups(self) -> int:
+        """How many queries share a key."""
+        ...
 
     @property
     def drafts(self) -> Tensor | None:
@@ -43,7 +51,7 @@ class LevelHead(Protocol):
         self,
         tokens: Tensor,
         hidden: Tensor,
-        positions: Tensor,
+        tables: tuple[Tensor, Tensor],
         mask: Tensor | None,
         caches: Sequence[Cache | None],
         frozen: TargetHead,
@@ -65,7 +73,9 @@ class HeadState:
 
     def __init__(self, head: LevelHead) -> None:
         self.head, self.cache = head, SlotCache()
-        self.blocks = [Cache(self.cache) for _ in head.layers]
+        self.blocks = [Cache(self.cache, block) for block in head.layers]
+        self.drafts = head.drafts
+        self.loop = None if head.capture is None else StaticLoop(head.capture)
         weight = head.layers[0].mlp.up_proj.weight
         self.device, self.dtype = weight.device, weight.dtype
         self.noises: dict[int, Noise | None] = {}
@@ -94,13 +104,48 @@ class HeadState:
         rows = sorted(updates, key=self.rows.index)
         hidden = self._read_updates({row: updates[row] for row in rows})
         slots = [self.rows.index(row) for row in rows]
-        levels = _Levels(self, slots, hidden)
         seeds = [
             Seed(updates[row].root, self.cache.lengths[slot] + 1, budgets[row], self.noises[row])
             for row, slot in zip(rows, slots, strict=True)
         ]
+        if self.loop is not None and _are_static(seeds, slots):
+            grown = self._grow_static(seeds, hidden, self.loop)
+            return dict(zip(rows, read_trees(seeds, [grown]), strict=True))
+        lengths = [self.cache.lengths[slot] for slot in slots]
+        depth, room = max(seed.budget.depth for seed in seeds), max(lengths)
+        levels = _Levels(self, slots, hidden, *self._behind_texts(lengths[: _unlike(lengths)], room, depth))
         first = self.head.logits(hidden, self.head.frozen[0])
-        return dict(zip(rows, grow_rows(seeds, first, levels, self.head.drafts), strict=True))
+        return dict(zip(rows, grow_rows(seeds, first, levels, self.drafts), strict=True))
+
+    def _grow_static(self, seeds: Sequence[Seed], hidden: Tensor, loop: StaticLoop) -> Grown:
+        """The draft of rows with one budget; its columns begin behind the room that texts have."""
+        budget, slots, noises = seeds[0].budget, list(range(len(seeds))), [seed.noise for seed in seeds]
+        lengths = self.cache.lengths[: len(seeds)]
+        room = text_room(max(lengths))
+        shared = [
+            seed.noise(list(range(seed.place, seed.place + budget.depth))) for seed in seeds if seed.noise is not None
+        ]
+
+        def draft(hidden: Tensor, cosine: Tensor, sine: Tensor, committed: Tensor, *shared: Tensor) -> Tensor:
+            held = [HeldNoise(rows, noise) for rows, noise in zip(shared, noises, strict=False) if noise is not None]
+            alike = [Seed(0, 0, budget, held[slot] if held else None) for slot in slots]
+            levels = _Levels(self, slots, hidden, cosine, sine, committed)
+            first = self.head.logits(hidden, self.head.frozen[0])
+            return grow_columns(alike, first, levels, self.drafts)[0].columns
+
+        places = tuple(rows.buffer.data_ptr() for rows in self.cache.buffers)
+        key = budget, len(slots), room, places, tuple(noises)
+        columns = loop(key, draft, [hidden, *self._behind_texts(lengths, room, budget.depth), *shared])
+        return Grown(slots, columns, plan_parents(budget, columns.shape[2], self.device))
+
+    def _behind_texts(self, lengths: Sequence[int], room: int, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotary tables [B, depth, w] of a draft's levels, and [B, room] what hides the columns behind each text."""
+        places = torch.tensor(lengths)[:, None].to(self.device, non_blocking=True)
+        committed = torch.zeros(len(lengths), room, dtype=self.dtype, device=self.device)
+        if min(lengths) < room:
+            behind = torch.arange(room, device=self.device) >= places
+            committed.masked_fill_(behind, torch.finfo(self.dtype).min)
+        return *_draft_tables(self.head.rotary, committed, places, depth), committed
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
@@ -156,7 +201,7 @@ class HeadState:
         states = head.read(
             padded,
             _pad(hidden.split(counts) if len(counts) > 1 else [hidden]),
-            positions,
+            rotary_tables(head.rotary, hidden, positions),
             mask,
             self.blocks,
             head.frozen[0],
@@ -172,16 +217,12 @@ class HeadState:
 class _Levels:
     """The levels of the drafts behind some slots; their columns begin where the longest text ends, for all alike."""
 
-    def __init__(self, state: HeadState, slots: list[int], hidden: Tensor) -> None:
+    def __init__(
+        self, state: HeadState, slots: list[int], hidden: Tensor, cosine: Tensor, sine: Tensor, committed: Tensor
+    ) -> None:
         self.state, self.slots, self.first = state, slots, hidden[:, None]
         self.rows, self.hidden = list(range(len(slots))), self.first  # of the level before
-        lengths = [state.cache.lengths[slot] for slot in slots]
-        self.start = max(lengths)
-        self.lengths: Tensor | None = None  # [B, 1]
-        self.beyond: Tensor | None = None  # [B, start], columns behind a text
-        if min(lengths) < self.start:
-            self.lengths = torch.tensor(lengths)[:, None].to(state.device, non_blocking=True)
-            self.beyond = torch.arange(self.start, device=state.device) >= self.lengths
+        self.tables, self.committed, self.start = (cosine, sine), committed, committed.shape[1]
 
     def __call__(self, depth: int, rows: list[int], tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
         """[B, K, D], the logits behind the nodes of one level of these rows."""
@@ -191,17 +232,36 @@ class _Levels:
         if rows != self.rows:
             self.hidden = pick_rows(self.hidden, [self.rows.index(row) for row in rows])
             self.rows = rows
-        lengths, beyond = self.lengths, self.beyond
-        if lengths is None or beyond is None:
-            positions = torch.full((1, width), self.start + depth - 1, device=state.device)
-        else:
-            lengths, beyond = pick_rows(lengths, rows), pick_rows(beyond, rows)
-            positions = (lengths + (depth - 1)).expand(-1, width)
-        mask = level_mask(self.start, seen, state.dtype, beyond)
+        (cosine, sine), committed = self.tables, self.committed
+        if len(committed) > 1:
+            cosine, sine, committed = (pick_rows(part, rows) for part in (cosine, sine, committed))
+        tables = cosine[:, depth - 1 : depth], sine[:, depth - 1 : depth]
+        mask = level_mask(committed, seen, head.query_groups)
         above = self.hidden.gather(1, before[..., None].expand(-1, -1, self.hidden.shape[2]))
         state.cache.aim([self.slots[row] for row in rows], [self.start + seen.shape[2] - width] * len(rows))
-        self.hidden = head.read(tokens, head.next_input(above), positions, mask, state.blocks, head.frozen[0])
+        self.hidden = head.read(tokens, head.next_input(above), tables, mask, state.blocks, head.frozen[0])
         return head.logits(self.hidden, head.frozen[0])
+
+
+def _draft_tables(rotary: Rotary, like: Tensor, places: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """[B, depth, w] each, of the levels behind texts of these lengths [B, 1]; each level's as if it were the last."""
+    positions = places + torch.arange(depth, device=places.device)
+    if rotary.rope_type not in FOLLOW_LENGTH:
+        return rotary(like, positions)
+    cosine, sine = zip(*(rotary_tables(rotary, like, level) for level in positions.split(1, dim=1)), strict=True)
+    return torch.cat(cosine, 1), torch.cat(sine, 1)
+
+
+def _are_static(seeds: Sequence[Seed], slots: Sequence[int]) -> bool:
+    """Whether rows draft by one budget from the first slots on, and need no noise that is new in every cycle."""
+    budget, noises = seeds[0].budget, {seed.noise is None for seed in seeds}
+    is_alike = len(noises) == 1 and all(seed.budget == budget for seed in seeds) and not budget.is_empty
+    return is_alike and list(slots) == list(range(len(slots))) and (budget.draw != "sampled" or noises == {True})
+
+
+def _unlike(lengths: Sequence[int]) -> int:
+    """How many rows need a mask and positions of their own: one stands for all where lengths are equal."""
+    return 1 if min(lengths) == max(lengths) else len(lengths)
 
 
 def split_ragged(counts: Mapping[int, int]) -> Iterator[list[int]]:

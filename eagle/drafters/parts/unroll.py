@@ -21,6 +21,7 @@ from eagle.drafters.parts.blocks import Block, Cache, Rotary, rotary_tables, rot
 from eagle.drafters.parts.growth import level_mask, level_rows
 from eagle.drafters.parts.head_state import HeadState
 from eagle.drafters.parts.spans import Spans, attend
+from eagle.drafters.parts.static_loop import Capture
 from eagle.drafters.parts.validation import validate_batch
 from eagle.target.cache import SlotCache
 
@@ -47,11 +48,17 @@ class UnrolledDrafter(TrainableDrafter):
     rotary: Rotary
     layers: Any  # the blocks of a level
     drafts: Tensor | None = None  # [D], the draft vocabulary; None for all tokens
+    capture: Capture | None = None  # how draft loops of static shapes are captured, as `capture_cuda`; None: not at all
 
     @property
     def further_blocks(self) -> dict[str, Any]:
         """Nothing for a head of one block, as engines serve; else how many it has, which is another network."""
         return {"blocks": len(self.layers)} if len(self.layers) > 1 else {}
+
+    @property
+    def query_groups(self) -> int:
+        """How many queries share a key."""
+        return self.shape.num_attention_heads // self.shape.num_key_value_heads
 
     @abstractmethod
     def fuse_taps(self, features: Tensor) -> Tensor:
@@ -176,19 +183,19 @@ class UnrolledDrafter(TrainableDrafter):
     def states(self, tokens: Tensor, hidden: Tensor, start: int, frozen: TargetHead) -> Tensor:
         """[B, T, H], the states of a causal pass over slots that begin at position `start`."""
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]
-        return self.read(tokens, hidden, positions, None, [None] * len(self.layers), frozen)
+        tables = rotary_tables(self.rotary, hidden, positions)
+        return self.read(tokens, hidden, tables, None, [None] * len(self.layers), frozen)
 
     def read(
         self,
         tokens: Tensor,
         hidden: Tensor,
-        positions: Tensor,
+        tables: Pair,
         mask: Tensor | None,
         caches: Sequence[Cache | None],
         frozen: TargetHead,
     ) -> Tensor:
         """[B, T, H], the states behind tokens [B, T] and states [B, T, H], each block with a cache of its own."""
-        tables = rotary_tables(self.rotary, hidden, positions)
         state = self.first_block(frozen.embed(tokens).to(hidden.dtype), hidden, tables, mask, caches[0])
         for number in range(1, len(self.layers)):
             state = self.layers[number](state, tables, mask, caches[number])
@@ -201,18 +208,19 @@ class UnrolledDrafter(TrainableDrafter):
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
         """The head's own forward of so many rows behind so much text, the last `scored` of them made into logits."""
         (frozen,), owner = self.frozen, SlotCache()
-        caches = [Cache(owner) for _ in self.layers]
+        caches = [Cache(owner, block) for block in self.layers]
         weight, end = self.layers[0].mlp.up_proj.weight, context + rows
         tokens = torch.ones(1, end, dtype=torch.long, device=weight.device)
         features = torch.zeros(1, end, self.shape.hidden_size, device=weight.device, dtype=weight.dtype)
-        positions = torch.arange(end, device=weight.device)[None]
+        cosine, sine = rotary_tables(self.rotary, features, torch.arange(end, device=weight.device)[None])
         chain = torch.ones(rows, rows, dtype=torch.bool, device=weight.device).tril()
-        mask = level_mask(context, chain[None], weight.dtype)
+        mask = level_mask(features.new_zeros(1, context), chain[None], self.query_groups)
 
         def read(start: int, end: int, mask: Tensor | None) -> Tensor:
             owner.length = start
             part = slice(start, end)
-            return self.read(tokens[:, part], features[:, part], positions[:, part], mask, caches, frozen)
+            tables = cosine[:, part], sine[:, part]
+            return self.read(tokens[:, part], features[:, part], tables, mask, caches, frozen)
 
         with torch.inference_mode():
             read(0, context, None)
