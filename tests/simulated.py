@@ -45,11 +45,6 @@ class Crossing:
     callers: tuple[str, ...]  # the package's functions that led there, innermost first
     bytes: int = 0
 
-    @property
-    def place(self) -> str:
-        """The function that the package did it in."""
-        return self.callers[0] if self.callers else "elsewhere"
-
 
 LOG: list[Crossing] = []
 KEPT: list[Any] = []  # registrations, which end with what holds them

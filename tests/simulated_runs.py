@@ -214,19 +214,20 @@ def every_run() -> dict[str, Run]:
     of_budgets = {"greedy": ["fixed"], "T=1": ["likeliest", "fixed", "drawn"], "block": ["drawn chain"]}
     for name, (sampling, budgets) in product(("bigram", "draft_model", "eagle3"), of_budgets.items()):
         for budget in budgets:
-            run = partial(decode, name, sampling, budget, name == "eagle3")
-            runs[f"decode {name}, {sampling}, {budget}{', batch' * (name == 'eagle3')}"] = run
-    runs["decode several, greedy, grown"] = partial(decode, "several", "greedy", "grown", False)
+            batch = name == "eagle3"
+            runs[f"decode {name}, {sampling}, {budget}{', batch' * batch}"] = partial(
+                decode, name, sampling, budget, batch
+            )
+    for name in ("several", "planted"):
+        runs[f"decode {name}, greedy, grown"] = partial(decode, name, "greedy", "grown", False)
     runs["decode several, greedy, grown, batch"] = partial(decode, "several", "greedy", "grown", True)
-    runs["decode planted, greedy, grown"] = partial(decode, "planted", "greedy", "grown", False)
     runs["decode eagle3, lenient, grown"] = partial(decode, "eagle3", "lenient", "grown", False)
     for name, head in HEADS.items():
         runs[f"train {name}"] = partial(train, head)
         runs[f"train {name}, bf16"] = partial(train, head, dtype="bfloat16")
     runs["train eagle3.1, accumulated"] = partial(train, HEADS["eagle3.1"], accumulation=2, clip_by="value")
     runs["train eagle3, live"] = partial(train, HEADS["eagle3"], source="live")
-    own = {"kind": "draft_model", "samples": "own"}
-    runs["train draft_model, own"] = partial(train, own, source="live")
+    runs["train draft_model, own"] = partial(train, {"kind": "draft_model", "samples": "own"}, source="live")
     runs["train eagle1, planted"] = partial(train, HEADS["eagle1"], plant=True)
     return runs | {f"extract {dtype}": partial(fill, dtype) for dtype in ("float32", "bfloat16", "float8")}
 
