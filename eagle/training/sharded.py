@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -26,7 +25,7 @@ def shard_head(head: nn.Module) -> None:
     head.register_load_state_dict_pre_hook(_split_weights)
 
 
-def prepare_sharded(accelerator: Accelerator, head: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+def prepare_sharded(accelerator: Any, head: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
     """A sharded head in the accelerator's precision, without DDP, and its optimizer, whose state dict is whole."""
     optimizer.register_state_dict_post_hook(lambda _, state: tree_map(gather, state))
     optimizer.register_load_state_dict_post_hook(_split_moments)

@@ -93,7 +93,7 @@ def parts_of_head(count: int) -> dict[str, list[torch.Tensor]]:
     return parts
 
 
-@pytest.mark.parametrize("count", [8, 64])
+@pytest.mark.parametrize("count", [8, pytest.param(64, marks=pytest.mark.slow)])
 def test_each_weight_of_a_sharded_head_is_on_one_process(count: int, tmp_path: Path) -> None:
     """In order, the parts are the head; none is larger than its share, rounded up to rows."""
     parts, whole = in_child(partial(parts_of_head, count), tmp_path), dict(made_head().named_parameters())
@@ -136,7 +136,7 @@ def exchanges_of(launcher: str, count: int, accumulation: int = 1) -> tuple[Coun
     return exchanges.counts, exchanges.bytes, total
 
 
-@pytest.mark.parametrize("count", [8, 64])
+@pytest.mark.parametrize("count", [8, pytest.param(64, marks=pytest.mark.slow)])
 def test_exchanges_of_a_step(count: int, tmp_path: Path) -> None:
     """DDP sums the gradients once; a sharded head is gathered and its gradients scattered once, and its norm summed."""
     counts, moved, total = in_child(partial(exchanges_of, "ddp", count), tmp_path)
@@ -223,7 +223,7 @@ def parts_of_target(count: int) -> tuple[list[int], Counter[str], int]:
     return held, exchanges.counts, outside
 
 
-@pytest.mark.parametrize("count", [8, 16])
+@pytest.mark.parametrize("count", [8, pytest.param(16, marks=pytest.mark.slow)])
 def test_a_target_spread_over_many(count: int, tmp_path: Path) -> None:
     """Each weight of a layer is on one process, embedding and LM head on all; a forward gathers each layer once."""
     held, counts, outside = in_child(partial(parts_of_target, count), tmp_path)

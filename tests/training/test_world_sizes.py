@@ -28,7 +28,6 @@ SHORT = f"train.max_steps={STEPS}"
 SAVED = ("train.checkpoint_every=3", "train.keep=9", "train.validate_every=3")
 HEADS: dict[str, dict[str, Any]] = {
     "eagle1": {"kind": "eagle1"},
-    "hass": {"kind": "hass", "steps": 2},
     "eagle3": {"kind": "eagle3", "steps": 7, "draft_vocab": 48, "fc_norm": True},
     "draft_model": {"kind": "draft_model", "layers": 1},
 }
@@ -122,7 +121,8 @@ def check_same(out: Path, other: Path, ranks: int) -> None:
 
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize(
-    ("ranks", "shard"), [(2, "true"), pytest.param(4, "true", marks=pytest.mark.slow), (4, "false")]
+    ("ranks", "shard"),
+    [(2, "true"), pytest.param(4, "true", marks=pytest.mark.slow), pytest.param(4, "false", marks=pytest.mark.slow)],
 )
 def test_any_number_of_processes_is_one(
     ranks: int, shard: str, name: str, alone: dict[str, Path], tmp_path: Path
@@ -166,6 +166,7 @@ def test_a_planted_fault_is_seen(fault: str, alone: dict[str, Path], tmp_path: P
     assert apart(weights(tmp_path / "run"), weights(alone["eagle1"])) > 100 * TOLERANCE
 
 
+@pytest.mark.slow
 def test_moments_of_another_process_are_seen(alone: dict[str, Path], tmp_path: Path) -> None:
     """Parts of the moments that are swapped when a checkpoint is read."""
     out = continued(alone["eagle1"], tmp_path / "run")
@@ -192,6 +193,7 @@ def test_a_sharded_head_is_clipped_by_value_and_trained_in_bf16(tmp_path: Path) 
         check_same(tmp_path / f"sharded{number}", tmp_path / f"whole{number}", 2)
 
 
+@pytest.mark.slow
 def test_a_process_more_needs_no_random_state(alone: dict[str, Path], tmp_path: Path) -> None:
     """Of processes that were not there when it was written, and of those that were: steps seed what they draw."""
     out = continued(alone["eagle1"], tmp_path / "run")
