@@ -134,10 +134,9 @@ def load_target(recipe: Recipe) -> Target:
     """The target; where it is not here, that is said, and that the forecast holds nevertheless."""
     try:
         return Target.load(**recipe.target.model_dump())
-    except OSError as error:
-        raise ValueError(
-            f"the target cannot be loaded here; the forecast above needs its config alone: {error}"
-        ) from error
+    except (OSError, ValueError):
+        say("it cannot be loaded here; the forecast above needs its config alone")
+        raise
 
 
 def with_data_that_is_there(recipe: Recipe) -> Recipe:

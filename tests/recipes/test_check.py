@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,26 @@ def test_data_that_are_too_few_are_refused(tiny_target_dir: Path, tmp_path: Path
     """Two steps need two batches."""
     with pytest.raises(ValueError, match="2 steps need 32"):
         check(with_data(tiny_target_dir, tmp_path, "train.batch_size=16", "data.limit=5"))
+
+
+def test_a_target_that_does_not_fit_here_is_forecast_all_the_same(
+    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory, disk and hours come before anything is loaded, from a config alone."""
+    monkeypatch.setattr("recipes.check.memory_here", lambda: 1_000)
+    check(with_data(tiny_target_dir, tmp_path, "data.limit=40"))
+    said = capsys.readouterr().out
+    assert "on each of 8 cards that train" in said and "card hours" in said and "GB of disk" in said
+    assert "not checked here" in said and "target ..." not in said and "supervised" in said
+
+
+def test_a_target_without_weights_is_forecast_all_the_same(
+    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What cannot be loaded is said, and that the forecast holds."""
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_target_dir / "target", bare, ignore=shutil.ignore_patterns("*.safetensors*"))
+    with pytest.raises(ValueError, match="no model at"):
+        check(with_data(tiny_target_dir, tmp_path, "data.limit=40", f"target.path={bare}"))
+    said = capsys.readouterr().out
+    assert "on each of 8 cards that train" in said and "the forecast above needs its config alone" in said
