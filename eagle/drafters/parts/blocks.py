@@ -108,8 +108,7 @@ class Attention(nn.Module):
         if mask is None:
             seen = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=groups > 1)
             return seen.transpose(1, 2).flatten(2)
-        if mask.shape[2] != groups * count:
-            mask = mask.repeat(1, 1, groups, 1)
+        mask = mask if mask.shape[2] == groups * count else mask.repeat(1, 1, groups, 1)
         rows = query.reshape(len(x), keys, groups * count, width)
         seen = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask)
         return seen.reshape(len(x), queries, count, width).transpose(1, 2).flatten(2)
