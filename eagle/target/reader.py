@@ -168,6 +168,7 @@ class TreeReader:
             return f"fails under a tree's mask and positions ({type(error).__name__}: {str(error)[:200]})"
         if not (nodes - expected).norm() <= limit * expected.norm():
             return "reads a small tree unlike the texts along its paths, for it masks or places tokens by itself"
+        limit = max(limit, torch.finfo(copies.dtype).eps)  # copies differ by rounding, however little a token makes out
         if not (copies - copies[0]).norm(dim=-1).max() <= limit * copies[0].norm():
             return "attends by the order of rows in its cache, which in a tree is not that of positions"
         return None
