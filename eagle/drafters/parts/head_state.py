@@ -127,7 +127,11 @@ class HeadState:
         ]
 
         def draft(hidden: Tensor, cosine: Tensor, sine: Tensor, committed: Tensor, *shared: Tensor) -> Tensor:
-            held = [HeldNoise(rows, noise) for rows, noise in zip(shared, noises, strict=False) if noise is not None]
+            held = [
+                HeldNoise(rows, noise, noise.temperature)
+                for rows, noise in zip(shared, noises, strict=False)
+                if noise is not None
+            ]
             alike = [Seed(0, 0, budget, held[slot] if held else None) for slot in slots]
             levels = _Levels(self, slots, hidden, cosine, sine, committed)
             first = self.head.logits(hidden, self.head.frozen[0])

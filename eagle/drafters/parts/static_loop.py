@@ -61,17 +61,13 @@ class StaticLoop:
         return captured(*inputs)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HeldNoise:
     """The shared noise of a text at the levels of one draft, as a tensor: level for level instead of by position."""
 
     rows: Tensor  # [depth, V]
     noise: Noise
-
-    @property
-    def temperature(self) -> float:
-        """The text's own."""
-        return self.noise.temperature
+    temperature: float
 
     def __call__(self, positions: list[int]) -> Tensor:
         """[P, V], at these levels."""
