@@ -13,7 +13,8 @@ from torch import Tensor
 from eagle.core.budget import Budget
 from eagle.core.drafter import Committed, TargetHead
 from eagle.data.examples import Batch
-from eagle.drafters.parts.blocks import Attention, rotate
+from eagle.drafters.parts.blocks import Attention
+from eagle.drafters.parts.operations import rotate
 
 
 def own_row_shares(attention: Attention, read: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:

@@ -17,9 +17,10 @@ from eagle.core.budget import Budget
 from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.core.tree import Paths
 from eagle.data.examples import Batch
-from eagle.drafters.parts.blocks import Block, Cache, Rotary, rotary_tables, rotate
+from eagle.drafters.parts.blocks import Block, Cache, Rotary, rotary_tables
 from eagle.drafters.parts.growth import level_mask, level_rows
 from eagle.drafters.parts.head_state import HeadState
+from eagle.drafters.parts.operations import rotate
 from eagle.drafters.parts.spans import Spans, attend
 from eagle.drafters.parts.static_loop import Capture
 from eagle.drafters.parts.validation import validate_batch
