@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from eagle import Target
 from eagle.recipe import Recipe
 
-STEPS = 25
+STEPS = 40
 
 
 @pytest.fixture(scope="session")
