@@ -96,6 +96,7 @@ def run_loop(head: Any, config: Any, lengths: Sequence[int], supervised: float, 
     batches = run._batches()
     for number in range(2):
         run._advance(number, batches)
+    AcceleratorState._reset_state(reset_partial_state=True)  # another run in this process may differ
 
 
 class Watched(TorchDispatchMode):

@@ -36,7 +36,7 @@ from eval.compare import main as compare
 from eval.costs import bare_costs
 from eval.replay import answer
 from eval.tune import NOT_DRAFTING, Tuning, chain
-from recipes.forecast import empty_head, training_bytes, training_flops
+from recipes.forecast import empty_head, token_flops, training_bytes
 from tests.drafters.test_judge import TREES, batch_of, counted_by_drafting
 from tests.families import own_logits
 
@@ -277,10 +277,10 @@ def test_a_run_is_forecast(name: str, tiny_target: Target) -> None:
     """Memory of weights, gradients and moments at least, more for more tokens; the FLOPs of every matrix."""
     head, config = empty_head(settings_of({"kind": name}, "test"), tiny_target.config), tiny_target.config
     sizes = sum(weight.numel() for weight in head.parameters())
-    few, many = (training_bytes(head, config, 0, tokens) for tokens in (64, 256))
+    few, many = (training_bytes(head, config, [tokens], torch.float32) for tokens in (64, 256))
     assert many > few > 16 * sizes
     matrices = sum(weight.numel() for weight in head.parameters() if weight.ndim == 2)
-    assert training_flops(head, config, 100, 1.0) > 100 * 4 * matrices
+    assert token_flops(head, config, 100, 1.0) > 4 * matrices
 
 
 @pytest.mark.parametrize("name", TRAINED)

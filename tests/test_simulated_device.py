@@ -19,7 +19,7 @@ import pytest
 ONCE = ("reader.", "borrowed.")  # when a target is first used: does it read trees?
 FORWARD = "reader.read_texts"  # transformers looks for packed texts, once in a plain forward
 STORED = "features._copy_to_host"  # features on their way to the disk; CUDA copies them while it computes
-CYCLE = {"growth.grow_rows", "verify.__call__", "verify.verify_rows"}  # the trees, and what the target chose
+CYCLE = {"growth.read_trees", "verify.__call__", "verify.verify_rows"}  # the trees, and what the target chose
 DRAFTED = "model_state._drafted"  # the levels of a draft model's last draft
 DRAWN = {f"verify.{name}" for name in ("sample_tree", "sample_block", "walk_leniently", "pick")}
 FAST = [
@@ -69,7 +69,7 @@ def check_cycles(name: str, line: dict[str, Any], found: dict[str, int]) -> None
     """Two waits a cycle at most, and one for each prompt: for all trees, and for what the target chose."""
     prompts = 3 if "batch" in name else 1
     one_by_one = any(drafter in name for drafter in ("unigram", "bigram"))  # tables draft for one text after the other
-    assert found.get("growth.grow_rows", 0) <= (line["cycles"] if one_by_one else line["steps"])
+    assert found.get("growth.read_trees", 0) <= (line["cycles"] if one_by_one else line["steps"])
     assert found.get(DRAFTED, 0) <= line["steps"]
     if not found.keys() & DRAWN:
         chosen = found.get("verify.__call__", 0) + found.get("verify.verify_rows", 0)

@@ -98,7 +98,7 @@ def test_chunks_hold_enough_rows_for_a_product(vocabulary: int, steps: int) -> N
     """However large a vocabulary is: one row at a time goes through the whole matrix for every slot."""
     chunks = objectives._chunks(1000, steps, torch.empty(vocabulary, 1))
     assert [row for chunk in chunks for row in range(1000)[chunk]] == [*range(1000)]
-    assert all(chunk.stop - chunk.start >= 16 for chunk in chunks)
+    assert all(chunk.stop - chunk.start >= 16 for chunk in chunks[:-1])
 
 
 @pytest.mark.parametrize("kind", get_args(Kind))
