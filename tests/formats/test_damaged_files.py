@@ -65,7 +65,9 @@ def test_a_damaged_mark_of_a_checkpoint_is_passed_over(
     text: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """For the one before, which is whole."""
-    checkpoints = Checkpoints(Accelerator(cpu=True), tmp_path, 2)
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    checkpoints = Checkpoints(accelerator, tmp_path, 2)
     state = {"step": 1, "best": 0.0, "skipped": 0, "run": {"processes": 1}}
     for step in (1, 2):
         assert checkpoints.write(step, {**state, "step": step}) is None

@@ -32,7 +32,8 @@ def level_mask(committed: Tensor, seen: Tensor, groups: int = 1) -> Tensor:
 @cache
 def _seen_and_hidden(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """What a mask adds where a column is seen, and where it is not."""
-    return torch.zeros((), dtype=dtype, device=device), torch.tensor(torch.finfo(dtype).min, dtype=dtype, device=device)
+    lowest = torch.finfo(dtype).min
+    return torch.zeros((), dtype=dtype, device=device), torch.full((), lowest, dtype=dtype, device=device)
 
 
 @cache

@@ -108,7 +108,7 @@ class UnrolledDrafter(TrainableDrafter):
         tokens = self.project_tokens(frozen.embed(batch.tokens).to(features.dtype))
         tables_at = self._tables(features, max(batch.lengths, default=0) + steps)
         inputs = self.block_inputs(tokens.index_select(0, known + 1), self.fuse_taps(features))
-        context, inputs = self._read_context(inputs, tables_at(positions), batch.lengths)
+        context, inputs = self._read_context(inputs, tables_at(positions), batch)
         places, positions = known[spans.rows], positions[spans.rows]
         inputs = tuple(part.index_select(0, spans.rows) for part in inputs)
         states: list[Tensor] = []
@@ -131,12 +131,12 @@ class UnrolledDrafter(TrainableDrafter):
         return Unrolled(states, places)
 
     def _read_context(
-        self, inputs: tuple[Tensor, ...], tables: Pair, lengths: Sequence[int]
+        self, inputs: tuple[Tensor, ...], tables: Pair, batch: Batch
     ) -> tuple[list[Pair], tuple[Tensor, ...]]:
         """Keys and values of every block at all slots of the texts, and what the last block reads there."""
         context: list[Pair] = []
         if len(self.layers) > 1:
-            every = [torch.ones(max(length - 2, 0), dtype=torch.bool) for length in lengths]
+            every = [torch.ones_like(mask[2:]) for mask in batch.loss_mask.split(batch.lengths)]
             everywhere = Spans.of(every, tables[0].device)
         for number, block in enumerate(self.layers):
             if number:
