@@ -84,6 +84,7 @@ class TrainSection(Section):
     out: str
     init: str | None = None  # a head to start from, instead of fresh weights
     processes: int | None = Field(None, ge=1)  # refused if another number was started
+    compile: bool = False  # parts of the head, by torch.compile
     shard_head: bool = False  # weights, gradients and moments spread over all processes
     epochs: int = Field(1, ge=1)
     max_steps: int | None = Field(None, ge=1)

@@ -211,6 +211,10 @@ class TrainableDrafter(nn.Module, Drafter):
         self.frozen = (frozen,)
         return self.eval()
 
+    def compile_parts(self) -> None:
+        """Train through parts that `torch.compile` has made faster, with the same results up to rounding."""
+        raise ValueError(f"{type(self).__name__} has no parts to compile: leave train.compile out")
+
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
         """Loss terms: "total" is minimised, the rest is logged."""
         raise NotImplementedError(f"{type(self).__name__} does not define its loss: write forward(batch, frozen)")

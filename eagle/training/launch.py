@@ -71,7 +71,7 @@ def _refuse_other_settings(settings: TrainSection) -> None:
     precision = "bf16" if settings.dtype == "bfloat16" else "no"
     for variable, wanted, reason in (
         ("MIXED_PRECISION", {"no", precision}, f"train.dtype is {settings.dtype}, of auto, float32 and bfloat16"),
-        ("DYNAMO_BACKEND", {"no"}, "heads are not compiled as a whole: their attention is, on accelerators"),
+        ("DYNAMO_BACKEND", {"no"}, "heads are not compiled as a whole: train.compile=true compiles their parts"),
         ("USE_FSDP", {"false"}, FSDP),
         ("USE_MEGATRON_LM", {"false"}, SHARDED),
         ("USE_PARALLELISM_CONFIG", {"false"}, SHARDED),

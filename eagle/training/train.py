@@ -34,7 +34,7 @@ from eagle.training.sharded import gather, prepare_sharded, shard_head
 TREES = {"chain": chain_paths(4), "tree": PUBLISHED_TREE}  # validation predicts their acceptance lengths
 LOG_EVERY = 10  # steps; only then does the host wait for the device
 # settings that may change between a run and its continuation
-FREE = {"out", "wandb", "keep", "checkpoint_every", "validate_every", "decode", "processes", "shard_head"}
+FREE = {"out", "wandb", "keep", "checkpoint_every", "validate_every", "decode", "processes", "shard_head", "compile"}
 
 
 def train(
@@ -83,6 +83,8 @@ class _Run:
             f"{self.plan.unusable} left out because nothing in them is supervised; {len(self.plan)} steps"
         )
         self.head = self.head.to(accelerator.device).train()
+        if settings.compile:
+            self.head.compile_parts()
         self.deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
         self.sharded = settings.shard_head and accelerator.num_processes > 1
         # whole weights, where those that train may be split

@@ -7,6 +7,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -50,6 +51,7 @@ class UnrolledDrafter(TrainableDrafter):
     layers: Any  # the blocks of a level
     drafts: Tensor | None = None  # [D], the draft vocabulary; None for all tokens
     capture: Capture | None = None  # how draft loops of static shapes are captured, as `capture_cuda`; None: not at all
+    is_compiled = False
 
     @property
     def further_blocks(self) -> dict[str, Any]:
@@ -123,10 +125,10 @@ class UnrolledDrafter(TrainableDrafter):
             for number, block in enumerate(self.layers):
                 if step:
                     inputs = block.inputs(state) if number else inputs
-                    own[number].append(_key_value(block, inputs, tables))
+                    own[number].append(self._run(_key_value, block, inputs, tables))
                 elif number + 1 < len(self.layers):
                     continue  # the context holds what step 0 sees of the blocks below the last
-                state = _read_rows(block, inputs, tables, context[number], spans, own[number])
+                state = self._read_rows(block, inputs, tables, context[number], spans, own[number])
             states.append(state)
         return Unrolled(states, places)
 
@@ -140,10 +142,32 @@ class UnrolledDrafter(TrainableDrafter):
             everywhere = Spans.of(every, tables[0].device)
         for number, block in enumerate(self.layers):
             if number:
-                inputs = block.inputs(_read_rows(self.layers[number - 1], inputs, tables, context[-1], everywhere, ()))
-            key, value = _key_value(block, inputs, tables)
+                below = self.layers[number - 1]
+                inputs = block.inputs(self._read_rows(below, inputs, tables, context[-1], everywhere, ()))
+            key, value = self._run(_key_value, block, inputs, tables)
             context.append((key.contiguous(), value.contiguous()))
         return context, inputs
+
+    def _read_rows(
+        self,
+        block: Block,
+        inputs: tuple[Tensor, ...],
+        tables: Pair,
+        context: Pair,
+        spans: Spans,
+        own: Sequence[Pair],
+    ) -> Tensor:
+        """[S, H], a block's output at the rows of spans, which see the context, and keys and values of their own."""
+        query, residual = self._run(_query_and_residual, block, inputs, tables)
+        return self._run(_add_rows, block, attend(query, *context, spans, own), residual)
+
+    def _run(self, part: Callable[..., Any], *inputs: Any) -> Any:
+        """A part of a block's computation, as it is or compiled."""
+        return (_compile(part) if self.is_compiled else part)(*inputs)
+
+    def compile_parts(self) -> None:
+        """Train through compiled parts: what a block computes around attention, which loops over texts."""
+        self.is_compiled = True
 
     def _tables(self, like: Tensor, length: int) -> Callable[[Tensor], Pair]:
         cosine, sine = (table[0] for table in self.rotary(like, torch.arange(length, device=like.device)[None]))
@@ -249,15 +273,17 @@ def _key_value(block: Block, inputs: tuple[Tensor, ...], tables: Pair) -> Pair:
     return rotate(key, tables), value.unflatten(-1, (-1, block.self_attn.width)).transpose(0, 1)
 
 
-def _read_rows(
-    block: Block,
-    inputs: tuple[Tensor, ...],
-    tables: Pair,
-    context: Pair,
-    spans: Spans,
-    own: Sequence[Pair],
-) -> Tensor:
-    """[S, H], a block's output at the rows of spans, which see the context, and keys and values of their own."""
+def _query_and_residual(block: Block, inputs: tuple[Tensor, ...], tables: Pair) -> Pair:
+    """[heads, S, w], a block's queries at their positions, and [S, H] what attention's output is added to."""
     query, residual = block.query_and_residual(inputs)
-    seen = attend(rotate(query, tables), *context, spans, own)
+    return rotate(query, tables), residual
+
+
+def _add_rows(block: Block, seen: Tensor, residual: Tensor) -> Tensor:
+    """[S, H], a block's output, by what its heads saw [heads, S, w]."""
     return block.add_mlp(residual + block.self_attn.o_proj(seen.transpose(0, 1).flatten(1)))
+
+
+@cache
+def _compile(part: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(part, dynamic=True)  # else once for every length of a batch
