@@ -6,7 +6,7 @@ export GOMP_SPINCOUNT ?= 10000
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo rehearsal test test-slow test-engines lint format clean
+.PHONY: demo rehearsal test test-slow test-long test-engines lint format clean
 
 demo: $(READY)  ## the whole path on the embedded default: target, data, features, head, decoding, export
 	$(BIN)/python recipes/tiny/demo.py
@@ -15,7 +15,7 @@ rehearsal: $(READY)  ## every stage in bf16 at the shapes of Qwen3-0.6B, with ra
 	rm -rf runs/rehearsal
 	$(BIN)/python -m bench.rehearsal
 
-test test-slow test-engines: export OMP_NUM_THREADS = 1  # models this small run faster on one thread
+test test-slow test-long test-engines: export OMP_NUM_THREADS = 1  # models this small run faster on one thread
 
 JOBS ?= 2  # processes that tests are spread over, each on one thread
 
@@ -23,7 +23,10 @@ test: $(READY)  ## everything that is fast
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test-slow: $(READY)  ## what takes longer
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow and not engine"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow and not long and not engine"
+
+test-long: $(READY)  ## what takes minutes: the full target, the rehearsal, every method under ZeRO
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m long
 
 # each in an environment of its own, of the versions that docs/results/engines.json belongs to
 ENGINES ?= build/engines

@@ -22,6 +22,7 @@ from eagle.target.target import Target
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_small_rehearsal_runs_every_stage(tmp_path: Path) -> None:
     """One method to one engine; `make rehearsal` takes all, at a real model's sizes."""
     folder, out = tmp_path / "all", tmp_path / "rehearsal.json"

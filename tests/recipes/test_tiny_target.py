@@ -174,6 +174,7 @@ def test_weights_and_data_depend_on_no_hash_seed_and_no_directory(tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_full_target_is_a_language_model(tmp_path: Path) -> None:
     report = make_target(tmp_path)
     print(json.dumps({name: value for name, value in report.items() if name not in ("settings", "docstrings")}))

@@ -54,7 +54,9 @@ def plain(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> di
 
 
 @pytest.mark.parametrize("dtype", LOSSES)
-@pytest.mark.parametrize("config", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "config", ["ddp", *(pytest.param(zero, marks=pytest.mark.long) for zero in ("zero2", "zero3"))]
+)
 def test_every_head_learns_the_same_under_every_launcher(
     config: str, dtype: str, plain: dict[str, Path], tiny_target_dir: Path, tmp_path: Path
 ) -> None:
