@@ -90,9 +90,9 @@ def run_loop(head: Any, config: Any, lengths: Sequence[int], supervised: float, 
         mixed_precision=precision,
         gradient_accumulation_steps=recipe.train.accumulation,
     )
-    made = EmptyRun(head, config, PRECISION[recipe.train.dtype])
-    made.head.to = lambda *_, **__: made.head  # type: ignore[method-assign]  # without numbers it cannot move
-    run = _Run(accelerator, recipe, made.head, made.frozen, Texts(made, lengths, supervised), None, "")
+    empty = EmptyRun(head, config, PRECISION[recipe.train.dtype])
+    empty.head.to = lambda *_, **__: empty.head  # type: ignore[method-assign]  # without numbers it cannot move
+    run = _Run(accelerator, recipe, empty.head, empty.frozen, Texts(empty, lengths, supervised), None, "")
     batches = run._batches()
     for number in range(2):
         run._advance(number, batches)
@@ -155,10 +155,10 @@ def measure_big() -> Iterator[dict[str, Any]]:
         config = sizes_of(path).config
         for name, section in HEADS.items():
             head = empty_head(settings_of(section, "bench"), config)
-            said = training_bytes(head, config, LENGTHS, torch.bfloat16)
+            forecast = training_bytes(head, config, LENGTHS, torch.bfloat16)
             live = live_bytes(head, config, LENGTHS, dtype="bfloat16")
-            print(f"{path} {name}: {said / live:.3f}", flush=True)
-            yield {"target": path, "head": name, "forecast": said, "measured": live}
+            print(f"{path} {name}: {forecast / live:.3f}", flush=True)
+            yield {"target": path, "head": name, "forecast": forecast, "measured": live}
 
 
 def measure_small() -> Iterator[dict[str, Any]]:
@@ -168,10 +168,10 @@ def measure_small() -> Iterator[dict[str, Any]]:
         small |= {"hidden_size": 256} if "hidden_size" in section else {}
         head = empty_head(settings_of(small, "bench"), SMALL)
         for dtype in ("bfloat16", "float32"):
-            said = training_bytes(head, SMALL, SMALL_LENGTHS, PRECISION[dtype])
+            forecast = training_bytes(head, SMALL, SMALL_LENGTHS, PRECISION[dtype])
             real = allocated_bytes(lambda: run_loop(head, SMALL, SMALL_LENGTHS, 1.0, dtype=dtype))  # noqa: B023
-            print(f"{name} {dtype}: {said / real:.3f}", flush=True)
-            yield {"head": name, "dtype": dtype, "forecast": said, "measured": real}
+            print(f"{name} {dtype}: {forecast / real:.3f}", flush=True)
+            yield {"head": name, "dtype": dtype, "forecast": forecast, "measured": real}
 
 
 def table(results: Any) -> str:

@@ -45,12 +45,12 @@ def fits(path: str) -> Iterator[dict[str, Any]]:
     ]
     for memory in MEMORY:
         room = (memory - RESERVED) * GB
-        found = next((way for way in ways if needed(*way) <= room), None)
-        cards, shard, stage, accumulation = best = found or min(ways, key=lambda way: needed(*way))
+        fitting = next((way for way in ways if needed(*way) <= room), None)
+        cards, shard, stage, accumulation = best = fitting or min(ways, key=lambda way: needed(*way))
         yield {
             "recipe": path,
             "card": memory,
-            "fits": found is not None,
+            "fits": fitting is not None,
             "cards": cards,
             "shard_target": shard,
             "zero": stage,

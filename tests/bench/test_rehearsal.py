@@ -32,10 +32,10 @@ def test_a_small_rehearsal_runs_every_stage(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = {row["stage"]: row for row in json.loads(out.read_text())["stages"]}
-    one = [
+    stages = [
         f"{stage}, eagle3.1" for stage in ("features", "training", "generate", "export", "inspect", "import", "compare")
     ]
-    assert {*rows} == {"target", "answers of the target", "measuring, all", "lossless, all", *one}
+    assert {*rows} == {"target", "answers of the target", "measuring, all", "lossless, all", *stages}
     assert all(row["ok"] and row["peak_mb"] > 100 and row["cpu_seconds"] > 0 for row in rows.values())
     assert rows["lossless, all"]["note"].startswith("8 of 8 answers identical")
     assert rows["compare, eagle3.1"]["note"].startswith("18 tensors bit-equal")

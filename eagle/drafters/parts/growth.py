@@ -237,7 +237,7 @@ class Rung:
     seen: Tensor  # [K, rows read so far]
 
 
-@cache
+@cache  # never dropped: captured drafts read these tensors
 def _plan(paths: Paths, depth: int, device: torch.device) -> tuple[list[Rung], Tensor]:
     """A fixed shape level by level down to `depth`, and the parents [N] of its nodes."""
     rungs, parents, seen = [], [-1], torch.zeros(1, 0, dtype=torch.bool)

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from eagle.core.budget import Budget
 from eagle.core.drafter import Committed, Noise, TargetHead
 from eagle.core.tree import DraftTree
-from eagle.device import pick_rows
+from eagle.device import pick_rows, upload
 from eagle.drafters.parts.blocks import FOLLOW_LENGTH, Cache, Rotary, rotary_tables
 from eagle.drafters.parts.growth import Grown, grow_columns, grow_rows, level_mask, plan_parents, read_trees
 from eagle.drafters.parts.scoring import Seed
@@ -144,7 +144,7 @@ class HeadState:
 
     def _behind_texts(self, lengths: Sequence[int], room: int, depth: int) -> tuple[Tensor, Tensor, Tensor]:
         """Rotary tables [B, depth, w] of a draft's levels, and [B, room] what hides the columns behind each text."""
-        places = torch.tensor(lengths)[:, None].to(self.device, non_blocking=True)
+        places = upload(torch.tensor(lengths)[:, None], self.device)
         committed = torch.zeros(len(lengths), room, dtype=self.dtype, device=self.device)
         if min(lengths) < room:
             behind = torch.arange(room, device=self.device) >= places
@@ -201,7 +201,7 @@ class HeadState:
         positions = _positions(starts, counts, self.device)
         mask = None if max(starts) == 0 else _causal_mask(positions, max(starts) + max(counts), self.dtype)
         cache.aim(slots, starts)
-        padded = _pad(tokens).to(self.device, non_blocking=True)
+        padded = upload(_pad(tokens), self.device)
         states = head.read(
             padded,
             _pad(hidden.split(counts) if len(counts) > 1 else [hidden]),
@@ -214,7 +214,7 @@ class HeadState:
             cache.lengths[slot] += count
         if min(counts) == max(counts):
             return states[:, -1]
-        last = torch.tensor(counts)[:, None, None].sub(1).to(self.device, non_blocking=True)
+        last = upload(torch.tensor(counts)[:, None, None].sub(1), self.device)
         return states.gather(1, last.expand(-1, 1, states.shape[2]))[:, 0]
 
 
@@ -296,7 +296,7 @@ def _positions(starts: list[int], counts: list[int], device: torch.device) -> Te
     if min(starts) == max(starts) and min(counts) == count:
         return torch.arange(starts[0], starts[0] + count, device=device)[None]
     steps = torch.minimum(torch.arange(count), torch.tensor(counts)[:, None] - 1)
-    return (torch.tensor(starts)[:, None] + steps).to(device, non_blocking=True)
+    return upload(torch.tensor(starts)[:, None] + steps, device)
 
 
 def _causal_mask(positions: Tensor, columns: int, dtype: torch.dtype) -> Tensor:

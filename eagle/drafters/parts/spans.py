@@ -41,7 +41,7 @@ class Spans:
             edges = F.pad(mask.int(), (1, 1)).diff().nonzero()[:, 0].tolist()
             runs += [(begin, begin + start, begin + stop) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
             begin += len(mask)
-        return cls(torch.cat(list(masks)).nonzero()[:, 0].to(device, non_blocking=True), runs, begin)
+        return cls(upload(torch.cat(list(masks)).nonzero()[:, 0], device), runs, begin)
 
     @cached_property
     def block_mask(self) -> Any:

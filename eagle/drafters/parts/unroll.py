@@ -18,6 +18,7 @@ from eagle.core.budget import Budget
 from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.core.tree import Paths
 from eagle.data.examples import Batch
+from eagle.device import upload
 from eagle.drafters.parts.blocks import Block, Cache, Rotary, rotary_tables
 from eagle.drafters.parts.growth import level_mask, level_rows
 from eagle.drafters.parts.head_state import HeadState
@@ -263,7 +264,7 @@ def _slots(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Spans]:
     starts = accumulate(batch.lengths, initial=0)
     known = torch.cat([span + start for span, start in zip(spans, starts, strict=False)])
     masks = [mask[2:] for mask in batch.loss_mask.split(batch.lengths)]
-    known, positions = (places.to(device, non_blocking=True) for places in (known, torch.cat(spans)))
+    known, positions = (upload(places, device) for places in (known, torch.cat(spans)))
     return known, positions, Spans.of(masks, device)
 
 
