@@ -8,6 +8,7 @@ from eagle.drafters.draft_model import DraftModel
 from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.eagle3 import Eagle3
 from eagle.drafters.hass import Hass
+from eagle.drafters.medusa import Medusa
 from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
 from eagle.drafters.suffix import SuffixDrafter
@@ -24,6 +25,7 @@ DRAFTERS: dict[str, type[Any]] = {
     "eagle1": Eagle1,
     "hass": Hass,
     "eagle3": Eagle3,
+    "medusa": Medusa,
 }
 
 

@@ -25,7 +25,7 @@ from eagle.device import upload
 from eagle.drafters.parts.blocks import head_shape
 from eagle.drafters.parts.growth import level_rows
 from eagle.drafters.parts.model_state import ModelState
-from eagle.drafters.parts.objectives import Kind, LanguageHead, Objective, OwnHead, distillation_loss
+from eagle.drafters.parts.objectives import Kind, Objective, OwnHead, distillation_loss
 from eagle.drafters.parts.validation import validate_batch
 from eagle.target.cache import NoCache, TreeCache
 from eagle.target.loading import load_model, tokenizer_of
@@ -100,12 +100,8 @@ class DraftModel(TrainableDrafter):
         own = OwnHead(output.weight[:size].to(frozen.weight.dtype))
         before = upload(batch.loss_mask.nonzero()[:, 0] - 1, batch.tokens.device)
         student, divergence = self._states(batch).index_select(0, before), self.settings.divergence
-        teacher: Tensor
-        teacher_head: LanguageHead
-        if divergence == "tokens":
-            teacher = batch.tokens.index_select(0, before + 1)
-            teacher_head = _Text(own.weight)
-        else:
+        teacher, teacher_head = batch.tokens.index_select(0, before + 1), None
+        if divergence != "tokens":
             teacher = batch.select_taps((-1,))[:, 0].index_select(0, before)
             teacher_head = frozen.narrow(slice(len(own.weight)))
         weights = torch.full((1, len(before)), 1 / max(len(before), 1), device=student.device)
@@ -175,15 +171,6 @@ class DraftModel(TrainableDrafter):
         with torch.inference_mode():
             own.reader.read_text(tokens[:context], 0, cache)
         return run
-
-
-class _Text(OwnHead):
-    """A teacher that is sure of the token that the text goes on with."""
-
-    def logits(self, tokens: Tensor, out: Tensor | None = None) -> Tensor:
-        """[.., V] of tokens [..], written to `out` where that is given."""
-        logits = self.weight.new_empty(*tokens.shape, len(self.weight)) if out is None else out
-        return logits.fill_(-torch.inf).scatter_(-1, tokens[..., None], 0)
 
 
 def _small(target_config: Any, settings: Any) -> Any:

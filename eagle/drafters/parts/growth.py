@@ -53,10 +53,13 @@ def level_rows(budget: Budget) -> tuple[int, ...]:
 
 
 Level = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Depth, tokens [K], nodes of the level before that they follow [K], whom they see [K, R] -> [K, D] logits."""
+"""Depth, tokens [K], nodes of the level before that they follow [K], whom they see [K, R] -> logits [K, D].
+
+One row of logits stands for all nodes, where the children of all are guessed alike.
+"""
 
 RowsLevel = Callable[[int, list[int], Tensor, Tensor, Tensor], Tensor]
-"""Depth, the rows that grow on, and what a `Level` gets for each of them [B, ..] -> [B, K, D] logits."""
+"""Depth, the rows that grow on, and what a `Level` gets for each of them [B, ..] -> logits [B, K, D] or [B, 1, D]."""
 
 
 def grow(
@@ -184,6 +187,7 @@ def _likeliest(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScore
     for depth in range(rows.depth):
         scores, _ = scorer.score(rows.seeds, depth, logits)
         values, best = scorer.best(scores.log_softmax(-1), width)  # never above 0: no child beats its parent
+        best = best.expand(-1, totals.shape[1], -1)
         likelihoods = (totals[..., None] + values).flatten(1)
         tokens = best.flatten(1)
         found.append([tokens, frontier, likelihoods])
@@ -275,12 +279,14 @@ def _fill_plan(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScore
     tokens: list[Tensor] = []  # per level [B, nodes]
     drawn_from: list[Tensor] = []
     grown: list[Grown] = []
+    asked = 1  # nodes of the level above that have children
     for depth, rung in enumerate(rungs):
         scores, probs = scorer.score(rows.seeds, depth, logits)
-        best = scorer.best(scores, rung.best)[1]
+        best = scorer.best(scores, rung.best)[1].expand(-1, asked, -1)
         assert best.shape[2] == rung.best, f"{best.shape[2]} tokens cannot fill a shape of rank {rung.best - 1}"
         tokens.append(best.flatten(1).index_select(1, rung.children))
         if probs is not None:
+            probs = probs.expand(-1, asked, -1)
             drawn_from += [probs] * (not drawn_from) + [probs.index_select(1, rung.rows)]  # a row for the root, unused
         ended, growing = rows.split(depth + 1) if depth + 1 < len(rungs) else (list(range(len(rows.rows))), [])
         if ended:
@@ -292,5 +298,5 @@ def _fill_plan(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScore
             rows.keep(growing)
             tokens, drawn_from = ([pick_rows(part, growing) for part in parts] for parts in (tokens, drawn_from))
         before, seen = rung.before.expand(len(rows.rows), -1), rung.seen.expand(len(rows.rows), -1, -1)
-        logits = level(depth + 1, rows.rows, tokens[-1].index_select(1, rung.read), before, seen)
+        logits, asked = level(depth + 1, rows.rows, tokens[-1].index_select(1, rung.read), before, seen), len(rung.read)
     return grown

@@ -42,16 +42,20 @@ class LanguageHead(Protocol):
 
     def pull_back(self, gradient: Tensor) -> Tensor: ...
 
+    def cast(self, dtype: torch.dtype) -> LanguageHead: ...
+
 
 @dataclass(frozen=True, slots=True)
 class OwnHead:
-    """A head's own matrix [V, D]."""
+    """A head's own matrix [V, D], and a bias [V] where it has one."""
 
     weight: Tensor
+    bias: Tensor | None = None
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[.., V], written to `out` where that is given."""
-        return torch.matmul(hidden, self.weight.T, out=out)
+        logits = torch.matmul(hidden.to(self.weight.dtype), self.weight.T, out=out)
+        return logits if self.bias is None else logits.add_(self.bias)
 
     def slope(self, logits: Tensor) -> None:
         """Nothing lies between the product and the logits."""
@@ -59,6 +63,10 @@ class OwnHead:
     def pull_back(self, gradient: Tensor) -> Tensor:
         """[.., D], the gradient at the hidden states from that at their products with the matrix."""
         return gradient.to(self.weight.dtype) @ self.weight
+
+    def cast(self, dtype: torch.dtype) -> OwnHead:
+        """This head in another precision, with gradients that reach its own."""
+        return OwnHead(self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,20 +109,25 @@ def distillation_loss(
     student: Tensor,
     teacher: Tensor,
     weights: Tensor,
-    heads: tuple[LanguageHead | Sequence[LanguageHead], LanguageHead],
+    heads: tuple[LanguageHead | Sequence[LanguageHead], LanguageHead | None],
     objective: Objective | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Divergence of the student [K, S, D] from the teacher [S, D] by weights [K, S], summed, and each step's part [K].
+    """Divergence of the student [K, S, D'] from the teacher [S, D] by weights [K, S], summed, and each step's part [K].
 
-    The student has one head for all steps, or one for each. Logits live for one chunk of rows, of which the teacher's
-    serve all steps; gradients are found in the same pass, at the states and at the matrices that are trained.
+    The student has one head for all steps, or one for each. A teacher without a head names the tokens [S] that are
+    right. Logits live for one chunk of rows, of which the teacher's serve all steps; gradients are found in the same
+    pass, at the states and at the matrices and biases that are trained.
     """
     students, frozen = heads
     students = students if isinstance(students, Sequence) else [students]
     if len(students) not in (1, len(student)):
         raise ValueError(f"got {len(students)} heads for {len(student)} steps: expected one, or one for each step")
-    matrices = [head.weight for head in students]
-    return _Distilled.apply(student, teacher, weights, students, frozen, objective or Objective(), *matrices)
+    matrices, biases = [head.weight for head in students], [_bias_of(head) for head in students]
+    return _Distilled.apply(student, teacher, weights, students, frozen, objective or Objective(), *matrices, *biases)
+
+
+def _bias_of(head: LanguageHead) -> Tensor | None:
+    return head.bias if isinstance(head, OwnHead) else None
 
 
 class _Distilled(torch.autograd.Function):
@@ -125,25 +138,28 @@ class _Distilled(torch.autograd.Function):
         teacher: Tensor,
         weights: Tensor,
         students: Sequence[LanguageHead],
-        frozen: LanguageHead,
+        frozen: LanguageHead | None,
         objective: Objective,
-        *matrices: Tensor,
+        *trained: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Chunk by chunk: both logits, their divergence, and its gradient pulled back."""
         steps, count, _ = student.shape
         wide = torch.promote_types(student.dtype, torch.float32)
         grad_student, sums = torch.empty_like(student), torch.zeros(steps, dtype=wide, device=student.device)
         grads = [
-            torch.zeros_like(matrix, dtype=wide) if needed else None
-            for matrix, needed in zip(matrices, ctx.needs_input_grad[6:], strict=True)
+            torch.zeros_like(part, dtype=wide) if part is not None and needed else None
+            for part, needed in zip(trained, ctx.needs_input_grad[6:], strict=True)
         ]
+        by_head = list(zip(students, grads[: len(students)], grads[len(students) :], strict=True))
         device = "cpu" if student.is_meta else student.device.type  # meta tensors, of sizes alone, know no autocast
         with torch.autocast(device, enabled=False):
-            chunks = _chunks(count, steps, matrices[0])
-            room = _room_for_logits(chunks, steps // len(students), students[0].weight, frozen.weight)
+            chunks = _chunks(count, steps, students[0].weight)
+            room = _room_for_logits(chunks, steps // len(students), students[0], frozen)
             for rows in chunks:
-                taught = frozen.logits(teacher[rows], out=room[1][: len(teacher[rows])])
-                for number, (own, grad) in enumerate(zip(students, grads, strict=True)):
+                taught = teacher[rows]
+                if frozen is not None:
+                    taught = frozen.logits(taught, out=room[1][: len(taught)])
+                for number, (own, grad, grad_bias) in enumerate(by_head):
                     part = slice(number, number + 1) if len(students) > 1 else slice(None)
                     # flat, as products of three dimensions copy the matrix
                     hidden, weight = student[part, rows].flatten(0, 1).to(own.weight.dtype), weights[part, rows]
@@ -156,6 +172,8 @@ class _Distilled(torch.autograd.Function):
                     grad_student[part, rows] = (own.pull_back(back) * weight).to(at_states.dtype).view_as(at_states)
                     if grad is not None:
                         grad += back.T @ (hidden * weight).to(back.dtype)
+                    if grad_bias is not None:
+                        grad_bias += (back.T @ weight.to(back.dtype))[:, 0]
         ctx.trained = [grad is not None for grad in grads]
         ctx.save_for_backward(grad_student, *(grad for grad in grads if grad is not None))
         ctx.mark_non_differentiable(sums)
@@ -165,23 +183,39 @@ class _Distilled(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients that the forward pass found."""
         grad_student, *grads = ctx.saved_tensors
-        by_matrix = [grads.pop(0) * upstream[0] if trained else None for trained in ctx.trained]
-        return grad_student * upstream[0], None, None, None, None, None, *by_matrix
+        by_part = [grads.pop(0) * upstream[0] if trained else None for trained in ctx.trained]
+        return grad_student * upstream[0], None, None, None, None, None, *by_part
 
 
 def _loss_and_grad_(logits: Tensor, taught: Tensor, wide: torch.dtype, objective: Objective) -> Tensor:
-    """[K, R], how logits [K, R, V] diverge from those of the teacher [R, V]; the gradient takes their place."""
+    """[K, R], how logits [K, R, V] diverge from the teacher's [R, V] or right tokens [R]; they become the gradient."""
     losses = torch.empty(logits.shape[:2], dtype=wide, device=logits.device)
     few = max(AT_ONCE.get(logits.device.type, AT_ONCE_ELSEWHERE) // logits.shape[2], 1)
     for first in range(0, len(taught), few):
         rows = slice(first, first + few)
-        target_probs = taught[rows].softmax(-1, dtype=wide)
-        compare = COMPARE.get(objective.kind, _overlap)(target_probs, objective)
+        if taught.is_floating_point():
+            target_probs = taught[rows].softmax(-1, dtype=wide)
+            compare = COMPARE.get(objective.kind, _overlap)(target_probs, objective)
+        else:
+            compare = _likelihood(taught[rows, None], objective)
         for step in range(len(logits)):
             student = logits[step, rows].to(wide)
             losses[step, rows], grad = compare(student, student.softmax(-1))
             logits[step, rows] = grad
     return losses
+
+
+def _likelihood(tokens: Tensor, objective: Objective) -> Any:
+    """Cross-entropy from tokens [R, 1] that are right."""
+
+    def compare(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        norm = logits.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log()
+        loss = (norm - logits.gather(-1, tokens))[..., 0]
+        grad = probs.scatter_add_(-1, tokens, torch.full_like(norm, -1))
+        weight = objective.weight
+        return (loss, grad) if weight == 1 else (weight * loss, grad.mul_(weight))
+
+    return compare
 
 
 def _entropy(target_probs: Tensor, objective: Objective) -> Any:
@@ -246,10 +280,13 @@ def _relative(target_probs: Tensor, objective: Objective) -> Any:
 COMPARE = {"cross_entropy": _entropy, "reverse_kl": _relative, "jsd": _relative}  # others are functions of the overlap
 
 
-def _room_for_logits(chunks: Sequence[slice], steps: int, *matrices: Tensor) -> list[Tensor]:
+def _room_for_logits(
+    chunks: Sequence[slice], steps: int, own: LanguageHead, frozen: LanguageHead | None
+) -> list[Tensor]:
     """Memory for the student's logits of a chunk and the teacher's: each new one would be laid beside the last."""
     rows = max((chunk.stop - chunk.start for chunk in chunks), default=0)
-    return [matrix.new_empty(rows * count, len(matrix)) for matrix, count in zip(matrices, (steps, 1), strict=True)]
+    heads = [(own.weight, steps)] + ([] if frozen is None else [(frozen.weight, 1)])
+    return [weight.new_empty(rows * count, len(weight)) for weight, count in heads]
 
 
 def _chunks(count: int, steps: int, weight: Tensor) -> list[slice]:

@@ -46,14 +46,18 @@ def validate_text(
         "slots": torch.tensor(float(len(slots)), dtype=torch.float64),
         **_compare(states[0], true[slots + 1], students[0], teacher),
     }
+    deepest = max([len(states), *(len(path) for paths in trees.values() for path in paths)])
     # beyond the answer nothing is guessed; beyond a token that the target would not choose its choices are unknown
-    inside = F.pad(counted, (0, len(states))).to(tokens.device)
+    inside = F.pad(counted, (0, deepest)).to(tokens.device)
     ranks, seen = [], [torch.ones_like(slots, dtype=torch.bool)]
-    for step, (state, student) in enumerate(zip(states, students, strict=True), start=1):
+    for step in range(1, deepest + 1):
         place = (slots + step).clamp(max=len(tokens) - 1)
         watched = seen[-1] & inside[slots + step + 1]
         seen.append(watched & (tokens[place] == choices[place - 1]) if step > 1 else watched)
-        ranks.append(_rows(partial(_rank, student), state, choices[place]))
+        if step <= len(states):
+            ranks.append(_rows(partial(_rank, students[step - 1]), states[step - 1], choices[place]))
+        else:  # deeper than the head drafts
+            ranks.append(torch.full_like(slots, torch.iinfo(slots.dtype).max))
     for name, paths in trees.items():
         sums[f"{name}/reached"], sums[f"{name}/accepted"] = _descent(ranks, seen[1:], paths)
     return sums

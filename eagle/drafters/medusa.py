@@ -1,0 +1,95 @@
+"""Medusa (Cai et al. 2024, arXiv 2401.10774): heads that do not depend on one another, over one state of the target."""
+
+# H width
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from eagle.core.drafter import TargetHead
+from eagle.drafters.parts.blocks import head_shape
+from eagle.drafters.parts.level_heads import LevelHeads, Loss
+from eagle.drafters.parts.objectives import LanguageHead, OwnHead
+from eagle.recipe import Section
+
+FALLING = 0.8  # what a level weighs relative to the one before in the published recipes of joint training
+
+
+class MedusaSettings(Section):
+    """What a recipe may say about the heads."""
+
+    kind: Literal["medusa"] = "medusa"
+    levels: int = Field(5, ge=1)
+    layers: int = Field(1, ge=1)  # residual blocks of each level
+    lm_head: Literal["own", "target"] = "own"  # a matrix for each level that starts from the target's, or the target's
+    weights: Literal["equal", "falling"] = "equal"  # of the levels: "falling" is 0.8, 0.64, ..
+    loss: Loss = "cross_entropy"
+
+
+class Residual(nn.Linear):
+    """x + silu(Wx + b), which changes nothing at first."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., H]."""
+        return x + F.silu(super().forward(x))
+
+
+class Medusa(LevelHeads):
+    """Each level has residual blocks and an LM head; together they give the product of their probs."""
+
+    Settings = MedusaSettings
+    reads_tokens = False
+    blocks: Any
+    heads: Any
+
+    def __init__(self, settings: Any, shape: Any) -> None:
+        super().__init__(settings, shape)
+        width, levels = shape.hidden_size, range(settings.levels)
+        self.blocks = nn.ModuleList([nn.Sequential(*(Residual(width) for _ in range(settings.layers))) for _ in levels])
+        own = levels if settings.lm_head == "own" else ()
+        self.heads = nn.ModuleList([nn.Linear(width, shape.vocab_size, bias=False) for _ in own])
+
+    @classmethod
+    def for_target(
+        cls,
+        settings: Any,
+        target_config: Any,
+        frozen: TargetHead | None = None,
+        supervised: Iterable[Tensor] | None = None,
+    ) -> Medusa:
+        """New heads that all say at first what the target says next."""
+        head = cls(settings, head_shape(target_config))
+        if frozen is not None:
+            for part in head.heads:
+                part.weight.data.copy_(frozen.weight * frozen.logit_scale)
+        return head
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """How many levels and blocks there are, and whose LM head they have."""
+        named = ("levels", "layers", "lm_head")
+        return {"network": "medusa", **{name: getattr(self.settings, name) for name in named}}
+
+    @property
+    def level_weights(self) -> Sequence[float]:
+        """Equal, or falling from level to level."""
+        return [FALLING ** (level + 1) if self.settings.weights == "falling" else 1.0 for level in range(self.levels)]
+
+    def hidden(self, level: int, state: Tensor) -> Tensor:
+        """The level's residual blocks."""
+        hidden: Tensor = self.blocks[level](state)
+        return hidden
+
+    def lm_heads(self, frozen: TargetHead) -> Sequence[LanguageHead]:
+        """Its own, or the target's for all levels."""
+        return [OwnHead(part.weight) for part in self.heads] or [frozen]
