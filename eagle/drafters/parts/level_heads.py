@@ -154,7 +154,11 @@ class LevelHeads(TrainableDrafter):
 
         @torch.inference_mode()
         def run() -> list[Tensor]:
-            return [self.level_logits(level, self.read_token(level, state, tokens, frozen), frozen) for level in levels]
+            last, logits = state, list[Tensor]()
+            for level in levels:
+                last = self.read_token(level, last, tokens, frozen)
+                logits.append(self.level_logits(level, last, frozen))
+            return logits
 
         return run
 
