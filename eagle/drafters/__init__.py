@@ -8,6 +8,7 @@ from eagle.drafters.draft_model import DraftModel
 from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.eagle3 import Eagle3
 from eagle.drafters.hass import Hass
+from eagle.drafters.hydra import Hydra
 from eagle.drafters.medusa import Medusa
 from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
@@ -26,6 +27,7 @@ DRAFTERS: dict[str, type[Any]] = {
     "hass": Hass,
     "eagle3": Eagle3,
     "medusa": Medusa,
+    "hydra": Hydra,
 }
 
 
