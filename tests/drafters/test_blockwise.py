@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from eagle.drafters import settings_of
 from eagle.drafters.blockwise import Blockwise
 from tests import single_slots
 from tests.single_slots import LEVELS, best_paths, distance_from_loop, drafted_paths, knowledge, small_target
+from tests.trained import equal, prepared, rows, run
 from tests.unrolled_heads import SHAPE, SPANS, TAPS, Weights, computed, frozen_head, texts_of
 
 VARIANTS: dict[str, dict[str, Any]] = {"plain": {}, "narrow": {"inner_dim": 7}, "tokens": {"loss": "tokens"}}
@@ -158,3 +160,17 @@ def test_all_levels_are_timed_at_once() -> None:
     head = new_head().bind(frozen_head(torch.float64))
     assert head.forwards(Budget(8, 3, 3)) == ()
     assert [logits.shape for logits in head.probe(100, 5, 4)()] == [(1, 1, SHAPE.vocab_size)] * LEVELS
+
+
+@pytest.mark.slow
+def test_two_halves_of_a_run_draw_what_the_whole_draws(tiny_target_dir: Path, tmp_path: Path) -> None:
+    """A run that goes on from a checkpoint leaves the same bytes; another seed draws other levels."""
+    drafter = "drafter={kind: blockwise, drawn: true, inner_dim: 32}"
+    command = [*prepared(tiny_target_dir, tmp_path, drafter), "train.checkpoint_every=3", "train.keep=9"]
+    whole, out = run(command, tmp_path / "whole"), run(command, tmp_path / "run")
+    for later in (out / "checkpoints").glob("step-*"):
+        if int(later.name[5:]) > 3:
+            (later / "complete.json").unlink()
+    run(command, out)
+    assert equal(out, whole) and rows(out) == rows(whole)
+    assert not equal(run(command, tmp_path / "other", "train.seed=1"), whole)
