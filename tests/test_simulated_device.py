@@ -23,8 +23,15 @@ CYCLE = {"growth.read_trees", "verify.__call__", "verify.verify_rows"}  # the tr
 DRAFTED = "model_state._drafted"  # the levels of a draft model's last draft
 DRAWN = {f"verify.{name}" for name in ("sample_tree", "sample_block", "walk_leniently", "pick")}
 FAST = [
-    *("decode eagle3, greedy, grown", "decode eagle3, T=1, grown, batch"),
-    *("train eagle1", "train eagle3.1", "train eagle1, planted", "decode planted, greedy, grown", "extract float32"),
+    *("decode eagle3, greedy, grown", "decode eagle3, T=1, grown, batch", "decode medusa, T=1, grown, batch"),
+    *(
+        "train eagle1",
+        "train eagle3.1",
+        "train medusa",
+        "train eagle1, planted",
+        "decode planted, greedy, grown",
+        "extract float32",
+    ),
 ]
 
 
