@@ -47,6 +47,7 @@ SAMPLINGS = {
     "T=1": Sampling(**FILTERED),
     "block": Sampling(temperature=0.7, rule="block", seed=3),
     "lenient": Sampling(lenience=0.5),
+    "typical": Sampling(temperature=1.0, typical=(0.02, 0.3), seed=3),
 }
 BUDGETS = {
     "grown": Budget(8, 4, 3),
@@ -225,6 +226,7 @@ def every_run() -> dict[str, Run]:
         runs[f"decode {name}, greedy, grown"] = partial(decode, name, "greedy", "grown", False)
     runs["decode several, greedy, grown, batch"] = partial(decode, "several", "greedy", "grown", True)
     runs["decode eagle3, lenient, grown"] = partial(decode, "eagle3", "lenient", "grown", False)
+    runs["decode eagle3, typical, grown, batch"] = partial(decode, "eagle3", "typical", "grown", True)
     for name, head in HEADS.items():
         runs[f"train {name}"] = partial(train, head)
         runs[f"train {name}, bf16"] = partial(train, head, dtype="bfloat16")

@@ -24,7 +24,7 @@ from eagle.doctor import diagnose
 from eagle.doctor.texts import answer_prompts
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.hass import Hass, HassSettings
-from eagle.drafters.parts import unroll
+from eagle.drafters.parts import text_blocks
 from eagle.drafters.parts.blocks import head_shape
 from eagle.drafters.parts.growth import grow
 from eagle.drafters.parts.objectives import OwnHead, align_steps, distillation_loss, step_weights
@@ -243,13 +243,13 @@ def test_validation_counts_what_drafting_keeps(name: str, tiny_target: Target, m
         assert {kind: sums[f"{tree}/{kind}"].tolist() for kind in counts} == counts
         assert min(counts["accepted"][:2]) > 0  # there was something to count
     if name == "two_blocks":
-        attend = unroll.attend
+        attend = text_blocks.attend
 
         def blind(query: Tensor, key: Tensor, value: Tensor, spans: Any, own: Any) -> Tensor:
             found = attend(query, key, value, spans, own)
             return found * (len(spans.rows) < spans.count)  # nothing where all slots are read
 
-        monkeypatch.setattr(unroll, "attend", blind)
+        monkeypatch.setattr(text_blocks, "attend", blind)
         wrong = head.validate(given, tiny_target.head, TREES)
         assert any(wrong[key].tolist() != sums[key].tolist() for key in sums if "/" in key)
 
