@@ -25,8 +25,8 @@ SHORT = 16  # tokens up to which rows are read together, however different in nu
 MOST = 4096  # tokens of one forward, padding included, unless a row alone has more
 
 
-class LevelHead(Protocol):
-    """What a head is asked for in drafting; see `eagle.drafters.parts.unroll.UnrolledDrafter`."""
+class TextHead(Protocol):
+    """What a head is asked for to read committed tokens; see `eagle.drafters.parts.unroll.UnrolledDrafter`."""
 
     layers: Any
     rotary: Rotary
@@ -58,6 +58,10 @@ class LevelHead(Protocol):
     ) -> Tensor:
         """[B, T, H], the states behind tokens and states."""
         ...
+
+
+class LevelHead(TextHead, Protocol):
+    """What a head is asked for to draft by levels that read states of their own."""
 
     def next_input(self, state: Tensor) -> Tensor:
         """What the next level reads of a state."""
@@ -100,14 +104,8 @@ class HeadState:
     @torch.inference_mode()
     def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
         """Trees grown from the target's features of the committed tokens, then from the head's own."""
-        self._take_slots([row for row in updates if row not in self.rows])
-        rows = sorted(updates, key=self.rows.index)
-        hidden = self._read_updates({row: updates[row] for row in rows})
+        rows, seeds, hidden = self.read_updates(updates, budgets)
         slots = [self.rows.index(row) for row in rows]
-        seeds = [
-            Seed(updates[row].root, self.cache.lengths[slot] + 1, budgets[row], self.noises[row])
-            for row, slot in zip(rows, slots, strict=True)
-        ]
         if self.loop is not None and _are_static(seeds, slots):
             grown = self._grow_static(seeds, hidden, self.loop)
             return dict(zip(rows, read_trees(seeds, [grown]), strict=True))
@@ -176,7 +174,21 @@ class HeadState:
 
     # -- committed tokens ---------------------------------------------------------------------------------------------
 
-    def _read_updates(self, updates: Mapping[int, Committed]) -> Tensor:
+    def read_updates(
+        self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
+    ) -> tuple[list[int], list[Seed], Tensor]:
+        """The rows by their slots, what each grows, and [B, H] its state behind the root, once all tokens are read."""
+        self._take_slots([row for row in updates if row not in self.rows])
+        rows = sorted(updates, key=self.rows.index)
+        hidden = self._last_states({row: updates[row] for row in rows})
+        lengths = [self.cache.lengths[self.rows.index(row)] for row in rows]
+        seeds = [
+            Seed(updates[row].root, length + 1, budgets[row], self.noises[row])
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+        return rows, seeds, hidden
+
+    def _last_states(self, updates: Mapping[int, Committed]) -> Tensor:
         """[B, H], each row's state behind its root, once the committed tokens are read."""
         groups = list(split_ragged({row: len(update.tokens) for row, update in updates.items()}))
         if len(groups) == 1:

@@ -42,6 +42,8 @@ class LevelHeads(TrainableDrafter):
     taps = (-1,)
     teacher_taps = (-1,)
     reads_tokens = True  # whether what a level guesses depends on the tokens drafted before it
+    # 25 nodes of Medusa with 0.5 / 1 / 2 / 3 keep on the tiny target 1.90 / 1.94 / 1.78 / 1.73 tokens per step at T = 1
+    sharpness = 1.0
 
     @property
     def levels(self) -> int:
@@ -152,7 +154,11 @@ class LevelHeads(TrainableDrafter):
 
         @torch.inference_mode()
         def run() -> list[Tensor]:
-            return [self.level_logits(level, self.read_token(level, state, tokens, frozen), frozen) for level in levels]
+            last, logits = state, list[Tensor]()
+            for level in levels:
+                last = self.read_token(level, last, tokens, frozen)
+                logits.append(self.level_logits(level, last, frozen))
+            return logits
 
         return run
 
@@ -192,7 +198,8 @@ def grow_levels(head: LevelHeads, seeds: Sequence[Seed], states: Tensor) -> list
     (frozen,) = head.frozen
     roots = upload(torch.tensor([[seed.root] for seed in seeds]), states.device)
     levels = _Levels(head, head.read_token(0, states[:, None], roots, frozen))
-    return grow_rows(seeds, head.level_logits(0, levels.first, frozen)[:, 0], levels)
+    first = head.level_logits(0, levels.first, frozen)[:, 0]
+    return grow_rows(seeds, first, levels, sharpness=head.sharpness)
 
 
 class _Levels:
