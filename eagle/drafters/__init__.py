@@ -7,6 +7,7 @@ from eagle.drafters.bigram import BigramDrafter
 from eagle.drafters.draft_model import DraftModel
 from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.eagle3 import Eagle3
+from eagle.drafters.falcon import Falcon
 from eagle.drafters.hass import Hass
 from eagle.drafters.medusa import Medusa
 from eagle.drafters.ngram import NgramDrafter
@@ -26,6 +27,7 @@ DRAFTERS: dict[str, type[Any]] = {
     "hass": Hass,
     "eagle3": Eagle3,
     "medusa": Medusa,
+    "falcon": Falcon,
 }
 
 

@@ -76,8 +76,8 @@ def test_compiled_steps_are_the_eager_ones(name: str, dtype: torch.dtype, tmp_pa
 @pytest.mark.slow
 def test_a_fault_in_what_is_compiled_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled part that computes something else."""
-    part = unroll._add_rows
-    monkeypatch.setattr(unroll, "_add_rows", lambda block, seen, residual: part(block, seen, residual) * 1.001)
+    part = unroll.add_rows
+    monkeypatch.setattr(unroll, "add_rows", lambda block, seen, residual: part(block, seen, residual) * 1.001)
     compiled = head_of("eagle1", tmp_path, torch.float64)
     eager = copy.deepcopy(compiled)
     compiled.compile_parts()

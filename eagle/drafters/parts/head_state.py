@@ -108,14 +108,16 @@ class HeadState:
             Seed(updates[row].root, self.cache.lengths[slot] + 1, budgets[row], self.noises[row])
             for row, slot in zip(rows, slots, strict=True)
         ]
+        return dict(zip(rows, self._grow(seeds, slots, hidden), strict=True))
+
+    def _grow(self, seeds: Sequence[Seed], slots: list[int], hidden: Tensor) -> list[DraftTree]:
+        """The trees of some slots, from the states behind their roots."""
         if self.loop is not None and _are_static(seeds, slots):
-            grown = self._grow_static(seeds, hidden, self.loop)
-            return dict(zip(rows, read_trees(seeds, [grown]), strict=True))
+            return read_trees(seeds, [self._grow_static(seeds, hidden, self.loop)])
         lengths = [self.cache.lengths[slot] for slot in slots]
         depth, room = max(seed.budget.depth for seed in seeds), max(lengths)
-        levels = _Levels(self, slots, hidden, *self._behind_texts(lengths[: _unlike(lengths)], room, depth))
-        first = self.head.logits(hidden, self.head.frozen[0])
-        return dict(zip(rows, grow_rows(seeds, first, levels, self.drafts), strict=True))
+        levels = _Levels(self, slots, hidden, *self._behind_texts(lengths[: count_unlike(lengths)], room, depth))
+        return grow_rows(seeds, self.head.logits(hidden, self.head.frozen[0]), levels, self.drafts)
 
     def _grow_static(self, seeds: Sequence[Seed], hidden: Tensor, loop: StaticLoop) -> Grown:
         """The draft of rows with one budget; its columns begin behind the room that texts have."""
@@ -144,12 +146,18 @@ class HeadState:
 
     def _behind_texts(self, lengths: Sequence[int], room: int, depth: int) -> tuple[Tensor, Tensor, Tensor]:
         """Rotary tables [B, depth, w] of a draft's levels, and [B, room] what hides the columns behind each text."""
+        committed = self._hide_behind(lengths, room)
         places = upload(torch.tensor(lengths)[:, None], self.device)
-        committed = torch.zeros(len(lengths), room, dtype=self.dtype, device=self.device)
-        if min(lengths) < room:
-            behind = torch.arange(room, device=self.device) >= places
-            committed.masked_fill_(behind, torch.finfo(self.dtype).min)
         return *_draft_tables(self.head.rotary, committed, places, depth), committed
+
+    def _hide_behind(self, lengths: Sequence[int], columns: int) -> Tensor:
+        """[B, columns], 0 at those that a row's text fills, the lowest number behind it."""
+        committed = torch.zeros(len(lengths), columns, dtype=self.dtype, device=self.device)
+        if min(lengths) < columns:
+            places = upload(torch.tensor(lengths)[:, None], self.device)
+            behind = torch.arange(columns, device=self.device) >= places
+            committed.masked_fill_(behind, torch.finfo(self.dtype).min)
+        return committed
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
@@ -198,13 +206,13 @@ class HeadState:
         assert len(features) == len(updates)
         together = features[0] if len(features) == 1 else torch.cat(features)
         hidden = head.fuse_taps(together.to(self.device, self.dtype))
-        positions = _positions(starts, counts, self.device)
+        positions = slot_positions(starts, counts, self.device)
         mask = None if max(starts) == 0 else _causal_mask(positions, max(starts) + max(counts), self.dtype)
         cache.aim(slots, starts)
-        padded = upload(_pad(tokens), self.device)
+        padded = upload(pad_rows(tokens), self.device)
         states = head.read(
             padded,
-            _pad(hidden.split(counts) if len(counts) > 1 else [hidden]),
+            pad_rows(hidden.split(counts) if len(counts) > 1 else [hidden]),
             rotary_tables(head.rotary, hidden, positions),
             mask,
             self.blocks,
@@ -263,7 +271,7 @@ def _are_static(seeds: Sequence[Seed], slots: Sequence[int]) -> bool:
     return is_alike and list(slots) == list(range(len(slots))) and (budget.draw != "sampled" or noises == {True})
 
 
-def _unlike(lengths: Sequence[int]) -> int:
+def count_unlike(lengths: Sequence[int]) -> int:
     """How many rows need a mask and positions of their own: one stands for all where lengths are equal."""
     return 1 if min(lengths) == max(lengths) else len(lengths)
 
@@ -285,12 +293,12 @@ def split_ragged(counts: Mapping[int, int]) -> Iterator[list[int]]:
     yield [row for row in counts if row in group]
 
 
-def _pad(parts: Sequence[Tensor]) -> Tensor:
+def pad_rows(parts: Sequence[Tensor]) -> Tensor:
     """[B, T, ..], right-padded with zeros."""
     return parts[0][None] if len(parts) == 1 else pad_sequence(list(parts), batch_first=True)
 
 
-def _positions(starts: list[int], counts: list[int], device: torch.device) -> Tensor:
+def slot_positions(starts: list[int], counts: list[int], device: torch.device) -> Tensor:
     """[B, T], or [1, T] where all are alike; padding stands where the last token does, so that no text seems longer."""
     count = max(counts)
     if min(starts) == max(starts) and min(counts) == count:

@@ -152,9 +152,7 @@ class LevelHeads(TrainableDrafter):
 
         @torch.inference_mode()
         def run() -> list[Tensor]:
-            return [
-                self.level_logits(level, self.read_token(level, state, tokens, frozen), frozen) for level in levels
-            ]
+            return [self.level_logits(level, self.read_token(level, state, tokens, frozen), frozen) for level in levels]
 
         return run
 

@@ -106,10 +106,11 @@ class UnrolledDrafter(TrainableDrafter):
         Step 0 sees the text so far. Step s reads the state of step s - 1 and the text's next token, stands one place
         further, and sees what step 0 saw and its own earlier steps.
         """
-        known, positions, spans = _slots(batch, batch.tokens.device)
+        known, positions = known_slots(batch, batch.tokens.device)
+        spans = Spans.of([mask[2:] for mask in batch.loss_mask.split(batch.lengths)], batch.tokens.device)
         features = add_noise(batch.select_taps(self.taps)[known].to(self.layers[0].mlp.up_proj.weight.dtype))
         tokens = self.project_tokens(frozen.embed(batch.tokens).to(features.dtype))
-        tables_at = self._tables(features, max(batch.lengths, default=0) + steps)
+        tables_at = tables_of(self.rotary, features, max(batch.lengths, default=0) + steps)
         inputs = self.block_inputs(tokens.index_select(0, known + 1), self.fuse_taps(features))
         context, inputs = self._read_context(inputs, tables_at(positions), batch)
         places, positions = known[spans.rows], positions[spans.rows]
@@ -126,7 +127,7 @@ class UnrolledDrafter(TrainableDrafter):
             for number, block in enumerate(self.layers):
                 if step:
                     inputs = block.inputs(state) if number else inputs
-                    own[number].append(self._run(_key_value, block, inputs, tables))
+                    own[number].append(self._run(key_value, block, inputs, tables))
                 elif number + 1 < len(self.layers):
                     continue  # the context holds what step 0 sees of the blocks below the last
                 state = self._read_rows(block, inputs, tables, context[number], spans, own[number])
@@ -145,7 +146,7 @@ class UnrolledDrafter(TrainableDrafter):
             if number:
                 below = self.layers[number - 1]
                 inputs = block.inputs(self._read_rows(below, inputs, tables, context[-1], everywhere, ()))
-            key, value = self._run(_key_value, block, inputs, tables)
+            key, value = self._run(key_value, block, inputs, tables)
             context.append((key.contiguous(), value.contiguous()))
         return context, inputs
 
@@ -159,8 +160,8 @@ class UnrolledDrafter(TrainableDrafter):
         own: Sequence[Pair],
     ) -> Tensor:
         """[S, H], a block's output at the rows of spans, which see the context, and keys and values of their own."""
-        query, residual = self._run(_query_and_residual, block, inputs, tables)
-        return self._run(_add_rows, block, attend(query, *context, spans, own), residual)
+        query, residual = self._run(query_and_residual, block, inputs, tables)
+        return self._run(add_rows, block, attend(query, *context, spans, own), residual)
 
     def _run(self, part: Callable[..., Any], *inputs: Any) -> Any:
         """A part of a block's computation, as it is or compiled."""
@@ -169,10 +170,6 @@ class UnrolledDrafter(TrainableDrafter):
     def compile_parts(self) -> None:
         """Train through compiled parts: what a block computes around attention, which loops over texts."""
         self.is_compiled = True
-
-    def _tables(self, like: Tensor, length: int) -> Callable[[Tensor], Pair]:
-        cosine, sine = (table[0] for table in self.rotary(like, torch.arange(length, device=like.device)[None]))
-        return lambda positions: (cosine[positions], sine[positions])
 
     # -- validation ---------------------------------------------------------------------------------------------------
 
@@ -258,29 +255,33 @@ class UnrolledDrafter(TrainableDrafter):
         return run
 
 
-def _slots(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Spans]:
-    """The places of all tokens but each text's last two, their positions in it, and those that are supervised."""
+def known_slots(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The places of all tokens but each text's last two, and their positions in it."""
     spans = [torch.arange(max(length - 2, 0)) for length in batch.lengths]
     starts = accumulate(batch.lengths, initial=0)
     known = torch.cat([span + start for span, start in zip(spans, starts, strict=False)])
-    masks = [mask[2:] for mask in batch.loss_mask.split(batch.lengths)]
-    known, positions = (upload(places, device) for places in (known, torch.cat(spans)))
-    return known, positions, Spans.of(masks, device)
+    return upload(known, device), upload(torch.cat(spans), device)
 
 
-def _key_value(block: Block, inputs: tuple[Tensor, ...], tables: Pair) -> Pair:
+def tables_of(rotary: Rotary, like: Tensor, length: int) -> Callable[[Tensor], Pair]:
+    """The rotary tables of positions below a length."""
+    cosine, sine = (table[0] for table in rotary(like, torch.arange(length, device=like.device)[None]))
+    return lambda positions: (cosine[positions], sine[positions])
+
+
+def key_value(block: Block, inputs: tuple[Tensor, ...], tables: Pair) -> Pair:
     """[heads, N, w] each, a block's keys at their positions, and its values."""
     key, value = block.key_value(inputs)
     return rotate(key, tables), value.unflatten(-1, (-1, block.self_attn.width)).transpose(0, 1)
 
 
-def _query_and_residual(block: Block, inputs: tuple[Tensor, ...], tables: Pair) -> Pair:
+def query_and_residual(block: Block, inputs: tuple[Tensor, ...], tables: Pair) -> Pair:
     """[heads, S, w], a block's queries at their positions, and [S, H] what attention's output is added to."""
     query, residual = block.query_and_residual(inputs)
     return rotate(query, tables), residual
 
 
-def _add_rows(block: Block, seen: Tensor, residual: Tensor) -> Tensor:
+def add_rows(block: Block, seen: Tensor, residual: Tensor) -> Tensor:
     """[S, H], a block's output, by what its heads saw [heads, S, w]."""
     return block.add_mlp(residual + block.self_attn.o_proj(seen.transpose(0, 1).flatten(1)))
 
