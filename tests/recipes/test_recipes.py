@@ -135,6 +135,8 @@ def by_hand(settings: Any, sizes: dict[str, Any]) -> int:
     """The same from the sizes: what fuses, attention, MLP, norms and an LM head of its own."""
     width, head = sizes["hidden_size"], sizes["head_dim"]
     queries, keys = sizes["num_attention_heads"] * head, sizes["num_key_value_heads"] * head
+    if settings.kind == "medusa":
+        return settings.levels * (settings.layers * (width * width + width) + width * sizes["vocab_size"])
     block = queries * width + 3 * width * (settings.intermediate_size or sizes["intermediate_size"])
     if settings.kind != "eagle3":
         return 2 * width * width + settings.fc_bias * width + width * (queries + 2 * keys) + block + width
@@ -195,9 +197,11 @@ ANY = Sizes(**SIZES["Qwen/Qwen3-8B"]).config
 @pytest.mark.parametrize("path", STARTED, ids=named)
 def test_a_recipe_starts_from_the_head_of_another(path: Path) -> None:
     """One for the same target, of the same network, which decides what weights mean."""
-    recipe, other = Recipe.load(path), Recipe.load(path.with_name("eagle1.yaml"))
+    recipe = Recipe.load(path)
+    source = f"{Path(str(recipe.train.init)).parent.name}.yaml"
+    other = Recipe.load(path.with_name(source))
     assert (recipe.train.init, recipe.target) == (f"{other.train.out}/head", other.target)
-    one, two = (empty_head(settings_in(path.with_name(name)), ANY) for name in (path.name, "eagle1.yaml"))
+    one, two = (empty_head(settings_in(path.with_name(name)), ANY) for name in (path.name, source))
     assert one.network == two.network and one.state_dict().keys() == two.state_dict().keys()
 
 
