@@ -146,7 +146,8 @@ class SpeculatorReader(LevelReader):
         entry, said = head.entry("proj.0.weight"), keys.size("n_predict")
         inner, width = entry.shape if entry and len(entry.shape) == 2 else (1, None)
         compare_size(head, "emb_dim", keys.values.get("emb_dim"), width)
-        compare_size(head, "inner_dim", keys.values.get("inner_dim") or width, inner)  # 0 is as wide as the state
+        stated = keys.values.get("inner_dim")
+        compare_size(head, "inner_dim", width if stated == 0 else stated, inner)
         if said is not None and said > MOST:
             head.problem(f"config.json: n_predict is {said}, expected at most {MOST}", "Correct it")
             said = None
