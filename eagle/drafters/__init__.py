@@ -9,6 +9,7 @@ from eagle.drafters.draft_model import DraftModel
 from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.eagle3 import Eagle3
 from eagle.drafters.hass import Hass
+from eagle.drafters.hydra import Hydra
 from eagle.drafters.medusa import Medusa
 from eagle.drafters.mlp_speculator import MlpSpeculator
 from eagle.drafters.ngram import NgramDrafter
@@ -30,6 +31,7 @@ DRAFTERS: dict[str, type[Any]] = {
     "medusa": Medusa,
     "mlp_speculator": MlpSpeculator,
     "blockwise": Blockwise,
+    "hydra": Hydra,
 }
 
 

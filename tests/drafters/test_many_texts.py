@@ -22,11 +22,12 @@ from eagle.drafters import DRAFTERS as REGISTRY
 from eagle.drafters.draft_model import DraftModel, DraftModelSettings
 from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.ngram import NgramDrafter
-from eagle.drafters.parts import growth, head_state
+from eagle.drafters.parts import growth, head_state, text_state
 from eagle.drafters.parts.blocks import Rotary, rotary_tables
-from eagle.drafters.parts.head_state import HeadState, split_ragged
+from eagle.drafters.parts.head_state import HeadState
 from eagle.drafters.parts.level_heads import LevelHeads
 from eagle.drafters.parts.model_state import ModelState
+from eagle.drafters.parts.text_state import split_ragged
 from eagle.drafters.several import FirstOf
 from tests.unrolled_heads import SHAPE, frozen_head, moved, new_head
 
@@ -218,14 +219,14 @@ def left_behind(self: ModelState, row: int) -> None:
     self.levels |= levels
 
 
-positions, level_mask, release = head_state._positions, head_state.level_mask, ModelState.release
+positions, level_mask, release = text_state._positions, head_state.level_mask, ModelState.release
 
 
 @pytest.mark.parametrize(
     ("name", "home", "part", "fault"),
     [
         ("eagle1", head_state, "grow_rows", rolled_noise),
-        ("eagle1", head_state, "_positions", neighbours_place),
+        ("eagle1", text_state, "_positions", neighbours_place),
         ("eagle1", head_state, "level_mask", unhidden),
         ("eagle1", HeadState, "release", stays),
         ("draft model", ModelState, "release", left_behind),

@@ -16,9 +16,9 @@ from eagle.data.examples import Batch
 from eagle.device import upload
 from eagle.drafters.parts.blocks import Block, Cache, Rotary, rotary_tables
 from eagle.drafters.parts.growth import level_mask
-from eagle.drafters.parts.head_state import TextHead
 from eagle.drafters.parts.operations import rotate
 from eagle.drafters.parts.spans import Spans, attend
+from eagle.drafters.parts.text_state import TextHead
 from eagle.target.cache import SlotCache
 
 Pair = tuple[Tensor, Tensor]
