@@ -15,6 +15,7 @@ from eagle.formats import traps
 from eagle.formats.head_folder import HeadFolder
 from eagle.formats.head_parts import read_sizes
 from eagle.formats.keys import short
+from eagle.formats.level_layouts import USUAL_THETA
 from eagle.formats.level_reader import (
     FOLLOWS,
     MOST,
@@ -121,6 +122,15 @@ class HydraReader(LevelReader):
             "layers": compare_count(head, keys.size("hydra_num_layers"), layers, "layers of each"),
             "prefix": prefix,
         }
+
+    def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
+        """The target's, but for the base of its rotary positions, which that code never looked at."""
+        shape = super().read_shape(head, target)
+        if head.settings["prefix"] and shape.rope_parameters["rope_theta"] != USUAL_THETA:
+            told = f"rope_theta of the prefix layer: {USUAL_THETA:g} for every target there"
+            head.notes += [told] if told not in head.notes else []
+            shape.rope_parameters = {**shape.rope_parameters, "rope_theta": USUAL_THETA}
+        return shape
 
 
 class SpeculatorReader(LevelReader):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests import foreign_heads as made
 
 H, V, LEVELS, INNER = made.H, made.V, 3, 8
 TARGET = LlamaConfig(**{**made.LLAMA, "num_hidden_layers": made.LAYERS}, name_or_path="some/target")
+READ = ("linear", "res_connection")
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -53,6 +55,29 @@ SPECULATOR_KEYS = {
     "scale_input": False,
     "torch_dtype": "float32",
 }
+HYDRA = {f"hydra_mlp.{level}.0.{part}.weight": (H, (level + 2) * H) for level in range(LEVELS) for part in READ}
+HYDRA |= spell(**{f"hydra_mlp__N__0__{part}__bias": (H,) for part in READ})
+HYDRA |= spell(hydra_lm_head__N__weight=(V, H), hydra_lm_head__N__bias=(V,))
+PREFIXED = {  # a dropout stands in front of each block and LM head
+    re.sub(r"^(hydra_lm_head\.\d)", r"\1.1", re.sub(r"^(hydra_mlp\.\d\.)0", r"\g<1>1", name)): size
+    for name, size in HYDRA.items()
+}
+PREFIXED |= spell(hydra_mlp__N__3__linear__weight=(H, H), hydra_mlp__N__3__linear__bias=(H,))
+PREFIXED |= {
+    f"prefix_embeding_layer.{name}": tuple(tensor.shape) for name, tensor in made.block("layers.0.", H).items()
+}
+PREFIXED |= {f"prefix_embeding_layer.{name}.weight": (H,) for name in ("layers.0.input_layernorm", "norm")}
+HYDRA_KEYS = {
+    "hidden_size": H,
+    "vocab_size": V,
+    "torch_dtype": "float32",
+    "hydra_num_heads": LEVELS,
+    "hydra_num_layers": 1,
+    "hydra_head_arch": "mlp",
+    "grounded_heads": True,
+    "hidden_state_offset": 0,
+    "base_model_name_or_path": "some/target",
+}
 GOLDEN: dict[tuple[str, str], tuple[str, Shapes, dict[str, Any]]] = {  # engine, head: file, tensors, config
     ("vllm", "medusa"): (
         "model.safetensors",
@@ -79,6 +104,12 @@ GOLDEN: dict[tuple[str, str], tuple[str, Shapes, dict[str, Any]]] = {  # engine,
         {f"speculator.{name}": size for name, size in SPECULATOR.items()},
         {**SPECULATOR_KEYS, "tie_weights": True, "scale_input": True},
     ),
+    ("hydra", "hydra"): ("hydra_lm_head.pt", HYDRA, HYDRA_KEYS),
+    ("hydra", "hydra with a prefix"): (
+        "hydra_lm_head.pt",
+        PREFIXED,
+        {**HYDRA_KEYS, "hydra_num_layers": 2, "hydra_head_arch": "prefix-mlp"},
+    ),
     ("medusa", "medusa"): (
         "medusa_lm_head.pt",
         MEDUSA,
@@ -96,11 +127,13 @@ HEADS: dict[str, dict[str, Any]] = {
     "medusa": {"kind": "medusa"},
     "medusa with the target's LM head": {"kind": "medusa", "lm_head": "target"},
     "medusa with two blocks": {"kind": "medusa", "layers": 2},
+    "hydra": {"kind": "hydra"},
+    "hydra with a prefix": {"kind": "hydra", "prefix": True, "layers": 2},
     "speculator": {"kind": "mlp_speculator", "inner_dim": INNER},
     "tied speculator": {"kind": "mlp_speculator", "inner_dim": INNER, "tie_weights": True, "scale_input": True},
     "speculator of the target's width": {"kind": "mlp_speculator", "levels": 6},
 }
-READERS = {"medusa": ("vllm", "medusa"), "mlp_speculator": ("fms",)}
+READERS = {"hydra": ("hydra",), "medusa": ("vllm", "medusa"), "mlp_speculator": ("fms",)}
 
 
 def head_of(name: str, config: Any = TARGET) -> Any:
