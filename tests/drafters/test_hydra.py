@@ -241,7 +241,7 @@ def elder(head: Any, level: int, state: Tensor, tokens: Tensor, frozen: Any) -> 
     return read_token(head, level, state, tokens.roll(1, -1), frozen)
 
 
-positions = text_state._positions
+positions = text_state.slot_positions
 
 
 def forgetful(starts: list[int], counts: list[int], device: torch.device) -> Tensor:
@@ -251,7 +251,7 @@ def forgetful(starts: list[int], counts: list[int], device: torch.device) -> Ten
 
 @pytest.mark.parametrize(
     ("home", "part", "fault"),
-    [(Hydra, "read_token", elder), (text_state, "_positions", forgetful)],
+    [(Hydra, "read_token", elder), (text_state, "slot_positions", forgetful)],
     ids=["a neighbour's token", "positions"],
 )
 @torch.no_grad()
