@@ -113,6 +113,7 @@ class PublishedMedusa(NetworkLayout):
             r"heads\.(\d+)\.weight": rf"\1.{settings.layers}.weight",
         }
         config = {
+            "model_type": "medusa",  # without one the loader takes the family from words in the folder's path
             **base_config(drafter, target_config),
             "medusa_num_heads": settings.levels,
             "medusa_num_layers": settings.layers,

@@ -114,6 +114,7 @@ GOLDEN: dict[tuple[str, str], tuple[str, Shapes, dict[str, Any]]] = {  # engine,
         "medusa_lm_head.pt",
         MEDUSA,
         {
+            "model_type": "medusa",
             "hidden_size": H,
             "vocab_size": V,
             "torch_dtype": "float32",
