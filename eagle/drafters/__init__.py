@@ -4,12 +4,14 @@ from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.drafters.bigram import BigramDrafter
+from eagle.drafters.blockwise import Blockwise
 from eagle.drafters.draft_model import DraftModel
 from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.eagle3 import Eagle3
 from eagle.drafters.hass import Hass
 from eagle.drafters.hydra import Hydra
 from eagle.drafters.medusa import Medusa
+from eagle.drafters.mlp_speculator import MlpSpeculator
 from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
 from eagle.drafters.suffix import SuffixDrafter
@@ -28,6 +30,8 @@ DRAFTERS: dict[str, type[Any]] = {
     "eagle3": Eagle3,
     "medusa": Medusa,
     "hydra": Hydra,
+    "mlp_speculator": MlpSpeculator,
+    "blockwise": Blockwise,
 }
 
 

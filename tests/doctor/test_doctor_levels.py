@@ -26,10 +26,10 @@ from eagle.recipe import Section
 from tests.families import build, random_tokens
 
 
-class MedusaSettings(Section):
+class SeveralSettings(Section):
     """What a recipe may say about the head."""
 
-    kind: Literal["medusa"] = "medusa"
+    kind: Literal["several_heads"] = "several_heads"
     taps: tuple[int, ...] = (-1,)
 
 
@@ -46,10 +46,10 @@ class Residual(nn.Module):
         return x + self.down(silu(self.up(x)))
 
 
-class Medusa(TrainableDrafter):
+class SeveralHeads(TrainableDrafter):
     """One residual block for each of three levels, all over one state of the target."""
 
-    Settings = MedusaSettings
+    Settings = SeveralSettings
 
     def __init__(self, settings: Any, shape: Any) -> None:
         super().__init__(settings, shape)
@@ -74,10 +74,10 @@ def texts(target: Target) -> Batch:
     return answer_prompts(target, [random_tokens(6, seed) for seed in range(30)], 20, (0.0,))
 
 
-def train(target: Target, texts: Batch, *taps: int) -> Medusa:
+def train(target: Target, texts: Batch, *taps: int) -> SeveralHeads:
     """A head that knows these texts by heart."""
     torch.manual_seed(0)
-    head = Medusa(MedusaSettings(taps=taps), head_shape(target.config))
+    head = SeveralHeads(SeveralSettings(taps=taps), head_shape(target.config))
     optimizer = torch.optim.AdamW(head.parameters(), lr=5e-3)
     places, probs = texts.loss_mask.nonzero()[:, 0], target.head.logits(texts.select_taps((-1,))[:, 0]).softmax(-1)
     for _ in range(80):
@@ -89,12 +89,12 @@ def train(target: Target, texts: Batch, *taps: int) -> Medusa:
 
 
 @pytest.fixture(scope="module")
-def head(target: Target, texts: Batch) -> Medusa:
+def head(target: Target, texts: Batch) -> SeveralHeads:
     """One that reads what the target's LM head reads."""
     return train(target, texts, -1)
 
 
-def test_a_head_of_another_network_is_examined(head: Medusa, target: Target, texts: Batch) -> None:
+def test_a_head_of_another_network_is_examined(head: SeveralHeads, target: Target, texts: Batch) -> None:
     """What it has is changed, what it has not is named, and three levels at once are no weakness of its own states."""
     diagnosis = diagnose(head, target, texts)
     assert diagnosis.verdict.startswith("healthy: level 1 names") and not diagnosis.faults
@@ -122,17 +122,17 @@ def test_a_state_of_the_wrong_layer_is_named(
     assert diagnose(head, target, texts).verdict == f"broken: {fault}"
 
 
-def test_levels_in_the_wrong_order_are_named(head: Medusa, target: Target, texts: Batch) -> None:
+def test_levels_in_the_wrong_order_are_named(head: SeveralHeads, target: Target, texts: Batch) -> None:
     """Which no block of EAGLE's has."""
     broken = copy.deepcopy(head)
     broken.blocks = nn.ModuleList([head.blocks[1], head.blocks[0], head.blocks[2]])
     assert diagnose(broken, target, texts).verdict == "broken: blocks.0 and blocks.1 are swapped"
 
 
-def test_a_registered_head_is_opened(head: Medusa, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_head_is_opened(head: SeveralHeads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From its folder, in the dtype that it is stored in."""
-    monkeypatch.setitem(DRAFTERS, "medusa", Medusa)
+    monkeypatch.setitem(DRAFTERS, "several_heads", SeveralHeads)
     save_pretrained(copy.deepcopy(head).bfloat16(), tmp_path)
     opened, refusal = open_head(tmp_path, "any target")
-    assert refusal is None and opened.settings == settings_of({"kind": "medusa"}, "test")
+    assert refusal is None and opened.settings == settings_of({"kind": "several_heads"}, "test")
     assert opened.blocks[0].up.weight.dtype == torch.bfloat16
