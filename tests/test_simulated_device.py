@@ -24,8 +24,15 @@ DRAFTED = "model_state._drafted"  # the levels of a draft model's last draft
 TYPICAL = "typical.walk_typically"  # what is likely enough; the choice behind it is one more
 DRAWN = {f"verify.{name}" for name in ("sample_tree", "sample_block", "walk_leniently", "pick")}
 FAST = [
-    *("decode eagle3, greedy, grown", "decode eagle3, T=1, grown, batch"),
-    *("train eagle1", "train eagle3.1", "train eagle1, planted", "decode planted, greedy, grown", "extract float32"),
+    *("decode eagle3, greedy, grown", "decode eagle3, T=1, grown, batch", "decode medusa, T=1, grown, batch"),
+    *(
+        "train eagle1",
+        "train eagle3.1",
+        "train medusa",
+        "train eagle1, planted",
+        "decode planted, greedy, grown",
+        "extract float32",
+    ),
 ]
 
 

@@ -8,6 +8,7 @@ from eagle.drafters.blockwise import Blockwise
 from eagle.drafters.draft_model import DraftModel
 from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.eagle3 import Eagle3
+from eagle.drafters.falcon import Falcon
 from eagle.drafters.hass import Hass
 from eagle.drafters.hydra import Hydra
 from eagle.drafters.medusa import Medusa
@@ -29,9 +30,10 @@ DRAFTERS: dict[str, type[Any]] = {
     "hass": Hass,
     "eagle3": Eagle3,
     "medusa": Medusa,
-    "hydra": Hydra,
     "mlp_speculator": MlpSpeculator,
     "blockwise": Blockwise,
+    "hydra": Hydra,
+    "falcon": Falcon,
 }
 
 

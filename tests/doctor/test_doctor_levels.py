@@ -18,10 +18,11 @@ from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.data.examples import Batch
 from eagle.doctor import diagnose
 from eagle.doctor.examine import open_head
-from eagle.doctor.texts import answer_prompts
+from eagle.doctor.texts import answer_prompts, select_texts
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts.blocks import head_shape
-from eagle.formats.checkpoint import save_pretrained
+from eagle.drafters.parts.level_heads import LevelHeads
+from eagle.formats.checkpoint import save_head, save_pretrained
 from eagle.recipe import Section
 from tests.families import build, random_tokens
 
@@ -136,3 +137,50 @@ def test_a_registered_head_is_opened(head: SeveralHeads, tmp_path: Path, monkeyp
     opened, refusal = open_head(tmp_path, "any target")
     assert refusal is None and opened.settings == settings_of({"kind": "several_heads"}, "test")
     assert opened.blocks[0].up.weight.dtype == torch.bfloat16
+
+
+LEVEL_HEADS = [name for name, method in DRAFTERS.items() if issubclass(method, LevelHeads)]
+
+
+def learned(name: str, target: Target, texts: Batch, steps: int) -> Any:
+    """A head of the project's own after so many steps on these texts."""
+    torch.manual_seed(0)
+    head = DRAFTERS[name].for_target(settings_of({"kind": name}, "test"), target.config, target.head).train()
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        head(texts, target.head)["total"].backward()
+        optimizer.step()
+    return head.eval()
+
+
+def test_levels_of_medusa_in_the_wrong_order_are_named(target: Target, texts: Batch) -> None:
+    """Its blocks, its LM heads, or both together as where whole levels were read in another order."""
+    few = select_texts(texts, 0, 2)
+    head = learned("medusa", target, few, 500)
+    diagnosis = diagnose(head, target, few)
+    assert diagnosis.verdict.startswith("healthy: level 1 names") and not diagnosis.faults
+    assert any("blocks is transposed" in effect.probe.fault for effect in diagnosis.tried)
+    for stacks, fault in {
+        ("blocks",): "blocks.0 and blocks.1 are swapped",
+        ("heads",): "heads.0 and heads.1 are swapped",
+        ("blocks", "heads"): "0 and 1 are swapped in all of blocks, heads",
+    }.items():
+        broken = copy.deepcopy(head)
+        for stack in stacks:
+            first, second, *others = getattr(head, stack)
+            setattr(broken, stack, nn.ModuleList([second, first, *others]))
+        assert diagnose(broken, target, few).verdict == f"broken: {fault}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LEVEL_HEADS)
+def test_every_head_of_several_levels_is_examined(name: str, target: Target, texts: Batch, tmp_path: Path) -> None:
+    """From its folder, with what it has and what it has not; nothing is the matter with it."""
+    few = select_texts(texts, 0, 2)
+    save_head(tmp_path, learned(name, target, few, 150), "", {})
+    head, refusal = open_head(tmp_path, "any target")
+    assert refusal is None
+    diagnosis = diagnose(head, target, few)
+    assert diagnosis.figures is not None and not diagnosis.broken
+    assert "does not apply to this head" in str(diagnosis)

@@ -156,7 +156,7 @@ def slots_further(batch: Batch, device: torch.device) -> Any:
     return known + 1, positions, wanted
 
 
-def unmasked(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def unmasked(count: int, stride: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """No future is hidden."""
     return torch.zeros(count, count, dtype=dtype, device=device)
 
@@ -241,7 +241,7 @@ def elder(head: Any, level: int, state: Tensor, tokens: Tensor, frozen: Any) -> 
     return read_token(head, level, state, tokens.roll(1, -1), frozen)
 
 
-positions = text_state._positions
+positions = text_state.slot_positions
 
 
 def forgetful(starts: list[int], counts: list[int], device: torch.device) -> Tensor:
@@ -251,7 +251,7 @@ def forgetful(starts: list[int], counts: list[int], device: torch.device) -> Ten
 
 @pytest.mark.parametrize(
     ("home", "part", "fault"),
-    [(Hydra, "read_token", elder), (text_state, "_positions", forgetful)],
+    [(Hydra, "read_token", elder), (text_state, "slot_positions", forgetful)],
     ids=["a neighbour's token", "positions"],
 )
 @torch.no_grad()
@@ -279,7 +279,7 @@ def test_dropout_is_that_of_the_seed_and_of_training_alone() -> None:
 
     def loss(seed: int) -> float:
         torch.manual_seed(seed)
-        return float(head(batch, frozen)["total"])
+        return float(head(batch, frozen)["total"].detach())
 
     assert loss(3) == loss(3) != loss(4)
     whole = head.validate(batch, frozen, conformance.TREES)

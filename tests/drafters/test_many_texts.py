@@ -219,14 +219,14 @@ def left_behind(self: ModelState, row: int) -> None:
     self.levels |= levels
 
 
-positions, level_mask, release = text_state._positions, head_state.level_mask, ModelState.release
+positions, level_mask, release = text_state.slot_positions, head_state.level_mask, ModelState.release
 
 
 @pytest.mark.parametrize(
     ("name", "home", "part", "fault"),
     [
         ("eagle1", head_state, "grow_rows", rolled_noise),
-        ("eagle1", text_state, "_positions", neighbours_place),
+        ("eagle1", text_state, "slot_positions", neighbours_place),
         ("eagle1", head_state, "level_mask", unhidden),
         ("eagle1", HeadState, "release", stays),
         ("draft model", ModelState, "release", left_behind),

@@ -55,14 +55,16 @@ class HeadState(TextState):
         """Trees grown from the target's features of the committed tokens, then from the head's own."""
         rows, seeds, hidden = self.read_updates(updates, budgets)
         slots = [self.rows.index(row) for row in rows]
+        return dict(zip(rows, self._grow(seeds, slots, hidden), strict=True))
+
+    def _grow(self, seeds: Sequence[Seed], slots: list[int], hidden: Tensor) -> list[DraftTree]:
+        """The trees of some slots, from the states behind their roots."""
         if self.loop is not None and _are_static(seeds, slots):
-            grown = self._grow_static(seeds, hidden, self.loop)
-            return dict(zip(rows, read_trees(seeds, [grown]), strict=True))
+            return read_trees(seeds, [self._grow_static(seeds, hidden, self.loop)])
         lengths = [self.cache.lengths[slot] for slot in slots]
         depth, room = max(seed.budget.depth for seed in seeds), max(lengths)
-        levels = _Levels(self, slots, hidden, *self._behind_texts(lengths[: _unlike(lengths)], room, depth))
-        first = self.head.logits(hidden, self.head.frozen[0])
-        return dict(zip(rows, grow_rows(seeds, first, levels, self.drafts), strict=True))
+        levels = _Levels(self, slots, hidden, *self._behind_texts(lengths[: count_unlike(lengths)], room, depth))
+        return grow_rows(seeds, self.head.logits(hidden, self.head.frozen[0]), levels, self.drafts)
 
     def _grow_static(self, seeds: Sequence[Seed], hidden: Tensor, loop: StaticLoop) -> Grown:
         """The draft of rows with one budget; its columns begin behind the room that texts have."""
@@ -91,12 +93,18 @@ class HeadState(TextState):
 
     def _behind_texts(self, lengths: Sequence[int], room: int, depth: int) -> tuple[Tensor, Tensor, Tensor]:
         """Rotary tables [B, depth, w] of a draft's levels, and [B, room] what hides the columns behind each text."""
+        committed = self._hide_behind(lengths, room)
         places = upload(torch.tensor(lengths)[:, None], self.device)
-        committed = torch.zeros(len(lengths), room, dtype=self.dtype, device=self.device)
-        if min(lengths) < room:
-            behind = torch.arange(room, device=self.device) >= places
-            committed.masked_fill_(behind, torch.finfo(self.dtype).min)
         return *_draft_tables(self.head.rotary, committed, places, depth), committed
+
+    def _hide_behind(self, lengths: Sequence[int], columns: int) -> Tensor:
+        """[B, columns], 0 at those that a row's text fills, the lowest number behind it."""
+        committed = torch.zeros(len(lengths), columns, dtype=self.dtype, device=self.device)
+        if min(lengths) < columns:
+            places = upload(torch.tensor(lengths)[:, None], self.device)
+            behind = torch.arange(columns, device=self.device) >= places
+            committed.masked_fill_(behind, torch.finfo(self.dtype).min)
+        return committed
 
 
 class _Levels:
@@ -144,6 +152,6 @@ def _are_static(seeds: Sequence[Seed], slots: Sequence[int]) -> bool:
     return is_alike and list(slots) == list(range(len(slots))) and (budget.draw != "sampled" or noises == {True})
 
 
-def _unlike(lengths: Sequence[int]) -> int:
+def count_unlike(lengths: Sequence[int]) -> int:
     """How many rows need a mask and positions of their own: one stands for all where lengths are equal."""
     return 1 if min(lengths) == max(lengths) else len(lengths)

@@ -139,13 +139,13 @@ class TextState:
         assert len(features) == len(updates)
         together = features[0] if len(features) == 1 else torch.cat(features)
         hidden = head.fuse_taps(together.to(self.device, self.dtype))
-        positions = _positions(starts, counts, self.device)
+        positions = slot_positions(starts, counts, self.device)
         mask = None if max(starts) == 0 else _causal_mask(positions, max(starts) + max(counts), self.dtype)
         cache.aim(slots, starts)
-        padded = upload(_pad(tokens), self.device)
+        padded = upload(pad_rows(tokens), self.device)
         states = head.read(
             padded,
-            _pad(hidden.split(counts) if len(counts) > 1 else [hidden]),
+            pad_rows(hidden.split(counts) if len(counts) > 1 else [hidden]),
             rotary_tables(head.rotary, hidden, positions),
             mask,
             self.blocks,
@@ -176,12 +176,12 @@ def split_ragged(counts: Mapping[int, int]) -> Iterator[list[int]]:
     yield [row for row in counts if row in group]
 
 
-def _pad(parts: Sequence[Tensor]) -> Tensor:
+def pad_rows(parts: Sequence[Tensor]) -> Tensor:
     """[B, T, ..], right-padded with zeros."""
     return parts[0][None] if len(parts) == 1 else pad_sequence(list(parts), batch_first=True)
 
 
-def _positions(starts: list[int], counts: list[int], device: torch.device) -> Tensor:
+def slot_positions(starts: list[int], counts: list[int], device: torch.device) -> Tensor:
     """[B, T], or [1, T] where all are alike; padding stands where the last token does, so that no text seems longer."""
     count = max(counts)
     if min(starts) == max(starts) and min(counts) == count:
