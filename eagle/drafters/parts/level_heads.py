@@ -164,19 +164,15 @@ class LevelHeads(TrainableDrafter):
         levels = range(1 if self.reads_tokens else self.levels)
         if self.reads_tokens and scored == rows:
             levels = range(self.levels // 2, self.levels // 2 + 1)
-
-        def read(level: int, state: Tensor) -> Tensor:
-            return self.read_token(level, state, tokens, frozen)
-
         with torch.inference_mode():
             for level in range(levels[0]):
-                state = read(level, state)
+                state = self.read_token(level, state, tokens, frozen)
 
         @torch.inference_mode()
         def run() -> list[Tensor]:
             last, logits = state, list[Tensor]()
             for level in levels:
-                last = read(level, last)
+                last = self.read_token(level, last, tokens, frozen)
                 logits.append(self.level_logits(level, last, frozen))
             return logits
 
