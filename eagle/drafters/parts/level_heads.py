@@ -87,9 +87,8 @@ class LevelHeads(TrainableDrafter):
         weights = upload(torch.tensor(self.level_weights), places.device)[:, None]
         weights = weights * step_weights(places, self.levels)
         teacher, teacher_head, objective = self.teacher(batch, places, frozen)
-        heads = [head.cast(frozen.weight.dtype) for head in self.lm_heads(frozen)]  # that of the products
-        student = align_steps(hidden)
-        total, each = distillation_loss(student, teacher, weights, (heads, teacher_head), objective)
+        heads, dtype = (self.lm_heads(frozen), teacher_head), frozen.weight.dtype
+        total, each = distillation_loss(align_steps(hidden), teacher, weights, heads, objective, dtype)
         return {"total": total, **{f"laws/{level}": value for level, value in enumerate(each)}}
 
     def teacher(
@@ -152,9 +151,7 @@ class LevelHeads(TrainableDrafter):
 
         @torch.inference_mode()
         def run() -> list[Tensor]:
-            return [
-                self.level_logits(level, self.read_token(level, state, tokens, frozen), frozen) for level in levels
-            ]
+            return [self.level_logits(level, self.read_token(level, state, tokens, frozen), frozen) for level in levels]
 
         return run
 
