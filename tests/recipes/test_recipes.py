@@ -134,6 +134,9 @@ def learned(settings: Any, target: str) -> int:
 def by_hand(settings: Any, sizes: dict[str, Any]) -> int:
     """The same from the sizes: what fuses, attention, MLP, norms and an LM head of its own."""
     width, head = sizes["hidden_size"], sizes["head_dim"]
+    if settings.kind == "mlp_speculator":  # of each stage an embedding, an LM head, a projection, and a norm's two rows
+        inner, rest = settings.inner_dim, settings.inner_dim * (settings.levels - 1)
+        return settings.levels * (2 * sizes["vocab_size"] + 2) * inner + inner * (width + rest)
     queries, keys = sizes["num_attention_heads"] * head, sizes["num_key_value_heads"] * head
     block = queries * width + 3 * width * (settings.intermediate_size or sizes["intermediate_size"])
     if settings.kind != "eagle3":
@@ -194,10 +197,14 @@ ANY = Sizes(**SIZES["Qwen/Qwen3-8B"]).config
 
 @pytest.mark.parametrize("path", STARTED, ids=named)
 def test_a_recipe_starts_from_the_head_of_another(path: Path) -> None:
-    """One for the same target, of the same network, which decides what weights mean."""
-    recipe, other = Recipe.load(path), Recipe.load(path.with_name("eagle1.yaml"))
-    assert (recipe.train.init, recipe.target) == (f"{other.train.out}/head", other.target)
-    one, two = (empty_head(settings_in(path.with_name(name)), ANY) for name in (path.name, "eagle1.yaml"))
+    """One beside it for the same target, of the same network, which decides what weights mean."""
+    recipe, heads = (
+        Recipe.load(path),
+        {f"{Recipe.load(other).train.out}/head": other for other in path.parent.glob("*.yaml")},
+    )
+    first = heads[str(recipe.train.init)]
+    assert recipe.target == Recipe.load(first).target
+    one, two = (empty_head(settings_in(each), ANY) for each in (path, first))
     assert one.network == two.network and one.state_dict().keys() == two.state_dict().keys()
 
 
@@ -234,7 +241,7 @@ def test_a_recipe_takes_a_step_at_a_sixteenth_of_its_size(path: Path) -> None:
     """Features of a real forward, the recipe's loss and optimizer: every weight moves, and the loss falls."""
     recipe, settings = Recipe.load(path), settings_in(path)
     target = sixteenth(SIZES[recipe.target.path], FAMILY.get(path.parent.name, "llama"))
-    small = {name: getattr(settings, name, None) for name in ("intermediate_size", "draft_vocab")}
+    small = {name: getattr(settings, name, None) for name in ("intermediate_size", "draft_vocab", "inner_dim")}
     settings = settings.model_copy(update={name: size // 16 for name, size in small.items() if size})
     texts = [torch.randint(target.config.vocab_size, (length,)) for length in (40, 24)]
     head = DRAFTERS[settings.kind].for_target(settings, target.config, target.head, supervised=texts).train()

@@ -15,6 +15,8 @@ from ranks import LENGTHS, MadeFeatures, on_ranks, train_made
 from trained import apart, rows, weights
 
 from eagle.data.examples import Example
+from eagle.drafters import DRAFTERS
+from eagle.drafters.parts.level_heads import LevelHeads
 from eagle.drafters.parts.objectives import align_steps
 from eagle.formats.checkpoint import load_head
 from eagle.recipe import TrainSection
@@ -31,6 +33,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "eagle3": {"kind": "eagle3", "steps": 7, "draft_vocab": 48, "fc_norm": True},
     "draft_model": {"kind": "draft_model", "layers": 1},
 }
+LEVEL_HEADS = {name: {"kind": name} for name, method in DRAFTERS.items() if issubclass(method, LevelHeads)}
 EVERY = [pytest.param(name, marks=pytest.mark.slow) if name != "eagle1" else name for name in HEADS]
 
 
@@ -39,7 +42,7 @@ def run_ranks(count: int, out: Path, name: str, *overrides: str, fault: str = ""
 
     def work(rank: int) -> None:
         plant(fault)
-        head, features = train_made(out, HEADS[name], SHORT, *SAVED, *overrides)
+        head, features = train_made(out, (HEADS | LEVEL_HEADS)[name], SHORT, *SAVED, *overrides)
         state = {name: tensor.clone() for name, tensor in head.state_dict().items()}
         torch.save((state, features.reads), out / f"rank-{rank}.pt")
 
@@ -157,6 +160,17 @@ def test_any_number_of_processes_goes_on(
     check_same(out, alone[name], others)
     assert reads_of(out, others) == [sorted(made_plan().step(number)) for number in range(KEPT, STEPS)]
     assert (out / f"checkpoints/step-{STEPS}" / WHOLE).is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LEVEL_HEADS)
+def test_heads_of_several_levels_learn_the_same(name: str, alone: dict[str, Path], tmp_path: Path) -> None:
+    """On two processes with the head whole; those go on as four that share it."""
+    run_ranks(2, tmp_path / "whole", name)
+    check_same(tmp_path / "whole", alone[name], 2)
+    out = continued(tmp_path / "whole", tmp_path / "run")
+    run_ranks(4, out, name, "train.shard_head=true")
+    check_same(out, alone[name], 4)
 
 
 @pytest.mark.parametrize("fault", ["mean", "part"])
