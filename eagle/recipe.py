@@ -109,6 +109,18 @@ class TrainSection(Section):
     wandb: str | None = None  # a project
 
 
+class JointSection(Section):
+    """Training a target together with heads, by `recipes/train_medusa2.py`: what comes out is another target."""
+
+    loss: Literal["kl", "tokens"] = "kl"  # of the target: from what it was, or the text's own next token
+    heads: float = Field(0.01, gt=0)  # what the heads' loss counts beside that
+    rise: bool = True  # from 0, by a sine over the run
+    head_lr: float = Field(1.0, gt=0)  # of the heads' matrices, in units of train.lr
+    rank: int = Field(32, ge=1)  # of the adapters, on all linear layers but the LM head
+    alpha: int = Field(16, ge=1)
+    dropout: float = Field(0.05, ge=0, lt=1)  # of what an adapter reads
+
+
 class BudgetSection(Section):
     """How much is drafted in a cycle; what is left out follows from `paths`, else from the defaults of `Budget`."""
 
@@ -161,6 +173,7 @@ class Recipe(Section):
     drafter: DrafterSection
     train: TrainSection
     eval: EvalSection
+    joint: JointSection | None = None
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -138,6 +138,8 @@ def by_hand(settings: Any, sizes: dict[str, Any]) -> int:
         inner, rest = settings.inner_dim, settings.inner_dim * (settings.levels - 1)
         return settings.levels * (2 * sizes["vocab_size"] + 2) * inner + inner * (width + rest)
     queries, keys = sizes["num_attention_heads"] * head, sizes["num_key_value_heads"] * head
+    if settings.kind == "medusa":
+        return settings.levels * (settings.layers * (width * width + width) + width * sizes["vocab_size"])
     block = queries * width + 3 * width * (settings.intermediate_size or sizes["intermediate_size"])
     if settings.kind != "eagle3":
         return 2 * width * width + settings.fc_bias * width + width * (queries + 2 * keys) + block + width
@@ -198,10 +200,8 @@ ANY = Sizes(**SIZES["Qwen/Qwen3-8B"]).config
 @pytest.mark.parametrize("path", STARTED, ids=named)
 def test_a_recipe_starts_from_the_head_of_another(path: Path) -> None:
     """One beside it for the same target, of the same network, which decides what weights mean."""
-    recipe, heads = (
-        Recipe.load(path),
-        {f"{Recipe.load(other).train.out}/head": other for other in path.parent.glob("*.yaml")},
-    )
+    recipe = Recipe.load(path)
+    heads = {f"{Recipe.load(other).train.out}/head": other for other in path.parent.glob("*.yaml")}
     first = heads[str(recipe.train.init)]
     assert recipe.target == Recipe.load(first).target
     one, two = (empty_head(settings_in(each), ANY) for each in (path, first))
