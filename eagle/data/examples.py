@@ -36,6 +36,7 @@ class Batch:
     lengths: tuple[int, ...]  # of the texts
     taps: tuple[int, ...]  # which target state each of the L is
     seeds: tuple[int, ...]  # random seed of each text
+    progress: float = 0.0  # how much of the training is done, from 0 to 1
 
     @property
     def slots(self) -> int:

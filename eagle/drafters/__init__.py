@@ -8,7 +8,9 @@ from eagle.drafters.blockwise import Blockwise
 from eagle.drafters.draft_model import DraftModel
 from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.eagle3 import Eagle3
+from eagle.drafters.falcon import Falcon
 from eagle.drafters.hass import Hass
+from eagle.drafters.hydra import Hydra
 from eagle.drafters.medusa import Medusa
 from eagle.drafters.mlp_speculator import MlpSpeculator
 from eagle.drafters.ngram import NgramDrafter
@@ -30,6 +32,8 @@ DRAFTERS: dict[str, type[Any]] = {
     "medusa": Medusa,
     "mlp_speculator": MlpSpeculator,
     "blockwise": Blockwise,
+    "hydra": Hydra,
+    "falcon": Falcon,
 }
 
 

@@ -182,17 +182,19 @@ class _Run:
         """This process's batches from the current step on, loaded ahead by a thread."""
         rank, count = self.accelerator.process_index, self.accelerator.num_processes
         jobs = (
-            partial(self._load, part, self.plan.seeds(number, part), self.settings.gate)
+            partial(self._load, part, self.plan.seeds(number, part), self.settings.gate, number / len(self.plan))
             for number in range(self.step, len(self.plan))
             for part in self._parts(number)[rank::count]
         )
         # a sharded target reads on all processes together, and must not do so while gradients are exchanged
         return (job() for job in jobs) if self.features.together else run_ahead(jobs)
 
-    def _load(self, indices: Sequence[int], seeds: Sequence[int] = (), gate: str = "predicted") -> Batch:
+    def _load(
+        self, indices: Sequence[int], seeds: Sequence[int] = (), gate: str = "predicted", progress: float = 0.0
+    ) -> Batch:
         examples = self.features.read(indices)
         examples = [replace(example, loss_mask=gate_mask(example.loss_mask, gate)) for example in examples]
-        batch = collate(examples, self.features.taps, seeds)
+        batch = replace(collate(examples, self.features.taps, seeds), progress=progress)
         return batch.pin_memory() if self.accelerator.device.type in PINNED else batch
 
     def print(self, line: str) -> None:

@@ -70,7 +70,7 @@ def trained_logits(head: Eagle1, batch: Batch, target: Target, monkeypatch: pyte
     return kept[0]
 
 
-slots, spans_of = unrolled._slots, spans.Spans.of  # what faults are planted in
+slots, spans_of = unrolled.text_slots, spans.Spans.of  # what faults are planted in
 
 
 def moved(place: int, slower: int) -> Callable[..., Any]:
@@ -83,7 +83,7 @@ def moved(place: int, slower: int) -> Callable[..., Any]:
     return wrong
 
 
-def unmasked(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def unmasked(count: int, stride: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """No future is hidden."""
     return torch.zeros(count, count, dtype=dtype, device=device)
 
@@ -127,7 +127,7 @@ def test_train_time_logits_are_those_of_drafting(
 @pytest.mark.parametrize(
     ("home", "name", "fault"),
     [
-        (unrolled, "_slots", moved(0, 2)),
+        (unrolled, "text_slots", moved(0, 2)),
         (spans, "_future", unmasked),
     ],
     ids=["positions", "mask"],
@@ -170,7 +170,7 @@ def from_the_first_text(masks: list[Tensor], device: torch.device) -> spans.Span
     ("home", "name", "fault", "seen"),
     [
         (spans, "_future", unmasked, "what it names"),
-        (unrolled, "_slots", moved(1, 1), "what it names"),
+        (unrolled, "text_slots", moved(1, 1), "what it names"),
         (spans.Spans, "of", from_the_first_text, "another text"),
     ],
     ids=["mask", "one further", "other text"],

@@ -115,9 +115,11 @@ def test_a_wrong_merge_is_seen(spans: Spans, fault: str, monkeypatch: pytest.Mon
         return attend(query, key, value, spans, [(mine.roll(1, 1), its) for mine, its in own])
 
     if fault == "share":
-        monkeypatch.setattr(module, "_attention_probs", lambda query, key, own: law(query, key, own + 0.1))
+        monkeypatch.setattr(
+            module, "_attention_probs", lambda query, key, own, stride: law(query, key, own + 0.1, stride)
+        )
     elif fault == "future":
-        monkeypatch.setattr(module, "_future", lambda count, dtype, device: torch.zeros(count, count, dtype=dtype))
+        monkeypatch.setattr(module, "_future", lambda count, *rest: torch.zeros(count, count, dtype=rest[1]))
     ours = results(moved if fault == "own" else attend, given, spans)
     apart = [
         float((one - true).abs().max().detach()) for one, true in zip(ours, results(dense, given, spans), strict=True)

@@ -19,6 +19,8 @@ from eagle.drafters.parts.blocks import Block, Cache, NormedBlock, Rotary, head_
 from eagle.drafters.parts.objectives import Objective, align_steps, distillation_loss, feature_regression, step_weights
 from eagle.drafters.parts.unroll import UnrolledDrafter
 
+HELD = 512  # tokens of a text at which noise has its full spread
+
 
 class FeatureSettings(BaseModel):
     """What a recipe may say about any head with this network."""
@@ -101,12 +103,20 @@ class FeatureHead(UnrolledDrafter):
         return feature_regression(student, true, weights), loss, each
 
     def _add_noise(self, batch: Batch, features: Tensor) -> Tensor:
-        """Features [N, 1, H] plus noise that each text's seed decides; weaker in long texts."""
+        """Features [N, 1, H] plus noise, while training."""
         if not (self.training and self.settings.noise):
             return features
-        noise = torch.empty_like(features, dtype=torch.float32)
-        lengths = [max(length - 2, 0) for length in batch.lengths]
-        for part, length, seed in zip(noise.split(lengths), batch.lengths, batch.seeds, strict=True):
-            spread = self.settings.noise * 512 / (length if self.settings.noise_as_published else max(length, 512))
-            part.uniform_(-spread, spread, generator=torch.Generator(noise.device).manual_seed(seed))
-        return features + noise.to(features.dtype)
+        return add_noise(batch, features, self.settings.noise, 1 if self.settings.noise_as_published else HELD)
+
+
+def add_noise(batch: Batch, features: Tensor, spread: float, least: int = HELD) -> Tensor:
+    """Features [N, ..] of all tokens but each text's last two, plus noise that the text's seed decides.
+
+    It is U(-1, 1) * spread * 512 / T, where T is no less than `least`.
+    """
+    noise = torch.empty_like(features, dtype=torch.float32)
+    lengths = [max(length - 2, 0) for length in batch.lengths]
+    for part, length, seed in zip(noise.split(lengths), batch.lengths, batch.seeds, strict=True):
+        reach = spread * HELD / max(length, least)
+        part.uniform_(-reach, reach, generator=torch.Generator(noise.device).manual_seed(seed))
+    return features + noise.to(features.dtype)

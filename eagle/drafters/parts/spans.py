@@ -32,21 +32,30 @@ class Spans:
     rows: Tensor  # [S]
     runs: list[tuple[int, int, int]]
     count: int  # of all rows
+    stride: int = 1  # from one row of a run to the next
 
     @classmethod
-    def of(cls, masks: Sequence[Tensor], device: torch.device) -> Spans:
-        """The rows that masks on the host mark, a mask for each text."""
-        runs, begin = [], 0
-        for mask in masks:
-            edges = F.pad(mask.int(), (1, 1)).diff().nonzero()[:, 0].tolist()
-            runs += [(begin, begin + start, begin + stop) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+    def of(
+        cls, masks: Sequence[Tensor], device: torch.device, stride: int = 1, firsts: Sequence[int] | None = None
+    ) -> Spans:
+        """The rows that masks on the host mark, a mask for each text; of each `stride`-th row from its first on."""
+        runs, rows, begin = [], [], 0
+        for mask, first in zip(masks, firsts or [0] * len(masks), strict=True):
+            marked = mask[first::stride]
+            edges = F.pad(marked.int(), (1, 1)).diff().nonzero()[:, 0].tolist()
+            start = begin + first
+            for low, high in zip(edges[::2], edges[1::2], strict=True):
+                runs.append((begin, start + low * stride, start + (high - 1) * stride + 1))
+            rows.append(start + stride * marked.nonzero()[:, 0])
             begin += len(mask)
-        return cls(upload(torch.cat(list(masks)).nonzero()[:, 0], device), runs, begin)
+        return cls(upload(torch.cat(rows), device), runs, begin, stride)
 
     @cached_property
     def block_mask(self) -> Any:
         """Whom each wanted row sees of all texts, as fused attention needs it."""
-        begins = torch.cat([torch.full((stop - start,), begin) for begin, start, stop in self.runs])
+        begins = torch.cat(
+            [torch.full((len(range(start, stop, self.stride)),), begin) for begin, start, stop in self.runs]
+        )
         rows, begins = self.rows, upload(begins, self.rows.device)
 
         def sees(batch: Tensor, head: Tensor, at: Tensor, place: Tensor) -> Tensor:
@@ -128,7 +137,7 @@ class _Plain(torch.autograd.Function):
         shares = torch.empty_like(scores)
         for rows, seen in _pieces(spans, query.dtype):
             key_seen, value_seen = _read_columns(seen, key, value)
-            probs = _attention_probs(query[:, rows], key_seen, scores[:, rows])
+            probs = _attention_probs(query[:, rows], key_seen, scores[:, rows], spans.stride)
             text, mine = probs.tensor_split([seen.stop - seen.start], dim=-1)
             output[:, rows] = (text @ value_seen).view(output[:, rows].shape)
             shares[:, rows] = mine.reshape(shares[:, rows].shape)
@@ -147,7 +156,8 @@ class _Plain(torch.autograd.Function):
         gain = (grad_out * output).sum(-1, keepdim=True)
         for rows, seen in _pieces(ctx.spans, query.dtype):
             key_seen, value_seen = _read_columns(seen, key, value)
-            probs = _attention_probs(query[:, rows], key_seen, scores[:, rows])[..., : seen.stop - seen.start]
+            probs = _attention_probs(query[:, rows], key_seen, scores[:, rows], ctx.spans.stride)
+            probs = probs[..., : seen.stop - seen.start]
             query_rows, grad_rows = _group_by_key(query[:, rows], key), _group_by_key(grad_out[:, rows], key)
             grad_value[:, :, seen].baddbmm_(grad_rows.mT, probs)
             grad_score = grad_rows @ value_seen.mT
@@ -169,12 +179,12 @@ def _pairs(flat: Sequence[Tensor]) -> Own:
 
 def _pieces(spans: Spans, dtype: torch.dtype) -> list[tuple[slice, slice]]:
     """Of each piece of a run the rows among the wanted ones, and those that it sees."""
-    pieces, done, size = [], 0, PIECE.get(dtype, PIECE_ELSE)
+    pieces, done, size, stride = [], 0, PIECE.get(dtype, PIECE_ELSE), spans.stride
     for begin, start, stop in spans.runs:
-        for first in range(start, stop, size):
-            last = min(first + size, stop)
-            pieces.append((slice(done, done + last - first), slice(begin, last)))
-            done += last - first
+        for first in range(start, stop, size * stride):
+            count = len(range(first, min(first + size * stride, stop), stride))
+            pieces.append((slice(done, done + count), slice(begin, first + (count - 1) * stride + 1)))
+            done += count
     return pieces
 
 
@@ -195,16 +205,20 @@ def _group_by_key(tensor: Tensor, key: Tensor) -> Tensor:
     return tensor.reshape(len(key), heads // len(key) * count, width)
 
 
-def _attention_probs(query: Tensor, key: Tensor, own: Tensor) -> Tensor:
+def _attention_probs(query: Tensor, key: Tensor, own: Tensor, stride: int) -> Tensor:
     """[k, h / k * n, m + steps], whom rows look at, by query [h, n, w], key [k, m, w], and scores of their own."""
     asked, count, seen = _group_by_key(query, key), query.shape[1], key.shape[1]
     scores = query.new_empty(len(key), asked.shape[1], seen + own.shape[2])
     torch.bmm(asked, key.mT, out=scores[..., :seen])
     scores[..., seen:] = _group_by_key(own, key)
-    scores.view(len(query), count, -1)[:, :, seen - count : seen] += _future(count, scores.dtype, scores.device)
+    future = _future(count, stride, scores.dtype, scores.device)
+    scores.view(len(query), count, -1)[:, :, seen - future.shape[1] : seen] += future
     return scores.softmax(-1)
 
 
 @cache
-def _future(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((count, count), -math.inf, dtype=dtype, device=device).triu_(1)
+def _future(count: int, stride: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[n, n'], what a row adds to the columns from the first row on, to see those up to its own alone."""
+    own = stride * torch.arange(count, device=device)[:, None]
+    behind = torch.arange((count - 1) * stride + 1, device=device) > own
+    return torch.zeros(behind.shape, dtype=dtype, device=device).masked_fill_(behind, -math.inf)

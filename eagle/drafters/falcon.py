@@ -1,0 +1,146 @@
+"""Falcon (Gao et al. 2024, arXiv 2412.12639): one forward over a block of k slots guesses the next k tokens."""
+
+# A blocks of k slots, N slots of all texts, R rows, H width
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from eagle.core.drafter import TargetHead
+from eagle.data.examples import Batch
+from eagle.drafters.parts.block_head import BlockHead
+from eagle.drafters.parts.blocks import Block, Rotary, head_shape
+from eagle.drafters.parts.feature_head import add_noise
+from eagle.drafters.parts.objectives import distillation_loss, feature_regression
+from eagle.drafters.parts.slot_blocks import SlotBlocks
+from eagle.drafters.parts.text_blocks import position_tables, text_slots
+from eagle.recipe import Section
+
+ROWS = 256  # whose likeliest tokens are looked for at a time
+
+
+class FalconSettings(Section):
+    """What a recipe may say about the head."""
+
+    kind: Literal["falcon"] = "falcon"
+    k: int = Field(2, ge=2)  # slots of a block, which one forward reads
+    levels: int = Field(8, ge=1)
+    glance_from: float = Field(0.45, ge=0, lt=1)  # how many of the slots that guess wrong read their answers instead,
+    glance_to: float = Field(0.1, ge=0, lt=1)  # when training begins and when it ends
+    dropout: float = Field(0.1, ge=0, lt=1)  # between the gates
+    noise: float = 0.1  # features are trained with U(-noise, noise) * 512 / T, T held at 512 or more
+    regression: float = 1.0
+    cross_entropy: float = 0.1
+
+
+class Gate(nn.Linear):
+    """An LSTM's cell from an empty state: sigmoid(output) * tanh(sigmoid(input) * tanh(cell)), each a linear map."""
+
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__(inputs, 3 * width)
+        for part in (self.weight, self.bias):
+            nn.init.uniform_(part, -(width**-0.5), width**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., H]."""
+        enter, cell, leave = super().forward(x).chunk(3, dim=-1)
+        return leave.sigmoid() * (enter.sigmoid() * cell.tanh()).tanh()
+
+
+class Falcon(BlockHead):
+    """Two gates over token and state, and EAGLE-1's block over them."""
+
+    Settings = FalconSettings
+    gates: Any
+
+    def __init__(self, settings: Any, shape: Any) -> None:
+        super().__init__(settings, shape)
+        width = shape.hidden_size
+        self.gates = nn.ModuleList([Gate(2 * width, width), Gate(width, width)])
+        self.layers = nn.ModuleList([Block(shape)])
+        self.rotary = Rotary(shape)
+
+    @classmethod
+    def for_target(
+        cls,
+        settings: Any,
+        target_config: Any,
+        frozen: TargetHead | None = None,
+        supervised: Iterable[Tensor] | None = None,
+    ) -> Falcon:
+        """A new head of the target's width."""
+        return cls(settings, head_shape(target_config))
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """Blocks of how many slots it reads."""
+        return {"network": "falcon", "k": self.settings.k}
+
+    def enter(self, embedded: Tensor, hidden: Tensor, dropout: float = 0.0) -> Tensor:
+        """[.., H], both gates, with dropout between them."""
+        first, second = self.gates
+        entered: Tensor = second(F.dropout(first(torch.cat([embedded, hidden], dim=-1)), dropout))
+        return entered
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+        """Smooth-L1 of the states plus cross-entropy of the probs, at blocks of one phase for each text."""
+        settings = self.settings
+        states, true, weights = self.training_states(batch, frozen)
+        regression = feature_regression(states[None], true, weights[None])
+        entropy, _ = distillation_loss(states[None], true, weights[None], (frozen, frozen))
+        return {
+            "total": settings.regression * regression + settings.cross_entropy * entropy,
+            "regression": regression.detach(),
+            "block_cross_entropy": entropy.detach(),
+        }
+
+    def training_states(self, batch: Batch, frozen: TargetHead) -> tuple[Tensor, Tensor, Tensor]:
+        """[R, H] states of the slots of all blocks, [R, H] the target's that they should be, and their weights [R].
+
+        While training, some slots read their answers: the token and the state that they would guess.
+        """
+        settings, blocks = self.settings, SlotBlocks.side_by_side(batch, self.size)
+        known, positions, _ = text_slots(batch, batch.tokens.device)
+        features = batch.select_taps(self.taps)[:, 0].to(self.dtype)
+        tokens, hidden = batch.tokens.index_select(0, known + 1), features.index_select(0, known)
+        slots, last = blocks.slots.flatten(), len(features) - 1
+        answers = (known.index_select(0, slots) + self.size).clamp(max=last)  # beyond a text none counts
+        true, counted = features.index_select(0, answers), blocks.reached
+        tables = position_tables(self.rotary, features, max(batch.lengths, default=0))(positions)
+
+        def read(tokens: Tensor, hidden: Tensor) -> Tensor:
+            dropout = settings.dropout if self.training else 0.0
+            entered = self.enter(frozen.embed(tokens).to(hidden.dtype), hidden, dropout)
+            return self.read_text(entered, tables, blocks)[0].flatten(0, 1)
+
+        if self.training and settings.noise:
+            hidden = add_noise(batch, hidden, settings.noise)
+        if self.training and (settings.glance_from or settings.glance_to):
+            with torch.no_grad():
+                wrong = likeliest(read(tokens, hidden), frozen) != likeliest(true, frozen)
+            share = settings.glance_from + (settings.glance_to - settings.glance_from) * batch.progress
+            glanced = blocks.glance(wrong.view_as(counted) & counted, share)
+            named = batch.tokens.index_select(0, (answers + 1).clamp(max=last))
+            tokens = replace_rows(tokens, slots, glanced, named)
+            hidden = replace_rows(hidden, slots, glanced, true)
+            counted = counted & ~glanced
+        return read(tokens, hidden), true, blocks.weights(counted).flatten()
+
+
+def likeliest(states: Tensor, frozen: TargetHead) -> Tensor:
+    """[R], the tokens that states [R, H] make likeliest."""
+    return torch.cat([frozen.logits(rows).argmax(-1) for rows in states.split(ROWS)])
+
+
+def replace_rows(rows: Tensor, slots: Tensor, marked: Tensor, by: Tensor) -> Tensor:
+    """[N, ..], at the slots [R] that are marked the rows of `by` [R, ..]."""
+    marked = marked.view(-1, *[1] * (rows.dim() - 1))
+    return rows.index_copy(0, slots, torch.where(marked, by, rows.index_select(0, slots)))
