@@ -30,7 +30,7 @@ test-long: $(READY)  ## what takes minutes: the full target, the rehearsal, ever
 
 # each in an environment of its own, of the versions that docs/results/engines.json belongs to
 ENGINES ?= build/engines
-HEADS := $(patsubst %,runs/tiny/%/head,eagle1 hass eagle3 eagle3-full eagle3.1 eagle3-normed)
+HEADS := $(patsubst %,runs/tiny/%/head,eagle1 hass eagle3 eagle3-full eagle3.1 eagle3-normed medusa)
 
 test-engines: $(READY) $(HEADS)  ## exported heads in real engines, which are made first: 10 GB, most of an hour
 	$(BIN)/python -m eval.engine_builds $(ENGINES)
@@ -48,6 +48,9 @@ runs/tiny/features3: | runs/tiny/eagle1/head
 
 runs/tiny/hass/head: | runs/tiny/eagle1/head
 	$(TRAIN) recipes/tiny/hass.yaml
+
+runs/tiny/medusa/head: | runs/tiny/eagle1/head
+	$(TRAIN) recipes/tiny/medusa.yaml
 
 runs/tiny/eagle3/head: | runs/tiny/features3
 	$(TRAIN) $(EAGLE3)

@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -128,9 +129,13 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file atomically."""
+    """Write a safetensors file atomically, or what torch.save writes where the name ends in .pt or .bin."""
+    tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
     with replacing(path) as part:
-        save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, part, metadata)
+        if Path(path).suffix in (".pt", ".bin"):
+            torch.save(tensors, part)
+        else:
+            save_file(tensors, part, metadata)
 
 
 def apply_umask(folder: Path) -> None:

@@ -12,6 +12,7 @@ from eval.statistics import Estimate, Row, estimate, estimate_difference
 
 Key = tuple[Any, ...]  # seed, set, conversation, turn, sampling seed
 NO_DATA = "–"
+SIZES = {"weights": "weights", "token_bytes": "bytes a token"}  # of a head, and of what it reads; not in older files
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,9 @@ class ComparisonTable:
                     **_tau(lengths)._asdict(),
                     "by_seed": {str(seed): _ratio(lengths, seed) for seed in seeds},
                 }
-        return {"arm": arm.name, "trained": arm.is_trained, "seeds": len(trained), **means, "tau": tau}
+        last = [self.rows.find_training(arm.digest, seed) or {} for seed in by_seed] if arm.is_trained else []
+        sizes = {name: row[name] for row in last for name in SIZES if name in row}
+        return {"arm": arm.name, "trained": arm.is_trained, "seeds": len(trained), **means, **sizes, "tau": tau}
 
     def _pair(self, first: str, second: str) -> dict[str, Any]:
         """How much longer the second arm's acceptance lengths are, by prompt and seed."""
@@ -115,16 +118,19 @@ def _ratio(lengths: Mapping[Key, Row], seed: int) -> float:
 def markdown(figures: Mapping[str, Any]) -> str:
     """The figures as one table."""
     columns = list(dict.fromkeys(column for arm in figures["arms"] for column in arm["tau"]))
+    sizes = [name for name in SIZES if any(name in arm for arm in figures["arms"])]
+    titles = ["seeds", "tokens", "steps", "seconds", *(SIZES[name] for name in sizes)]
     lines = [
-        f"| acceptance length τ | seeds | tokens | steps | seconds | {' | '.join(columns)} |",
-        "|---|" + "---:|" * (4 + len(columns)),
+        f"| acceptance length τ | {' | '.join([*titles, *columns])} |",
+        "|---|" + "---:|" * (len(titles) + len(columns)),
     ]
     for arm in figures["arms"]:
         lengths = (f"{arm['tau'][column]['value']:.2f}" if column in arm["tau"] else NO_DATA for column in columns)
-        lines.append(f"| {arm['arm']} | {' | '.join([*_training_cells(arm), *lengths])} |")
+        held = (f"{arm[name]:,}" if name in arm else NO_DATA for name in sizes)
+        lines.append(f"| {arm['arm']} | {' | '.join([*_training_cells(arm), *held, *lengths])} |")
     for pair in figures["pairs"]:
         cells = (_difference(pair["tau"].get(column)) for column in columns)
-        lines.append(f"| {pair['second']} over {pair['first']} | | | | | {' | '.join(cells)} |")
+        lines.append(f"| {pair['second']} over {pair['first']} {'| ' * len(titles)}| {' | '.join(cells)} |")
     return "\n".join([*lines, "", f"<sub>{', '.join(_about(figures))}</sub>"])
 
 

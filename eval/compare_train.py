@@ -18,6 +18,7 @@ from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.data.examples import Features, collate, trim_mask
 from eagle.data.features import taps_of
 from eagle.data.open import follow_head, open_features
+from eagle.data.shards import token_bytes
 from eagle.disk import lock_folder
 from eagle.drafters import settings_of
 from eagle.log import progress
@@ -103,7 +104,19 @@ class TrainingRun:
         seconds = (_seconds() - begin) * len(plan) / max(len(plan) - done, 1)
         self.accelerator.free_memory()
         tokens = sum(self.tokens_of(plan, step) for step in range(len(plan)))
-        return {"steps": len(plan), "tokens": tokens, "seconds": round(seconds, 1)}
+        return {"steps": len(plan), "tokens": tokens, "seconds": round(seconds, 1), **self.sizes()}
+
+    def sizes(self) -> Entry:
+        """How many weights the head trains, and the bytes of what it reads of each token."""
+        weights, width = (
+            (weight for weight in self.head.parameters() if weight.requires_grad),
+            self.head.shape.hidden_size,
+        )
+        read = {*self.head.taps, *self.head.teacher_taps}
+        return {
+            "weights": sum(weight.numel() for weight in weights),
+            "token_bytes": token_bytes(self.recipe.features.dtype, len(read), width),
+        }
 
     def timed_step(self) -> Callable[[int], float]:
         """A training step for the clock, reading included, which answers its seconds; what it learns is thrown away."""

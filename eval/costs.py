@@ -23,6 +23,7 @@ from eagle.target.target import Target
 CONTEXTS = (128, 512, 1024)
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 17, 26, 41, 61)  # small ones are not smooth: 3 rows may cost more than 4
 Table = tuple[tuple[float, ...], ...]
+Rows = tuple[tuple[int, ...], ...]  # of each forward that a draft takes after its first
 Shape = tuple[int, int]  # nodes and levels of a tree
 
 
@@ -46,6 +47,7 @@ class Costs:
     target: Table
     first: Table | None = None  # the drafter's over what was committed: right after the target, one row scored
     level: Table | None = None  # the drafter's over a level of the tree: after a forward of its own, all rows scored
+    forwards: Rows | None = field(default=None, kw_only=True)  # by levels, of the drafter and budget that were measured
     texts: int = field(default=1, kw_only=True)  # that each forward of the target reads side by side
     batches: tuple[Costs, ...] = field(default=(), kw_only=True)  # the target's with more texts, fewest first
 
@@ -100,7 +102,7 @@ class Costs:
 
     def rows(self, drafter: Drafter, budget: Budget, pending: int) -> tuple[int, ...] | None:
         """Rows of a draft's forwards, the first reading what is pending; None where they have no costs here."""
-        levels = drafter.forwards(budget)
+        levels = drafter.forwards(budget) if self.forwards is None else self.forwards[budget.depth]
         return None if levels is None or self.first is None else (pending, *levels)
 
     def _between(self, table: Table, size: int, context: int) -> float:

@@ -22,8 +22,9 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
     """One answer a prompt, one prompt at a time, so that the counters tell them apart."""
     import vllm
 
-    # heads with an LM head of their own name its size
-    method = "eagle3" if "draft_vocab_size" in json.loads((Path(job["head"]) / "config.json").read_text()) else "eagle"
+    config = json.loads((Path(job["head"]) / "config.json").read_text())
+    # an EAGLE-3 head has an LM head of its own, and names its size
+    method = "eagle3" if "draft_vocab_size" in config else "medusa" if config["model_type"] == "medusa" else "eagle"
     llm = vllm.LLM(
         model=job["target"],
         dtype=job["dtype"],

@@ -116,6 +116,10 @@ def costs_of(measurement: Measurement) -> dict[str, Any]:
             bare = bare_costs(measurement.target, timed, contexts, batch_sizes=sizes, batch_tokens=tokens)
             by_drafter[timed] = asdict(bare)
         costs[name] = by_drafter[timed]
+        if timed is not None:
+            levels = range(measured.budget.depth + 1)
+            forwards = [timed.forwards(measured.budget.within(level)) for level in levels]
+            costs[name] = {**by_drafter[timed], "forwards": forwards}
     return costs
 
 

@@ -25,7 +25,6 @@ from recipes.footprint import EmptyRun, Footprint, empty_target_head
 ROOT = Path(__file__).parent.parent
 KNOWN = ROOT / "docs/results/sizes.json"
 SHIPPED = ("vicuna-7b", "llama-3.1-8b", "llama-3.1-70b", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b")
-METHODS = ("eagle1", "hass", "eagle3", "eagle3.1")
 CONVERSATIONS = {"Aeala/ShareGPT_Vicuna_unfiltered": 68_000}
 TOKENS = 1_330  # of a ShareGPT conversation cut at 2,048: its published 740 GB at a width of 4,096 in bf16
 SUPERVISED = 0.75  # share of these tokens
@@ -252,8 +251,8 @@ def of_recipes(paths: list[str], cards: int = CARDS, tflops: float = TFLOPS, con
 
 def shipped() -> list[str]:
     """The recipes for cards that come with the project."""
-    paths = [f"recipes/{name}/{method}.yaml" for name in SHIPPED for method in METHODS]
-    return [path for path in paths if (ROOT / path).exists()]
+    names = {folder: sorted(path.stem for path in (ROOT / f"recipes/{folder}").glob("*.yaml")) for folder in SHIPPED}
+    return [f"recipes/{folder}/{name}.yaml" for folder in SHIPPED for name in names[folder]]
 
 
 def of_targets() -> str:

@@ -25,6 +25,7 @@ HEADS = {
     "hass": {"kind": "hass", "steps": 2},
     "draft_model": {"kind": "draft_model", "layers": 1},
     "own": {"kind": "draft_model", "layers": 1, "samples": "own"},
+    "medusa": {"kind": "medusa"},
     "eagle3": {"kind": "eagle3", "steps": 3, "draft_vocab": 200, "fc_norm": True},
 }
 

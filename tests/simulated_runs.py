@@ -30,6 +30,7 @@ from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.parts import spans
 from eagle.drafters.parts.counts import CountDrafter
+from eagle.drafters.parts.level_heads import LevelHeads
 from eagle.drafters.several import FirstOf
 from eagle.recipe import TrainSection
 from eagle.training.train import _Run
@@ -46,6 +47,7 @@ SAMPLINGS = {
     "T=1": Sampling(**FILTERED),
     "block": Sampling(temperature=0.7, rule="block", seed=3),
     "lenient": Sampling(lenience=0.5),
+    "typical": Sampling(temperature=1.0, typical=(0.02, 0.3), seed=3),
 }
 BUDGETS = {
     "grown": Budget(8, 4, 3),
@@ -66,6 +68,8 @@ HEADS: dict[str, dict[str, Any]] = {
     "eagle3 frozen": {"kind": "eagle3", "steps": 2, "train_lm_head": False, "draft_vocab": 12, "loss": "hybrid"},
     "falcon": {"kind": "falcon", "k": 3},
     **{f"draft_model {loss}": {"kind": "draft_model", "divergence": loss} for loss in ("tokens", "jsd")},
+    **{name: {"kind": name} for name, method in DRAFTERS.items() if issubclass(method, LevelHeads)},
+    "medusa tokens": {"kind": "medusa", "lm_head": "target", "loss": "tokens", "weights": "falling"},
 }
 
 
@@ -223,6 +227,7 @@ def every_run() -> dict[str, Run]:
         runs[f"decode {name}, greedy, grown"] = partial(decode, name, "greedy", "grown", False)
     runs["decode several, greedy, grown, batch"] = partial(decode, "several", "greedy", "grown", True)
     runs["decode eagle3, lenient, grown"] = partial(decode, "eagle3", "lenient", "grown", False)
+    runs["decode eagle3, typical, grown, batch"] = partial(decode, "eagle3", "typical", "grown", True)
     for name, head in HEADS.items():
         runs[f"train {name}"] = partial(train, head)
         runs[f"train {name}, bf16"] = partial(train, head, dtype="bfloat16")

@@ -24,7 +24,7 @@ from eagle.doctor import diagnose
 from eagle.doctor.texts import answer_prompts
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.hass import Hass, HassSettings
-from eagle.drafters.parts import unroll
+from eagle.drafters.parts import text_blocks
 from eagle.drafters.parts.blocks import head_shape
 from eagle.drafters.parts.growth import grow
 from eagle.drafters.parts.objectives import OwnHead, align_steps, distillation_loss, step_weights
@@ -43,18 +43,18 @@ from tests.families import own_logits
 BUDGETS = [Budget(8, 4, 3), Budget.fixed(PUBLISHED_TREE), Budget(0, 0, 0)]
 
 
-class MedusaSettings(Section):
+class SeveralSettings(Section):
     """What a recipe may say about the heads."""
 
-    kind: Literal["medusa"] = "medusa"
+    kind: Literal["several_heads"] = "several_heads"
     levels: int = Field(5, ge=1)
 
 
-class Medusa(TrainableDrafter):
-    """Cai et al. 2024, arXiv 2401.10774: from one state of the target, a residual block and an LM head per level."""
+class SeveralHeads(TrainableDrafter):
+    """In the manner of Medusa: from one state of the target, a residual block and an LM head per level."""
 
     taps = (-1,)
-    Settings = MedusaSettings
+    Settings = SeveralSettings
 
     def __init__(self, settings: Any, shape: Any) -> None:
         super().__init__(settings, shape)
@@ -63,7 +63,7 @@ class Medusa(TrainableDrafter):
         self.heads = nn.ModuleList([nn.Linear(width, shape.vocab_size, bias=False) for _ in range(settings.levels)])
 
     @classmethod
-    def for_target(cls, settings: Any, target_config: Any, frozen: Any = None, supervised: Any = None) -> Medusa:
+    def for_target(cls, settings: Any, target_config: Any, frozen: Any = None, supervised: Any = None) -> SeveralHeads:
         """A new head whose LM heads start from the target's."""
         head = cls(settings, head_shape(target_config))
         for part in head.heads:
@@ -170,8 +170,8 @@ class Lookahead(Drafter):
 
 
 # whoever adds a tool for all methods adds a test over these names
-METHODS: dict[str, type[Any]] = {"medusa": Medusa, "two_blocks": TwoBlocks, "lookahead": Lookahead}
-TRAINED = ["medusa", "two_blocks"]
+METHODS: dict[str, type[Any]] = {"several_heads": SeveralHeads, "two_blocks": TwoBlocks, "lookahead": Lookahead}
+TRAINED = ["several_heads", "two_blocks"]
 examples, batch = conformance.examples, conformance.batch  # fixtures
 
 
@@ -243,13 +243,13 @@ def test_validation_counts_what_drafting_keeps(name: str, tiny_target: Target, m
         assert {kind: sums[f"{tree}/{kind}"].tolist() for kind in counts} == counts
         assert min(counts["accepted"][:2]) > 0  # there was something to count
     if name == "two_blocks":
-        attend = unroll.attend
+        attend = text_blocks.attend
 
         def blind(query: Tensor, key: Tensor, value: Tensor, spans: Any, own: Any) -> Tensor:
             found = attend(query, key, value, spans, own)
             return found * (len(spans.rows) < spans.count)  # nothing where all slots are read
 
-        monkeypatch.setattr(unroll, "attend", blind)
+        monkeypatch.setattr(text_blocks, "attend", blind)
         wrong = head.validate(given, tiny_target.head, TREES)
         assert any(wrong[key].tolist() != sums[key].tolist() for key in sums if "/" in key)
 
@@ -294,7 +294,7 @@ def test_the_doctor_examines_a_head(name: str, tiny_target: Target) -> None:
     assert diagnosis.figures is not None and not diagnosis.faults
     assert diagnosis.figures.rates() == pytest.approx([expected[f"chain/{level}"] for level in (1, 2, 3)])
     (missing,) = (note for note in diagnosis.notes if note.startswith("does not apply to this head"))
-    assert ("projections" in missing) == (name == "medusa")
+    assert ("projections" in missing) == (name == "several_heads")
 
 
 def test_a_comparison_takes_them_as_arms(tiny_target_dir: Path, tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_a_comparison_takes_them_as_arms(tiny_target_dir: Path, tmp_path: Path) 
     changes = {"arms": {"lookahead": {"untrained": "lookahead"}, **arms}, "shapes": shapes, "recipe": recipe}
     compare([written(values, tmp_path, seeds=[0], **changes)])
     rows = json.loads((tmp_path / "out/comparison.json").read_text())["arms"]
-    assert [row["arm"] for row in rows] == ["lookahead", "medusa", "two_blocks"]
+    assert [row["arm"] for row in rows] == ["lookahead", "several_heads", "two_blocks"]
     assert all(tau["value"] >= 1 for row in rows for tau in row["tau"].values())
 
 
@@ -392,7 +392,7 @@ def test_weights_of_the_target_come_to_who_asks(tiny_target: Target, examples: A
     from eagle.recipe import Recipe
     from eagle.training.first_head import first_head
 
-    class Cut(Medusa):
+    class Cut(SeveralHeads):
         reads = Reads(weights=True)
 
         @classmethod
@@ -405,9 +405,9 @@ def test_weights_of_the_target_come_to_who_asks(tiny_target: Target, examples: A
             return head
 
     recipe = Recipe.load(Path(__file__).parent.parent / "recipes/tiny/eagle1.yaml")
-    settings = settings_of({"kind": "medusa"}, "test")
+    settings = settings_of({"kind": "several_heads"}, "test")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(DRAFTERS, "medusa", Cut)
+        patch.setitem(DRAFTERS, "several_heads", Cut)
         head: Any = first_head(recipe, settings, tiny_target, examples)
         empty: Any = empty_head(settings, tiny_target.config)
     assert torch.equal(head.heads[0].weight, tiny_target.model.state_dict()["lm_head.weight"])

@@ -21,10 +21,18 @@ FORWARD = "reader.read_texts"  # transformers looks for packed texts, once in a 
 STORED = "features._copy_to_host"  # features on their way to the disk; CUDA copies them while it computes
 CYCLE = {"growth.read_trees", "verify.__call__", "verify.verify_rows"}  # the trees, and what the target chose
 DRAFTED = "model_state._drafted"  # the levels of a draft model's last draft
+TYPICAL = "typical.walk_typically"  # what is likely enough; the choice behind it is one more
 DRAWN = {f"verify.{name}" for name in ("sample_tree", "sample_block", "walk_leniently", "pick")}
 FAST = [
-    *("decode eagle3, greedy, grown", "decode eagle3, T=1, grown, batch"),
-    *("train eagle1", "train eagle3.1", "train eagle1, planted", "decode planted, greedy, grown", "extract float32"),
+    *("decode eagle3, greedy, grown", "decode eagle3, T=1, grown, batch", "decode medusa, T=1, grown, batch"),
+    *(
+        "train eagle1",
+        "train eagle3.1",
+        "train medusa",
+        "train eagle1, planted",
+        "decode planted, greedy, grown",
+        "extract float32",
+    ),
 ]
 
 
@@ -60,6 +68,7 @@ def check_run(name: str, line: dict[str, Any]) -> None:
         assert found.keys() <= ({FORWARD} if "live" in name else set())
     else:
         allowed = {*CYCLE, DRAFTED, *(DRAWN if "drawn" in name or "lenient" in name else ())}
+        allowed |= {TYPICAL} if "typical" in name else set()
         assert found.keys() <= allowed | ({FORWARD} if "own" in name else set())
     if kind == "decode":
         check_cycles(name, line, found)
@@ -71,7 +80,9 @@ def check_cycles(name: str, line: dict[str, Any], found: dict[str, int]) -> None
     one_by_one = any(drafter in name for drafter in ("unigram", "bigram"))  # tables draft for one text after the other
     assert found.get("growth.read_trees", 0) <= (line["cycles"] if one_by_one else line["steps"])
     assert found.get(DRAFTED, 0) <= line["steps"]
-    if not found.keys() & DRAWN:
+    if TYPICAL in found:  # row by row, each twice
+        assert found[TYPICAL] <= found["verify.__call__"] <= line["cycles"] + prompts
+    elif not found.keys() & DRAWN:
         chosen = found.get("verify.__call__", 0) + found.get("verify.verify_rows", 0)
         assert line["steps"] < chosen <= line["steps"] + prompts
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from eagle.core.typical import check_typical
 from eagle.device import upload
 
 # Fields of a generation config that `default_sampling` follows; fields in none of these sets are refused by name.
@@ -50,7 +51,9 @@ class Sampling:
     seed: int = 0
     request: int = 0
     rule: Literal["token", "block"] = "token"  # of verification, for sampled drafts
-    lenience: float = 1.0  # below 1 the output does NOT follow the target's distribution any more
+    # with either of these the output does NOT follow the target's distribution any more
+    lenience: float = 1.0  # below 1
+    typical: tuple[float, float] | None = None  # typical acceptance, by its epsilon and delta
 
     def __post_init__(self) -> None:
         for name in ("top_k", "seed", "request"):
@@ -71,6 +74,14 @@ class Sampling:
                 raise ValueError(f"Sampling.{name} is {getattr(self, name)!r}, expected {expected}")
         if self.lenience < 1 and self.rule == "block":
             raise ValueError("lenience is defined for the token rule alone; use rule='token'")
+        if self.typical is not None:
+            alone = self.rule == "token" and self.lenience == 1
+            check_typical(self.typical, alone=alone, temperature=self.temperature)
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether drafts leave the target's distribution as it is."""
+        return self.lenience == 1 and self.typical is None
 
     @classmethod
     def from_processors(cls, processors: Iterable[Any], **fields: Any) -> Sampling:

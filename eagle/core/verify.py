@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Lock
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from eagle.core.noise import Noise, mix64
 from eagle.core.sampling import Sampling, penalise, warp
 from eagle.core.tree import DraftTree, TargetOutput
+from eagle.core.typical import walk_typically
 from eagle.device import pick_rows, to_host, upload
 
 Coin = Callable[[float], bool]
@@ -74,12 +75,16 @@ class Choose:
 
     def probs(self, output: TargetOutput, node: int) -> Tensor:
         """[V], the target's probs of the token after `node`."""
-        logits = self._penalised_logits(output, [node])
         if self.sampling.temperature > 0:
-            return warp(logits, self.sampling)[0].softmax(-1)
+            return self.probs_after(output, [node])[0]
+        logits = self._penalised_logits(output, [node])
         if self.sampling.lenience < 1:
             return logits[0].softmax(-1)
         return torch.zeros_like(logits[0]).index_fill_(0, logits[0].argmax(), 1)
+
+    def probs_after(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
+        """[len(nodes), V], the probs of a target that samples."""
+        return warp(self._penalised_logits(output, nodes), self.sampling).softmax(-1)
 
     def coin(self, probability: float) -> bool:
         """True with this probability."""
@@ -157,6 +162,9 @@ def verify(output: TargetOutput, choose: Choose, choices: Sequence[int] | None =
     tree, sampling = output.tree, choose.sampling
     if choose.noise is not None:
         choose.noise.forget(output.positions[0])
+    if sampling.typical is not None:
+        path = walk_typically(tree, partial(choose.probs_after, output), sampling.typical)
+        return path, choose(output, path[-1:])[0]
     if tree.laws is not None:
         rule = sample_block if sampling.rule == "block" else sample_tree
         options = {"lenience": sampling.lenience} if sampling.lenience < 1 else {}
@@ -182,7 +190,7 @@ def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[
 
 def _is_walked(output: TargetOutput, choose: Choose) -> bool:
     """Whether its choices alone decide what is accepted."""
-    return output.tree.laws is None and choose.sampling.lenience == 1
+    return output.tree.laws is None and choose.sampling.is_lossless
 
 
 def _is_lazy(output: TargetOutput) -> bool:

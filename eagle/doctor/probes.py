@@ -199,7 +199,8 @@ def probe_square_matrices(head: Any, wiring: Wiring, target: Target) -> Found:
     square: dict[str, list[str]] = {}
     for name, tensor in head.named_parameters():
         if tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]:
-            square.setdefault(re.sub(r"^.*\.\d+\.", "", name).removesuffix(".weight"), []).append(name)
+            part = re.sub(r"(\.\d+)*(\.weight)?$", "", name)  # a list's parts are called as the list
+            square.setdefault(re.sub(r"^.*\.\d+\.", "", part), []).append(name)
     for part, names in square.items():
         yield "transposed", f"{part} is transposed", map_tensors(names, lambda matrix: matrix.T.contiguous())
 
@@ -210,10 +211,17 @@ def probe_numbered_parts(head: Any, wiring: Wiring, target: Target) -> Found:
     for name, tensor in head.named_parameters():
         if numbered := re.match(r"(.*?)\.(\d+)\.(.*)", name):
             shapes.setdefault((numbered[1], numbered[2]), {})[numbered[3]] = tensor.shape
+    alike: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {}  # by numbers and stack, the pairs of tensors
     for ((stack, first), parts), ((other, second), others) in combinations(shapes.items(), 2):
-        if stack == other and parts == others and max(map(len, parts.values())) > 1:
+        if stack == other and parts == others:
             pairs = [(f"{stack}.{first}.{part}", f"{stack}.{second}.{part}") for part in parts]
-            yield "numbered parts", f"{stack}.{first} and {stack}.{second} are swapped", swap_tensors(pairs)
+            alike.setdefault((first, second), {})[stack] = pairs
+            if max(map(len, parts.values())) > 1:
+                yield "numbered parts", f"{stack}.{first} and {stack}.{second} are swapped", swap_tensors(pairs)
+    for (first, second), stacks in alike.items():
+        if len(stacks) > 1:
+            fault = f"{first} and {second} are swapped in all of {', '.join(stacks)}"
+            yield "numbered parts", fault, swap_tensors([pair for pairs in stacks.values() for pair in pairs])
 
 
 # -- what it says -----------------------------------------------------------------------------------------------------

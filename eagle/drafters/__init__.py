@@ -4,12 +4,15 @@ from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.drafters.bigram import BigramDrafter
+from eagle.drafters.blockwise import Blockwise
 from eagle.drafters.draft_model import DraftModel
 from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.eagle3 import Eagle3
 from eagle.drafters.falcon import Falcon
 from eagle.drafters.hass import Hass
+from eagle.drafters.hydra import Hydra
 from eagle.drafters.medusa import Medusa
+from eagle.drafters.mlp_speculator import MlpSpeculator
 from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
 from eagle.drafters.suffix import SuffixDrafter
@@ -27,6 +30,9 @@ DRAFTERS: dict[str, type[Any]] = {
     "hass": Hass,
     "eagle3": Eagle3,
     "medusa": Medusa,
+    "mlp_speculator": MlpSpeculator,
+    "blockwise": Blockwise,
+    "hydra": Hydra,
     "falcon": Falcon,
 }
 

@@ -19,7 +19,7 @@ from eagle.drafters.parts.blocks import Block, Rotary, head_shape
 from eagle.drafters.parts.feature_head import add_noise
 from eagle.drafters.parts.objectives import distillation_loss, feature_regression
 from eagle.drafters.parts.slot_blocks import SlotBlocks
-from eagle.drafters.parts.unroll import known_slots, tables_of
+from eagle.drafters.parts.text_blocks import position_tables, text_slots
 from eagle.recipe import Section
 
 ROWS = 256  # whose likeliest tokens are looked for at a time
@@ -108,13 +108,13 @@ class Falcon(BlockHead):
         While training, some slots read their answers: the token and the state that they would guess.
         """
         settings, blocks = self.settings, SlotBlocks.side_by_side(batch, self.size)
-        known, positions = known_slots(batch, batch.tokens.device)
+        known, positions, _ = text_slots(batch, batch.tokens.device)
         features = batch.select_taps(self.taps)[:, 0].to(self.dtype)
         tokens, hidden = batch.tokens.index_select(0, known + 1), features.index_select(0, known)
         slots, last = blocks.slots.flatten(), len(features) - 1
         answers = (known.index_select(0, slots) + self.size).clamp(max=last)  # beyond a text none counts
         true, counted = features.index_select(0, answers), blocks.reached
-        tables = tables_of(self.rotary, features, max(batch.lengths, default=0))(positions)
+        tables = position_tables(self.rotary, features, max(batch.lengths, default=0))(positions)
 
         def read(tokens: Tensor, hidden: Tensor) -> Tensor:
             dropout = settings.dropout if self.training else 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
@@ -25,6 +25,7 @@ class Engine:
     ignored_rotary: tuple[str, ...] = ()  # keys that would change what is computed
     traps: tuple[Trap, ...] = ()
     unknown: str = "no layout for {kind!r}: {advice}"  # of a network that it does not read
+    past: Mapping[str, str] = field(default_factory=dict)  # which network was served once, and by what
 
     def layout(self, drafter: TrainableDrafter, target_config: Any) -> Layout:
         """The head as this engine reads it; ValueError where it would serve it badly."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 CONFIG_BYTES, INDEX_BYTES, HEADER_BYTES = 1_000_000, 16_000_000, 4_000_000
 LARGEST = 40_000_000_000  # of all tensors together
+WHOLE = ("model.safetensors", "pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool,
@@ -158,7 +159,7 @@ def weight_files(folder: Path) -> list[str]:
 
 def _weight_map(folder: Path) -> dict[str, str]:
     """The file of each tensor, as an index says; without one, the file that holds all."""
-    for whole in ("model.safetensors", "pytorch_model.bin"):
+    for whole in WHOLE:
         if has(folder, whole):
             return {"": whole}
         if has(folder, f"{whole}.index.json"):
@@ -169,7 +170,10 @@ def _weight_map(folder: Path) -> dict[str, str]:
         others = sorted(path.name for path in folder.glob("*.safetensors"))
         if whole == "model.safetensors" and len(others) == 1:
             return {"": others[0]}
-    raise ValueError(f"no weights in {folder}: expected model.safetensors or pytorch_model.bin, whole or with an index")
+    expected = (
+        "model.safetensors or pytorch_model.bin, whole or with an index, or medusa_lm_head.pt or hydra_lm_head.pt"
+    )
+    raise ValueError(f"no weights in {folder}: expected {expected}")
 
 
 def read_tensors(folder: Path, most: int | None = LARGEST) -> FolderTensors:
@@ -180,12 +184,12 @@ def read_tensors(folder: Path, most: int | None = LARGEST) -> FolderTensors:
         _check_not_hollow(path, shown)
         if name.endswith(".safetensors"):
             entries = _read_header(path, shown)
-        elif name.endswith(".bin"):
+        elif name.endswith((".bin", ".pt")):
             tensors.pickled[path] = _map_pickle(path, shown)
             pickled = tensors.pickled[path].items()
             entries = {key: TensorEntry(value.dtype, tuple(value.shape), path) for key, value in pickled}
         else:
-            raise ValueError(f"{shown}: expected weights in .safetensors or .bin")
+            raise ValueError(f"{shown}: expected weights in .safetensors, .bin or .pt")
         if odd := [key for key in entries if not key.isprintable() or len(key) > 200]:
             raise ValueError(f"{shown} holds a tensor called {odd[0]!r:.200}: this is no name")
         if twice := sorted(entries.keys() & tensors.stored.keys()):

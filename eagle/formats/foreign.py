@@ -16,6 +16,7 @@ from eagle.disk import lock_path
 from eagle.formats.checkpoint import load_head, save_head
 from eagle.formats.files import folder_at, read_json, weight_files
 from eagle.formats.foreign_head import convert_head
+from eagle.formats.foreign_levels import convert_levels, lint_levels, read_levels
 from eagle.formats.head_folder import OWN, UNKNOWN, Finding, HeadFolder
 from eagle.formats.kinds import kind_by_config
 from eagle.formats.lint import lint
@@ -53,20 +54,40 @@ def inspect(folder: str | Path, target: str | None = None) -> Inspection:
     """What a checkpoint is and what is wrong with it; a broken one is described as far as it can be read."""
     path, target_files = folder_at(folder), _read_target(target)
     try:
-        head = read_folder(path)
+        head = _read(path, target_files)
     except ValueError as error:
         kind = _kind_of_unreadable(path)
         return Inspection(str(folder), kind, UNKNOWN, {}, (Finding(str(error), fix="Copy or export it again"),))
-    findings, notes = tuple(lint(head, target_files)), tuple(head.notes)
-    return Inspection(str(folder), describe_kind(head), head.layout, list_facts(head), findings, notes)
+    findings = lint_levels(head) if head.guesses_levels else lint(head, target_files)
+    return Inspection(
+        str(folder), describe_kind(head), head.layout, list_facts(head), tuple(findings), tuple(head.notes)
+    )
+
+
+def _read(path: Path, target: TargetFiles | None) -> HeadFolder:
+    """A folder, recognised and looked through."""
+    head = read_folder(path)
+    if head.guesses_levels:
+        read_levels(head, target)
+    return head
+
+
+def _convert(
+    head: HeadFolder, target: TargetFiles | None, taps: tuple[int, ...] | None
+) -> tuple[TrainableDrafter, list[str]]:
+    """A head of this project, and all that was left open or left out."""
+    if head.guesses_levels and taps not in (None, (-1,)) and not head.problems:
+        raise ValueError(f"taps are {taps}, but such heads read (-1,): leave them out")
+    return convert_levels(head, target) if head.guesses_levels else convert_head(head, target, taps)
 
 
 def read_head(folder: str | Path, target: str | None = None, taps: tuple[int, ...] | None = None) -> TrainableDrafter:
     """The head of a checkpoint; ValueError with all that is missing, unknown or without counterpart here."""
-    stored = read_folder(folder_at(folder))
+    target_files = _read_target(target)
+    stored = _read(folder_at(folder), target_files)
     if stored.layout == OWN and stored.network is None:  # of a method that engines do not know: as it was saved
         return load_head(stored.path)
-    return convert_head(stored, _read_target(target), taps)[0]
+    return _convert(stored, target_files, taps)[0]
 
 
 def import_head(
@@ -78,20 +99,21 @@ def import_head(
 ) -> str:
     """Write a checkpoint as a head of this project, and say all that was taken, left out or assumed."""
     with lock_path(out):
-        source = folder_at(folder)
+        source, target_files = folder_at(folder), _read_target(target)
         _check_empty(out, source)
-        head = read_folder(source)
+        head = _read(source, target_files)
         if head.layout == OWN:
             raise ValueError(f"{folder} is a head of this project already: copy it")
-        if not head.problems:
+        if not head.problems and not head.guesses_levels:
             settle_norm_output(head, norm_output)
-        drafter, notes = convert_head(head, _read_target(target), taps)
+        drafter, notes = _convert(head, target_files, taps)
         weights = fingerprint([source / name for name in weight_files(source)])
         provenance = {
             "eagle": version("eagle"),
             "imported": {"layout": head.layout, "weights": weights, "notes": notes},
         }
         verifier = head.keys.section("speculators_config").section("verifier").text("name_or_path")
+        verifier = verifier or head.keys.text("base_model_name_or_path")
         recipe = {
             "target": {"path": target or verifier or "unknown"},
             "data": {"train": "unknown: the head was imported"},
@@ -146,6 +168,9 @@ def list_facts(head: HeadFolder) -> dict[str, Any]:
         "layout": head.layout,
         "tensors": f"{len(entries)}, {count:,} parameters, {', '.join(dtypes)}",
     }
+    if head.guesses_levels:
+        facts |= {name: value for name, value in head.settings.items()}
+        return facts | {"width": shape["hidden_size"], "vocabulary": shape["vocab_size"]}
     if not shape:
         return facts
     rope = shape["rope_parameters"]

@@ -20,9 +20,7 @@ def convert_head(
     head: HeadFolder, target: TargetFiles | None, taps: tuple[int, ...] | None
 ) -> tuple[TrainableDrafter, list[str]]:
     """The head as one of this project, and all that was left open or left out."""
-    if head.problems:
-        listed = "\n".join(f"- {problem.what}{f'. {problem.fix}' if problem.fix else ''}" for problem in head.problems)
-        raise ValueError(f"{head.path} cannot become a head of this project:\n{listed}")
+    head.refuse_problems()
     notes = [*head.notes]
     if head.unknown_keys:
         notes.append(f"unknown keys of config.json, not used: {', '.join(head.unknown_keys):.400}")

@@ -46,6 +46,8 @@ class HeadFolder:
     layout: str = UNKNOWN
     network: str | None = None
     kind: str = ""  # what it is where it is no head of EAGLE's
+    guesses_levels: bool = False  # whether it is one of those that foreign_levels reads
+    settings: dict[str, Any] = field(default_factory=dict)  # of such a head
     names: dict[str, str] = field(default_factory=dict)  # ours: theirs
     shape: dict[str, Any] = field(default_factory=dict)
     draft_vocab_size: int = 0  # D
@@ -93,3 +95,9 @@ class HeadFolder:
     def problem(self, what: str, fix: str = "", fatal: bool = True) -> None:
         """Keep something that stands in the way of an import."""
         self.problems.append(Finding(what, (), fatal, fix))
+
+    def refuse_problems(self) -> None:
+        """Raise a ValueError with all that stands in the way of an import."""
+        listed = [f"- {problem.what}{f'. {problem.fix}' if problem.fix else ''}" for problem in self.problems]
+        if listed:
+            raise ValueError("\n".join([f"{self.path} cannot become a head of this project:", *listed]))

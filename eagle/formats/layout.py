@@ -17,11 +17,13 @@ PER_TARGET = ("partial_rotary_factor", "full_attention", "sliding_attention")  #
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What goes into `config.json` and `model.safetensors`, and how the engine is started (Markdown)."""
+    """What goes into `config.json` and the file of weights, and how the engine is started (Markdown)."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     serve: str  # where HEAD, TARGET and DEPTH stand for themselves
+    file: str = "model.safetensors"  # of the weights; one that torch.save writes by any other ending
+    deepest: int | None = None  # the longest chain that can be drafted with it
 
 
 def llama_config(drafter: TrainableDrafter, target_config: Any, **more: Any) -> dict[str, Any]:
@@ -73,6 +75,11 @@ def embedding_of(drafter: TrainableDrafter, engine: str) -> Tensor:
 def scale_of(drafter: TrainableDrafter) -> float:
     """What the target multiplies its embedding's rows with, of which engines know nothing when they draft."""
     return drafter.frozen[0].scale if drafter.frozen else 1.0
+
+
+def has_attention(drafter: TrainableDrafter) -> bool:
+    """Whether anything in it is turned by positions."""
+    return any(".self_attn." in name for name in drafter.state_dict())
 
 
 def rotary_of(shape: Any) -> dict[str, Any]:

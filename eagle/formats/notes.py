@@ -27,6 +27,8 @@ def write_notes(
     provenance = _read_mapping(head / "provenance.json", json.loads) if head else {}
     shares = chain_rates(provenance.get("validation", {}))
     depth, why = _choose_depth(drafter, shares)
+    if layout.deepest is not None and depth > layout.deepest:
+        depth, why = layout.deepest, "as many as the head guesses"
     trained_on = _section(recipe, "target").get("path", "unknown")
     trained_on = "" if trained_on == "unknown" else trained_on  # as an import writes
     path = target or trained_on

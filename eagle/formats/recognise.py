@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from eagle.drafters import DRAFTERS
 from eagle.formats.files import read_json, read_tensors
 from eagle.formats.head_folder import (
     AUTOMODEL,
@@ -23,6 +24,7 @@ from eagle.formats.head_folder import (
 from eagle.formats.head_parts import check_tensors, name_part, read_sizes, read_switches
 from eagle.formats.keys import Keys, short
 from eagle.formats.kinds import kind_by_tensors
+from eagle.formats.level_readers import READERS
 from eagle.formats.networks import FEATURES, FUSED
 
 OWN_NETWORKS = {"eagle1": FEATURES, "hass": FEATURES, "eagle3": FUSED}
@@ -41,6 +43,9 @@ def read_folder(path: Path) -> HeadFolder:
     _name_tensors(head)
     head.layout = OWN if is_own else _layout_of(head)
     head.kind, advice = _own_kind(config) if is_own else kind_by_tensors(head.names, config)
+    if head.kind in READERS and READERS[head.kind].method in DRAFTERS and not is_own:
+        head.guesses_levels = True
+        return head
     if not head.kind and (is_own or any(name.startswith("layers.0.") for name in head.names)):
         fused = OWN_NETWORKS[config["settings"]["kind"]] == FUSED if is_own else _is_fused(head)
         head.network = FUSED if fused else FEATURES

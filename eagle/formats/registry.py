@@ -6,10 +6,11 @@ from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.engine import Engine
-from eagle.formats.layout import Layout
+from eagle.formats.layout import Layout, has_attention
 from eagle.formats.llamacpp import LLAMACPP
 from eagle.formats.networks import LANGUAGE_MODEL, network_of
 from eagle.formats.openvino import OPENVINO
+from eagle.formats.published import FALCON_CODE, FMS, HYDRA_CODE, MEDUSA_CODE
 from eagle.formats.reference import REFERENCE
 from eagle.formats.sglang import SGLANG
 from eagle.formats.speculators import SPECULATORS
@@ -18,7 +19,8 @@ from eagle.formats.trtllm import TRTLLM
 from eagle.formats.vllm import VLLM
 
 SERVERS = (VLLM, SGLANG, TRTLLM, OPENVINO, LLAMACPP)
-ENGINES = (*SERVERS, SPECULATORS, REFERENCE, TRANSFORMERS)
+PUBLISHED = (REFERENCE, MEDUSA_CODE, HYDRA_CODE, FMS, FALCON_CODE)  # the methods' own code
+ENGINES = (*SERVERS, SPECULATORS, *PUBLISHED, TRANSFORMERS)
 ADVICE = {
     LANGUAGE_MODEL: "it is a model of its own: export to transformers, a folder that engines load as any other model"
 }
@@ -28,9 +30,11 @@ def write_layout(engine: Engine, drafter: TrainableDrafter, target_config: Any) 
     """The head as one engine reads it, or ValueError with what it would serve badly and where the head can go."""
     network = network_of(drafter)
     if network not in engine.networks:
-        kind, advice = drafter.settings.kind, ADVICE.get(network, "docs/serving.md lists what it serves")
-        raise ValueError(f"{engine.name}: {engine.unknown.format(kind=kind, advice=advice)}")
-    if reason := engine.unread_rotary(drafter.shape):
+        named = " or ".join(other.name for other in ENGINES if network in other.networks)
+        usual = f"export to {named} (docs/serving.md)" if named else "no exporter has one (docs/serving.md)"
+        advice = "; ".join([*filter(None, [engine.past.get(network)]), ADVICE.get(network, usual)])
+        raise ValueError(f"{engine.name}: {engine.unknown.format(kind=drafter.settings.kind, advice=advice)}")
+    if has_attention(drafter) and (reason := engine.unread_rotary(drafter.shape)):
         readers = [other for other in ENGINES if network in other.networks]
         able = [other.name for other in readers if not other.unread_rotary(drafter.shape)]
         advice = f"export to {' or '.join(able)} (docs/serving.md)" if able else "no exporter has a layout for it"

@@ -30,6 +30,7 @@ class TargetFiles:
     positions: int | None
     rope: dict[str, Any]  # empty where it is not one for all layers
     tied: bool
+    config: dict[str, Any]  # of the text model
     tensors: FolderTensors
 
     @classmethod
@@ -47,7 +48,8 @@ class TargetFiles:
         tied, rope = keys.flag("tie_word_embeddings"), read_rope(keys, [])
         rope = {} if keys.wrong else rope  # some targets turn each kind of layer in its own way
         positions = keys.size("max_position_embeddings")
-        return cls(path, layers, width, vocab_size, positions, rope, bool(tied), read_tensors(folder, most=None))
+        tensors = read_tensors(folder, most=None)
+        return cls(path, layers, width, vocab_size, positions, rope, bool(tied), keys.values, tensors)
 
     def matrix(self, names: tuple[str, ...]) -> Tensor | None:
         """Its embedding or its LM head, [V, H]."""

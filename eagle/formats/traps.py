@@ -77,6 +77,14 @@ BIAS_DROPPED = Hint("fc.bias is not zero, and vLLM drops it in silence", "Train 
 NO_BIAS = Hint("no fc.bias: SGLang keeps a random one", "Write zeros; our exports do")
 PROMISED_BIAS = Trap("{name} is true, and no such bias is among the tensors", "Set it to false")
 
+MEDUSA_BIAS = Trap(
+    "the blocks have biases, and medusa_fc_bias is not true: vLLM drops them in silence", "Write it, or export to vllm"
+)
+MEDUSA_COUNTS = Trap(
+    "config.json: {keys}: vLLM takes any key with num and heads or layers in it for what Medusa heads it has",
+    "Take it out",
+)
+
 TIED = Trap("tie_word_embeddings is true: some readers take the embedding for the LM head", "Set it to false")
 LAYER_COUNT = Trap("num_hidden_layers is {layers!r:.30}, and there is one layer", "Write 1")
 DTYPE = Hint("config.json says {dtype!r:.30}, the weights are in {stored}: readers round them", "Write their dtype")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from eagle.formats import traps
 from eagle.formats.engine import Engine
+from eagle.formats.level_layouts import MEDUSA
 from eagle.formats.networks import FUSED, FusedLayout
 
 SWITCHES = ("fc_norm", "norm_output")
@@ -30,6 +31,7 @@ TRTLLM = Engine(
     title="TensorRT-LLM",
     # whether heads of EAGLE-1 are still read was not found out
     networks={FUSED: FusedLayout(SERVE, switches=SWITCHES, nested_switches=SWITCHES)},
+    past={MEDUSA: "its PyTorch backend has none, but what `trtllm-build` makes reads `--to medusa`"},
     ignored_rotary=("attention_factor", "truncate"),
     traps=(traps.PROMISED_BIAS,),
 )

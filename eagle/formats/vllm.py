@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from eagle.formats import traps
 from eagle.formats.engine import SCALINGS, Engine
+from eagle.formats.level_layouts import MEDUSA, SPECULATOR, ServedMedusa
 from eagle.formats.networks import FEATURES, FUSED, SWITCHES, FeatureLayout, FusedLayout
 
 ON_CPU = """
@@ -27,13 +28,19 @@ The counts are on the server's `/metrics`: `vllm:spec_decode_num_drafts_total` a
 `vllm:spec_decode_num_accepted_tokens_per_pos_total`."""
     + ON_CPU
 )
+PATH = """
+
+Keep `eagle-`, `eagle3`, `dflash` and `dspark` out of the path of this folder: by any of them vLLM 0.32.0 takes Medusa
+heads for another method's, whatever the command says."""
 VLLM = Engine(
     name="vllm",
     title="vLLM",
     networks={
         FEATURES: FeatureLayout(SERVE.replace("METHOD", "eagle"), reads_bias=False),
         FUSED: FusedLayout(SERVE.replace("METHOD", "eagle3"), switches=SWITCHES, reads_embedding=True),
+        MEDUSA: ServedMedusa(SERVE.replace("METHOD", "medusa") + PATH),
     },
+    past={SPECULATOR: "vLLM 0.9.2 was the last that could, 0.32.0 keeps the model's file and runs nothing with it"},
     scalings=(*SCALINGS, "dynamic"),
     traps=(
         traps.MODEL_PREFIX,
@@ -44,5 +51,7 @@ VLLM = Engine(
         traps.RESIDUAL_UNSAID,
         traps.FUSED_BIAS,
         traps.PROMISED_BIAS,
+        traps.MEDUSA_BIAS,
+        traps.MEDUSA_COUNTS,
     ),
 )

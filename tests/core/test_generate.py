@@ -117,6 +117,18 @@ def test_an_answer_under_a_policy_is_the_same(
     assert re.search(r"^policy: \d+\.\d levels a cycle, of 0 to 8$", told, re.M)
 
 
+def test_a_lossy_answer_is_called_one(tiny_target_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --typical, which is refused at temperature 0; a difference is not taken for a fault then."""
+    asked = ["generate", "ngram", "x x x x x x", "--target", str(tiny_target_dir / "target"), "--max-new-tokens", "24"]
+    main([*asked, "--temperature", "1", "--typical", "--compare"])
+    told = capsys.readouterr().err
+    assert "typical acceptance is LOSSY: the answer does not follow the model's distribution" in told
+    assert "which must not be" not in told
+    with pytest.raises(SystemExit):
+        main([*asked, "--typical"])
+    assert "needs a temperature above 0" in capsys.readouterr().err
+
+
 def test_a_difference_is_told(
     tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,15 +70,15 @@ def trained_logits(head: Eagle1, batch: Batch, target: Target, monkeypatch: pyte
     return kept[0]
 
 
-slots, spans_of = unrolled.known_slots, spans.Spans.of  # what faults are planted in
+slots, spans_of = unrolled.text_slots, spans.Spans.of  # what faults are planted in
 
 
 def moved(place: int, slower: int) -> Callable[..., Any]:
     """Slots that read so many tokens further, and whose positions advance so many times slower."""
 
-    def wrong(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
-        places, positions = slots(batch, device)
-        return places + place, positions // slower
+    def wrong(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, spans.Spans]:
+        places, positions, found = slots(batch, device)
+        return places + place, positions // slower, found
 
     return wrong
 
@@ -127,7 +127,7 @@ def test_train_time_logits_are_those_of_drafting(
 @pytest.mark.parametrize(
     ("home", "name", "fault"),
     [
-        (unrolled, "known_slots", moved(0, 2)),
+        (unrolled, "text_slots", moved(0, 2)),
         (spans, "_future", unmasked),
     ],
     ids=["positions", "mask"],
@@ -170,7 +170,7 @@ def from_the_first_text(masks: list[Tensor], device: torch.device) -> spans.Span
     ("home", "name", "fault", "seen"),
     [
         (spans, "_future", unmasked, "what it names"),
-        (unrolled, "known_slots", moved(1, 1), "what it names"),
+        (unrolled, "text_slots", moved(1, 1), "what it names"),
         (spans.Spans, "of", from_the_first_text, "another text"),
     ],
     ids=["mask", "one further", "other text"],

@@ -16,7 +16,7 @@ from eagle.data.examples import Batch, Example, collate
 from eagle.data.features import LiveFeatures
 from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.none import NoDrafter
-from eagle.drafters.parts import unroll as unrolled
+from eagle.drafters.parts import text_blocks
 from eagle.drafters.parts.validation import figures, validate_text
 from tests.families import VOCAB_SIZE, build, random_tokens
 
@@ -129,7 +129,7 @@ def test_another_unroll_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Planted faults: steps that do not see themselves, stand one place too early, or read another slot's token."""
-    attend, rotate, block_inputs = unrolled.attend, unrolled.rotate, Eagle1.block_inputs
+    attend, rotate, block_inputs = text_blocks.attend, text_blocks.rotate, Eagle1.block_inputs
     turned: list[Tensor] = []
 
     def forgetful(query: Tensor, key: Tensor, value: Tensor, spans: Any, own: Any) -> Tensor:
@@ -144,8 +144,8 @@ def test_another_unroll_is_seen(
         return block_inputs(self, tokens.roll(1, dims=0) if step else tokens, hidden)
 
     home, name, wrong = {
-        "keys": (unrolled, "attend", forgetful),
-        "position": (unrolled, "rotate", behind),
+        "keys": (text_blocks, "attend", forgetful),
+        "position": (text_blocks, "rotate", behind),
         "token": (Eagle1, "block_inputs", mistaken),
     }[fault]
     monkeypatch.setattr(home, name, wrong)

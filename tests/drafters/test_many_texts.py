@@ -18,13 +18,16 @@ from eagle import Budget, Sampling
 from eagle.core.drafter import Committed, Drafter
 from eagle.core.tree import DraftTree, chain_paths
 from eagle.core.verify import Choose
+from eagle.drafters import DRAFTERS as REGISTRY
 from eagle.drafters.draft_model import DraftModel, DraftModelSettings
 from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.ngram import NgramDrafter
-from eagle.drafters.parts import growth, head_state
+from eagle.drafters.parts import growth, head_state, text_state
 from eagle.drafters.parts.blocks import Rotary, rotary_tables
-from eagle.drafters.parts.head_state import HeadState, split_ragged
+from eagle.drafters.parts.head_state import HeadState
+from eagle.drafters.parts.level_heads import LevelHeads
 from eagle.drafters.parts.model_state import ModelState
+from eagle.drafters.parts.text_state import split_ragged
 from eagle.drafters.several import FirstOf
 from tests.unrolled_heads import SHAPE, frozen_head, moved, new_head
 
@@ -62,6 +65,10 @@ def make(name: str, folder: Path) -> Any:
     if name.startswith("draft model"):
         longrope = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 30}
         return small_model(**(longrope if "longrope" in name else {}))
+    if name in LEVEL_HEADS:
+        torch.manual_seed(2)
+        method = REGISTRY[name]
+        return moved(method.for_target(method.Settings(levels=4), SHAPE, frozen)).double().bind(frozen)
     if name == "lookup, eagle1":
         return FirstOf([NgramDrafter(), make("eagle1", folder)])
     if name in ("eagle1", "two blocks"):
@@ -71,7 +78,8 @@ def make(name: str, folder: Path) -> Any:
     return new_head(folder, name, torch.float64).bind(frozen)
 
 
-DRAFTERS = ["eagle1", "eagle3", "eagle3.1", "hass", "two blocks", "draft model", "draft model, longrope"]
+LEVEL_HEADS = [name for name, method in REGISTRY.items() if issubclass(method, LevelHeads)]
+DRAFTERS = ["eagle1", "eagle3", "eagle3.1", "hass", "two blocks", "draft model", "draft model, longrope", *LEVEL_HEADS]
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +167,7 @@ def play(drafter: Drafter, budgets: list[Budget], sampling: Sampling, seed: int,
 
 SAMPLINGS = {"T=0": Sampling(), "T=1": Sampling(temperature=1.0, seed=3, top_k=20)}
 QUICK = [
-    *product(("eagle1", "eagle3", "draft model"), [("dynamic", "T=1")]),
+    *product(("eagle1", "eagle3", "draft model", *LEVEL_HEADS), [("dynamic", "T=1")]),
     ("eagle1", ("drawn", "T=1")),
     ("eagle3", ("fixed", "T=0")),
     ("draft model, longrope", ("fixed", "T=0")),
@@ -211,14 +219,14 @@ def left_behind(self: ModelState, row: int) -> None:
     self.levels |= levels
 
 
-positions, level_mask, release = head_state.slot_positions, head_state.level_mask, ModelState.release
+positions, level_mask, release = text_state.slot_positions, head_state.level_mask, ModelState.release
 
 
 @pytest.mark.parametrize(
     ("name", "home", "part", "fault"),
     [
         ("eagle1", head_state, "grow_rows", rolled_noise),
-        ("eagle1", head_state, "slot_positions", neighbours_place),
+        ("eagle1", text_state, "slot_positions", neighbours_place),
         ("eagle1", head_state, "level_mask", unhidden),
         ("eagle1", HeadState, "release", stays),
         ("draft model", ModelState, "release", left_behind),

@@ -15,8 +15,7 @@ from eagle import Budget
 from eagle.core.drafter import Committed, TargetHead
 from eagle.core.tree import DraftTree
 from eagle.data.examples import Batch, Example, collate
-from eagle.drafters.parts import head_state
-from eagle.drafters.parts import unroll as unrolled
+from eagle.drafters.parts import head_state, text_blocks
 from eagle.drafters.parts.spans import Spans
 from eagle.drafters.parts.unroll import Unrolled, UnrolledDrafter
 from tests.unrolled_heads import TAPS, VARIANTS, computed, everywhere, frozen_head, new_head, texts_of
@@ -107,7 +106,7 @@ def test_no_step_sees_what_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     leak(new_head(tmp_path, name, steps=4), monkeypatch)
 
 
-attend, spans_of = unrolled.attend, Spans.of  # what faults are planted in
+attend, spans_of = text_blocks.attend, Spans.of  # what faults are planted in
 
 
 def moving(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Any = ()) -> Tensor:
@@ -130,9 +129,9 @@ def from_the_first_text(masks: list[Tensor], device: torch.device) -> Spans:
 @pytest.mark.parametrize(
     ("check", "home", "name", "fault", "seen"),
     [
-        (leak, unrolled, "attend", moving, "what it names"),
-        (drafting_is_training, unrolled, "attend", moving, "not close"),
-        (drafting_is_training, unrolled, "attend", strangers, "not close"),
+        (leak, text_blocks, "attend", moving, "what it names"),
+        (drafting_is_training, text_blocks, "attend", moving, "not close"),
+        (drafting_is_training, text_blocks, "attend", strangers, "not close"),
         (leak, Spans, "of", from_the_first_text, "another text"),
     ],
 )

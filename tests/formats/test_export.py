@@ -14,6 +14,8 @@ from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCau
 from eagle import Target
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.export import EXPORTERS, export
+from eagle.formats.networks import FUSED
+from eagle.formats.registry import ENGINES as ALL
 
 H, V, D, LAYERS = 32, 96, 40, 12
 SIZES = {
@@ -27,7 +29,7 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-ENGINES = sorted(EXPORTERS.keys() - {"portable", "transformers"})  # the last takes no heads
+ENGINES = sorted({engine.name for engine in ALL if FUSED in engine.networks})
 BLOCK = {
     "self_attn.o_proj.weight": (H, 64),
     "mlp.gate_proj.weight": (48, H),

@@ -251,8 +251,7 @@ def test_a_head_of_medusa_is_recognised(tmp_path: Path) -> None:
     """It has no block at all."""
     tensors = {"0.0.linear.weight": made.drawn(4, 4), "0.0.linear.bias": made.drawn(4), "0.1.weight": made.drawn(9, 4)}
     folder = made.write(tmp_path / "head", ({"medusa_num_heads": 1, "model_type": "medusa"}, tensors))
-    with pytest.raises(ValueError, match="Medusa heads"):
-        read_head(folder)
+    assert read_head(folder).settings.kind == "medusa"
     assert "Medusa" in inspect(folder).kind
 
 

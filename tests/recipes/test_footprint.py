@@ -10,21 +10,24 @@ import pytest
 import torch
 
 from bench.memory import HEADS, LENGTHS, SMALL, TARGETS, allocated_bytes, live_bytes, run_loop
-from eagle.drafters import settings_of
+from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts import objectives, spans
+from eagle.drafters.parts.level_heads import LevelHeads
 from recipes.footprint import EmptyRun, Footprint
-from recipes.forecast import PRECISION, empty_head, sizes_of, training_bytes
+from recipes.forecast import PRECISION, empty_head, learned, sizes_of, training_bytes
 
 ROOT = Path(__file__).parents[2]
 SHORT = (128, 96)
 SLOW = pytest.mark.slow
+LEVEL_HEADS = [name for name, method in DRAFTERS.items() if issubclass(method, LevelHeads)]
 RESULTS = json.loads((ROOT / "docs/results/memory.json").read_text())
 
 
 def small_head(name: str) -> Any:
     """A method's head at a width of 512."""
-    small = {"draft_vocab": 2_000} if "draft_vocab" in HEADS[name] else {}
-    return empty_head(settings_of({**HEADS[name], **small}, "test"), SMALL)
+    section = HEADS.get(name, {"kind": name})
+    small = {"draft_vocab": 2_000} if "draft_vocab" in section else {}
+    return empty_head(settings_of({**section, **small}, "test"), SMALL)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +39,8 @@ def small_head(name: str) -> Any:
         pytest.param("EAGLE-3", "float32", 1, marks=SLOW),
         pytest.param("HASS", "float32", 1, marks=SLOW),
         pytest.param("draft model", "bfloat16", 1, marks=SLOW),
+        *(pytest.param(name, "bfloat16", 1, marks=SLOW) for name in LEVEL_HEADS),
+        pytest.param("medusa", "float32", 2, marks=SLOW),
     ],
 )
 def test_the_forecast_is_what_the_allocator_gives_the_loop(name: str, dtype: str, accumulation: int) -> None:
@@ -61,6 +66,19 @@ def test_the_forecast_is_what_is_left_after_each_operation(target: str, name: st
     (row,) = (row for row in RESULTS["big"] if (row["target"], row["head"]) == (target, name))
     assert live == pytest.approx(row["measured"], rel=0.01)
     assert row["forecast"] == pytest.approx(live, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lm_head", ["own", "target"])
+def test_heads_with_and_without_matrices_of_their_own(lm_head: str) -> None:
+    """Five LM heads over 128,256 tokens, with gradients and moments, or the target's alone."""
+    config, section = sizes_of(TARGETS[0]).config, {"kind": "medusa", "levels": 5, "lm_head": lm_head}
+    head = empty_head(settings_of(section, "test"), config)
+    matrices = 5 * 128_256 * 4_096 if lm_head == "own" else 0
+    assert learned(head) == matrices + 5 * (4_096 * 4_096 + 4_096)
+    expected = training_bytes(head, config, LENGTHS, torch.bfloat16)
+    assert expected > 18 * learned(head)  # masters, gradients and moments, and copies in bf16
+    assert expected == pytest.approx(live_bytes(head, config, LENGTHS, dtype="bfloat16"), rel=0.1)
 
 
 @pytest.mark.parametrize("fault", ["one step", "nothing is freed", "chunks of a CPU"])

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from eagle.data.examples import collate
 from eagle.drafters.draft_model import DraftModel
 from eagle.drafters.eagle1 import Eagle1
-from eagle.drafters.parts import unroll
+from eagle.drafters.parts import text_blocks
 from tests.unrolled_heads import ONE, SHAPE, SPANS, TAPS, frozen_head, moved, new_head, texts_of
 
 TEXTS = [SPANS, ONE, {41: [(3, 40)]}, {12: [(2, 12)], 25: [(9, 24)]}]  # other lengths and numbers of texts in each step
@@ -24,11 +24,11 @@ TEXTS = [SPANS, ONE, {41: [(3, 40)]}, {12: [(2, 12)], 25: [(9, 24)]}]  # other l
 @pytest.fixture(autouse=True)
 def anew() -> Iterator[None]:
     """Nothing compiled before, and nothing left."""
-    for reset in (torch._dynamo.reset, unroll._compile.cache_clear, counters.clear):
+    for reset in (torch._dynamo.reset, text_blocks.compile_part.cache_clear, counters.clear):
         reset()
     yield
     torch._dynamo.reset()
-    unroll._compile.cache_clear()
+    text_blocks.compile_part.cache_clear()
 
 
 def head_of(name: str, folder: Path, dtype: torch.dtype) -> Any:
@@ -76,8 +76,8 @@ def test_compiled_steps_are_the_eager_ones(name: str, dtype: torch.dtype, tmp_pa
 @pytest.mark.slow
 def test_a_fault_in_what_is_compiled_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled part that computes something else."""
-    part = unroll.add_rows
-    monkeypatch.setattr(unroll, "add_rows", lambda block, seen, residual: part(block, seen, residual) * 1.001)
+    part = text_blocks.add_rows
+    monkeypatch.setattr(text_blocks, "add_rows", lambda block, seen, residual: part(block, seen, residual) * 1.001)
     compiled = head_of("eagle1", tmp_path, torch.float64)
     eager = copy.deepcopy(compiled)
     compiled.compile_parts()

@@ -12,7 +12,7 @@ from trained import RECIPE, ROOT, apart, finished, launched, rows, weights
 
 pytestmark = pytest.mark.slow
 DRIVER = str(ROOT / "tests/each_head.py")
-HEADS = ("eagle1", "hass", "draft_model", "own", "eagle3")
+HEADS = ("eagle1", "hass", "draft_model", "own", "medusa", "eagle3")
 LR = 1e-3
 PATIENCE = 400  # seconds, on a machine that others use too
 # of losses, relative: sums in another order, in bf16 after four updates that differ by roundings of weights in bf16

@@ -15,6 +15,8 @@ from ranks import LENGTHS, MadeFeatures, on_ranks, train_made
 from trained import apart, rows, weights
 
 from eagle.data.examples import Example
+from eagle.drafters import DRAFTERS
+from eagle.drafters.parts.level_heads import LevelHeads
 from eagle.drafters.parts.objectives import align_steps
 from eagle.formats.checkpoint import load_head
 from eagle.recipe import TrainSection
@@ -31,6 +33,11 @@ HEADS: dict[str, dict[str, Any]] = {
     "eagle3": {"kind": "eagle3", "steps": 7, "draft_vocab": 48, "fc_norm": True},
     "draft_model": {"kind": "draft_model", "layers": 1},
 }
+LEVEL_HEADS: dict[str, dict[str, Any]] = {
+    **{name: {"kind": name} for name, method in DRAFTERS.items() if issubclass(method, LevelHeads)},
+    "drawn": {"kind": "blockwise", "drawn": True, "loss": "tokens"},
+    "tied": {"kind": "mlp_speculator", "tie_weights": True, "scale_input": True},
+}
 EVERY = [pytest.param(name, marks=pytest.mark.slow) if name != "eagle1" else name for name in HEADS]
 
 
@@ -39,7 +46,7 @@ def run_ranks(count: int, out: Path, name: str, *overrides: str, fault: str = ""
 
     def work(rank: int) -> None:
         plant(fault)
-        head, features = train_made(out, HEADS[name], SHORT, *SAVED, *overrides)
+        head, features = train_made(out, (HEADS | LEVEL_HEADS)[name], SHORT, *SAVED, *overrides)
         state = {name: tensor.clone() for name, tensor in head.state_dict().items()}
         torch.save((state, features.reads), out / f"rank-{rank}.pt")
 
@@ -108,9 +115,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return Runs()
 
 
-def check_same(out: Path, other: Path, ranks: int) -> None:
+def check_same(out: Path, other: Path, ranks: int, tolerance: float = TOLERANCE) -> None:
     """Weights, metrics and what is saved, of two runs; all processes hold the same."""
-    assert apart(weights(out), weights(other)) < TOLERANCE
+    assert apart(weights(out), weights(other)) < tolerance
     for row, expected in zip(rows(out), rows(other), strict=True):
         assert row.get("total", 0) == pytest.approx(expected.get("total", 0), rel=1e-5)
         assert row.get("gradient_norm", 0) == pytest.approx(expected.get("gradient_norm", 0), rel=1e-4)
@@ -157,6 +164,18 @@ def test_any_number_of_processes_goes_on(
     check_same(out, alone[name], others)
     assert reads_of(out, others) == [sorted(made_plan().step(number)) for number in range(KEPT, STEPS)]
     assert (out / f"checkpoints/step-{STEPS}" / WHOLE).is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LEVEL_HEADS)
+def test_heads_of_several_levels_learn_the_same(name: str, alone: dict[str, Path], tmp_path: Path) -> None:
+    """On two processes with the head whole; those go on as four that share it."""
+    few = 10 * TOLERANCE  # a weight whose gradient is almost nothing is moved by the sums' rounding, as Adam scales it
+    run_ranks(2, tmp_path / "whole", name)
+    check_same(tmp_path / "whole", alone[name], 2, few)
+    out = continued(tmp_path / "whole", tmp_path / "run")
+    run_ranks(4, out, name, "train.shard_head=true")
+    check_same(out, alone[name], 4, few)
 
 
 @pytest.mark.parametrize("fault", ["mean", "part"])

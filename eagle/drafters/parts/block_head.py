@@ -22,7 +22,7 @@ from eagle.drafters.parts.blocks import Cache, Rotary, rotary_tables
 from eagle.drafters.parts.growth import level_rows
 from eagle.drafters.parts.slot_blocks import SlotBlocks, drafted_mask
 from eagle.drafters.parts.spans import Own, attend
-from eagle.drafters.parts.unroll import Pair, add_rows, key_value, known_slots, query_and_residual, tables_of
+from eagle.drafters.parts.text_blocks import Pair, add_rows, key_value, position_tables, query_and_residual, text_slots
 from eagle.drafters.parts.validation import validate_batch
 from eagle.target.cache import SlotCache
 
@@ -109,10 +109,10 @@ class BlockHead(TrainableDrafter):
         """Each level's states [S, H], all of them read by the target's LM head."""
         size, levels, device = self.size, min(levels, self.levels), batch.tokens.device
         blocks = SlotBlocks.everywhere(batch, size)
-        known, positions = known_slots(batch, device)
+        known, positions, _ = text_slots(batch, device)
         features = batch.select_taps(self.taps)[:, 0].to(self.dtype)
         embedded = frozen.embed(batch.tokens).to(features.dtype)
-        tables_at = tables_of(self.rotary, features, max(batch.lengths, default=0) + levels + size)
+        tables_at = position_tables(self.rotary, features, max(batch.lengths, default=0) + levels + size)
         entered = self.enter(embedded.index_select(0, known + 1), features.index_select(0, known))
         states, context = self.read_text(entered, tables_at(positions), blocks)
         found, own = list(states), list[Pair]()

@@ -16,8 +16,9 @@ from eagle.core.tree import DraftTree
 from eagle.device import pick_rows, upload
 from eagle.drafters.parts.blocks import rotary_tables
 from eagle.drafters.parts.growth import grow_rows, level_mask
-from eagle.drafters.parts.head_state import HeadState, count_unlike, pad_rows, slot_positions
+from eagle.drafters.parts.head_state import HeadState, count_unlike
 from eagle.drafters.parts.scoring import Seed
+from eagle.drafters.parts.text_state import pad_rows, slot_positions
 
 
 class BlockState(HeadState):

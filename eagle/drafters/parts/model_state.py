@@ -16,8 +16,8 @@ from eagle.core.drafter import Committed, Noise
 from eagle.core.tree import DraftTree
 from eagle.device import to_host
 from eagle.drafters.parts.growth import grow_rows
-from eagle.drafters.parts.head_state import split_ragged
 from eagle.drafters.parts.scoring import Seed
+from eagle.drafters.parts.text_state import split_ragged
 from eagle.target.target import Target
 
 

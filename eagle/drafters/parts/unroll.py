@@ -7,8 +7,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,18 +16,22 @@ from eagle.core.budget import Budget
 from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.core.tree import Paths
 from eagle.data.examples import Batch
-from eagle.device import upload
-from eagle.drafters.parts.blocks import Block, Cache, Rotary, rotary_tables
-from eagle.drafters.parts.growth import level_mask, level_rows
+from eagle.drafters.parts.blocks import Cache, Rotary, rotary_tables
+from eagle.drafters.parts.growth import level_rows
 from eagle.drafters.parts.head_state import HeadState
-from eagle.drafters.parts.operations import rotate
-from eagle.drafters.parts.spans import Spans, attend
 from eagle.drafters.parts.static_loop import Capture
+from eagle.drafters.parts.text_blocks import (
+    Pair,
+    compile_part,
+    key_value,
+    position_tables,
+    probe_read,
+    read_context,
+    read_rows,
+    run_part,
+    text_slots,
+)
 from eagle.drafters.parts.validation import validate_batch
-from eagle.target.cache import SlotCache
-
-Pair = tuple[Tensor, Tensor]
-"""Cosines and sines at some rows, or keys and values of some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +108,12 @@ class UnrolledDrafter(TrainableDrafter):
         Step 0 sees the text so far. Step s reads the state of step s - 1 and the text's next token, stands one place
         further, and sees what step 0 saw and its own earlier steps.
         """
-        known, positions = known_slots(batch, batch.tokens.device)
-        spans = Spans.of([mask[2:] for mask in batch.loss_mask.split(batch.lengths)], batch.tokens.device)
+        known, positions, spans = text_slots(batch, batch.tokens.device)
         features = add_noise(batch.select_taps(self.taps)[known].to(self.layers[0].mlp.up_proj.weight.dtype))
         tokens = self.project_tokens(frozen.embed(batch.tokens).to(features.dtype))
-        tables_at = tables_of(self.rotary, features, max(batch.lengths, default=0) + steps)
+        tables_at = position_tables(self.rotary, features, max(batch.lengths, default=0) + steps)
         inputs = self.block_inputs(tokens.index_select(0, known + 1), self.fuse_taps(features))
-        context, inputs = self._read_context(inputs, tables_at(positions), batch)
+        context, inputs = read_context(self.layers, inputs, tables_at(positions), batch, self._run)
         places, positions = known[spans.rows], positions[spans.rows]
         inputs = tuple(part.index_select(0, spans.rows) for part in inputs)
         states: list[Tensor] = []
@@ -130,42 +131,13 @@ class UnrolledDrafter(TrainableDrafter):
                     own[number].append(self._run(key_value, block, inputs, tables))
                 elif number + 1 < len(self.layers):
                     continue  # the context holds what step 0 sees of the blocks below the last
-                state = self._read_rows(block, inputs, tables, context[number], spans, own[number])
+                state = read_rows(block, inputs, tables, context[number], spans, own[number], self._run)
             states.append(state)
         return Unrolled(states, places)
 
-    def _read_context(
-        self, inputs: tuple[Tensor, ...], tables: Pair, batch: Batch
-    ) -> tuple[list[Pair], tuple[Tensor, ...]]:
-        """Keys and values of every block at all slots of the texts, and what the last block reads there."""
-        context: list[Pair] = []
-        if len(self.layers) > 1:
-            every = [torch.ones_like(mask[2:]) for mask in batch.loss_mask.split(batch.lengths)]
-            everywhere = Spans.of(every, tables[0].device)
-        for number, block in enumerate(self.layers):
-            if number:
-                below = self.layers[number - 1]
-                inputs = block.inputs(self._read_rows(below, inputs, tables, context[-1], everywhere, ()))
-            key, value = self._run(key_value, block, inputs, tables)
-            context.append((key.contiguous(), value.contiguous()))
-        return context, inputs
-
-    def _read_rows(
-        self,
-        block: Block,
-        inputs: tuple[Tensor, ...],
-        tables: Pair,
-        context: Pair,
-        spans: Spans,
-        own: Sequence[Pair],
-    ) -> Tensor:
-        """[S, H], a block's output at the rows of spans, which see the context, and keys and values of their own."""
-        query, residual = self._run(query_and_residual, block, inputs, tables)
-        return self._run(add_rows, block, attend(query, *context, spans, own), residual)
-
     def _run(self, part: Callable[..., Any], *inputs: Any) -> Any:
         """A part of a block's computation, as it is or compiled."""
-        return (_compile(part) if self.is_compiled else part)(*inputs)
+        return run_part(compile_part(part) if self.is_compiled else part, *inputs)
 
     def compile_parts(self) -> None:
         """Train through compiled parts: what a block computes around attention, which loops over texts."""
@@ -230,62 +202,10 @@ class UnrolledDrafter(TrainableDrafter):
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
         """The head's own forward of so many rows behind so much text, the last `scored` of them made into logits."""
-        (frozen,), owner = self.frozen, SlotCache()
-        caches = [Cache(owner, block) for block in self.layers]
-        weight, end = self.layers[0].mlp.up_proj.weight, context + rows
-        tokens = torch.ones(1, end, dtype=torch.long, device=weight.device)
-        features = torch.zeros(1, end, self.shape.hidden_size, device=weight.device, dtype=weight.dtype)
-        cosine, sine = rotary_tables(self.rotary, features, torch.arange(end, device=weight.device)[None])
-        chain = torch.ones(rows, rows, dtype=torch.bool, device=weight.device).tril()
-        mask = level_mask(features.new_zeros(1, context), chain[None], self.query_groups)
-
-        def read(start: int, end: int, mask: Tensor | None) -> Tensor:
-            owner.length = start
-            part = slice(start, end)
-            tables = cosine[:, part], sine[:, part]
-            return self.read(tokens[:, part], features[:, part], tables, mask, caches, frozen)
-
-        with torch.inference_mode():
-            read(0, context, None)
+        (frozen,), read = self.frozen, probe_read(self, context, rows)
 
         @torch.inference_mode()
         def run() -> Tensor:
-            return self.logits(read(context, end, mask)[0, -scored:], frozen)
+            return self.logits(read()[0, -scored:], frozen)
 
         return run
-
-
-def known_slots(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The places of all tokens but each text's last two, and their positions in it."""
-    spans = [torch.arange(max(length - 2, 0)) for length in batch.lengths]
-    starts = accumulate(batch.lengths, initial=0)
-    known = torch.cat([span + start for span, start in zip(spans, starts, strict=False)])
-    return upload(known, device), upload(torch.cat(spans), device)
-
-
-def tables_of(rotary: Rotary, like: Tensor, length: int) -> Callable[[Tensor], Pair]:
-    """The rotary tables of positions below a length."""
-    cosine, sine = (table[0] for table in rotary(like, torch.arange(length, device=like.device)[None]))
-    return lambda positions: (cosine[positions], sine[positions])
-
-
-def key_value(block: Block, inputs: tuple[Tensor, ...], tables: Pair) -> Pair:
-    """[heads, N, w] each, a block's keys at their positions, and its values."""
-    key, value = block.key_value(inputs)
-    return rotate(key, tables), value.unflatten(-1, (-1, block.self_attn.width)).transpose(0, 1)
-
-
-def query_and_residual(block: Block, inputs: tuple[Tensor, ...], tables: Pair) -> Pair:
-    """[heads, S, w], a block's queries at their positions, and [S, H] what attention's output is added to."""
-    query, residual = block.query_and_residual(inputs)
-    return rotate(query, tables), residual
-
-
-def add_rows(block: Block, seen: Tensor, residual: Tensor) -> Tensor:
-    """[S, H], a block's output, by what its heads saw [heads, S, w]."""
-    return block.add_mlp(residual + block.self_attn.o_proj(seen.transpose(0, 1).flatten(1)))
-
-
-@cache
-def _compile(part: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(part, dynamic=True)  # else once for every length of a batch

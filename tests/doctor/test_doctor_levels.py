@@ -18,18 +18,19 @@ from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.data.examples import Batch
 from eagle.doctor import diagnose
 from eagle.doctor.examine import open_head
-from eagle.doctor.texts import answer_prompts
+from eagle.doctor.texts import answer_prompts, select_texts
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts.blocks import head_shape
-from eagle.formats.checkpoint import save_pretrained
+from eagle.drafters.parts.level_heads import LevelHeads
+from eagle.formats.checkpoint import save_head, save_pretrained
 from eagle.recipe import Section
 from tests.families import build, random_tokens
 
 
-class MedusaSettings(Section):
+class SeveralSettings(Section):
     """What a recipe may say about the head."""
 
-    kind: Literal["medusa"] = "medusa"
+    kind: Literal["several_heads"] = "several_heads"
     taps: tuple[int, ...] = (-1,)
 
 
@@ -46,10 +47,10 @@ class Residual(nn.Module):
         return x + self.down(silu(self.up(x)))
 
 
-class Medusa(TrainableDrafter):
+class SeveralHeads(TrainableDrafter):
     """One residual block for each of three levels, all over one state of the target."""
 
-    Settings = MedusaSettings
+    Settings = SeveralSettings
 
     def __init__(self, settings: Any, shape: Any) -> None:
         super().__init__(settings, shape)
@@ -74,10 +75,10 @@ def texts(target: Target) -> Batch:
     return answer_prompts(target, [random_tokens(6, seed) for seed in range(30)], 20, (0.0,))
 
 
-def train(target: Target, texts: Batch, *taps: int) -> Medusa:
+def train(target: Target, texts: Batch, *taps: int) -> SeveralHeads:
     """A head that knows these texts by heart."""
     torch.manual_seed(0)
-    head = Medusa(MedusaSettings(taps=taps), head_shape(target.config))
+    head = SeveralHeads(SeveralSettings(taps=taps), head_shape(target.config))
     optimizer = torch.optim.AdamW(head.parameters(), lr=5e-3)
     places, probs = texts.loss_mask.nonzero()[:, 0], target.head.logits(texts.select_taps((-1,))[:, 0]).softmax(-1)
     for _ in range(80):
@@ -89,12 +90,12 @@ def train(target: Target, texts: Batch, *taps: int) -> Medusa:
 
 
 @pytest.fixture(scope="module")
-def head(target: Target, texts: Batch) -> Medusa:
+def head(target: Target, texts: Batch) -> SeveralHeads:
     """One that reads what the target's LM head reads."""
     return train(target, texts, -1)
 
 
-def test_a_head_of_another_network_is_examined(head: Medusa, target: Target, texts: Batch) -> None:
+def test_a_head_of_another_network_is_examined(head: SeveralHeads, target: Target, texts: Batch) -> None:
     """What it has is changed, what it has not is named, and three levels at once are no weakness of its own states."""
     diagnosis = diagnose(head, target, texts)
     assert diagnosis.verdict.startswith("healthy: level 1 names") and not diagnosis.faults
@@ -122,17 +123,64 @@ def test_a_state_of_the_wrong_layer_is_named(
     assert diagnose(head, target, texts).verdict == f"broken: {fault}"
 
 
-def test_levels_in_the_wrong_order_are_named(head: Medusa, target: Target, texts: Batch) -> None:
+def test_levels_in_the_wrong_order_are_named(head: SeveralHeads, target: Target, texts: Batch) -> None:
     """Which no block of EAGLE's has."""
     broken = copy.deepcopy(head)
     broken.blocks = nn.ModuleList([head.blocks[1], head.blocks[0], head.blocks[2]])
     assert diagnose(broken, target, texts).verdict == "broken: blocks.0 and blocks.1 are swapped"
 
 
-def test_a_registered_head_is_opened(head: Medusa, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_head_is_opened(head: SeveralHeads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From its folder, in the dtype that it is stored in."""
-    monkeypatch.setitem(DRAFTERS, "medusa", Medusa)
+    monkeypatch.setitem(DRAFTERS, "several_heads", SeveralHeads)
     save_pretrained(copy.deepcopy(head).bfloat16(), tmp_path)
     opened, refusal = open_head(tmp_path, "any target")
-    assert refusal is None and opened.settings == settings_of({"kind": "medusa"}, "test")
+    assert refusal is None and opened.settings == settings_of({"kind": "several_heads"}, "test")
     assert opened.blocks[0].up.weight.dtype == torch.bfloat16
+
+
+LEVEL_HEADS = [name for name, method in DRAFTERS.items() if issubclass(method, LevelHeads)]
+
+
+def learned(name: str, target: Target, texts: Batch, steps: int) -> Any:
+    """A head of the project's own after so many steps on these texts."""
+    torch.manual_seed(0)
+    head = DRAFTERS[name].for_target(settings_of({"kind": name}, "test"), target.config, target.head).train()
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        head(texts, target.head)["total"].backward()
+        optimizer.step()
+    return head.eval()
+
+
+def test_levels_of_medusa_in_the_wrong_order_are_named(target: Target, texts: Batch) -> None:
+    """Its blocks, its LM heads, or both together as where whole levels were read in another order."""
+    few = select_texts(texts, 0, 2)
+    head = learned("medusa", target, few, 500)
+    diagnosis = diagnose(head, target, few)
+    assert diagnosis.verdict.startswith("healthy: level 1 names") and not diagnosis.faults
+    assert any("blocks is transposed" in effect.probe.fault for effect in diagnosis.tried)
+    for stacks, fault in {
+        ("blocks",): "blocks.0 and blocks.1 are swapped",
+        ("heads",): "heads.0 and heads.1 are swapped",
+        ("blocks", "heads"): "0 and 1 are swapped in all of blocks, heads",
+    }.items():
+        broken = copy.deepcopy(head)
+        for stack in stacks:
+            first, second, *others = getattr(head, stack)
+            setattr(broken, stack, nn.ModuleList([second, first, *others]))
+        assert diagnose(broken, target, few).verdict == f"broken: {fault}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LEVEL_HEADS)
+def test_every_head_of_several_levels_is_examined(name: str, target: Target, texts: Batch, tmp_path: Path) -> None:
+    """From its folder, with what it has and what it has not; nothing is the matter with it."""
+    few = select_texts(texts, 0, 2)
+    save_head(tmp_path, learned(name, target, few, 150), "", {})
+    head, refusal = open_head(tmp_path, "any target")
+    assert refusal is None
+    diagnosis = diagnose(head, target, few)
+    assert diagnosis.figures is not None and not diagnosis.broken
+    assert "does not apply to this head" in str(diagnosis)

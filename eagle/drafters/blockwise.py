@@ -1,0 +1,95 @@
+"""Blockwise parallel decoding (Stern et al. 2018, arXiv 1811.03115): one hidden layer makes all levels' states."""
+
+# K levels, H width, F of a level's hidden units, S supervised slots
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from eagle.core.drafter import TargetHead
+from eagle.data.examples import Batch
+from eagle.drafters.parts.blocks import head_shape
+from eagle.drafters.parts.level_heads import LevelHeads, Loss
+from eagle.drafters.parts.objectives import LanguageHead, align_steps, distillation_loss, step_weights
+from eagle.recipe import Section
+
+
+class BlockwiseSettings(Section):
+    """What a recipe may say about the head."""
+
+    kind: Literal["blockwise"] = "blockwise"
+    levels: int = Field(4, ge=1)
+    inner_dim: int | None = Field(None, ge=1)  # hidden units of each level; without, those of the target's MLP
+    drawn: bool = False  # the loss of one level a step, drawn uniformly
+    loss: Loss = "cross_entropy"
+
+
+class Blockwise(LevelHeads):
+    """y_k = x + (down relu(up x))_k for every level k, of which the target's LM head makes logits.
+
+    Every level reads the hidden units of all. Level 0 is the paper's k = 1: its k = 0 is the target's own next token,
+    which a frozen target has without a head. The state x comes from the forward that verified the last draft, so that
+    one forward of the target verifies a draft and yields the next.
+    """
+
+    Settings = BlockwiseSettings
+    reads_tokens = False
+
+    def __init__(self, settings: Any, shape: Any) -> None:
+        super().__init__(settings, shape)
+        inner = settings.levels * (settings.inner_dim or shape.intermediate_size)
+        self.up = nn.Linear(shape.hidden_size, inner)
+        self.down = nn.Linear(inner, settings.levels * shape.hidden_size)
+
+    @classmethod
+    def for_target(
+        cls,
+        settings: Any,
+        target_config: Any,
+        frozen: TargetHead | None = None,
+        supervised: Iterable[Tensor] | None = None,
+    ) -> Blockwise:
+        """A new head, whose levels all say at first what the target says next."""
+        head = cls(settings, head_shape(target_config))
+        nn.init.zeros_(head.down.weight)
+        nn.init.zeros_(head.down.bias)
+        return head
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """How many levels there are."""
+        return {"network": "blockwise", "levels": self.levels}
+
+    def read_token(self, level: int, state: Tensor, tokens: Tensor, frozen: TargetHead) -> Tensor:
+        """[.., K * H], the states of all levels side by side, from the target's [.., H]; no token is read."""
+        if level:
+            return state
+        changes = self.down(F.relu(self.up(state)))
+        return (state[..., None, :] + changes.unflatten(-1, (self.levels, -1))).flatten(-2)
+
+    def hidden(self, level: int, state: Tensor) -> Tensor:
+        """The level's own part."""
+        return state.unflatten(-1, (self.levels, -1))[..., level, :]
+
+    def lm_heads(self, frozen: TargetHead) -> Sequence[LanguageHead]:
+        """The target's, for all levels."""
+        return [frozen]
+
+    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+        """The loss of every level, or that of a drawn one times their number, whose expectation is the same."""
+        if not (self.settings.drawn and self.training):
+            return super().forward(batch, frozen)
+        level = int(torch.randint(self.levels, (), device="cpu"))  # on the host, which is seeded in every step
+        places, hidden = self.level_states(batch, frozen)
+        weights = self.levels * step_weights(places, level + 1)[level:]
+        teacher, teacher_head, objective = self.teacher(batch, places, frozen)
+        student = align_steps(hidden[: level + 1])[level:]
+        total, each = distillation_loss(student, teacher, weights, (frozen, teacher_head), objective)
+        each = F.pad(each, (level, self.levels - 1 - level))  # zeros of the others: all steps log the same names
+        return {"total": total, **{f"laws/{number}": value for number, value in enumerate(each)}}

@@ -1,0 +1,112 @@
+"""Hydra and Hydra++ (Ankner et al. 2024, arXiv 2402.05109): levels that read the tokens drafted before them."""
+
+# S supervised slots, H width, V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from eagle.core.drafter import TargetHead
+from eagle.data.examples import Batch
+from eagle.drafters.parts.blocks import head_shape
+from eagle.drafters.parts.level_heads import Loss
+from eagle.drafters.parts.objectives import LanguageHead, OwnHead, align_steps, feature_regression
+from eagle.drafters.parts.prefix import PrefixHeads
+from eagle.recipe import Section
+
+
+class HydraSettings(Section):
+    """What a recipe may say about the heads."""
+
+    kind: Literal["hydra"] = "hydra"
+    levels: int = Field(4, ge=1)
+    layers: int = Field(1, ge=1)  # blocks of each level; Hydra++ has four
+    prefix: bool = False  # a Llama block over the target's states comes first, as in Hydra++
+    loss: Loss = "cross_entropy"  # as Hydra++; Hydra's own is "tokens"
+    dropout: float = Field(0.0, ge=0, lt=1)  # in training, in front of every block and LM head
+    regression: float = Field(0.0, ge=0)  # weight of Smooth-L1 between what LM heads read and the target's states
+
+
+class Gated(nn.Linear):
+    """x + silu(Wx + b), or Rx + r + silu(Wx + b) where x is wider than what comes out; W and b are zero at first."""
+
+    def __init__(self, read: int, width: int) -> None:
+        super().__init__(read, width)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+        self.residual = nn.Identity() if read == width else nn.Linear(read, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., H]."""
+        return self.residual(x) + F.silu(super().forward(x))
+
+
+class Hydra(PrefixHeads):
+    """Level d reads a state of the target and the embeddings of the d + 1 tokens behind it, side by side."""
+
+    Settings = HydraSettings
+    blocks: Any
+    heads: Any
+
+    def __init__(self, settings: Any, shape: Any) -> None:
+        super().__init__(settings, shape, int(settings.prefix))
+        width = shape.hidden_size
+        self.blocks = nn.ModuleList()
+        for level in range(settings.levels):
+            further = [Gated(width, width) for _ in range(1, settings.layers)]
+            self.blocks.append(nn.ModuleList([Gated((level + 2) * width, width), *further]))
+        self.heads = nn.ModuleList([nn.Linear(width, shape.vocab_size) for _ in range(settings.levels)])
+
+    @classmethod
+    def for_target(
+        cls,
+        settings: Any,
+        target_config: Any,
+        frozen: TargetHead | None = None,
+        supervised: Iterable[Tensor] | None = None,
+    ) -> Hydra:
+        """New heads whose LM heads are the target's."""
+        head = cls(settings, head_shape(target_config))
+        for part in head.heads:
+            nn.init.zeros_(part.bias)
+            if frozen is not None:
+                part.weight.data.copy_(frozen.weight * frozen.logit_scale)
+        return head
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """How many levels and blocks there are, and whether one reads the text first."""
+        return {"network": "hydra", **{name: getattr(self.settings, name) for name in ("levels", "layers", "prefix")}}
+
+    def read_token(self, level: int, state: Tensor, tokens: Tensor, frozen: TargetHead) -> Tensor:
+        """[.., (level + 2) H], one embedding more."""
+        return torch.cat([state, frozen.embed(tokens).to(state.dtype)], dim=-1)
+
+    def hidden(self, level: int, state: Tensor, dropout: float = 0.0) -> Tensor:
+        """[.., H], the level's blocks."""
+        for block in self.blocks[level]:
+            state = block(F.dropout(state, dropout))
+        return state
+
+    def lm_heads(self, frozen: TargetHead) -> Sequence[LanguageHead]:
+        """Each level's own."""
+        return [OwnHead(part.weight, part.bias) for part in self.heads]
+
+    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+        """The distillation loss of every level, and the regression where it has a weight."""
+        settings, dropout = self.settings, self.settings.dropout if self.training else 0.0
+        places, states = self.read_levels(batch, frozen)
+        hidden = [self.hidden(level, state, dropout) for level, state in enumerate(states)]
+        losses = self.distill(batch, frozen, places, [F.dropout(state, dropout) for state in hidden])
+        if settings.regression:
+            true = batch.select_taps((-1,))[:, 0].index_select(0, places + 1)
+            regression = feature_regression(align_steps(hidden), true, self.slot_weights(places))
+            losses["total"] = losses["total"] + settings.regression * regression
+            losses["regression"] = regression.detach()
+        return losses

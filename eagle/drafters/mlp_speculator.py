@@ -1,0 +1,107 @@
+"""MLP speculator (Wertheimer et al. 2024, arXiv 2404.19124): stages that each read the state before and one token."""
+
+# H the target's width, D that of a stage
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from eagle.core.drafter import TargetHead
+from eagle.drafters.parts.blocks import Norm, head_shape
+from eagle.drafters.parts.level_heads import LevelHeads, Loss
+from eagle.drafters.parts.objectives import LanguageHead, OwnHead
+from eagle.recipe import Section
+
+EPS = 1e-6  # of all its norms, whatever the target's
+
+
+class MlpSpeculatorSettings(Section):
+    """What a recipe may say about the head."""
+
+    kind: Literal["mlp_speculator"] = "mlp_speculator"
+    levels: int = Field(4, ge=1)
+    inner_dim: int | None = Field(None, ge=1)  # of every stage; without, the target's width
+    tie_weights: bool = False  # one stage for all levels, but for the first projection
+    scale_input: bool = False  # the target's state is normed first
+    loss: Loss = "cross_entropy"
+
+
+class ShiftedNorm(Norm):
+    """w x / rms(x) + b: no mean is taken off."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, EPS)
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., D]."""
+        return super().forward(x) + self.bias
+
+
+class MlpSpeculator(LevelHeads):
+    """s = gelu(ln(P s' + r E x)), from the state s' before and the token x behind it; an LM head reads s.
+
+    r is such that half of the last state's variance stems from the target's: each stage keeps w^2 = .5^(1 / levels) of
+    it, and E x brings the rest, with entries of E that have a variance of 1 / D at first, where those of s' have 1/2.
+    """
+
+    Settings = MlpSpeculatorSettings
+    emb: Any
+    proj: Any
+    ln: Any
+    head: Any
+
+    def __init__(self, settings: Any, shape: Any) -> None:
+        super().__init__(settings, shape)
+        width, inner = shape.hidden_size, settings.inner_dim or shape.hidden_size
+        stages, projections = range(settings.levels), range(settings.levels)
+        if settings.tie_weights:
+            stages, projections = stages[:1], projections[:2]
+        self.emb = nn.ModuleList([nn.Embedding(shape.vocab_size, inner) for _ in stages])
+        self.proj = nn.ModuleList([nn.Linear(inner if stage else width, inner, bias=False) for stage in projections])
+        self.ln = nn.ModuleList([ShiftedNorm(inner) for _ in stages])
+        self.head = nn.ModuleList([nn.Linear(inner, shape.vocab_size, bias=False) for _ in stages])
+        kept = 0.5 ** (0.5 / settings.levels)
+        self.token_ratio = math.sqrt((1 - kept**2) * inner / 2) / kept
+
+    @classmethod
+    def for_target(
+        cls,
+        settings: Any,
+        target_config: Any,
+        frozen: TargetHead | None = None,
+        supervised: Iterable[Tensor] | None = None,
+    ) -> MlpSpeculator:
+        """A new head, all of whose matrices are drawn alike."""
+        head = cls(settings, head_shape(target_config))
+        for part in (*head.emb, *head.proj, *head.head):
+            nn.init.normal_(part.weight, std=head.emb[0].embedding_dim ** -0.5)
+        return head
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """How many stages there are, what they share, and what the first reads."""
+        named = ("levels", "tie_weights", "scale_input")
+        return {"network": "mlp_speculator", **{name: getattr(self.settings, name) for name in named}}
+
+    def read_token(self, level: int, state: Tensor, tokens: Tensor, frozen: TargetHead) -> Tensor:
+        """[.., D], a stage's state, from that of the stage before, or the target's [.., H], and the tokens [..]."""
+        if level == 0 and self.settings.scale_input:
+            state = F.rms_norm(state, state.shape[-1:], eps=EPS) / math.sqrt(2)
+        emb, proj, ln = (parts[min(level, len(parts) - 1)] for parts in (self.emb, self.proj, self.ln))
+        return F.gelu(ln(proj(state) + self.token_ratio * emb(tokens)))
+
+    def hidden(self, level: int, state: Tensor) -> Tensor:
+        """The state itself."""
+        return state
+
+    def lm_heads(self, frozen: TargetHead) -> Sequence[LanguageHead]:
+        """One matrix of each stage, or of all."""
+        return [OwnHead(part.weight) for part in self.head]

@@ -1,0 +1,100 @@
+"""Heads that guess several tokens from one state, as other tools write them: which tensor and key is what here."""
+
+# H width, I inner width, V vocabulary
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from eagle.drafters.parts.blocks import head_shape
+from eagle.formats.head_folder import HeadFolder
+from eagle.formats.keys import short
+from eagle.formats.networks import EMBEDDING
+from eagle.formats.target_files import EMBEDDINGS, LM_HEADS, TargetFiles
+from eagle.formats.traps import Trap
+
+OUTPUT = "lm_head.weight"
+BORROWED = {EMBEDDING: EMBEDDINGS, OUTPUT: LM_HEADS}  # of the target, by our names and as a target may name them
+ROTARY = r"(.*\.)?(inv_freq|cos_cached|sin_cached)"
+FOLLOWS = "follows from the rotary parameters"
+MOST = 64  # levels that any head has: a config may say anything
+
+
+@dataclass(frozen=True)
+class LevelReader:
+    """How the heads of one method are read; `names` maps patterns of other tools' names to ours."""
+
+    method: str
+    layouts: Mapping[str, Mapping[str, str]]  # by who writes them
+    spare: Mapping[str, str] = field(default_factory=lambda: {ROTARY: FOLLOWS})  # what is not needed, and why
+
+    def rename(self, head: HeadFolder, name: str, ours: str) -> str:
+        """Our name of a tensor, from what its pattern gave."""
+        return ours
+
+    def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> dict[str, Any]:
+        """What a recipe would have said, from tensors and config, of which each key is taken."""
+        raise NotImplementedError
+
+    def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
+        """The sizes of the head, or of the target where they do not matter to the head."""
+        width, vocab_size = head.shape["hidden_size"], head.shape["vocab_size"]
+        plain = {"num_attention_heads": 1, "intermediate_size": width, "max_position_embeddings": 2048}
+        held = {**target.config, "rope_parameters": target.rope or None} if target else plain
+        return head_shape(SimpleNamespace(**{**held, "hidden_size": width, "vocab_size": vocab_size}))
+
+    def size_of(self, name: str, size: tuple[int, ...]) -> tuple[int, ...]:
+        """That of the tensor in the file which holds one of ours of this size."""
+        return size
+
+    def make_tensor(self, head: HeadFolder, name: str) -> Tensor:
+        """One of our tensors, from those that hold it."""
+        return head.load(name)
+
+    def list_traps(self, head: HeadFolder) -> Iterator[tuple[Trap, dict[str, Any]]]:
+        """What engines read otherwise, with what stands in its text."""
+        yield from ()
+
+    def may_lack(self, head: HeadFolder, name: str) -> str:
+        """Why a tensor need not be in the file; an empty text if it must."""
+        return ""
+
+
+def count_parts(head: HeadFolder, pattern: str) -> int:
+    """How many different numbers stand at one place of our names."""
+    return len({found[1] for name in head.names if (found := re.match(pattern, name))})
+
+
+def compare_count(head: HeadFolder, said: int | None, found: int, what: str) -> int:
+    """What the file holds; less than the config says is told, and so is more."""
+    if said is not None and said > found:
+        head.problem(f"config.json says {said} {what}, the file holds {found}", "Copy it again")
+    elif said not in (None, found):
+        head.notes.append(f"config.json says {said} {what}, the file holds {found}, which are read")
+    return found
+
+
+def read_sides(head: HeadFolder, target: TargetFiles | None, width: str, rows: str) -> None:
+    """Width and vocabulary, by the tensors that have them, else as the config or the target says."""
+    for key, name, side in (("hidden_size", width, 1), ("vocab_size", rows, 0)):
+        said, entry = head.keys.size(key), head.entry(name)
+        found = entry.shape[side] if entry and len(entry.shape) == 2 else None
+        compare_size(head, key, said, found)
+        size = found or said or (target and (target.width if key == "hidden_size" else target.vocab_size))
+        if not size:
+            head.problem(
+                f"no {key} in config.json, and no tensor tells it", "Name the target with --target", fatal=False
+            )
+        head.shape[key] = size or 1
+
+
+def compare_size(head: HeadFolder, key: str, said: Any, found: int | None) -> None:
+    """Tell a size of the config that the tensors do not have."""
+    if None not in (said, found) and said != found:
+        head.problem(f"config.json: {key} is {short(said)}, the tensors have {found}", "Copy both files again")
