@@ -99,6 +99,7 @@ class TrainSection(Section):
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     schedule_steps: int | None = Field(None, ge=1)  # that the schedule is made for; without, those of the run
     warmup: float = Field(0.05, ge=0)  # a share of these steps below 1, else steps
+    final_lr: float = Field(0.0, ge=0, le=1)  # where the schedule ends, a share of lr
     gate: Literal["predicted", "read"] = "predicted"  # a slot counts if the token that it predicts (or reads) does
     seed: int = 0
     validation: float = Field(0.05, ge=0, lt=1)  # share of the conversations that is held out

@@ -250,7 +250,8 @@ def test_the_tree_holds_the_paths_with_the_greatest_product_of_probs(name: str) 
             assert set(drafted(head, state, LIKELIEST)) == best[-1]
     assert max(len(path) for paths in best for path in paths) > 1
     head.head_of = lambda level, frozen: type(head).head_of(head, 2 - level, frozen)
-    head.hidden = lambda level, state: type(head).hidden(head, 2 - level, state)
+    if name != "hydra":  # whose levels read more and more
+        head.hidden = lambda level, state: type(head).hidden(head, 2 - level, state)
     assert set(drafted(head, states[2], LIKELIEST)) != best[2]
 
 
