@@ -30,11 +30,11 @@ from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.parts import spans
 from eagle.drafters.parts.counts import CountDrafter
-from eagle.drafters.parts.level_heads import LevelHeads
 from eagle.drafters.several import FirstOf
 from eagle.recipe import TrainSection
 from eagle.training.train import _Run
 from tests import simulated
+from tests.registry import BY_DEFAULT
 from tests.tables import some_tables
 
 CPU = torch.device("cpu")
@@ -68,7 +68,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "eagle3 frozen": {"kind": "eagle3", "steps": 2, "train_lm_head": False, "draft_vocab": 12, "loss": "hybrid"},
     "falcon": {"kind": "falcon", "k": 3},
     **{f"draft_model {loss}": {"kind": "draft_model", "divergence": loss} for loss in ("tokens", "jsd")},
-    **{name: {"kind": name} for name, method in DRAFTERS.items() if issubclass(method, LevelHeads)},
+    **{name: {"kind": name} for name in BY_DEFAULT},
     "medusa tokens": {"kind": "medusa", "lm_head": "target", "loss": "tokens", "weights": "falling"},
 }
 
