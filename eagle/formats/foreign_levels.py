@@ -35,7 +35,7 @@ def read_levels(head: HeadFolder, target: TargetFiles | None) -> None:
         theirs = f"{target.width} wide with {target.vocab_size}"
         head.problem(f"the head is for a target {ours}, {target.path} is {theirs}", "Name the right target")
     _check_tensors(head, reader, target)
-    head.problems += [Finding(f"config.json: {wrong}", fix="Correct it") for wrong in head.keys.wrong]
+    head.problems += [Finding(f"config.json: {wrong}", fix="Correct it") for wrong in dict.fromkeys(head.keys.wrong)]
     head.unknown_keys = head.keys.left()
 
 
@@ -151,9 +151,9 @@ def lint_levels(head: HeadFolder) -> list[Finding]:
         findings.append(Finding(f"unknown keys of config.json: {', '.join(head.unknown_keys):.400}", (), False))
     for trap, words in READERS[head.kind].list_traps(head):
         findings.append(strike(trap, fatal=trap.fatal and head.layout == VLLM.title, **words))
-    for name, stored in head.names.items():
-        if head.tensors.stored[stored].dtype.is_floating_point:
-            values: Tensor = head.load(name).float()
+    for stored, entry in head.tensors.stored.items():
+        if entry.dtype.is_floating_point and not stored.startswith("model."):  # of a target in the same file
+            values: Tensor = head.tensors.load(stored).float()
             if count := int((~values.isfinite()).sum()):
                 findings.append(Finding(f"{stored}: {count:,} of {values.numel():,} numbers are not finite"))
     return sorted(findings, key=lambda finding: not finding.fatal)

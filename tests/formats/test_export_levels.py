@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import GemmaConfig, LlamaConfig
 
@@ -17,8 +19,9 @@ from eagle.formats.export import EXPORTERS, export
 from eagle.formats.foreign import inspect, read_head
 from tests import foreign_heads as made
 
-H, V, LEVELS = made.H, made.V, 3
+H, V, LEVELS, INNER = made.H, made.V, 3, 8
 TARGET = LlamaConfig(**{**made.LLAMA, "num_hidden_layers": made.LAYERS}, name_or_path="some/target")
+READ = ("linear", "res_connection")
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -32,6 +35,57 @@ def spell(**parts: tuple[int, ...]) -> Shapes:
 
 
 MEDUSA = spell(N__0__linear__weight=(H, H), N__0__linear__bias=(H,), N__1__weight=(V, H))
+SPECULATOR = spell(
+    emb__N__weight=(V, INNER),
+    proj__N__weight=(INNER, INNER),
+    ln__N__weight=(INNER,),
+    ln__N__bias=(INNER,),
+    head__N__weight=(V, INNER),
+)
+SPECULATOR |= {"proj.0.weight": (INNER, H)}
+SPECULATOR_KEYS = {
+    "architectures": ["MLPSpeculatorPreTrainedModel"],
+    "model_type": "mlp_speculator",
+    "emb_dim": H,
+    "inner_dim": INNER,
+    "vocab_size": V,
+    "n_predict": LEVELS,
+    "top_k_tokens_per_head": [5, 4, 3],
+    "n_candidates": 5,
+    "tie_weights": False,
+    "scale_input": False,
+    "torch_dtype": "float32",
+}
+HYDRA = {f"hydra_mlp.{level}.0.{part}.weight": (H, (level + 2) * H) for level in range(LEVELS) for part in READ}
+HYDRA |= spell(**{f"hydra_mlp__N__0__{part}__bias": (H,) for part in READ})
+HYDRA |= spell(hydra_lm_head__N__weight=(V, H), hydra_lm_head__N__bias=(V,))
+PREFIXED = {  # a dropout stands in front of each block and LM head
+    re.sub(r"^(hydra_lm_head\.\d)", r"\1.1", re.sub(r"^(hydra_mlp\.\d\.)0", r"\g<1>1", name)): size
+    for name, size in HYDRA.items()
+}
+PREFIXED |= spell(hydra_mlp__N__3__linear__weight=(H, H), hydra_mlp__N__3__linear__bias=(H,))
+PREFIXED |= {
+    f"prefix_embeding_layer.{name}": tuple(tensor.shape) for name, tensor in made.block("layers.0.", H).items()
+}
+PREFIXED |= {f"prefix_embeding_layer.{name}.weight": (H,) for name in ("layers.0.input_layernorm", "norm")}
+LSTM = [
+    (layer, side, part, (4 * H, read) if part == "weight" else (4 * H,))
+    for layer, sides in enumerate(({"ih": 2 * H, "hh": H}, {"ih": H, "hh": H}))
+    for side, read in sides.items()
+    for part in ("weight", "bias")
+]
+LLAMA_KEYS = {key: value for key, value in made.LLAMA.items() if key not in ("use_cache", "transformers_version")}
+HYDRA_KEYS = {
+    "hidden_size": H,
+    "vocab_size": V,
+    "torch_dtype": "float32",
+    "hydra_num_heads": LEVELS,
+    "hydra_num_layers": 1,
+    "hydra_head_arch": "mlp",
+    "grounded_heads": True,
+    "hidden_state_offset": 0,
+    "base_model_name_or_path": "some/target",
+}
 GOLDEN: dict[tuple[str, str], tuple[str, Shapes, dict[str, Any]]] = {  # engine, head: file, tensors, config
     ("vllm", "medusa"): (
         "model.safetensors",
@@ -48,10 +102,36 @@ GOLDEN: dict[tuple[str, str], tuple[str, Shapes, dict[str, Any]]] = {  # engine,
             "original_lm_head": False,
         },
     ),
+    ("fms", "speculator"): (
+        "model.safetensors",
+        {f"speculator.{name}": size for name, size in SPECULATOR.items()},
+        SPECULATOR_KEYS,
+    ),
+    ("fms", "tied speculator"): (
+        "model.safetensors",
+        {f"speculator.{name}": size for name, size in SPECULATOR.items()},
+        {**SPECULATOR_KEYS, "tie_weights": True, "scale_input": True},
+    ),
+    ("falcon", "falcon"): (
+        "pytorch_model.bin",
+        {
+            "embed_tokens.weight": (V, H),
+            **{f"lstm.{part}_{side}_l{layer}": size for layer, side, part, size in LSTM},
+            **{name: tuple(tensor.shape) for name, tensor in made.block("layers.0.", H).items()},
+        },
+        {**LLAMA_KEYS, "architectures": ["LlamaForCausalLM"], "bias": True, "k_mask": 2},
+    ),
+    ("hydra", "hydra"): ("hydra_lm_head.pt", HYDRA, HYDRA_KEYS),
+    ("hydra", "hydra with a prefix"): (
+        "hydra_lm_head.pt",
+        PREFIXED,
+        {**HYDRA_KEYS, "hydra_num_layers": 2, "hydra_head_arch": "prefix-mlp"},
+    ),
     ("medusa", "medusa"): (
         "medusa_lm_head.pt",
         MEDUSA,
         {
+            "model_type": "medusa",
             "hidden_size": H,
             "vocab_size": V,
             "torch_dtype": "float32",
@@ -65,8 +145,15 @@ HEADS: dict[str, dict[str, Any]] = {
     "medusa": {"kind": "medusa"},
     "medusa with the target's LM head": {"kind": "medusa", "lm_head": "target"},
     "medusa with two blocks": {"kind": "medusa", "layers": 2},
+    "falcon": {"kind": "falcon"},
+    "falcon in blocks of three": {"kind": "falcon", "k": 3, "levels": 8},
+    "hydra": {"kind": "hydra"},
+    "hydra with a prefix": {"kind": "hydra", "prefix": True, "layers": 2},
+    "speculator": {"kind": "mlp_speculator", "inner_dim": INNER},
+    "tied speculator": {"kind": "mlp_speculator", "inner_dim": INNER, "tie_weights": True, "scale_input": True},
+    "speculator of the target's width": {"kind": "mlp_speculator", "levels": 6},
 }
-READERS = {"medusa": ("vllm", "medusa")}
+READERS = {"falcon": ("falcon",), "hydra": ("hydra",), "medusa": ("vllm", "medusa"), "mlp_speculator": ("fms",)}
 
 
 def head_of(name: str, config: Any = TARGET) -> Any:
@@ -108,6 +195,18 @@ def test_an_export_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
         assert all(torch.equal(tensor, again.state_dict()[key]) for key, tensor in head.state_dict().items())
 
 
+@torch.no_grad()
+def test_falcons_gates_are_an_lstm_that_begins_anew(tmp_path: Path) -> None:
+    """torch's own, with the tensors of the export, at one token of each of many texts."""
+    head = head_of("falcon")
+    tensors = EXPORTERS["falcon"](head, TARGET).tensors
+    lstm = nn.LSTM(2 * H, H, num_layers=2).eval()
+    lstm.load_state_dict({name.removeprefix("lstm."): tensor for name, tensor in tensors.items() if "lstm" in name})
+    embedded, hidden = made.drawn(9, H), made.drawn(9, H, seed=1)
+    theirs = lstm(torch.cat([embedded, hidden], dim=-1)[None])[0][0]  # the first axis is time
+    torch.testing.assert_close(head.enter(embedded, hidden), theirs, rtol=0, atol=1e-6)
+
+
 def test_vllm_gets_a_copy_of_the_targets_lm_head() -> None:
     """One for all levels, where the head borrows it."""
     layout = EXPORTERS["vllm"](head_of("medusa with the target's LM head"), TARGET)
@@ -127,6 +226,16 @@ def test_engines_that_cannot_serve_it_say_what_can(name: str) -> None:
             EXPORTERS[engine](head, TARGET)
 
 
+def test_no_exporter_has_a_layout_for_blockwise_heads() -> None:
+    """Nobody published any."""
+    HEADS["blockwise"] = {"kind": "blockwise"}
+    head = head_of("blockwise")
+    del HEADS["blockwise"]
+    for engine in EXPORTERS.keys() - {"transformers"}:
+        with pytest.raises(ValueError, match=f"{engine}: no layout for 'blockwise': no exporter has one"):
+            EXPORTERS[engine](head, TARGET)
+
+
 def test_refusals_name_what_stands_in_the_way() -> None:
     """What the published code has once, a target that it cannot load, and a bias that vLLM would drop."""
     with pytest.raises(ValueError, match=r"medusa: blocks\.0\.1\.weight differs from block 0.*drafter\.layers=1"):
@@ -134,6 +243,8 @@ def test_refusals_name_what_stands_in_the_way() -> None:
     gemma = GemmaConfig(**{**made.LLAMA, "model_type": "gemma"})
     with pytest.raises(ValueError, match="medusa: the target is a gemma"):
         EXPORTERS["medusa"](head_of("medusa", gemma), gemma)
+    with pytest.raises(ValueError, match=r"vllm: no layout for 'mlp_speculator': vLLM 0\.9\.2 was the last"):
+        EXPORTERS["vllm"](head_of("speculator"), TARGET)
     with pytest.raises(ValueError, match=r"trtllm: .*trtllm-build.*--to medusa"):
         EXPORTERS["trtllm"](head_of("medusa"), TARGET)
     head = head_of("medusa with the target's LM head")
@@ -156,5 +267,7 @@ def test_the_readme_says_no_longer_chain_than_the_head_guesses(tmp_path: Path) -
     export(head_of("short"), TARGET, "vllm", tmp_path)
     del HEADS["short"]
     text = (tmp_path / "README.md").read_text()
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}  # without which older transformers fail
     assert '"method": "medusa"' in text and '"num_speculative_tokens": 2' in text and "2 tokens: as many" in text
     assert json.loads((tmp_path / "config.json").read_text())["medusa_num_heads"] == 2
