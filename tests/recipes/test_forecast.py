@@ -52,6 +52,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "eagle3, two steps": {"kind": "eagle3", "steps": 2, "train_lm_head": False},
 }
 LEVEL_HEADS = [{"kind": name} for name, method in DRAFTERS.items() if issubclass(method, LevelHeads)]
+LEVEL_HEADS += [{"kind": "hydra", "layers": 2, "prefix": True}]
 NORMED = {"kind": "eagle3", "fc_norm": True, "norm_output": True}
 
 

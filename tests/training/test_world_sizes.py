@@ -35,6 +35,7 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 LEVEL_HEADS: dict[str, dict[str, Any]] = {
     **{name: {"kind": name} for name, method in DRAFTERS.items() if issubclass(method, LevelHeads)},
+    "prefixed": {"kind": "hydra", "layers": 2, "prefix": True, "regression": 0.1},
     "drawn": {"kind": "blockwise", "drawn": True, "loss": "tokens"},
     "tied": {"kind": "mlp_speculator", "tie_weights": True, "scale_input": True},
 }
