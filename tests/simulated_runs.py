@@ -30,11 +30,11 @@ from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.parts import spans
 from eagle.drafters.parts.counts import CountDrafter
-from eagle.drafters.parts.level_heads import LevelHeads
 from eagle.drafters.several import FirstOf
 from eagle.recipe import TrainSection
 from eagle.training.train import _Run
 from tests import simulated
+from tests.registry import BY_DEFAULT
 from tests.tables import some_tables
 
 CPU = torch.device("cpu")
@@ -66,8 +66,9 @@ HEADS: dict[str, dict[str, Any]] = {
     "eagle3.1": {"kind": "eagle3", "fc_norm": True, "norm_output": True, "draft_vocab": 12, "steps": 3},
     "eagle3 of other taps": {"kind": "eagle3", "taps": [0, 1, 2, -1], "norm_before_residual": True, "steps": 2},
     "eagle3 frozen": {"kind": "eagle3", "steps": 2, "train_lm_head": False, "draft_vocab": 12, "loss": "hybrid"},
+    "falcon": {"kind": "falcon", "k": 3},
     **{f"draft_model {loss}": {"kind": "draft_model", "divergence": loss} for loss in ("tokens", "jsd")},
-    **{name: {"kind": name} for name, method in DRAFTERS.items() if issubclass(method, LevelHeads)},
+    **{name: {"kind": name} for name in BY_DEFAULT},
     "hydra++": {"kind": "hydra", "layers": 2, "prefix": True, "regression": 0.1},
     "medusa tokens": {"kind": "medusa", "lm_head": "target", "loss": "tokens", "weights": "falling"},
 }

@@ -83,11 +83,11 @@ def _convert(
 
 def read_head(folder: str | Path, target: str | None = None, taps: tuple[int, ...] | None = None) -> TrainableDrafter:
     """The head of a checkpoint; ValueError with all that is missing, unknown or without counterpart here."""
-    target_files = _read_target(target)
-    stored = _read(folder_at(folder), target_files)
+    stored = read_folder(folder_at(folder))
     if stored.layout == OWN and stored.network is None:  # of a method that engines do not know: as it was saved
         return load_head(stored.path)
-    return _convert(stored, target_files, taps)[0]
+    target_files = _read_target(target)
+    return _convert(_read(stored.path, target_files), target_files, taps)[0]
 
 
 def import_head(

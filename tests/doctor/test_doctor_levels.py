@@ -21,10 +21,10 @@ from eagle.doctor.examine import open_head
 from eagle.doctor.texts import answer_prompts, select_texts
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts.blocks import head_shape
-from eagle.drafters.parts.level_heads import LevelHeads
 from eagle.formats.checkpoint import save_head, save_pretrained
 from eagle.recipe import Section
 from tests.families import build, random_tokens
+from tests.registry import BY_DEFAULT
 
 
 class SeveralSettings(Section):
@@ -139,9 +139,6 @@ def test_a_registered_head_is_opened(head: SeveralHeads, tmp_path: Path, monkeyp
     assert opened.blocks[0].up.weight.dtype == torch.bfloat16
 
 
-LEVEL_HEADS = [name for name, method in DRAFTERS.items() if issubclass(method, LevelHeads)]
-
-
 def learned(name: str, target: Target, texts: Batch, steps: int) -> Any:
     """A head of the project's own after so many steps on these texts."""
     torch.manual_seed(0)
@@ -174,8 +171,8 @@ def test_levels_of_medusa_in_the_wrong_order_are_named(target: Target, texts: Ba
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LEVEL_HEADS)
-def test_every_head_of_several_levels_is_examined(name: str, target: Target, texts: Batch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", BY_DEFAULT)
+def test_further_heads_are_examined(name: str, target: Target, texts: Batch, tmp_path: Path) -> None:
     """From its folder, with what it has and what it has not; nothing is the matter with it."""
     few = select_texts(texts, 0, 2)
     save_head(tmp_path, learned(name, target, few, 150), "", {})

@@ -25,10 +25,10 @@ from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.parts import growth, head_state, text_state
 from eagle.drafters.parts.blocks import Rotary, rotary_tables
 from eagle.drafters.parts.head_state import HeadState
-from eagle.drafters.parts.level_heads import LevelHeads
 from eagle.drafters.parts.model_state import ModelState
 from eagle.drafters.parts.text_state import split_ragged
 from eagle.drafters.several import FirstOf
+from tests.registry import BY_DEFAULT
 from tests.unrolled_heads import SHAPE, frozen_head, moved, new_head
 
 V, CPU = SHAPE.vocab_size, torch.device("cpu")
@@ -65,7 +65,7 @@ def make(name: str, folder: Path) -> Any:
     if name.startswith("draft model"):
         longrope = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 30}
         return small_model(**(longrope if "longrope" in name else {}))
-    if name in LEVEL_HEADS:
+    if name in BY_DEFAULT:
         torch.manual_seed(2)
         method = REGISTRY[name]
         return moved(method.for_target(method.Settings(levels=4), SHAPE, frozen)).double().bind(frozen)
@@ -78,8 +78,7 @@ def make(name: str, folder: Path) -> Any:
     return new_head(folder, name, torch.float64).bind(frozen)
 
 
-LEVEL_HEADS = [name for name, method in REGISTRY.items() if issubclass(method, LevelHeads)]
-DRAFTERS = ["eagle1", "eagle3", "eagle3.1", "hass", "two blocks", "draft model", "draft model, longrope", *LEVEL_HEADS]
+DRAFTERS = ["eagle1", "eagle3", "eagle3.1", "hass", "two blocks", "draft model", "draft model, longrope", *BY_DEFAULT]
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +166,7 @@ def play(drafter: Drafter, budgets: list[Budget], sampling: Sampling, seed: int,
 
 SAMPLINGS = {"T=0": Sampling(), "T=1": Sampling(temperature=1.0, seed=3, top_k=20)}
 QUICK = [
-    *product(("eagle1", "eagle3", "draft model", *LEVEL_HEADS), [("dynamic", "T=1")]),
+    *product(("eagle1", "eagle3", "draft model", *BY_DEFAULT), [("dynamic", "T=1")]),
     ("eagle1", ("drawn", "T=1")),
     ("eagle3", ("fixed", "T=0")),
     ("draft model, longrope", ("fixed", "T=0")),

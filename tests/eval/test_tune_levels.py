@@ -14,15 +14,14 @@ from eagle.core.goodput import Goodput
 from eagle.core.tree import PUBLISHED_TREE, Paths, best_tree
 from eagle.data.examples import Batch, Example, collate
 from eagle.drafters import DRAFTERS, settings_of
-from eagle.drafters.parts.level_heads import LevelHeads
 from eval import tune
 from eval.answer_rows import cycle_of
 from eval.costs import Costs
 from eval.replay import Answer, answer
 from eval.tune import Tuning, acceptance_by_rank, chain, fixed, search
 from tests.families import build, random_tokens
+from tests.registry import LEVEL_HEADS
 
-HEADS = [name for name, method in DRAFTERS.items() if issubclass(method, LevelHeads)]
 LEVELS = 3
 BUDGETS = [chain(2), chain(8), Budget(8, 4, 3), Budget.fixed(PUBLISHED_TREE), Budget(0, 0, 0)]
 # a row of the target costs 1, one of the head's first forward 1e-3, of a level 1e-6: a sum shows how many of each
@@ -49,7 +48,7 @@ def new_head(name: str, target: Target, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("budget", BUDGETS, ids=str)
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", LEVEL_HEADS)
 def test_forwards_are_those_that_a_draft_takes(name: str, budget: Budget, target: Target) -> None:
     """None behind the first where no level reads what another drafted, however large the tree; else one a level."""
     head, read = new_head(name, target), list[int]()
@@ -65,7 +64,7 @@ def test_forwards_are_those_that_a_draft_takes(name: str, budget: Budget, target
 
 
 @pytest.mark.parametrize("budget", BUDGETS[:4], ids=str)
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", LEVEL_HEADS)
 def test_recorded_cycles_cost_the_drafters_own_forwards(name: str, budget: Budget, target: Target) -> None:
     """From a results file, which holds no drafter, as from the drafter itself; without them levels would be charged."""
     head = new_head(name, target)
@@ -79,7 +78,7 @@ def test_recorded_cycles_cost_the_drafters_own_forwards(name: str, budget: Budge
         assert COUNTING.model_seconds(cycles, budget, 20) > expected
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", LEVEL_HEADS)
 def test_what_is_timed_is_what_a_draft_computes(name: str, target: Target) -> None:
     """All levels of one state where they do not depend on one another, however much was committed; else one level."""
     head, size = new_head(name, target), target.vocab_size

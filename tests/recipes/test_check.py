@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from eagle.drafters import DRAFTERS, settings_of
-from eagle.drafters.parts.level_heads import LevelHeads
 from eagle.formats.checkpoint import save_head
 from eagle.recipe import Recipe
 from eagle.target.target import Target
 from recipes.check import check
 from recipes.forecast import reading_bytes, sizes_of_config
+from tests.registry import BY_DEFAULT
 
 
 def with_data(tiny_target_dir: Path, tmp_path: Path, *overrides: str, method: str = "eagle1") -> Recipe:
@@ -68,18 +68,15 @@ def test_a_draft_model_goes_through_all_stages(
     assert "h to train" in said and "GB of memory while training" in said
 
 
-LEVEL_HEADS = [name for name, method in DRAFTERS.items() if issubclass(method, LevelHeads)]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("method", LEVEL_HEADS)
-def test_heads_of_several_levels_go_through_all_stages(
+@pytest.mark.parametrize("method", BY_DEFAULT)
+def test_further_heads_go_through_all_stages(
     method: str, tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By their own recipes; what no engine reads is named."""
     check(with_data(tiny_target_dir, tmp_path, "data.limit=40", method=method))
     said = capsys.readouterr().out
-    assert "identical" in said and "laws/1" in said and "sglang" in said
+    assert "identical" in said and "total" in said and "sglang" in said
     assert "h to train" in said and "GB of memory while training" in said
 
 

@@ -10,16 +10,15 @@ import pytest
 import torch
 
 from bench.memory import HEADS, LENGTHS, SMALL, TARGETS, allocated_bytes, live_bytes, run_loop
-from eagle.drafters import DRAFTERS, settings_of
+from eagle.drafters import settings_of
 from eagle.drafters.parts import objectives, spans
-from eagle.drafters.parts.level_heads import LevelHeads
 from recipes.footprint import EmptyRun, Footprint
 from recipes.forecast import PRECISION, empty_head, learned, sizes_of, training_bytes
+from tests.registry import BY_DEFAULT
 
 ROOT = Path(__file__).parents[2]
 SHORT = (128, 96)
 SLOW = pytest.mark.slow
-LEVEL_HEADS = [name for name, method in DRAFTERS.items() if issubclass(method, LevelHeads)]
 PREFIXED = {"kind": "hydra", "layers": 2, "prefix": True, "dropout": 0.2, "regression": 0.1}
 RESULTS = json.loads((ROOT / "docs/results/memory.json").read_text())
 
@@ -40,7 +39,7 @@ def small_head(name: str) -> Any:
         pytest.param("EAGLE-3", "float32", 1, marks=SLOW),
         pytest.param("HASS", "float32", 1, marks=SLOW),
         pytest.param("draft model", "bfloat16", 1, marks=SLOW),
-        *(pytest.param(name, "bfloat16", 1, marks=SLOW) for name in LEVEL_HEADS),
+        *(pytest.param(name, "bfloat16", 1, marks=SLOW) for name in BY_DEFAULT),
         pytest.param("medusa", "float32", 2, marks=SLOW),
         pytest.param("hydra++", "bfloat16", 1, marks=SLOW),
     ],

@@ -16,7 +16,6 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from eagle.core.drafter import TargetHead
 from eagle.data.examples import Example, collate
 from eagle.drafters import DRAFTERS, settings_of
-from eagle.drafters.parts.level_heads import LevelHeads
 from eagle.recipe import Recipe
 from recipes import forecast as module
 from recipes.forecast import (
@@ -32,6 +31,7 @@ from recipes.forecast import (
     token_flops,
     training_bytes,
 )
+from tests.registry import BY_DEFAULT
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT.parent / "shared/data/configs"
@@ -51,8 +51,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "eagle3": {"kind": "eagle3", "draft_vocab": 128},
     "eagle3, two steps": {"kind": "eagle3", "steps": 2, "train_lm_head": False},
 }
-LEVEL_HEADS = [{"kind": name} for name, method in DRAFTERS.items() if issubclass(method, LevelHeads)]
-LEVEL_HEADS += [{"kind": "hydra", "layers": 2, "prefix": True}]
+PREFIXED = {"kind": "hydra", "layers": 2, "prefix": True}
 NORMED = {"kind": "eagle3", "fc_norm": True, "norm_output": True}
 
 
@@ -167,7 +166,7 @@ class Counted(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
-@pytest.mark.parametrize("section", [*HEADS.values(), NORMED, *LEVEL_HEADS])
+@pytest.mark.parametrize("section", [*HEADS.values(), NORMED, PREFIXED, *({"kind": name} for name in BY_DEFAULT)])
 def test_flops_are_what_a_step_computes(section: dict[str, Any], share: float) -> None:
     """Of a short text, whose attention hardly counts."""
     head, batch, frozen = stepped(section, 32, share)

@@ -15,14 +15,13 @@ from ranks import LENGTHS, MadeFeatures, on_ranks, train_made
 from trained import apart, rows, weights
 
 from eagle.data.examples import Example
-from eagle.drafters import DRAFTERS
-from eagle.drafters.parts.level_heads import LevelHeads
 from eagle.drafters.parts.objectives import align_steps
 from eagle.formats.checkpoint import load_head
 from eagle.recipe import TrainSection
 from eagle.training import sharded
 from eagle.training.plan import Plan
 from eagle.training.resume import WHOLE
+from tests.registry import BY_DEFAULT
 
 STEPS, KEPT = 6, 3
 TOLERANCE = 1e-6  # of weights of size 0.1 to 1, after steps of 1e-3: sums taken in another order
@@ -33,8 +32,9 @@ HEADS: dict[str, dict[str, Any]] = {
     "eagle3": {"kind": "eagle3", "steps": 7, "draft_vocab": 48, "fc_norm": True},
     "draft_model": {"kind": "draft_model", "layers": 1},
 }
-LEVEL_HEADS: dict[str, dict[str, Any]] = {
-    **{name: {"kind": name} for name, method in DRAFTERS.items() if issubclass(method, LevelHeads)},
+FURTHER: dict[str, dict[str, Any]] = {
+    **{name: {"kind": name} for name in BY_DEFAULT},
+    "falcon": {"kind": "falcon", "dropout": 0.0},  # which each process draws for itself
     "prefixed": {"kind": "hydra", "layers": 2, "prefix": True, "regression": 0.1},
     "drawn": {"kind": "blockwise", "drawn": True, "loss": "tokens"},
     "tied": {"kind": "mlp_speculator", "tie_weights": True, "scale_input": True},
@@ -47,7 +47,7 @@ def run_ranks(count: int, out: Path, name: str, *overrides: str, fault: str = ""
 
     def work(rank: int) -> None:
         plant(fault)
-        head, features = train_made(out, (HEADS | LEVEL_HEADS)[name], SHORT, *SAVED, *overrides)
+        head, features = train_made(out, (HEADS | FURTHER)[name], SHORT, *SAVED, *overrides)
         state = {name: tensor.clone() for name, tensor in head.state_dict().items()}
         torch.save((state, features.reads), out / f"rank-{rank}.pt")
 
@@ -168,8 +168,8 @@ def test_any_number_of_processes_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LEVEL_HEADS)
-def test_heads_of_several_levels_learn_the_same(name: str, alone: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", FURTHER)
+def test_further_heads_learn_the_same(name: str, alone: dict[str, Path], tmp_path: Path) -> None:
     """On two processes with the head whole; those go on as four that share it."""
     few = 10 * TOLERANCE  # a weight whose gradient is almost nothing is moved by the sums' rounding, as Adam scales it
     run_ranks(2, tmp_path / "whole", name)
