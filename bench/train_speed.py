@@ -86,7 +86,10 @@ class Side:
 def open_sides(work: Work, pythons: dict[str, str], stack: ExitStack) -> dict[str, Side]:
     """All sides of a comparison; every rival trains as many weights as ours."""
     ours = sys.executable
-    if not work.steps:
+    if work.head:
+        modules = {"released": (ours, "level_step", False), "ours": (ours, "eagle_step", False)}
+        pairs = {"released": "ours"}
+    elif not work.steps:
         modules = {"published": (ours, "published_step", False), "ours": (ours, "eagle_step", False)}
         pairs = {"published": "ours"}
     else:

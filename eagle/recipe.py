@@ -99,6 +99,7 @@ class TrainSection(Section):
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     schedule_steps: int | None = Field(None, ge=1)  # that the schedule is made for; without, those of the run
     warmup: float = Field(0.05, ge=0)  # a share of these steps below 1, else steps
+    final_lr: float = Field(0.0, ge=0, le=1)  # where the schedule ends, a share of lr
     gate: Literal["predicted", "read"] = "predicted"  # a slot counts if the token that it predicts (or reads) does
     seed: int = 0
     validation: float = Field(0.05, ge=0, lt=1)  # share of the conversations that is held out
@@ -107,6 +108,18 @@ class TrainSection(Section):
     checkpoint_every: int | None = Field(None, ge=1)  # steps; without, once an epoch
     keep: int = Field(2, ge=1)  # checkpoints
     wandb: str | None = None  # a project
+
+
+class JointSection(Section):
+    """Training a target together with heads, by `recipes/train_medusa2.py`: what comes out is another target."""
+
+    loss: Literal["kl", "tokens"] = "kl"  # of the target: from what it was, or the text's own next token
+    heads: float = Field(0.01, gt=0)  # what the heads' loss counts beside that
+    rise: bool = True  # from 0, by a sine over the run
+    head_lr: float = Field(1.0, gt=0)  # of the heads' matrices, in units of train.lr
+    rank: int = Field(32, ge=1)  # of the adapters, on all linear layers but the LM head
+    alpha: int = Field(16, ge=1)
+    dropout: float = Field(0.05, ge=0, lt=1)  # of what an adapter reads
 
 
 class BudgetSection(Section):
@@ -161,6 +174,7 @@ class Recipe(Section):
     drafter: DrafterSection
     train: TrainSection
     eval: EvalSection
+    joint: JointSection | None = None
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -59,6 +59,11 @@ class MeasuredDrafter:
 
 def load_target(recipe: Recipe) -> Target:
     """The recipe's target; on a CPU in fp32 unless the recipe names a precision, so that output can be compared."""
+    if recipe.joint is not None:
+        served = Path(recipe.train.out) / "head/recipe.yaml"
+        raise ValueError(
+            f"this recipe makes a new target of {recipe.target.path}: take {served}, which names the new one"
+        )
     section = recipe.target.model_dump()
     if section["dtype"] == "auto" and best_device() == "cpu":
         section["dtype"] = "float32"

@@ -39,6 +39,8 @@ def main(argv: list[str]) -> None:
     if path is None:
         os.chdir(demo.ROOT)
     recipe = resolve_dtype(Recipe.load(path or demo.RECIPE, argv))
+    if recipe.joint is not None:
+        raise ValueError(f"{path} has a section `joint`, which trains the target too: use recipes/train_medusa2.py")
     if path is None and not Path(recipe.target.path).exists() and "LOCAL_RANK" not in os.environ:
         demo.run(demo.TO_TRAIN)
     if checking:

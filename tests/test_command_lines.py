@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 GONE, MISSING = "no/such/folder", "missing/recipe.yaml"  # no id of a hub either, which would be asked for
 RECIPES = ("data_prep.extract", "data_prep.regenerate", "data_prep.inspect_mask", "eval.measure", "eval.lossless")
 RECIPES += ("eval.compare", "eval.tune", "recipes.forecast", "recipes.cards")
+JOINT = str(ROOT / "recipes/tiny/medusa2.yaml")  # which makes a new target
 VERBS = ("generate", "export", "import", "inspect", "doctor")
 ENGINE = ["--engine", "vllm", "--target", GONE, "--environment", GONE]
 # what each needs, and is not there; a command that begins to work without arguments has none in FREE
@@ -37,7 +38,8 @@ WRONG: dict[str, list[list[str]]] = {
         ["inspect", GONE],
         ["doctor", GONE, "--target", GONE],
     ],
-    "recipes/train_eagle.py": [[MISSING], [MISSING, "--check"]],
+    "recipes/train_eagle.py": [[MISSING], [MISSING, "--check"], [JOINT]],
+    "recipes/train_medusa2.py": [[MISSING], [JOINT.replace("medusa2", "medusa")]],
     "recipes/tiny/make_target.py": [["--steps", "few"], ["unknown"]],
     "recipes/tiny/demo.py": [["unknown"]],
     "bench/batch_speed.py": [["--model", GONE, "--chats", GONE]],
@@ -46,6 +48,7 @@ WRONG: dict[str, list[list[str]]] = {
     "bench/extract_speed.py": [["--model", GONE, "--data", GONE]],
     "bench/goodput_batches.py": [[GONE, GONE, GONE, GONE]],
     "bench/launches.py": [["--heads", "unknown"]],
+    "bench/level_speed.py": [["--methods", "unknown"], ["--vocabs", "7"]],
     "bench/loop_overhead.py": [["--target", GONE, "--head", GONE]],
     "bench/memory.py": [["--out"], ["unknown"]],
     "bench/mask_templates.py": [["--templates", GONE, "--tokenizers", GONE, "--conversations", GONE]],
@@ -54,10 +57,13 @@ WRONG: dict[str, list[list[str]]] = {
     "bench/rehearsal.py": [["--size", "unknown"], ["--methods", "unknown"], ["--folder", "."]],
     "bench/train_speed.py": [["--size", "unknown"], ["--speculators", GONE]],
 }
+for measuring in ("eval.lossless", "eval.tune"):
+    WRONG[measuring].append([JOINT])
 FREE = {
     *("recipes.forecast", "recipes.cards", "recipes/train_eagle.py"),
     *("recipes/tiny/make_target.py", "recipes/tiny/demo.py"),
-    *("bench/decode_speed.py", "bench/launches.py", "bench/memory.py", "bench/rehearsal.py", "bench/train_speed.py"),
+    *("bench/decode_speed.py", "bench/launches.py", "bench/level_speed.py", "bench/memory.py", "bench/rehearsal.py"),
+    "bench/train_speed.py",
 }
 
 

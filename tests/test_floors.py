@@ -34,7 +34,10 @@ DOORS = {
         *("eagle.drafters.parts.blocks", "eagle.drafters.draft_model"),
     },
     "datasets": {"data_prep.conversations", "eval.prompts"},
-    "accelerate": {"eagle.training.train", "eagle.data.features", "eagle.training.launch", "eagle.training.resume"},
+    "accelerate": {
+        *("eagle.training.train", "eagle.training.train_joint", "eagle.training.launch", "eagle.training.resume"),
+        "eagle.data.features",
+    },
     "wandb": {"eagle.log"},
     "huggingface_hub": {"eagle.data.identity", "eagle.formats.checkpoint"},
     "peft": {"eagle.target.loading"},
@@ -50,6 +53,8 @@ METHODS_UNKNOWN_TO = (
     "eagle.core.decode",
     "eagle.core.decoding",
     "eagle.training.train",
+    "eagle.training.joint",
+    "eagle.training.train_joint",
     "eagle.formats.export",
 )
 SOURCES = sorted(path for room in ("eagle", "data_prep", "eval", "recipes") for path in (ROOT / room).rglob("*.py"))

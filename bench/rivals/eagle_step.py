@@ -1,4 +1,4 @@
-"""This project's EAGLE-1 and EAGLE-3 steps, as `bench.rivals.serve` describes."""
+"""This project's steps, as `bench.rivals.serve` describes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from bench.rivals.serve import Step, Work, serve, update_step
 from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.data.examples import Example, collate
 from eagle.data.features import taps_of
+from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.eagle3 import Eagle3
 
@@ -41,7 +42,10 @@ def side(work: Work) -> tuple[Step, Iterable[nn.Parameter]]:
     config = LlamaConfig.from_pretrained(work.target)
     frozen = random_target_head(work, config, work.frozen_dtype)
     head: TrainableDrafter
-    if work.steps:
+    if work.head:
+        taps = (-1,)
+        head = DRAFTERS[work.head["kind"]].for_target(settings_of(work.head, "bench"), config, frozen)
+    elif work.steps:
         settings = Eagle3.Settings(steps=work.steps, draft_vocab=work.draft_vocab, train_lm_head=work.train_lm_head)
         taps = taps_of(settings, config)
         head = Eagle3.for_target(settings, config, frozen, [torch.arange(work.draft_vocab)])

@@ -12,9 +12,10 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter, process_time
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ class Work:
     batches: list[list[Text]]
     dtype: str  # of autocast, frozen weights and EAGLE-3's features; trained weights are fp32
     steps: int = 0  # of EAGLE-3's unroll; 0 for EAGLE-1
+    head: dict[str, Any] = field(default_factory=dict)  # settings of a head that guesses several tokens at once
     train_lm_head: bool = False
     device: str = "cpu"
 

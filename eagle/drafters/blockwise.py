@@ -85,7 +85,7 @@ class Blockwise(LevelHeads):
         """The loss of every level, or that of a drawn one times their number, whose expectation is the same."""
         if not (self.settings.drawn and self.training):
             return super().forward(batch, frozen)
-        level = int(torch.randint(self.levels, ()))  # on the host, which is seeded in every step
+        level = int(torch.randint(self.levels, (), device="cpu"))  # on the host, which is seeded in every step
         places, hidden = self.level_states(batch, frozen)
         weights = self.levels * step_weights(places, level + 1)[level:]
         teacher, teacher_head, objective = self.teacher(batch, places, frozen)

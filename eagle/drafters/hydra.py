@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from eagle.core.drafter import TargetHead
 from eagle.data.examples import Batch
 from eagle.drafters.parts.blocks import head_shape
-from eagle.drafters.parts.dropout import TextDropout
 from eagle.drafters.parts.level_heads import Loss
 from eagle.drafters.parts.objectives import LanguageHead, OwnHead, align_steps, feature_regression
 from eagle.drafters.parts.prefix import PrefixHeads
@@ -30,7 +29,7 @@ class HydraSettings(Section):
     layers: int = Field(1, ge=1)  # blocks of each level; Hydra++ has four
     prefix: bool = False  # a Llama block over the target's states comes first, as in Hydra++
     loss: Loss = "cross_entropy"  # as Hydra++; Hydra's own is "tokens"
-    dropout: float = Field(0.0, ge=0, lt=1)  # in front of every block and LM head
+    dropout: float = Field(0.0, ge=0, lt=1)  # in training, in front of every block and LM head
     regression: float = Field(0.0, ge=0)  # weight of Smooth-L1 between what LM heads read and the target's states
 
 
@@ -89,10 +88,10 @@ class Hydra(PrefixHeads):
         """[.., (level + 2) H], one embedding more."""
         return torch.cat([state, frozen.embed(tokens).to(state.dtype)], dim=-1)
 
-    def hidden(self, level: int, state: Tensor, drop: Callable[[Tensor], Tensor] = lambda state: state) -> Tensor:
+    def hidden(self, level: int, state: Tensor, dropout: float = 0.0) -> Tensor:
         """[.., H], the level's blocks."""
         for block in self.blocks[level]:
-            state = block(drop(state))
+            state = block(F.dropout(state, dropout))
         return state
 
     def lm_heads(self, frozen: TargetHead) -> Sequence[LanguageHead]:
@@ -101,10 +100,10 @@ class Hydra(PrefixHeads):
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
         """The distillation loss of every level, and the regression where it has a weight."""
-        settings, drop = self.settings, TextDropout(self.settings.dropout if self.training else 0.0, batch)
+        settings, dropout = self.settings, self.settings.dropout if self.training else 0.0
         places, states = self.read_levels(batch, frozen)
-        hidden = [self.hidden(level, state, drop) for level, state in enumerate(states)]
-        losses = self.distill(batch, frozen, places, [drop(state) for state in hidden])
+        hidden = [self.hidden(level, state, dropout) for level, state in enumerate(states)]
+        losses = self.distill(batch, frozen, places, [F.dropout(state, dropout) for state in hidden])
         if settings.regression:
             true = batch.select_taps((-1,))[:, 0].index_select(0, places + 1)
             regression = feature_regression(align_steps(hidden), true, self.slot_weights(places))

@@ -35,7 +35,7 @@ def read_levels(head: HeadFolder, target: TargetFiles | None) -> None:
         theirs = f"{target.width} wide with {target.vocab_size}"
         head.problem(f"the head is for a target {ours}, {target.path} is {theirs}", "Name the right target")
     _check_tensors(head, reader, target)
-    head.problems += [Finding(f"config.json: {wrong}", fix="Correct it") for wrong in head.keys.wrong]
+    head.problems += [Finding(f"config.json: {wrong}", fix="Correct it") for wrong in dict.fromkeys(head.keys.wrong)]
     head.unknown_keys = head.keys.left()
 
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.formats.layout import Layout, embedding_of, llama_config, tensors_of
+from eagle.formats.layout import Layout, embedding_of, has_attention, llama_config, tensors_of
 from eagle.formats.networks import EMBEDDING, NetworkLayout
 
 MEDUSA, HYDRA, SPECULATOR, FALCON = "medusa", "hydra", "mlp_speculator", "falcon"
+USUAL_THETA = 10000.0  # of Llama when that code was written
 TOP_TOKENS = (5, 4, 3, 2)  # of each level of their trees, and one of any later level
 
 
@@ -40,8 +41,14 @@ def check_shared(tensors: Mapping[str, Tensor], first: int, engine: str) -> None
             )
 
 
-def check_family(target_config: Any, families: tuple[str, ...], engine: str) -> None:
-    """Refuse a target that the published code cannot load."""
+def check_family(drafter: TrainableDrafter, target_config: Any, families: tuple[str, ...], engine: str) -> None:
+    """Refuse a target that the published code cannot load, and an attention whose sizes it cannot have."""
+    shape = drafter.shape
+    if has_attention(drafter) and shape.head_dim * shape.num_attention_heads != shape.hidden_size:
+        raise ValueError(
+            f"{engine}: head_dim is {shape.head_dim}, but this code takes hidden_size / num_attention_heads = "
+            f"{shape.hidden_size} / {shape.num_attention_heads}, and no exporter has another layout for it"
+        )
     if target_config.model_type not in families:
         raise ValueError(
             f"{engine}: the target is a {target_config.model_type}, and this code reads {', '.join(families)}: export "
@@ -99,13 +106,14 @@ class PublishedMedusa(NetworkLayout):
     def write(self, drafter: TrainableDrafter, target_config: Any, engine: str) -> Layout:
         """The blocks and the LM head of a level are numbered in one row."""
         settings, tensors = drafter.settings, tensors_of(drafter)
-        check_family(target_config, ("llama", "mistral"), engine)
+        check_family(drafter, target_config, ("llama", "mistral"), engine)
         check_shared(tensors, 0, engine)
         spelling = {
             r"blocks\.(\d+)\.(\d+)\.(\w+)": r"\1.\2.linear.\3",
             r"heads\.(\d+)\.weight": rf"\1.{settings.layers}.weight",
         }
         config = {
+            "model_type": "medusa",  # without one the loader takes the family from words in the folder's path
             **base_config(drafter, target_config),
             "medusa_num_heads": settings.levels,
             "medusa_num_layers": settings.layers,
@@ -122,8 +130,14 @@ class PublishedHydra(NetworkLayout):
     def write(self, drafter: TrainableDrafter, target_config: Any, engine: str) -> Layout:
         """The code takes the embedding from the target, and the sizes of the prefix layer too."""
         settings, tensors = drafter.settings, tensors_of(drafter)
-        check_family(target_config, ("llama",), engine)
+        check_family(drafter, target_config, ("llama",), engine)
         check_shared(tensors, 1, engine)
+        theta = drafter.shape.rope_parameters["rope_theta"]
+        if settings.prefix and theta != USUAL_THETA:
+            raise ValueError(
+                f"{engine}: the prefix layer has rope_theta {theta:g}, and that code {USUAL_THETA:g} for any "
+                "target: train with drafter.prefix=false"
+            )
         behind = (lambda place: 2 * int(place) + 1) if settings.prefix else int
         spelled = {
             re.sub(r"^(blocks\.\d+\.)(\d+)", lambda found: f"{found[1]}{behind(found[2])}", name): tensor
@@ -182,13 +196,7 @@ class PublishedFalcon(NetworkLayout):
 
     def write(self, drafter: TrainableDrafter, target_config: Any, engine: str) -> Layout:
         """From a state of zeros neither the forget gate nor the recurrent weights matter: both are zeros."""
-        check_family(target_config, ("llama", "qwen2"), engine)
-        shape = drafter.shape
-        if shape.head_dim * shape.num_attention_heads != shape.hidden_size:
-            raise ValueError(
-                f"{engine}: head_dim is {shape.head_dim}, but this code takes hidden_size / num_attention_heads = "
-                f"{shape.hidden_size} / {shape.num_attention_heads}: no exporter has another layout for it"
-            )
+        check_family(drafter, target_config, ("llama", "qwen2"), engine)
         tensors = {EMBEDDING: embedding_of(drafter, engine)}
         for name, tensor in tensors_of(drafter).items():
             if gate := re.fullmatch(r"gates\.(\d)\.(weight|bias)", name):

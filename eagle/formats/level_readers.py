@@ -15,6 +15,7 @@ from eagle.formats import traps
 from eagle.formats.head_folder import HeadFolder
 from eagle.formats.head_parts import read_sizes
 from eagle.formats.keys import short
+from eagle.formats.level_layouts import USUAL_THETA
 from eagle.formats.level_reader import (
     FOLLOWS,
     MOST,
@@ -122,6 +123,15 @@ class HydraReader(LevelReader):
             "prefix": prefix,
         }
 
+    def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
+        """The target's, but for the base of its rotary positions, which that code never looked at."""
+        shape = super().read_shape(head, target)
+        if head.settings["prefix"] and shape.rope_parameters["rope_theta"] != USUAL_THETA:
+            told = f"rope_theta of the prefix layer: {USUAL_THETA:g} for every target there"
+            head.notes += [told] if told not in head.notes else []
+            shape.rope_parameters = {**shape.rope_parameters, "rope_theta": USUAL_THETA}
+        return shape
+
 
 class SpeculatorReader(LevelReader):
     """MLP speculators of fms-extras, plain or in its wrapper for transformers."""
@@ -146,7 +156,8 @@ class SpeculatorReader(LevelReader):
         entry, said = head.entry("proj.0.weight"), keys.size("n_predict")
         inner, width = entry.shape if entry and len(entry.shape) == 2 else (1, None)
         compare_size(head, "emb_dim", keys.values.get("emb_dim"), width)
-        compare_size(head, "inner_dim", keys.values.get("inner_dim") or width, inner)  # 0 is as wide as the state
+        stated = keys.values.get("inner_dim")
+        compare_size(head, "inner_dim", width if stated == 0 else stated, inner)
         if said is not None and said > MOST:
             head.problem(f"config.json: n_predict is {said}, expected at most {MOST}", "Correct it")
             said = None

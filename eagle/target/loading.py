@@ -69,6 +69,19 @@ def merge_adapter(model: Any, adapter: str) -> Any:
     return PeftModel.from_pretrained(model, adapter).merge_and_unload()
 
 
+def add_adapter(model: Any, rank: int, alpha: int, dropout: float) -> Any:
+    """New LoRA adapters, without effect at first, in a model's linear layers but its LM head; all else is frozen.
+
+    They are put into the model itself; what comes back can run it without them and merge them.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise ValueError("training a target needs peft, which makes its adapters: `pip install peft`") from None
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules="all-linear")
+    return get_peft_model(model, config)
+
+
 def check_model(model: Any) -> None:
     """Refuse what is no causal language model of transformers."""
     if isinstance(model, str | Path):

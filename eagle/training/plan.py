@@ -73,7 +73,7 @@ class Plan:
             return settings.lr * (number + 1) / warmup
         left = min(max((steps - number) / max(steps - warmup, 1), 0.0), 1.0)
         shapes = {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}
-        return settings.lr * shapes[settings.schedule]
+        return settings.lr * (settings.final_lr + (1 - settings.final_lr) * shapes[settings.schedule])
 
 
 def gate_mask(mask: Tensor, gate: str) -> Tensor:

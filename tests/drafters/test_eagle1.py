@@ -83,7 +83,7 @@ def moved(place: int, slower: int) -> Callable[..., Any]:
     return wrong
 
 
-def unmasked(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def unmasked(count: int, stride: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """No future is hidden."""
     return torch.zeros(count, count, dtype=dtype, device=device)
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import pytest
 import test_conformance as conformance
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from trained import equal, prepared, rows, run
 
@@ -22,7 +23,6 @@ from eagle.data.features import LiveFeatures
 from eagle.drafters import DRAFTERS
 from eagle.drafters.hydra import Hydra, HydraSettings
 from eagle.drafters.parts import prefix, spans, text_state
-from eagle.drafters.parts.dropout import TextDropout
 from eagle.drafters.parts.level_heads import LevelHeads
 from tests import naive_hydra
 from tests.drafters.test_many_texts import BUDGETS, SAMPLINGS, Text, play
@@ -156,7 +156,7 @@ def slots_further(batch: Batch, device: torch.device) -> Any:
     return known + 1, positions, wanted
 
 
-def unmasked(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def unmasked(count: int, stride: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """No future is hidden."""
     return torch.zeros(count, count, dtype=dtype, device=device)
 
@@ -272,30 +272,30 @@ def test_rows_are_as_each_alone(kind: str, sampling: str) -> None:
 # -- dropout ----------------------------------------------------------------------------------------------------------
 
 
-def test_dropout_follows_each_texts_seed() -> None:
-    """The same for a text alone and beside another, other numbers for another seed, none in validation."""
-    head, frozen, texts = (
-        new_head("hydra++", dropout=0.3),
-        frozen_head(FP64),
-        texts_of({17: [(5, 17)], 12: [(2, 12)]}, FP64),
-    )
+def test_dropout_is_that_of_the_seed_and_of_training_alone() -> None:
+    """Of numbers in front of blocks and LM heads: another loss for another seed, and none where nothing is learned."""
+    head, frozen = new_head("hydra++", dropout=0.3), frozen_head(FP64)
+    batch = collate(texts_of(SPANS, FP64), TAPS)
 
-    def loss(seeds: list[int], *kept: int) -> Tensor:
-        batch = collate([texts[place] for place in kept], TAPS, seeds)
-        return head(batch, frozen)["total"].detach() * batch.slots
+    def loss(seed: int) -> float:
+        torch.manual_seed(seed)
+        return float(head(batch, frozen)["total"].detach())
 
-    both = loss([3, 4], 0, 1)
-    torch.testing.assert_close(loss([3], 0) + loss([4], 1), both, rtol=1e-6, atol=0)
-    assert loss([3, 4], 0, 1) == both != loss([3, 5], 0, 1)
-    head.eval()
-    assert loss([3, 4], 0, 1) == loss([3, 5], 0, 1) != both
+    assert loss(3) == loss(3) != loss(4)
+    whole = head.validate(batch, frozen, conformance.TREES)
+    assert loss(3) != head.eval()(batch, frozen)["total"] == loss(3) == loss(4)
+    assert head.validate(batch, frozen, conformance.TREES)["cross_entropy"] == whole["cross_entropy"]
 
 
-def test_dropout_keeps_the_mean() -> None:
-    """Zeros of the asked share, and the rest raised as much."""
-    batch = collate(texts_of({4000: [(2, 4000)]}, FP64), TAPS)
-    dropped = TextDropout(0.2, batch)(torch.ones(3998, 8))
-    assert set(dropped.unique().tolist()) == {0.0, 1.25} and abs(float(dropped.mean()) - 1) < 0.01
+@pytest.mark.parametrize("layers", [1, 3])
+def test_dropout_stands_in_front_of_every_block_and_lm_head(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the widths of what is dropped from: a level's concatenation, then the target's width."""
+    head, frozen = new_head("deep", layers=layers, dropout=0.5, regression=0.0), frozen_head(FP64)
+    widths: list[int] = []
+    monkeypatch.setattr(F, "dropout", lambda state, share: widths.append(state.shape[-1]) or state)
+    head(collate(texts_of(ONE, FP64), TAPS), frozen)
+    wide = [48 * (level + 2) for level in range(3)]
+    assert sorted(widths) == sorted(wide + 3 * layers * [48])
 
 
 # -- all that any method must hold, with a prefix ---------------------------------------------------------------------

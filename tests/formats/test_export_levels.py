@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from eagle.formats.export import EXPORTERS, export
 from eagle.formats.foreign import inspect, read_head
 from tests import foreign_heads as made
 
-H, V, LEVELS = made.H, made.V, 3
+H, V, LEVELS, INNER = made.H, made.V, 3, 8
 TARGET = LlamaConfig(**{**made.LLAMA, "num_hidden_layers": made.LAYERS}, name_or_path="some/target")
+READ = ("linear", "res_connection")
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -32,6 +34,50 @@ def spell(**parts: tuple[int, ...]) -> Shapes:
 
 
 MEDUSA = spell(N__0__linear__weight=(H, H), N__0__linear__bias=(H,), N__1__weight=(V, H))
+SPECULATOR = spell(
+    emb__N__weight=(V, INNER),
+    proj__N__weight=(INNER, INNER),
+    ln__N__weight=(INNER,),
+    ln__N__bias=(INNER,),
+    head__N__weight=(V, INNER),
+)
+SPECULATOR |= {"proj.0.weight": (INNER, H)}
+SPECULATOR_KEYS = {
+    "architectures": ["MLPSpeculatorPreTrainedModel"],
+    "model_type": "mlp_speculator",
+    "emb_dim": H,
+    "inner_dim": INNER,
+    "vocab_size": V,
+    "n_predict": LEVELS,
+    "top_k_tokens_per_head": [5, 4, 3],
+    "n_candidates": 5,
+    "tie_weights": False,
+    "scale_input": False,
+    "torch_dtype": "float32",
+}
+HYDRA = {f"hydra_mlp.{level}.0.{part}.weight": (H, (level + 2) * H) for level in range(LEVELS) for part in READ}
+HYDRA |= spell(**{f"hydra_mlp__N__0__{part}__bias": (H,) for part in READ})
+HYDRA |= spell(hydra_lm_head__N__weight=(V, H), hydra_lm_head__N__bias=(V,))
+PREFIXED = {  # a dropout stands in front of each block and LM head
+    re.sub(r"^(hydra_lm_head\.\d)", r"\1.1", re.sub(r"^(hydra_mlp\.\d\.)0", r"\g<1>1", name)): size
+    for name, size in HYDRA.items()
+}
+PREFIXED |= spell(hydra_mlp__N__3__linear__weight=(H, H), hydra_mlp__N__3__linear__bias=(H,))
+PREFIXED |= {
+    f"prefix_embeding_layer.{name}": tuple(tensor.shape) for name, tensor in made.block("layers.0.", H).items()
+}
+PREFIXED |= {f"prefix_embeding_layer.{name}.weight": (H,) for name in ("layers.0.input_layernorm", "norm")}
+HYDRA_KEYS = {
+    "hidden_size": H,
+    "vocab_size": V,
+    "torch_dtype": "float32",
+    "hydra_num_heads": LEVELS,
+    "hydra_num_layers": 1,
+    "hydra_head_arch": "mlp",
+    "grounded_heads": True,
+    "hidden_state_offset": 0,
+    "base_model_name_or_path": "some/target",
+}
 GOLDEN: dict[tuple[str, str], tuple[str, Shapes, dict[str, Any]]] = {  # engine, head: file, tensors, config
     ("vllm", "medusa"): (
         "model.safetensors",
@@ -48,10 +94,27 @@ GOLDEN: dict[tuple[str, str], tuple[str, Shapes, dict[str, Any]]] = {  # engine,
             "original_lm_head": False,
         },
     ),
+    ("fms", "speculator"): (
+        "model.safetensors",
+        {f"speculator.{name}": size for name, size in SPECULATOR.items()},
+        SPECULATOR_KEYS,
+    ),
+    ("fms", "tied speculator"): (
+        "model.safetensors",
+        {f"speculator.{name}": size for name, size in SPECULATOR.items()},
+        {**SPECULATOR_KEYS, "tie_weights": True, "scale_input": True},
+    ),
+    ("hydra", "hydra"): ("hydra_lm_head.pt", HYDRA, HYDRA_KEYS),
+    ("hydra", "hydra with a prefix"): (
+        "hydra_lm_head.pt",
+        PREFIXED,
+        {**HYDRA_KEYS, "hydra_num_layers": 2, "hydra_head_arch": "prefix-mlp"},
+    ),
     ("medusa", "medusa"): (
         "medusa_lm_head.pt",
         MEDUSA,
         {
+            "model_type": "medusa",
             "hidden_size": H,
             "vocab_size": V,
             "torch_dtype": "float32",
@@ -65,8 +128,13 @@ HEADS: dict[str, dict[str, Any]] = {
     "medusa": {"kind": "medusa"},
     "medusa with the target's LM head": {"kind": "medusa", "lm_head": "target"},
     "medusa with two blocks": {"kind": "medusa", "layers": 2},
+    "hydra": {"kind": "hydra"},
+    "hydra with a prefix": {"kind": "hydra", "prefix": True, "layers": 2},
+    "speculator": {"kind": "mlp_speculator", "inner_dim": INNER},
+    "tied speculator": {"kind": "mlp_speculator", "inner_dim": INNER, "tie_weights": True, "scale_input": True},
+    "speculator of the target's width": {"kind": "mlp_speculator", "levels": 6},
 }
-READERS = {"medusa": ("vllm", "medusa")}
+READERS = {"hydra": ("hydra",), "medusa": ("vllm", "medusa"), "mlp_speculator": ("fms",)}
 
 
 def head_of(name: str, config: Any = TARGET) -> Any:
@@ -127,6 +195,16 @@ def test_engines_that_cannot_serve_it_say_what_can(name: str) -> None:
             EXPORTERS[engine](head, TARGET)
 
 
+def test_no_exporter_has_a_layout_for_blockwise_heads() -> None:
+    """Nobody published any."""
+    HEADS["blockwise"] = {"kind": "blockwise"}
+    head = head_of("blockwise")
+    del HEADS["blockwise"]
+    for engine in EXPORTERS.keys() - {"transformers"}:
+        with pytest.raises(ValueError, match=f"{engine}: no layout for 'blockwise': no exporter has one"):
+            EXPORTERS[engine](head, TARGET)
+
+
 def test_refusals_name_what_stands_in_the_way() -> None:
     """What the published code has once, a target that it cannot load, and a bias that vLLM would drop."""
     with pytest.raises(ValueError, match=r"medusa: blocks\.0\.1\.weight differs from block 0.*drafter\.layers=1"):
@@ -134,6 +212,8 @@ def test_refusals_name_what_stands_in_the_way() -> None:
     gemma = GemmaConfig(**{**made.LLAMA, "model_type": "gemma"})
     with pytest.raises(ValueError, match="medusa: the target is a gemma"):
         EXPORTERS["medusa"](head_of("medusa", gemma), gemma)
+    with pytest.raises(ValueError, match=r"vllm: no layout for 'mlp_speculator': vLLM 0\.9\.2 was the last"):
+        EXPORTERS["vllm"](head_of("speculator"), TARGET)
     with pytest.raises(ValueError, match=r"trtllm: .*trtllm-build.*--to medusa"):
         EXPORTERS["trtllm"](head_of("medusa"), TARGET)
     head = head_of("medusa with the target's LM head")

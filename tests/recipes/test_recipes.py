@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,13 @@ def by_hand(settings: Any, sizes: dict[str, Any]) -> int:
         inner, rest = settings.inner_dim, settings.inner_dim * (settings.levels - 1)
         return settings.levels * (2 * sizes["vocab_size"] + 2) * inner + inner * (width + rest)
     queries, keys = sizes["num_attention_heads"] * head, sizes["num_key_value_heads"] * head
+    if settings.kind == "medusa":
+        return settings.levels * (settings.layers * (width * width + width) + width * sizes["vocab_size"])
+    if settings.kind == "hydra":  # two matrices side by side, further gates, an LM head; a Llama layer in front
+        levels, further, mlp = settings.levels, settings.layers - 1, 3 * width * sizes["intermediate_size"]
+        first = sum(2 * width * (level + 2) * width + 2 * width for level in range(levels))
+        gates = first + levels * (further * (width + 1) * width + sizes["vocab_size"] * (width + 1))
+        return gates + settings.prefix * (2 * width * (queries + keys) + mlp + 3 * width)
     block = queries * width + 3 * width * (settings.intermediate_size or sizes["intermediate_size"])
     if settings.kind != "eagle3":
         return 2 * width * width + settings.fc_bias * width + width * (queries + 2 * keys) + block + width
@@ -158,6 +166,21 @@ def test_vicuna_trains_and_drafts_as_its_authors_did() -> None:
         )  # ours is one step ahead while it rises
     (budget,) = (section.budget for name, section in recipe.eval.drafters.items() if name == "eagle1")
     assert budget is not None and budget.paths == PUBLISHED_TREE
+
+
+def test_hydra_trains_as_its_authors_did() -> None:
+    """The rate of their scheduler: a cosine from 100 steps on, down to a third; their tree of 63 nodes."""
+    recipe = Recipe.load(ROOT / "recipes/vicuna-7b/hydra.yaml")
+    plan = Plan([1] * 68_000, recipe.train)
+    assert len(plan) == 10 * 2019
+    for step in (0, 50, 100, 5000, len(plan) - 1):
+        share = max(step - 100, 0) / (len(plan) - 100)
+        rate = step / 100 if step < 100 else 0.33 + 0.67 * 0.5 * (1 + math.cos(math.pi * share))
+        assert plan.lr(step) == pytest.approx(5e-4 * rate, abs=5.1e-4 / 100)  # ours is one step ahead while it rises
+    budget = recipe.eval.drafters["hydra"].budget
+    assert budget is not None and budget.paths is not None
+    paths = set(budget.paths)
+    assert len(paths) == len(budget.paths) == 63 and all(path[:-1] in {(), *paths} for path in paths)
 
 
 @pytest.mark.parametrize("path", LARGE, ids=named)
@@ -198,10 +221,8 @@ ANY = Sizes(**SIZES["Qwen/Qwen3-8B"]).config
 @pytest.mark.parametrize("path", STARTED, ids=named)
 def test_a_recipe_starts_from_the_head_of_another(path: Path) -> None:
     """One beside it for the same target, of the same network, which decides what weights mean."""
-    recipe, heads = (
-        Recipe.load(path),
-        {f"{Recipe.load(other).train.out}/head": other for other in path.parent.glob("*.yaml")},
-    )
+    recipe = Recipe.load(path)
+    heads = {f"{Recipe.load(other).train.out}/head": other for other in path.parent.glob("*.yaml")}
     first = heads[str(recipe.train.init)]
     assert recipe.target == Recipe.load(first).target
     one, two = (empty_head(settings_in(each), ANY) for each in (path, first))

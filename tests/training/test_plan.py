@@ -101,13 +101,14 @@ SHAPES = {
 }
 
 
+@pytest.mark.parametrize("final", [0.0, 0.1])
 @pytest.mark.parametrize("schedule", SHAPES)
 @pytest.mark.parametrize(("warmup", "steps"), [(0.0, 0), (0.1, 10), (20, 20)])
-def test_learning_rates(schedule: Any, warmup: float, steps: int) -> None:
-    """A straight rise over the warm-up, then the formula over what is left, whose zero the last step does not reach."""
-    made = plan(schedule=schedule, warmup=warmup, lr=2.0, epochs=10, max_steps=100)
+def test_learning_rates(schedule: Any, warmup: float, steps: int, final: float) -> None:
+    """A straight rise over the warm-up, then the formula over what is left, whose end the last step does not reach."""
+    made = plan(schedule=schedule, warmup=warmup, lr=2.0, epochs=10, max_steps=100, final_lr=final)
     for number in range(100):
         rise = (number + 1) / steps if number < steps else 1.0
         fall = SHAPES[schedule](max(number - steps, 0) / (100 - steps))
-        assert math.isclose(made.lr(number), 2 * min(rise, 1.0) * fall)
-    assert made.lr(99) > 0
+        assert math.isclose(made.lr(number), 2 * min(rise, 1.0) * (final + (1 - final) * fall))
+    assert made.lr(99) > 2 * final

@@ -28,7 +28,7 @@ class BlockState(HeadState):
 
     def __init__(self, head: Any) -> None:
         super().__init__(head)
-        self.size: int = head.settings.k
+        self.size: int = head.size
         self.recent: dict[int, Tensor] = {}  # [up to k - 1, H], what the block reads of each text's last slots
 
     def admit(self, row: int, noise: Noise | None = None) -> None:

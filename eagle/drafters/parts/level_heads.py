@@ -90,9 +90,9 @@ class LevelHeads(TrainableDrafter):
     def distill(self, batch: Batch, frozen: TargetHead, places: Tensor, hidden: Sequence[Tensor]) -> dict[str, Tensor]:
         """The loss of every level, of what its LM head reads at these slots [S, D]."""
         teacher, teacher_head, objective = self.teacher(batch, places, frozen)
-        heads = [head.cast(frozen.weight.dtype) for head in self.lm_heads(frozen)]  # that of the products
+        heads, dtype = (self.lm_heads(frozen), teacher_head), frozen.weight.dtype
         student, weights = align_steps(hidden), self.slot_weights(places)
-        total, each = distillation_loss(student, teacher, weights, (heads, teacher_head), objective)
+        total, each = distillation_loss(student, teacher, weights, heads, objective, dtype)
         return {"total": total, **{f"laws/{level}": value for level, value in enumerate(each)}}
 
     def slot_weights(self, places: Tensor) -> Tensor:
@@ -164,19 +164,15 @@ class LevelHeads(TrainableDrafter):
         levels = range(1 if self.reads_tokens else self.levels)
         if self.reads_tokens and scored == rows:
             levels = range(self.levels // 2, self.levels // 2 + 1)
-
-        def read(level: int, state: Tensor) -> Tensor:
-            return self.read_token(level, state, tokens, frozen)
-
         with torch.inference_mode():
             for level in range(levels[0]):
-                state = read(level, state)
+                state = self.read_token(level, state, tokens, frozen)
 
         @torch.inference_mode()
         def run() -> list[Tensor]:
             last, logits = state, list[Tensor]()
             for level in levels:
-                last = read(level, last)
+                last = self.read_token(level, last, tokens, frozen)
                 logits.append(self.level_logits(level, last, frozen))
             return logits
 

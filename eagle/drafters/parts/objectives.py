@@ -6,28 +6,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle.drafters.parts.divergences import Kind as Kind
+from eagle.drafters.parts.divergences import Objective as Objective
+from eagle.drafters.parts.divergences import compare_with
+
 ROWS = 96  # of a chunk at least: fewer make poor matrix products
+LEARNED = 4  # times as many where a matrix learns: every chunk is added to all of its gradient
 LOGITS = {"cpu": 1 << 22}  # bytes of a chunk's at most, on a CPU such as stay in its cache
 LOGITS_ELSEWHERE = 1 << 28
 AT_ONCE = {"cpu": 1 << 17}  # of them in fp32 at a time, for all that is no product
 AT_ONCE_ELSEWHERE = 1 << 25
 
 EVEN = 16  # of which a chunk's rows are a multiple
-TINY = 1e-20  # no logarithm is taken of less: an overlap, and what has no probability, have one
-
-Kind = Literal["cross_entropy", "reverse_kl", "jsd", "tv", "acceptance", "hybrid"]
-"""Of the teacher's probs p and the student's q, with a = sum min(p, q) what they have in common:
-
-- cross_entropy: -sum p log q, which is KL(p, q) but for what no student changes
-- reverse_kl: KL(q, p); jsd: (KL(p, m) + KL(q, m)) / 2 with m = (p + q) / 2; tv: 1 - a, half the sum of |p - q|
-- acceptance: -log a; hybrid: l KL(p, q) + (1 - l) (1 - a), where l = e^-3a is taken as given
-"""
 
 
 class LanguageHead(Protocol):
@@ -69,16 +65,6 @@ class OwnHead:
         return OwnHead(self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
 
 
-@dataclass(frozen=True, slots=True)
-class Objective:
-    """What probs are compared by; `top` weighs the likeliest `top_k` tokens of the teacher once more."""
-
-    kind: Kind = "cross_entropy"
-    weight: float = 1.0
-    top: float = 0.0
-    top_k: int = 10
-
-
 def feature_regression(predicted: Tensor, true: Tensor, weights: Tensor) -> Tensor:
     """Smooth-L1 (beta 1) of [K, S, D] to [S, D], a mean over the width, and a sum over the rest by weights [K, S]."""
     losses = F.smooth_l1_loss(predicted.float(), true.float().expand_as(predicted), reduction="none")
@@ -111,19 +97,27 @@ def distillation_loss(
     weights: Tensor,
     heads: tuple[LanguageHead | Sequence[LanguageHead], LanguageHead | None],
     objective: Objective | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Divergence of the student [K, S, D'] from the teacher [S, D] by weights [K, S], summed, and each step's part [K].
 
     The student has one head for all steps, or one for each. A teacher without a head names the tokens [S] that are
     right. Logits live for one chunk of rows, of which the teacher's serve all steps; gradients are found in the same
-    pass, at the states and at the matrices and biases that are trained.
+    pass, at the states and at the matrices and biases that are trained. `dtype` is that of the student's products.
     """
     students, frozen = heads
     students = students if isinstance(students, Sequence) else [students]
     if len(students) not in (1, len(student)):
         raise ValueError(f"got {len(students)} heads for {len(student)} steps: expected one, or one for each step")
-    matrices, biases = [head.weight for head in students], [_bias_of(head) for head in students]
-    return _Distilled.apply(student, teacher, weights, students, frozen, objective or Objective(), *matrices, *biases)
+    # heads that share no teacher's logits have nothing in common: those of one live at a time
+    groups = [students] if frozen is not None else [[head] for head in students]
+    losses = []
+    for group, states, weight in zip(groups, student.chunk(len(groups)), weights.chunk(len(groups)), strict=True):
+        trained = [head.weight for head in group] + [_bias_of(head) for head in group]
+        cast = group if dtype is None else [head.cast(dtype) for head in group]
+        losses.append(_Distilled.apply(states, teacher, weight, cast, frozen, objective or Objective(), *trained))
+    totals, each = zip(*losses, strict=True)
+    return torch.stack(totals).sum(), torch.cat(each)
 
 
 def _bias_of(head: LanguageHead) -> Tensor | None:
@@ -150,30 +144,45 @@ class _Distilled(torch.autograd.Function):
             torch.zeros_like(part, dtype=wide) if part is not None and needed else None
             for part, needed in zip(trained, ctx.needs_input_grad[6:], strict=True)
         ]
-        by_head = list(zip(students, grads[: len(students)], grads[len(students) :], strict=True))
+        learned = list(zip(students, grads[: len(students)], grads[len(students) :], strict=True))
         device = "cpu" if student.is_meta else student.device.type  # meta tensors, of sizes alone, know no autocast
         with torch.autocast(device, enabled=False):
-            chunks = _chunks(count, steps, students[0].weight)
-            room = _room_for_logits(chunks, steps // len(students), students[0], frozen)
+            chunks = _chunks(count, steps, students[0].weight, len(students), grads[0] is not None)
+            room = _room_for_logits(chunks, steps, students[0], frozen)
+            product = _room_for_product(students[0], grads[0])
             for rows in chunks:
                 taught = teacher[rows]
                 if frozen is not None:
                     taught = frozen.logits(taught, out=room[1][: len(taught)])
-                for number, (own, grad, grad_bias) in enumerate(by_head):
-                    part = slice(number, number + 1) if len(students) > 1 else slice(None)
-                    # flat, as products of three dimensions copy the matrix
-                    hidden, weight = student[part, rows].flatten(0, 1).to(own.weight.dtype), weights[part, rows]
-                    logits = own.logits(hidden, out=room[0][: len(hidden)])
-                    slope = own.slope(logits)
-                    losses = _loss_and_grad_(logits.unflatten(0, weight.shape), taught, wide, objective)
-                    sums[part] += (losses * weight).sum(-1)
-                    back, weight = logits if slope is None else logits.mul_(slope), weight.reshape(-1, 1)
-                    at_states = grad_student[part, rows]
-                    grad_student[part, rows] = (own.pull_back(back) * weight).to(at_states.dtype).view_as(at_states)
+                # flat, as products of three dimensions copy the matrix
+                hidden, weight = student[:, rows].flatten(0, 1).to(students[0].weight.dtype), weights[:, rows]
+                parts = zip(
+                    students, hidden.chunk(len(students)), room[0][: len(hidden)].chunk(len(students)), strict=True
+                )
+                logits = [own.logits(states, out=lent) for own, states, lent in parts]
+                slopes = [own.slope(part) for own, part in zip(students, logits, strict=True)]
+                losses = _loss_and_grad_(
+                    [one for part in logits for one in part.chunk(steps // len(students))], taught, wide, objective
+                )
+                sums += (losses * weight).sum(-1)
+                weight = weight.reshape(-1, 1)
+                by_head = zip(
+                    learned,
+                    logits,
+                    slopes,
+                    (hidden * weight).to(hidden.dtype).chunk(len(students)),
+                    weight.chunk(len(students)),
+                    strict=True,
+                )
+                pulled = []
+                for (own, grad, grad_bias), part, slope, states, heft in by_head:
+                    back = part if slope is None else part.mul_(slope)
+                    pulled.append(own.pull_back(back) * heft)
                     if grad is not None:
-                        grad += back.T @ (hidden * weight).to(back.dtype)
+                        _add_product_(grad, back.T, states, product)
                     if grad_bias is not None:
-                        grad_bias += (back.T @ weight.to(back.dtype))[:, 0]
+                        grad_bias += (back.T @ heft.to(back.dtype))[:, 0]
+                grad_student[:, rows] = torch.cat(pulled).to(student.dtype).view(steps, len(taught), -1)
         ctx.trained = [grad is not None for grad in grads]
         ctx.save_for_backward(grad_student, *(grad for grad in grads if grad is not None))
         ctx.mark_non_differentiable(sums)
@@ -181,103 +190,31 @@ class _Distilled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients that the forward pass found."""
+        """The gradients that the forward pass found, scaled in place: those of matrices are large."""
         grad_student, *grads = ctx.saved_tensors
-        by_part = [grads.pop(0) * upstream[0] if trained else None for trained in ctx.trained]
+        by_part = [grads.pop(0).mul_(upstream[0]) if trained else None for trained in ctx.trained]
         return grad_student * upstream[0], None, None, None, None, None, *by_part
 
 
-def _loss_and_grad_(logits: Tensor, taught: Tensor, wide: torch.dtype, objective: Objective) -> Tensor:
-    """[K, R], how logits [K, R, V] diverge from the teacher's [R, V] or right tokens [R]; they become the gradient."""
-    losses = torch.empty(logits.shape[:2], dtype=wide, device=logits.device)
-    few = max(AT_ONCE.get(logits.device.type, AT_ONCE_ELSEWHERE) // logits.shape[2], 1)
+def _add_product_(total: Tensor, left: Tensor, right: Tensor, room: Tensor | None) -> None:
+    """Add a product to a gradient, by way of some memory where it is of another precision."""
+    if room is None:
+        total.addmm_(left, right)
+    else:
+        total += torch.mm(left, right, out=room)
+
+
+def _loss_and_grad_(logits: Sequence[Tensor], taught: Tensor, wide: torch.dtype, objective: Objective) -> Tensor:
+    """[K, R], how each step's logits [R, V] diverge from what the teacher says; they become the gradient."""
+    losses = torch.empty(len(logits), len(taught), dtype=wide, device=taught.device)
+    few = max(AT_ONCE.get(taught.device.type, AT_ONCE_ELSEWHERE) // logits[0].shape[1], 1)
     for first in range(0, len(taught), few):
         rows = slice(first, first + few)
-        if taught.is_floating_point():
-            target_probs = taught[rows].softmax(-1, dtype=wide)
-            compare = COMPARE.get(objective.kind, _overlap)(target_probs, objective)
-        else:
-            compare = _likelihood(taught[rows, None], objective)
-        for step in range(len(logits)):
-            student = logits[step, rows].to(wide)
-            losses[step, rows], grad = compare(student, student.softmax(-1))
-            logits[step, rows] = grad
+        compare = compare_with(taught[rows], wide, objective)
+        for step, said in enumerate(logits):
+            student = said[rows].to(wide)
+            losses[step, rows], said[rows] = compare(student, student.softmax(-1))
     return losses
-
-
-def _likelihood(tokens: Tensor, objective: Objective) -> Any:
-    """Cross-entropy from tokens [R, 1] that are right."""
-
-    def compare(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        norm = logits.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log()
-        loss = (norm - logits.gather(-1, tokens))[..., 0]
-        grad = probs.scatter_add_(-1, tokens, torch.full_like(norm, -1))
-        weight = objective.weight
-        return (loss, grad) if weight == 1 else (weight * loss, grad.mul_(weight))
-
-    return compare
-
-
-def _entropy(target_probs: Tensor, objective: Objective) -> Any:
-    """Cross-entropy from the target's probs, whose likeliest tokens may count more."""
-    wanted = target_probs if objective.weight == 1 else objective.weight * target_probs
-    mass: Any = objective.weight
-    if objective.top:
-        best = target_probs.topk(objective.top_k)
-        wanted = (wanted.clone() if wanted is target_probs else wanted).scatter_add_(
-            -1, best.indices, objective.top * best.values
-        )
-        mass = mass + objective.top * best.values.sum(-1)
-
-    def compare(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        # the sum of exponentials, known from the likeliest token alone
-        norm = logits.amax(-1) - probs.amax(-1).log()
-        loss = mass * norm - logits.mul_(wanted).sum(-1)
-        scaled = probs.mul_(mass[..., None]) if isinstance(mass, Tensor) else probs if mass == 1 else probs.mul_(mass)
-        return loss, scaled.sub_(wanted)
-
-    return compare
-
-
-def _overlap(target_probs: Tensor, objective: Objective) -> Any:
-    """Losses of the overlap sum min(p, q), which is the chance that a token drawn from one is kept by the other."""
-
-    def compare(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        below = (probs < target_probs).to(probs.dtype)
-        overlap = torch.minimum(probs, target_probs).sum(-1, keepdim=True).clamp(min=TINY)
-        # of the overlap, by the logits
-        rise = probs * (below - (probs * below).sum(-1, keepdim=True))
-        if objective.kind == "tv":
-            return objective.weight * (1 - overlap[..., 0]), rise.mul_(-objective.weight)
-        if objective.kind == "acceptance":
-            return objective.weight * -overlap[..., 0].log(), rise.mul_(-objective.weight / overlap)
-        blend = (-3 * overlap).exp()
-        divergence = torch.xlogy(target_probs, target_probs).sum(-1) - (target_probs * logits.log_softmax(-1)).sum(-1)
-        loss = blend[..., 0] * divergence + (1 - blend[..., 0]) * (1 - overlap[..., 0])
-        return objective.weight * loss, (blend * (probs - target_probs) - (1 - blend) * rise).mul_(objective.weight)
-
-    return compare
-
-
-def _relative(target_probs: Tensor, objective: Objective) -> Any:
-    """Losses of the student's probs relative to others: the teacher's, or the middle between both."""
-    middle = objective.kind == "jsd"
-    weight = objective.weight / 2 if middle else objective.weight
-
-    def compare(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        other = (probs + target_probs).div_(2) if middle else target_probs.clamp(min=TINY)
-        # each logarithm for itself: a ratio of two zeros has none
-        apart = torch.xlogy(probs, probs) - torch.xlogy(probs, other)
-        divergence = apart.sum(-1, keepdim=True)
-        loss = divergence[..., 0]
-        if middle:
-            loss = loss + (torch.xlogy(target_probs, target_probs) - torch.xlogy(target_probs, other)).sum(-1)
-        return weight * loss, apart.sub_(probs * divergence).mul_(weight)
-
-    return compare
-
-
-COMPARE = {"cross_entropy": _entropy, "reverse_kl": _relative, "jsd": _relative}  # others are functions of the overlap
 
 
 def _room_for_logits(
@@ -289,8 +226,15 @@ def _room_for_logits(
     return [weight.new_empty(rows * count, len(weight)) for weight, count in heads]
 
 
-def _chunks(count: int, steps: int, weight: Tensor) -> list[slice]:
+def _room_for_product(own: LanguageHead, grad: Tensor | None) -> Tensor | None:
+    """Memory for what a chunk adds to a matrix's gradient, where the products are of another precision."""
+    return None if grad is None or grad.dtype == own.weight.dtype else torch.empty_like(own.weight)
+
+
+def _chunks(count: int, steps: int, weight: Tensor, heads: int = 1, learned: bool = False) -> list[slice]:
+    """Rows of which the logits of all steps live at once."""
     size = weight.element_size() * weight.shape[0] * steps  # bytes of a row's logits
-    rows = max(LOGITS.get(weight.device.type, LOGITS_ELSEWHERE) // size, -(-ROWS // steps))
+    least = -(-(LEARNED if learned else 1) * ROWS * heads // steps)
+    rows = max(LOGITS.get(weight.device.type, LOGITS_ELSEWHERE) // size, least)
     rows = max(rows // EVEN, 1) * EVEN
     return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]

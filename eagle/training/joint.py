@@ -1,0 +1,109 @@
+"""A target that learns together with heads on its states: adapters in its layers, and the loss of both."""
+
+# B texts, T tokens of the longest, S supervised slots, D target width
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from eagle.core.drafter import TargetHead, TrainableDrafter
+from eagle.core.tree import Paths
+from eagle.data.examples import Batch, Example, collate
+from eagle.device import upload
+from eagle.drafters.parts.objectives import distillation_loss
+from eagle.recipe import JointSection
+from eagle.target.loading import add_adapter
+
+
+class Joint(nn.Module):
+    """A target's model with adapters, and heads; its forward is their loss, its state is what of both is trained."""
+
+    def __init__(self, model: Any, head: TrainableDrafter, frozen: TargetHead, settings: JointSection) -> None:
+        super().__init__()
+        if {*head.taps, *head.teacher_taps} != {-1}:
+            raise ValueError(f"these heads read taps {head.taps} of the target, expected -1 alone, its LM head's input")
+        self.adapted = add_adapter(model, settings.rank, settings.alpha, settings.dropout)
+        self.head, self.frozen, self.settings = head, frozen, settings
+        self.body = (model.base_model,)  # in a tuple, as it is a part of `adapted` already
+        self.register_state_dict_post_hook(_drop_frozen)
+        self.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.clear())
+
+    def forward(self, examples: Sequence[Example], heads: float) -> dict[str, Tensor]:
+        """The target's loss and so much of the heads', as means over the supervised slots."""
+        batch, before = self.read(examples, compare=self.settings.loss == "kl")
+        target = self.target_loss(batch, before)
+        losses = self.head(batch, self.frozen)
+        total = losses.pop("total")
+        return {"total": target + heads * total, "target": target, "heads": total, **losses}
+
+    def read(self, examples: Sequence[Example], *, compare: bool) -> tuple[Batch, Tensor | None]:
+        """A batch with the adapted target's states; and, to compare, [N, D] those of the target that it was."""
+        tokens = pad_sequence([example.tokens for example in examples], batch_first=True)
+        tokens = upload(tokens, self.frozen.weight.device)
+        batch = self.collate(examples, self.states(tokens))
+        if not compare:
+            return batch, None
+        with torch.no_grad(), self.adapted.disable_adapter():
+            return batch, self.collate(examples, self.states(tokens)).features[:, 0]
+
+    def states(self, tokens: Tensor) -> Tensor:
+        """[B, T, D], the LM head's input at right-padded tokens [B, T]."""
+        (body,) = self.body
+        states: Tensor = body(input_ids=tokens, use_cache=False).last_hidden_state
+        return states
+
+    def collate(self, examples: Sequence[Example], states: Tensor) -> Batch:
+        """A batch of examples with these states [B, T, D]."""
+        rows = [states[row, : len(example.tokens), None] for row, example in enumerate(examples)]
+        texts = [replace(example, features=features) for example, features in zip(examples, rows, strict=True)]
+        return collate(texts, (-1,)).to(states.device)
+
+    def target_loss(self, batch: Batch, before: Tensor | None) -> Tensor:
+        """The target's own loss at the supervised tokens: from their likelihood, or KL(what it was, what it is)."""
+        slots = upload(batch.loss_mask.nonzero()[:, 0], batch.tokens.device)
+        states = batch.features[:, 0].index_select(0, slots - 1)[None]
+        wide = torch.promote_types(states.dtype, torch.float32)
+        weights = torch.full(states.shape[:2], 1 / max(len(slots), 1), dtype=wide, device=states.device)
+        if before is None:
+            return distillation_loss(states, batch.tokens.index_select(0, slots), weights, (self.frozen, None))[0]
+        taught, heads = before.index_select(0, slots - 1), (self.frozen, self.frozen)
+        with torch.no_grad():  # by the same products as the cross-entropy, so that equal states give exactly 0
+            entropy = distillation_loss(taught[None], taught, weights, heads)[0]
+        return distillation_loss(states, taught, weights, heads)[0] - entropy
+
+    @torch.no_grad()
+    def validate(self, examples: Sequence[Example], trees: dict[str, Paths]) -> dict[str, Tensor]:
+        """Sums of what the heads guess of the adapted target, and of the KL from what the target was."""
+        batch, before = self.read(examples, compare=True)
+        kl = self.target_loss(batch, before) * batch.slots
+        return {**self.head.validate(batch, self.frozen, trees), "kl": kl}
+
+    def groups(self, lr: float) -> list[dict[str, Any]]:
+        """What is trained, in groups of parameters with the learning rates of a step."""
+        trained = [part for part in self.parameters() if part.requires_grad]
+        matrices = {id(part) for part in self.head.parameters() if part.ndim > 1}
+        fast, slow = ([part for part in trained if (id(part) in matrices) == wanted] for wanted in (True, False))
+        return [{"params": slow, "lr": lr}, {"params": fast, "lr": lr * self.settings.head_lr}]
+
+    def merge(self) -> Any:
+        """The new target: the model with its adapters merged into its weights."""
+        return self.adapted.merge_and_unload()
+
+
+def heads_weight(settings: JointSection, step: int, steps: int) -> float:
+    """What the heads' loss counts in a step: all of it, or a part that rises by a sine over the run."""
+    return settings.heads * (math.sin(math.pi / 2 * step / steps) if settings.rise else 1.0)
+
+
+def _drop_frozen(joint: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Leave out what is not trained: a checkpoint would hold the whole target."""
+    trained = {prefix + name for name, part in joint.named_parameters() if part.requires_grad}
+    for name in [name for name in state if name.startswith(prefix) and name not in trained]:
+        del state[name]

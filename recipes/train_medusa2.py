@@ -1,0 +1,49 @@
+"""Train a target together with its heads (Medusa-2): `accelerate launch recipes/train_medusa2.py RECIPE [key=value]`.
+
+What comes out is a NEW target, whose answers differ from the old one's, and heads for it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from data_prep.tokens import read_examples
+from eagle.data.features import LiveFeatures
+from eagle.data.open import open_features
+from eagle.drafters import settings_of
+from eagle.log import script
+from eagle.recipe import Recipe, command_line
+from eagle.target.target import Target
+from eagle.training.first_head import first_head
+from eagle.training.launch import launch, resolve_dtype
+from eagle.training.train_joint import train_jointly
+from eval.results import commit
+
+
+def main(argv: list[str]) -> None:
+    """Read the recipe, load target and head, train both, and say what came out."""
+    args = command_line("recipes.train_medusa2", __doc__).parse_intermixed_args(argv)
+    recipe = resolve_dtype(Recipe.load(args.recipe, args.overrides))
+    if recipe.joint is None:
+        raise ValueError(f"{args.recipe} has no section `joint`: train its head alone, by recipes/train_eagle.py")
+    accelerator = launch(recipe.train)
+    settings = settings_of(recipe.drafter.model_dump(), args.recipe)
+    live = recipe.model_copy(update={"features": recipe.features.model_copy(update={"store": None})})
+    target, features = open_features(live, settings, partial(read_examples, recipe), main=accelerator.is_main_process)
+    if not isinstance(target, Target) or not isinstance(features, LiveFeatures) or target.sharded:
+        raise ValueError("a target that trains is whole on every process: leave features.shard_target out")
+    torch.manual_seed(recipe.train.seed)  # the first weights are part of the run
+    folder = train_jointly(accelerator, recipe, first_head(recipe, settings, target, features), features, commit())
+    accelerator.print(
+        f"a NEW target in {(folder / 'target').resolve()}: its answers are not those of {recipe.target.path}; the KL "
+        "from it is in provenance.json there\n"
+        f"heads for it, and for no other target, in {(folder / 'head').resolve()}; "
+        f"`python -m eval.measure {folder / 'head/recipe.yaml'}` measures them"
+    )
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    script(main)
