@@ -27,6 +27,10 @@ RESULTS = ROOT / "docs/results/level_speed.json"
 # heads of three levels, each as its release trains it
 HEADS: dict[str, dict[str, Any]] = {
     "medusa": {"levels": 3, "layers": 1, "loss": "tokens"},
+    "hydra": {"levels": 3, "layers": 4, "prefix": True, "dropout": 0.2, "loss": "cross_entropy"},
+    "mlp_speculator": {"levels": 3, "loss": "tokens"},
+    "blockwise": {"levels": 3, "drawn": True, "loss": "tokens"},
+    "falcon": {"k": 2, "dropout": 0.1},
 }
 # sizes, and conversations of a batch: one where two would take a plain step 20 GB
 SIZES = {8192: (Sizes(8192, 256, 704, 4, 4, 64), 4), 131072: (Sizes(131072, 512, 1408, 8, 8, 64), 1)}
@@ -36,11 +40,10 @@ LENGTH = 1024
 
 
 def texts_of(kind: str, texts: list[Text], batch: int) -> list[list[Text]]:
-    """Two batches of real lengths, or one text without padding."""
+    """A batch of real lengths, or one text without padding."""
     if kind == "full":
         return [[full(LENGTH)]]
-    used = [text for text in (cut(text, LENGTH) for text in texts) if text][: 2 * batch]
-    return [used[i : i + batch] for i in range(0, len(used), batch)]
+    return [[text for text in (cut(text, LENGTH) for text in texts) if text][:batch]]
 
 
 def rows(args: argparse.Namespace, texts: list[Text], target: str) -> Iterator[dict[str, Any]]:

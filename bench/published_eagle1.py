@@ -23,10 +23,11 @@ def linears(**sizes: tuple[int, int]) -> nn.ModuleDict:
 
 
 class Layer(nn.Module):
-    """One Llama block without input norm."""
+    """One Llama block, without input norm unless it is `normed`."""
 
-    def __init__(self, shape: Any) -> None:
+    def __init__(self, shape: Any, normed: bool = False) -> None:
         super().__init__()
+        self.input_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps) if normed else nn.Identity()
         width, wide, self.head_dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
         query, key = (heads * shape.head_dim for heads in (shape.num_attention_heads, shape.num_key_value_heads))
         self.self_attn = linears(q_proj=(width, query), k_proj=(width, key), v_proj=(width, key), o_proj=(query, width))
@@ -44,7 +45,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """[B, T, D]."""
-        rows = (self.self_attn[name](x).unflatten(-1, (-1, self.head_dim)) for name in ("q_proj", "k_proj", "v_proj"))
+        y = self.input_layernorm(x)
+        rows = (self.self_attn[name](y).unflatten(-1, (-1, self.head_dim)) for name in ("q_proj", "k_proj", "v_proj"))
         query, key, value = (row.transpose(1, 2) for row in rows)
         query, key = self.rotated(query), self.rotated(key)
         seen = F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=query.shape != key.shape)

@@ -66,8 +66,10 @@ HEADS: dict[str, dict[str, Any]] = {
     "eagle3.1": {"kind": "eagle3", "fc_norm": True, "norm_output": True, "draft_vocab": 12, "steps": 3},
     "eagle3 of other taps": {"kind": "eagle3", "taps": [0, 1, 2, -1], "norm_before_residual": True, "steps": 2},
     "eagle3 frozen": {"kind": "eagle3", "steps": 2, "train_lm_head": False, "draft_vocab": 12, "loss": "hybrid"},
+    "falcon": {"kind": "falcon", "k": 3},
     **{f"draft_model {loss}": {"kind": "draft_model", "divergence": loss} for loss in ("tokens", "jsd")},
     **{name: {"kind": name} for name in BY_DEFAULT},
+    "hydra++": {"kind": "hydra", "layers": 2, "prefix": True, "regression": 0.1},
     "medusa tokens": {"kind": "medusa", "lm_head": "target", "loss": "tokens", "weights": "falling"},
 }
 
@@ -87,13 +89,14 @@ def new_drafter(name: str, target: Target) -> Any:
         return FirstOf([NgramDrafter(), new_drafter("eagle3", target)])
     if name == "planted":
         return Impatient()
-    kind = DRAFTERS[name]
+    section = HEADS["hydra++"] if name == "hydra++" else {"kind": name}
+    kind = DRAFTERS[section["kind"]]
     if issubclass(kind, CountDrafter):
         return kind(some_tables(SIZE), target.device)
     if not issubclass(kind, TrainableDrafter):
         return load_drafter(name, target)
     torch.manual_seed(0)
-    settings = {"kind": name, **({"lm_head": "random"} if name == "eagle3" else {})}
+    settings = {**section, **({"lm_head": "random"} if name == "eagle3" else {})}
     return kind.for_target(settings_of(settings, "test"), target.config).to(target.device).bind(target.head)
 
 
@@ -213,7 +216,7 @@ Run = Callable[[Target], tuple[Any, list[Any]]]
 def every_run() -> dict[str, Run]:
     """The runs by name; those of decoding, of training, and of extraction."""
     runs: dict[str, Run] = {}
-    for name, sampling, batch in product(DRAFTERS, ("greedy", "T=1"), (False, True)):
+    for name, sampling, batch in product((*DRAFTERS, "hydra++"), ("greedy", "T=1"), (False, True)):
         runs[f"decode {name}, {sampling}, grown{', batch' * batch}"] = partial(decode, name, sampling, "grown", batch)
     of_budgets = {"greedy": ["fixed"], "T=1": ["likeliest", "fixed", "drawn"], "block": ["drawn chain"]}
     for name, (sampling, budgets) in product(("bigram", "draft_model", "eagle3"), of_budgets.items()):

@@ -71,7 +71,7 @@ def test_a_training_step_does_not_wait(name: str, dtype: str, target: Target, mo
     got, _ = train(HEADS[name], target, **settings)
     monkeypatch.undo()
     expected, _ = train(HEADS[name], new_target(CPU), **settings)
-    if name not in ("eagle1", "eagle1 as published", "hass"):  # whose noise is each device's own
+    if name not in ("eagle1", "eagle1 as published", "hass", "falcon"):  # whose noise is each device's own
         assert simulated_runs.difference(expected[:3], got[:3]) < (5e-2 if dtype == "bfloat16" else 1e-3)
 
 

@@ -17,12 +17,10 @@ from eagle.data.examples import Batch
 from eagle.drafters.parts.block_head import BlockHead
 from eagle.drafters.parts.blocks import Block, Rotary, head_shape
 from eagle.drafters.parts.feature_head import add_noise
-from eagle.drafters.parts.objectives import distillation_loss, feature_regression
+from eagle.drafters.parts.objectives import ROWS, distillation_loss, feature_regression
 from eagle.drafters.parts.slot_blocks import SlotBlocks
 from eagle.drafters.parts.text_blocks import position_tables, text_slots
 from eagle.recipe import Section
-
-ROWS = 256  # whose likeliest tokens are looked for at a time
 
 
 class FalconSettings(Section):
@@ -126,13 +124,17 @@ class Falcon(BlockHead):
         if self.training and (settings.glance_from or settings.glance_to):
             with torch.no_grad():
                 wrong = likeliest(read(tokens, hidden), frozen) != likeliest(true, frozen)
-            share = settings.glance_from + (settings.glance_to - settings.glance_from) * batch.progress
-            glanced = blocks.glance(wrong.view_as(counted) & counted, share)
+            glanced = blocks.glance(wrong.view_as(counted) & counted, self.glanced_share(batch.progress))
             named = batch.tokens.index_select(0, (answers + 1).clamp(max=last))
             tokens = replace_rows(tokens, slots, glanced, named)
             hidden = replace_rows(hidden, slots, glanced, true)
             counted = counted & ~glanced
         return read(tokens, hidden), true, blocks.weights(counted).flatten()
+
+    def glanced_share(self, progress: float) -> float:
+        """How many of the slots that guess wrong read their answers, when so much of the training is done."""
+        first, last = self.settings.glance_from, self.settings.glance_to
+        return float(first + (last - first) * progress)
 
 
 def likeliest(states: Tensor, frozen: TargetHead) -> Tensor:

@@ -32,6 +32,6 @@ def export(drafter: Any, target_config: Any, engine: str, out: str | Path, head:
     texts = write_notes(layout, drafter, engine, out, Path(head) if head else None, target)
     with lock_folder(out):
         write_text(out / "config.json", json.dumps(layout.config, indent=2) + "\n")
-        write_tensors(out / layout.file, layout.tensors)
+        write_tensors(out / layout.file, layout.tensors, {"format": "pt"})  # which older transformers insist on
         for name, text in texts.items():
             write_text(out / name, text)

@@ -184,7 +184,17 @@ class FalconReader(LevelReader):
         k = head.keys.size("k_mask")
         if k is None:
             head.problem("config.json: no k_mask, the tokens of a block", "Take it from the config of the training run")
-        head.keys.flag("bias")
+        if (act := head.keys.text("hidden_act")) not in (None, "silu"):
+            head.problem(f"config.json: hidden_act is {short(act)}, heads here have silu", fatal=False)
+        # a second layer and biases would be tensors that nothing here has
+        head.keys.taken |= {
+            "bias",
+            "num_hidden_layers",
+            "attention_bias",
+            "mlp_bias",
+            "qkv_bias",
+            "tie_word_embeddings",
+        }
         head.notes.append(
             "the LSTM begins at zeros at every place, as it does there for one text: its forget gates change nothing, "
             "and their rows are left out"

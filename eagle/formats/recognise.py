@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from eagle.drafters import DRAFTERS
 from eagle.formats.files import read_json, read_tensors
 from eagle.formats.head_folder import (
     AUTOMODEL,
@@ -43,7 +42,7 @@ def read_folder(path: Path) -> HeadFolder:
     _name_tensors(head)
     head.layout = OWN if is_own else _layout_of(head)
     head.kind, advice = _own_kind(config) if is_own else kind_by_tensors(head.names, config)
-    if head.kind in READERS and READERS[head.kind].method in DRAFTERS and not is_own:
+    if head.kind in READERS and not is_own:
         head.guesses_levels = True
         return head
     if not head.kind and (is_own or any(name.startswith("layers.0.") for name in head.names)):

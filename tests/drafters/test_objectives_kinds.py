@@ -9,11 +9,12 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle.core.drafter import TargetHead
-from eagle.drafters.parts import objectives
+from eagle.drafters.parts import divergences, objectives
 from eagle.drafters.parts.objectives import Kind, LanguageHead, Objective, OwnHead, distillation_loss
 
 STEPS, SLOTS, WIDTH, VOCABULARY = 2, 41, 6, 37
@@ -74,13 +75,18 @@ def gradients(loss: Tensor, student: Tensor, own: LanguageHead) -> list[Tensor]:
     return list(torch.autograd.grad(loss, [student, own.weight]))
 
 
+def in_chunks(patch: pytest.MonkeyPatch) -> None:
+    """Several chunks of 16 rows, of which each is gone through in several parts."""
+    patch.setattr(objectives, "ROWS", 4)
+    patch.setattr(objectives, "LOGITS", {"cpu": 8 * 16 * STEPS * VOCABULARY})  # bytes
+    patch.setattr(objectives, "AT_ONCE", {"cpu": 5 * VOCABULARY})
+
+
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("kind", get_args(Kind))
 def test_a_kind_is_its_formula(kind: Kind, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss and gradients over several chunks, of which each is gone through in several parts."""
-    monkeypatch.setattr(objectives, "ROWS", 32)
-    monkeypatch.setattr(objectives, "LOGITS", {"cpu": 8 * 16 * STEPS * VOCABULARY})  # bytes
-    monkeypatch.setattr(objectives, "AT_ONCE", {"cpu": 5 * VOCABULARY})
+    in_chunks(monkeypatch)
     own, frozen = head(0, softcap), head(1, softcap)
     student, teacher, weights = laid_out()
     loss, parts = distillation_loss(student, teacher, weights, (own, frozen), Objective(kind, weight=0.7))
@@ -90,6 +96,99 @@ def test_a_kind_is_its_formula(kind: Kind, softcap: float | None, monkeypatch: p
     torch.testing.assert_close(parts, apart.sum(-1), atol=1e-9, rtol=1e-9)
     for found, expected in zip(gradients(loss, student, own), gradients(apart.sum(), student, own), strict=True):
         torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
+
+
+def own_heads(count: int) -> list[OwnHead]:
+    """Matrices and biases that learn."""
+    biases = torch.randn(count, VOCABULARY, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    return [OwnHead(matrix(seed).requires_grad_(), bias.requires_grad_()) for seed, bias in enumerate(biases.unbind())]
+
+
+def compare_heads(count: int, taught: str) -> None:
+    """Loss, each step's part and every gradient of heads with biases, from tokens or probs, against plain torch."""
+    heads, frozen = own_heads(count), head(7, None)
+    student, states, weights = laid_out()
+    tokens = torch.randint(VOCABULARY, (SLOTS,), generator=torch.Generator().manual_seed(3))
+    teacher, teacher_head = (tokens, None) if taught == "tokens" else (states, frozen)
+    p = F.one_hot(tokens, VOCABULARY).double() if taught == "tokens" else frozen.logits(states).softmax(-1).detach()
+    loss, parts = distillation_loss(student, teacher, weights, (heads, teacher_head), Objective(weight=0.7))
+    each = [F.linear(x, own.weight, own.bias) for x, own in zip(student, heads * (STEPS // count), strict=True)]
+    apart = -0.7 * weights * (p * torch.stack(each).log_softmax(-1)).sum(-1)
+    torch.testing.assert_close(loss, apart.sum(), atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(parts, apart.sum(-1), atol=1e-9, rtol=1e-9)
+    learned = [student, *(own.weight for own in heads), *(own.bias for own in heads if own.bias is not None)]
+    found = torch.autograd.grad(3 * loss, learned, allow_unused=True)
+    for one, other in zip(found, torch.autograd.grad(3 * apart.sum(), learned), strict=True):
+        assert one is not None
+        torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("taught", ["tokens", "probs"])
+@pytest.mark.parametrize("count", [1, STEPS])
+def test_heads_with_biases_learn_from_tokens_and_probs(
+    count: int, taught: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One head for all steps, or one for each, over several chunks."""
+    in_chunks(monkeypatch)
+    compare_heads(count, taught)
+
+
+def other_token(tokens: Tensor, objective: Objective) -> Any:
+    """The likelihood of the next word of the vocabulary."""
+    return likelihood((tokens + 1) % VOCABULARY, objective)
+
+
+likelihood, add_product = divergences._likelihood, objectives._add_product_  # what faults are planted in
+FAULTS: list[tuple[Any, str, Any]] = [
+    (divergences, "_likelihood", other_token),
+    (objectives, "_bias_of", lambda head: None),
+    (objectives, "_add_product_", lambda total, left, *rest: add_product(total.zero_(), left, *rest)),
+]
+
+
+@pytest.mark.parametrize(("module", "name", "fault"), FAULTS, ids=[name for _, name, _ in FAULTS])
+@pytest.mark.parametrize("count", [1, STEPS])
+def test_a_fault_in_their_gradients_is_seen(
+    module: Any, name: str, fault: Any, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another token, a bias that does not learn, and a matrix that learns from its last chunk alone."""
+    in_chunks(monkeypatch)
+    monkeypatch.setattr(module, name, fault)
+    with pytest.raises(AssertionError):
+        compare_heads(count, "tokens")
+
+
+def test_heads_exchanged_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step has its own."""
+    honest = distillation_loss
+    monkeypatch.setitem(
+        globals(), "distillation_loss", lambda s, t, w, heads, o: honest(s, t, w, (heads[0][::-1], heads[1]), o)
+    )
+    with pytest.raises(AssertionError):
+        compare_heads(STEPS, "probs")
+
+
+def test_products_in_bf16_leave_gradients_of_weights_in_fp32() -> None:
+    """They are summed over chunks in fp32, and reach weights in fp32 without passing through bf16."""
+    own = OwnHead(matrix(0).float().requires_grad_())
+    student, _, weights = laid_out()
+    tokens = torch.arange(SLOTS) % VOCABULARY
+    loss, _ = distillation_loss(student.float(), tokens, weights.float(), (own, None), dtype=torch.bfloat16)
+    (gradient,) = torch.autograd.grad(loss * 3, own.weight)
+    assert gradient.dtype == torch.float32 and (gradient != gradient.bfloat16()).any()
+    exact = F.cross_entropy((student.float() @ own.weight.T).flatten(0, 1), tokens.repeat(STEPS), reduction="none")
+    (expected,) = torch.autograd.grad(3 * (exact * weights.float().flatten()).sum(), own.weight)
+    torch.testing.assert_close(gradient, expected, atol=0.02 * float(expected.abs().max()), rtol=0)
+
+
+def test_a_second_backward_is_refused() -> None:
+    """Gradients are scaled in place: twice would be wrong."""
+    own = OwnHead(matrix(0).requires_grad_())
+    student, teacher, weights = laid_out()
+    loss, _ = distillation_loss(student, teacher, weights, (own, head(1, None)))
+    torch.autograd.grad(2 * loss, own.weight, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(2 * loss, own.weight)
 
 
 @pytest.mark.parametrize("steps", [1, 3, 7, 20])

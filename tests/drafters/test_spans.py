@@ -70,6 +70,28 @@ def test_output_and_gradients_are_those_of_one_softmax(spans: Spans, steps: int)
         torch.testing.assert_close(ours, true, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("stride", [2, 3])
+def test_every_other_row_sees_its_text(stride: int) -> None:
+    """Runs of rows that do not lie side by side, from other first rows in each text; by the fused kernel too."""
+    masks = [torch.zeros(length, dtype=torch.bool) for length in LENGTHS]
+    for text, start, stop in ((0, 3, 140), (0, 147, 148), (1, 0, 7), (2, 39, 41)):
+        masks[text][start:stop] = True
+    firsts, begins = [1, 0, 2], [0, LENGTHS[0], LENGTHS[0] + LENGTHS[1]]
+    spans = Spans.of(masks, torch.device("cpu"), stride, firsts)
+    marked = [
+        begin + row
+        for begin, first, mask in zip(begins, firsts, masks, strict=True)
+        for row in range(first, len(mask), stride)
+        if mask[row]
+    ]
+    assert spans.rows.tolist() == marked
+    given = inputs(spans, 2)
+    for ours, true in zip(results(attend, given, spans), results(dense, given, spans), strict=True):
+        torch.testing.assert_close(ours, true, rtol=0, atol=1e-12)
+    query, key, value = (part.detach() for part in given[:3])
+    torch.testing.assert_close(attend_flex(query, key, value, spans), dense(query, key, value, spans, []))
+
+
 def test_bf16_is_near(spans: Spans) -> None:
     """Output and gradients within what bf16 resolves."""
     given = inputs(spans, 3, torch.bfloat16)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import GemmaConfig, LlamaConfig
 
@@ -67,6 +68,13 @@ PREFIXED |= {
     f"prefix_embeding_layer.{name}": tuple(tensor.shape) for name, tensor in made.block("layers.0.", H).items()
 }
 PREFIXED |= {f"prefix_embeding_layer.{name}.weight": (H,) for name in ("layers.0.input_layernorm", "norm")}
+LSTM = [
+    (layer, side, part, (4 * H, read) if part == "weight" else (4 * H,))
+    for layer, sides in enumerate(({"ih": 2 * H, "hh": H}, {"ih": H, "hh": H}))
+    for side, read in sides.items()
+    for part in ("weight", "bias")
+]
+LLAMA_KEYS = {key: value for key, value in made.LLAMA.items() if key not in ("use_cache", "transformers_version")}
 HYDRA_KEYS = {
     "hidden_size": H,
     "vocab_size": V,
@@ -104,6 +112,15 @@ GOLDEN: dict[tuple[str, str], tuple[str, Shapes, dict[str, Any]]] = {  # engine,
         {f"speculator.{name}": size for name, size in SPECULATOR.items()},
         {**SPECULATOR_KEYS, "tie_weights": True, "scale_input": True},
     ),
+    ("falcon", "falcon"): (
+        "pytorch_model.bin",
+        {
+            "embed_tokens.weight": (V, H),
+            **{f"lstm.{part}_{side}_l{layer}": size for layer, side, part, size in LSTM},
+            **{name: tuple(tensor.shape) for name, tensor in made.block("layers.0.", H).items()},
+        },
+        {**LLAMA_KEYS, "architectures": ["LlamaForCausalLM"], "bias": True, "k_mask": 2},
+    ),
     ("hydra", "hydra"): ("hydra_lm_head.pt", HYDRA, HYDRA_KEYS),
     ("hydra", "hydra with a prefix"): (
         "hydra_lm_head.pt",
@@ -128,13 +145,15 @@ HEADS: dict[str, dict[str, Any]] = {
     "medusa": {"kind": "medusa"},
     "medusa with the target's LM head": {"kind": "medusa", "lm_head": "target"},
     "medusa with two blocks": {"kind": "medusa", "layers": 2},
+    "falcon": {"kind": "falcon"},
+    "falcon in blocks of three": {"kind": "falcon", "k": 3, "levels": 8},
     "hydra": {"kind": "hydra"},
     "hydra with a prefix": {"kind": "hydra", "prefix": True, "layers": 2},
     "speculator": {"kind": "mlp_speculator", "inner_dim": INNER},
     "tied speculator": {"kind": "mlp_speculator", "inner_dim": INNER, "tie_weights": True, "scale_input": True},
     "speculator of the target's width": {"kind": "mlp_speculator", "levels": 6},
 }
-READERS = {"hydra": ("hydra",), "medusa": ("vllm", "medusa"), "mlp_speculator": ("fms",)}
+READERS = {"falcon": ("falcon",), "hydra": ("hydra",), "medusa": ("vllm", "medusa"), "mlp_speculator": ("fms",)}
 
 
 def head_of(name: str, config: Any = TARGET) -> Any:
@@ -174,6 +193,18 @@ def test_an_export_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
         assert again.settings.kind == head.settings.kind and again.network == head.network
         assert again.state_dict().keys() == head.state_dict().keys()
         assert all(torch.equal(tensor, again.state_dict()[key]) for key, tensor in head.state_dict().items())
+
+
+@torch.no_grad()
+def test_falcons_gates_are_an_lstm_that_begins_anew(tmp_path: Path) -> None:
+    """torch's own, with the tensors of the export, at one token of each of many texts."""
+    head = head_of("falcon")
+    tensors = EXPORTERS["falcon"](head, TARGET).tensors
+    lstm = nn.LSTM(2 * H, H, num_layers=2).eval()
+    lstm.load_state_dict({name.removeprefix("lstm."): tensor for name, tensor in tensors.items() if "lstm" in name})
+    embedded, hidden = made.drawn(9, H), made.drawn(9, H, seed=1)
+    theirs = lstm(torch.cat([embedded, hidden], dim=-1)[None])[0][0]  # the first axis is time
+    torch.testing.assert_close(head.enter(embedded, hidden), theirs, rtol=0, atol=1e-6)
 
 
 def test_vllm_gets_a_copy_of_the_targets_lm_head() -> None:
@@ -236,5 +267,7 @@ def test_the_readme_says_no_longer_chain_than_the_head_guesses(tmp_path: Path) -
     export(head_of("short"), TARGET, "vllm", tmp_path)
     del HEADS["short"]
     text = (tmp_path / "README.md").read_text()
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}  # without which older transformers fail
     assert '"method": "medusa"' in text and '"num_speculative_tokens": 2' in text and "2 tokens: as many" in text
     assert json.loads((tmp_path / "config.json").read_text())["medusa_num_heads"] == 2

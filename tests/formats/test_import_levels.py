@@ -189,6 +189,56 @@ def test_a_prefix_layer_needs_its_target(tmp_path: Path) -> None:
     refuses(made.write(tmp_path / "head", hydra()), "the sizes of the prefix layer are the target's. Name the target")
 
 
+def falcon(**changed: Any) -> made.Head:
+    """A Falcon head of its authors: EAGLE-1's block, and an LSTM that was trained with all of its parts."""
+    held = made.block("layers.0.", H) | {"embed_tokens.weight": made.embedding()}
+    for layer, read in enumerate((2 * H, H)):
+        held |= {
+            f"lstm.weight_{side}_l{layer}": made.drawn(4 * H, size) for side, size in {"ih": read, "hh": H}.items()
+        }
+        held |= {f"lstm.bias_{side}_l{layer}": made.drawn(4 * H, seed=layer + len(side)) for side in ("ih", "hh")}
+    return {**made.LLAMA, "architectures": ["LlamaForCausalLM"], "bias": True, "k_mask": 3, **changed}, held
+
+
+@torch.no_grad()
+def test_every_tensor_of_falcon_is_read(tmp_path: Path) -> None:
+    """What a state of zeros makes of them; torch's LSTM with all of its weights gives the same."""
+    config, held = falcon()
+    target = made.write_target(tmp_path / "target")
+    told = import_head(made.write(tmp_path / "theirs", (config, held)), tmp_path / "ours", target)
+    assert "its forget gates change nothing" in told and "the LSTM has no state that it could read" in told
+    assert "embed_tokens.weight is left out, heads here use the target's; they are equal" in told
+    head: Any = load_head(tmp_path / "ours")
+    assert head.settings.k == 3 and head.shape.rms_norm_eps == made.LLAMA["rms_norm_eps"]
+    lstm = torch.nn.LSTM(2 * H, H, num_layers=2).eval()
+    lstm.load_state_dict({name.removeprefix("lstm."): tensor for name, tensor in held.items() if "lstm" in name})
+    embedded, hidden = made.drawn(5, H), made.drawn(5, H, seed=1)
+    theirs = lstm(torch.cat([embedded, hidden], dim=-1)[None])[0][0]
+    wrong = lstm(torch.cat([embedded, hidden], dim=-1)[:, None])[0][:, 0]  # as one text, whose state goes on
+    torch.testing.assert_close(head.enter(embedded, hidden), theirs, rtol=0, atol=1e-6)
+    assert (wrong - theirs).abs().max() > 1e-2
+    assert torch.equal(head.layers[0].mlp.up_proj.weight, held["layers.0.mlp.up_proj.weight"])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda config, held: config.pop("k_mask"), "no k_mask"),
+        (lambda config, held: held.pop("lstm.weight_ih_l1"), "gates.1.weight is missing"),
+        (lambda config, held: held.pop("layers.0.mlp.up_proj.weight"), "layers.0.mlp.up_proj.weight is missing"),
+        (lambda config, held: held.update({"lstm.weight_ih_l0": made.drawn(3 * H, 2 * H)}), "expected [64, 32]"),
+        (lambda config, held: held.update({"fc.weight": made.drawn(H, 2 * H)}), "unknown tensors: fc.weight"),
+        (lambda config, held: config.update(hidden_act="relu"), "hidden_act is 'relu'"),
+        (lambda config, held: held["lstm.bias_hh_l0"].fill_(torch.inf), "not finite"),
+    ],
+)
+def test_a_spoilt_falcon_head_is_refused(spoil: Any, words: str, tmp_path: Path) -> None:
+    """By inspect and import alike."""
+    config, held = falcon()
+    spoil(config, held)
+    refuses(made.write(tmp_path / "head", (config, held)), words)
+
+
 def refuses(folder: Path, words: str, target: str | None = None) -> None:
     """An import says these words, and inspect does."""
     with pytest.raises(ValueError, match=re.escape(words)):

@@ -15,7 +15,6 @@ from eagle.__main__ import main
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.checkpoint import save_head
 from eagle.formats.foreign import inspect
-from eagle.formats.level_readers import READERS
 from tests import foreign_heads as made
 
 H, V, D = made.H, made.V, made.D
@@ -191,14 +190,8 @@ KINDS: dict[str, tuple[made.Head, str]] = {
     "language model": (language_model(), "causal language model"),
     "language model of one layer": (language_model(1), "causal language model"),
 }
-WORDS = {
-    "Medusa heads": "Medusa",
-    "Hydra heads": "Hydra",
-    "an MLP speculator": "MLP speculator",
-    "a FALCON head": "FALCON",
-}
 EAGLE = ("EAGLE-1 (", "EAGLE-3", "EAGLE-3.1")
-READABLE = tuple(word for kind, word in WORDS.items() if READERS[kind].method in DRAFTERS)
+READABLE = ("Medusa", "Hydra", "MLP speculator", "FALCON")
 
 
 def check_named(folder: Path, word: str) -> None:

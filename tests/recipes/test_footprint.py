@@ -19,12 +19,13 @@ from tests.registry import BY_DEFAULT
 ROOT = Path(__file__).parents[2]
 SHORT = (128, 96)
 SLOW = pytest.mark.slow
+PREFIXED = {"kind": "hydra", "layers": 2, "prefix": True, "dropout": 0.2, "regression": 0.1}
 RESULTS = json.loads((ROOT / "docs/results/memory.json").read_text())
 
 
 def small_head(name: str) -> Any:
     """A method's head at a width of 512."""
-    section = HEADS.get(name, {"kind": name})
+    section = PREFIXED if name == "hydra++" else HEADS.get(name, {"kind": name})
     small = {"draft_vocab": 2_000} if "draft_vocab" in section else {}
     return empty_head(settings_of({**section, **small}, "test"), SMALL)
 
@@ -40,6 +41,7 @@ def small_head(name: str) -> Any:
         pytest.param("draft model", "bfloat16", 1, marks=SLOW),
         *(pytest.param(name, "bfloat16", 1, marks=SLOW) for name in BY_DEFAULT),
         pytest.param("medusa", "float32", 2, marks=SLOW),
+        pytest.param("hydra++", "bfloat16", 1, marks=SLOW),
     ],
 )
 def test_the_forecast_is_what_the_allocator_gives_the_loop(name: str, dtype: str, accumulation: int) -> None:

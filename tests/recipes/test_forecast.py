@@ -51,6 +51,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "eagle3": {"kind": "eagle3", "draft_vocab": 128},
     "eagle3, two steps": {"kind": "eagle3", "steps": 2, "train_lm_head": False},
 }
+PREFIXED = {"kind": "hydra", "layers": 2, "prefix": True}
 NORMED = {"kind": "eagle3", "fc_norm": True, "norm_output": True}
 
 
@@ -165,7 +166,7 @@ class Counted(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
-@pytest.mark.parametrize("section", [*HEADS.values(), NORMED, *({"kind": name} for name in BY_DEFAULT)])
+@pytest.mark.parametrize("section", [*HEADS.values(), NORMED, PREFIXED, *({"kind": name} for name in BY_DEFAULT)])
 def test_flops_are_what_a_step_computes(section: dict[str, Any], share: float) -> None:
     """Of a short text, whose attention hardly counts."""
     head, batch, frozen = stepped(section, 32, share)

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from trained import apart, equal, prepared, rows, run, weights
 
 from eagle import Target
-from eagle.data.examples import collate
+from eagle.data.examples import Batch, collate
 from eagle.data.store import FeatureStore
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.checkpoint import load_head
@@ -96,6 +97,27 @@ def test_two_halves_are_the_whole(whole: Path, command: list[str], tmp_path: Pat
     (out / "last").rename(tmp_path / "seen")
     run(command, out, *asked)
     assert not (out / "last").exists()  # a complete run is left alone
+
+
+def test_what_follows_the_runs_progress_goes_on_where_it_was(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head that is trained otherwise as the run proceeds: two halves are the whole, to the byte."""
+    shares: list[float] = []
+    forward = DRAFTERS["falcon"].forward
+
+    def kept(self: Any, batch: Batch, frozen: Any) -> Any:
+        shares.append(batch.progress)
+        return forward(self, batch, frozen)
+
+    monkeypatch.setattr(DRAFTERS["falcon"], "forward", kept)
+    asked = ["drafter={kind: falcon}", "train.max_steps=4", "train.checkpoint_every=2", "train.keep=9"]
+    whole = run(command, tmp_path / "whole", *asked)
+    shutil.copytree(whole, tmp_path / "half")
+    (tmp_path / "half/checkpoints/step-4/complete.json").unlink()
+    shutil.rmtree(tmp_path / "half/last")
+    assert equal(run(command, tmp_path / "half", *asked), whole)
+    assert shares == [0, 0.25, 0.5, 0.75, 0.5, 0.75]
 
 
 def test_metrics_tell_every_loss_and_validation(whole: Path) -> None:

@@ -35,6 +35,7 @@ HEADS: dict[str, dict[str, Any]] = {
 FURTHER: dict[str, dict[str, Any]] = {
     **{name: {"kind": name} for name in BY_DEFAULT},
     "falcon": {"kind": "falcon", "dropout": 0.0},  # which each process draws for itself
+    "prefixed": {"kind": "hydra", "layers": 2, "prefix": True, "regression": 0.1},
     "drawn": {"kind": "blockwise", "drawn": True, "loss": "tokens"},
     "tied": {"kind": "mlp_speculator", "tie_weights": True, "scale_input": True},
 }

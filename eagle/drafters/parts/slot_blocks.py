@@ -26,9 +26,9 @@ class SlotBlocks:
     slots: Tensor  # [k, A], which slots they are; those before a text's begin are its first
     reached: Tensor  # [k, A], whether all tokens up to the one that a slot guesses are supervised
     texts: Tensor  # [A], which text a block is of
-    supervised: Tensor  # [M], slots of each text that are supervised
     order: Tensor  # [A], in which the whole blocks of a text are glanced at; far behind all where a block is not whole
     run: Tensor  # [A], how many slots of a block are then glanced at: its first, and never all
+    supervised: Tensor  # [M], slots of each text that are supervised
 
     @classmethod
     def everywhere(cls, batch: Batch, size: int) -> SlotBlocks:
@@ -61,14 +61,8 @@ class SlotBlocks:
             order[-1][whole] = torch.randperm(int(whole.sum()), generator=draw)
             run.append(torch.randint(1, size, last.shape, generator=draw))
             begin += len(mask)
-        supervised = torch.tensor([int(mask.sum()) for mask in masks])
-        columns = [
-            torch.cat(slots, 1),
-            torch.cat(reached, 1),
-            torch.cat(texts),
-            supervised,
-            *map(torch.cat, (order, run)),
-        ]
+        columns = [torch.cat(slots, 1), torch.cat(reached, 1), *map(torch.cat, (texts, order, run))]
+        columns.append(torch.tensor([int(mask.sum()) for mask in masks]))
         return cls(Spans.of(masks, device, stride, firsts), *(upload(column, device) for column in columns))
 
     def weights(self, counted: Tensor) -> Tensor:
