@@ -14,8 +14,27 @@ from transformers import AutoTokenizer
 
 from eagle import Target
 from eagle.recipe import Recipe
+from tests.registry import BY_DEFAULT
 
 STEPS = 40
+# cases of the conformance suite that are slow, or long, for methods that share most of their parts with one another
+SLOW_CASES = {
+    "test_output_is_the_untouched_models_own": ("top-p",),
+    "test_begin_forgets": ("greedy",),
+    "test_texts_side_by_side_are_as_each_alone": ("greedy",),
+}
+LONG_CASES = {"test_drawn_drafts_have_the_targets_law": ("chain-T=1", "chain-top-p", "published-T=1")}
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks select
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Mark those cases."""
+    for item in items:
+        if item.path.name == "test_conformance.py" and (call := getattr(item, "callspec", None)):
+            name, case = call.params.get("name"), call.id.partition("-")[2]
+            for mark, cases in (("slow", SLOW_CASES), ("long", LONG_CASES)):
+                if name in BY_DEFAULT and case in cases.get(item.originalname, ()):
+                    item.add_marker(mark)
 
 
 @pytest.fixture(scope="session")

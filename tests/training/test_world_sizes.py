@@ -168,7 +168,9 @@ def test_any_number_of_processes_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FURTHER)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in ("hydra", "falcon"))) for name in FURTHER]
+)
 def test_further_heads_learn_the_same(name: str, alone: dict[str, Path], tmp_path: Path) -> None:
     """On two processes with the head whole; those go on as four that share it."""
     few = 10 * TOLERANCE  # a weight whose gradient is almost nothing is moved by the sums' rounding, as Adam scales it
