@@ -6,12 +6,13 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 from time import perf_counter
 from typing import Any, TextIO
 
+from eagle.core.budget import Budget
 from eagle.core.decode import generate, stream
 from eagle.core.drafter import Drafter
 from eagle.core.goodput import Goodput
@@ -134,6 +135,8 @@ def supports_colour(out: TextIO) -> bool:
 
 
 def _generate(args: argparse.Namespace) -> None:
+    if args.typical and args.policy:
+        raise ValueError("--policy measures exact verification, --typical is lossy: leave one of them out")
     target = Target.load(args.target, dtype=args.dtype or ("float32" if args.compare else "auto"))
     drafter, none, prompt = load_drafter(args.drafter, target), load_drafter("none", target), target.chat(args.prompt)
     if target.device.type == "cpu":
@@ -144,14 +147,17 @@ def _generate(args: argparse.Namespace) -> None:
         for drafts in (drafter, none):
             generate(target, drafts, prompt, **{**options, "max_new_tokens": min(8, args.max_new_tokens)})
     coloured = supports_colour(sys.stdout)
-    budget = _measure_policy(target, drafter, prompt, sampling) if args.policy else None
+    policy = _measure_policy(target, drafter, prompt, sampling) if args.policy else None
+    # tokens that the target's own noise ranks first are often unlikely ones, which that rule turns away
+    likeliest = replace(drafter.budget or Budget(), draw="likeliest") if args.typical else None
+    budget = policy or likeliest
     drafted = stream_text(target, drafter, prompt, writer_to(sys.stdout, coloured), budget=budget, **options)
     print()
     legend = f" ({GREEN}green{PLAIN}: drafted)" if coloured else ""
     print(f"{args.drafter}: {drafted}{legend}", file=sys.stderr)
-    if budget is not None:
+    if policy is not None:
         levels = fmean([cycle.depth for cycle in drafted.trace.cycles] or [0])
-        print(f"policy: {levels:.1f} levels a cycle, of 0 to {budget.budget.depth}", file=sys.stderr)
+        print(f"policy: {levels:.1f} levels a cycle, of 0 to {policy.budget.depth}", file=sys.stderr)
     if args.typical:
         print("typical acceptance is LOSSY: the answer does not follow the model's distribution", file=sys.stderr)
     if args.compare:

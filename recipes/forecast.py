@@ -77,6 +77,8 @@ class Forecast:
 
 def forecast(recipe: Recipe, sizes: Sizes, conversations: int, cards: int = CARDS, tflops: float = TFLOPS) -> Forecast:
     """What a recipe will need."""
+    if recipe.joint is not None:
+        raise ValueError("no forecast is made of a target that trains with its heads: joint=null forecasts them alone")
     settings, train = settings_of(recipe.drafter.model_dump(), "recipe"), recipe.train
     head = empty_head(settings, sizes.config)
     tokens = min(conversations, recipe.data.limit or conversations) * min(TOKENS, recipe.data.max_length)

@@ -15,7 +15,6 @@ from eagle.data.open import open_features
 from eagle.drafters import settings_of
 from eagle.log import script
 from eagle.recipe import Recipe, command_line
-from eagle.target.target import Target
 from eagle.training.first_head import first_head
 from eagle.training.launch import launch, resolve_dtype
 from eagle.training.train_joint import train_jointly
@@ -28,14 +27,16 @@ def main(argv: list[str]) -> None:
     recipe = resolve_dtype(Recipe.load(args.recipe, args.overrides))
     if recipe.joint is None:
         raise ValueError(f"{args.recipe} has no section `joint`: train its head alone, by recipes/train_eagle.py")
+    if recipe.features.shard_target:
+        raise ValueError("a target that trains is whole on every process: leave features.shard_target out")
     accelerator = launch(recipe.train)
     settings = settings_of(recipe.drafter.model_dump(), args.recipe)
     live = recipe.model_copy(update={"features": recipe.features.model_copy(update={"store": None})})
-    target, features = open_features(live, settings, partial(read_examples, recipe), main=accelerator.is_main_process)
-    if not isinstance(target, Target) or not isinstance(features, LiveFeatures) or target.sharded:
-        raise ValueError("a target that trains is whole on every process: leave features.shard_target out")
+    _, features = open_features(live, settings, partial(read_examples, recipe), main=accelerator.is_main_process)
+    assert isinstance(features, LiveFeatures)  # as nothing is stored
     torch.manual_seed(recipe.train.seed)  # the first weights are part of the run
-    folder = train_jointly(accelerator, recipe, first_head(recipe, settings, target, features), features, commit())
+    head = first_head(recipe, settings, features.target, features)
+    folder = train_jointly(accelerator, recipe, head, features, commit())
     accelerator.print(
         f"a NEW target in {(folder / 'target').resolve()}: its answers are not those of {recipe.target.path}; the KL "
         "from it is in provenance.json there\n"

@@ -127,6 +127,9 @@ def test_a_lossy_answer_is_called_one(tiny_target_dir: Path, capsys: pytest.Capt
     with pytest.raises(SystemExit):
         main([*asked, "--typical"])
     assert "needs a temperature above 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*asked, "--typical", "--policy"])
+    assert "leave one of them out" in capsys.readouterr().err
 
 
 def test_a_difference_is_told(
