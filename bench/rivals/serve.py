@@ -34,9 +34,9 @@ class Work:
     batches: list[list[Text]]
     dtype: str  # of autocast, frozen weights and EAGLE-3's features; trained weights are fp32
     steps: int = 0  # of EAGLE-3's unroll; 0 for EAGLE-1
-    head: dict[str, Any] = field(default_factory=dict)  # settings of a head that guesses several tokens at once
     train_lm_head: bool = False
     device: str = "cpu"
+    head: dict[str, Any] = field(default_factory=dict)  # settings of a head that guesses several tokens at once
 
     @property
     def frozen_dtype(self) -> torch.dtype:

@@ -156,33 +156,18 @@ class _Distilled(torch.autograd.Function):
                     taught = frozen.logits(taught, out=room[1][: len(taught)])
                 # flat, as products of three dimensions copy the matrix
                 hidden, weight = student[:, rows].flatten(0, 1).to(students[0].weight.dtype), weights[:, rows]
-                parts = zip(
-                    students, hidden.chunk(len(students)), room[0][: len(hidden)].chunk(len(students)), strict=True
-                )
-                logits = [own.logits(states, out=lent) for own, states, lent in parts]
+                lent = room[0][: len(hidden)].chunk(len(students))
+                parts = zip(students, hidden.chunk(len(students)), lent, strict=True)
+                logits = [own.logits(states, out=out) for own, states, out in parts]
                 slopes = [own.slope(part) for own, part in zip(students, logits, strict=True)]
-                losses = _loss_and_grad_(
-                    [one for part in logits for one in part.chunk(steps // len(students))], taught, wide, objective
-                )
+                by_step = [one for part in logits for one in part.chunk(steps // len(students))]
+                losses = _loss_and_grad_(by_step, taught, wide, objective)
                 sums += (losses * weight).sum(-1)
                 weight = weight.reshape(-1, 1)
-                by_head = zip(
-                    learned,
-                    logits,
-                    slopes,
-                    (hidden * weight).to(hidden.dtype).chunk(len(students)),
-                    weight.chunk(len(students)),
-                    strict=True,
-                )
-                pulled = []
-                for (own, grad, grad_bias), part, slope, states, heft in by_head:
-                    back = part if slope is None else part.mul_(slope)
-                    pulled.append(own.pull_back(back) * heft)
-                    if grad is not None:
-                        _add_product_(grad, back.T, states, product)
-                    if grad_bias is not None:
-                        grad_bias += (back.T @ heft.to(back.dtype))[:, 0]
-                grad_student[:, rows] = torch.cat(pulled).to(student.dtype).view(steps, len(taught), -1)
+                weighted = (hidden * weight).to(hidden.dtype).chunk(len(students))
+                by_head = zip(learned, logits, slopes, weighted, weight.chunk(len(students)), strict=True)
+                pulled = torch.cat([_pull_back_(*parts, product) for parts in by_head])
+                grad_student[:, rows] = pulled.to(student.dtype).view(steps, len(taught), -1)
         ctx.trained = [grad is not None for grad in grads]
         ctx.save_for_backward(grad_student, *(grad for grad in grads if grad is not None))
         ctx.mark_non_differentiable(sums)
@@ -194,6 +179,24 @@ class _Distilled(torch.autograd.Function):
         grad_student, *grads = ctx.saved_tensors
         by_part = [grads.pop(0).mul_(upstream[0]) if trained else None for trained in ctx.trained]
         return grad_student * upstream[0], None, None, None, None, None, *by_part
+
+
+def _pull_back_(
+    learned: tuple[LanguageHead, Tensor | None, Tensor | None],
+    back: Tensor,
+    slope: Tensor | None,
+    weighted: Tensor,
+    weight: Tensor,
+    product: Tensor | None,
+) -> Tensor:
+    """[R, D], the gradient at states from that at their logits [R, V]; adds to those of the matrix and the bias."""
+    own, grad, grad_bias = learned
+    back = back if slope is None else back.mul_(slope)
+    if grad is not None:
+        _add_product_(grad, back.T, weighted, product)
+    if grad_bias is not None:
+        grad_bias += (back.T @ weight.to(back.dtype))[:, 0]
+    return own.pull_back(back) * weight
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor, room: Tensor | None) -> None:
