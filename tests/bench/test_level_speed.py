@@ -1,14 +1,15 @@
-"""The steps that bench/level_speed.py compares have one loss and the same gradients."""
+"""The steps that bench/level_speed.py compares have one loss and the same gradients; the page shows the results."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from bench.level_speed import HEADS, SIZES, texts_of
+from bench.level_speed import HEADS, RESULTS, ROOT, SIZES, table, texts_of
 from bench.published_eagle1 import padded
 from bench.rivals import level_heads
 from bench.rivals.level_heads import PLAIN
@@ -107,3 +108,8 @@ def test_a_row_is_measured(tmp_path: Any) -> None:
     work = Work(str(tmp_path), 97, [[full(64), full(32)]], "bf16", head={"kind": "falcon", **HEADS["falcon"]})
     row = measure(work, SIZES[8192][0], {}, 1)
     assert min(row["ours"], row["released"]) > 0
+
+
+def test_the_page_shows_the_result_file() -> None:
+    """What stands in the documents is what the benchmark prints for the committed results."""
+    assert table(json.loads(RESULTS.read_text())) in (ROOT / "docs/benchmarks.md").read_text()
