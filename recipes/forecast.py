@@ -252,9 +252,9 @@ def of_recipes(paths: list[str], cards: int = CARDS, tflops: float = TFLOPS, con
 
 
 def shipped() -> list[str]:
-    """The recipes for cards that come with the project."""
-    names = {folder: sorted(path.stem for path in (ROOT / f"recipes/{folder}").glob("*.yaml")) for folder in SHIPPED}
-    return [f"recipes/{folder}/{name}.yaml" for folder in SHIPPED for name in names[folder]]
+    """The recipes for cards that come with the project, but for those that train the target too."""
+    paths = [path for folder in SHIPPED for path in sorted((ROOT / f"recipes/{folder}").glob("*.yaml"))]
+    return [str(path.relative_to(ROOT)) for path in paths if Recipe.load(path).joint is None]
 
 
 def of_targets() -> str:

@@ -97,7 +97,7 @@ class DraftModel(TrainableDrafter):
         output, size = self.model.get_output_embeddings(), frozen.weight.shape[0]
         if getattr(output, "bias", None) is not None or getattr(self.shape, "logit_scale", None):
             raise ValueError(f"a {self.shape.model_type} cannot be distilled here: its LM head has a bias or a scale")
-        own = OwnHead(output.weight[:size].to(frozen.weight.dtype))
+        own = OwnHead(output.weight[:size])
         before = upload(batch.loss_mask.nonzero()[:, 0] - 1, batch.tokens.device)
         student, divergence = self._states(batch).index_select(0, before), self.settings.divergence
         teacher, teacher_head = batch.tokens.index_select(0, before + 1), None
@@ -106,7 +106,9 @@ class DraftModel(TrainableDrafter):
             teacher_head = frozen.narrow(slice(len(own.weight)))
         weights = torch.full((1, len(before)), 1 / max(len(before), 1), device=student.device)
         objective = Objective(KINDS.get(divergence, divergence))
-        total, _ = distillation_loss(student[None], teacher, weights, (own, teacher_head), objective)
+        total, _ = distillation_loss(
+            student[None], teacher, weights, (own, teacher_head), objective, frozen.weight.dtype
+        )
         return {"total": total, divergence: total.detach()}
 
     def _states(self, batch: Batch) -> Tensor:

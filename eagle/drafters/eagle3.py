@@ -155,9 +155,9 @@ class Eagle3(UnrolledDrafter):
         weights = step_weights(unrolled.places, settings.steps, in_draft_vocab, settings.decay)
         student = align_steps(self.norm(state) for state in unrolled.states)
         true = batch.select_taps((-1,))[:, 0].index_select(0, unrolled.places + 1)
-        own = OwnHead(self.lm_head.weight.to(frozen.weight.dtype))  # that of the products, which autocast makes so
+        own, dtype = OwnHead(self.lm_head.weight), frozen.weight.dtype  # that of the products, which autocast makes so
         teacher = self._narrow_to_draft_vocab(frozen)
-        total, each = distillation_loss(student, true, weights, (own, teacher), Objective(settings.loss))
+        total, each = distillation_loss(student, true, weights, (own, teacher), Objective(settings.loss), dtype)
         return {"total": total, **{f"laws/{step}": value for step, value in enumerate(each)}}
 
     def _narrow_to_draft_vocab(self, frozen: TargetHead) -> TargetHead:
