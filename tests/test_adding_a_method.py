@@ -107,9 +107,11 @@ def test_the_example_conforms(
 
 
 @pytest.mark.parametrize("name", [*conformance.TRAINED, KIND])
-def test_the_layout_takes_the_example_alone(name: str, registered: type[Any], tiny_target: Target) -> None:
+def test_the_layout_takes_the_example_alone(
+    name: str, registered: type[Any], tiny_target: Target, tiny_target_dir: Path, tmp_path: Path
+) -> None:
     """As a layout of the project it holds a head whole, or says why it cannot."""
-    conformance.test_exports_hold_every_tensor_of_the_head(name, ENGINE, tiny_target)
+    conformance.test_exports_hold_every_tensor_of_the_head(name, ENGINE, tiny_target, tiny_target_dir, tmp_path)
     if name != KIND:
         with pytest.raises(ValueError, match=f"no layout for '{name}'"):
             EXPORTERS[ENGINE](conformance.new_head(name, tiny_target), tiny_target.config)
