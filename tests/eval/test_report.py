@@ -56,6 +56,8 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("benchmarks.md", "rehearsal.json", rehearsal_table),
         ("trees.md", "loop_overhead.json", overhead_table),
         ("compare.md", "compare_tiny.json", comparison_table),
+        ("heads.md", "compare_heads.json", comparison_table),
+        ("heads.md", "compare_heads_chat.json", comparison_table),
         ("goodput.md", "goodput_batches.json", goodput_table),
         ("batches.md", "batch_speed.json", batch_table),
         ("recipes.md", "memory.json", memory_table),
