@@ -59,7 +59,7 @@ def replay(
     is drafted by lot: of a budget that draws from the draft's law only the target's coins know what is kept.
     The seconds of each draft are appended to `seconds`; a drafter is not asked where nothing may be drafted.
     """
-    if drafter.reads.choices:  # at all nodes, which only forwards of the target tell
+    if drafter.reads.choices or drafter.reads.texts:  # which only forwards of the target tell
         return _decode(target, drafter, told, budget, seconds)
     learn = getattr(budget, "learn", None)
     if getattr(budget, "draw", None) == "sampled" and told.sampling.temperature > 0:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product, zip_longest
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,19 @@ def drafter_of(name: str, target: Target) -> Any:
     if name in COUNTED:
         return DRAFTERS[name](some_tables(target.vocab_size))
     return new_head(name, target).bind(target.head) if name in TRAINED else load_drafter(name, target)
+
+
+def begin_text(drafter: Any, target: Target, prompt: list[int], choose: Choose, noise: Any = None) -> Any:
+    """A text of the drafter's, and what the target has read of it."""
+    if drafter.reads.view:
+        drafter.bind_target(target.view())
+    state = target.open(drafter.taps)
+    update = state.begin(prompt, choose)
+    if not drafter.reads.texts:
+        return drafter.begin(noise), update
+    drafts = drafter.open_with(state.lend())
+    drafts.admit(0, noise)
+    return SimpleNamespace(propose=lambda update, budget: drafts.propose({0: update}, {0: budget})[0]), update
 
 
 def reference(target: Target, prompt: list[int], sampling: Sampling, count: int) -> list[int]:
@@ -212,8 +226,8 @@ def test_texts_side_by_side_are_as_each_alone(name: str, sampling: Sampling, tin
 def test_noise_is_that_of_the_places_that_are_drafted_for(name: str, tiny_target: Target) -> None:
     """What follows a root behind n tokens stands at place n + 1; two tokens more, and it stands two places further."""
     drafter, choose = drafter_of(name, tiny_target), Choose(SAMPLINGS[2])
-    text = drafter.begin(choose.offer(tiny_target.vocab_size, tiny_target.device))
-    news = tiny_target.open(drafter.taps).begin([5, 6, 7, 5, 6], choose)
+    noise = choose.offer(tiny_target.vocab_size, tiny_target.device)
+    text, news = begin_text(drafter, tiny_target, [5, 6, 7, 5, 6], choose, noise)
     more = Committed(torch.tensor([7, 8]), None if news.features is None else news.features[:2], 9)
     for told, first in ((Committed(news.tokens, news.features, 7), 6), (more, 8)):
         choose.noise.forget(99)
@@ -226,8 +240,8 @@ def test_noise_is_that_of_the_places_that_are_drafted_for(name: str, tiny_target
 def test_trees_are_rooted_and_within_budget(name: str, budget: Budget, tiny_target: Target) -> None:
     """The root is the token that the target chose; nodes, levels and children stay within the budget."""
     drafter, prompt = drafter_of(name, tiny_target), [5, 6, 7, 5, 6]
-    news = tiny_target.open(drafter.taps).begin(prompt, Choose(Sampling()))
-    tree = drafter.begin(None).propose(Committed(news.tokens, news.features, 7), budget)
+    text, news = begin_text(drafter, tiny_target, prompt, Choose(Sampling()))
+    tree = text.propose(Committed(news.tokens, news.features, 7), budget)
     assert int(tree.tokens[0]) == 7
     assert len(tree) - 1 <= budget.nodes
     assert max(tree.depths()) <= budget.depth
@@ -318,8 +332,8 @@ def test_save_and_load_give_the_same_proposal(name: str, tiny_target: Target, tm
     prompt = tiny_target.chat(ASKED)
     drafts = []
     for drafter in (head.bind(tiny_target.head), loaded):
-        update = tiny_target.open(drafter.taps).begin(prompt, Choose(Sampling()))
-        drafts.append(drafter.begin(None).propose(update, Budget(12, 4, 3)))
+        text, update = begin_text(drafter, tiny_target, prompt, Choose(Sampling()))
+        drafts.append(text.propose(update, Budget(12, 4, 3)))
     assert torch.equal(drafts[0].tokens, drafts[1].tokens)
     assert torch.equal(drafts[0].parents, drafts[1].parents)
 

@@ -74,7 +74,8 @@ class Decoding:
         self.cycles = 0
         if drafter.reads.view:
             drafter.bind_target(target.view())
-        self.state, self.drafts = target.open(drafter.taps, max_tokens_in_cache), drafter.open()
+        self.state = target.open(drafter.taps, max_tokens_in_cache)
+        self.drafts = drafter.open_with(self.state.lend()) if drafter.reads.texts else drafter.open()
 
     @property
     def is_done(self) -> bool:

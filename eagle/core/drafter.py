@@ -45,6 +45,7 @@ class Reads:
 
     choices: int = 0  # so many of the target's likeliest tokens after every node of the last tree, see `Committed`
     view: bool = False  # the target's layers, to draft with: they come by `bind_target`
+    texts: bool = False  # keys and values of the texts that are written: they come by `open_with`
     weights: bool = False  # the target's tensors by name when a head is made: `for_target` gets them as `weights`
 
 
@@ -96,7 +97,8 @@ class Drafter:
     """Guesses a tree after every committed token; tuner, costs and loop ask what is here, and never what it is.
 
     It holds no text: `begin` gives what it keeps of one, `open` what it keeps of many. A drafter defines either, and
-    has the other from here; those that draft for many texts in one forward define `open`.
+    has the other from here; those that draft for many texts in one forward define `open`, and those that read what the
+    target holds of the texts `open_with` instead.
     """
 
     taps: tuple[int, ...] = ()  # the target's layer inputs that it reads of accepted tokens
@@ -108,12 +110,17 @@ class Drafter:
     def begin(self, noise: Noise | None = None) -> DraftText:
         """What it keeps of a text that begins; `noise` is what the target will choose with (None when it is greedy)."""
         if type(self).open is Drafter.open:
-            raise NotImplementedError(f"{type(self).__name__} cannot draft: write begin or open")
+            missing = "without the target's texts: call open_with" if self.reads.texts else ": write begin or open"
+            raise NotImplementedError(f"{type(self).__name__} cannot draft {missing}")
         return _OnlyText(self.open(), noise)
 
     def open(self) -> DraftState:
         """What it keeps of texts that are written side by side."""
         return EachText(self)
+
+    def open_with(self, texts: Any) -> DraftState:
+        """What it keeps of texts beside what the target holds of their rows (`eagle.target.view.TargetTexts`)."""
+        raise NotImplementedError(f"{type(self).__name__} reads the target's texts: write open_with(texts)")
 
     def bind_target(self, view: Any) -> None:
         """Get the target's layers (`eagle.target.view.TargetView`) before a text begins; for who `reads` a view."""

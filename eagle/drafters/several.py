@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import Committed, Drafter, Noise, Reads
+from eagle.core.drafter import Committed, Drafter, DraftState, Noise, Reads
 from eagle.core.tree import DraftTree
 from eagle.device import upload
 
@@ -29,12 +29,18 @@ class FirstOf(Drafter):
         self.drafters = tuple(drafters)
         self.taps = tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
         asked = [drafter.reads for drafter in drafters]
-        self.reads = Reads(max(reads.choices for reads in asked), any(reads.view for reads in asked))
+        view, texts = any(reads.view for reads in asked), any(reads.texts for reads in asked)
+        self.reads = Reads(max(reads.choices for reads in asked), view, texts)
         self.places = [[self.taps.index(tap) for tap in drafter.taps] for drafter in drafters]
 
     def open(self) -> SeveralState:
         """A state of each."""
-        return SeveralState(self)
+        return self.open_with(None)
+
+    def open_with(self, texts: Any) -> SeveralState:
+        """A state of each, of those who read the target's texts with these."""
+        states = [drafter.open_with(texts) if drafter.reads.texts else drafter.open() for drafter in self.drafters]
+        return SeveralState(self, states)
 
     def bind_target(self, view: Any) -> None:
         """Hand the view on to those who read one."""
@@ -46,8 +52,8 @@ class FirstOf(Drafter):
 class SeveralState:
     """The states of several drafters, and what each of them was not told yet of every row."""
 
-    def __init__(self, several: FirstOf) -> None:
-        self.several, self.states = several, [drafter.open() for drafter in several.drafters]
+    def __init__(self, several: FirstOf, states: list[DraftState]) -> None:
+        self.several, self.states = several, states
         self.pending: dict[int, list[list[Committed]]] = {}
 
     def admit(self, row: int, noise: Noise | None = None) -> None:

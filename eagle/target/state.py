@@ -17,6 +17,7 @@ from eagle.core.tree import DraftTree, TargetOutput, stack_trees
 from eagle.core.verify import Choose
 from eagle.device import pick_rows
 from eagle.target.cache import TreeCache
+from eagle.target.view import TargetTexts
 
 PREFILL_CHUNK = 1024  # tokens of a prompt's forward, padding included
 
@@ -250,6 +251,10 @@ class TargetState:
         starts = torch.tensor([self.cache.lengths[slot] for slot in slots])
         hidden, _ = self._forward(slots, tokens, starts[:, None] + torch.tensor(depths), seen)
         return self.target.head.logits(hidden)
+
+    def lend(self) -> TargetTexts:
+        """Its rows, for a drafter that reads them."""
+        return TargetTexts(self.target.view(), self)
 
     def _forward(
         self, slots: list[int], tokens: Tensor, positions: Tensor, seen: Tensor | None

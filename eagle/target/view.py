@@ -1,10 +1,10 @@
 """A target's layers for drafters that draft with them: any run of layers, with a cache of the drafter's own."""
 
-# N new tokens, S rows in the cache, D width, V vocabulary
+# B texts, N new tokens, R not committed, T committed, K drafted, S rows in the cache, X heads, D width, V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,8 +38,28 @@ class TargetView:
 
     @torch.inference_mode()
     def embed(self, tokens: Tensor) -> Tensor:
-        """[N, D], the first layer's input at tokens [N]."""
+        """[.., D], the first layer's input at tokens."""
         return self.head.embed(upload(tokens, self.device))
+
+    @torch.inference_mode()
+    def read(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        seen: Tensor | None,
+        cache: TreeCache,
+        start: int = 0,
+        end: int | None = None,
+    ) -> Tensor:
+        """[B, N, D], what the layers `start` to `end` (which is not run; None: all) make of hidden states [B, N, D].
+
+        Keys and values go where the cache aims. The states are the last of R that are not committed, at positions
+        [B, R] on the host, and see all that is; `seen` [B, N, R] says whom they see of the R, None: those before.
+        """
+        starts = [place - (positions.shape[1] - hidden.shape[1]) for place in cache.starts]
+        mask = self.reader.masks(starts, positions, seen)
+        end = len(self) if end is None else end
+        return self._run(hidden, positions[:, -hidden.shape[1] :], mask, cache, start, end)
 
     @torch.inference_mode()
     def run_layers(
@@ -50,34 +70,41 @@ class TargetView:
         `mask` [N, S + N] marks the rows of the cache, and of the new ones behind it, that each new row sees; None:
         all that is cached, and the new rows up to itself.
         """
+        cache.aim([0])
+        places, masks = torch.tensor([positions]), self.reader.masks
+        if mask is None:
+            return self.read(hidden[None], places, None, cache, start, end)[0]
+        additive: Any = torch.zeros(mask.shape, dtype=masks.dtype, device=masks.device)
+        additive = additive.masked_fill_(~upload(mask, masks.device), torch.finfo(masks.dtype).min)[None, None]
+        additive = additive if len(masks.windows) == 1 else dict.fromkeys(masks.windows, additive)
+        return self._run(hidden[None], places, additive, cache, start, end)[0]
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[.., V], the target's logits by final norm and LM head, from what any layer left [.., D]."""
+        rows = hidden.reshape(1, -1, hidden.shape[-1])
+        with self.lock, self._only(rows, len(self), len(self)):
+            cache = self.new_cache()
+            positions = torch.zeros(1, rows.shape[1], dtype=torch.long)
+            normed = self._forward(rows, positions, self.reader.masks([0], positions, None), cache)
+        return self.head.logits(normed.view(hidden.shape))
+
+    def _run(self, hidden: Tensor, positions: Tensor, mask: Any, cache: TreeCache, start: int, end: int) -> Tensor:
+        """[B, N, D], the output of the last of these layers."""
         if not 0 <= start <= end <= len(self):
             raise ValueError(
                 f"layers {start}..{end} are none of this target: expected 0 <= start <= end <= {len(self)}"
             )
-        with self.lock, self._only(hidden[None], start, end) as output:
-            self._forward(hidden, positions, cache, mask)
-        return output[0][0]
+        with self.lock, self._only(hidden, start, end) as output:
+            self._forward(hidden, positions, mask, cache)
+        return output[0]
 
-    @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[N, V], the target's logits by final norm and LM head, from what any layer left [N, D]."""
-        with self.lock, self._only(hidden[None], len(self), len(self)):
-            normed = self._forward(hidden, [0] * len(hidden), self.new_cache(), None)
-        return self.head.logits(normed[0])
-
-    def _forward(self, hidden: Tensor, positions: list[int], cache: TreeCache, mask: Tensor | None) -> Tensor:
-        """[1, N, D], the LM head's input by the layers that are not switched off."""
-        masks = self.reader.masks
-        cache.aim([0])
-        additive: Any = masks(cache.starts, torch.tensor([positions]), None)
-        if mask is not None:
-            additive = torch.zeros(mask.shape, dtype=masks.dtype, device=masks.device)
-            additive = additive.masked_fill_(~upload(mask, masks.device), torch.finfo(masks.dtype).min)[None, None]
-            additive = additive if len(masks.windows) == 1 else dict.fromkeys(masks.windows, additive)
+    def _forward(self, hidden: Tensor, positions: Tensor, mask: Any, cache: TreeCache) -> Tensor:
+        """[B, N, D], the LM head's input by the layers that are not switched off."""
         return self.reader.model.base_model(
-            inputs_embeds=hidden[None],
-            position_ids=upload(torch.tensor([positions]), self.device),
-            attention_mask=additive,
+            inputs_embeds=hidden,
+            position_ids=upload(positions, self.device),
+            attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state
@@ -116,8 +143,44 @@ class _Layer(nn.Module):
         self.layer, self.hidden, self.output = layer, hidden, output
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[1, N, D]; layers that return more than that return it first."""
+        """[B, N, D]; layers that return more than that return it first."""
         hidden = hidden_states if self.hidden is None else self.hidden
         result = hidden if self.layer is None else self.layer(hidden, *args, **kwargs)
         self.output[:] = [result if isinstance(result, Tensor) else result[0]]
         return result
+
+
+class TargetTexts:
+    """The rows of a target's state, lent to a drafter: it reads their keys and values, and drafts behind them.
+
+    Columns that are drafted are not committed, and the target's next forward writes over them.
+    """
+
+    def __init__(self, view: TargetView, state: Any) -> None:
+        self.view, self.state = view, state
+
+    def length(self, row: int) -> int:
+        """The committed tokens of a row, all of which the target has read."""
+        return self.state.length(row)
+
+    def keys_values(self, row: int, layer: int) -> tuple[Tensor, Tensor]:
+        """[X, T, D] each, a layer's rotated keys and values of a row's committed tokens; they are not to be changed."""
+        slot, held = self.state.rows.index(row), self.state.cache.layers[layer]
+        end = self.state.cache.lengths[slot]
+        return held.key_rows.buffer[slot, :, :end], held.value_rows.buffer[slot, :, :end]
+
+    @torch.inference_mode()
+    def ahead(
+        self, rows: Sequence[int], tokens: Tensor, depths: list[int], seen: Tensor, layers: int | None = None
+    ) -> Tensor:
+        """[B, K, D], what the first `layers` layers (None: all) make of the last K tokens [B, K] of drafts.
+
+        They see of R drafted tokens `seen` [B, K, R], and all that is committed. Of each draft the token numbered i
+        stands `depths[i]` positions behind the text; earlier calls have read those before the last K.
+        """
+        cache = self.state.cache
+        slots = [self.state.rows.index(row) for row in rows]
+        starts = [cache.lengths[slot] for slot in slots]
+        positions = torch.tensor(starts)[:, None] + torch.tensor(depths)
+        cache.aim(slots, [start + len(depths) - tokens.shape[1] for start in starts])
+        return self.view.read(self.view.embed(tokens), positions, seen, cache, 0, layers)

@@ -108,3 +108,50 @@ def test_layers_and_tensors_that_are_not_there_are_refused(target: Target, model
         target.tensor("lm_tail")
     name = "model.layers.1.mlp.up_proj.weight"
     assert torch.equal(target.tensor(name), model.state_dict()[name])
+
+
+TEXTS = {4: [1, 2, 3, 4, 5], 9: [6, 7, 8]}  # rows of two lengths
+BELOW = [[10, 11, 12, 13], [14, 15, 16, 17]]  # of each a root, two children, and one below the second of these
+DEPTHS, PATHS = [0, 1, 1, 2], [[0], [0, 1], [0, 2], [0, 2, 3]]
+
+
+@pytest.mark.parametrize("layers", [0, 2, LAYERS])
+def test_drafts_behind_the_targets_texts_are_the_untouched_models(
+    layers: int, model: LlamaForCausalLM, target: Target
+) -> None:
+    """States of two levels of two texts' drafts, each as if its path stood in the text; keys and values are shared."""
+    state = target.open((2,))
+    for row, text in TEXTS.items():
+        state.admit(row, text, 8)
+    while state.prompts:
+        state.read_prompts()
+    before = [held.buffer.clone() for held in state.cache.buffers]
+    texts, tokens = state.lend(), torch.tensor(BELOW)
+    seen = torch.tensor([[node in path for node in range(4)] for path in PATHS])
+    rows = list(TEXTS)
+    levels = [
+        texts.ahead(rows, tokens[:, :1], DEPTHS[:1], seen[None, :1, :1], layers),
+        texts.ahead(rows, tokens[:, 1:3], DEPTHS[:3], seen[None, 1:3, :3].expand(2, -1, -1), layers),
+        texts.ahead(rows, tokens[:, 3:], DEPTHS, seen[None, 3:].expand(2, -1, -1), layers),
+    ]
+    states = torch.cat(levels, 1)
+    for number, (row, text) in enumerate(TEXTS.items()):
+        assert texts.length(row) == len(text)
+        for node, path in enumerate(PATHS):
+            whole = torch.tensor([[*text, *(BELOW[number][step] for step in path)]])
+            with torch.no_grad():
+                output = model(input_ids=whole, output_hidden_states=True, use_cache=True)
+            if layers < LAYERS:
+                expected = output.hidden_states[layers][0, -1]
+                torch.testing.assert_close(states[number, node], expected, rtol=0, atol=1e-13)
+            else:
+                logits = texts.view.logits(states[number])[node]
+                torch.testing.assert_close(logits, output.logits[0, -1], rtol=0, atol=1e-13)
+        keys, values = texts.keys_values(row, 1)
+        cached = output.past_key_values.layers[1]
+        torch.testing.assert_close(keys, cached.keys[0, :, : len(text)], rtol=0, atol=1e-13)
+        torch.testing.assert_close(values, cached.values[0, :, : len(text)], rtol=0, atol=1e-13)
+    lengths = [len(TEXTS[row]) for row in state.rows]
+    for held, kept in zip(state.cache.buffers, before, strict=True):  # what is committed stays what it was
+        for slot, length in enumerate(lengths):
+            assert torch.equal(held.buffer[slot, :, :length], kept[slot, :, :length])
