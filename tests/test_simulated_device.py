@@ -21,10 +21,12 @@ FORWARD = "reader.read_texts"  # transformers looks for packed texts, once in a 
 STORED = "features._copy_to_host"  # features on their way to the disk; CUDA copies them while it computes
 CYCLE = {"growth.read_trees", "verify.__call__", "verify.verify_rows"}  # the trees, and what the target chose
 DRAFTED = "model_state._drafted"  # the levels of a draft model's last draft
+CHOICES = "lookahead.propose"  # the target's choices at all nodes of the last trees
 TYPICAL = "typical.walk_typically"  # what is likely enough; the choice behind it is one more
 DRAWN = {f"verify.{name}" for name in ("sample_tree", "sample_block", "walk_leniently", "pick")}
 FAST = [
     *("decode eagle3, greedy, grown", "decode eagle3, T=1, grown, batch", "decode medusa, T=1, grown, batch"),
+    "decode lookahead, T=1, grown, batch",
     *(
         "train eagle1",
         "train eagle3.1",
@@ -67,7 +69,7 @@ def check_run(name: str, line: dict[str, Any]) -> None:
     elif kind == "train" and "own" not in name:  # of live features the thread that loads waits
         assert found.keys() <= ({FORWARD} if "live" in name else set())
     else:
-        allowed = {*CYCLE, DRAFTED, *(DRAWN if "drawn" in name or "lenient" in name else ())}
+        allowed = {*CYCLE, DRAFTED, CHOICES, *(DRAWN if "drawn" in name or "lenient" in name else ())}
         allowed |= {TYPICAL} if "typical" in name else set()
         assert found.keys() <= allowed | ({FORWARD} if "own" in name else set())
     if kind == "decode":
@@ -79,7 +81,7 @@ def check_cycles(name: str, line: dict[str, Any], found: dict[str, int]) -> None
     prompts = 3 if "batch" in name else 1
     one_by_one = any(drafter in name for drafter in ("unigram", "bigram"))  # tables draft for one text after the other
     assert found.get("growth.read_trees", 0) <= (line["cycles"] if one_by_one else line["steps"])
-    assert found.get(DRAFTED, 0) <= line["steps"]
+    assert found.get(DRAFTED, 0) <= line["steps"] and found.get(CHOICES, 0) <= line["steps"]
     if TYPICAL in found:  # row by row, each twice
         assert found[TYPICAL] <= found["verify.__call__"] <= line["cycles"] + prompts
     elif not found.keys() & DRAWN:

@@ -11,6 +11,7 @@ from eagle.drafters.eagle3 import Eagle3
 from eagle.drafters.falcon import Falcon
 from eagle.drafters.hass import Hass
 from eagle.drafters.hydra import Hydra
+from eagle.drafters.lookahead import LookaheadDrafter
 from eagle.drafters.medusa import Medusa
 from eagle.drafters.mlp_speculator import MlpSpeculator
 from eagle.drafters.ngram import NgramDrafter
@@ -23,6 +24,7 @@ DRAFTERS: dict[str, type[Any]] = {
     "none": NoDrafter,
     "ngram": NgramDrafter,
     "suffix": SuffixDrafter,
+    "lookahead": LookaheadDrafter,
     "unigram": UnigramDrafter,
     "bigram": BigramDrafter,
     "draft_model": DraftModel,
