@@ -108,8 +108,8 @@ class Masks:
     ) -> Tensor | dict[str, Tensor]:
         """The mask of new tokens of B texts, over `starts` committed columns each and R behind, at positions [B, R].
 
-        `seen` [B, N, R] says which of them each of the last N attends to; None: all R are new, and a chain. The
-        positions that committed columns hold are `columns` [B, most of starts]; None: in their order, all of them.
+        `seen` [B, N, R] says which of them each of the last N attends to; None: all R are new, and a chain.
+        `columns` [B, most of starts, or more] are the positions that committed columns hold; None: in their order.
         """
         count, level = positions.shape[1], min(starts) == max(starts)
         if self.grouped and level and (count == 1 or (seen is None and starts[0] == 0)):
@@ -137,7 +137,7 @@ class Masks:
             positions = upload(positions, device)
             columns = torch.arange(mask.shape[2], device=device).repeat(len(starts), 1)
             if held is not None:
-                columns[:, : held.shape[1]] = upload(held, device)
+                columns[:, : held.shape[1]] = upload(held[:, : mask.shape[2]], device)
             for row, start in enumerate(starts):
                 columns[row, start : start + new] = positions[row]
             mask.masked_fill_(positions[:, -count:, None] - columns[:, None] >= window, lowest)

@@ -1,6 +1,7 @@
 """A target's layers for drafters that draft with them: any run of layers, with a cache of the drafter's own."""
 
-# B texts, N new tokens, R not committed, T committed, K drafted, S rows in the cache, X heads, D width, V vocabulary
+# B texts, N new tokens, R not committed, T committed, K drafted, S rows in the cache, D width, V vocabulary
+# X heads of keys, H of queries
 
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from eagle.device import upload
+from eagle.target.attention import OBSERVED, OBSERVER, SWITCH, Observe
 from eagle.target.borrowed import is_close
-from eagle.target.cache import TreeCache
+from eagle.target.cache import LentCache, TreeCache
 from eagle.target.reader import FAILURES, TreeReader
 
 
@@ -36,6 +39,28 @@ class TargetView:
     def windows(self) -> bool:
         """Whether some layers see a sliding window of positions."""
         return any(self.reader.masks.windows.values())
+
+    @contextmanager
+    def observe_attention(self, observe: Observe) -> Iterator[None]:
+        """While open, `observe` gets the queries and keys of each layer that this view runs."""
+        self.check_observable()
+        settings = self.reader.settings
+        with self.lock:
+            name = settings[SWITCH]
+            token = OBSERVER.set((name, observe))
+            settings[SWITCH] = OBSERVED
+            try:
+                yield
+            finally:
+                settings[SWITCH] = name
+                OBSERVER.reset(token)
+
+    def check_observable(self) -> None:
+        """Refuse a model whose attention does not show its queries."""
+        model, name = self.reader.original, self.reader.settings.get(SWITCH)
+        if not model._supports_attention_backend or name not in AttentionInterface():
+            kind = self.reader.config.model_type
+            raise ValueError(f"{kind} attends by {name}, which does not show its queries: load it with 'sdpa'")
 
     def new_cache(self) -> TreeCache:
         """An empty cache: forwards write behind its `length`, which its owner moves on, or commits by `keep`."""
@@ -204,6 +229,20 @@ class TargetTexts:
             _, here, there = zip(*moves.values(), strict=True)
             origin, place = (torch.stack([torch.cat(a), torch.cat(b)]) for a, b in ((slots, here), (others, there)))
             cache.copy_columns(self.state.cache, origin, place)
+
+    @torch.inference_mode()
+    def observe_attention(self, row: int, count: int, observe: Observe) -> None:
+        """Show the queries of a row's last `count` tokens, and the keys of all; they are read anew, nothing is written.
+
+        `observe` gets the number of a layer, queries [1, H, N, D], keys [1, X, T, D] and the scale of their products.
+        """
+        text = self.state.text(row)
+        before = len(text) - count
+        kept = [self.keys_values(row, layer) for layer in range(len(self.view))]
+        cache = LentCache([(keys[None, :, :before], values[None, :, :before]) for keys, values in kept])
+        with self.view.observe_attention(observe):
+            positions = torch.arange(before, len(text))
+            self.view.reader(torch.tensor([text[before:]]), positions[None], None, cache)
 
     @torch.inference_mode()
     def ahead(
