@@ -16,6 +16,7 @@ from eagle.drafters.medusa import Medusa
 from eagle.drafters.mlp_speculator import MlpSpeculator
 from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
+from eagle.drafters.sparse_kv import SparseKv
 from eagle.drafters.suffix import SuffixDrafter
 from eagle.drafters.unigram import UnigramDrafter
 from eagle.recipe import parse_section
@@ -25,6 +26,7 @@ DRAFTERS: dict[str, type[Any]] = {
     "ngram": NgramDrafter,
     "suffix": SuffixDrafter,
     "lookahead": LookaheadDrafter,
+    "sparse_kv": SparseKv,
     "unigram": UnigramDrafter,
     "bigram": BigramDrafter,
     "draft_model": DraftModel,

@@ -1,19 +1,22 @@
 """A target's layers for drafters that draft with them: any run of layers, with a cache of the drafter's own."""
 
-# B texts, N new tokens, R not committed, T committed, K drafted, S rows in the cache, X heads, D width, V vocabulary
+# B texts, N new tokens, R not committed, T committed, K drafted, S rows in the cache, D width, V vocabulary
+# X heads of keys, H of queries
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from eagle.device import upload
+from eagle.target.attention import OBSERVED, OBSERVER, SWITCH, Observe
 from eagle.target.borrowed import is_close
-from eagle.target.cache import TreeCache
+from eagle.target.cache import LentCache, TreeCache
 from eagle.target.reader import FAILURES, TreeReader
 
 
@@ -31,6 +34,33 @@ class TargetView:
     def __len__(self) -> int:
         """How many layers there are."""
         return len(self.decoder_layers)
+
+    @property
+    def windows(self) -> bool:
+        """Whether some layers see a sliding window of positions."""
+        return any(self.reader.masks.windows.values())
+
+    @contextmanager
+    def observe_attention(self, observe: Observe) -> Iterator[None]:
+        """While open, `observe` gets the queries and keys of each layer that this view runs."""
+        self.check_observable()
+        settings = self.reader.settings
+        with self.lock:
+            name = settings[SWITCH]
+            token = OBSERVER.set((name, observe))
+            settings[SWITCH] = OBSERVED
+            try:
+                yield
+            finally:
+                settings[SWITCH] = name
+                OBSERVER.reset(token)
+
+    def check_observable(self) -> None:
+        """Refuse a model whose attention does not show its queries."""
+        model, name = self.reader.original, self.reader.settings.get(SWITCH)
+        if not model._supports_attention_backend or name not in AttentionInterface():
+            kind = self.reader.config.model_type
+            raise ValueError(f"{kind} attends by {name}, which does not show its queries: load it with 'sdpa'")
 
     def new_cache(self) -> TreeCache:
         """An empty cache: forwards write behind its `length`, which its owner moves on, or commits by `keep`."""
@@ -78,6 +108,24 @@ class TargetView:
         additive = additive.masked_fill_(~upload(mask, masks.device), torch.finfo(masks.dtype).min)[None, None]
         additive = additive if len(masks.windows) == 1 else dict.fromkeys(masks.windows, additive)
         return self._run(hidden[None], places, additive, cache, start, end)[0]
+
+    @torch.inference_mode()
+    def next_logits(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        seen: Tensor | None,
+        cache: TreeCache,
+        columns: Tensor | None = None,
+        scored: int | None = None,
+    ) -> Tensor:
+        """[B, N, V], the target's logits after tokens [B, N], or the last `scored` of them; the rest as in `read`.
+
+        `columns` [B, S] are the positions that the cache's columns hold, where these are not in order.
+        """
+        with self.lock:
+            hidden = self.reader(tokens, positions, seen, cache, columns)
+        return self.head.logits(hidden if scored is None else hidden[:, -scored:])
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -168,6 +216,33 @@ class TargetTexts:
         slot, held = self.state.rows.index(row), self.state.cache.layers[layer]
         end = self.state.cache.lengths[slot]
         return held.key_rows.buffer[slot, :, :end], held.value_rows.buffer[slot, :, :end]
+
+    def groups(self, rows: Sequence[int]) -> list[list[int]]:
+        """The rows that may share a forward, in the order of their slots."""
+        return self.state.groups(sorted(rows, key=self.state.rows.index))
+
+    def copy_columns(self, cache: TreeCache, moves: Mapping[int, tuple[int, Tensor, Tensor]]) -> None:
+        """Copy committed keys and values: row -> slot of a drafter's cache, columns [M] here, columns [M] there."""
+        if moves:
+            slots = [torch.full_like(here, self.state.rows.index(row)) for row, (_, here, _) in moves.items()]
+            others = [torch.full_like(here, slot) for slot, here, _ in moves.values()]
+            _, here, there = zip(*moves.values(), strict=True)
+            origin, place = (torch.stack([torch.cat(a), torch.cat(b)]) for a, b in ((slots, here), (others, there)))
+            cache.copy_columns(self.state.cache, origin, place)
+
+    @torch.inference_mode()
+    def observe_attention(self, row: int, count: int, observe: Observe) -> None:
+        """Show the queries of a row's last `count` tokens, and the keys of all; they are read anew, nothing is written.
+
+        `observe` gets the number of a layer, queries [1, H, N, D], keys [1, X, T, D] and the scale of their products.
+        """
+        text = self.state.text(row)
+        before = len(text) - count
+        kept = [self.keys_values(row, layer) for layer in range(len(self.view))]
+        cache = LentCache([(keys[None, :, :before], values[None, :, :before]) for keys, values in kept])
+        with self.view.observe_attention(observe):
+            positions = torch.arange(before, len(text))
+            self.view.reader(torch.tensor([text[before:]]), positions[None], None, cache)
 
     @torch.inference_mode()
     def ahead(
