@@ -8,6 +8,7 @@ from eagle.drafters.blockwise import Blockwise
 from eagle.drafters.draft_model import DraftModel
 from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.eagle3 import Eagle3
+from eagle.drafters.early_exit import EarlyExit
 from eagle.drafters.falcon import Falcon
 from eagle.drafters.hass import Hass
 from eagle.drafters.hydra import Hydra
@@ -25,6 +26,7 @@ DRAFTERS: dict[str, type[Any]] = {
     "suffix": SuffixDrafter,
     "unigram": UnigramDrafter,
     "bigram": BigramDrafter,
+    "early_exit": EarlyExit,
     "draft_model": DraftModel,
     "eagle1": Eagle1,
     "hass": Hass,

@@ -204,7 +204,7 @@ class TargetState:
         if self.is_loose:  # only now, as a newcomer may have shared what a free slot holds
             self._reserve(len(self.rows))
         outputs: dict[int, TargetOutput] = {}
-        for rows in self._groups(sorted(trees, key=self.rows.index)):
+        for rows in self.groups(sorted(trees, key=self.rows.index)):
             outputs |= self._read([(row, trees[row]) for row in rows])
         self.trees = dict(trees)
         return outputs
@@ -285,7 +285,7 @@ class TargetState:
         start, border = self.length(row), self.target.border
         return wanted if start > border or start + 1 + wanted <= border else int(border) - start - 1
 
-    def _groups(self, rows: list[int]) -> list[list[int]]:
+    def groups(self, rows: list[int]) -> list[list[int]]:
         """The rows of each forward: all together, but for models whose positions depend on a batch's longest text."""
         alone = [row for row in rows if self.target.is_alone(self.length(row))]
         together = [row for row in rows if row not in alone]
