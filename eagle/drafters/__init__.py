@@ -16,6 +16,7 @@ from eagle.drafters.medusa import Medusa
 from eagle.drafters.mlp_speculator import MlpSpeculator
 from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
+from eagle.drafters.sparse_kv import SparseKv
 from eagle.drafters.suffix import SuffixDrafter
 from eagle.drafters.unigram import UnigramDrafter
 from eagle.recipe import parse_section
@@ -24,6 +25,7 @@ DRAFTERS: dict[str, type[Any]] = {
     "none": NoDrafter,
     "ngram": NgramDrafter,
     "suffix": SuffixDrafter,
+    "sparse_kv": SparseKv,
     "unigram": UnigramDrafter,
     "bigram": BigramDrafter,
     "early_exit": EarlyExit,

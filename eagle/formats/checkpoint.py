@@ -189,9 +189,10 @@ def load_drafter(
     drafters = []
     for name in names:
         name_options = {key: value for key, value in options.items() if key in accepted[name]}
-        drafters.append(_load_one(name, target, revision, name_options))
-        if drafters[-1].reads.view:  # its forwards can be timed before any text
-            drafters[-1].bind_target(target.view())
+        drafter = _load_one(name, target, revision, name_options)
+        if drafter.reads.view:
+            drafter.bind_target(target.view())
+        drafters.append(drafter)
     return drafters[0] if len(drafters) == 1 else FirstOf(drafters)
 
 

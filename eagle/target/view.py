@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,11 @@ class TargetView:
     def __len__(self) -> int:
         """How many layers there are."""
         return len(self.decoder_layers)
+
+    @property
+    def windows(self) -> bool:
+        """Whether some layers see a sliding window of positions."""
+        return any(self.reader.masks.windows.values())
 
     def new_cache(self) -> TreeCache:
         """An empty cache: forwards write behind its `length`, which its owner moves on, or commits by `keep`."""
@@ -83,6 +88,24 @@ class TargetView:
         additive = additive.masked_fill_(~upload(mask, masks.device), torch.finfo(masks.dtype).min)[None, None]
         additive = additive if len(masks.windows) == 1 else dict.fromkeys(masks.windows, additive)
         return self._run(hidden[None], places, additive, cache, start, end)[0]
+
+    @torch.inference_mode()
+    def next_logits(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        seen: Tensor | None,
+        cache: TreeCache,
+        columns: Tensor | None = None,
+        scored: int | None = None,
+    ) -> Tensor:
+        """[B, N, V], the target's logits after tokens [B, N], or the last `scored` of them; the rest as in `read`.
+
+        `columns` [B, S] are the positions that the cache's columns hold, where these are not in order.
+        """
+        with self.lock:
+            hidden = self.reader(tokens, positions, seen, cache, columns)
+        return self.head.logits(hidden if scored is None else hidden[:, -scored:])
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -172,15 +195,24 @@ class TargetTexts:
         """How many columns a draft may take behind a row's text, where the cache may not grow for it."""
         return math.inf if self.state.max_tokens is None else self.state.needs[row] - self.length(row)
 
-    def groups(self, rows: list[int]) -> list[list[int]]:
-        """The rows of each forward, in their order in the cache: all together, but for those that are read alone."""
-        return self.state.groups(sorted(rows, key=self.state.rows.index))
-
     def keys_values(self, row: int, layer: int) -> tuple[Tensor, Tensor]:
         """[X, T, D] each, a layer's rotated keys and values of a row's committed tokens; they are not to be changed."""
         slot, held = self.state.rows.index(row), self.state.cache.layers[layer]
         end = self.state.cache.lengths[slot]
         return held.key_rows.buffer[slot, :, :end], held.value_rows.buffer[slot, :, :end]
+
+    def groups(self, rows: Sequence[int]) -> list[list[int]]:
+        """The rows that may share a forward, in the order of their slots."""
+        return self.state.groups(sorted(rows, key=self.state.rows.index))
+
+    def copy_columns(self, cache: TreeCache, moves: Mapping[int, tuple[int, Tensor, Tensor]]) -> None:
+        """Copy committed keys and values: row -> slot of a drafter's cache, columns [M] here, columns [M] there."""
+        if moves:
+            slots = [torch.full_like(here, self.state.rows.index(row)) for row, (_, here, _) in moves.items()]
+            others = [torch.full_like(here, slot) for slot, here, _ in moves.values()]
+            _, here, there = zip(*moves.values(), strict=True)
+            origin, place = (torch.stack([torch.cat(a), torch.cat(b)]) for a, b in ((slots, here), (others, there)))
+            cache.copy_columns(self.state.cache, origin, place)
 
     @torch.inference_mode()
     def ahead(
