@@ -40,7 +40,7 @@ from tests.tables import some_tables
 
 TRAINED = [name for name, method in DRAFTERS.items() if issubclass(method, TrainableDrafter)]
 COUNTED = [name for name, method in DRAFTERS.items() if issubclass(method, CountDrafter)]
-LAWFUL = [*TRAINED, *COUNTED, "sparse_kv"]  # which grow trees of their own law
+LAWFUL = [*TRAINED, *COUNTED, "early_exit", "sparse_kv"]  # which grow trees of their own law
 DYNAMIC = [Budget(8, 4, 3), Budget(3, 1, 3), Budget(5, 5, 1), Budget(0, 0, 0), Budget(8, 4, 3, draw="likeliest")]
 SHAPES = [chain_paths(4), PUBLISHED_TREE, best_tree([[0.5, 0.2, 0.1], [0.4, 0.3]], 12, 4)]
 RANKED = [*DYNAMIC, *map(Budget.fixed, SHAPES), Budget.fixed(PUBLISHED_TREE, "likeliest")]

@@ -8,6 +8,8 @@ from eagle.drafters.blockwise import Blockwise
 from eagle.drafters.draft_model import DraftModel
 from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.eagle3 import Eagle3
+from eagle.drafters.early_exit import EarlyExit
+from eagle.drafters.early_exit_adapter import EarlyExitAdapter
 from eagle.drafters.falcon import Falcon
 from eagle.drafters.hass import Hass
 from eagle.drafters.hydra import Hydra
@@ -29,6 +31,7 @@ DRAFTERS: dict[str, type[Any]] = {
     "sparse_kv": SparseKv,
     "unigram": UnigramDrafter,
     "bigram": BigramDrafter,
+    "early_exit": EarlyExit,
     "draft_model": DraftModel,
     "eagle1": Eagle1,
     "hass": Hass,
@@ -38,6 +41,7 @@ DRAFTERS: dict[str, type[Any]] = {
     "blockwise": Blockwise,
     "hydra": Hydra,
     "falcon": Falcon,
+    "early_exit_adapter": EarlyExitAdapter,
 }
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,10 @@ class TargetView:
         self.reader.use(target.reader.masks.grouped)
         self.decoder_layers = list(self.reader.layers)
         self._check(target)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TargetView:
+        """Itself: what borrows of a target is copied without it."""
+        return self
 
     def __len__(self) -> int:
         """How many layers there are."""
@@ -211,6 +216,10 @@ class TargetTexts:
         """The committed tokens of a row, all of which the target has read."""
         return self.state.length(row)
 
+    def room(self, row: int) -> float:
+        """How many columns a draft may take behind a row's text, where the cache may not grow for it."""
+        return math.inf if self.state.max_tokens is None else self.state.needs[row] - self.length(row)
+
     def keys_values(self, row: int, layer: int) -> tuple[Tensor, Tensor]:
         """[X, T, D] each, a layer's rotated keys and values of a row's committed tokens; they are not to be changed."""
         slot, held = self.state.rows.index(row), self.state.cache.layers[layer]
@@ -246,12 +255,13 @@ class TargetTexts:
 
     @torch.inference_mode()
     def ahead(
-        self, rows: Sequence[int], tokens: Tensor, depths: list[int], seen: Tensor, layers: int | None = None
+        self, rows: Sequence[int], tokens: Tensor, depths: list[int], seen: Tensor | None, layers: int | None = None
     ) -> Tensor:
         """[B, K, D], what the first `layers` layers (None: all) make of the last K tokens [B, K] of drafts.
 
-        They see of R drafted tokens `seen` [B, K, R], and all that is committed. Of each draft the token numbered i
-        stands `depths[i]` positions behind the text; earlier calls have read those before the last K.
+        They see of R drafted tokens `seen` [B, K, R] (None: all are new, and a chain), and all that is committed. Of
+        each draft the token numbered i stands `depths[i]` positions behind the text; earlier calls have read those
+        before the last K.
         """
         cache = self.state.cache
         slots = [self.state.rows.index(row) for row in rows]
