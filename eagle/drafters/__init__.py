@@ -15,6 +15,7 @@ from eagle.drafters.medusa import Medusa
 from eagle.drafters.mlp_speculator import MlpSpeculator
 from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
+from eagle.drafters.spire import Spire
 from eagle.drafters.suffix import SuffixDrafter
 from eagle.drafters.unigram import UnigramDrafter
 from eagle.recipe import parse_section
@@ -34,6 +35,7 @@ DRAFTERS: dict[str, type[Any]] = {
     "blockwise": Blockwise,
     "hydra": Hydra,
     "falcon": Falcon,
+    "spire": Spire,
 }
 
 
