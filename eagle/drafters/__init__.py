@@ -19,6 +19,7 @@ from eagle.drafters.mlp_speculator import MlpSpeculator
 from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
 from eagle.drafters.sparse_kv import SparseKv
+from eagle.drafters.spire import Spire
 from eagle.drafters.suffix import SuffixDrafter
 from eagle.drafters.unigram import UnigramDrafter
 from eagle.recipe import parse_section
@@ -42,6 +43,7 @@ DRAFTERS: dict[str, type[Any]] = {
     "hydra": Hydra,
     "falcon": Falcon,
     "early_exit_adapter": EarlyExitAdapter,
+    "spire": Spire,
 }
 
 
