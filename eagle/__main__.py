@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
@@ -28,6 +28,7 @@ from eagle.formats.foreign import import_head, inspect
 from eagle.formats.norm_output import MEANINGS
 from eagle.formats.target_files import embedding_dtype
 from eagle.log import interrupted_by_user
+from eagle.recipe import lay_over
 from eagle.target.target import Target
 
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
@@ -48,6 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     verb.add_argument("--temperature", type=float, default=0.0)
     verb.add_argument("--max-new-tokens", type=int, default=128)
     verb.add_argument("--compare", action="store_true", help="decode without drafts too: how much faster, and equal?")
+    verb.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="of a method without weights")
     verb.add_argument("--policy", action="store_true", help="draft as many levels in each cycle as pay, or none")
     verb.add_argument("--typical", action="store_true", help="LOSSY: accept what the target finds likely enough")
     verb.add_argument("--dtype", help="of the target; by default what is fastest here, and to compare float32")
@@ -134,11 +136,20 @@ def supports_colour(out: TextIO) -> bool:
     return out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
 
 
+def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
+    """Options of a drafter from KEY=VALUE each, the values as YAML."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        lay_over(options, pair)
+    return options
+
+
 def _generate(args: argparse.Namespace) -> None:
     if args.typical and args.policy:
         raise ValueError("--policy measures exact verification, --typical is lossy: leave one of them out")
     target = Target.load(args.target, dtype=args.dtype or ("float32" if args.compare else "auto"))
-    drafter, none, prompt = load_drafter(args.drafter, target), load_drafter("none", target), target.chat(args.prompt)
+    drafter = load_drafter(args.drafter, target, **parse_options(args.option))
+    none, prompt = load_drafter("none", target), target.chat(args.prompt)
     if target.device.type == "cpu":
         choose_threads(partial(generate, target, none, prompt, max_new_tokens=2))
     sampling = Sampling(args.temperature, typical=PUBLISHED if args.typical else None)

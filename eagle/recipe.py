@@ -137,6 +137,7 @@ class MeasuredSection(Section):
     """A drafter that is measured."""
 
     head: str | None = None  # a folder, a hub id, or the name of a method without weights; without, the run's own
+    options: dict[str, Any] = {}  # of methods without weights, as `load_drafter` takes them
     budget: BudgetSection | None = None  # without, that of the head, else nodes, depth and top_k of `eval`
 
 

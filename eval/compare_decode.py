@@ -71,7 +71,9 @@ class Decoder:
             rows = [row for row in self.answers if row["temperature"] == temperature]
             answers: list[Answer] = []
             for shape in shapes:
-                drafter = load_drafter(head, self.target)  # anew, for some remember what they drafted
+                drafter = load_drafter(
+                    head, self.target, **arm.section.options
+                )  # anew, for some remember what they drafted
                 answers = answers or [self._with_features(row, drafter.taps) for row in rows]
                 budget = self.comparison.shapes[shape]
                 lengths = [self._cycles(drafter, answer, budget) for answer in answers]

@@ -17,6 +17,7 @@ from pydantic import Field
 from eagle.core.budget import Budget
 from eagle.data.identity import fingerprint
 from eagle.drafters import settings_of
+from eagle.formats.checkpoint import check_options
 from eagle.recipe import BudgetSection, Recipe, Section, lay_over, parse_section
 from eagle.training.launch import resolve_dtype
 from eagle.training.train import FREE
@@ -33,6 +34,7 @@ class ArmSection(Section):
     base: str | None = None  # a recipe file whose drafter, features and train sections this arm takes
     recipe: dict[str, Any] = Field({})  # laid over the recipe of the comparison, for this arm alone
     untrained: str | None = None  # a drafter that is not trained here: a method without weights, a folder, a hub id
+    options: dict[str, Any] = Field({})  # of an untrained method, as `load_drafter` takes them
     start: str | None = None  # the arm whose head this one goes on from
     tokens: int | None = Field(None, ge=1)  # supervised tokens to learn from, those of its start included
     seconds: float | None = Field(None, gt=0)  # of training, its start's included
@@ -135,7 +137,11 @@ class Comparison:
         if len(budgets) > 1:
             raise ValueError(f"{place} has {' and '.join(budgets)}, expected one budget")
         if arm.untrained is not None and (arm.start or budgets or arm.recipe or arm.base):
-            raise ValueError(f"{place} is untrained, expected no other key beside it")
+            raise ValueError(f"{place} is untrained, expected no other key beside it but options")
+        if arm.options and arm.untrained is None:
+            raise ValueError(f"{place} is trained and has options, expected settings: name them in recipe.drafter")
+        if arm.untrained is not None:
+            check_options(arm.untrained, arm.options)
         if shared := [key for key in OF_ALL if key in arm.recipe]:
             raise ValueError(
                 f"{place}.recipe names {' and '.join(shared)}, expected sections that arms may differ in: name those "
@@ -201,7 +207,8 @@ def _decisive(recipe: Recipe, section: ArmSection) -> list[Any]:
     if section.untrained is not None:
         folders = [Path(name) for name in section.untrained.split(",")]
         weights = [path for folder in folders for path in sorted(folder.glob("*.safetensors"))]
-        return [section.untrained, *([fingerprint(weights)] if weights else [])]
+        options = [section.options] if section.options else []
+        return [section.untrained, *options, *([fingerprint(weights)] if weights else [])]
     values = recipe.model_dump(mode="json", exclude={"eval", "regenerate"})
     free = FREE | {"seed"} | ({"init"} if section.start else set())
     values["train"] = {key: value for key, value in values["train"].items() if key not in free}

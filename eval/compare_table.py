@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from eval.buckets import CONTEXT, ENOUGH
 from eval.compare_plan import Arm, Comparison
 from eval.compare_rows import Rows
+from eval.figures import format_number
 from eval.statistics import Estimate, Row, estimate, estimate_difference
 
 Key = tuple[Any, ...]  # seed, set, conversation, turn, sampling seed
@@ -43,6 +46,28 @@ class ComparisonTable:
             if seed in seeds and (row["set"], row["conversation"]) in asked
         }
 
+    @cached_property
+    def contexts(self) -> dict[Key, int]:
+        """The context bucket of every answer: that of the tokens before its middle."""
+        answers = self.rows.of("answer", digest=self.comparison.answer_digest)
+        names = ("set", "conversation", "turn", "sampling_seed", "temperature")
+        return {
+            tuple(row[name] for name in names): CONTEXT.find((row["prompt"] + len(row["tokens"])) // 2)
+            for row in answers
+        }
+
+    def split_by_context(self, lengths: Mapping[Key, Row], temperature: float) -> dict[str, dict[Key, Row]]:
+        """The answers of each bucket with enough cycles."""
+        parts: dict[int, dict[Key, Row]] = {}
+        for key, row in lengths.items():
+            answer = *key[1:], temperature
+            parts.setdefault(self.contexts[answer], {})[key] = row
+        return {
+            CONTEXT.name(bucket): part
+            for bucket, part in sorted(parts.items())
+            if sum(cycles for _, cycles in part.values()) >= ENOUGH
+        }
+
     def training(self, arm: Arm, seed: int) -> dict[str, float] | None:
         """Tokens, steps and seconds of training, those of its starts included; None where it is not done."""
         total = {"tokens": 0.0, "steps": 0.0, "seconds": 0.0}
@@ -73,9 +98,11 @@ class ComparisonTable:
         for shape, temperature in self.columns:
             if lengths := self.lengths(arm, shape, temperature):
                 seeds = sorted({key[0] for key in lengths})
+                parts = self.split_by_context(lengths, temperature)
                 tau[column_name(shape, temperature)] = {
                     **_tau(lengths)._asdict(),
                     "by_seed": {str(seed): _ratio(lengths, seed) for seed in seeds},
+                    "by_context": {name: _tau(part)._asdict() for name, part in parts.items()},
                 }
         last = [self.rows.find_training(arm.digest, seed) or {} for seed in by_seed] if arm.is_trained else []
         sizes = {name: row[name] for row in last for name in SIZES if name in row}
@@ -87,8 +114,9 @@ class ComparisonTable:
         for shape, temperature in self.columns:
             less, more = (self.lengths(self.comparison.arms[name], shape, temperature) for name in (first, second))
             if less.keys() & more.keys():
-                difference = estimate_difference(less, more, conversation_of)
-                tau[column_name(shape, temperature)] = {**difference.estimate._asdict(), "answers": difference.pairs}
+                parts = [self.split_by_context(lengths, temperature) for lengths in (less, more)]
+                shared = {name: _compare(parts[0][name], part) for name, part in parts[1].items() if name in parts[0]}
+                tau[column_name(shape, temperature)] = {**_compare(less, more), "by_context": shared}
         return {"first": first, "second": second, "tau": tau}
 
 
@@ -110,13 +138,19 @@ def _tau(lengths: Mapping[Key, Row]) -> Estimate:
     return estimate(clusters)
 
 
+def _compare(less: Mapping[Key, Row], more: Mapping[Key, Row]) -> dict[str, float]:
+    """How much longer the second acceptance lengths are, with the interval and the number of answers."""
+    difference = estimate_difference(less, more, conversation_of)
+    return {**difference.estimate._asdict(), "answers": difference.pairs}
+
+
 def _ratio(lengths: Mapping[Key, Row], seed: int) -> float:
     rows = [row for key, row in lengths.items() if key[0] == seed]
     return sum(row[0] for row in rows) / max(sum(row[1] for row in rows), 1)
 
 
 def markdown(figures: Mapping[str, Any]) -> str:
-    """The figures as one table."""
+    """The figures as a table, and a second one by context where answers have several."""
     columns = list(dict.fromkeys(column for arm in figures["arms"] for column in arm["tau"]))
     sizes = [name for name in SIZES if any(name in arm for arm in figures["arms"])]
     titles = ["seeds", "tokens", "steps", "seconds", *(SIZES[name] for name in sizes)]
@@ -131,7 +165,31 @@ def markdown(figures: Mapping[str, Any]) -> str:
     for pair in figures["pairs"]:
         cells = (_difference(pair["tau"].get(column)) for column in columns)
         lines.append(f"| {pair['second']} over {pair['first']} {'| ' * len(titles)}| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"<sub>{', '.join(_about(figures))}</sub>"])
+    return "\n".join([*lines, *_context_lines(figures), "", f"<sub>{', '.join(_about(figures))}</sub>"])
+
+
+def _context_lines(figures: Mapping[str, Any]) -> list[str]:
+    """A table of τ by tokens of context; nothing where all answers are in one bucket."""
+    contexts = [(column, context) for arm in figures["arms"] for column, context in _contexts(arm)]
+    columns = list(dict.fromkeys(contexts))
+    if len({context for _, context in columns}) < 2:
+        return []
+    titles = " | ".join(f"{column}, {context}" for column, context in columns)
+    lines = ["", f"| τ by {CONTEXT.title} | {titles} |", "|---|" + "---:|" * len(columns)]
+    for arm in figures["arms"]:
+        by_context = _contexts(arm)
+        cells = (format_number(Estimate(**by_context[key])) if key in by_context else NO_DATA for key in columns)
+        lines.append(f"| {arm['arm']} | {' | '.join(cells)} |")
+    for pair in figures["pairs"]:
+        cells = (_difference(_contexts(pair).get(key)) for key in columns)
+        lines.append(f"| {pair['second']} over {pair['first']} | {' | '.join(cells)} |")
+    return lines
+
+
+def _contexts(row: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, float]]:
+    """Figures of an arm or a pair by column and context; files of earlier releases have none."""
+    parts = ((column, tau.get("by_context", {})) for column, tau in row["tau"].items())
+    return {(column, context): value for column, part in parts for context, value in part.items()}
 
 
 def _training_cells(arm: Mapping[str, Any]) -> list[str]:

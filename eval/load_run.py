@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -38,6 +39,7 @@ class MeasuredDrafter:
     budget: Budget
     head: str  # where it comes from: a folder, a hub id, the name of a method without weights, or several of these
     policy: Policy | None = None  # that chooses within the budget, cycle by cycle
+    options: dict[str, Any] = field(default_factory=dict)  # that it was made from
 
     @property
     def plan(self) -> Budget | Policy:
@@ -54,7 +56,8 @@ class MeasuredDrafter:
         folders = [name for name in self.head.split(",") if name not in DRAFTERS]
         weights = fingerprint([folder_of(name, None, HEAD) / HEAD[1] for name in folders]) if folders else None
         policy = {"policy": "goodput"} if self.policy else {}
-        return {"head": self.head, "weights": weights, "budget": asdict(self.budget), **policy}
+        options = {"options": self.options} if self.options else {}
+        return {"head": self.head, **options, "weights": weights, "budget": asdict(self.budget), **policy}
 
 
 def load_target(recipe: Recipe) -> Target:
@@ -94,9 +97,11 @@ def load_drafters(recipe: Recipe, target: Target) -> dict[str, MeasuredDrafter]:
     measured = {"none": MeasuredDrafter(load_drafter("none", target), Budget(0, 0, 0), "none")}
     for name, section in sections.items():
         head = section.head or str(Path(recipe.train.out) / "head")
-        if head not in loaded:
-            loaded[head] = load_drafter(head, target)
-        measured[name] = MeasuredDrafter(loaded[head], _choose_budget(recipe, section.budget, loaded[head]), head)
+        key = json.dumps([head, section.options], sort_keys=True)
+        if key not in loaded:
+            loaded[key] = load_drafter(head, target, **section.options)
+        budget = _choose_budget(recipe, section.budget, loaded[key])
+        measured[name] = MeasuredDrafter(loaded[key], budget, head, options=section.options)
     return measured
 
 

@@ -6,9 +6,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import accumulate, pairwise
 
+from eval.buckets import ENOUGH, EVERY, several_buckets
 from eval.figures import Points, Scale, draw_bars, draw_plot, draw_tree, legend
 from eval.markup import Html
-from eval.page_parts import ReportData, by_temperature, cell, code, figures_by_task, missing, panels, section, table
+from eval.page_parts import (
+    ReportData,
+    Rows,
+    by_temperature,
+    cell,
+    code,
+    figures_by_task,
+    missing,
+    panels,
+    section,
+    side_by_side,
+    table,
+)
 from eval.page_theory import count_level, count_shapes
 from eval.results import ACCEPTANCE_LENGTH, Answer, Group, Metric, cycles, prompt_key
 from eval.statistics import Row, estimate
@@ -60,6 +73,25 @@ def by_task(report: ReportData) -> Html:
     by_rule = table(["drafter", "temperature", "children drafted", "τ"], [("", rows)])
     title = "Acceptance by task, temperature and rule"
     return section("task", title, lead, legend(report.names), panels(*figures), by_rule)
+
+
+def by_bucket(report: ReportData) -> Html:
+    """Acceptance length by tokens of context, and by tokens of the answer."""
+    figures = []
+    for buckets in EVERY:
+        lines: dict[str, Rows] = {}
+        for heading, groups in by_temperature(report.drafting):
+            lengths = [(report.series[group.name], buckets.acceptance_lengths(group)) for group in groups]
+            for bucket in several_buckets([part for _, part in lengths]):
+                points = [(number, part[bucket]) for number, part in lengths if bucket in part]
+                lines.setdefault(heading, []).append((buckets.name(bucket), points))
+        figures += side_by_side(f"τ by {buckets.title}", lines, 1, "")
+    title = "Acceptance by context and place in the answer"
+    lead = (
+        "Tokens per target forward by what stood before it: tokens of prompt and answer, and tokens of the answer "
+        f"alone. A drafter with fewer than {ENOUGH} cycles in a range is left out there."
+    )
+    return section("context", title, lead, legend(report.names), panels(*figures)) if figures else Html()
 
 
 def lengths(report: ReportData) -> Html:

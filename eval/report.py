@@ -8,9 +8,10 @@ from pathlib import Path
 
 from eagle.disk import write_text
 from eagle.log import script
+from eval.buckets import EVERY, Buckets, several_buckets
 from eval.figures import format_number
 from eval.markup import Html, html, tag
-from eval.page_accepted import by_task, calibration, lengths, nodes, positions
+from eval.page_accepted import by_bucket, by_task, calibration, lengths, nodes, positions
 from eval.page_batches import batches, texts_in_a_step
 from eval.page_evidence import answers, losslessness, provenance
 from eval.page_parts import ReportData, fewest_at_a_time
@@ -35,6 +36,7 @@ SECTIONS = {
     "speed": ("By task", speed_by_task),
     "position": ("Position", positions),
     "task": ("Task and rule", by_task),
+    "context": ("Context", by_bucket),
     "length": ("Accepted length", lengths),
     "time": ("Time", time_split),
     "theory": ("Theory", theory),
@@ -83,7 +85,9 @@ def _target(report: ReportData) -> str:
 
 
 def markdown(path: str | Path) -> str:
-    """The results as a table with intervals, one more by batch size if there are batches, and what made them."""
+    """The results as tables with intervals: overall, by batch size, context and place in the answer where several
+    of these are there; and what made them.
+    """
     results = read_results(path)
     every = results.groups()
     groups = fewest_at_a_time(every)
@@ -103,6 +107,8 @@ def markdown(path: str | Path) -> str:
         )
     if any(group.batch_size > 1 for group in every):
         lines += ["", *_batch_lines(every)]
+    for buckets in EVERY:
+        lines += _bucket_lines([group for group in groups if group.drafter != "none"], buckets)
     header = {key: value for key, value in results.header.items() if key != "id" and not isinstance(value, dict | list)}
     return "\n".join([*lines, "", f"<sub>{', '.join(f'{key} {value}' for key, value in header.items())}</sub>"])
 
@@ -119,6 +125,19 @@ def _batch_lines(groups: Sequence[Group]) -> list[str]:
         cells = [f"{group.temperature:g}", str(group.batch_size), f"`{group.drafter}`", f"{texts_in_a_step(group):.1f}"]
         cells += [_format(group, TOKENS_PER_SECOND, digits=0), speed, modelled, _format(group, LATENCY, " s")]
         lines.append(f"| {' | '.join([*cells, _format(group, ACCEPTANCE_LENGTH), describe_output(group)])} |")
+    return lines
+
+
+def _bucket_lines(groups: Sequence[Group], buckets: Buckets) -> list[str]:
+    """A table of τ by temperature, drafter and bucket; nothing where all cycles are in one bucket."""
+    lengths = [buckets.acceptance_lengths(group) for group in groups]
+    if not (every := several_buckets(lengths)):
+        return []
+    columns = ["T", f"τ by {buckets.title}", *map(buckets.name, every)]
+    lines = ["", f"| {' | '.join(columns)} |", "|---|---|" + "---:|" * len(every)]
+    for group, length in zip(groups, lengths, strict=True):
+        cells = [format_number(length[bucket]) if bucket in length else "–" for bucket in every]
+        lines.append(f"| {group.temperature:g} | `{group.drafter}` | {' | '.join(cells)} |")
     return lines
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +33,7 @@ from eagle.drafters.parts.validation import figures, validate_batch
 from eagle.drafters.several import FirstOf
 from eagle.formats.export import EXPORTERS
 from eagle.recipe import Section
+from eagle.target.view import TargetTexts
 from eval.compare import main as compare
 from eval.costs import bare_costs
 from eval.replay import answer
@@ -169,11 +171,47 @@ class FollowChoices(Drafter):
         return DraftTree.from_paths(update.root, paths)
 
 
+class ReadsTexts(Drafter):
+    """Drafts greedily with all layers of the target behind its own keys and values: everything is accepted."""
+
+    reads = Reads(texts=True)
+
+    def open_with(self, texts: Any) -> WholeTarget:
+        """Texts that are drafted for together."""
+        return WholeTarget(texts)
+
+
+class WholeTarget:
+    """What the target holds of the texts, and nothing else."""
+
+    def __init__(self, texts: Any) -> None:
+        self.texts = texts
+
+    def admit(self, row: int, noise: Noise | None = None) -> None:
+        """A text begins, of which nothing is kept."""
+
+    def release(self, row: int) -> None:
+        """A text has ended."""
+
+    def propose(self, updates: Any, budgets: Any) -> dict[int, DraftTree]:
+        """Chains as long as the longest budget, each cut to its own; all rows in one forward a token."""
+        rows = list(updates)
+        tokens = torch.tensor([[updates[row].root] for row in rows])
+        levels = [min(budgets[row].nodes, budgets[row].depth) if budgets[row].top_k else 0 for row in rows]
+        for depth in range(max(levels)):
+            seen = torch.ones(len(rows), 1, depth + 1, dtype=torch.bool)
+            hidden = self.texts.ahead(rows, tokens[:, -1:], list(range(depth + 1)), seen)
+            tokens = torch.cat([tokens, self.texts.view.logits(hidden)[..., -1, :].argmax(-1, keepdim=True)], dim=1)
+        parts = zip(rows, tokens.tolist(), levels, strict=True)
+        return {row: DraftTree.chain(chosen[: count + 1]) for row, chosen, count in parts}
+
+
 # whoever adds a tool for all methods adds a test over these names
 METHODS: dict[str, type[Any]] = {
     "several_heads": SeveralHeads,
     "two_blocks": TwoBlocks,
     "follow_choices": FollowChoices,
+    "reads_texts": ReadsTexts,
 }
 TRAINED = ["several_heads", "two_blocks"]
 examples, batch = conformance.examples, conformance.batch  # fixtures
@@ -349,6 +387,43 @@ def test_drafters_in_turn_get_what_each_reads(tiny_target: Target) -> None:
     expected = generate(tiny_target, none, prompt, **options).tokens
     assert generate(tiny_target, several, prompt, **options).tokens == expected
     assert any(update.choices is not None for update in several.drafters[1].updates)  # type: ignore[attr-defined]
+
+
+def test_a_drafter_may_draft_behind_the_targets_own_text(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In batches that wait for room, behind another drafter and in threads everything is kept, and the output is the
+    target's; planted: drafts that do not see their root, and a layer too few.
+    """
+    prompts = [tiny_target.chat(asked) for asked in conformance.BESIDE]
+    options: dict[str, Any] = {"max_new_tokens": 20, "stop": [], "budget": chain(3)}
+    none = load_drafter("none", tiny_target)
+    expected = [generate(tiny_target, none, prompt, **options).tokens for prompt in prompts]
+
+    def kept(drafter: Any, **more: Any) -> bool:
+        traces = generate(tiny_target, drafter, prompts, **options, **more)
+        assert [trace.tokens for trace in traces] == expected
+        return all(cycle.accepted == cycle.depth > 0 for trace in traces for cycle in trace.cycles[:-1])
+
+    room = 2 * (max(map(len, prompts)) + 24)  # of two texts at a time
+    assert kept(ReadsTexts()) and kept(ReadsTexts(), batch_size=3)
+    assert kept(ReadsTexts(), batch_size=3, max_tokens_in_cache=room)
+    silent = FirstOf([none, ReadsTexts()])
+    assert kept(silent, batch_size=2)
+    drafter = ReadsTexts()
+    with ThreadPoolExecutor(3) as pool:
+        answers = pool.map(lambda prompt: generate(tiny_target, drafter, prompt, **options), prompts)
+    assert [trace.tokens for trace in answers] == expected
+    conformance.test_texts_side_by_side_are_as_each_alone("reads_texts", Sampling(), tiny_target)
+    ahead = TargetTexts.ahead
+
+    def blind(texts: Any, rows: Any, tokens: Tensor, depths: list[int], seen: Tensor) -> Tensor:
+        return ahead(texts, rows, tokens, depths, seen & (torch.arange(seen.shape[-1]) > 0))
+
+    def shallow(texts: Any, rows: Any, tokens: Tensor, depths: list[int], seen: Tensor) -> Tensor:
+        return ahead(texts, rows, tokens, depths, seen, len(texts.view) - 1)
+
+    for fault in (blind, shallow):
+        monkeypatch.setattr(TargetTexts, "ahead", fault)
+        assert not kept(ReadsTexts())
 
 
 class ReadsLayers(Drafter):

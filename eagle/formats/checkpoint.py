@@ -6,7 +6,7 @@ import inspect
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -178,14 +178,7 @@ def load_drafter(
     """
     if not isinstance(target, Target):
         raise ValueError(f"the target is a {type(target).__name__}, expected a Target: load_drafter(name, target)")
-    names, free = _split_names(name), _methods_without_files()
-    accepted = {name: [*inspect.signature(free[name]).parameters] if name in free else [] for name in names}
-    known = sorted({option for name in names for option in accepted[name]})
-    if unknown := [option for option in options if option not in known]:
-        raise ValueError(
-            f"{', '.join(names)} has no option {unknown[0]}{nearest(unknown[0], known)}: expected one of "
-            f"{', '.join(known) or 'none: options belong to ' + ', '.join(free)}"
-        )
+    names, accepted = _split_names(name), check_options(name, options)
     drafters = []
     for name in names:
         name_options = {key: value for key, value in options.items() if key in accepted[name]}
@@ -194,6 +187,19 @@ def load_drafter(
             drafter.bind_target(target.view())
         drafters.append(drafter)
     return drafters[0] if len(drafters) == 1 else FirstOf(drafters)
+
+
+def check_options(name: str | Path | Sequence[str | Path], options: Iterable[str]) -> dict[str, list[str]]:
+    """The options that each of some drafters takes, by its name; one that none of them has is refused."""
+    names, free = _split_names(name), _methods_without_files()
+    accepted = {name: [*inspect.signature(free[name]).parameters] if name in free else [] for name in names}
+    known = sorted({option for name in names for option in accepted[name]})
+    if unknown := [option for option in options if option not in known]:
+        raise ValueError(
+            f"{', '.join(names)} has no option {unknown[0]}{nearest(unknown[0], known)}: expected one of "
+            f"{', '.join(known) or 'none: options belong to ' + ', '.join(free)}"
+        )
+    return accepted
 
 
 def _methods_without_files() -> dict[str, Any]:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from eagle import Sampling, Target, generate, load_drafter
-from eagle.__main__ import GREEN, PLAIN, main, stream_text, supports_colour, writer_to
+from eagle.__main__ import GREEN, PLAIN, main, parse_options, stream_text, supports_colour, writer_to
 from eagle.core.noise import Noise
 from eagle.core.spelling import Spelling
 from eagle.core.trace import Trace
@@ -115,6 +115,17 @@ def test_an_answer_under_a_policy_is_the_same(
     trace = generate(tiny_target, load_drafter("none", tiny_target), tiny_target.chat(QUESTION), max_new_tokens=24)
     assert out == trace.text + "\n" and "and the output is the same" in told
     assert re.search(r"^policy: \d+\.\d levels a cycle, of 0 to 8$", told, re.M)
+
+
+def test_options_are_given_on_the_command_line(tiny_target_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As numbers where they are numbers; one that the method has not is refused."""
+    assert parse_options(["trust=2", "pick=frequent"]) == {"trust": 2, "pick": "frequent"}
+    asked = ["generate", "ngram", QUESTION, "--target", str(tiny_target_dir / "target"), "--max-new-tokens", "8"]
+    main([*asked, "--option", "longest=2", "--option", "pick=frequent"])
+    assert "ngram: 8 tokens" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*asked, "--option", "longst=2"])
+    assert "ngram has no option longst: did you mean longest?" in capsys.readouterr().err
 
 
 def test_a_lossy_answer_is_called_one(tiny_target_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

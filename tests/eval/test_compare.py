@@ -7,6 +7,8 @@ import random
 import subprocess
 import sys
 import time
+from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from scipy.stats import t as student
 from eagle.core.decode import generate
 from eagle.disk import lock_folder
 from eagle.formats.checkpoint import load_drafter
-from eval import compare, compare_train
+from eval import compare, compare_table, compare_train
+from eval.buckets import CONTEXT
 from eval.compare import main
 from eval.compare_plan import Comparison
 from eval.compare_rows import Rows
@@ -186,6 +189,7 @@ def test_differences_against_a_naive_bootstrap(comparison: Comparison, monkeypat
 
     by_arm = {"counts": lengths(1.5), "head": lengths(1.8), "longer": lengths(1.5)}
     monkeypatch.setattr(ComparisonTable, "lengths", lambda _table, arm, _shape, _temperature: by_arm[arm.name])
+    monkeypatch.setattr(ComparisonTable, "contexts", defaultdict(int))
     figures = ComparisonTable(comparison, Rows(comparison.folder)).figures()
     for pair in figures["pairs"]:
         found = pair["tau"]["tree, T = 0"]
@@ -195,6 +199,41 @@ def test_differences_against_a_naive_bootstrap(comparison: Comparison, monkeypat
     clear, unclear = markdown(figures).splitlines()[-4:-2]
     assert clear.startswith("| head over counts") and clear.count("**") == 8
     assert unclear.startswith("| longer over counts") and "**" not in unclear
+
+
+def test_the_table_by_context_against_plain_counting(
+    comparison: Comparison, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Every answer counts where its middle stands; planted: the prompt's length alone, which another bucket holds."""
+    entries = [json.loads(line) for line in (comparison.folder / "results.jsonl").read_text().splitlines()]
+    answers = [entry["answer"] for entry in entries if "answer" in entry and entry["answer"]["temperature"] == 0]
+    middles = {row["conversation"]: row["prompt"] + (len(row["tokens"]) - row["prompt"]) / 2 for row in answers}
+    edge = int(sorted(middles.values())[1])  # one answer lies below it, two at it or above
+
+    def tables() -> tuple[dict[str, Any], str]:
+        figures = ComparisonTable(comparison, Rows(comparison.folder)).figures()
+        return {row["arm"]: row["tau"]["tree, T = 0"]["by_context"] for row in figures["arms"]}, markdown(figures)
+
+    monkeypatch.setattr(compare_table, "ENOUGH", 1)
+    assert all(part.keys() == {"below 512"} for part in tables()[0].values()) and "τ by tokens" not in tables()[1]
+    monkeypatch.setattr(compare_table, "CONTEXT", replace(CONTEXT, first=edge))
+    found, table = tables()
+    digest = comparison.row_digest(comparison.arms["counts"], "tree")
+    rows = [entry["row"] for entry in entries if "row" in entry and entry["row"]["digest"] == digest]
+    rows = [row for row in rows if row["temperature"] == 0]
+    parts = [[row for row in rows if (middles[row["conversation"]] >= edge) == above] for above in (False, True)]
+    expected = [sum(row["committed"] for row in part) / sum(row["cycles"] for row in part) for part in parts]
+    assert [len(part) for part in parts] == [1, 2]
+    assert [value["value"] for value in found["counts"].values()] == pytest.approx(expected)
+    names = list(found["counts"])
+    assert names == [f"below {edge}", f"{edge} to {2 * edge}"]
+    heading, _, *lines = table.split("| τ by tokens of context |")[1].splitlines()
+    assert heading.count(names[0]) == heading.count(names[1]) == 4
+    assert [line.split(" | ")[0] for line in lines[:3]] == ["| counts", "| head", "| longer"]
+    names_of = ("set", "conversation", "turn", "sampling_seed")
+    prompts = {(*(row[name] for name in names_of), 0.0): int(row["prompt"] >= edge) for row in answers}
+    monkeypatch.setattr(ComparisonTable, "contexts", defaultdict(int, prompts))
+    assert tables()[0]["counts"] != found["counts"]
 
 
 def test_a_second_run_is_refused(values: dict[str, Any], tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from eagle import Target, Trace, generate
 from eagle.core.budget import Budget
 from eagle.core.tree import chain_paths
 from eagle.drafters.eagle1 import Eagle1
+from eagle.drafters.ngram import NgramDrafter
 from eagle.formats.checkpoint import save_head, write_budget
 from eagle.recipe import Recipe
 from eagle.target.state import TargetState
@@ -256,6 +257,20 @@ def test_budgets_come_from_the_drafter_the_head_or_the_recipe(
     assert {cycle.nodes for cycle in trace.cycles[:1]} == {5}  # without being told
     with pytest.raises(ValueError, match="names `none`, which is measured always"):
         load_drafters(with_eval(small, drafters={"none": {"head": "none"}}), tiny_target)
+
+
+def test_options_go_to_the_drafter_and_into_the_header(small: Recipe, tiny_target: Target) -> None:
+    """One method with several options is several drafters; what they were made from is told, and else nothing."""
+    sections = {"a": {}, "b": {"options": {"longest": 2}}, "c": {"options": {"longest": 2}}}
+    recipe = with_eval(small, drafters={name: {"head": "ngram", **section} for name, section in sections.items()})
+    drafters = load_drafters(recipe, tiny_target)
+    a, b, c = (drafters[name].drafter for name in sections)
+    assert isinstance(a, NgramDrafter) and isinstance(b, NgramDrafter)
+    assert a.sizes != b.sizes == NgramDrafter(longest=2).sizes and b is c
+    described = [drafters[name].describe() for name in sections]
+    assert "options" not in described[0] and described[1]["options"] == {"longest": 2}
+    with pytest.raises(ValueError, match="ngram has no option longst: did you mean longest?"):
+        load_drafters(with_eval(recipe, drafters={"a": {"head": "ngram", "options": {"longst": 2}}}), tiny_target)
 
 
 def test_sampled_drafts_do_not_claim_to_be_identical(small: Recipe) -> None:

@@ -25,7 +25,7 @@ from eval.statistics import Row, estimate
 ROOT = Path(__file__).parents[2]
 FIGURES = {
     "headline": 2, "speed": 2, "position": 4, "task": 2, "length": 6, "time": 2, "theory": 2, "calibration": 2,
-    "nodes": 6, "answers": 2,
+    "nodes": 6, "answers": 2, "context": 2,
 }  # fmt: skip
 
 
