@@ -148,6 +148,16 @@ class SlotCache:
             self.lengths[one], self.lengths[other] = self.lengths[other], self.lengths[one]
 
     @torch.inference_mode()
+    def copy(self, slot: int, other: int) -> None:
+        """Put the committed columns of a slot into another too."""
+        length = self.lengths[slot]
+        for rows in self.buffers:
+            if rows.buffer.shape[2] and len(rows.buffer) <= other:
+                rows.resize(*self.room(length))
+            rows.buffer[other:, :, :length][:1] = rows.buffer[slot:, :, :length][:1]
+        self.lengths[other] = length
+
+    @torch.inference_mode()
     def reserve(self, slots: int, columns: int, most: int | None = None) -> None:
         """Sizes for so many texts of up to so many columns.
 

@@ -36,6 +36,11 @@ class BlockState(HeadState):
         super().admit(row, noise)
         self.recent[row] = torch.empty(0, self.head.shape.hidden_size, dtype=self.dtype, device=self.device)
 
+    def fork(self, row: int, other: int) -> None:
+        """A text goes on in two ways, from the same last slots."""
+        super().fork(row, other)
+        self.recent[other] = self.recent[row]
+
     def release(self, row: int) -> None:
         """A text has ended."""
         super().release(row)

@@ -66,6 +66,13 @@ class TextState:
         """A text begins."""
         self.noises[row] = noise
 
+    def fork(self, row: int, other: int) -> None:
+        """A text goes on in two ways: the other gets a slot with the same keys and values."""
+        self.noises[other] = self.noises[row]
+        if row in self.rows:
+            self._take_slots([other])
+            self.cache.copy(self.rows.index(row), len(self.rows) - 1)
+
     @torch.inference_mode()
     def release(self, row: int) -> None:
         """A text has ended: that in the last slot takes its place."""
