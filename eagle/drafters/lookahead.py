@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -63,6 +64,10 @@ class LookaheadState:
                 text.advance(update.tree, choices[row])
             text.read([*update.tokens.tolist(), update.root])
         return {row: self.texts[row].draft(budgets[row]) for row in updates}
+
+    def fork(self, row: int, other: int) -> None:
+        """A text goes on in two ways, each with a window and a pool of its own."""
+        self.texts[other] = copy.deepcopy(self.texts[row], {id(self.drafter): self.drafter})
 
     def release(self, row: int) -> None:
         """Forget the row."""

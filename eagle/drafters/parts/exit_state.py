@@ -89,6 +89,10 @@ class ExitState:
         """A text begins."""
         self.noises[row], self.confirmed[row] = noise, 0
 
+    def fork(self, row: int, other: int) -> None:
+        """Rows are the target's own, which has one for each text."""
+        raise ValueError("drafts over the target's own rows cannot follow a text that goes on in two ways")
+
     def release(self, row: int) -> None:
         """A text has ended."""
         del self.noises[row], self.confirmed[row]

@@ -36,6 +36,12 @@ class MemoryState:
         """A text begins."""
         self.noises[row], self.lengths[row] = noise, 0
 
+    def fork(self, row: int, other: int) -> None:
+        """A text goes on in two ways, from the same memory."""
+        self.noises[other], self.lengths[other] = self.noises[row], self.lengths[row]
+        if row in self.memory:
+            self.memory[other] = self.memory[row]
+
     def release(self, row: int) -> None:
         """A text has ended."""
         del self.noises[row], self.lengths[row]

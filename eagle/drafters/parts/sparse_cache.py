@@ -43,6 +43,10 @@ class SparseState:
         """A text begins; its keys and values are copied when it is first asked for."""
         self.noises[row], self.lengths[row], self.copied[row] = noise, 0, 0
 
+    def fork(self, row: int, other: int) -> None:
+        """Rows are the target's own, which has one for each text."""
+        raise ValueError("drafts over the target's own rows cannot follow a text that goes on in two ways")
+
     def release(self, row: int) -> None:
         """A text has ended: the last slot's text takes its place."""
         del self.noises[row], self.lengths[row], self.copied[row]
