@@ -38,7 +38,8 @@ class SparseKv(Drafter):
     def bind_target(self, view: Any) -> None:
         """Take the target's layers, for a probe; "snap" refuses those whose attention it cannot choose by."""
         if self.select == "snap":
-            view.check_observable()
+            if not view.shows_attention:
+                raise ValueError("the target's attention shows no queries to choose by: load it with 'sdpa'")
             if view.windows:
                 raise ValueError("some layers have sliding windows, whose columns each head would choose: use 'recent'")
         self.views = (view,)

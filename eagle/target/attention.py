@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -63,11 +64,29 @@ OBSERVER: ContextVar[tuple[str, Observe]] = ContextVar("observer")  # with the n
 def observed_attention(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **options: Any) -> Any:
     """Another registered attention, of which the observer hears first."""
     name, observe = OBSERVER.get()
-    observe(int(module.layer_idx), query, key, options.get("scaling") or query.shape[-1] ** -0.5)  # type: ignore[arg-type]
+    observe(vars(module)["layer_idx"], query, key, options.get("scaling") or query.shape[-1] ** -0.5)
     return AttentionInterface()[name](module, query, key, *args, **options)
 
 
 AttentionInterface.register(OBSERVED, observed_attention)
+
+
+def can_observe(model: Any, settings: dict[str, Any]) -> bool:
+    """Whether a model with these settings of its config attends by what is registered."""
+    return model._supports_attention_backend and settings.get(SWITCH) in AttentionInterface()
+
+
+@contextmanager
+def observing(settings: dict[str, Any], observe: Observe) -> Iterator[None]:
+    """While open, `observe` gets the queries and keys of a model with these settings, before it attends as ever."""
+    name = settings[SWITCH]
+    token = OBSERVER.set((name, observe))
+    settings[SWITCH] = OBSERVED
+    try:
+        yield
+    finally:
+        settings[SWITCH] = name
+        OBSERVER.reset(token)
 
 
 def can_group(model: Any, config: Any) -> bool:

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from eagle.device import upload
-from eagle.target.attention import OBSERVED, OBSERVER, SWITCH, Observe
+from eagle.target.attention import Observe, can_observe, observing
 from eagle.target.borrowed import is_close
 from eagle.target.cache import LentCache, TreeCache
 from eagle.target.reader import FAILURES, TreeReader
@@ -45,27 +44,10 @@ class TargetView:
         """Whether some layers see a sliding window of positions."""
         return any(self.reader.masks.windows.values())
 
-    @contextmanager
-    def observe_attention(self, observe: Observe) -> Iterator[None]:
-        """While open, `observe` gets the queries and keys of each layer that this view runs."""
-        self.check_observable()
-        settings = self.reader.settings
-        with self.lock:
-            name = settings[SWITCH]
-            token = OBSERVER.set((name, observe))
-            settings[SWITCH] = OBSERVED
-            try:
-                yield
-            finally:
-                settings[SWITCH] = name
-                OBSERVER.reset(token)
-
-    def check_observable(self) -> None:
-        """Refuse a model whose attention does not show its queries."""
-        model, name = self.reader.original, self.reader.settings.get(SWITCH)
-        if not model._supports_attention_backend or name not in AttentionInterface():
-            kind = self.reader.config.model_type
-            raise ValueError(f"{kind} attends by {name}, which does not show its queries: load it with 'sdpa'")
+    @property
+    def shows_attention(self) -> bool:
+        """Whether the model's attention shows its queries: it takes any that is registered."""
+        return can_observe(self.reader.original, self.reader.settings)
 
     def new_cache(self) -> TreeCache:
         """An empty cache: forwards write behind its `length`, which its owner moves on, or commits by `keep`."""
@@ -249,9 +231,9 @@ class TargetTexts:
         before = len(text) - count
         kept = [self.keys_values(row, layer) for layer in range(len(self.view))]
         cache = LentCache([(keys[None, :, :before], values[None, :, :before]) for keys, values in kept])
-        with self.view.observe_attention(observe):
-            positions = torch.arange(before, len(text))
-            self.view.reader(torch.tensor([text[before:]]), positions[None], None, cache)
+        reader = self.view.reader
+        with self.view.lock, observing(reader.settings, observe):
+            reader(torch.tensor([text[before:]]), torch.arange(before, len(text))[None], None, cache)
 
     @torch.inference_mode()
     def ahead(

@@ -221,7 +221,7 @@ def test_what_cannot_be_is_refused(model: Any) -> None:
             SparseKv(**options)
     with pytest.raises(ValueError, match="sliding windows"):
         load_drafter("sparse_kv", Target(build("mistral-sliding")), select="snap")
-    with pytest.raises(ValueError, match="does not show its queries: load it with 'sdpa'"):
+    with pytest.raises(ValueError, match="shows no queries to choose by: load it with 'sdpa'"):
         load_drafter("sparse_kv", Target(eager(model)), select="snap")
 
 
