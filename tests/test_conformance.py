@@ -59,8 +59,9 @@ ASKED = "What does copy do?"
 def new_head(name: str, target: Target) -> Any:
     """An untrained head, the same every time."""
     torch.manual_seed(0)
-    settings = settings_of({"kind": name}, "test")
-    return DRAFTERS[name].for_target(settings, target.config, target.head)
+    settings, method = settings_of({"kind": name}, "test"), DRAFTERS[name]
+    weights = {"weights": target.tensor} if method.reads.weights else {}
+    return method.for_target(settings, target.config, target.head, **weights)
 
 
 def drafter_of(name: str, target: Target) -> Any:

@@ -49,7 +49,7 @@ class MemoryHead(TrainableDrafter):
 
     def mix_states(self, states: Tensor) -> Tensor:
         """[.., n, H], the memories of tokens with these embeddings and outputs [.., 1 + n, H]."""
-        return torch.einsum("ml,...lh->...mh", self.mix.softmax(-1), states)
+        return torch.einsum("ml,...lh->...mh", self.mix.softmax(-1), states).to(states.dtype)
 
     def project_memories(self, memories: Tensor, tables: Pair) -> list[Pair]:
         """[k, N, w] each, every block's keys and values of memories [N, n, H] at positions of tables [N, w]."""

@@ -25,7 +25,8 @@ FURTHER = (  # what blocks of other families have beside a Llama block's tensors
 @torch.no_grad()
 def copy_target_blocks(layers: Any, norm: nn.Module, weights: Weights, config: Any) -> None:
     """Fill Llama blocks with the target's last ones, and a norm with its final norm; refuse what is no Llama block."""
-    kind, activation = config.model_type, getattr(config, "hidden_act", None)
+    kind, names = config.model_type, ("hidden_act", "hidden_activation")
+    activation = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
     if activation != "silu":
         raise ValueError(f"{kind} has blocks of hidden_act {activation!r}, expected 'silu': {ELSE}")
     for number, block in enumerate(layers, start=config.num_hidden_layers - len(layers)):
