@@ -125,7 +125,7 @@ def test_options_are_given_on_the_command_line(tiny_target_dir: Path, capsys: py
     assert "ngram: 8 tokens" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*asked, "--option", "longst=2"])
-    assert "ngram has no option longst: did you mean longest?" in capsys.readouterr().err
+    assert "ngram has no option longst; did you mean longest" in capsys.readouterr().err
 
 
 def test_a_lossy_answer_is_called_one(tiny_target_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

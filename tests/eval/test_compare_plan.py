@@ -29,7 +29,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "an untrained arm's budget": ({"arms": {"a": {"untrained": "ngram", "tokens": 5}}}, "expected no other key"),
     "an unknown option": (
         {"arms": {"a": {"untrained": "ngram", "options": {"longst": 2}}}},
-        "ngram has no option longst: did you mean longest?",
+        "ngram has no option longst; did you mean longest",
     ),
     "options of a trained arm": ({"arms": {"a": {"options": {"longest": 2}}}}, "arms.a is trained and has options"),
     "other prompts": ({"arms": {"a": {"recipe": {"eval": {"count": 2}}}}}, "arms.a.recipe names eval"),

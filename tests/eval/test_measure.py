@@ -269,7 +269,7 @@ def test_options_go_to_the_drafter_and_into_the_header(small: Recipe, tiny_targe
     assert a.sizes != b.sizes == NgramDrafter(longest=2).sizes and b is c
     described = [drafters[name].describe() for name in sections]
     assert "options" not in described[0] and described[1]["options"] == {"longest": 2}
-    with pytest.raises(ValueError, match=r"ngram has no option longst: did you mean longest\?"):
+    with pytest.raises(ValueError, match="ngram has no option longst; did you mean longest"):
         load_drafters(with_eval(recipe, drafters={"a": {"head": "ngram", "options": {"longst": 2}}}), tiny_target)
 
 
