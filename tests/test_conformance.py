@@ -81,7 +81,10 @@ def begin_text(drafter: Any, target: Target, prompt: list[int], choose: Choose, 
         return drafter.begin(noise), update
     drafts = drafter.open_with(state.lend())
     drafts.admit(0, noise)
-    return SimpleNamespace(propose=lambda update, budget: drafts.propose({0: update}, {0: budget})[0]), update
+    return SimpleNamespace(
+        propose=lambda update, budget: drafts.propose({0: update}, {0: budget})[0],
+        read=lambda new: state.extend({0: new}),
+    ), update
 
 
 def reference(target: Target, prompt: list[int], sampling: Sampling, count: int) -> list[int]:
@@ -232,6 +235,8 @@ def test_noise_is_that_of_the_places_that_are_drafted_for(name: str, tiny_target
     more = Committed(torch.tensor([7, 8]), None if news.features is None else news.features[:2], 9)
     for told, first in ((Committed(news.tokens, news.features, 7), 6), (more, 8)):
         choose.noise.forget(99)
+        if drafter.reads.texts and told is more:
+            text.read([7, 8])
         text.propose(told, Budget(8, 3, 2))
         assert sorted(choose.noise.rows) == [first, first + 1, first + 2]
 
