@@ -138,6 +138,7 @@ class MeasuredSection(Section):
 
     head: str | None = None  # a folder, a hub id, or the name of a method without weights; without, the run's own
     budget: BudgetSection | None = None  # without, that of the head, else nodes, depth and top_k of `eval`
+    options: dict[str, Any] = {}  # of a method without weights, as `load_drafter` takes them
 
 
 class EvalSection(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -38,6 +38,7 @@ class MeasuredDrafter:
     budget: Budget
     head: str  # where it comes from: a folder, a hub id, the name of a method without weights, or several of these
     policy: Policy | None = None  # that chooses within the budget, cycle by cycle
+    options: dict[str, Any] = field(default_factory=dict)  # that it was loaded with
 
     @property
     def plan(self) -> Budget | Policy:
@@ -53,8 +54,9 @@ class MeasuredDrafter:
         """What decides its drafts, for the header of results."""
         folders = [name for name in self.head.split(",") if name not in DRAFTERS]
         weights = fingerprint([folder_of(name, None, HEAD) / HEAD[1] for name in folders]) if folders else None
+        more = {"options": self.options} if self.options else {}
         policy = {"policy": "goodput"} if self.policy else {}
-        return {"head": self.head, "weights": weights, "budget": asdict(self.budget), **policy}
+        return {"head": self.head, "weights": weights, "budget": asdict(self.budget), **more, **policy}
 
 
 def load_target(recipe: Recipe) -> Target:
@@ -90,13 +92,15 @@ def load_drafters(recipe: Recipe, target: Target) -> dict[str, MeasuredDrafter]:
     sections = recipe.eval.drafters or default
     if "none" in sections:
         raise ValueError("eval.drafters names `none`, which is measured always: leave it out, or take another name")
-    loaded: dict[str, Drafter] = {}
+    loaded: dict[tuple[str, str], Drafter] = {}
     measured = {"none": MeasuredDrafter(load_drafter("none", target), Budget(0, 0, 0), "none")}
     for name, section in sections.items():
         head = section.head or str(Path(recipe.train.out) / "head")
-        if head not in loaded:
-            loaded[head] = load_drafter(head, target)
-        measured[name] = MeasuredDrafter(loaded[head], _choose_budget(recipe, section.budget, loaded[head]), head)
+        key = head, repr(sorted(section.options.items()))
+        if key not in loaded:
+            loaded[key] = load_drafter(head, target, **section.options)
+        budget = _choose_budget(recipe, section.budget, loaded[key])
+        measured[name] = MeasuredDrafter(loaded[key], budget, head, options=section.options)
     return measured
 
 

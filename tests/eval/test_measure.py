@@ -258,6 +258,16 @@ def test_budgets_come_from_the_drafter_the_head_or_the_recipe(
         load_drafters(with_eval(small, drafters={"none": {"head": "none"}}), tiny_target)
 
 
+def test_options_go_to_methods_without_weights(small: Recipe, tiny_target: Target) -> None:
+    """Each gets its own, which the header of results tells; what none takes is refused."""
+    sizes = {name: {"head": "lookahead", "options": {"window": window}} for name, window in (("few", 4), ("many", 9))}
+    drafters = load_drafters(with_eval(small, drafters=sizes), tiny_target)
+    assert [drafters[name].drafter.window for name in sizes] == [4, 9]  # type: ignore[attr-defined]
+    assert drafters["few"].describe()["options"] == {"window": 4} and "options" not in drafters["none"].describe()
+    with pytest.raises(ValueError, match="lookahead has no option windw; did you mean window"):
+        load_drafters(with_eval(small, drafters={"few": {"head": "lookahead", "options": {"windw": 4}}}), tiny_target)
+
+
 def test_sampled_drafts_do_not_claim_to_be_identical(small: Recipe) -> None:
     """Where a draft carries its law, only the law of the output is the target's; greedily all is equal."""
     drawn = {"drawn": {"budget": {"paths": chain_paths(2), "draw": "sampled"}}}
