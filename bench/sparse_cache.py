@@ -1,7 +1,8 @@
 """A target that drafts for itself behind sparse caches: `python bench/sparse_cache.py TARGET QUESTIONS`.
 
-TARGET is a model, QUESTIONS a Spec-Bench file, of which some long first turns are answered. Each answer is written with chains of both lengths behind every budget and choice of columns, at T = 0 and with drawn chains at T = 1.
-Forwards are timed by themselves, at the median length, in CPU seconds; speed is what the closed form gives of both:
+TARGET is a model, QUESTIONS a Spec-Bench file, of which some long first turns are answered. Each answer is written with
+chains of both lengths behind every budget and choice of columns, at T = 0, and at T = 1 with drawn chains. Forwards are
+timed by themselves, at the median length, in CPU seconds; speed is what the closed form gives of both:
 tau * target / (length * draft + read). One thread.
 """
 
