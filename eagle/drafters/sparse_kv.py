@@ -40,7 +40,7 @@ class SparseKv(Drafter):
         if self.select == "snap":
             if not view.shows_attention:
                 raise ValueError("the target's attention shows no queries to choose by: load it with 'sdpa'")
-            if view.windows:
+            if view.has_windows:
                 raise ValueError("some layers have sliding windows, whose columns each head would choose: use 'recent'")
         self.views = (view,)
 

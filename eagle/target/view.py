@@ -40,7 +40,7 @@ class TargetView:
         return len(self.decoder_layers)
 
     @property
-    def windows(self) -> bool:
+    def has_windows(self) -> bool:
         """Whether some layers see a sliding window of positions."""
         return any(self.reader.masks.windows.values())
 

@@ -73,7 +73,7 @@ class SparseState:
 
     def _grow(self, rows: list[int], seeds: list[Seed]) -> list[DraftTree]:
         """The trees of rows that share forwards; each root is read behind its text and held until the next draft."""
-        held = self._held_positions(rows) if self.view.windows else None
+        held = self._held_positions(rows) if self.view.has_windows else None
         roots = torch.tensor([[seed.root] for seed in seeds])
         logits = self._read(rows, roots, [0], None, held)[:, 0]
         for row in rows:
@@ -152,13 +152,18 @@ class SnapState(SparseState):
         super().__init__(texts, budget, 0)
         self.skipped: dict[int, int] = {}  # tokens of a prompt that are not held, as many in every head
 
+    def release(self, row: int) -> None:
+        """A text has ended."""
+        super().release(row)
+        self.skipped.pop(row, None)
+
     def _begin(self, row: int, slot: int) -> None:
         """Copy `budget` columns of a longer prompt, the last of them and the highest scores, each head its own."""
-        length, latest = self.lengths[row], torch.arange(-OBSERVED, 0)
+        length = self.lengths[row]
         self.skipped[row] = max(length - self.budget, 0)
         if not self.skipped[row]:
             return
-        latest = upload(length + latest, self.view.device)
+        latest = upload(torch.arange(length - OBSERVED, length), self.view.device)
         self.cache.aim([slot], [0])
 
         def copy(layer: int, queries: Tensor, keys: Tensor, scale: float) -> None:
