@@ -18,7 +18,12 @@ class Window:
     sinks: int = Field(0, ge=0)
     recent: int = Field(64, ge=1)
 
-    def hides(self, place: Any, row: Any, begin: Any, drafted: int) -> Any:
+    @property
+    def most(self) -> int:
+        """Rows that are kept of a text: when they are more, those that no later row sees are dropped."""
+        return self.sinks + 2 * self.recent
+
+    def hides(self, place: Any, row: Any, begin: Any, drafted: Any) -> Any:
         """Whether rows no longer see places of a text that begins at `begin`, beside so many rows of their own."""
         return (place <= row - (self.recent - drafted)) & (place >= begin + self.sinks)
 
