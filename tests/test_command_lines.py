@@ -56,6 +56,7 @@ WRONG: dict[str, list[list[str]]] = {
     "bench/other_heads.py": [["out", "--set", "unknown", "--seed", "1"], ["out", "--set", "tuning", "--seed", "few"]],
     "bench/regenerate_speed.py": [["--target", GONE, "--data", GONE, "--earlier", GONE]],
     "bench/rehearsal.py": [["--size", "unknown"], ["--methods", "unknown"], ["--folder", "."]],
+    "bench/sparse_cache.py": [[GONE, GONE]],
     "bench/train_speed.py": [["--size", "unknown"], ["--speculators", GONE]],
 }
 for measuring in ("eval.lossless", "eval.tune"):

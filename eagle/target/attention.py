@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -63,11 +64,29 @@ OBSERVER: ContextVar[tuple[str, Observe]] = ContextVar("observer")  # with the n
 def observed_attention(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **options: Any) -> Any:
     """Another registered attention, of which the observer hears first."""
     name, observe = OBSERVER.get()
-    observe(int(module.layer_idx), query, key, options.get("scaling") or query.shape[-1] ** -0.5)  # type: ignore[arg-type]
+    observe(vars(module)["layer_idx"], query, key, options.get("scaling") or query.shape[-1] ** -0.5)
     return AttentionInterface()[name](module, query, key, *args, **options)
 
 
 AttentionInterface.register(OBSERVED, observed_attention)
+
+
+def can_observe(model: Any, settings: dict[str, Any]) -> bool:
+    """Whether a model with these settings of its config attends by what is registered."""
+    return model._supports_attention_backend and settings.get(SWITCH) in AttentionInterface()
+
+
+@contextmanager
+def observing(settings: dict[str, Any], observe: Observe) -> Iterator[None]:
+    """While open, `observe` gets the queries and keys of a model with these settings, before it attends as ever."""
+    name = settings[SWITCH]
+    token = OBSERVER.set((name, observe))
+    settings[SWITCH] = OBSERVED
+    try:
+        yield
+    finally:
+        settings[SWITCH] = name
+        OBSERVER.reset(token)
 
 
 def can_group(model: Any, config: Any) -> bool:
@@ -108,8 +127,8 @@ class Masks:
     ) -> Tensor | dict[str, Tensor]:
         """The mask of new tokens of B texts, over `starts` committed columns each and R behind, at positions [B, R].
 
-        `seen` [B, N, R] says which of them each of the last N attends to; None: all R are new, and a chain. The
-        positions that committed columns hold are `columns` [B, most of starts]; None: in their order, all of them.
+        `seen` [B, N, R] says which of them each of the last N attends to; None: all R are new, and a chain.
+        `columns` [B, most of starts, or more] are the positions that committed columns hold; None: in their order.
         """
         count, level = positions.shape[1], min(starts) == max(starts)
         if self.grouped and level and (count == 1 or (seen is None and starts[0] == 0)):
@@ -137,7 +156,7 @@ class Masks:
             positions = upload(positions, device)
             columns = torch.arange(mask.shape[2], device=device).repeat(len(starts), 1)
             if held is not None:
-                columns[:, : held.shape[1]] = upload(held, device)
+                columns[:, : held.shape[1]] = upload(held[:, : mask.shape[2]], device)
             for row, start in enumerate(starts):
                 columns[row, start : start + new] = positions[row]
             mask.masked_fill_(positions[:, -count:, None] - columns[:, None] >= window, lowest)

@@ -257,3 +257,29 @@ class _Nothing(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+
+class LentCache(Cache):
+    """Keys and values [1, X, S, D] of committed tokens by layer, which new tokens see and add nothing to."""
+
+    def __init__(self, lent: Sequence[tuple[Tensor, Tensor]]) -> None:
+        super().__init__(layers=[_Lent(keys, values) for keys, values in lent])
+        self.starts = [lent[0][0].shape[2]]
+
+
+class _Lent(_Nothing):
+    """One layer's lent keys and values, with the new ones behind them."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.lent = keys, values
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = self.lent
+        return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)
+
+    def get_seq_length(self) -> int:
+        return self.lent[0].shape[2]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.lent[0].shape[2] + query_length, 0

@@ -1,6 +1,7 @@
 """A target's layers for drafters that draft with them: any run of layers, with a cache of the drafter's own."""
 
-# B texts, N new tokens, R not committed, T committed, K drafted, S rows in the cache, X heads, D width, V vocabulary
+# B texts, N new tokens, R not committed, T committed, K drafted, S rows in the cache, D width, V vocabulary
+# X heads of keys, H of queries
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from eagle.device import upload
+from eagle.target.attention import Observe, can_observe, observing
 from eagle.target.borrowed import is_close
-from eagle.target.cache import TreeCache
+from eagle.target.cache import LentCache, TreeCache
 from eagle.target.reader import FAILURES, TreeReader
 
 
@@ -41,6 +43,11 @@ class TargetView:
     def windows(self) -> bool:
         """Whether some layers see a sliding window of positions."""
         return any(self.reader.masks.windows.values())
+
+    @property
+    def shows_attention(self) -> bool:
+        """Whether the model's attention shows its queries: it takes any that is registered."""
+        return can_observe(self.reader.original, self.reader.settings)
 
     def new_cache(self) -> TreeCache:
         """An empty cache: forwards write behind its `length`, which its owner moves on, or commits by `keep`."""
@@ -213,6 +220,20 @@ class TargetTexts:
             _, here, there = zip(*moves.values(), strict=True)
             origin, place = (torch.stack([torch.cat(a), torch.cat(b)]) for a, b in ((slots, here), (others, there)))
             cache.copy_columns(self.state.cache, origin, place)
+
+    @torch.inference_mode()
+    def observe_attention(self, row: int, count: int, observe: Observe) -> None:
+        """Show the queries of a row's last `count` tokens, and the keys of all; they are read anew, nothing is written.
+
+        `observe` gets the number of a layer, queries [1, H, N, D], keys [1, X, T, D] and the scale of their products.
+        """
+        text = self.state.text(row)
+        before = len(text) - count
+        kept = [self.keys_values(row, layer) for layer in range(len(self.view))]
+        cache = LentCache([(keys[None, :, :before], values[None, :, :before]) for keys, values in kept])
+        reader = self.view.reader
+        with self.view.lock, observing(reader.settings, observe):
+            reader(torch.tensor([text[before:]]), torch.arange(before, len(text))[None], None, cache)
 
     @torch.inference_mode()
     def ahead(

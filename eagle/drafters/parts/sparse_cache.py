@@ -1,20 +1,27 @@
 """Texts that a target drafts for by itself, behind a cache that holds some of their keys and values."""
 
-# B rows of text, K nodes of one level, R of all levels, S held columns, M copied columns, V vocabulary
+# B rows of text, T tokens, N observed tokens, K nodes of one level, R of all levels, S held columns, M copied columns
+# X heads of keys, H of queries, D width, V vocabulary
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from eagle.core.budget import Budget
 from eagle.core.drafter import Committed, Noise
 from eagle.core.tree import DraftTree
+from eagle.device import upload
 from eagle.drafters.parts.growth import grow_rows
 from eagle.drafters.parts.scoring import Seed
 from eagle.target.view import TargetTexts
+
+OBSERVED = 32  # last tokens of a prompt, whose attention chooses
+POOLED = 5  # neighbours whose attention is averaged
 
 
 class SparseState:
@@ -105,7 +112,7 @@ class SparseState:
         self.texts.copy_columns(self.cache, moves)
 
     def _begin(self, row: int, slot: int) -> None:
-        """Choose what to hold of a row's prompt: nothing is special about it."""
+        """Hold what shall be held of a row's prompt for good; here that is nothing."""
 
     def _held(self, row: int) -> int:
         """How many columns of a row are held."""
@@ -132,3 +139,53 @@ class SparseState:
             places[self._columns(row, latest)] = latest
             places[self._held(row)] = end
         return held
+
+
+class SnapState(SparseState):
+    """Rows whose prompts are thinned once, to what their last tokens attend to; all that follows a prompt is held."""
+
+    def __init__(self, texts: TargetTexts, budget: int) -> None:
+        super().__init__(texts, budget, 0)
+        self.skipped: dict[int, int] = {}  # tokens of a prompt that are not held, as many in every head
+
+    def _begin(self, row: int, slot: int) -> None:
+        """Copy `budget` columns of a longer prompt, the last of them and the highest scores, each head its own."""
+        length, latest = self.lengths[row], torch.arange(-OBSERVED, 0)
+        self.skipped[row] = max(length - self.budget, 0)
+        if not self.skipped[row]:
+            return
+        latest = upload(length + latest, self.view.device)
+        self.cache.aim([slot], [0])
+
+        def copy(layer: int, queries: Tensor, keys: Tensor, scale: float) -> None:
+            chosen = score_columns(queries[0], keys[0], scale).topk(self.budget - OBSERVED).indices
+            columns = torch.cat([chosen, latest.to(chosen.device).expand(len(chosen), -1)], 1)[:, :, None]
+            held = self.texts.keys_values(row, layer)
+            layers: Any = self.cache.layers
+            layers[layer].update(*(part.take_along_dim(columns, 1)[None] for part in held))
+
+        self.texts.observe_attention(row, OBSERVED, copy)
+        self.copied[row] = length
+
+    def _held(self, row: int) -> int:
+        return self.lengths[row] - self.skipped[row]
+
+    def _new_positions(self, row: int) -> Tensor:
+        return torch.arange(self.copied[row], self.lengths[row])
+
+    def _columns(self, row: int, positions: Tensor) -> Tensor:
+        return positions - self.skipped[row]
+
+
+def score_columns(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """[X, T - N], how much the last N tokens attend to each before them: queries [H, N, D], keys [X, T, D].
+
+    Probs summed over queries and the heads that share keys, and averaged over five neighbours; beyond the ends is 0.
+    """
+    heads, (count, width) = len(keys), queries.shape[1:]
+    scores = (queries.reshape(heads, -1, width) * scale) @ keys.transpose(1, 2)
+    scores = scores.view(heads, -1, count, keys.shape[1])
+    ahead = torch.ones(count, count, dtype=torch.bool, device=keys.device).triu(1)
+    scores[..., -count:].masked_fill_(ahead, -torch.inf)
+    attended = scores.softmax(-1, dtype=torch.float32)[..., :-count].sum((1, 2))
+    return F.avg_pool1d(attended, POOLED, stride=1, padding=POOLED // 2)
