@@ -130,6 +130,19 @@ class SlotCache:
         for slot, path in paths.items():
             self.lengths[slot] += len(path)
 
+    @torch.inference_mode()
+    def drop(self, gaps: Mapping[int, tuple[int, int]]) -> None:
+        """Forget these committed columns of each slot, from one up to another: those behind them move up."""
+        moves = [
+            torch.stack([torch.full_like(origin, slot), origin, origin - (stop - start)])
+            for slot, (start, stop) in gaps.items()
+            for origin in [torch.arange(stop, self.lengths[slot])]
+        ]
+        if moves:
+            self._move(*torch.cat(moves, dim=1))
+        for slot, (start, stop) in gaps.items():
+            self.lengths[slot] -= stop - start
+
     def _move(self, slots: Tensor, origin: Tensor, place: Tensor) -> None:
         """Copy columns [M] to other places of their slots, all at once."""
         buffers = [held.buffer for held in self.buffers if held.buffer.shape[2]]

@@ -71,9 +71,8 @@ class BlockState(HeadState):
         """The trees of some slots; the root alone where fewer than k tokens are committed."""
         most = [self.head.levels if seed.place > self.size else 0 for seed in seeds]
         seeds = [replace(seed, budget=seed.budget.within(end)) for seed, end in zip(seeds, most, strict=True)]
-        lengths = [self.cache.lengths[slot] for slot in slots]
-        depth, room = max(seed.budget.depth for seed in seeds), max(lengths)
-        levels = _BlockLevels(self, slots, hidden, *self._behind_texts(lengths[: count_unlike(lengths)], room, depth))
+        depth, room = max(seed.budget.depth for seed in seeds), max(self.cache.lengths[slot] for slot in slots)
+        levels = _BlockLevels(self, slots, hidden, *self._behind_texts(self.unlike_slots(slots), room, depth))
         return grow_rows(seeds, levels.first[1][:, 0, 0], levels)
 
 
