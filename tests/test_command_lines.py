@@ -49,6 +49,7 @@ WRONG: dict[str, list[list[str]]] = {
     "bench/goodput_batches.py": [[GONE, GONE, GONE, GONE]],
     "bench/launches.py": [["--heads", "unknown"]],
     "bench/level_speed.py": [["--methods", "unknown"], ["--vocabs", "7"]],
+    "bench/long_context.py": [["--contexts", "few"], ["--contexts", "512", "--fitted", "512", "7"]],
     "bench/loop_overhead.py": [["--target", GONE, "--head", GONE]],
     "bench/memory.py": [["--out"], ["unknown"]],
     "bench/mask_templates.py": [["--templates", GONE, "--tokenizers", GONE, "--conversations", GONE]],
@@ -64,7 +65,7 @@ FREE = {
     *("recipes.forecast", "recipes.cards", "recipes/train_eagle.py"),
     *("recipes/tiny/make_target.py", "recipes/tiny/demo.py"),
     *("bench/decode_speed.py", "bench/launches.py", "bench/level_speed.py", "bench/memory.py", "bench/rehearsal.py"),
-    "bench/train_speed.py",
+    *("bench/long_context.py", "bench/train_speed.py"),
 }
 
 

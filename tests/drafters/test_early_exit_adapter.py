@@ -23,7 +23,6 @@ from tests.families import NUM_LAYERS, build, own_answer, random_tokens
 PROMPTS = [random_tokens(count, seed) for seed, count in enumerate((6, 11, 3))]
 LAYERS = 2
 OPTIONS: dict[str, Any] = {"budget": Budget(6, 4, 2), "max_new_tokens": 10, "stop": []}
-KINDS = ["norm", "linear", "mlp"]
 
 
 def new_head(target: Target, kind: str) -> Any:
@@ -41,8 +40,9 @@ def trained(head: Any) -> Any:
     return head
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "family"), [("norm", "gemma2"), ("linear", "llama"), ("mlp", "llama"), ("mlp", "qwen3")]
+)
 def test_an_untrained_adapter_is_early_exit(kind: str, family: str) -> None:
     """Draft by draft; a trained one drafts something else, and the output is the target's all the same."""
     model = build(family, torch.float64)
