@@ -6,11 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from trained import equal, prepared, rows, run
 from transformers import (
     Gemma2Config,
     GptOssConfig,
@@ -21,7 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from eagle import Budget
+from eagle import Budget, Target, load_drafter
 from eagle.core.drafter import Committed, TargetHead
 from eagle.core.tree import PUBLISHED_TREE, DraftTree
 from eagle.data.examples import Batch, Example, collate
@@ -414,3 +416,19 @@ def test_more_blocks_than_the_target_has_are_refused() -> None:
     """By their number."""
     with pytest.raises(ValueError, match="at most the target's 8"):
         Spire.for_target(Spire.Settings(blocks=9), SHAPE)
+
+
+@pytest.mark.slow
+def test_a_run_on_stored_features_starts_from_the_targets_blocks(tiny_target_dir: Path, tmp_path: Path) -> None:
+    """Stopped after half of its steps and gone on with, it leaves the same bytes; few steps leave them near."""
+    command = prepared(tiny_target_dir, tmp_path, "drafter={kind: spire}")
+    asked = ["train.epochs=1", "train.checkpoint_every=3"]
+    whole, out = (run(command, tmp_path / name, *asked) for name in ("whole", "halves"))
+    (out / "checkpoints/step-6/complete.json").unlink()
+    run(command, out, *asked)
+    assert equal(out, whole) and rows(out) == rows(whole)
+    target = Target.load(tiny_target_dir / "target", dtype=torch.float32)
+    drafter: Any = load_drafter(out / "last", target)
+    first = drafter.layers[0].self_attn.k_proj.weight.flatten()
+    copied = target.tensor(f"model.layers.{drafter.taps[0]}.self_attn.k_proj.weight").flatten()
+    assert torch.cosine_similarity(first, copied, dim=0) > 0.9
