@@ -180,6 +180,41 @@ def test_begin_forgets(name: str, sampling: Sampling, tiny_target: Target) -> No
     assert traces[0].cycles == traces[1].cycles
 
 
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_text_that_parts_is_drafted_for_as_two(name: str, tiny_target: Target) -> None:
+    """After a fork both rows, and the second once the first is gone, draft as texts that were told all of it do."""
+    drafter, budget = drafter_of(name, tiny_target), Budget(8, 4, 3)
+    if drafter.reads.texts:
+        pytest.skip("it drafts behind the target's own rows")
+    if drafter.reads.view:
+        drafter.bind_target(tiny_target.view())
+    shared = [5, 6, 7, 8, 5, 6, 7]
+    texts = {0: [*shared, 8, 5, 9, 5, 6, 7, 8], 1: [*shared, 9, 5, 6, 7, 8, 5, 6]}
+
+    def tell(state: Any, start: int, end: int, rows: list[int]) -> Any:
+        updates = {}
+        for row in rows:
+            tokens = torch.tensor(texts[row])
+            features = tiny_target.features(tokens[None, :end], drafter.taps)[0, start:] if drafter.taps else None
+            updates[row] = Committed(tokens[start:end], features, texts[row][end])
+        trees = state.propose(updates, dict.fromkeys(rows, budget))
+        return {row: (trees[row].tokens.tolist(), trees[row].parents.tolist()) for row in rows}
+
+    def open_state(rows: list[int]) -> Any:
+        state = drafter.open()
+        for row in rows:
+            state.admit(row)
+        return state
+
+    forked, alone = open_state([0]), open_state([0, 1])
+    tell(forked, 0, 6, [0])
+    forked.fork(0, 1)
+    tell(alone, 0, 6, [0, 1])
+    assert tell(forked, 6, 10, [0, 1]) == tell(alone, 6, 10, [0, 1])
+    forked.release(0)
+    assert tell(forked, 10, 12, [1]) == tell(alone, 10, 12, [1])
+
+
 BESIDE = [ASKED, "Why is the sky blue?", "Who?"]  # of three lengths
 
 

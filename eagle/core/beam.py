@@ -66,7 +66,7 @@ def beam_search(
     """
     tokens, limit = token_ids(prompt), positive_int("max_new_tokens", max_new_tokens)
     beams = positive_int("beams", beams)
-    budget = Budget(6 * beams, 3, 2 * beams, sharpness=1.0) if budget is None else budget
+    budget = Budget(12 * beams, 3, 2 * beams, sharpness=1.0) if budget is None else budget
     check_call(target, drafter, Sampling(), budget)
     _check_options(drafter, beams, early_stopping, positive_int("num_return_sequences", num_return_sequences), budget)
     target.check_prompt(tokens)
