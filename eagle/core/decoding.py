@@ -211,7 +211,10 @@ class Decoding:
     def _commit(self, row: Row, output: TargetOutput, path: list[int], root: int) -> list[int]:
         """The new tokens of a row's answer, and what its drafter will be told."""
         tree, choices = output.tree, self.drafter.reads.choices
-        last = (tree, output.likeliest(choices)) if choices else ()
+        last: tuple[Any, ...] = ()
+        if choices:  # drafts beside drawn ones must not know of noise: it would decide which rule verifies them
+            drawn = row.draw == "sampled"
+            last = tree, output.likeliest(choices) if drawn else row.choose.rank_tokens(output, choices)
         row.pending.append(Committed(tree.tokens[path], output.features_at(path), root, *last))
         return row.commit([*row.pending[-1].tokens.tolist()[1:], root])
 

@@ -43,7 +43,7 @@ class Noise(Protocol):
 class Reads:
     """What a drafter reads of the target beside its `taps` at accepted tokens; it gets what it asks for alone."""
 
-    choices: int = 0  # so many of the target's likeliest tokens after every node of the last tree, see `Committed`
+    choices: int = 0  # so many of the tokens that the target prefers after each node of the last tree: `Committed`
     view: bool = False  # the target's layers, to draft with: they come by `bind_target`
     texts: bool = False  # keys and values of the texts that are written: they come by `open_with`
     weights: bool = False  # the target's tensors by name when a head is made: `for_target` gets them as `weights`
@@ -57,7 +57,7 @@ class Committed:
     features: Tensor | None  # [A, L, D], the taps that the drafter asked for
     root: int  # chosen by the target, not yet read by it
     tree: DraftTree | None = None  # that the target read last; with its choices, where the drafter reads any
-    choices: Tensor | None = None  # [N, C], the target's likeliest tokens after each node of the tree, likeliest first
+    choices: Tensor | None = None  # [N, C], the target's choice after each node of the tree, then what comes next
 
     @classmethod
     def join(cls, updates: Sequence[Committed]) -> Committed:

@@ -62,12 +62,20 @@ class Choose:
 
     def pick_tokens(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
         """[len(nodes)], the tokens chosen after `nodes`, on the device of the logits."""
+        return self._scores(output, nodes).argmax(-1)
+
+    def rank_tokens(self, output: TargetOutput, count: int) -> Tensor:
+        """[N, count], the tokens that it would choose after every node, its choice first, then what comes next."""
+        scores = self._scores(output, range(len(output.tree)))
+        return scores.topk(min(count, scores.shape[-1])).indices
+
+    def _scores(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
+        """[len(nodes), V], of which its choices are the largest."""
         logits = self._penalised_logits(output, nodes)
         if self.noise is None:
-            return logits.argmax(-1)
+            return logits
         positions = [output.positions[node] for node in nodes]
-        noise = self.noise(positions, logits.shape[-1], logits.device)
-        return (warp(logits, self.sampling) + noise).argmax(-1)
+        return warp(logits, self.sampling) + self.noise(positions, logits.shape[-1], logits.device)
 
     def offer(self, vocab_size: int, device: torch.device) -> Offer | None:
         """The noise and filters for the drafter; None for a greedy target."""

@@ -51,7 +51,7 @@ class LookaheadState:
         self.texts: dict[int, LookaheadText] = {}
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
-        """A window and a pool for the row; n-grams fit anywhere, so that the noise of places does not help them."""
+        """A window and a pool for the row; the noise is in the choices that the window consists of."""
         self.texts[row] = LookaheadText(self.drafter)
 
     def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
@@ -80,7 +80,7 @@ class LookaheadText:
     def __init__(self, drafter: LookaheadDrafter) -> None:
         self.drafter = drafter
         self.end: deque[int] = deque(maxlen=drafter.level)
-        self.columns: list[list[int]] = []
+        self.columns: deque[list[int]] = deque()
         self.pool: dict[int, dict[tuple[int, ...], None]] = {}  # first token -> what followed it, latest last
 
     def advance(self, tree: DraftTree, choices: Sequence[int]) -> None:
@@ -108,8 +108,11 @@ class LookaheadText:
         drafter = self.drafter
         if not self.columns:
             count = drafter.window + drafter.level - 2
-            self.columns = [[token] for token in random.Random(0).choices(tokens, k=count)]
-        for token in tokens[1:] if self.end else tokens:
+            self.columns.extend([token] for token in random.Random(0).choices(tokens, k=count))
+        else:
+            del tokens[0]
+            self.columns.rotate(1 - len(tokens))  # each column stays where it was in the text; those passed come last
+        for token in tokens:
             self.end.append(token)
             if drafter.from_prompt and len(self.end) == drafter.level:
                 self._keep(self.end)

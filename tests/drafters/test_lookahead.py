@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle import Budget, Target, generate
+from eagle import Budget, Sampling, Target, generate
 from eagle.core.drafter import Committed, DraftText
 from eagle.core.tree import DraftTree
-from eagle.core.verify import walk
+from eagle.core.verify import Choose, walk
 from eagle.drafters.lookahead import LookaheadDrafter, LookaheadText
 from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
@@ -62,7 +62,7 @@ class Naive:
         self.from_prompt, self.predict = drafter.from_prompt, predict
         self.text = [*PROMPT, first]
         start = random.Random(0).choices(self.text, k=self.W + self.N - 2)
-        self.rows = [start[1:]]  # the first row without the last token of the text
+        self.rows = [start]  # in the first place of the first row stands the last token of the text, whatever it holds
         self.grams: list[tuple[int, ...]] = []
         for end in range(self.N, len(self.text) + 1):
             self.keep_text(end)
@@ -81,31 +81,32 @@ class Naive:
 
     def column(self, c: int) -> list[int]:
         """What is read for the last token of a column: the first row up to it, then the rows below."""
-        return [*self.rows[0][:c], *(row[c] for row in self.rows[1:])]
+        return [*self.rows[0][1 : c + 1], *(row[c] for row in self.rows[1:])]
 
     def paths(self) -> set[tuple[int, ...]]:
         """All that is read beside the text."""
-        width = len(self.rows[0]) + 1
+        width = len(self.rows[0])
         whole = [list(gram[1:]) for gram in self.grams if gram[0] == self.text[-1]]
         whole += [self.column(c) for c in range(width)]
         return {tuple(path[:end]) for path in whole for end in range(1, len(path) + 1)}
 
     def step(self) -> Cycle:
-        """Read everything, shift the window by one, and go on with what the target says."""
-        known, width, last = self.paths(), len(self.rows[0]) + 1, self.text[-1]
+        """Read everything, drop the first row, go on with what the target says, and turn the window to that place."""
+        known, width, last = self.paths(), len(self.rows[0]), self.text[-1]
         new = [self.predict([*self.text, *self.column(c)]) for c in range(width)]
         if len(self.rows) < self.N - 1:
-            self.rows = [*(row[1:] for row in self.rows), new[1:]]
+            self.rows = [row[1:] for row in [*self.rows, new]]
         else:
             for c in range(width):
-                self.keep([last if c == 0 else self.rows[0][c - 1], *(row[c] for row in self.rows[1:]), new[c]])
-            first, *others = [*self.rows[1:], new]
-            self.rows = [first[1:], *others]
+                self.keep([last if c == 0 else self.rows[0][c], *(row[c] for row in self.rows[1:]), new[c]])
+            self.rows = [*self.rows[1:], new]
         accepted: list[int] = []
         while True:
             accepted.append(self.predict([*self.text, *accepted]))
             if tuple(accepted) not in known:
                 break
+        passed = (len(accepted) - 1) % len(self.rows[0])
+        self.rows = [row[passed:] + row[:passed] for row in self.rows]
         for token in accepted:
             self.text.append(token)
             self.keep_text(len(self.text))
@@ -134,7 +135,7 @@ def test_every_tree_is_the_naive_loops(sizes: Any, vocab: int, seen: int) -> Non
 def wrong_shift(text: Any, tree: DraftTree, choices: Any) -> None:
     """Columns that move one step too far."""
     advance(text, tree, choices)
-    text.columns.append(text.columns.pop(0))
+    text.columns.rotate(-1)
 
 
 def wrong_column(text: Any, tree: DraftTree, choices: Any) -> None:
@@ -169,13 +170,15 @@ def small() -> Target:
     return Target(model)
 
 
-def test_a_real_target_reads_window_and_guesses(small: Target) -> None:
-    """Masks and places: tree by tree what the untouched model says after each token's own ancestors, fed alone."""
-    drafter = LookaheadDrafter(5, 4, 3)
-    trace = generate(small, drafter, PROMPT, max_new_tokens=LIMIT, stop=[])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=3)], ids=["greedy", "T=1"])
+def test_a_real_target_reads_window_and_guesses(sampling: Sampling, small: Target) -> None:
+    """Masks, places, noise: each tree is what the untouched model says after every token's own ancestors, fed alone."""
+    drafter, noise = LookaheadDrafter(5, 4, 3), Choose(sampling).noise
+    trace = generate(small, drafter, PROMPT, sampling=sampling, max_new_tokens=LIMIT, stop=[])
 
     def predict(text: list[int]) -> int:
-        return int(own_logits(small.model, text)[-1].argmax())
+        added = noise([len(text)], small.vocab_size, small.device)[0] if noise else 0
+        return int((own_logits(small.model, text)[-1] + added).argmax())
 
     naive = Naive(drafter, predict, predict(PROMPT))
     whole = [cycle for cycle in trace.cycles if LIMIT - cycle.context + len(PROMPT) > drafter.budget.depth]
@@ -230,7 +233,7 @@ def test_other_drafters_trees_leave_the_window_alone(small: Target) -> None:
     before = [[*column] for column in text.state.texts[0].columns]
     for tree in (DraftTree.chain([8, 1, 2, 3]), DraftTree.chain([9])):
         text.state.texts[0].advance(tree, [0] * len(tree))
-        assert text.state.texts[0].columns[1:] == before[1:]
+        assert [*text.state.texts[0].columns][1:] == before[1:]
     several = FirstOf([NgramDrafter(longest=6, shortest=4), LookaheadDrafter(5, 4, 3)])
     plain, drafted = (
         generate(small, drafter, PROMPT, max_new_tokens=LIMIT, stop=[]) for drafter in (NoDrafter(), several)
