@@ -10,16 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from scipy.stats import chisquare
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle import Budget, Target, Trace, generate, load_drafter
+from eagle import Budget, Sampling, Target, Trace, generate, load_drafter
+from eagle.core.tree import chain_paths
 from eagle.drafters.parts import sparse_cache
 from eagle.drafters.parts.sparse_cache import SparseState
 from eagle.drafters.sparse_kv import SparseKv
 from eagle.target.attention import layer_windows
 from eagle.target.view import TargetTexts
-from tests.families import build, own_choices, random_tokens
+from tests.families import build, own_choices, own_logits, random_tokens
 
 BUDGET, SINKS, CHAIN = 12, 2, Budget(4, 4, 1)
 LENGTHS = (5, 14, 23)
@@ -208,6 +210,30 @@ def test_rows_come_and_go(model: Any) -> None:
             alone = [decode(target, drafter, (length,), max_new_tokens=12)[0] for length in lengths]
             drafts = [[cycle.tree.tokens.tolist() for cycle in trace.cycles] for trace in (*beside, *alone)]
             assert drafts[: len(lengths)] == drafts[len(lengths) :]
+
+
+@pytest.mark.slow
+def test_drawn_drafts_of_another_distribution_keep_the_targets() -> None:
+    """Two tokens of 400 answers with drawn chains, whose drafts see three columns of eight and more."""
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=4, num_hidden_layers=2, bos_token_id=0, **sizes)).eval()
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.25)
+    target, prompt, counts = Target(model), [1, 2, 3, 0, 1, 3, 2, 2], torch.zeros(4, 4)
+    drafter, rejected = SparseKv(3, 1), 0
+    options: dict[str, Any] = {"budget": Budget.fixed(chain_paths(3), "sampled"), "max_new_tokens": 4, "stop": []}
+    for request in range(400):
+        sampling = Sampling(temperature=1.0, seed=5, request=request)
+        answer = generate(target, drafter, prompt, sampling=sampling, **options)
+        counts[tuple(answer.tokens[:2])] += 1
+        rejected += sum(cycle.accepted < cycle.depth for cycle in answer.cycles)
+    probs = torch.stack([own_logits(model, [*prompt, token])[-1].softmax(-1) for token in range(4)])
+    expected = 400 * probs * own_logits(model, prompt)[-1].softmax(-1)[:, None]
+    rare = expected < 5  # for which together the statistic is what it is taken for
+    seen, due = (torch.cat([cells[~rare], cells[rare].sum()[None]]).double() for cells in (counts, expected))
+    assert rejected > 100 and chisquare(seen, due * (400 / due.sum())).pvalue > 1e-4
 
 
 def test_what_cannot_be_is_refused(model: Any) -> None:
