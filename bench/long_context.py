@@ -30,7 +30,7 @@ from eagle.target.cache import SlotCache
 from eval.costs import time_action
 
 CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384)
-FITTED = (1024, 4096, 16384)  # through which lines are laid
+FITTED = (512, 2048, 8192)  # through which lines are laid
 GAMMAS = (3, 7)  # drafted tokens
 NEW = 3  # tokens that a draft has not read yet
 SIZES = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 8192}
