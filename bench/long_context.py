@@ -30,13 +30,14 @@ from eagle.target.cache import SlotCache
 from eval.costs import time_action
 
 CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384)
-FITTED = (1024, 4096, 16384)  # through which lines are laid
+FITTED = (512, 2048, 8192)  # through which lines are laid
 GAMMAS = (3, 7)  # drafted tokens
 NEW = 3  # tokens that a draft has not read yet
 SIZES = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 8192}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 32768}
 SPARSE = ("sparse 256", "sparse 512")
 AGAINST = ("none", "full", "EAGLE-1")
+FURTHER = 4  # times the longest context that lines are followed
 RATES = (0.6, 0.7, 0.8, 0.9)
 Line = Callable[[float], float]
 Seconds = dict[str, dict[int, float]]  # by what was timed, by context
@@ -50,13 +51,19 @@ def random_target(**sizes: int) -> Target:
 
 def drafters_of(target: Target) -> dict[str, Drafter]:
     """What drafts, by name; heads are new."""
-    head = DRAFTERS["eagle1"].for_target(settings_of({"kind": "eagle1"}, "bench"), target.config, target.head)
+
+    def eagle1(**settings: Any) -> Drafter:
+        section = settings_of({"kind": "eagle1", **settings}, "bench")
+        head: Drafter = DRAFTERS["eagle1"].for_target(section, target.config, target.head).bind(target.head)
+        return head
+
     return {
         "full": load_drafter("early_exit", target, layers=len(target.layers)),
         "early exit": load_drafter("early_exit", target),
         "sparse 256": load_drafter("sparse_kv", target, budget=256),
         "sparse 512": load_drafter("sparse_kv", target, budget=512),
-        "EAGLE-1": head.bind(target.head),
+        "EAGLE-1": eagle1(),
+        "EAGLE-1, window": eagle1(window={"sinks": 4, "recent": 512}),
     }
 
 
@@ -113,15 +120,17 @@ def actions_at(target: Target, context: int, rounds: int) -> dict[str, Callable[
 
 
 def measure(target: Target, contexts: Sequence[int], rounds: int) -> Seconds:
-    """Medians of seconds by action and context; all actions of a context take turns."""
+    """Medians of seconds by action and context, all of which take turns."""
+    actions = {context: actions_at(target, context, rounds) for context in contexts}
+    timed = {
+        (name, context): partial(time_action, action, target.device)
+        for context, named in actions.items()
+        for name, action in named.items()
+    }
+    take_turns(1, timed)  # warms up
     found: Seconds = {}
-    for context in contexts:
-        actions = actions_at(target, context, rounds)
-        for action in actions.values():
-            action()
-        timed = {name: partial(time_action, action, target.device) for name, action in actions.items()}
-        for name, seconds in take_turns(rounds, timed).items():
-            found.setdefault(name, {})[context] = median(seconds)
+    for (name, context), seconds in take_turns(rounds, timed).items():
+        found.setdefault(name, {})[context] = median(seconds)
     return found
 
 
@@ -157,10 +166,7 @@ def between_contexts(seconds: Seconds) -> dict[str, Line]:
 
 
 def crossing(fast: Line, slow: Line, contexts: Sequence[int]) -> float | None:
-    """From which context on one is faster than the other and stays so; None if that is nowhere between the two ends.
-
-    Infinite where it is slower at the longest, 0 where it is faster at all.
-    """
+    """From which context on one is faster than the other and stays so: 0 for everywhere, None for nowhere."""
     places = np.geomspace(min(contexts), max(contexts), 2001)
     slower = np.array([fast(place) >= slow(place) for place in places])
     if slower[-1]:
@@ -169,39 +175,48 @@ def crossing(fast: Line, slow: Line, contexts: Sequence[int]) -> float | None:
 
 
 def crossings(seconds: Seconds, fitted: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """From where on each sparse drafter is the faster one, as lines predict it and as was measured."""
+    """From where on each sparse drafter is the faster one, as lines predict it and, up to the longest, as measured."""
     contexts = sorted(seconds["target 1"])
-    lines, measured = fit_lines(seconds, fitted), between_contexts(seconds)
+    further = [min(contexts), FURTHER * max(contexts)]
+    found = ((fit_lines(seconds, fitted), further), (between_contexts(seconds), contexts))
     for sparse, other, gamma in product(SPARSE, AGAINST, GAMMAS):
         rates = [(rate, rate) for rate in RATES] if other != "EAGLE-1" else product(RATES, RATES)
         for rate, its_rate in rates:
-            sides = [
-                crossing(per_token(times, sparse, rate, gamma), per_token(times, other, its_rate, gamma), contexts)
-                for times in (lines, measured)
-            ]
+            predicted, measured = (
+                crossing(per_token(times, sparse, rate, gamma), per_token(times, other, its_rate, gamma), ends)
+                for times, ends in found
+            )
             about = {"drafter": sparse, "against": other, "gamma": gamma, "rate": rate, "its_rate": its_rate}
-            yield {**about, "predicted": sides[0], "measured": sides[1]}
+            yield {**about, "predicted": predicted, "measured": measured}
+
+
+def largest_error(rows: Sequence[dict[str, Any]]) -> float:
+    """By how much of it the prediction misses a measured crossing at most."""
+    return max((abs((row["predicted"] or 0) / row["measured"] - 1) for row in rows if row["measured"]), default=0.0)
 
 
 # -- what is told -----------------------------------------------------------------------------------------------------
 
 
 def table(results: dict[str, Any]) -> str:
-    """Milliseconds by context, and the crossings that lie among the contexts."""
-    seconds = results["seconds"]
+    """Milliseconds by context, and crossings by rate: as predicted, then as measured."""
+    seconds, rows = results["seconds"], results["crossings"]
     contexts = list(next(iter(seconds.values())))
-    rows = [[name, *(f"{1000 * known[context]:.1f}" for context in contexts)] for name, known in seconds.items()]
-    costs = markdown(("ms", *contexts), rows)
-    names = ("drafter", "against", "gamma", "rate", "its_rate", "predicted", "measured")
-    lines = [[show(row[name]) for name in names] for row in results["crossings"]]
-    return costs + "\n\n" + markdown(names, lines, results["machine"])
+    times = [[name, *(f"{1000 * known[context]:.1f}" for context in contexts)] for name, known in seconds.items()]
+    lines: dict[tuple[Any, ...], list[str]] = {}
+    for row in rows:
+        other = row["against"] + (f" at {row['its_rate']}" if row["against"] == "EAGLE-1" else "")
+        cell = f"{show(row['predicted'])} ({show(row['measured'])})"
+        lines.setdefault((row["drafter"], other, row["gamma"]), []).append(cell)
+    header = ("faster from", "than", "gamma", *RATES)
+    found = markdown(header, [(*names, *cells) for names, cells in lines.items()], results["machine"])
+    error = f"At most {results['largest_error']:.0%} between a prediction and what was measured."
+    return "\n\n".join([markdown(("ms", *contexts), times), found, error])
 
 
-def show(value: Any) -> str:
-    """A cell: contexts without decimals, and words for those beyond the ends."""
-    if value is None:
-        return "beyond"
-    return "everywhere" if value == 0 else f"{value:.0f}" if isinstance(value, float) and value > 1 else str(value)
+def show(context: float | None) -> str:
+    """A crossing in a table."""
+    return "-" if context is None else "all" if context == 0 else f"{context:,.0f}"
 
 
 def main(argv: list[str]) -> None:
@@ -219,7 +234,7 @@ def main(argv: list[str]) -> None:
     seconds = measure(target, args.contexts, args.rounds)
     about = made_on(rounds=args.rounds, fitted=args.fitted, **SIZES, **HEADS)
     found = list(crossings(seconds, args.fitted))
-    results = {"machine": about, "seconds": seconds, "crossings": found}
+    results = {"machine": about, "seconds": seconds, "crossings": found, "largest_error": largest_error(found)}
     print(table(results))
     write_results(args.out, results)
 

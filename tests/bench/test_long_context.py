@@ -48,6 +48,9 @@ def test_a_crossing_that_is_not_on_the_line_is_seen() -> None:
         for lines in (long_context.fit_lines(seconds, (64, 512)), long_context.between_contexts(seconds))
     )
     assert predicted and measured and measured > 1.05 * predicted
+    row = {"predicted": predicted, "measured": measured}
+    assert long_context.largest_error([row]) == pytest.approx(1 - predicted / measured)
+    assert long_context.largest_error([{**row, "predicted": None}, {**row, "measured": None}]) == 1
 
 
 @pytest.mark.slow
@@ -66,4 +69,5 @@ def test_all_actions_are_timed_behind_so_much_text() -> None:
     assert {name.rpartition(" ")[0] for name in seconds} == {"target", *long_context.drafters_of(target)}
     rows = list(long_context.crossings(seconds, (32, 64)))
     found: Any = {"seconds": seconds, "crossings": rows, "machine": {}}
+    found["largest_error"] = long_context.largest_error(rows)
     assert len(rows) == 2 * 2 * (2 * 4 + 16) and "| EAGLE-1 7 |" in long_context.table(found)

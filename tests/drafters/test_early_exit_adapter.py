@@ -14,6 +14,7 @@ from torch import Tensor
 from eagle import Budget, Target, generate, load_drafter
 from eagle.core.tree import chain_paths
 from eagle.data.examples import Batch
+from eagle.doctor.examine import open_head
 from eagle.drafters import settings_of
 from eagle.drafters.early_exit import EarlyExit
 from eagle.drafters.early_exit_adapter import EarlyExitAdapter
@@ -140,6 +141,13 @@ def test_every_level_is_trained_as_it_drafts(model: Any, head: Any) -> None:
         found = F.log_softmax(logits(states), -1)[: len(slots)]
         expected = torch.stack([said[slot + 1 + level].log_softmax(-1) for slot in slots])
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_the_doctor_refuses_it_in_words(head: Any, tmp_path: Path) -> None:
+    """It examines heads that read features when they draft."""
+    save_head(tmp_path, head, "", {})
+    with pytest.raises(ValueError, match="is a early_exit_adapter, expected a head that reads the target's features"):
+        open_head(tmp_path, "any target")
 
 
 def test_what_does_not_fit_is_refused(model: Any, head: Any, tmp_path: Path) -> None:
