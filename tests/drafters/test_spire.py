@@ -137,6 +137,7 @@ def test_loss_and_gradients_are_those_of_the_loop(window: str) -> None:
     assert difference(SPANS, window=WINDOWS[window], steps=3, stride=2) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_head_of_three_blocks_by_other_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """More passes than lie between slots, and most of the loss the overlap's."""
     monkeypatch.setitem(globals(), "COLUMNS", (5, 6, 7, -1))
@@ -304,7 +305,7 @@ def naive_tree(head: Any, frozen: TargetHead, context: Tensor, root: int, budget
     return grow_rows([Seed(root, len(context) + 1, budget, None)], first[None], level)[0]
 
 
-DRAFTED = [Budget(12, 4, 3), Budget.fixed(PUBLISHED_TREE), Budget(5, 5, 1)]
+DRAFTED = [Budget(12, 4, 3), pytest.param(Budget.fixed(PUBLISHED_TREE), marks=pytest.mark.slow), Budget(5, 5, 1)]
 
 
 def unlike_trees(window: Window | None, budget: Budget) -> int:
@@ -357,10 +358,10 @@ def test_other_drafts_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> N
     else:
         monkeypatch.setattr(MemoryState, "_trim", lambda self, memory: memory)
     with torch.no_grad():
-        assert unlike_trees(Window(1, 4), DRAFTED[0]) > 0
+        assert unlike_trees(Window(1, 4), Budget(12, 4, 3)) > 0
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "mixed"])
+@pytest.mark.parametrize("kind", ["mixed", pytest.param("dynamic", marks=pytest.mark.slow)])
 def test_texts_in_small_windows_draft_as_if_alone(kind: str) -> None:
     """Texts of unlike lengths, some shorter than the window."""
     head = new_head(window=Window(2, 3)).eval().bind(frozen_head(FP64))
