@@ -12,6 +12,7 @@ from statistics import fmean
 from time import perf_counter
 from typing import Any, TextIO
 
+from eagle.core.beam import beam_search
 from eagle.core.budget import Budget
 from eagle.core.decode import generate, stream
 from eagle.core.drafter import Drafter
@@ -52,6 +53,7 @@ def main(argv: list[str] | None = None) -> None:
     verb.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="of a method without weights")
     verb.add_argument("--policy", action="store_true", help="draft as many levels in each cycle as pay, or none")
     verb.add_argument("--typical", action="store_true", help="LOSSY: accept what the target finds likely enough")
+    verb.add_argument("--beams", type=int, metavar="N", help="the best answer of a beam search instead of a greedy one")
     verb.add_argument("--dtype", help="of the target; by default what is fastest here, and to compare float32")
     verb = verbs.add_parser("export", help="write a head as an engine reads it")
     verb.add_argument("head")
@@ -147,6 +149,9 @@ def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
 def _generate(args: argparse.Namespace) -> None:
     if args.typical and args.policy:
         raise ValueError("--policy measures exact verification, --typical is lossy: leave one of them out")
+    if args.beams is not None:
+        _search(args)
+        return
     target = Target.load(args.target, dtype=args.dtype or ("float32" if args.compare else "auto"))
     drafter = load_drafter(args.drafter, target, **parse_options(args.option))
     none, prompt = load_drafter("none", target), target.chat(args.prompt)
@@ -177,6 +182,24 @@ def _generate(args: argparse.Namespace) -> None:
         dtype = "" if args.typical else str(target.model.dtype).removeprefix("torch.")
         verdict = _compare_tokens(drafted.trace, plain.trace, dtype)
         print(f"{drafted.speed / plain.speed:.2f} × as fast, {verdict}", file=sys.stderr)
+
+
+def _search(args: argparse.Namespace) -> None:
+    """Print the best answer of a beam search, and what it took."""
+    options = {"--temperature": args.temperature, "--compare": args.compare, "--policy": args.policy}
+    if given := [name for name, value in {**options, "--typical": args.typical}.items() if value]:
+        raise ValueError(f"--beams searches by the target's own probabilities: leave {', '.join(given)} out")
+    target = Target.load(args.target, dtype=args.dtype or "auto")
+    drafter, prompt = load_drafter(args.drafter, target), target.chat(args.prompt)
+    begun = perf_counter()
+    found = beam_search(target, drafter, prompt, beams=args.beams, max_new_tokens=args.max_new_tokens)
+    seconds, (answer,), (score,) = perf_counter() - begun, found.tokens, found.scores
+    text = target.tokenizer.decode(answer, skip_special_tokens=True)
+    print(text.translate(HARMLESS) if sys.stdout.isatty() else text)
+    counts = (
+        f"{found.steps} steps, {found.forwards} forwards after the prompt's, {found.steps_per_forward:.2f} steps each"
+    )
+    print(f"{args.drafter}: score {score:.4f}; {counts}; {len(answer) / seconds:.1f} tokens/s", file=sys.stderr)
 
 
 def _measure_policy(target: Target, drafter: Drafter, prompt: list[int], sampling: Sampling) -> Goodput:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from eagle.core.budget import Budget
 from eagle.core.drafter import Committed, Drafter, Noise
@@ -52,6 +53,12 @@ class NgramText:
         self.text: list[int] = []
         self.after: dict[tuple[int, ...], int] = {}  # n-gram -> the place after its latest occurrence
         self.before: dict[tuple[int, int], int] = {}  # n, such a place -> the one after the occurrence before
+
+    def __deepcopy__(self, memo: Any) -> NgramText:
+        """A text of its own with the same tokens; the n-grams themselves never change."""
+        text = copy.copy(self)
+        text.text, text.after, text.before = self.text.copy(), self.after.copy(), self.before.copy()
+        return text
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """Copies of at most `budget.nodes` tokens in all; the root alone where nothing matches."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -103,6 +104,25 @@ def test_an_answer_is_streamed_and_compared(
     assert re.search(r"^ngram: \d+ tokens, [\d.]+ tokens/s; \d+ forwards .*, acceptance length \d\.\d\d$", told, re.M)
     assert re.search(rf"^none: {len(plain.tokens)} tokens, .*, acceptance length 1\.00$", told, re.M)
     assert re.search(r"^[\d.]+ × as fast, and the output is the same$", told, re.M)
+
+
+def test_the_best_answer_of_a_beam_search_is_printed(
+    tiny_target: Target, tiny_target_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --beams, its score and counts beside it; options that mean nothing then are refused."""
+    asked = ["generate", "ngram", QUESTION, "--target", str(tiny_target_dir / "target"), "--max-new-tokens", "16"]
+    main([*asked, "--beams", "3", "--dtype", "float32"])
+    out, told = capsys.readouterr()
+    prompt = tiny_target.chat(QUESTION)
+    options = {"num_beams": 3, "max_new_tokens": 16, "do_sample": False}
+    (expected,) = tiny_target.model.generate(torch.tensor([prompt]), **options)
+    assert out == tiny_target.tokenizer.decode(expected[len(prompt) :], skip_special_tokens=True) + "\n"
+    assert re.search(
+        r"^ngram: score -[\d.]+; \d+ steps, \d+ forwards after the prompt's, [\d.]+ steps each", told, re.M
+    )
+    with pytest.raises(SystemExit):
+        main([*asked, "--beams", "3", "--temperature", "1", "--typical"])
+    assert "leave --temperature, --typical out" in capsys.readouterr().err
 
 
 def test_an_answer_under_a_policy_is_the_same(
