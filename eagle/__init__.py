@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from eagle.core.beam import beam_search
     from eagle.core.budget import Budget
     from eagle.core.decode import generate, stream
     from eagle.core.trace import Trace
@@ -12,10 +13,11 @@ if TYPE_CHECKING:
     from eagle.formats.checkpoint import load_drafter
     from eagle.target.target import Target
 
-__all__ = ["Budget", "DraftTree", "Sampling", "Target", "Trace", "generate", "load_drafter", "stream"]
+__all__ = ["Budget", "DraftTree", "Sampling", "Target", "Trace", "beam_search", "generate", "load_drafter", "stream"]
 
 _HOMES = {
     **dict.fromkeys(("generate", "stream"), "eagle.core.decode"),
+    "beam_search": "eagle.core.beam",
     "Budget": "eagle.core.budget",
     "DraftTree": "eagle.core.tree",
     "Sampling": "eagle.core.verify",

@@ -20,7 +20,7 @@ from accelerate.state import AcceleratorState, PartialState
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle import Budget, Sampling, Target, generate, load_drafter
+from eagle import Budget, Sampling, Target, beam_search, generate, load_drafter
 from eagle.core.drafter import TrainableDrafter
 from eagle.core.tree import PUBLISHED_TREE, chain_paths
 from eagle.data.examples import Example
@@ -108,6 +108,15 @@ def decode(name: str, sampling: str, budget: str, batch: bool, target: Target) -
         answer = generate(target, drafter, PROMPTS if batch else PROMPTS[0], stop=[], **options)
     traces = answer if batch else [answer]
     return [(trace.tokens, trace.cycles) for trace in traces], crossed
+
+
+def search(name: str, target: Target) -> tuple[Any, list[Any]]:
+    """Answers and scores of a beam search, as many numbers as it took forwards, and what crossed meanwhile."""
+    drafter = new_drafter(name, target)
+    with watch() as crossed:
+        found = beam_search(target, drafter, PROMPTS[0], beams=3, max_new_tokens=10, stop=[], num_return_sequences=3)
+    scores = [round(score, 4) for score in found.scores]  # caches of other sizes round otherwise
+    return [((found.tokens, scores), range(found.forwards))], crossed
 
 
 class Impatient(NgramDrafter):
@@ -230,6 +239,8 @@ def every_run() -> dict[str, Run]:
     runs["decode several, greedy, grown, batch"] = partial(decode, "several", "greedy", "grown", True)
     runs["decode eagle3, lenient, grown"] = partial(decode, "eagle3", "lenient", "grown", False)
     runs["decode eagle3, typical, grown, batch"] = partial(decode, "eagle3", "typical", "grown", True)
+    for name in ("ngram", "eagle3", "medusa", "falcon", "draft_model", "several"):
+        runs[f"search {name}"] = partial(search, name)
     for name, head in HEADS.items():
         runs[f"train {name}"] = partial(train, head)
         runs[f"train {name}, bf16"] = partial(train, head, dtype="bfloat16")
@@ -300,7 +311,7 @@ def main(asked: list[str]) -> None:
         print(json.dumps({"name": name, **show_fault(name, device)}))
     for name in asked or runs:
         (expected, _), (got, crossed) = (runs[name](target) for target in targets)
-        cycles = sum(len(cycles) for _, cycles in got) if name.startswith("decode") else 0
+        cycles = sum(len(cycles) for _, cycles in got) if name.startswith(("decode", "search")) else 0
         steps = max(len(cycles) for _, cycles in got) if cycles else 0
         counts = Counter((crossing.kind, crossing.op, *crossing.callers[:2]) for crossing in crossed)
         line = {"name": name, "difference": difference(expected, got), "cycles": cycles, "steps": steps}

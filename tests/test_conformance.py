@@ -40,7 +40,7 @@ from tests.tables import some_tables
 
 TRAINED = [name for name, method in DRAFTERS.items() if issubclass(method, TrainableDrafter)]
 COUNTED = [name for name, method in DRAFTERS.items() if issubclass(method, CountDrafter)]
-LAWFUL = [*TRAINED, *COUNTED]  # which grow trees of their own law
+LAWFUL = [*TRAINED, *COUNTED, "early_exit", "sparse_kv"]  # which grow trees of their own law
 DYNAMIC = [Budget(8, 4, 3), Budget(3, 1, 3), Budget(5, 5, 1), Budget(0, 0, 0), Budget(8, 4, 3, draw="likeliest")]
 SHAPES = [chain_paths(4), PUBLISHED_TREE, best_tree([[0.5, 0.2, 0.1], [0.4, 0.3]], 12, 4)]
 RANKED = [*DYNAMIC, *map(Budget.fixed, SHAPES), Budget.fixed(PUBLISHED_TREE, "likeliest")]
@@ -59,8 +59,9 @@ ASKED = "What does copy do?"
 def new_head(name: str, target: Target) -> Any:
     """An untrained head, the same every time."""
     torch.manual_seed(0)
-    settings = settings_of({"kind": name}, "test")
-    return DRAFTERS[name].for_target(settings, target.config, target.head)
+    settings, method = settings_of({"kind": name}, "test"), DRAFTERS[name]
+    weights = {"weights": target.tensor} if method.reads.weights else {}
+    return method.for_target(settings, target.config, target.head, **weights)
 
 
 def drafter_of(name: str, target: Target) -> Any:
@@ -80,7 +81,10 @@ def begin_text(drafter: Any, target: Target, prompt: list[int], choose: Choose, 
         return drafter.begin(noise), update
     drafts = drafter.open_with(state.lend())
     drafts.admit(0, noise)
-    return SimpleNamespace(propose=lambda update, budget: drafts.propose({0: update}, {0: budget})[0]), update
+    return SimpleNamespace(
+        propose=lambda update, budget: drafts.propose({0: update}, {0: budget})[0],
+        read=lambda new: state.extend({0: new}),
+    ), update
 
 
 def reference(target: Target, prompt: list[int], sampling: Sampling, count: int) -> list[int]:
@@ -176,6 +180,41 @@ def test_begin_forgets(name: str, sampling: Sampling, tiny_target: Target) -> No
     assert traces[0].cycles == traces[1].cycles
 
 
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_text_that_parts_is_drafted_for_as_two(name: str, tiny_target: Target) -> None:
+    """After a fork both rows, and the second once the first is gone, draft as texts that were told all of it do."""
+    drafter, budget = drafter_of(name, tiny_target), Budget(8, 4, 3)
+    if drafter.reads.texts:
+        pytest.skip("it drafts behind the target's own rows")
+    if drafter.reads.view:
+        drafter.bind_target(tiny_target.view())
+    shared = [5, 6, 7, 8, 5, 6, 7]
+    texts = {0: [*shared, 8, 5, 9, 5, 6, 7, 8], 1: [*shared, 9, 5, 6, 7, 8, 5, 6]}
+
+    def tell(state: Any, start: int, end: int, rows: list[int]) -> Any:
+        updates = {}
+        for row in rows:
+            tokens = torch.tensor(texts[row])
+            features = tiny_target.features(tokens[None, :end], drafter.taps)[0, start:] if drafter.taps else None
+            updates[row] = Committed(tokens[start:end], features, texts[row][end])
+        trees = state.propose(updates, dict.fromkeys(rows, budget))
+        return {row: (trees[row].tokens.tolist(), trees[row].parents.tolist()) for row in rows}
+
+    def open_state(rows: list[int]) -> Any:
+        state = drafter.open()
+        for row in rows:
+            state.admit(row)
+        return state
+
+    forked, alone = open_state([0]), open_state([0, 1])
+    tell(forked, 0, 6, [0])
+    forked.fork(0, 1)
+    tell(alone, 0, 6, [0, 1])
+    assert tell(forked, 6, 10, [0, 1]) == tell(alone, 6, 10, [0, 1])
+    forked.release(0)
+    assert tell(forked, 10, 12, [1]) == tell(alone, 10, 12, [1])
+
+
 BESIDE = [ASKED, "Why is the sky blue?", "Who?"]  # of three lengths
 
 
@@ -231,6 +270,8 @@ def test_noise_is_that_of_the_places_that_are_drafted_for(name: str, tiny_target
     more = Committed(torch.tensor([7, 8]), None if news.features is None else news.features[:2], 9)
     for told, first in ((Committed(news.tokens, news.features, 7), 6), (more, 8)):
         choose.noise.forget(99)
+        if drafter.reads.texts and told is more:
+            text.read([7, 8])
         text.propose(told, Budget(8, 3, 2))
         assert sorted(choose.noise.rows) == [first, first + 1, first + 2]
 

@@ -14,7 +14,8 @@ FLOORS = {  # a file may import lower floors, and files of its own room
     "eagle.data.examples": 0,
     "eagle.core": 1,
     "eagle.target": 2,
-    **dict.fromkeys(("eagle.drafters", "eagle.core.decode", "eagle.core.decoding"), 3),  # these know no drafter
+    "eagle.drafters": 3,
+    **dict.fromkeys(("eagle.core.decode", "eagle.core.decoding", "eagle.core.beam"), 3),  # these know no drafter
     **dict.fromkeys(("eagle.core.goodput", "eagle.core.cycle_times"), 4),
     "eagle.data": 4,
     "eagle.formats": 5,
@@ -52,6 +53,7 @@ METHODS_UNKNOWN_TO = (
     "eagle.core.verify",
     "eagle.core.decode",
     "eagle.core.decoding",
+    "eagle.core.beam",
     "eagle.training.train",
     "eagle.training.joint",
     "eagle.training.train_joint",

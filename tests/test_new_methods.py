@@ -144,8 +144,8 @@ class TwoBlocks(Hass):
         return cls(settings, head_shape(target_config, num_hidden_layers=2))
 
 
-class Lookahead(Drafter):
-    """Drafts what the target found likely after the same token, at whatever node it was seen (arXiv 2402.02057)."""
+class FollowChoices(Drafter):
+    """Drafts what the target found likely after the same token, at whatever node it was seen."""
 
     reads = Reads(choices=3)
 
@@ -210,7 +210,7 @@ class WholeTarget:
 METHODS: dict[str, type[Any]] = {
     "several_heads": SeveralHeads,
     "two_blocks": TwoBlocks,
-    "lookahead": Lookahead,
+    "follow_choices": FollowChoices,
     "reads_texts": ReadsTexts,
 }
 TRAINED = ["several_heads", "two_blocks"]
@@ -345,10 +345,10 @@ def test_a_comparison_takes_them_as_arms(tiny_target_dir: Path, tmp_path: Path) 
     arms = {name: {"recipe": {"drafter": {"kind": name}}} for name in TRAINED}
     shapes = {"tree": values["shapes"]["tree"]}
     recipe = {**values["recipe"], "drafter": {"kind": "two_blocks"}}
-    changes = {"arms": {"lookahead": {"untrained": "lookahead"}, **arms}, "shapes": shapes, "recipe": recipe}
+    changes = {"arms": {"follow_choices": {"untrained": "follow_choices"}, **arms}, "shapes": shapes, "recipe": recipe}
     compare([written(values, tmp_path, seeds=[0], **changes)])
     rows = json.loads((tmp_path / "out/comparison.json").read_text())["arms"]
-    assert [row["arm"] for row in rows] == ["lookahead", "several_heads", "two_blocks"]
+    assert [row["arm"] for row in rows] == ["follow_choices", "several_heads", "two_blocks"]
     assert all(tau["value"] >= 1 for row in rows for tau in row["tau"].values())
 
 
@@ -363,7 +363,7 @@ def test_a_head_of_two_blocks_is_another_network(tiny_target: Target) -> None:
 
 def test_choices_are_the_targets_at_every_node(tiny_target: Target) -> None:
     """By the untouched model on the path of each node, accepted or not; none before a tree was read."""
-    drafter, prompt = Lookahead(), tiny_target.chat(conformance.ASKED)
+    drafter, prompt = FollowChoices(), tiny_target.chat(conformance.ASKED)
     trace = generate(tiny_target, drafter, prompt, max_new_tokens=10, stop=[], budget=Budget(6, 3, 3))
     first, *later = drafter.updates
     assert first.choices is None and first.tree is None and len(later) > 1
@@ -379,7 +379,7 @@ def test_choices_are_the_targets_at_every_node(tiny_target: Target) -> None:
 
 def test_drafters_in_turn_get_what_each_reads(tiny_target: Target) -> None:
     """One that reads choices behind one that reads none; the output stays the target's own."""
-    several = FirstOf([load_drafter("ngram", tiny_target), Lookahead()])
+    several = FirstOf([load_drafter("ngram", tiny_target), FollowChoices()])
     assert several.reads == Reads(choices=3) and several.forwards(BUDGETS[0]) is None
     prompt = tiny_target.chat(conformance.ASKED)
     none = load_drafter("none", tiny_target)

@@ -90,13 +90,14 @@ def is_long(words: list[str]) -> bool:
         "recipes/tiny/make_target.py",
         "recipes/tiny/demo.py",
         "bench/",
+        "pytest",  # of tests that run anyway
     )
     return any(word.startswith((*stages, "my/", "target.path=my/")) for word in words)  # a model of the reader's
 
 
 def exists(words: list[str]) -> bool:
     """Whether all modules and files of a long command exist; recipes are parsed with their overrides."""
-    modules = [words[place + 1] for place, word in enumerate(words) if word == "-m"]
+    modules = [words[place + 1] for place, word in enumerate(words) if word == "-m" and "pytest" not in words]
     files = [word for word in words if word.endswith((".py", ".yaml"))]
     for recipe in (word for word in files if word.endswith(".yaml") and "/accelerate/" not in word):
         load = Comparison.load if "/compare/" in recipe else Recipe.load

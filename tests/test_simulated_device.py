@@ -20,17 +20,21 @@ ONCE = ("reader.", "borrowed.")  # when a target is first used: does it read tre
 FORWARD = "reader.read_texts"  # transformers looks for packed texts, once in a plain forward
 STORED = "features._copy_to_host"  # features on their way to the disk; CUDA copies them while it computes
 CYCLE = {"growth.read_trees", "verify.__call__", "verify.verify_rows"}  # the trees, and what the target chose
+RANKED = "beam._rank"  # the likeliest tokens behind all that beams may come to
 DRAFTED = "model_state._drafted"  # the levels of a draft model's last draft
+CHOICES = "lookahead.propose"  # the target's choices at all nodes of the last trees
 TYPICAL = "typical.walk_typically"  # what is likely enough; the choice behind it is one more
 DRAWN = {f"verify.{name}" for name in ("sample_tree", "sample_block", "walk_leniently", "pick")}
 FAST = [
     *("decode eagle3, greedy, grown", "decode eagle3, T=1, grown, batch", "decode medusa, T=1, grown, batch"),
+    "decode lookahead, T=1, grown, batch",
     *(
         "train eagle1",
         "train eagle3.1",
         "train medusa",
         "train eagle1, planted",
         "decode planted, greedy, grown",
+        "search eagle3",
         "extract float32",
     ),
 ]
@@ -61,13 +65,17 @@ def check_run(name: str, line: dict[str, Any]) -> None:
     """The results are the CPU's, and the host waited where it may, as often as it may."""
     kind, found = name.split()[0], waits(line)
     found = {place: count for place, count in found.items() if place == FORWARD or not place.startswith(ONCE)}
-    assert line["difference"] <= (0 if kind == "decode" else 5e-2 if "bf16" in name else 2e-5)
+    assert line["difference"] <= (0 if kind in ("decode", "search") else 5e-2 if "bf16" in name else 2e-5)
     if kind == "extract":
         assert found.keys() == {FORWARD, STORED}
+    elif kind == "search":  # twice a forward at most, and what beams share is drafted behind once more
+        assert found.keys() <= {"growth.read_trees", RANKED, DRAFTED}
+        assert found[RANKED] == line["steps"] + 1
+        assert max(found.values()) <= line["steps"] + 1
     elif kind == "train" and "own" not in name:  # of live features the thread that loads waits
         assert found.keys() <= ({FORWARD} if "live" in name else set())
     else:
-        allowed = {*CYCLE, DRAFTED, *(DRAWN if "drawn" in name or "lenient" in name else ())}
+        allowed = {*CYCLE, DRAFTED, CHOICES, *(DRAWN if "drawn" in name or "lenient" in name else ())}
         allowed |= {TYPICAL} if "typical" in name else set()
         assert found.keys() <= allowed | ({FORWARD} if "own" in name else set())
     if kind == "decode":
@@ -79,7 +87,7 @@ def check_cycles(name: str, line: dict[str, Any], found: dict[str, int]) -> None
     prompts = 3 if "batch" in name else 1
     one_by_one = any(drafter in name for drafter in ("unigram", "bigram"))  # tables draft for one text after the other
     assert found.get("growth.read_trees", 0) <= (line["cycles"] if one_by_one else line["steps"])
-    assert found.get(DRAFTED, 0) <= line["steps"]
+    assert found.get(DRAFTED, 0) <= line["steps"] and found.get(CHOICES, 0) <= line["steps"]
     if TYPICAL in found:  # row by row, each twice
         assert found[TYPICAL] <= found["verify.__call__"] <= line["cycles"] + prompts
     elif not found.keys() & DRAWN:

@@ -88,6 +88,10 @@ class DraftState(Protocol):
         """A tree for each of these rows: rooted at its update's root, of at most its budget's nodes."""
         ...
 
+    def fork(self, row: int, other: int) -> None:
+        """A text goes on in two ways: `other`, a new row, has been told what `row` has."""
+        ...
+
     def release(self, row: int) -> None:
         """A text has ended."""
         ...
@@ -168,6 +172,11 @@ class EachText:
     def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
         """Each row's tree by itself."""
         return {row: self.texts[row].propose(update, budgets[row]) for row, update in updates.items()}
+
+    def fork(self, row: int, other: int) -> None:
+        """A copy of the row's text; what the drafter itself holds is not copied."""
+        shared = [self.drafter, *vars(self.drafter).values()]
+        self.texts[other] = copy.deepcopy(self.texts[row], {id(part): part for part in shared})
 
     def release(self, row: int) -> None:
         """Forget the row."""

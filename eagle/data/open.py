@@ -11,6 +11,7 @@ from eagle.data.identity import MASK_RULES, data_identity, identity, in_precisio
 from eagle.data.on_policy import OnPolicyFeatures
 from eagle.data.store import FeatureStore
 from eagle.device import best_device
+from eagle.drafters import DRAFTERS
 from eagle.recipe import Recipe
 from eagle.target.borrowed import Borrowed, is_local_model, load_borrowed
 from eagle.target.target import Target
@@ -19,8 +20,8 @@ from eagle.target.target import Target
 def open_features(
     recipe: Recipe, settings: Any, read_examples: Callable[[], Sequence[Example]], *, main: bool = True
 ) -> tuple[Target | Borrowed, Features]:
-    """What a head borrows from, and the features; the target itself only where it must compute or decode."""
-    if recipe.features.store and not recipe.train.decode:
+    """What a head borrows from, and the features; the target itself where it computes, decodes or lends weights."""
+    if recipe.features.store and not recipe.train.decode and not DRAFTERS[settings.kind].reads.weights:
         store = FeatureStore(recipe.features.store)
         if folder := store.borrowed_folder():
             borrowed = load_borrowed(folder, best_device())

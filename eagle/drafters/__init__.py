@@ -8,13 +8,18 @@ from eagle.drafters.blockwise import Blockwise
 from eagle.drafters.draft_model import DraftModel
 from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.eagle3 import Eagle3
+from eagle.drafters.early_exit import EarlyExit
+from eagle.drafters.early_exit_adapter import EarlyExitAdapter
 from eagle.drafters.falcon import Falcon
 from eagle.drafters.hass import Hass
 from eagle.drafters.hydra import Hydra
+from eagle.drafters.lookahead import LookaheadDrafter
 from eagle.drafters.medusa import Medusa
 from eagle.drafters.mlp_speculator import MlpSpeculator
 from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
+from eagle.drafters.sparse_kv import SparseKv
+from eagle.drafters.spire import Spire
 from eagle.drafters.suffix import SuffixDrafter
 from eagle.drafters.unigram import UnigramDrafter
 from eagle.recipe import parse_section
@@ -23,8 +28,11 @@ DRAFTERS: dict[str, type[Any]] = {
     "none": NoDrafter,
     "ngram": NgramDrafter,
     "suffix": SuffixDrafter,
+    "lookahead": LookaheadDrafter,
+    "sparse_kv": SparseKv,
     "unigram": UnigramDrafter,
     "bigram": BigramDrafter,
+    "early_exit": EarlyExit,
     "draft_model": DraftModel,
     "eagle1": Eagle1,
     "hass": Hass,
@@ -34,6 +42,8 @@ DRAFTERS: dict[str, type[Any]] = {
     "blockwise": Blockwise,
     "hydra": Hydra,
     "falcon": Falcon,
+    "early_exit_adapter": EarlyExitAdapter,
+    "spire": Spire,
 }
 
 

@@ -17,6 +17,7 @@ from eagle.drafters.parts.blocks import Cache, Norm, NormedBlock, Rotary, TwoNor
 from eagle.drafters.parts.objectives import Kind, Objective, OwnHead, align_steps, distillation_loss, step_weights
 from eagle.drafters.parts.reduced_vocab import load_draft_vocab
 from eagle.drafters.parts.unroll import UnrolledDrafter
+from eagle.drafters.parts.window import Window
 
 
 class Eagle3Settings(BaseModel):
@@ -36,6 +37,7 @@ class Eagle3Settings(BaseModel):
     norm_before_residual: bool = False  # attention is added to the normed state
     loss: Kind = "cross_entropy"
     intermediate_size: int | None = None  # of its MLP; that of the target, but for a mixture of experts
+    window: Window | None = None  # {sinks: S, recent: R}: of a text it sees the first S rows and the latest R
 
 
 class Eagle3(UnrolledDrafter):
@@ -112,7 +114,8 @@ class Eagle3(UnrolledDrafter):
     def network(self) -> dict[str, Any]:
         """What it reads, and where its norms stand."""
         named = ("taps", "norm_output", "norm_before_residual")
-        return {"network": "fused", **self.further_blocks, **{name: getattr(self.settings, name) for name in named}}
+        further = {**self.further_blocks, **self.further_masks}
+        return {"network": "fused", **further, **{name: getattr(self.settings, name) for name in named}}
 
     # -- one level ----------------------------------------------------------------------------------------------------
 

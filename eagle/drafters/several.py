@@ -62,6 +62,12 @@ class SeveralState:
         for state in self.states:
             state.admit(row, noise)
 
+    def fork(self, row: int, other: int) -> None:
+        """A text goes on in two ways for all of them."""
+        self.pending[other] = [list(updates) for updates in self.pending[row]]
+        for state in self.states:
+            state.fork(row, other)
+
     def release(self, row: int) -> None:
         """A text has ended for all of them."""
         del self.pending[row]

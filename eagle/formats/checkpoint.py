@@ -182,7 +182,10 @@ def load_drafter(
     drafters = []
     for name in names:
         name_options = {key: value for key, value in options.items() if key in accepted[name]}
-        drafters.append(_load_one(name, target, revision, name_options))
+        drafter = _load_one(name, target, revision, name_options)
+        if drafter.reads.view:
+            drafter.bind_target(target.view())
+        drafters.append(drafter)
     return drafters[0] if len(drafters) == 1 else FirstOf(drafters)
 
 
@@ -232,7 +235,7 @@ def _load_one(name: str, target: Target, revision: str | None, options: dict[str
         return method.load(folder, target)
     head = in_dtype(from_pretrained(folder, revision).to(target.device), target.model.dtype)
     made_for, got = ((shape.hidden_size, shape.vocab_size) for shape in (head.shape, target.config))
-    if head.taps and made_for != got:
+    if (head.taps or head.reads.texts) and made_for != got:
         raise ValueError(
             f"{folder} was made for a target of width {made_for[0]} and {made_for[1]} tokens, this one has {got[0]} "
             f"and {got[1]}: load the target that its recipe.yaml names"

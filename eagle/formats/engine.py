@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
@@ -35,7 +35,20 @@ class Engine:
                 f"{self.name}: the head has {blocks} blocks, expected {network.blocks}: more were never run there"
             )
         layout = network.write(drafter, target_config, self.name)
+        if window := drafter.network.get("window"):
+            layout = replace(layout, config={**layout.config, **self._slide(network, window, blocks)})
         return network.finish(layout, drafter, target_config) if network.finish else layout
+
+    def _slide(self, network: NetworkLayout, window: Mapping[str, int], blocks: int) -> dict[str, Any]:
+        """The config's keys for a head's window; ValueError where this engine would read all of a text."""
+        if not network.slides or window["sinks"]:
+            what = "this network's windows are unknown" if not network.slides else "windows have no sinks"
+            raise ValueError(
+                f"{self.name}: drafter.window is {dict(window)}, and {what} there: the head would read rows that it "
+                "never saw in training, and acceptance be lost in silence. Train without drafter.window"
+                + (", or with sinks: 0" if network.slides else ", or export EAGLE-3 without sinks to vllm")
+            )
+        return {"sliding_window": window["recent"], "layer_types": ["sliding_attention"] * blocks}
 
     def unread_rotary(self, shape: Any) -> str:
         """Why positions of this head would be turned otherwise here; an empty text if they would not."""

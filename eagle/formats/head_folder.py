@@ -52,7 +52,7 @@ class HeadFolder:
     shape: dict[str, Any] = field(default_factory=dict)
     draft_vocab_size: int = 0  # D
     tap_count: int = 1
-    switches: dict[str, bool] = field(default_factory=dict)
+    switches: dict[str, Any] = field(default_factory=dict)
     inputs: tuple[int, ...] | None = None  # layer ids that count inputs
     outputs: tuple[int, ...] | None = None  # layer ids that count outputs
     problems: list[Finding] = field(default_factory=list)

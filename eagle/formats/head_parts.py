@@ -91,7 +91,7 @@ def read_switches(head: HeadFolder) -> None:
     keys, block, nested = head.keys, head.block, head.nested
     refused = {
         "hidden_act": block.text("hidden_act") not in (None, "silu"),
-        "sliding_window": _slides(block),
+        "sliding_window": _slides(block) and not _read_window(block),
         "target_hidden_size": keys.size("target_hidden_size") not in (None, head.shape["hidden_size"]),
         "norm_before_fc": bool(keys.flag("norm_before_fc") or nested.flag("norm_before_fc")),
         "parallel_draft_step": (nested.size("parallel_draft_step") or 1) > 1,
@@ -117,11 +117,18 @@ def read_switches(head: HeadFolder) -> None:
         _read_fused(head)
     else:
         _read_features(head)
+    if window := _read_window(block):
+        head.switches["window"] = {"sinks": 0, "recent": window}
 
 
 def _slides(block: Keys) -> bool:
     window, used, kinds = block.size("sliding_window"), block.flag("use_sliding_window"), block.words("layer_types")
     return "sliding_attention" in kinds[:1] if kinds else bool(window and used is not False)
+
+
+def _read_window(block: Keys) -> int | None:
+    """The window that `layer_types` turns on, as engines read it; where that is missing, they differ."""
+    return block.size("sliding_window") if "sliding_attention" in block.words("layer_types")[:1] else None
 
 
 def _read_features(head: HeadFolder) -> None:

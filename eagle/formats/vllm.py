@@ -37,7 +37,7 @@ VLLM = Engine(
     title="vLLM",
     networks={
         FEATURES: FeatureLayout(SERVE.replace("METHOD", "eagle"), reads_bias=False),
-        FUSED: FusedLayout(SERVE.replace("METHOD", "eagle3"), switches=SWITCHES, reads_embedding=True),
+        FUSED: FusedLayout(SERVE.replace("METHOD", "eagle3"), switches=SWITCHES, reads_embedding=True, slides=True),
         MEDUSA: ServedMedusa(SERVE.replace("METHOD", "medusa") + PATH),
     },
     past={SPECULATOR: "vLLM 0.9.2 was the last that could, 0.32.0 keeps the model's file and runs nothing with it"},

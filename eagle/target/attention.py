@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -53,6 +55,39 @@ GROUPED = "eagle_grouped"
 AttentionInterface.register(GROUPED, grouped_attention)
 SWITCH = "_attn_implementation_internal"  # where a config holds the name of its attention
 
+Observe = Callable[[int, Tensor, Tensor, float], None]
+"""The number of a layer, its queries [B, H, N, D] and keys [B, K, S, D] with their rotation, and what scales q k."""
+OBSERVED = "eagle_observed"
+OBSERVER: ContextVar[tuple[str, Observe]] = ContextVar("observer")  # with the name of the attention that it looks at
+
+
+def observed_attention(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **options: Any) -> Any:
+    """Another registered attention, of which the observer hears first."""
+    name, observe = OBSERVER.get()
+    observe(vars(module)["layer_idx"], query, key, options.get("scaling") or query.shape[-1] ** -0.5)
+    return AttentionInterface()[name](module, query, key, *args, **options)
+
+
+AttentionInterface.register(OBSERVED, observed_attention)
+
+
+def can_observe(model: Any, settings: dict[str, Any]) -> bool:
+    """Whether a model with these settings of its config attends by what is registered."""
+    return model._supports_attention_backend and settings.get(SWITCH) in AttentionInterface()
+
+
+@contextmanager
+def observing(settings: dict[str, Any], observe: Observe) -> Iterator[None]:
+    """While open, `observe` gets the queries and keys of a model with these settings, before it attends as ever."""
+    name = settings[SWITCH]
+    token = OBSERVER.set((name, observe))
+    settings[SWITCH] = OBSERVED
+    try:
+        yield
+    finally:
+        settings[SWITCH] = name
+        OBSERVER.reset(token)
+
 
 def can_group(model: Any, config: Any) -> bool:
     """Whether a model can run `grouped_attention`: it takes any registered attention and has no sliding windows."""
@@ -87,19 +122,26 @@ class Masks:
         self.groups = query_groups(config) if grouped else 1
         self.unmasked = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
 
-    def __call__(self, starts: Sequence[int], positions: Tensor, seen: Tensor | None) -> Tensor | dict[str, Tensor]:
+    def __call__(
+        self, starts: Sequence[int], positions: Tensor, seen: Tensor | None, columns: Tensor | None = None
+    ) -> Tensor | dict[str, Tensor]:
         """The mask of new tokens of B texts, over `starts` committed columns each and R behind, at positions [B, R].
 
         `seen` [B, N, R] says which of them each of the last N attends to; None: all R are new, and a chain.
+        `columns` [B, most of starts, or more] are the positions that committed columns hold; None: in their order.
         """
         count, level = positions.shape[1], min(starts) == max(starts)
         if self.grouped and level and (count == 1 or (seen is None and starts[0] == 0)):
             return self.unmasked
         seen = torch.ones(1, count, count, dtype=torch.bool).tril() if seen is None else seen
-        masks = {kind: self._additive(starts, positions, seen, window) for kind, window in self.windows.items()}
+        masks = {
+            kind: self._additive(starts, positions, seen, window, columns) for kind, window in self.windows.items()
+        }
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _additive(self, starts: Sequence[int], positions: Tensor, seen: Tensor, window: int | None) -> Tensor:
+    def _additive(
+        self, starts: Sequence[int], positions: Tensor, seen: Tensor, window: int | None, held: Tensor | None
+    ) -> Tensor:
         """[B, 1, G * N, S]: 0 where a column is seen, the lowest number where it is not."""
         lowest, (_, count, new), device = torch.finfo(self.dtype).min, seen.shape, self.device
         seen = upload(seen, device)
@@ -113,6 +155,8 @@ class Masks:
         if window is not None:  # distance counts positions: siblings share one
             positions = upload(positions, device)
             columns = torch.arange(mask.shape[2], device=device).repeat(len(starts), 1)
+            if held is not None:
+                columns[:, : held.shape[1]] = upload(held[:, : mask.shape[2]], device)
             for row, start in enumerate(starts):
                 columns[row, start : start + new] = positions[row]
             mask.masked_fill_(positions[:, -count:, None] - columns[:, None] >= window, lowest)

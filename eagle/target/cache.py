@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,7 @@ class Rows:
         """Put [B, X, N, D] where the cache aims, and return [B, X, S, D], these slots up to the last new column."""
         cache, (count, _, columns, width) = self.cache, new.shape
         end = max(cache.starts) + columns
-        if self.buffer.shape[2] < end or self.buffer.shape[0] <= max(cache.slots):
-            self._allocate(new, *cache.room(end))
+        self.make_room(new, max(cache.slots) + 1, end)
         buffer = self.buffer
         held = buffer.narrow(0, cache.slots[0], count) if cache.is_dense and count < len(buffer) else buffer
         if cache.is_level:
@@ -37,6 +36,11 @@ class Rows:
             buffer.view(-1, width).index_copy_(0, rows, new.reshape(-1, width))
         held = held.narrow(2, 0, end)
         return held if cache.is_dense else pick_rows(held, cache.slots)
+
+    def make_room(self, like: Tensor, slots: int, columns: int) -> None:
+        """Allocate at least so many slots and columns, in the sizes of a tensor [.., X, .., D]."""
+        if self.buffer.shape[2] < columns or self.buffer.shape[0] < slots:
+            self._allocate(like, *self.cache.room(columns))
 
     def resize(self, slots: int, columns: int) -> None:
         """Give the buffer these sizes and keep what fits; nothing where nothing was written yet."""
@@ -126,18 +130,23 @@ class SlotCache:
         for slot, path in paths.items():
             self.lengths[slot] += len(path)
 
+    @torch.inference_mode()
+    def drop(self, gaps: Mapping[int, tuple[int, int]]) -> None:
+        """Forget these committed columns of each slot, from one up to another: those behind them move up."""
+        moves = [
+            torch.stack([torch.full_like(origin, slot), origin, origin - (stop - start)])
+            for slot, (start, stop) in gaps.items()
+            for origin in [torch.arange(stop, self.lengths[slot])]
+        ]
+        if moves:
+            self._move(*torch.cat(moves, dim=1))
+        for slot, (start, stop) in gaps.items():
+            self.lengths[slot] -= stop - start
+
     def _move(self, slots: Tensor, origin: Tensor, place: Tensor) -> None:
         """Copy columns [M] to other places of their slots, all at once."""
-        rows: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        for buffer in (held.buffer for held in self.buffers if held.buffer.shape[2]):
-            heads, columns = buffer.shape[1:3]
-            if (heads, columns) not in rows:
-                first = (slots[:, None] * heads + torch.arange(heads)) * columns
-                both = torch.stack([first + origin[:, None], first + place[:, None]]).flatten(1)
-                before, after = upload(both, buffer.device)
-                rows[heads, columns] = before, after
-            flat, (before, after) = buffer.view(-1, buffer.shape[3]), rows[heads, columns]
-            flat.index_copy_(0, after, flat.index_select(0, before))
+        buffers = [held.buffer for held in self.buffers if held.buffer.shape[2]]
+        _copy_columns(zip(buffers, buffers, strict=True), torch.stack([slots, origin]), torch.stack([slots, place]))
 
     @torch.inference_mode()
     def swap(self, one: int, other: int) -> None:
@@ -150,6 +159,16 @@ class SlotCache:
                 first.copy_(second)
                 second.copy_(before)
             self.lengths[one], self.lengths[other] = self.lengths[other], self.lengths[one]
+
+    @torch.inference_mode()
+    def copy(self, slot: int, other: int) -> None:
+        """Put the committed columns of a slot into another too."""
+        length = self.lengths[slot]
+        for rows in self.buffers:
+            if rows.buffer.shape[2] and len(rows.buffer) <= other:
+                rows.resize(*self.room(length))
+            rows.buffer[other:, :, :length][:1] = rows.buffer[slot:, :, :length][:1]
+        self.lengths[other] = length
 
     @torch.inference_mode()
     def reserve(self, slots: int, columns: int, most: int | None = None) -> None:
@@ -176,6 +195,35 @@ class TreeCache(SlotCache, Cache):
         layers: list[Any] = [_Layer(self) for _ in range(num_layers)]
         Cache.__init__(self, layers=layers)
         self.tapped = self.add()
+
+    @torch.inference_mode()
+    def copy_columns(self, source: TreeCache, origin: Tensor, place: Tensor) -> None:
+        """Copy keys and values of another cache of this model's, (slot, column) [2, M], to such places of this one."""
+        slots, columns = (place.max(1).values + 1).tolist()
+        pairs = []
+        layers: Any = zip(self.layers, source.layers, strict=True)
+        for layer, read in layers:
+            for written, held in ((layer.key_rows, read.key_rows), (layer.value_rows, read.value_rows)):
+                written.make_room(held.buffer, slots, columns)
+                pairs.append((held.buffer, written.buffer))
+        _copy_columns(pairs, origin, place)
+
+
+def _copy_columns(buffers: Iterable[tuple[Tensor, Tensor]], origin: Tensor, place: Tensor) -> None:
+    """Copy columns (slot, column) [2, M] of the first buffer of each pair to such places of the second."""
+    rows: dict[Any, Tensor] = {}
+    for read, written in buffers:
+        heads, columns = read.shape[1], (read.shape[2], written.shape[2])
+        shape = (heads, *columns, read.device)
+        if shape not in rows:
+            flat = [
+                ((slots[:, None] * heads + torch.arange(heads)) * count + held[:, None]).flatten()
+                for (slots, held), count in zip((origin, place), columns, strict=True)
+            ]
+            rows[shape] = upload(torch.stack(flat), read.device)
+        before, after = rows[shape]
+        width = read.shape[3]
+        written.view(-1, width).index_copy_(0, after, read.view(-1, width).index_select(0, before))
 
 
 class _Layer(CacheLayerMixin):
@@ -232,3 +280,29 @@ class _Nothing(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+
+class LentCache(Cache):
+    """Keys and values [1, X, S, D] of committed tokens by layer, which new tokens see and add nothing to."""
+
+    def __init__(self, lent: Sequence[tuple[Tensor, Tensor]]) -> None:
+        super().__init__(layers=[_Lent(keys, values) for keys, values in lent])
+        self.starts = [lent[0][0].shape[2]]
+
+
+class _Lent(_Nothing):
+    """One layer's lent keys and values, with the new ones behind them."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.lent = keys, values
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = self.lent
+        return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)
+
+    def get_seq_length(self) -> int:
+        return self.lent[0].shape[2]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.lent[0].shape[2] + query_length, 0

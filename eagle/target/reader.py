@@ -54,17 +54,19 @@ class TreeReader:
         finally:
             self.settings[SWITCH] = attention
 
-    def __call__(self, tokens: Tensor, positions: Tensor, seen: Tensor | None, cache: TreeCache) -> Any:
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, seen: Tensor | None, cache: Any, columns: Tensor | None = None
+    ) -> Any:
         """[B, N, D], the LM head's input at tokens [B, N], where the cache aims.
 
-        They are the last of R that are not committed, at positions [B, R]; `seen` as in Masks.
+        They are the last of R that are not committed, at positions [B, R]; `seen` and `columns` as in Masks.
         """
         device, count = self.masks.device, tokens.shape[1]
         starts = [start - (positions.shape[1] - count) for start in cache.starts]
         return self.model.base_model(
             input_ids=upload(tokens, device),
             position_ids=upload(positions[:, -count:], device),
-            attention_mask=self.masks(starts, positions, seen),
+            attention_mask=self.masks(starts, positions, seen, columns),
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state

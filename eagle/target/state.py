@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,24 +14,12 @@ from torch import Tensor
 from eagle.core.drafter import Committed
 from eagle.core.tree import DraftTree, TargetOutput, stack_trees
 from eagle.core.verify import Choose
-from eagle.device import pick_rows
+from eagle.device import pick_rows, upload
 from eagle.target.cache import TreeCache
+from eagle.target.prompt import PromptOutput
 from eagle.target.view import TargetTexts
 
 PREFILL_CHUNK = 1024  # tokens of a prompt's forward, padding included
-
-
-@dataclass(frozen=True, slots=True)
-class PromptOutput:
-    """A prompt as it was read: its tapped states, and the target's output after its last token."""
-
-    tokens: list[int]
-    features: Tensor | None  # [T, L, D]
-    output: TargetOutput
-
-    def commit(self, choose: Choose) -> Committed:
-        """The prompt, with the token chosen after it."""
-        return Committed(torch.tensor(self.tokens), self.features, choose(self.output, [0])[0])
 
 
 class TargetState:
@@ -104,6 +91,17 @@ class TargetState:
         self._swap(slot, len(self.rows) - 1)
         self.rows.pop()
         self.is_loose = True
+
+    def fork(self, row: int, other: int) -> None:
+        """A text that is written goes on in two ways: `other`, a new row, begins with what is committed of `row`."""
+        slot = len(self.rows)
+        self.needs[other] = self.needs[row]
+        self._reserve(slot + 1)
+        self.rows.append(other)
+        self.cache.copy(self.rows.index(row), slot)
+        self.texts[slot] = list(self.text(row))
+        self._swap(slot, self.written)
+        self.written += 1
 
     def clear(self) -> None:
         """Let all rows go."""
@@ -204,7 +202,7 @@ class TargetState:
         if self.is_loose:  # only now, as a newcomer may have shared what a free slot holds
             self._reserve(len(self.rows))
         outputs: dict[int, TargetOutput] = {}
-        for rows in self._groups(sorted(trees, key=self.rows.index)):
+        for rows in self.groups(sorted(trees, key=self.rows.index)):
             outputs |= self._read([(row, trees[row]) for row in rows])
         self.trees = dict(trees)
         return outputs
@@ -235,10 +233,15 @@ class TargetState:
         self.keep_columns(paths, {row: [tokens[row][node] for node in path] for row, path in paths.items()})
 
     def keep_columns(self, columns: Mapping[int, Sequence[int]], tokens: Mapping[int, list[int]]) -> None:
-        """Commit some columns of each row that were read last, which hold these tokens."""
+        """Commit some columns of each row that were read last, which hold these tokens.
+
+        Where there are fewer tokens than columns, the last columns move up behind those that are committed.
+        """
         self.cache.keep({self.rows.index(row): kept for row, kept in columns.items()})
         for row, kept in tokens.items():
-            self.texts[self.rows.index(row)] += kept
+            slot = self.rows.index(row)
+            self.cache.lengths[slot] -= len(columns[row]) - len(kept)
+            self.texts[slot] += kept
 
     @torch.inference_mode()
     def ahead(self, rows: Sequence[int], tokens: Tensor, depths: list[int], seen: Tensor) -> Tensor:
@@ -251,6 +254,13 @@ class TargetState:
         starts = torch.tensor([self.cache.lengths[slot] for slot in slots])
         hidden, _ = self._forward(slots, tokens, starts[:, None] + torch.tensor(depths), seen)
         return self.target.head.logits(hidden)
+
+    def features_at(self, row: int, columns: Sequence[int]) -> Tensor | None:
+        """[A, L, D], the tapped states of a row's columns, committed or not; None without taps."""
+        if not self.taps:
+            return None
+        held = self.cache.tapped.buffer[self.rows.index(row)]
+        return held.index_select(1, upload(torch.tensor(columns), held.device)).transpose(0, 1)
 
     def lend(self) -> TargetTexts:
         """Its rows, for a drafter that reads them."""
@@ -285,7 +295,7 @@ class TargetState:
         start, border = self.length(row), self.target.border
         return wanted if start > border or start + 1 + wanted <= border else int(border) - start - 1
 
-    def _groups(self, rows: list[int]) -> list[list[int]]:
+    def groups(self, rows: list[int]) -> list[list[int]]:
         """The rows of each forward: all together, but for models whose positions depend on a batch's longest text."""
         alone = [row for row in rows if self.target.is_alone(self.length(row))]
         together = [row for row in rows if row not in alone]

@@ -1,10 +1,12 @@
 """A target's layers for drafters that draft with them: any run of layers, with a cache of the drafter's own."""
 
-# B texts, N new tokens, R not committed, T committed, K drafted, S rows in the cache, X heads, D width, V vocabulary
+# B texts, N new tokens, R not committed, T committed, K drafted, S rows in the cache, D width, V vocabulary
+# X heads of keys, H of queries
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from eagle.device import upload
+from eagle.target.attention import Observe, can_observe, observing
 from eagle.target.borrowed import is_close
-from eagle.target.cache import TreeCache
+from eagle.target.cache import LentCache, TreeCache
 from eagle.target.reader import FAILURES, TreeReader
 
 
@@ -28,9 +31,23 @@ class TargetView:
         self.decoder_layers = list(self.reader.layers)
         self._check(target)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TargetView:
+        """Itself: what borrows of a target is copied without it."""
+        return self
+
     def __len__(self) -> int:
         """How many layers there are."""
         return len(self.decoder_layers)
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layers see a sliding window of positions."""
+        return any(self.reader.masks.windows.values())
+
+    @property
+    def shows_attention(self) -> bool:
+        """Whether the model's attention shows its queries: it takes any that is registered."""
+        return can_observe(self.reader.original, self.reader.settings)
 
     def new_cache(self) -> TreeCache:
         """An empty cache: forwards write behind its `length`, which its owner moves on, or commits by `keep`."""
@@ -78,6 +95,24 @@ class TargetView:
         additive = additive.masked_fill_(~upload(mask, masks.device), torch.finfo(masks.dtype).min)[None, None]
         additive = additive if len(masks.windows) == 1 else dict.fromkeys(masks.windows, additive)
         return self._run(hidden[None], places, additive, cache, start, end)[0]
+
+    @torch.inference_mode()
+    def next_logits(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        seen: Tensor | None,
+        cache: TreeCache,
+        columns: Tensor | None = None,
+        scored: int | None = None,
+    ) -> Tensor:
+        """[B, N, V], the target's logits after tokens [B, N], or the last `scored` of them; the rest as in `read`.
+
+        `columns` [B, S] are the positions that the cache's columns hold, where these are not in order.
+        """
+        with self.lock:
+            hidden = self.reader(tokens, positions, seen, cache, columns)
+        return self.head.logits(hidden if scored is None else hidden[:, -scored:])
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -163,20 +198,52 @@ class TargetTexts:
         """The committed tokens of a row, all of which the target has read."""
         return self.state.length(row)
 
+    def room(self, row: int) -> float:
+        """How many columns a draft may take behind a row's text, where the cache may not grow for it."""
+        return math.inf if self.state.max_tokens is None else self.state.needs[row] - self.length(row)
+
     def keys_values(self, row: int, layer: int) -> tuple[Tensor, Tensor]:
         """[X, T, D] each, a layer's rotated keys and values of a row's committed tokens; they are not to be changed."""
         slot, held = self.state.rows.index(row), self.state.cache.layers[layer]
         end = self.state.cache.lengths[slot]
         return held.key_rows.buffer[slot, :, :end], held.value_rows.buffer[slot, :, :end]
 
+    def groups(self, rows: Sequence[int]) -> list[list[int]]:
+        """The rows that may share a forward, in the order of their slots."""
+        return self.state.groups(sorted(rows, key=self.state.rows.index))
+
+    def copy_columns(self, cache: TreeCache, moves: Mapping[int, tuple[int, Tensor, Tensor]]) -> None:
+        """Copy committed keys and values: row -> slot of a drafter's cache, columns [M] here, columns [M] there."""
+        if moves:
+            slots = [torch.full_like(here, self.state.rows.index(row)) for row, (_, here, _) in moves.items()]
+            others = [torch.full_like(here, slot) for slot, here, _ in moves.values()]
+            _, here, there = zip(*moves.values(), strict=True)
+            origin, place = (torch.stack([torch.cat(a), torch.cat(b)]) for a, b in ((slots, here), (others, there)))
+            cache.copy_columns(self.state.cache, origin, place)
+
+    @torch.inference_mode()
+    def observe_attention(self, row: int, count: int, observe: Observe) -> None:
+        """Show the queries of a row's last `count` tokens, and the keys of all; they are read anew, nothing is written.
+
+        `observe` gets the number of a layer, queries [1, H, N, D], keys [1, X, T, D] and the scale of their products.
+        """
+        text = self.state.text(row)
+        before = len(text) - count
+        kept = [self.keys_values(row, layer) for layer in range(len(self.view))]
+        cache = LentCache([(keys[None, :, :before], values[None, :, :before]) for keys, values in kept])
+        reader = self.view.reader
+        with self.view.lock, observing(reader.settings, observe):
+            reader(torch.tensor([text[before:]]), torch.arange(before, len(text))[None], None, cache)
+
     @torch.inference_mode()
     def ahead(
-        self, rows: Sequence[int], tokens: Tensor, depths: list[int], seen: Tensor, layers: int | None = None
+        self, rows: Sequence[int], tokens: Tensor, depths: list[int], seen: Tensor | None, layers: int | None = None
     ) -> Tensor:
         """[B, K, D], what the first `layers` layers (None: all) make of the last K tokens [B, K] of drafts.
 
-        They see of R drafted tokens `seen` [B, K, R], and all that is committed. Of each draft the token numbered i
-        stands `depths[i]` positions behind the text; earlier calls have read those before the last K.
+        They see of R drafted tokens `seen` [B, K, R] (None: all are new, and a chain), and all that is committed. Of
+        each draft the token numbered i stands `depths[i]` positions behind the text; earlier calls have read those
+        before the last K.
         """
         cache = self.state.cache
         slots = [self.state.rows.index(row) for row in rows]

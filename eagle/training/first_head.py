@@ -16,7 +16,10 @@ from eagle.target.target import Target
 
 
 def first_head(recipe: Recipe, settings: Any, target: Target | Borrowed, features: Features) -> TrainableDrafter:
-    """A new head, or the one that `train.init` names, which must be of the same network and sizes."""
+    """A new head, or the one that `train.init` names, which must be of the same network and sizes.
+
+    It may have had another window, or none: what it saw of a text changes none of its weights.
+    """
     named = getattr(settings, "draft_vocab", None)
     if isinstance(named, str):
         load_draft_vocab(named, {"tokenizer": features.identity["tokenizer"]})  # refuses that of another
@@ -29,7 +32,8 @@ def first_head(recipe: Recipe, settings: Any, target: Target | Borrowed, feature
     given = load_head(recipe.train.init)
     shapes = [{name: tuple(part.shape) for name, part in made.state_dict().items()} for made in (given, head)]
     had, needed = (
-        {**made.network, **made.shape.to_dict(), **shape} for made, shape in zip((given, head), shapes, strict=True)
+        {**made.network, "window": None, **made.shape.to_dict(), **shape}
+        for made, shape in zip((given, head), shapes, strict=True)
     )
     if wrong := [f"{name}: {found!r}, needed {new!r}" for name, found, new in differences(had, needed)]:
         raise ValueError(f"the head in {recipe.train.init} does not fit: {'; '.join(wrong)}. Train without train.init")

@@ -76,8 +76,8 @@ slots, spans_of = unrolled.text_slots, spans.Spans.of  # what faults are planted
 def moved(place: int, slower: int) -> Callable[..., Any]:
     """Slots that read so many tokens further, and whose positions advance so many times slower."""
 
-    def wrong(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, spans.Spans]:
-        places, positions, found = slots(batch, device)
+    def wrong(*given: Any) -> tuple[Tensor, Tensor, spans.Spans]:
+        places, positions, found = slots(*given)
         return places + place, positions // slower, found
 
     return wrong
@@ -160,9 +160,9 @@ def test_no_slot_sees_what_it_names(head: Eagle1, tiny_target: Target, monkeypat
     leak(head, tiny_target, monkeypatch)
 
 
-def from_the_first_text(masks: list[Tensor], device: torch.device) -> spans.Spans:
+def from_the_first_text(*given: Any, **window: Any) -> spans.Spans:
     """Runs that begin where the first text does."""
-    found = spans_of(masks, device)
+    found = spans_of(*given, **window)
     return replace(found, runs=[(0, first, end) for _, first, end in found.runs])
 
 

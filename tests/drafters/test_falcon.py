@@ -227,8 +227,8 @@ def test_another_sight_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted faults: the future, the text before, and slots that do not see the later ones of their block."""
     of = spans.Spans.of
 
-    def from_the_first_text(*given: Any) -> spans.Spans:
-        found = of(*given)
+    def from_the_first_text(*given: Any, **window: Any) -> spans.Spans:
+        found = of(*given, **window)
         return replace(found, runs=[(0, first, end) for _, first, end in found.runs])
 
     for home, name, fault in (

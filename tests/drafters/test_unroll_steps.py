@@ -120,9 +120,9 @@ def strangers(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Any 
     return attend(query, key, value, spans, [(mine.roll(1, 1), its.roll(1, 1)) for mine, its in own])
 
 
-def from_the_first_text(masks: list[Tensor], device: torch.device) -> Spans:
+def from_the_first_text(*given: Any, **window: Any) -> Spans:
     """Texts that see what lies before them."""
-    found = spans_of(masks, device)
+    found = spans_of(*given, **window)
     return replace(found, runs=[(0, start, stop) for _, start, stop in found.runs])
 
 

@@ -19,6 +19,7 @@ from trained import ROOT, apart, equal, finished, free_port, launched, poison, p
 from eagle.data.store import FeatureStore
 
 pytestmark = pytest.mark.slow
+ZERO2, ZERO3 = (pytest.param(name, marks=pytest.mark.long) for name in ("zero2", "zero3"))  # a minute each
 SCRIPT = str(ROOT / "recipes/train_eagle.py")
 WATCHED = str(ROOT / "tests/each_rank.py")
 TOLERANCE = 5e-6  # of weights of size 0.1, after 12 steps of 1e-3: sums taken in another order
@@ -43,7 +44,7 @@ def three_steps(command: list[str], tmp_path_factory: pytest.TempPathFactory) ->
     return run(command, tmp_path_factory.mktemp("alone") / "run", "train.max_steps=3")
 
 
-@pytest.mark.parametrize("config", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("config", ["ddp", ZERO2, ZERO3])
 def test_two_processes_are_one_on_the_same_steps(config: str, command: list[str], alone: Path, tmp_path: Path) -> None:
     """Losses, validation and weights agree; stopped after a checkpoint and gone on with, the bytes are equal."""
     asked = [SCRIPT, *command, f"train.out={tmp_path / 'run'}", *EVERY]
@@ -85,7 +86,7 @@ def test_all_ranks_hold_the_same_weights(
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("config", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("config", ["ddp", "zero2", ZERO3])
 def test_nan_on_one_of_two_processes_is_skipped_by_both(
     config: str, accumulation: int, command: list[str], tmp_path: Path
 ) -> None:
@@ -152,7 +153,7 @@ def test_a_killed_rank_ends_the_run_which_then_goes_on(command: list[str], alone
     assert equal(out, tmp_path / "whole") and rows(out) == rows(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("config", ["ddp", "zero2"])
+@pytest.mark.parametrize("config", ["ddp", ZERO2])
 def test_a_disk_that_is_full_for_one_process_hangs_nobody(config: str, command: list[str], tmp_path: Path) -> None:
     """The checkpoint fails for all and the run goes on; with DeepSpeed it ends at once, and can be gone on with."""
     limited = "import resource, os, signal, runpy, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "

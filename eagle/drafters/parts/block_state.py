@@ -36,6 +36,11 @@ class BlockState(HeadState):
         super().admit(row, noise)
         self.recent[row] = torch.empty(0, self.head.shape.hidden_size, dtype=self.dtype, device=self.device)
 
+    def fork(self, row: int, other: int) -> None:
+        """A text goes on in two ways, from the same last slots."""
+        super().fork(row, other)
+        self.recent[other] = self.recent[row]
+
     def release(self, row: int) -> None:
         """A text has ended."""
         super().release(row)
@@ -71,9 +76,8 @@ class BlockState(HeadState):
         """The trees of some slots; the root alone where fewer than k tokens are committed."""
         most = [self.head.levels if seed.place > self.size else 0 for seed in seeds]
         seeds = [replace(seed, budget=seed.budget.within(end)) for seed, end in zip(seeds, most, strict=True)]
-        lengths = [self.cache.lengths[slot] for slot in slots]
-        depth, room = max(seed.budget.depth for seed in seeds), max(lengths)
-        levels = _BlockLevels(self, slots, hidden, *self._behind_texts(lengths[: count_unlike(lengths)], room, depth))
+        depth, room = max(seed.budget.depth for seed in seeds), max(self.cache.lengths[slot] for slot in slots)
+        levels = _BlockLevels(self, slots, hidden, *self._behind_texts(self.unlike_slots(slots), room, depth))
         return grow_rows(seeds, levels.first[1][:, 0, 0], levels)
 
 

@@ -18,7 +18,7 @@ Kind = Literal["cross_entropy", "reverse_kl", "jsd", "tv", "acceptance", "hybrid
 
 - cross_entropy: -sum p log q, which is KL(p, q) but for what no student changes
 - reverse_kl: KL(q, p); jsd: (KL(p, m) + KL(q, m)) / 2 with m = (p + q) / 2; tv: 1 - a, half the sum of |p - q|
-- acceptance: -log a; hybrid: l KL(p, q) + (1 - l) (1 - a), where l = e^-3a is taken as given
+- acceptance: -log a; hybrid: l KL(p, q) + (1 - l) (1 - a), where l = e^-3a is taken as given, unless `blend` is l
 """
 
 Compare = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -33,6 +33,7 @@ class Objective:
     weight: float = 1.0
     top: float = 0.0
     top_k: int = 10
+    blend: float | None = None  # of a hybrid
 
 
 def compare_with(taught: Tensor, wide: torch.dtype, objective: Objective) -> Compare:
@@ -88,7 +89,7 @@ def _overlap(target_probs: Tensor, objective: Objective) -> Compare:
             return objective.weight * (1 - overlap[..., 0]), rise.mul_(-objective.weight)
         if objective.kind == "acceptance":
             return objective.weight * -overlap[..., 0].log(), rise.mul_(-objective.weight / overlap)
-        blend = (-3 * overlap).exp()
+        blend = (-3 * overlap).exp() if objective.blend is None else torch.full_like(overlap, objective.blend)
         divergence = torch.xlogy(target_probs, target_probs).sum(-1) - (target_probs * logits.log_softmax(-1)).sum(-1)
         loss = blend[..., 0] * divergence + (1 - blend[..., 0]) * (1 - overlap[..., 0])
         return objective.weight * loss, (blend * (probs - target_probs) - (1 - blend) * rise).mul_(objective.weight)

@@ -18,6 +18,7 @@ from eagle.data.examples import Batch
 from eagle.drafters.parts.blocks import Block, Cache, NormedBlock, Rotary, head_shape
 from eagle.drafters.parts.objectives import Objective, align_steps, distillation_loss, feature_regression, step_weights
 from eagle.drafters.parts.unroll import UnrolledDrafter
+from eagle.drafters.parts.window import Window
 
 HELD = 512  # tokens of a text at which noise has its full spread
 
@@ -30,6 +31,7 @@ class FeatureSettings(BaseModel):
     noise: float = 0.1  # features are trained with U(-noise, noise) * 512 / T, T held at 512 or more
     noise_as_published: bool = False  # T not held: texts of 16 tokens under 32 times the noise
     intermediate_size: int | None = None  # of its MLP; that of the target, but for a mixture of experts
+    window: Window | None = None  # {sinks: S, recent: R}: of a text it sees the first S rows and the latest R
     regression: float = 1.0
     cross_entropy: float = 0.1
 
@@ -62,7 +64,7 @@ class FeatureHead(UnrolledDrafter):
     @property
     def network(self) -> dict[str, Any]:
         """One network for all heads that continue the target's last features, whatever trained them."""
-        return {"network": "features", **self.further_blocks}
+        return {"network": "features", **self.further_blocks, **self.further_masks}
 
     # -- one level ----------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from eagle.core.budget import Budget
@@ -19,6 +20,7 @@ from eagle.drafters.parts.growth import Grown, grow_columns, grow_rows, level_ma
 from eagle.drafters.parts.scoring import Seed
 from eagle.drafters.parts.static_loop import Capture, HeldNoise, StaticLoop, text_room
 from eagle.drafters.parts.text_state import TextHead, TextState
+from eagle.drafters.parts.window import Window
 
 
 class LevelHead(TextHead, Protocol):
@@ -45,8 +47,8 @@ class HeadState(TextState):
 
     head: LevelHead
 
-    def __init__(self, head: LevelHead) -> None:
-        super().__init__(head)
+    def __init__(self, head: LevelHead, window: Window | None = None) -> None:
+        super().__init__(head, window)
         self.drafts = head.drafts
         self.loop = None if head.capture is None else StaticLoop(head.capture)
 
@@ -61,16 +63,14 @@ class HeadState(TextState):
         """The trees of some slots, from the states behind their roots."""
         if self.loop is not None and _are_static(seeds, slots):
             return read_trees(seeds, [self._grow_static(seeds, hidden, self.loop)])
-        lengths = [self.cache.lengths[slot] for slot in slots]
-        depth, room = max(seed.budget.depth for seed in seeds), max(lengths)
-        levels = _Levels(self, slots, hidden, *self._behind_texts(lengths[: count_unlike(lengths)], room, depth))
+        depth, room = max(seed.budget.depth for seed in seeds), max(self.cache.lengths[slot] for slot in slots)
+        levels = _Levels(self, slots, hidden, *self._behind_texts(self.unlike_slots(slots), room, depth))
         return grow_rows(seeds, self.head.logits(hidden, self.head.frozen[0]), levels, self.drafts)
 
     def _grow_static(self, seeds: Sequence[Seed], hidden: Tensor, loop: StaticLoop) -> Grown:
         """The draft of rows with one budget; its columns begin behind the room that texts have."""
         budget, slots, noises = seeds[0].budget, list(range(len(seeds))), [seed.noise for seed in seeds]
-        lengths = self.cache.lengths[: len(seeds)]
-        room = text_room(max(lengths))
+        room = text_room(max(self.cache.lengths[: len(seeds)]))
         shared = [
             seed.noise(list(range(seed.place, seed.place + budget.depth))) for seed in seeds if seed.noise is not None
         ]
@@ -88,13 +88,27 @@ class HeadState(TextState):
 
         places = tuple(rows.buffer.data_ptr() for rows in self.cache.buffers)
         key = budget, len(slots), room, places, tuple(noises)
-        columns = loop(key, draft, [hidden, *self._behind_texts(lengths, room, budget.depth), *shared])
+        columns = loop(key, draft, [hidden, *self._behind_texts(slots, room, budget.depth), *shared])
         return Grown(slots, columns, plan_parents(budget, columns.shape[2], self.device))
 
-    def _behind_texts(self, lengths: Sequence[int], room: int, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotary tables [B, depth, w] of a draft's levels, and [B, room] what hides the columns behind each text."""
+    def unlike_slots(self, slots: list[int]) -> list[int]:
+        """Those that need a mask and positions of their own: the first stands for all where all are alike."""
+        sizes = {(self.cache.lengths[slot], self.text_length(slot)) for slot in slots}
+        return slots[:1] if len(sizes) == 1 else slots
+
+    def _behind_texts(self, slots: Sequence[int], room: int, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotary tables [B, depth, w] of a draft's levels, and [B, room] what hides the columns behind each text.
+
+        With a window, [B, depth, room]: each level sees a column less.
+        """
+        lengths = [self.cache.lengths[slot] for slot in slots]
         committed = self._hide_behind(lengths, room)
-        places = upload(torch.tensor(lengths)[:, None], self.device)
+        if self.window is not None:
+            ends = upload(torch.tensor(lengths)[:, None, None], self.device)
+            column, level = (torch.arange(count, device=self.device) for count in (room, depth))
+            old = self.window.hides(column, ends - 1, 0, 1 + level[:, None])
+            committed = committed[:, None].masked_fill(old, torch.finfo(self.dtype).min)
+        places = upload(torch.tensor([self.text_length(slot) for slot in slots])[:, None], self.device)
         return *_draft_tables(self.head.rotary, committed, places, depth), committed
 
     def _hide_behind(self, lengths: Sequence[int], columns: int) -> Tensor:
@@ -115,13 +129,14 @@ class _Levels:
     ) -> None:
         self.state, self.slots, self.first = state, slots, hidden[:, None]
         self.rows, self.hidden = list(range(len(slots))), self.first  # of the level before
-        self.tables, self.committed, self.start = (cosine, sine), committed, committed.shape[1]
+        self.tables, self.committed, self.start = (cosine, sine), committed, committed.shape[-1]
+        self.begins: list[int] = []  # where the levels begin among the draft's columns
 
     def __call__(self, depth: int, rows: list[int], tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
         """[B, K, D], the logits behind the nodes of one level of these rows."""
         state, head, width = self.state, self.state.head, tokens.shape[1]
         if depth == 1:
-            self.rows, self.hidden = list(range(len(self.slots))), self.first
+            self.rows, self.hidden, self.begins = list(range(len(self.slots))), self.first, []
         if rows != self.rows:
             self.hidden = pick_rows(self.hidden, [self.rows.index(row) for row in rows])
             self.rows = rows
@@ -129,11 +144,20 @@ class _Levels:
         if len(committed) > 1:
             cosine, sine, committed = (pick_rows(part, rows) for part in (cosine, sine, committed))
         tables = cosine[:, depth - 1 : depth], sine[:, depth - 1 : depth]
+        self.begins.append(seen.shape[2] - width)
+        if state.window is not None:
+            committed = committed[:, depth - 1]
+            seen = _hide_levels(seen, self.begins[max(depth - state.window.recent, 0)])
         mask = level_mask(committed, seen, head.query_groups)
         above = self.hidden.gather(1, before[..., None].expand(-1, -1, self.hidden.shape[2]))
-        state.cache.aim([self.slots[row] for row in rows], [self.start + seen.shape[2] - width] * len(rows))
+        state.cache.aim([self.slots[row] for row in rows], [self.start + self.begins[-1]] * len(rows))
         self.hidden = head.read(tokens, head.next_input(above), tables, mask, state.blocks, head.frozen[0])
         return head.logits(self.hidden, head.frozen[0])
+
+
+def _hide_levels(seen: Tensor, begin: int) -> Tensor:
+    """[B, K, R], what nodes see of their draft, without the columns before `begin`."""
+    return F.pad(seen[..., begin:], (begin, 0)) if begin else seen
 
 
 def _draft_tables(rotary: Rotary, like: Tensor, places: Tensor, depth: int) -> tuple[Tensor, Tensor]:

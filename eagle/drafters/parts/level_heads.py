@@ -191,6 +191,10 @@ class LevelState:
         """A text begins."""
         self.noises[row], self.lengths[row] = noise, 0
 
+    def fork(self, row: int, other: int) -> None:
+        """A text goes on in two ways."""
+        self.noises[other], self.lengths[other] = self.noises[row], self.lengths[row]
+
     def release(self, row: int) -> None:
         """A text has ended."""
         del self.noises[row], self.lengths[row]

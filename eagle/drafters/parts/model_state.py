@@ -35,6 +35,13 @@ class ModelState:
         """A text begins; it is read when it is first asked for."""
         self.noises[row], self.confirmed[row], self.levels[row] = noise, 0, []
 
+    def fork(self, row: int, other: int) -> None:
+        """A text goes on in two ways; the row's last draft stays behind it alone."""
+        self.noises[other], self.confirmed[other], self.levels[other] = self.noises[row], self.confirmed[row], []
+        if row in self.state.rows:
+            self._state_needs()
+            self.state.fork(row, other)
+
     def release(self, row: int) -> None:
         """A text has ended; another may take its place, but leaves its draft behind."""
         del self.noises[row], self.confirmed[row], self.levels[row]

@@ -5,22 +5,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from eagle.device import upload
+from eagle.drafters.parts.window import Window
 
 # rows of one product, half of whose own square is wasted; at 1,024 rows of 4 heads of 64 forward and backward take
 # 24 / 30 / 35 ms with 64 / 128 / 256 rows in fp32, 12.6 / 10.4 / 10.2 ms in bf16; PyTorch's fused attention 30 and 22
 PIECE = {torch.float32: 64, torch.float64: 64}
 PIECE_ELSE = 128
+FUSED = 128  # rows and columns of a fused kernel's blocks
 Own = Sequence[tuple[Tensor, Tensor]]
 """Keys and values [k, S, w] of every step before: row i of each belongs to wanted row i alone."""
 
@@ -33,10 +35,17 @@ class Spans:
     runs: list[tuple[int, int, int]]
     count: int  # of all rows
     stride: int = 1  # from one row of a run to the next
+    window: Window | None = None  # what a row sees of its text so far; without one, all
+    block_masks: dict[int, Any] = field(default_factory=dict)  # by how many rows of their own the rows see
 
     @classmethod
     def of(
-        cls, masks: Sequence[Tensor], device: torch.device, stride: int = 1, firsts: Sequence[int] | None = None
+        cls,
+        masks: Sequence[Tensor],
+        device: torch.device,
+        stride: int = 1,
+        firsts: Sequence[int] | None = None,
+        window: Window | None = None,
     ) -> Spans:
         """The rows that masks on the host mark, a mask for each text; of each `stride`-th row from its first on."""
         runs, rows, begin = [], [], 0
@@ -48,24 +57,55 @@ class Spans:
                 runs.append((begin, start + low * stride, start + (high - 1) * stride + 1))
             rows.append(start + stride * marked.nonzero()[:, 0])
             begin += len(mask)
-        return cls(upload(torch.cat(rows), device), runs, begin, stride)
+        return cls(upload(torch.cat(rows), device), runs, begin, stride, window)
 
     @cached_property
-    def block_mask(self) -> Any:
-        """Whom each wanted row sees of all texts, as fused attention needs it."""
-        begins = torch.cat(
-            [torch.full((len(range(start, stop, self.stride)),), begin) for begin, start, stop in self.runs]
-        )
-        rows, begins = self.rows, upload(begins, self.rows.device)
+    def begins(self) -> Tensor:
+        """[S], where the text of each wanted row begins."""
+        counts = torch.tensor([len(range(start, stop, self.stride)) for _, start, stop in self.runs])
+        begins = torch.tensor([begin for begin, _, _ in self.runs])
+        return upload(begins.repeat_interleave(counts), self.rows.device)
+
+    def block_mask(self, drafted: int) -> Any:
+        """Whom each wanted row, which sees so many rows of its own, sees of all texts, as fused attention needs it."""
+        drafted = drafted if self.window else 0
+        if drafted not in self.block_masks:
+            self.block_masks[drafted] = self._make_block_mask(drafted)
+        return self.block_masks[drafted]
+
+    def _make_block_mask(self, drafted: int) -> Any:
+        """With a window, of the blocks that it touches alone, found without a square of all rows."""
+        rows, begins, window = self.rows, self.begins, self.window
 
         def sees(batch: Tensor, head: Tensor, at: Tensor, place: Tensor) -> Tensor:
-            return (begins[at] <= place) & (place <= rows[at])
+            past = (begins[at] <= place) & (place <= rows[at])
+            return past if window is None else past & ~window.hides(place, rows[at], begins[at], drafted)
 
-        return create_block_mask(sees, None, None, len(rows), self.count, device=rows.device)
+        if window is None:
+            return create_block_mask(sees, None, None, len(rows), self.count, device=rows.device)
+        near = torch.maximum(rows - (window.recent - drafted) + 1, begins)
+        sinks = torch.minimum(begins + window.sinks, rows + 1)
+        touched = _touched_blocks(near, rows + 1, self.count) | _touched_blocks(begins, sinks, self.count)
+        counts, order = touched.sum(1).int(), touched.int().argsort(dim=1, descending=True, stable=True).int()
+        sizes = len(rows), self.count
+        return BlockMask.from_kv_blocks(
+            counts[None, None], order[None, None], BLOCK_SIZE=FUSED, mask_mod=sees, seq_lengths=sizes
+        )
+
+
+def _touched_blocks(low: Tensor, high: Tensor, count: int) -> Tensor:
+    """[S / 128, count / 128], whether the columns from `low` up to `high`, of one row at least, meet the block."""
+    blocks = torch.arange(len(low), device=low.device) // FUSED
+    edges = low.new_zeros((len(low) - 1) // FUSED + 1, (count - 1) // FUSED + 2)
+    some = (low < high).to(edges.dtype)
+    edges.index_put_((blocks, low // FUSED), some, accumulate=True)
+    edges.index_put_((blocks, (high - 1).clamp(min=0) // FUSED + 1), -some, accumulate=True)
+    return edges.cumsum(1)[:, :-1] > 0
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = ()) -> Tensor:
-    """[h, S, w] from query [h, S, w] and key, value [k, N, w]."""
+    """[h, S, w] from query [h, S, w] and key, value [k, N, w]; rows of their own count as a window's latest."""
+    own = own if spans.window is None else own[-spans.window.recent :]
     return ATTEND.get(query.device.type, attend_flex)(query, key, value, spans, own)
 
 
@@ -93,7 +133,7 @@ def attend_flex(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Ow
     """What `attend` computes, by one fused kernel over all texts, for accelerators; on a CPU it has no gradient."""
     attention: Any = kernel or (flex_attention if query.device.type == "cpu" else _compile_flex())
     asked = {"enable_gqa": len(query) != len(key), "return_aux": AuxRequest(lse=True)}
-    output, beside = attention(query[None], key[None], value[None], block_mask=spans.block_mask, **asked)
+    output, beside = attention(query[None], key[None], value[None], block_mask=spans.block_mask(len(own)), **asked)
     return _merge_parts(output[0], _shares(query, beside.lse[0], own), own, len(key))
 
 
@@ -135,10 +175,10 @@ class _Plain(torch.autograd.Function):
         for step, (own_key, _) in enumerate(own):
             scores[:, :, step] = (_by_key(query, key) * own_key[:, None]).sum(-1).flatten(0, 1)
         shares = torch.empty_like(scores)
-        for rows, seen in _pieces(spans, query.dtype):
+        for rows, seen, hidden in _pieces(spans, len(own), query):
             key_seen, value_seen = _read_columns(seen, key, value)
-            probs = _attention_probs(query[:, rows], key_seen, scores[:, rows], spans.stride)
-            text, mine = probs.tensor_split([seen.stop - seen.start], dim=-1)
+            probs = _attention_probs(query[:, rows], key_seen, scores[:, rows], hidden)
+            text, mine = probs.tensor_split([key_seen.shape[1]], dim=-1)
             output[:, rows] = (text @ value_seen).view(output[:, rows].shape)
             shares[:, rows] = mine.reshape(shares[:, rows].shape)
         for step, (_, own_value) in enumerate(own):
@@ -154,16 +194,15 @@ class _Plain(torch.autograd.Function):
         # the other way round, which makes faster products
         grad_key, grad_value = (part.new_zeros(part.mT.shape) for part in (key, value))
         gain = (grad_out * output).sum(-1, keepdim=True)
-        for rows, seen in _pieces(ctx.spans, query.dtype):
+        for rows, seen, hidden in _pieces(ctx.spans, len(own), query):
             key_seen, value_seen = _read_columns(seen, key, value)
-            probs = _attention_probs(query[:, rows], key_seen, scores[:, rows], ctx.spans.stride)
-            probs = probs[..., : seen.stop - seen.start]
+            probs = _attention_probs(query[:, rows], key_seen, scores[:, rows], hidden)[..., : key_seen.shape[1]]
             query_rows, grad_rows = _group_by_key(query[:, rows], key), _group_by_key(grad_out[:, rows], key)
-            grad_value[:, :, seen].baddbmm_(grad_rows.mT, probs)
+            _add_product(grad_value, seen, grad_rows, probs)
             grad_score = grad_rows @ value_seen.mT
             grad_score.sub_(_group_by_key(gain[:, rows], key)).mul_(probs)
             grad_query[:, rows] = (grad_score @ key_seen).view(grad_query[:, rows].shape)
-            grad_key[:, :, seen].baddbmm_(query_rows.mT, grad_score)
+            _add_product(grad_key, seen, query_rows, grad_score)
         grad_own: list[Tensor] = []
         for step, (own_key, own_value) in enumerate(own):
             share, grad_part = _by_key(shares[:, :, step, None], key), _by_key(grad_out, key)
@@ -177,21 +216,44 @@ def _pairs(flat: Sequence[Tensor]) -> Own:
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
-def _pieces(spans: Spans, dtype: torch.dtype) -> list[tuple[slice, slice]]:
-    """Of each piece of a run the rows among the wanted ones, and those that it sees."""
-    pieces, done, size, stride = [], 0, PIECE.get(dtype, PIECE_ELSE), spans.stride
+def _pieces(spans: Spans, drafted: int, like: Tensor) -> Iterator[tuple[slice, list[slice], Tensor]]:
+    """Of each piece of a run the rows among the wanted ones, the columns that they see, and what hides some of these.
+
+    The latter is added to the scores of the last columns; rows see so many rows of their own beside the columns.
+    """
+    done, size, stride = 0, PIECE.get(like.dtype, PIECE_ELSE), spans.stride
     for begin, start, stop in spans.runs:
         for first in range(start, stop, size * stride):
             count = len(range(first, min(first + size * stride, stop), stride))
-            pieces.append((slice(done, done + count), slice(begin, first + (count - 1) * stride + 1)))
+            rows, end = slice(done, done + count), first + (count - 1) * stride + 1
+            if spans.window is None:
+                yield rows, [slice(begin, end)], _future(count, stride, like.dtype, like.device)
+            else:
+                seen = spans.window.columns(begin, first, end, drafted)
+                yield rows, seen, _hide_outside(spans.window, drafted, range(first, end, stride), begin, seen, like)
             done += count
-    return pieces
 
 
-def _read_columns(seen: slice, *tensors: Tensor) -> list[Tensor]:
+def _hide_outside(window: Window, drafted: int, rows: range, begin: int, seen: Sequence[slice], like: Tensor) -> Tensor:
+    """[n, m], what hides from rows the columns outside their windows, among those that the piece sees."""
+    places = torch.cat([torch.arange(part.start, part.stop, device=like.device) for part in seen])
+    row = torch.tensor(rows, device=like.device)[:, None]
+    hidden = window.hides(places, row, begin, drafted) | (places > row)
+    return like.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
+
+
+def _read_columns(seen: Sequence[slice], *tensors: Tensor) -> list[Tensor]:
     """[k, m, w] of each, in bf16 contiguous: products copy what is not, and what they transpose far slower."""
-    columns = [tensor[:, seen] for tensor in tensors]
+    if len(seen) > 1:
+        return [torch.cat([tensor[:, part] for part in seen], dim=1) for tensor in tensors]
+    columns = [tensor[:, seen[0]] for tensor in tensors]
     return [column.contiguous() if column.dtype == torch.bfloat16 else column for column in columns]
+
+
+def _add_product(total: Tensor, seen: Sequence[slice], rows: Tensor, columns: Tensor) -> None:
+    """Add rows [k, n, w] times columns [k, n, m] to these m columns of a total [k, w, N]."""
+    for part, columns_part in zip(seen, columns.split([part.stop - part.start for part in seen], dim=-1), strict=True):
+        total[:, :, part].baddbmm_(rows.mT, columns_part)
 
 
 def _by_key(tensor: Tensor, key: Tensor) -> Tensor:
@@ -205,14 +267,16 @@ def _group_by_key(tensor: Tensor, key: Tensor) -> Tensor:
     return tensor.reshape(len(key), heads // len(key) * count, width)
 
 
-def _attention_probs(query: Tensor, key: Tensor, own: Tensor, stride: int) -> Tensor:
-    """[k, h / k * n, m + steps], whom rows look at, by query [h, n, w], key [k, m, w], and scores of their own."""
+def _attention_probs(query: Tensor, key: Tensor, own: Tensor, hidden: Tensor) -> Tensor:
+    """[k, h / k * n, m + steps], whom rows look at, by query [h, n, w], key [k, m, w], and scores of their own.
+
+    `hidden` [n, ..] is added to the scores of the last columns of a text.
+    """
     asked, count, seen = _group_by_key(query, key), query.shape[1], key.shape[1]
     scores = query.new_empty(len(key), asked.shape[1], seen + own.shape[2])
     torch.bmm(asked, key.mT, out=scores[..., :seen])
     scores[..., seen:] = _group_by_key(own, key)
-    future = _future(count, stride, scores.dtype, scores.device)
-    scores.view(len(query), count, -1)[:, :, seen - future.shape[1] : seen] += future
+    scores.view(len(query), count, -1)[:, :, seen - hidden.shape[1] : seen] += hidden
     return scores.softmax(-1)
 
 

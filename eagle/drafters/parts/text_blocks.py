@@ -19,6 +19,7 @@ from eagle.drafters.parts.growth import level_mask
 from eagle.drafters.parts.operations import rotate
 from eagle.drafters.parts.spans import Spans, attend
 from eagle.drafters.parts.text_state import TextHead
+from eagle.drafters.parts.window import Window
 from eagle.target.cache import SlotCache
 
 Pair = tuple[Tensor, Tensor]
@@ -36,14 +37,14 @@ def compile_part(part: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(part, dynamic=True)  # else once for every length of a batch
 
 
-def text_slots(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Spans]:
+def text_slots(batch: Batch, device: torch.device, window: Window | None = None) -> tuple[Tensor, Tensor, Spans]:
     """The places of all tokens but each text's last two, their positions in it, and those that are supervised."""
     spans = [torch.arange(max(length - 2, 0)) for length in batch.lengths]
     starts = accumulate(batch.lengths, initial=0)
     known = torch.cat([span + start for span, start in zip(spans, starts, strict=False)])
     masks = [mask[2:] for mask in batch.loss_mask.split(batch.lengths)]
     known, positions = (upload(places, device) for places in (known, torch.cat(spans)))
-    return known, positions, Spans.of(masks, device)
+    return known, positions, Spans.of(masks, device, window=window)
 
 
 def position_tables(rotary: Rotary, like: Tensor, length: int) -> Callable[[Tensor], Pair]:
@@ -58,6 +59,7 @@ def read_context(
     tables: Pair,
     batch: Batch,
     run: Callable[..., Any] = run_part,
+    window: Window | None = None,
 ) -> tuple[list[Pair], tuple[Tensor, ...]]:
     """Keys and values of every block at all slots of the texts, and what the last block reads there.
 
@@ -66,7 +68,7 @@ def read_context(
     context: list[Pair] = []
     if len(layers) > 1:
         every = [torch.ones_like(mask[2:]) for mask in batch.loss_mask.split(batch.lengths)]
-        everywhere = Spans.of(every, tables[0].device)
+        everywhere = Spans.of(every, tables[0].device, window=window)
     for number, block in enumerate(layers):
         if number:
             below = layers[number - 1]
@@ -107,9 +109,10 @@ def add_rows(block: Block, seen: Tensor, residual: Tensor) -> Tensor:
     return block.add_mlp(residual + block.self_attn.o_proj(seen.transpose(0, 1).flatten(1)))
 
 
-def probe_read(head: TextHead, context: int, rows: int) -> Callable[[], Tensor]:
-    """The forward of a head's blocks over so many rows behind so much text, to be timed."""
+def probe_read(head: TextHead, context: int, rows: int, window: Window | None = None) -> Callable[[], Tensor]:
+    """The forward of a head's blocks over so many rows behind so much text, or what a window keeps, to be timed."""
     (frozen,), owner = head.frozen, SlotCache()
+    context = context if window is None else min(context, window.most)
     caches = [Cache(owner, block) for block in head.layers]
     weight, end = head.layers[0].mlp.up_proj.weight, context + rows
     tokens = torch.ones(1, end, dtype=torch.long, device=weight.device)

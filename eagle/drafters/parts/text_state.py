@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -16,10 +17,12 @@ from eagle.core.drafter import Committed, Noise, TargetHead
 from eagle.device import upload
 from eagle.drafters.parts.blocks import Cache, Rotary, rotary_tables
 from eagle.drafters.parts.scoring import Seed
+from eagle.drafters.parts.window import Window
 from eagle.target.cache import SlotCache
 
 SHORT = 16  # tokens up to which rows are read together, however different in number
 MOST = 4096  # tokens of one forward, padding included, unless a row alone has more
+PART = 512  # tokens of a text that blocks with a window read at a time, whose columns are then dropped
 
 
 class TextHead(Protocol):
@@ -52,24 +55,35 @@ class TextHead(Protocol):
 
 
 class TextState:
-    """Keys and values of many texts, in a slot for each from its first draft on; the slots in use are the first."""
+    """Keys and values of many texts, in a slot for each from its first draft on; the slots in use are the first.
 
-    def __init__(self, head: TextHead) -> None:
-        self.head, self.cache = head, SlotCache()
+    With a window, columns that no later row sees are dropped: a text's cost does not grow with its length.
+    """
+
+    def __init__(self, head: TextHead, window: Window | None = None) -> None:
+        self.head, self.window, self.cache = head, window, SlotCache()
         self.blocks = [Cache(self.cache, block) for block in head.layers]
         weight = head.layers[0].mlp.up_proj.weight
         self.device, self.dtype = weight.device, weight.dtype
         self.noises: dict[int, Noise | None] = {}
         self.rows: list[int] = []  # of every slot in use
+        self.dropped: dict[int, int] = {}  # by row: how many columns are no longer kept, all of them behind the sinks
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
         """A text begins."""
-        self.noises[row] = noise
+        self.noises[row], self.dropped[row] = noise, 0
+
+    def fork(self, row: int, other: int) -> None:
+        """A text goes on in two ways: the other gets a slot with the same keys and values."""
+        self.noises[other] = self.noises[row]
+        if row in self.rows:
+            self._take_slots([other])
+            self.cache.copy(self.rows.index(row), len(self.rows) - 1)
 
     @torch.inference_mode()
     def release(self, row: int) -> None:
         """A text has ended: that in the last slot takes its place."""
-        del self.noises[row]
+        del self.noises[row], self.dropped[row]
         if row in self.rows:
             slot, last = self.rows.index(row), len(self.rows) - 1
             self._clear(slot)
@@ -101,6 +115,23 @@ class TextState:
         used = len(self.rows)
         self.cache.reserve(max(used, 1), max(self.cache.lengths[:used], default=0) * 3 // 2)
 
+    def _drop_unseen(self, slots: Sequence[int]) -> None:
+        """Forget the columns that no later row of these slots sees, where enough of them have come together."""
+        if self.window is None:
+            return
+        gaps = {
+            slot: (self.window.sinks, self.cache.lengths[slot] - self.window.recent)
+            for slot in slots
+            if self.cache.lengths[slot] > self.window.most
+        }
+        self.cache.drop(gaps)
+        for slot, (start, stop) in gaps.items():
+            self.dropped[self.rows[slot]] += stop - start
+
+    def text_length(self, slot: int) -> int:
+        """How many tokens of a slot's text are read, those included whose columns are dropped."""
+        return self.cache.lengths[slot] + self.dropped[self.rows[slot]]
+
     # -- committed tokens ---------------------------------------------------------------------------------------------
 
     def read_updates(
@@ -110,7 +141,7 @@ class TextState:
         self._take_slots([row for row in updates if row not in self.rows])
         rows = sorted(updates, key=self.rows.index)
         hidden = self._last_states({row: updates[row] for row in rows})
-        lengths = [self.cache.lengths[self.rows.index(row)] for row in rows]
+        lengths = [self.text_length(self.rows.index(row)) for row in rows]
         seeds = [
             Seed(updates[row].root, length + 1, budgets[row], self.noises[row])
             for row, length in zip(rows, lengths, strict=True)
@@ -119,6 +150,10 @@ class TextState:
 
     def _last_states(self, updates: Mapping[int, Committed]) -> Tensor:
         """[B, H], each row's state behind its root, once the committed tokens are read."""
+        while self.window is not None and max(len(update.tokens) for update in updates.values()) > PART:
+            parts = {row: split_update(update, PART) for row, update in updates.items() if len(update.tokens) > PART}
+            self._last_states({row: first for row, (first, _) in parts.items()})
+            updates = {row: parts[row][1] if row in parts else update for row, update in updates.items()}
         groups = list(split_ragged({row: len(update.tokens) for row, update in updates.items()}))
         if len(groups) == 1:
             return self._read_group(updates)
@@ -139,8 +174,8 @@ class TextState:
         assert len(features) == len(updates)
         together = features[0] if len(features) == 1 else torch.cat(features)
         hidden = head.fuse_taps(together.to(self.device, self.dtype))
-        positions = slot_positions(starts, counts, self.device)
-        mask = None if max(starts) == 0 else _causal_mask(positions, max(starts) + max(counts), self.dtype)
+        positions = slot_positions([self.text_length(slot) for slot in slots], counts, self.device)
+        mask = self._mask(starts, counts)
         cache.aim(slots, starts)
         padded = upload(pad_rows(tokens), self.device)
         states = head.read(
@@ -153,10 +188,26 @@ class TextState:
         )
         for slot, count in zip(slots, counts, strict=True):
             cache.lengths[slot] += count
+        self._drop_unseen(slots)
         if min(counts) == max(counts):
             return states[:, -1]
         last = upload(torch.tensor(counts)[:, None, None].sub(1), self.device)
         return states.gather(1, last.expand(-1, 1, states.shape[2]))[:, 0]
+
+    def _mask(self, starts: list[int], counts: list[int]) -> Tensor | None:
+        """[B, 1, T, S], what new tokens behind so many columns see; None where each sees all up to itself."""
+        if max(starts) == 0 and (self.window is None or max(counts) <= self.window.recent):
+            return None
+        places = slot_positions(starts, counts, self.device)
+        return causal_mask(places, max(starts) + max(counts), self.dtype, self.window)
+
+
+def split_update(update: Committed, count: int) -> tuple[Committed, Committed]:
+    """The first so many tokens of an update, whose root is the next of them, and the others."""
+    assert update.features is not None
+    tokens, features, root = update.tokens, update.features, int(update.tokens[count])
+    first = replace(update, tokens=tokens[:count], features=features[:count], root=root)
+    return first, replace(update, tokens=tokens[count:], features=features[count:])
 
 
 def split_ragged(counts: Mapping[int, int]) -> Iterator[list[int]]:
@@ -190,8 +241,11 @@ def slot_positions(starts: list[int], counts: list[int], device: torch.device) -
     return upload(torch.tensor(starts)[:, None] + steps, device)
 
 
-def _causal_mask(positions: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """[B, 1, T, S], each token sees the columns up to its own."""
-    hidden = torch.arange(columns, device=positions.device) > positions[..., None]
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
+def causal_mask(places: Tensor, columns: int, dtype: torch.dtype, window: Window | None = None) -> Tensor:
+    """[B, 1, T, S], each token sees the columns up to its own, or those in its window."""
+    column, place = torch.arange(columns, device=places.device), places[..., None]
+    hidden = column > place
+    if window is not None:
+        hidden |= window.hides(column, place, 0, 0)
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=places.device)
     return mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -31,7 +31,9 @@ from eagle.drafters.parts.text_blocks import (
     run_part,
     text_slots,
 )
+from eagle.drafters.parts.text_state import causal_mask
 from eagle.drafters.parts.validation import validate_batch
+from eagle.drafters.parts.window import Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,17 @@ class UnrolledDrafter(TrainableDrafter):
     def further_blocks(self) -> dict[str, Any]:
         """Nothing for a head of one block, as engines serve; else how many it has, which is another network."""
         return {"blocks": len(self.layers)} if len(self.layers) > 1 else {}
+
+    @property
+    def further_masks(self) -> dict[str, Any]:
+        """Nothing for a head that sees all of its text; else its window, as plain values."""
+        return {"window": asdict(self.window)} if self.window is not None else {}
+
+    @property
+    def window(self) -> Window | None:
+        """What a row sees of its text, in every block; without one, all."""
+        window: Window | None = getattr(self.settings, "window", None)
+        return window
 
     @property
     def query_groups(self) -> int:
@@ -108,12 +121,12 @@ class UnrolledDrafter(TrainableDrafter):
         Step 0 sees the text so far. Step s reads the state of step s - 1 and the text's next token, stands one place
         further, and sees what step 0 saw and its own earlier steps.
         """
-        known, positions, spans = text_slots(batch, batch.tokens.device)
+        known, positions, spans = text_slots(batch, batch.tokens.device, self.window)
         features = add_noise(batch.select_taps(self.taps)[known].to(self.layers[0].mlp.up_proj.weight.dtype))
         tokens = self.project_tokens(frozen.embed(batch.tokens).to(features.dtype))
         tables_at = position_tables(self.rotary, features, max(batch.lengths, default=0) + steps)
         inputs = self.block_inputs(tokens.index_select(0, known + 1), self.fuse_taps(features))
-        context, inputs = read_context(self.layers, inputs, tables_at(positions), batch, self._run)
+        context, inputs = read_context(self.layers, inputs, tables_at(positions), batch, self._run, self.window)
         places, positions = known[spans.rows], positions[spans.rows]
         inputs = tuple(part.index_select(0, spans.rows) for part in inputs)
         states: list[Tensor] = []
@@ -173,13 +186,15 @@ class UnrolledDrafter(TrainableDrafter):
 
     def open(self) -> HeadState:
         """Texts that are drafted for together."""
-        return HeadState(self)
+        return HeadState(self, self.window)
 
     def states(self, tokens: Tensor, hidden: Tensor, start: int, frozen: TargetHead) -> Tensor:
         """[B, T, H], the states of a causal pass over slots that begin at position `start`."""
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]
         tables = rotary_tables(self.rotary, hidden, positions)
-        return self.read(tokens, hidden, tables, None, [None] * len(self.layers), frozen)
+        places = positions - start
+        mask = None if self.window is None else causal_mask(places, len(places[0]), hidden.dtype, self.window)
+        return self.read(tokens, hidden, tables, mask, [None] * len(self.layers), frozen)
 
     def read(
         self,
@@ -202,7 +217,7 @@ class UnrolledDrafter(TrainableDrafter):
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
         """The head's own forward of so many rows behind so much text, the last `scored` of them made into logits."""
-        (frozen,), read = self.frozen, probe_read(self, context, rows)
+        (frozen,), read = self.frozen, probe_read(self, context, rows, self.window)
 
         @torch.inference_mode()
         def run() -> Tensor:

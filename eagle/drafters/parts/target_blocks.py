@@ -1,0 +1,59 @@
+"""Decoder blocks that start as a target's own, copied by the names that they have in Llama-like models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Weights = Callable[[str], Tensor]
+"""A target's tensor by its name; KeyError or ValueError where it has none."""
+FURTHER = (  # what blocks of other families have beside a Llama block's tensors
+    *(f"self_attn.{part}_proj.bias" for part in "qkvo"),
+    "self_attn.q_norm.weight",
+    "self_attn.k_norm.weight",
+    "self_attn.sinks",
+    "pre_feedforward_layernorm.weight",
+    "post_feedforward_layernorm.weight",
+    *(f"mlp.{part}_proj.bias" for part in ("gate", "up", "down")),
+    "mlp.gate.weight",
+)
+
+
+@torch.no_grad()
+def copy_target_blocks(layers: Any, norm: nn.Module, weights: Weights, config: Any) -> None:
+    """Fill Llama blocks with the target's last ones, and a norm with its final norm; refuse what is no Llama block."""
+    kind, names = config.model_type, ("hidden_act", "hidden_activation")
+    activation = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+    if activation != "silu":
+        raise ValueError(f"{kind} has blocks of hidden_act {activation!r}, expected 'silu': {ELSE}")
+    for number, block in enumerate(layers, start=config.num_hidden_layers - len(layers)):
+        prefix = f"model.layers.{number}."
+        for name in FURTHER:
+            if _find_tensor(weights, prefix + name) is not None:
+                raise ValueError(f"{kind} has {prefix}{name}, which no Llama block has: {ELSE}")
+        for name, part in block.named_parameters():
+            _copy_tensor(part, weights, prefix + name, kind)
+    _copy_tensor(norm.get_parameter("weight"), weights, "model.norm.weight", kind)
+
+
+ELSE = "train a head that copies no blocks, as eagle3"
+
+
+def _find_tensor(weights: Weights, name: str) -> Tensor | None:
+    """A tensor of the target's, None where it has none of this name."""
+    try:
+        return weights(name)
+    except (KeyError, ValueError):
+        return None
+
+
+def _copy_tensor(part: Tensor, weights: Weights, name: str, kind: str) -> None:
+    """Fill a parameter with the target's tensor of this name."""
+    found = _find_tensor(weights, name)
+    if found is None or found.shape != part.shape:
+        got = "none" if found is None else list(found.shape)
+        raise ValueError(f"{kind} has no Llama blocks: {name} is {got}, expected {list(part.shape)}: {ELSE}")
+    part.copy_(found)

@@ -1,0 +1,35 @@
+"""The window of a head that reads long texts: the first rows of a text, and the latest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Window:
+    """What a row sees: its text's first `sinks` rows, and the `recent` rows up to itself, those drafted included.
+
+    Rows keep their positions. A row that was drafted is never a sink.
+    """
+
+    sinks: int = Field(0, ge=0)
+    recent: int = Field(64, ge=1)
+
+    @property
+    def most(self) -> int:
+        """Rows that are kept of a text: when they are more, those that no later row sees are dropped."""
+        return self.sinks + 2 * self.recent
+
+    def hides(self, place: Any, row: Any, begin: Any, drafted: Any) -> Any:
+        """Whether rows no longer see places of a text that begins at `begin`, beside so many rows of their own."""
+        return (place <= row - (self.recent - drafted)) & (place >= begin + self.sinks)
+
+    def columns(self, begin: int, first: int, end: int, drafted: int) -> list[slice]:
+        """What rows from `first` up to `end` see of such a text, all of them taken together."""
+        near, sinks = max(first - (self.recent - drafted) + 1, begin), min(begin + self.sinks, end)
+        if near <= sinks:
+            return [slice(begin, end)]
+        return [slice(begin, sinks), slice(near, end)] if self.sinks else [slice(near, end)]

@@ -1,0 +1,27 @@
+"""What a target makes of a prompt."""
+
+# T tokens, L taps, D target width
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eagle.core.drafter import Committed
+from eagle.core.tree import TargetOutput
+from eagle.core.verify import Choose
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOutput:
+    """A prompt as it was read: its tapped states, and the target's output after its last token."""
+
+    tokens: list[int]
+    features: Tensor | None  # [T, L, D]
+    output: TargetOutput
+
+    def commit(self, choose: Choose) -> Committed:
+        """The prompt, with the token chosen after it."""
+        return Committed(torch.tensor(self.tokens), self.features, choose(self.output, [0])[0])
