@@ -64,7 +64,7 @@ class Fading:
 
 def examine_contexts(wiring: Wiring, target: Target, texts: Batch, levels: int) -> tuple[Fading | None, list[str]]:
     """What a head loses where much text lies before it, if it is sure, and τ by tokens of text in words."""
-    texts = join_texts(target, texts, wiring.head.taps)
+    texts = join_texts(target, texts, (*wiring.head.taps, *wiring.head.teacher_taps))
     figures, longest = measure(wiring, texts, target.head, levels), max(texts.lengths)
     tried = []
     for window in WINDOWS:
