@@ -48,6 +48,7 @@ class Costs:
     first: Table | None = None  # the drafter's over what was committed: right after the target, one row scored
     level: Table | None = None  # the drafter's over a level of the tree: after a forward of its own, all rows scored
     forwards: Rows | None = field(default=None, kw_only=True)  # by levels, of the drafter and budget that were measured
+    unread: Rows | None = field(default=None, kw_only=True)  # by levels and accepted: rows of the next first forward
     texts: int = field(default=1, kw_only=True)  # that each forward of the target reads side by side
     batches: tuple[Costs, ...] = field(default=(), kw_only=True)  # the target's with more texts, fewest first
 
@@ -96,7 +97,8 @@ class Costs:
             shape = cycle["nodes"], cycle["depth"]
             recorded = drafts.get(shape, 0.0) if drafts and asked and rows is None else 0.0
             total += self.cycle(cycle["nodes"], rows or (), cycle["context"]) + recorded
-            pending = drafter.unread(cycle["accepted"], cycle["depth"]) if asked else pending + cycle["accepted"] + 1
+            left = self.rows_left(drafter, cycle["accepted"], cycle["depth"])
+            pending = left if asked else pending + cycle["accepted"] + 1
             done += cycle["committed"]
         return total
 
@@ -104,6 +106,10 @@ class Costs:
         """Rows of a draft's forwards, the first reading what is pending; None where they have no costs here."""
         levels = drafter.forwards(budget) if self.forwards is None else self.forwards[budget.depth]
         return None if levels is None or self.first is None else (pending, *levels)
+
+    def rows_left(self, drafter: Drafter, accepted: int, depth: int) -> int:
+        """Rows that the next draft reads first, after `accepted` of a tree of `depth` levels were."""
+        return drafter.unread(accepted, depth) if self.unread is None else self.unread[depth][accepted]
 
     def _between(self, table: Table, size: int, context: int) -> float:
         """Linear between measured sizes and contexts, and beyond them."""

@@ -105,6 +105,14 @@ def load_drafters(recipe: Recipe, target: Target) -> dict[str, MeasuredDrafter]:
     return measured
 
 
+def load_named(recipe: Recipe, target: Target, name: str) -> Drafter:
+    """One of the drafters that the recipe measures, with its options."""
+    drafters = load_drafters(recipe, target)
+    if name not in drafters:
+        raise ValueError(f"--drafter is {name!r}, expected one of eval.drafters: {', '.join(drafters)}")
+    return drafters[name].drafter
+
+
 def add_policies(
     recipe: Recipe, target: Target, drafters: dict[str, MeasuredDrafter], asked: Sequence[Question]
 ) -> dict[str, MeasuredDrafter]:

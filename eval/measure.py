@@ -119,7 +119,8 @@ def costs_of(measurement: Measurement) -> dict[str, Any]:
         if timed is not None:
             levels = range(measured.budget.depth + 1)
             forwards = [timed.forwards(measured.budget.within(level)) for level in levels]
-            costs[name] = {**by_drafter[timed], "forwards": forwards}
+            unread = [[timed.unread(accepted, level) for accepted in range(level + 1)] for level in levels]
+            costs[name] = {**by_drafter[timed], "forwards": forwards, "unread": unread}
     return costs
 
 

@@ -23,7 +23,7 @@ from eagle.log import progress, script
 from eagle.recipe import Recipe, command_line
 from eagle.target.target import Target
 from eval.costs import Costs, Shape, bare_costs, draft_seconds
-from eval.load_run import load_target, settle_threads
+from eval.load_run import load_named, load_target, settle_threads
 from eval.prompts import Question, questions
 from eval.replay import Answer, answer, plain, rates_by_rank, record_cycles, replay
 from eval.tune_policy import replay_policy
@@ -261,16 +261,20 @@ def main(argv: list[str]) -> None:
     """Time bare forwards, replay the candidates, print what they would bring, and say what to decode with."""
     parser = command_line("eval.tune", __doc__)
     parser.add_argument("--write", action="store_true", help="put the budget into the head's config.json")
+    parser.add_argument("--drafter", metavar="NAME", help="one of eval.drafters, instead of the recipe's head")
     parser.add_argument("--exhaustive", action="store_true", help="replay every candidate, and compare the choice")
     args = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, args.overrides)
     target, head = load_target(recipe), Path(recipe.train.out) / "head"
+    if args.write and args.drafter:
+        raise ValueError(f"--write is for the recipe's head: put the budget into eval.drafters.{args.drafter}.budget")
     settle_threads(target)
-    drafter = load_drafter(head, target)
+    drafter = load_named(recipe, target, args.drafter) if args.drafter else load_drafter(head, target)
     answers = answer_prompts(recipe, target, drafter.taps)
     tuning = Tuning(target, drafter, answers, bare_costs(target, drafter, contexts_of(answers)))
     rates = acceptance_by_rank(tuning)
-    candidates = [*map(chain, CHAINS), *dynamic(), *fixed(rates)]
+    own = [] if drafter.budget is None else [drafter.budget]
+    candidates = list(dict.fromkeys([*own, *map(chain, CHAINS), *dynamic(), *fixed(rates)]))
     best = search(tuning, candidates)
     print(by_rank(rates), chains_by_task(tuning), ranking(tuning), sep="\n\n")
     chains = [tuning.trial(chain(length)) for length in CHAINS]

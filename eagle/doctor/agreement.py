@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -26,7 +27,13 @@ class Agreement:
     in_text: Tensor  # [K, S], whether the text goes on that far
     is_greedy: Tensor  # [S], whether the text goes on as the greedy target would
     text_ids: Tensor  # [S], the text of each slot
+    places: Tensor  # [S], tokens of its text before the one that a slot names first
     recurrent: bool = True  # whether later levels read what the head has drafted
+
+    def between(self, start: int, end: int | None = None) -> Agreement:
+        """What it did at the slots with so many tokens before them: of the others nothing is counted."""
+        inside = (self.places >= start) & (self.places < (2**62 if end is None else end))
+        return replace(self, in_text=self.in_text & inside)
 
     @cached_property
     def reached(self) -> Tensor:
@@ -94,6 +101,11 @@ def chain_length(rates: list[float]) -> float:
     return total
 
 
+def chain_lengths(counts: Tensor) -> Tensor:
+    """[N], acceptance lengths from how many slots reach and pass each level, [N, 2, K]."""
+    return 1 + (counts[:, 1] / counts[:, 0].clamp(min=1)).cumprod(-1).sum(-1)
+
+
 def _look_ahead(values: Tensor, places: int) -> Tensor:
     """[S], the value of the slot so many places further; False behind the last."""
     later = torch.zeros_like(values)
@@ -117,7 +129,9 @@ def measure(wiring: Wiring, batch: Batch, target: TargetHead, levels: int) -> Ag
         columns.append([*rows.unbind(1), in_text])
     overlap, hits, choices, in_text = (torch.stack(column).cpu() for column in zip(*columns, strict=True))
     is_greedy = choices[0].long() == batch.tokens[(slots + 2).clamp(max=count - 1)].cpu()
-    return Agreement(overlap.double(), hits.bool(), in_text.bool(), is_greedy, text_ids.cpu(), wiring.recurrent)
+    starts = torch.tensor([0, *accumulate(batch.lengths)])[text_ids.cpu()]
+    places = slots.cpu() + 2 - starts
+    return Agreement(overlap.double(), hits.bool(), in_text.bool(), is_greedy, text_ids.cpu(), places, wiring.recurrent)
 
 
 def _compare_probs(states: Tensor, true: Tensor, logits: Logits, target: TargetHead, drafts: Tensor | None) -> Tensor:

@@ -18,6 +18,7 @@ from eagle.core.drafter import TrainableDrafter
 from eagle.data.examples import Batch
 from eagle.device import in_dtype
 from eagle.doctor.agreement import Agreement, measure
+from eagle.doctor.contexts import examine_contexts
 from eagle.doctor.own_token import own_token_shares
 from eagle.doctor.probes import Probe, list_missing, list_probes
 from eagle.doctor.server import read_server
@@ -97,6 +98,9 @@ def diagnose(head: TrainableDrafter, target: Target, texts: Batch, fatal: Sequen
         notes.append(f"without any effect on what it guesses: {'; '.join(idle)}")
     elsewhere = [finding.what for finding in fatal if "target" in finding.what and "rope" not in finding.what]
     verdict = decide(figures, faults, elsewhere, _norm_shift(head))
+    fading, contexts = examine_contexts(wiring, target, texts, LEVELS)
+    verdict = verdict if fading is None else f"{verdict}; {fading}"
+    notes += contexts
     nearest = tuple(effect for effect in tried if not effect.is_none)
     return Diagnosis(verdict, tuple(faults), figures, nearest, (*_describe(head, target, texts), *notes))
 

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from eagle.doctor.agreement import Agreement
+from eagle.doctor.agreement import Agreement, chain_lengths
 from eagle.doctor.probes import GUESS, Probe
 
 RESAMPLED = 1000  # times, for an interval
@@ -88,7 +88,7 @@ class Effect:
         """What τ and drawn drafts gain, from and to: 95 % of what resampled texts give."""
         count = len(self.drawn[0])
         again = torch.randint(count, (RESAMPLED, count), generator=torch.Generator().manual_seed(0))
-        before, after = (_chain_lengths(agreement.counts()[again].sum(1)) for agreement in (self.before, self.after))
+        before, after = (chain_lengths(agreement.counts()[again].sum(1)) for agreement in (self.before, self.after))
         gains = (after - before, (self.drawn[1] - self.drawn[0])[again].mean(1))
         tau, drawn = ((float(gain.quantile(0.025)), float(gain.quantile(0.975))) for gain in gains)
         return tau, drawn
@@ -100,11 +100,6 @@ class Effect:
             for what, (before, after), (low, high) in zip(("τ", "drawn drafts"), lengths, self.intervals(), strict=True)
         ]
         return f"{self.probe.fault}: {', '.join(parts)}, {self.errors[1]:.1f} and {self.errors[0]:.1f} standard errors"
-
-
-def _chain_lengths(counts: Tensor) -> Tensor:
-    """[N], acceptance lengths from how many slots reach and pass each level, [N, 2, K]."""
-    return 1 + (counts[:, 1] / counts[:, 0].clamp(min=1)).cumprod(-1).sum(-1)
 
 
 @dataclass(frozen=True)

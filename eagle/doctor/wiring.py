@@ -25,6 +25,7 @@ class Wiring:
     frozen: TargetHead
     token_back: int = 0  # how many places before its due the token stands
     state_back: int = 0  # and the state
+    window: int | None = None  # the latest tokens of a text, if the head is to see no others
     recurrent: bool = True  # whether a level reads the token that the level before has drafted
 
     def draft_levels(self, batch: Batch, count: int) -> list[tuple[Tensor, Logits]]:
@@ -34,7 +35,9 @@ class Wiring:
             tokens = _shift_back(tokens, batch.lengths, self.token_back)
         if self.state_back:
             features = _shift_back(features, batch.lengths, self.state_back)
-        return list(self.head.draft_levels(replace(batch, tokens=tokens, features=features), self.frozen, count))
+        batch = replace(batch, tokens=tokens, features=features)
+        batch = batch if self.window is None else cut_texts(batch, self.window, count)
+        return list(self.head.draft_levels(batch, self.frozen, count))
 
     @torch.no_grad()
     def reads_drafts(self, batch: Batch) -> bool:
@@ -44,6 +47,28 @@ class Wiring:
         tokens[first_draft] = 1 - tokens[first_draft].clamp(max=1)
         usual, changed = (self.draft_levels(other, 2) for other in (batch, replace(batch, tokens=tokens)))
         return len(usual) > 1 and not torch.equal(usual[1][0][0], changed[1][0][0])
+
+
+def cut_texts(batch: Batch, window: int, levels: int) -> Batch:
+    """The texts in pieces, so that each supervised slot, in the same order, has half to all of a window before it.
+
+    Behind its last supervised token a piece goes on as far as so many levels read.
+    """
+    half, pieces, masks, lengths, first = window // 2, list[Tensor](), list[Tensor](), list[int](), 0
+    for length in batch.lengths:
+        for start in range(0, length, half):
+            begin, end = max(start - half, 0), min(start + half + levels + 1, length)
+            rows = torch.arange(first + begin, first + end)
+            inside = (rows >= first + start) & (rows < first + start + half)
+            mask = batch.loss_mask[rows] & inside
+            if mask.any():
+                pieces.append(rows)
+                masks.append(mask)
+                lengths.append(len(rows))
+        first += length
+    rows = torch.cat(pieces).to(batch.tokens.device)
+    columns = batch.tokens[rows], torch.cat(masks), batch.features[rows]
+    return Batch(*columns, tuple(lengths), batch.taps, tuple(range(len(lengths))))
 
 
 def _shift_back(rows: Tensor, lengths: tuple[int, ...], places: int) -> Tensor:

@@ -232,7 +232,7 @@ def by_hand(hits: Tensor, overlap: float, texts: int) -> Agreement:
     """A head of two levels that is right where `hits` [2, S] says so, in texts of equal length that all go on."""
     there, owner = torch.ones_like(hits), torch.arange(hits.shape[1]) * texts // hits.shape[1]
     jitter = 0.01 * torch.rand(hits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.double)
-    return Agreement(overlap + jitter, hits, there, there[0], owner)
+    return Agreement(overlap + jitter, hits, there, there[0], owner, torch.arange(hits.shape[1]))
 
 
 def test_what_raises_drawn_drafts_alone_is_no_fault() -> None:

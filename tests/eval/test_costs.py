@@ -106,6 +106,19 @@ def test_the_rows_of_each_level_are_those_that_the_head_reads(target: Target, he
     assert tuple(rows.head[1 : 1 + len(levels)]) == levels and rows.head[1 + len(levels)] <= budget.depth + 1
 
 
+def test_a_results_file_tells_what_a_draft_left_unread() -> None:
+    """A drafter that reads its root alone is charged for that, where nobody knows it but by the file."""
+    table = ((1.0, 4.0),)
+    costs = Costs((0,), (1, 4), table, table, table, forwards=((), (), (1,)))
+    told = replace(costs, unread=((1,), (1, 1), (1, 1, 1)))
+    cycles = [{"nodes": 2, "depth": 2, "accepted": 2, "committed": 3, "context": place} for place in (9, 12, 15)]
+    budget = Budget(2, 2, 1)
+    # a cycle reads 3 rows of the target, and drafts by 1 + 1; without what is told by 3 + 1 behind the first
+    assert told.model_seconds(cycles, budget) == pytest.approx(3 * (3 + 2))
+    assert costs.model_seconds(cycles, budget) == pytest.approx(3 * (3 + 2) + 2 * 2)
+    assert Costs.parse(json.loads(json.dumps(asdict(told)))) == told
+
+
 def test_costs_lie_on_straight_lines_between_what_was_measured() -> None:
     """In both directions as numpy has it; beyond the ends the line goes on, but never below nothing."""
     table = ((1.0, 1.5, 4.0), (2.0, 2.5, 6.0))

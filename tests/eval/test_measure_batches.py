@@ -194,6 +194,7 @@ def test_modelled_seconds_are_those_of_the_forwards(small: Recipe) -> None:
     results = read_results(path)
     costs = Costs.parse(results.header["costs"]["chain"])
     assert costs.forwards == ((), (), (1,)) and Costs.parse(results.header["costs"]["none"]).forwards is None
+    assert costs.unread == ((1,), (1, 2), (1, 2, 3))
     assert [batch.texts for batch in costs.batches] == [4] and costs.batches[0].sizes[-1] == 9
     flat = Costs((0,), (1, 2), ((1.0, 2.0),), batches=(Costs((0,), (1, 2), ((10.0, 20.0),), texts=11),))
     group = next(group for group in results.groups() if group.drafter == "chain" and group.batch_size == 4)

@@ -273,6 +273,25 @@ def test_the_command_says_what_pays_and_writes_it(
     assert load_drafter(head, tiny_target).budget == NOT_DRAFTING
 
 
+def test_a_drafter_without_weights_is_tuned(
+    tuned: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its name among those that are measured, its own budget among the candidates; no head keeps what was found."""
+    few = {"NODES": (2,), "DEPTHS": (1,), "TOP_K": (2,), "CHAINS": (1, 2), "WIDE": ((0,), (1,), (0, 0))}
+    for name, values in few.items():
+        monkeypatch.setattr(tune, name, values)
+    monkeypatch.setattr(NgramDrafter, "budget", Budget(7, 5, 1))
+    asked = [*tuned, "eval.drafters={copies: {head: ngram, options: {longest: 2}}}"]
+    tried = list[Budget]()
+    monkeypatch.setattr(tune.Tuning, "could_pay", lambda _, budget: not tried.append(budget))
+    tune.main([*asked, "--drafter", "copies"])
+    assert tried[0] == Budget(7, 5, 1) and "decode with" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"put the budget into eval\.drafters\.copies\.budget"):
+        tune.main([*asked, "--drafter", "copies", "--write"])
+    with pytest.raises(ValueError, match=r"--drafter is 'ngram', expected one of eval\.drafters: none, copies"):
+        tune.main([*asked, "--drafter", "ngram"])
+
+
 def test_tuning_asks_what_is_not_measured(tuned: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """The questions behind the measured ones; where there are none left it says so and takes those."""
     recipe = Recipe.load(tuned[0], tuned[1:])
