@@ -15,6 +15,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from eagle.core.drafter import TargetHead
 from eagle.data.examples import Example, collate
+from eagle.data.features import taps_of
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.recipe import Recipe
 from recipes import forecast as module
@@ -131,8 +132,8 @@ def stepped(section: dict[str, Any], count: int, share: float = 1.0, dtype: torc
     embedding, output = nn.Embedding(512, 256), nn.Linear(256, 512, bias=False)
     frozen = TargetHead(embedding.requires_grad_(False), output.requires_grad_(False))
     head = DRAFTERS[settings.kind].for_target(settings, SHAPE, frozen, supervised=()).train()
-    features = torch.randn(count + 2, len(head.taps) + (-1 not in head.taps), 256, dtype=dtype)
-    taps = head.taps if -1 in head.taps else (*head.taps, -1)
+    taps = tuple(taps_of(settings, SHAPE))
+    features = torch.randn(count + 2, len(taps), 256, dtype=dtype)
     mask = torch.arange(count + 2) >= 2 + round(count * (1 - share))
     batch = collate([Example(torch.randint(512, (count + 2,)), mask, features)], taps)
     return head, batch, frozen.cast(dtype)
