@@ -75,7 +75,7 @@ class TextState:
 
     def fork(self, row: int, other: int) -> None:
         """A text goes on in two ways: the other gets a slot with the same keys and values."""
-        self.noises[other] = self.noises[row]
+        self.noises[other], self.dropped[other] = self.noises[row], self.dropped[row]
         if row in self.rows:
             self._take_slots([other])
             self.cache.copy(self.rows.index(row), len(self.rows) - 1)
