@@ -20,6 +20,7 @@ from bench.loop_overhead import table as overhead_table
 from bench.mask_templates import table as mask_table
 from bench.memory import table as memory_table
 from bench.rehearsal import table as rehearsal_table
+from bench.sparse_cache import table as sparse_table
 from bench.train_report import eagle1_table as train_table
 from eagle import DraftTree
 from eval.compare_table import markdown as comparison_table
@@ -60,6 +61,7 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("heads.md", "compare_heads_chat.json", comparison_table),
         ("goodput.md", "goodput_batches.json", goodput_table),
         ("batches.md", "batch_speed.json", batch_table),
+        ("drafters.md", "sparse_kv.json", sparse_table),
         ("recipes.md", "memory.json", memory_table),
         ("recipes.md", "cards.json", card_table),
     ],
