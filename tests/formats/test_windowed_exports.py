@@ -30,7 +30,9 @@ def test_only_an_engine_that_slides_gets_one(engine: str, name: str, sinks: int,
         config = EXPORTERS[engine](head, shape).config
         assert (config["sliding_window"], config["layer_types"]) == (5, ["sliding_attention"])
     else:
-        with pytest.raises(ValueError, match=f"{engine}: (drafter.window is .*Train without|no layout|.*is a head, which)"):
+        with pytest.raises(
+            ValueError, match=f"{engine}: (drafter.window is .*Train without|no layout|.*is a head, which)"
+        ):
             EXPORTERS[engine](head, shape)
 
 
