@@ -82,6 +82,9 @@ class Footprint(TorchDispatchMode):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = ()) -> Tensor:
         """The fused attention of accelerators, of whose kernel only the sizes are known."""
         pairs = sum((start + stop - 2 * begin + 1) * (stop - start) // 2 for begin, start, stop in spans.runs)
+        if spans.window is not None:
+            most = spans.window.sinks + spans.window.recent
+            pairs = sum(min(row - begin + 1, most) for begin, start, stop in spans.runs for row in range(start, stop))
         products = 7 if query.requires_grad else 2  # the backward pass makes five, one of them for the second time
         self.flops += products * 2 * query.shape[0] * query.shape[2] * pairs
         return attend_flex(query, key, value, spans, own, _kernel)

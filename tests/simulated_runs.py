@@ -64,6 +64,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "eagle3": {"kind": "eagle3", "steps": 3},
     **{f"eagle3 {loss}": {"kind": "eagle3", "steps": 2, "loss": loss} for loss in LOSSES},
     "eagle3.1": {"kind": "eagle3", "fc_norm": True, "norm_output": True, "draft_vocab": 12, "steps": 3},
+    "eagle3, window": {"kind": "eagle3", "steps": 3, "window": {"sinks": 1, "recent": 3}},
     "eagle3 of other taps": {"kind": "eagle3", "taps": [0, 1, 2, -1], "norm_before_residual": True, "steps": 2},
     "eagle3 frozen": {"kind": "eagle3", "steps": 2, "train_lm_head": False, "draft_vocab": 12, "loss": "hybrid"},
     "falcon": {"kind": "falcon", "k": 3},
@@ -89,14 +90,14 @@ def new_drafter(name: str, target: Target) -> Any:
         return FirstOf([NgramDrafter(), new_drafter("eagle3", target)])
     if name == "planted":
         return Impatient()
-    section = HEADS["hydra++"] if name == "hydra++" else {"kind": name}
+    section = HEADS[name] if name in ("hydra++", "eagle3, window") else {"kind": name}
     kind = DRAFTERS[section["kind"]]
     if issubclass(kind, CountDrafter):
         return kind(some_tables(SIZE), target.device)
     if not issubclass(kind, TrainableDrafter):
         return load_drafter(name, target)
     torch.manual_seed(0)
-    settings = {**section, **({"lm_head": "random"} if name == "eagle3" else {})}
+    settings = {**section, **({"lm_head": "random"} if section["kind"] == "eagle3" else {})}
     return kind.for_target(settings_of(settings, "test"), target.config).to(target.device).bind(target.head)
 
 
@@ -237,6 +238,7 @@ def every_run() -> dict[str, Run]:
     for name in ("several", "planted"):
         runs[f"decode {name}, greedy, grown"] = partial(decode, name, "greedy", "grown", False)
     runs["decode several, greedy, grown, batch"] = partial(decode, "several", "greedy", "grown", True)
+    runs["decode eagle3, window, greedy, grown, batch"] = partial(decode, "eagle3, window", "greedy", "grown", True)
     runs["decode eagle3, lenient, grown"] = partial(decode, "eagle3", "lenient", "grown", False)
     runs["decode eagle3, typical, grown, batch"] = partial(decode, "eagle3", "typical", "grown", True)
     for name in ("ngram", "eagle3", "medusa", "falcon", "draft_model", "several"):
