@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from bench.batch_speed import table as batch_table
+from bench.beam_search import table as beam_table
 from bench.broken_heads import table as broken_table
 from bench.decode_speed import table as decode_table
 from bench.extract_speed import table as extract_table
@@ -62,6 +63,7 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("goodput.md", "goodput_batches.json", goodput_table),
         ("batches.md", "batch_speed.json", batch_table),
         ("drafters.md", "sparse_kv.json", sparse_table),
+        ("beam-search.md", "beam_search.json", beam_table),
         ("recipes.md", "memory.json", memory_table),
         ("recipes.md", "cards.json", card_table),
     ],
