@@ -49,6 +49,7 @@ WRONG: dict[str, list[list[str]]] = {
     "bench/goodput_batches.py": [[GONE, GONE, GONE, GONE]],
     "bench/launches.py": [["--heads", "unknown"]],
     "bench/level_speed.py": [["--methods", "unknown"], ["--vocabs", "7"]],
+    "bench/lookahead.py": [[GONE]],
     "bench/loop_overhead.py": [["--target", GONE, "--head", GONE]],
     "bench/memory.py": [["--out"], ["unknown"]],
     "bench/mask_templates.py": [["--templates", GONE, "--tokenizers", GONE, "--conversations", GONE]],
