@@ -51,6 +51,7 @@ WRONG: dict[str, list[list[str]]] = {
     "bench/launches.py": [["--heads", "unknown"]],
     "bench/level_speed.py": [["--methods", "unknown"], ["--vocabs", "7"]],
     "bench/long_context.py": [["--contexts", "few"], ["--contexts", "512", "--fitted", "512", "7"]],
+    "bench/lookahead.py": [[GONE]],
     "bench/loop_overhead.py": [["--target", GONE, "--head", GONE]],
     "bench/memory.py": [["--out"], ["unknown"]],
     "bench/mask_templates.py": [["--templates", GONE, "--tokenizers", GONE, "--conversations", GONE]],

@@ -15,9 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle import Budget, Sampling, Target, generate
 from eagle.core.drafter import Committed, DraftText
-from eagle.core.tree import DraftTree
+from eagle.core.tree import DraftTree, chain_paths
 from eagle.core.verify import Choose, walk
-from eagle.drafters.lookahead import LookaheadDrafter, LookaheadText
+from eagle.drafters.lookahead import LookaheadDrafter, LookaheadState, LookaheadText
 from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
 from eagle.drafters.several import FirstOf
@@ -185,6 +185,28 @@ def test_a_real_target_reads_window_and_guesses(sampling: Sampling, small: Targe
     assert len(whole) > 3
     for cycle in whole:
         assert (paths_of(cycle.tree), cycle.accepted) == naive.step()
+
+
+@pytest.mark.parametrize("draw", ["noise", "sampled"])
+def test_drawn_drafts_keep_the_noise_out_of_choices(draw: Any, small: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where coins verify, what is drafted must not depend on the noise: choices are the likeliest tokens alone."""
+    updates: list[Committed] = []
+    propose = LookaheadState.propose
+
+    def record(state: Any, given: Any, budgets: Any) -> Any:
+        updates.extend(given.values())
+        return propose(state, given, budgets)
+
+    monkeypatch.setattr(LookaheadState, "propose", record)
+    budget = Budget.fixed(chain_paths(3), draw)
+    sampling = Sampling(temperature=1.0, seed=3)
+    trace = generate(small, LookaheadDrafter(), PROMPT, sampling=sampling, budget=budget, max_new_tokens=12, stop=[])
+    text, likeliest = [*PROMPT, *trace.tokens], []
+    for update, cycle in zip(updates[1:], trace.cycles, strict=False):
+        assert update.choices is not None
+        best = own_logits(small.model, text[: cycle.context + 1])[-1].argmax()
+        likeliest.append(int(update.choices[0, 0]) == int(best))
+    assert len(likeliest) > 5 and all(likeliest) == (draw == "sampled")
 
 
 def test_a_full_match_keeps_the_targets_own_token(small: Target, monkeypatch: pytest.MonkeyPatch) -> None:
