@@ -41,6 +41,7 @@ WRONG: dict[str, list[list[str]]] = {
     "recipes/train_eagle.py": [[MISSING], [MISSING, "--check"], [JOINT]],
     "recipes/train_medusa2.py": [[MISSING], [JOINT.replace("medusa2", "medusa")]],
     "recipes/tiny/make_target.py": [["--steps", "few"], ["unknown"]],
+    "recipes/tiny/make_long.py": [["--steps", "few"], ["unknown"]],
     "recipes/tiny/demo.py": [["unknown"]],
     "bench/batch_speed.py": [["--model", GONE, "--chats", GONE]],
     "bench/beam_search.py": [[MISSING], [MISSING, "no override"]],
@@ -65,7 +66,7 @@ for measuring in ("eval.lossless", "eval.tune"):
     WRONG[measuring].append([JOINT])
 FREE = {
     *("recipes.forecast", "recipes.cards", "recipes/train_eagle.py"),
-    *("recipes/tiny/make_target.py", "recipes/tiny/demo.py"),
+    *("recipes/tiny/make_target.py", "recipes/tiny/make_long.py", "recipes/tiny/demo.py"),
     *("bench/decode_speed.py", "bench/launches.py", "bench/level_speed.py", "bench/memory.py", "bench/rehearsal.py"),
     *("bench/long_context.py", "bench/train_speed.py"),
 }

@@ -20,7 +20,7 @@ from eagle.disk import apply_umask, lock_folder
 from eagle.log import script
 from recipes.tiny.make_target import perplexity
 
-LONG, SHORT, STEPS, LR = 8192, 512, 4, 5e-4
+LONG, SHORT, STEPS, LR = 8192, 512, 16, 5e-4
 CONTEXTS = (512, 2048, 8000)  # tokens of the prompts
 ROLES = {"human": "user", "gpt": "assistant"}
 MARK = "<|{}|>\n{}<|end|>\n"  # a turn, as the target's chat template prints it
