@@ -288,6 +288,28 @@ def test_what_is_kept_does_not_grow_with_the_text(tmp_path: Path) -> None:
     assert shapes[-1] == window.most + 3
 
 
+def test_a_text_that_parts_behind_dropped_columns_is_drafted_for_as_two(tmp_path: Path) -> None:
+    """Both rows, of which the second came by a fork, draft as texts that were told all of it."""
+    head = windowed_head(tmp_path, "eagle3", Window(2, 8), torch.float64).bind(frozen_head(torch.float64))
+    generator = torch.Generator().manual_seed(6)
+    features = torch.randn(46, len(head.taps), SHAPE.hidden_size, generator=generator, dtype=torch.float64)
+    shared, *ends = torch.randint(V, (40,), generator=generator), torch.arange(6), torch.arange(7, 13)
+    texts = {row: torch.cat([shared, end]) for row, end in enumerate(ends)}
+
+    def tell(state: Any, start: int, end: int, rows: list[int]) -> list[list[int]]:
+        told = {row: Committed(texts[row][start:end], features[start:end], 7) for row in rows}
+        return [tree.tokens.tolist() for tree in state.propose(told, dict.fromkeys(rows, TREE)).values()]
+
+    forked, alone = head.open(), head.open()
+    for state, row in ((forked, 0), (alone, 0), (alone, 1)):
+        state.admit(row)
+    tell(forked, 0, 40, [0])
+    tell(alone, 0, 40, [0, 1])
+    assert alone.dropped[0]
+    forked.fork(0, 1)
+    assert tell(forked, 40, 46, [0, 1]) == tell(alone, 40, 46, [0, 1])
+
+
 def test_a_batch_of_texts_trains_whatever_is_supervised(tmp_path: Path) -> None:
     """Texts of one token, and of none that counts, beside one longer than the window."""
     head, frozen = windowed_head(tmp_path, "eagle3", Window(1, 3)), frozen_head(torch.float32)
