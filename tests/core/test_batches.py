@@ -196,8 +196,8 @@ def padding_seen(patch: pytest.MonkeyPatch) -> None:
 
     additive = Masks._additive
 
-    def wrong(self: Masks, starts: Any, positions: torch.Tensor, seen: torch.Tensor, window: Any) -> torch.Tensor:
-        mask = additive(self, starts, positions, seen, window)
+    def wrong(self: Masks, starts: Any, positions: torch.Tensor, seen: torch.Tensor, *more: Any) -> torch.Tensor:
+        mask = additive(self, starts, positions, seen, *more)
         for row, start in zip(mask, starts, strict=True):
             row[..., start + seen.shape[2] :] = 0
         return mask
@@ -209,12 +209,12 @@ def padding_nodes_seen(patch: pytest.MonkeyPatch) -> None:
     """Nodes of a small tree see the padding beside it."""
     call = Masks.__call__
 
-    def wrong(self: Masks, starts: Any, positions: torch.Tensor, seen: torch.Tensor | None) -> Any:
+    def wrong(self: Masks, starts: Any, positions: torch.Tensor, seen: torch.Tensor | None, *more: Any) -> Any:
         if seen is not None and len(starts) > 1:
             padding = positions == torch.tensor(starts)[:, None]
             padding[:, 0] = False
             seen = seen | padding[:, None]
-        return call(self, starts, positions, seen)
+        return call(self, starts, positions, seen, *more)
 
     patch.setattr(Masks, "__call__", wrong)
 

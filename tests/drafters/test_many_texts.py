@@ -68,7 +68,8 @@ def make(name: str, folder: Path) -> Any:
     if name in BY_DEFAULT:
         torch.manual_seed(2)
         method = REGISTRY[name]
-        return moved(method.for_target(method.Settings(levels=4), SHAPE, frozen)).double().bind(frozen)
+        settings = method.Settings(**{"levels": 4} if "levels" in method.Settings.model_fields else {})
+        return moved(method.for_target(settings, SHAPE, frozen)).double().bind(frozen)
     if name == "lookup, eagle1":
         return FirstOf([NgramDrafter(), make("eagle1", folder)])
     if name in ("eagle1", "two blocks"):

@@ -188,4 +188,4 @@ def test_the_documents_recipe_is_one(recipe: Recipe) -> None:
     page = (Path(__file__).parents[2] / "docs/evaluate.md").read_text()
     shown = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
     read = Recipe.parse({**recipe.model_dump(), **shown}, "evaluate.md")
-    assert list(question_sets(read)) == ["mt_bench", "mine"] and len(read.eval.drafters) == 4
+    assert list(question_sets(read)) == ["mt_bench", "mine"] and len(read.eval.drafters) == 5

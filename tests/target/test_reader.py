@@ -115,8 +115,8 @@ def test_a_planted_fault_is_seen_in_every_precision(
     masks = type(target.masks)
     additive = masks._additive
 
-    def broken(self: Any, starts: list[int], positions: Any, seen: Any, window: Any) -> Any:
-        mask = additive(self, starts, positions, seen, window)
+    def broken(self: Any, starts: list[int], positions: Any, seen: Any, *more: Any) -> Any:
+        mask = additive(self, starts, positions, seen, *more)
         fault(mask.unflatten(-2, (-1, seen.shape[1])), starts[0])  # a part for each head of a group
         return mask
 

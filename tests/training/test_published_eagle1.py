@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -111,8 +112,8 @@ def test_a_leaking_mask_is_seen(
     head, honest = plain(ours), Spans.of
     truth, batch = rendering(head, examples, frozen, "predicted"), collate(examples, (-1,))
 
-    def leaking(masks: list[Tensor], device: torch.device) -> Spans:
-        spans = honest(masks, device)
+    def leaking(masks: list[Tensor], device: torch.device, **more: Any) -> Spans:
+        spans = honest(masks, device, **more)
         end = sum(len(mask) for mask in masks)
         if by == "begin":
             return replace(spans, runs=[(0, start, stop) for _, start, stop in spans.runs])
