@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import isinf
 from typing import Any
 
 from eval.buckets import CONTEXT, ENOUGH
@@ -199,9 +200,11 @@ def _training_cells(arm: Mapping[str, Any]) -> list[str]:
 
 
 def _difference(more: Mapping[str, float] | None) -> str:
-    """A difference with its interval, bold where that excludes zero."""
+    """A difference with its interval, bold where that excludes zero; one prompt alone has none."""
     if more is None:
         return NO_DATA
+    if isinf(more["low"]):
+        return f"{more['value']:+.2f}"
     shown = f"{more['value']:+.2f} ({more['low']:+.2f} to {more['high']:+.2f})"
     return f"**{shown}**" if Estimate(more["value"], more["low"], more["high"]).sign else shown
 
