@@ -194,7 +194,7 @@ def goodness(*drawn: np.ndarray) -> float:
     return float(scipy.stats.chisquare(np.bincount(places, minlength=joint.size), places.size * joint).pvalue)
 
 
-@pytest.mark.parametrize("count", [20_000, pytest.param(200_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [20_000, pytest.param(200_000, marks=[pytest.mark.slow, pytest.mark.long])])
 def test_choices_over_positions_follow_the_law(count: int) -> None:
     """Adding the noise and taking the largest is sampling; what follows does not depend on what went before."""
     drawn = choices(Noise(0, 0), range(count))

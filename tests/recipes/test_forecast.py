@@ -71,6 +71,7 @@ def test_a_method_of_other_parts_is_forecast() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     """Both tables of docs/recipes.md."""
     module.main([])

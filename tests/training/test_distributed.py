@@ -85,7 +85,7 @@ def test_all_ranks_hold_the_same_weights(
     assert apart(one, weights(three_steps)) < TOLERANCE
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("config", ["ddp", "zero2", ZERO3])
 def test_nan_on_one_of_two_processes_is_skipped_by_both(
     config: str, accumulation: int, command: list[str], tmp_path: Path

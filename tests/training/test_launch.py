@@ -15,6 +15,7 @@ from eagle.recipe import Recipe, TrainSection
 from eagle.training.launch import launch, refuse_other_engine
 
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="these launch lines fail so on CPUs alone")
+ZERO3 = pytest.param("zero3", "DEEPSPEED", marks=pytest.mark.long)
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 WORLD = """
 import sys
@@ -44,7 +45,7 @@ def refused(done: subprocess.CompletedProcess[str], named: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "kind"), [("ddp", "MULTI_CPU"), ("zero2", "DEEPSPEED"), ("zero3", "DEEPSPEED")])
+@pytest.mark.parametrize(("config", "kind"), [("ddp", "MULTI_CPU"), ("zero2", "DEEPSPEED"), ZERO3])
 def test_the_shipped_configs_start_what_they_say(config: str, kind: str, world: str) -> None:
     """Two processes that know each other, with the recipe's accumulation."""
     done = finished(launched(config, world, "accumulation=3"), seconds=60)
