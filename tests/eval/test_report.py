@@ -61,6 +61,7 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("heads.md", "compare_heads.json", comparison_table),
         ("heads.md", "compare_heads_chat.json", comparison_table),
         ("drafters.md", "compare_self.json", comparison_table),
+        ("long-context.md", "compare_window.json", comparison_table),
         ("goodput.md", "goodput_batches.json", goodput_table),
         ("batches.md", "batch_speed.json", batch_table),
         ("drafters.md", "sparse_kv.json", sparse_table),
