@@ -36,7 +36,7 @@ class LookaheadDrafter(Drafter):
             )
         self.window, self.level, self.guesses, self.from_prompt = window, level, guesses, from_prompt
         nodes, depth = (level - 1) * (window + guesses) - 1, max(window + level - 3, level - 1)
-        self.budget = Budget(nodes, depth, guesses + 2)
+        self.budget = Budget(nodes, depth, guesses + level)
 
     def open(self) -> LookaheadState:
         """Texts, each with a window and a pool of its own."""
@@ -127,11 +127,16 @@ class LookaheadText:
         paths = [list(gram[:size]) for gram in grams]
         left = budget.nodes - size * len(paths)
         has_room = len(paths) + 2 <= budget.top_k  # a token of the first row has two children, beside the guesses
+        children = _children(paths)
         for number, column in enumerate(self.columns if has_room else []):
             left -= len(column) if number else len(column) - 1
-            if left < 0 or number + len(column) - 1 > budget.depth:
+            path = top[:number] + column[1:]
+            for above, below in _children([path]).items():
+                children.setdefault(above, set()).update(below)
+            # columns that begin alike share nodes, which then have more than two children
+            if left < 0 or len(path) > budget.depth or max(map(len, children.values()), default=0) > budget.top_k:
                 break
-            paths.append(top[:number] + column[1:])
+            paths.append(path)
         return DraftTree.from_paths(root, paths)
 
     def _keep(self, gram: Sequence[int]) -> None:
@@ -142,3 +147,12 @@ class LookaheadText:
         known[tuple(rest)] = None
         if len(known) > self.drafter.guesses:
             del known[next(iter(known))]
+
+
+def _children(paths: Sequence[Sequence[int]]) -> dict[tuple[int, ...], set[int]]:
+    """The tokens that follow each beginning of these paths."""
+    children: dict[tuple[int, ...], set[int]] = {}
+    for path in paths:
+        for depth, token in enumerate(path):
+            children.setdefault(tuple(path[:depth]), set()).add(token)
+    return children

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -226,6 +226,7 @@ BUDGETS = st.builds(Budget, st.integers(0, 60), st.integers(0, 9), st.integers(0
 
 
 @settings(max_examples=60, deadline=None)
+@example(sizes=(4, 5, 1, False), budgets=[Budget(2, 2, 2), Budget(8, 4, 2)], vocab=2)  # columns that begin alike
 @given(sizes=SIZES, budgets=st.lists(BUDGETS, min_size=1, max_size=5), vocab=st.integers(2, 9))
 def test_trees_stay_within_budgets_that_change(sizes: Any, budgets: list[Budget], vocab: int) -> None:
     """Nodes, levels and children, at every moment of a text."""
