@@ -72,7 +72,7 @@ def test_two_processes_are_one_on_the_same_steps(config: str, command: list[str]
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("config", ["ddp", "zero2"])
+@pytest.mark.parametrize("config", ["ddp", ZERO2])
 def test_all_ranks_hold_the_same_weights(
     config: str, accumulation: int, command: list[str], three_steps: Path, tmp_path: Path
 ) -> None:
