@@ -37,11 +37,11 @@ class Figures:
     def add(self, target: Target, prompt: list[int], expected: tuple[list[int], float], **options: Any) -> None:
         """One more prompt's, whose answer and score transformers finds to be these."""
         begun = process_time()
-        found = beam_search(target, self.drafter, prompt, budget=self.budget, **options)
+        result = beam_search(target, self.drafter, prompt, budget=self.budget, **options)
         self.seconds += process_time() - begun
-        self.steps, self.forwards = self.steps + found.steps - 1, self.forwards + found.forwards
-        self.near_ties += found.near_ties > 0
-        self.equal += found.tokens[0] == expected[0] and abs(found.scores[0] - expected[1]) < TOLERANCE
+        self.steps, self.forwards = self.steps + result.steps - 1, self.forwards + result.forwards
+        self.near_ties += result.near_ties > 0
+        self.equal += result.tokens[0] == expected[0] and abs(result.scores[0] - expected[1]) < TOLERANCE
 
     def row(self, seconds: float, prompts: int) -> dict[str, Any]:
         """What is written of it, beside transformers' seconds."""

@@ -128,10 +128,10 @@ def measure(target: Target, contexts: Sequence[int], rounds: int) -> Seconds:
         for name, action in named.items()
     }
     take_turns(1, timed)  # warms up
-    found: Seconds = {}
+    medians: Seconds = {}
     for (name, context), seconds in take_turns(rounds, timed).items():
-        found.setdefault(name, {})[context] = median(seconds)
-    return found
+        medians.setdefault(name, {})[context] = median(seconds)
+    return medians
 
 
 # -- the closed form --------------------------------------------------------------------------------------------------
@@ -178,13 +178,13 @@ def crossings(seconds: Seconds, fitted: Sequence[int]) -> Iterator[dict[str, Any
     """From where on each sparse drafter is the faster one, as lines predict it and, up to the longest, as measured."""
     contexts = sorted(seconds["target 1"])
     further = [min(contexts), FURTHER * max(contexts)]
-    found = ((fit_lines(seconds, fitted), further), (between_contexts(seconds), contexts))
+    parts = ((fit_lines(seconds, fitted), further), (between_contexts(seconds), contexts))
     for sparse, other, gamma in product(SPARSE, AGAINST, GAMMAS):
         rates = [(rate, rate) for rate in RATES] if other != "EAGLE-1" else product(RATES, RATES)
         for rate, its_rate in rates:
             predicted, measured = (
                 crossing(per_token(times, sparse, rate, gamma), per_token(times, other, its_rate, gamma), ends)
-                for times, ends in found
+                for times, ends in parts
             )
             about = {"drafter": sparse, "against": other, "gamma": gamma, "rate": rate, "its_rate": its_rate}
             yield {**about, "predicted": predicted, "measured": measured}
@@ -209,9 +209,9 @@ def table(results: dict[str, Any]) -> str:
         cell = f"{show(row['predicted'])} ({show(row['measured'])})"
         lines.setdefault((row["drafter"], other, row["gamma"]), []).append(cell)
     header = ("faster from", "than", "gamma", *RATES)
-    found = markdown(header, [(*names, *cells) for names, cells in lines.items()], results["machine"])
+    table = markdown(header, [(*names, *cells) for names, cells in lines.items()], results["machine"])
     error = f"At most {results['largest_error']:.0%} between a prediction and what was measured."
-    return "\n\n".join([markdown(("ms", *contexts), times), found, error])
+    return "\n\n".join([markdown(("ms", *contexts), times), table, error])
 
 
 def show(context: float | None) -> str:
@@ -233,8 +233,8 @@ def main(argv: list[str]) -> None:
     target = random_target()
     seconds = measure(target, args.contexts, args.rounds)
     about = made_on(rounds=args.rounds, fitted=args.fitted, **SIZES, **HEADS)
-    found = list(crossings(seconds, args.fitted))
-    results = {"machine": about, "seconds": seconds, "crossings": found, "largest_error": largest_error(found)}
+    rows = list(crossings(seconds, args.fitted))
+    results = {"machine": about, "seconds": seconds, "crossings": rows, "largest_error": largest_error(rows)}
     print(table(results))
     write_results(args.out, results)
 

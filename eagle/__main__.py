@@ -192,13 +192,12 @@ def _search(args: argparse.Namespace) -> None:
     target = Target.load(args.target, dtype=args.dtype or "auto")
     drafter, prompt = load_drafter(args.drafter, target), target.chat(args.prompt)
     begun = perf_counter()
-    found = beam_search(target, drafter, prompt, beams=args.beams, max_new_tokens=args.max_new_tokens)
-    seconds, (answer,), (score,) = perf_counter() - begun, found.tokens, found.scores
+    result = beam_search(target, drafter, prompt, beams=args.beams, max_new_tokens=args.max_new_tokens)
+    seconds, (answer,), (score,) = perf_counter() - begun, result.tokens, result.scores
     text = target.tokenizer.decode(answer, skip_special_tokens=True)
     print(text.translate(HARMLESS) if sys.stdout.isatty() else text)
-    counts = (
-        f"{found.steps} steps, {found.forwards} forwards after the prompt's, {found.steps_per_forward:.2f} steps each"
-    )
+    counts = f"{result.steps} steps, {result.forwards} forwards after the prompt's"
+    counts += f", {result.steps_per_forward:.2f} steps each"
     print(f"{args.drafter}: score {score:.4f}; {counts}; {len(answer) / seconds:.1f} tokens/s", file=sys.stderr)
 
 

@@ -130,7 +130,7 @@ class _Search:
             )
         self.rows = [0] * len(beams.texts)  # of each beam in the drafter's state
         self.unused = 1  # the first number that no row has had
-        self.told = 0  # tokens that the drafter has been told of every row
+        self.read_tokens = 0  # of every row, by the drafter
         self.trie = Trie()
         self.leaves = [-1] * len(beams.texts)  # the last node of each beam that the target has read
         self.forwards = 0
@@ -153,8 +153,8 @@ class _Search:
     def _tell_prompt(self) -> None:
         """Let the drafter read what all beams share once, before they part."""
         if len(self.rows) > 1 and len(self.prompt) > 1 and not self.budget.is_empty:
-            self.told = len(self.prompt) - 1
-            features = self.texts.features_at(ROW, range(self.told))
+            self.read_tokens = len(self.prompt) - 1
+            features = self.texts.features_at(ROW, range(self.read_tokens))
             update = Committed(torch.tensor(self.prompt[:-1]), features, self.prompt[-1])
             self.drafts.propose({0: update}, {0: Budget(1, 1, 1)})
 
@@ -177,11 +177,11 @@ class _Search:
             return []
         shared, updates = self.texts.length(ROW), {}
         for row, text, leaf in zip(self.rows, texts, self.leaves, strict=True):
-            columns = [*range(shared), *(shared + node for node in self.trie.path(leaf))][self.told :]
+            columns = [*range(shared), *(shared + node for node in self.trie.path(leaf))][self.read_tokens :]
             features = self.texts.features_at(ROW, columns)
-            tokens = torch.tensor([*self.prompt, *text][self.told : -1])
+            tokens = torch.tensor([*self.prompt, *text][self.read_tokens : -1])
             updates[row] = Committed(tokens, features, text[-1])
-        self.told = len(self.prompt) + len(texts[0]) - 1
+        self.read_tokens = len(self.prompt) + len(texts[0]) - 1
         trees = self.drafts.propose(updates, dict.fromkeys(updates, budget))
         return [trees[row] for row in self.rows]
 

@@ -127,17 +127,16 @@ class LookaheadText:
         paths = [list(gram[:size]) for gram in grams]
         left = budget.nodes - size * len(paths)
         has_room = len(paths) + 2 <= budget.top_k  # a token of the first row has two children, beside the guesses
-        children = _children(paths)
         for number, column in enumerate(self.columns if has_room else []):
             left -= len(column) if number else len(column) - 1
-            path = top[:number] + column[1:]
-            for above, below in _children([path]).items():
-                children.setdefault(above, set()).update(below)
-            # columns that begin alike share nodes, which then have more than two children
-            if left < 0 or len(path) > budget.depth or max(map(len, children.values()), default=0) > budget.top_k:
+            if left < 0 or number + len(column) - 1 > budget.depth:
                 break
-            paths.append(path)
-        return DraftTree.from_paths(root, paths)
+            paths.append(top[:number] + column[1:])
+        tree = DraftTree.from_paths(root, paths)
+        while max(map(len, tree.children())) > budget.top_k:  # columns that begin alike share nodes
+            paths.pop()
+            tree = DraftTree.from_paths(root, paths)
+        return tree
 
     def _keep(self, gram: Sequence[int]) -> None:
         """Put an n-gram at the end of those with its first token, the oldest of which goes."""
@@ -147,12 +146,3 @@ class LookaheadText:
         known[tuple(rest)] = None
         if len(known) > self.drafter.guesses:
             del known[next(iter(known))]
-
-
-def _children(paths: Sequence[Sequence[int]]) -> dict[tuple[int, ...], set[int]]:
-    """The tokens that follow each beginning of these paths."""
-    children: dict[tuple[int, ...], set[int]] = {}
-    for path in paths:
-        for depth, token in enumerate(path):
-            children.setdefault(tuple(path[:depth]), set()).add(token)
-    return children
