@@ -51,7 +51,8 @@ class Cache:
     def __init__(self, owner: SlotCache, block: Block) -> None:
         self.keys, self.values = owner.add(), owner.add()
         attention, mlp = block.self_attn, block.mlp
-        self.query_key_value = _join_weights(attention.q_proj, attention.k_proj, attention.v_proj)
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        self.query_key_value, self.bias = _join_weights(*projections), _join_biases(*projections)
         self.gate_up = _join_weights(mlp.gate_proj, mlp.up_proj)
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,16 +65,28 @@ def _join_weights(*projections: nn.Linear) -> Tensor:
     return torch.cat([projection.weight.detach() for projection in projections])
 
 
+def _join_biases(*projections: nn.Linear) -> Tensor | None:
+    """What is added to their product, None where nothing is."""
+    biases = [projection.bias.detach() for projection in projections if projection.bias is not None]
+    return torch.cat(biases) if biases else None
+
+
 class Attention(nn.Module):
-    """Llama attention under a mask given as an argument: the mask is the only tree."""
+    """Llama attention under a mask given as an argument: the mask is the only tree.
+
+    As a shape says, queries and keys are normed by head (`qk_norm`), and they and values have a bias (`qkv_bias`).
+    """
 
     def __init__(self, shape: Any, width: int | None = None) -> None:
         super().__init__()
-        read, self.width = width or shape.hidden_size, shape.head_dim
-        self.q_proj = nn.Linear(read, shape.num_attention_heads * shape.head_dim, bias=False)
-        self.k_proj = nn.Linear(read, shape.num_key_value_heads * shape.head_dim, bias=False)
-        self.v_proj = nn.Linear(read, shape.num_key_value_heads * shape.head_dim, bias=False)
+        read, self.width, bias = width or shape.hidden_size, shape.head_dim, getattr(shape, "qkv_bias", False)
+        self.q_proj = nn.Linear(read, shape.num_attention_heads * shape.head_dim, bias=bias)
+        self.k_proj = nn.Linear(read, shape.num_key_value_heads * shape.head_dim, bias=bias)
+        self.v_proj = nn.Linear(read, shape.num_key_value_heads * shape.head_dim, bias=bias)
         self.o_proj = nn.Linear(shape.num_attention_heads * shape.head_dim, shape.hidden_size, bias=False)
+        self.q_norm = self.k_norm = None
+        if getattr(shape, "qk_norm", False):
+            self.q_norm, self.k_norm = (Norm(shape.head_dim, shape.rms_norm_eps) for _ in range(2))
 
     @torch.no_grad()
     def start_from_keys(self) -> None:
@@ -89,11 +102,17 @@ class Attention(nn.Module):
             projection(x).unflatten(-1, (-1, self.width)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = apply_rotary_pos_emb(query, key, *rotary)
+        query, key = apply_rotary_pos_emb(*self.norm_heads(query, key), *rotary)
         output = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=query.shape[1] != key.shape[1]
         )
         return self.o_proj(output.transpose(1, 2).flatten(2))
+
+    def norm_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys [.., w], each by its norm where there are such."""
+        if self.q_norm is None or self.k_norm is None:
+            return query, key
+        return self.q_norm(query), self.k_norm(key)
 
     def _read_cached(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache) -> Tensor:
         """[B, T, heads * w], what rows see behind their texts, in few launches.
@@ -101,10 +120,12 @@ class Attention(nn.Module):
         Queries that share a key become rows of one head, so that no keys are repeated; a mask may be for these rows.
         """
         count, keys, width = x.shape[1], self.k_proj.out_features // self.width, self.width
-        heads = F.linear(x, cache.query_key_value).unflatten(-1, (-1, width)).transpose(1, 2)
+        heads = F.linear(x, cache.query_key_value, cache.bias).unflatten(-1, (-1, width)).transpose(1, 2)
         queries = heads.shape[1] - 2 * keys
-        groups = queries // keys
-        query, key = rotate_heads(heads[:, :-keys], rotary).tensor_split([queries], dim=1)
+        groups, turned = queries // keys, heads[:, :-keys]
+        if self.q_norm is not None:
+            turned = torch.cat(self.norm_heads(*turned.tensor_split([queries], dim=1)), dim=1)
+        query, key = rotate_heads(turned, rotary).tensor_split([queries], dim=1)
         key, value = cache.extend(key, heads[:, -keys:])
         if mask is None:
             seen = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=groups > 1)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eagle.data.examples import Batch
 from eagle.device import upload
-from eagle.drafters.parts.blocks import Block, Cache, Rotary, rotary_tables
+from eagle.drafters.parts.blocks import Block, Cache, Norm, Rotary, rotary_tables
 from eagle.drafters.parts.growth import level_mask
 from eagle.drafters.parts.operations import rotate
 from eagle.drafters.parts.spans import Spans, attend
@@ -95,13 +95,20 @@ def read_rows(
 def key_value(block: Block, inputs: tuple[Tensor, ...], tables: Pair) -> Pair:
     """[heads, N, w] each, a block's keys at their positions, and its values."""
     key, value = block.key_value(inputs)
-    return rotate(key, tables), value.unflatten(-1, (-1, block.self_attn.width)).transpose(0, 1)
+    return rotate(norm_by_head(block.self_attn.k_norm, key), tables), value.unflatten(
+        -1, (-1, block.self_attn.width)
+    ).transpose(0, 1)
 
 
 def query_and_residual(block: Block, inputs: tuple[Tensor, ...], tables: Pair) -> Pair:
     """[heads, S, w], a block's queries at their positions, and [S, H] what attention's output is added to."""
     query, residual = block.query_and_residual(inputs)
-    return rotate(query, tables), residual
+    return rotate(norm_by_head(block.self_attn.q_norm, query), tables), residual
+
+
+def norm_by_head(norm: Norm | None, x: Tensor) -> Tensor:
+    """[N, heads * w], each head by the norm where there is one."""
+    return x if norm is None else norm(x.unflatten(-1, (-1, len(norm.weight)))).flatten(-2)
 
 
 def add_rows(block: Block, seen: Tensor, residual: Tensor) -> Tensor:
