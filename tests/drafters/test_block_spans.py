@@ -67,7 +67,7 @@ def test_a_block_sees_its_text_and_itself(
     spans: Spans, causal: bool, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Output and gradients, with a row or all of a text in a piece."""
-    monkeypatch.setattr(module, "PIECE", piece)
+    monkeypatch.setattr(module, "PIECE", {torch.float64: piece})
     ours = results(lambda *given: attend_block(*given[:3], spans, given[3:], causal=causal), inputs())
     for one, true in zip(ours, results(lambda *given: dense(*given, causal), inputs()), strict=True):
         torch.testing.assert_close(one, true)

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 
 from eagle.drafters.parts.spans import (
+    PIECE,
+    PIECE_ELSE,
     Spans,
     add_product,
     attention_probs,
@@ -22,9 +24,6 @@ from eagle.drafters.parts.spans import (
 )
 
 Pair = tuple[Tensor, Tensor]
-# queries of one product; at 512 rows of 8 tokens, 8 heads of 64 on 4 keys, forward and backward behind 2,048 tokens
-# take in fp32 with 128 / 256 / 512 / 1,024 of them 183 / 136 / 144 / 162 ms
-PIECE = 256
 
 
 def attend_block(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Pair, *, causal: bool) -> Tensor:
@@ -150,8 +149,8 @@ class _Plain(torch.autograd.Function):
 
 def _pieces(spans: Spans, query: Tensor) -> Any:
     """Pieces of rows, with a mask for each token of their blocks."""
-    size = query.shape[2]
-    for rows, seen, hidden in split_pieces(spans, 0, query, max(PIECE // size, 1)):
+    size, most = query.shape[2], PIECE.get(query.dtype, PIECE_ELSE)
+    for rows, seen, hidden in split_pieces(spans, 0, query, max(most // size, 1)):
         yield rows, seen, hidden.repeat_interleave(size, dim=0)
 
 
