@@ -18,6 +18,7 @@ from eagle.drafters.medusa import Medusa
 from eagle.drafters.mlp_speculator import MlpSpeculator
 from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
+from eagle.drafters.peagle import Peagle
 from eagle.drafters.sparse_kv import SparseKv
 from eagle.drafters.spire import Spire
 from eagle.drafters.suffix import SuffixDrafter
@@ -44,6 +45,7 @@ DRAFTERS: dict[str, type[Any]] = {
     "falcon": Falcon,
     "early_exit_adapter": EarlyExitAdapter,
     "spire": Spire,
+    "peagle": Peagle,
 }
 
 
