@@ -5,6 +5,7 @@ from typing import Any
 from eagle.core.drafter import TrainableDrafter
 from eagle.drafters.bigram import BigramDrafter
 from eagle.drafters.blockwise import Blockwise
+from eagle.drafters.dflash import DFlash
 from eagle.drafters.draft_model import DraftModel
 from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.eagle3 import Eagle3
@@ -45,6 +46,7 @@ DRAFTERS: dict[str, type[Any]] = {
     "falcon": Falcon,
     "early_exit_adapter": EarlyExitAdapter,
     "spire": Spire,
+    "dflash": DFlash,
     "peagle": Peagle,
 }
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -78,6 +78,15 @@ class Spans:
             rows = self.scattered[number] if self.scattered else range(start, stop, self.stride)
             for first in range(0, len(rows), size):
                 yield begin, rows[first : first + size]
+
+    def split(self, size: int) -> Iterator[Spans]:
+        """The same rows in parts of so many at most, each of one text."""
+        done = 0
+        for begin, places in self.split_runs(size):
+            rows, run = self.rows[done : done + len(places)], (begin, places[0], places[-1] + 1)
+            scattered = (list(places),) if self.scattered else ()
+            yield replace(self, rows=rows, runs=[run], scattered=scattered, block_masks={})
+            done += len(places)
 
     @cached_property
     def begins(self) -> Tensor:
