@@ -16,6 +16,7 @@ from eagle.drafters.hydra import Hydra
 from eagle.drafters.lookahead import LookaheadDrafter
 from eagle.drafters.medusa import Medusa
 from eagle.drafters.mlp_speculator import MlpSpeculator
+from eagle.drafters.mtp import Mtp
 from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
 from eagle.drafters.sparse_kv import SparseKv
@@ -44,6 +45,7 @@ DRAFTERS: dict[str, type[Any]] = {
     "falcon": Falcon,
     "early_exit_adapter": EarlyExitAdapter,
     "spire": Spire,
+    "mtp": Mtp,
 }
 
 
