@@ -17,6 +17,7 @@ from eagle.drafters.hydra import Hydra
 from eagle.drafters.lookahead import LookaheadDrafter
 from eagle.drafters.medusa import Medusa
 from eagle.drafters.mlp_speculator import MlpSpeculator
+from eagle.drafters.mtp import Mtp
 from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
 from eagle.drafters.peagle import Peagle
@@ -48,6 +49,7 @@ DRAFTERS: dict[str, type[Any]] = {
     "spire": Spire,
     "dflash": DFlash,
     "peagle": Peagle,
+    "mtp": Mtp,
 }
 
 
