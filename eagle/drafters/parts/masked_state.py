@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,9 +13,7 @@ from torch import Tensor
 from eagle.core.budget import Budget
 from eagle.core.drafter import Committed
 from eagle.core.tree import DraftTree
-from eagle.device import pick_rows
-from eagle.drafters.parts.growth import grow_rows
-from eagle.drafters.parts.scoring import Seed
+from eagle.drafters.parts.injected_state import grow_slots
 from eagle.drafters.parts.text_state import TextState
 
 
@@ -37,19 +35,9 @@ class MaskedState(TextState):
         budgets = {row: budget.within(self.head.levels) for row, budget in budgets.items()}
         self.levels = max(1, *(0 if budgets[row].is_empty else budgets[row].depth for row in updates))
         rows, seeds, hidden = self.read_updates(updates, budgets)
-        return dict(zip(rows, grow_slots(seeds, hidden, self.head), strict=True))
+        return dict(zip(rows, grow_slots(self.head, seeds, hidden), strict=True))
 
     def _read_group(self, updates: Mapping[int, Committed]) -> Tensor:
         """[B, K, H], the states of the levels behind each row's text."""
         tokens, states = self.masks
         return self._read_ahead(updates, (tokens[: self.levels - 1], states[: self.levels - 1]))
-
-
-def grow_slots(seeds: Sequence[Seed], hidden: Tensor, head: Any) -> list[DraftTree]:
-    """The tree of each seed, whose level d names what the state d of hidden [B, K, H] says, whatever its path."""
-    logits = head.logits(hidden, head.frozen[0])
-
-    def level(depth: int, rows: list[int], tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
-        return pick_rows(logits[:, depth : depth + 1], rows)
-
-    return grow_rows(seeds, logits[:, 0], level, head.drafts, head.sharpness)
