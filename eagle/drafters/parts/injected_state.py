@@ -96,7 +96,7 @@ class InjectedState(TextState):
 def grow_slots(head: Any, seeds: Sequence[Seed], states: Tensor) -> list[DraftTree]:
     """The tree of each seed from the states [B, K, H] of its levels."""
     seeds = [replace(seed, budget=seed.budget.within(head.levels)) for seed in seeds]
-    levels = SlotLevels(head, states[:, : max(seed.budget.depth for seed in seeds)])
+    levels = SlotLevels(head, states[:, : max(1, *(seed.budget.depth for seed in seeds))])
     return grow_rows(seeds, levels.logits[:, 0], levels, head.drafts, head.sharpness)
 
 

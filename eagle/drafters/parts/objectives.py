@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle.data.examples import Batch
 from eagle.drafters.parts.divergences import Kind as Kind
 from eagle.drafters.parts.divergences import Objective as Objective
 from eagle.drafters.parts.divergences import compare_with
@@ -24,6 +25,9 @@ AT_ONCE = {"cpu": 1 << 17}  # of them in fp32 at a time, for all that is no prod
 AT_ONCE_ELSEWHERE = 1 << 25
 
 EVEN = 16  # of which a chunk's rows are a multiple
+
+Loss = Literal[Kind, "tokens"]
+"""A divergence from the target's probs, or the text's own next token, whatever the target finds likely."""
 
 
 class LanguageHead(Protocol):
@@ -63,6 +67,18 @@ class OwnHead:
     def cast(self, dtype: torch.dtype) -> OwnHead:
         """This head in another precision, with gradients that reach its own."""
         return OwnHead(self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+
+
+def choose_teacher(
+    loss: Loss, batch: Batch, places: Tensor, frozen: LanguageHead
+) -> tuple[Tensor, LanguageHead | None, Objective]:
+    """What the token two places behind each slot [S] is learned from, and by which divergence.
+
+    It is the token itself, or the target's state that names it and the LM head that makes logits of it.
+    """
+    if loss == "tokens":
+        return batch.tokens.index_select(0, places + 2), None, Objective()
+    return batch.select_taps((-1,))[:, 0].index_select(0, places + 1), frozen, Objective(loss)
 
 
 def feature_regression(predicted: Tensor, true: Tensor, weights: Tensor) -> Tensor:
