@@ -31,7 +31,7 @@ SIZES = Sizes(8192, 512, 1408, 8, 4, 64)
 HEADS: dict[str, dict[str, Any]] = {
     "dflash": {"blocks": 5, "taps": [1, 2, 3, 5, 6], "slots": 8, "anchors": 256, "loss": "cross_entropy"},
     "dspark": {"blocks": 5, "taps": [1, 2, 3, 5, 6], "slots": 7, "anchors": 256},
-    "peagle": {"blocks": 4, "taps": [2, 4, 5], "depths": 8, "keep": 0.7},
+    "peagle": {"blocks": 4, "taps": [2, 4, 5], "depths": 8, "keep": 0.7, "train_lm_head": False},
 }
 FASTER, SMALLER = 2.0, 0.4  # what was aimed at
 

@@ -19,7 +19,10 @@ LOSSES = {"dflash": "kl_div", "dspark": '{"ce": 0.1, "tv": 0.9}', "peagle": "kl_
 
 
 def side(work: Work) -> tuple[Step, Iterable[nn.Parameter]]:
-    """Their model and loss on one text, with the attention that is their fastest with gradients on a CPU."""
+    """Their model and loss on one text, with the attention that is their fastest with gradients on a CPU.
+
+    P-EAGLE's embedding is frozen as the others' are.
+    """
     kind, settings = work.head["kind"], work.head
     config = AutoConfig.from_pretrained(work.target)
     width, config.num_hidden_layers = config.hidden_size, settings["blocks"]
@@ -33,8 +36,7 @@ def side(work: Work) -> tuple[Step, Iterable[nn.Parameter]]:
         draft_attn_impl="sdpa",
     )
     for frozen in (model.embed_tokens, model.lm_head, model.verifier_lm_head, model.verifier_norm):
-        if not any(weight.requires_grad for weight in frozen.parameters()):
-            frozen.to(work.frozen_dtype)
+        frozen.requires_grad_(False).to(work.frozen_dtype)
     options, _ = MODELS[kind].get_trainer_kwargs(
         loss_fn=LOSSES[kind],
         loss_implementation="eager",
