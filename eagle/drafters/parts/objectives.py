@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle.core.drafter import TargetHead
 from eagle.drafters.parts.divergences import Kind as Kind
 from eagle.drafters.parts.divergences import Objective as Objective
 from eagle.drafters.parts.divergences import compare_with
@@ -34,9 +35,9 @@ class LanguageHead(Protocol):
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor: ...
 
-    def slope(self, logits: Tensor) -> Tensor | None: ...
+    def slope(self, logits: Tensor, hidden: Tensor) -> Tensor | None: ...
 
-    def pull_back(self, gradient: Tensor) -> Tensor: ...
+    def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor: ...
 
     def cast(self, dtype: torch.dtype) -> LanguageHead: ...
 
@@ -53,16 +54,57 @@ class OwnHead:
         logits = torch.matmul(hidden.to(self.weight.dtype), self.weight.T, out=out)
         return logits if self.bias is None else logits.add_(self.bias)
 
-    def slope(self, logits: Tensor) -> None:
+    def slope(self, logits: Tensor, hidden: Tensor) -> None:
         """Nothing lies between the product and the logits."""
 
-    def pull_back(self, gradient: Tensor) -> Tensor:
-        """[.., D], the gradient at the hidden states from that at their products with the matrix."""
+    def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor:
+        """[.., D], the gradient at the hidden states from that at their logits."""
         return gradient.to(self.weight.dtype) @ self.weight
 
     def cast(self, dtype: torch.dtype) -> OwnHead:
         """This head in another precision, with gradients that reach its own."""
         return OwnHead(self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class BiasedHead:
+    """The target's LM head, whose logits get a bias from codes [.., r] that lie behind the hidden states [.., D]."""
+
+    frozen: TargetHead
+    weight: Tensor  # [V, r], which makes biases of codes, and learns
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[.., V] from hidden states and codes [.., D + r], written to `out` where that is given."""
+        state, code = self._split(hidden.to(self.weight.dtype))
+        logits = self.frozen.logits(state, out=out)
+        return logits.add_(code @ self.weight.T) if out is None else torch.addmm(logits, code, self.weight.T, out=out)
+
+    def slope(self, logits: Tensor, hidden: Tensor) -> Tensor | None:
+        """[.., V], how far the target's logits move with what lies below their softcap; None without one."""
+        if self.frozen.softcap is None:
+            return None
+        state, code = self._split(hidden)
+        return self.frozen.slope(logits - code @ self.weight.T, state)
+
+    def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor:
+        """[.., D + r], the gradient at hidden states and codes from that at the logits."""
+        bent = gradient if slope is None else gradient * slope  # the target's logits alone
+        return torch.cat([self.frozen.pull_back(bent, None), gradient @ self.weight], dim=-1)
+
+    def cast(self, dtype: torch.dtype) -> BiasedHead:
+        """This head in another precision, with gradients that reach its own matrix."""
+        return BiasedHead(self.frozen.cast(dtype), self.weight.to(dtype))
+
+    def _split(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        return hidden.tensor_split([hidden.shape[-1] - self.weight.shape[1]], dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """The tokens [S] that stand in the texts, and room for what student and teacher have in common there [K, S]."""
+
+    tokens: Tensor
+    overlaps: Tensor
 
 
 def feature_regression(predicted: Tensor, true: Tensor, weights: Tensor) -> Tensor:
@@ -98,12 +140,14 @@ def distillation_loss(
     heads: tuple[LanguageHead | Sequence[LanguageHead], LanguageHead | None],
     objective: Objective | None = None,
     dtype: torch.dtype | None = None,
+    named: Named | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Divergence of the student [K, S, D'] from the teacher [S, D] by weights [K, S], summed, and each step's part [K].
 
     The student has one head for all steps, or one for each. A teacher without a head names the tokens [S] that are
     right. Logits live for one chunk of rows, of which the teacher's serve all steps; gradients are found in the same
     pass, at the states and at the matrices and biases that are trained. `dtype` is that of the student's products.
+    Where tokens are `named` beside the teacher, they count as the objective says, and all overlaps are written down.
     """
     students, frozen = heads
     students = students if isinstance(students, Sequence) else [students]
@@ -115,7 +159,8 @@ def distillation_loss(
     for group, states, weight in zip(groups, student.chunk(len(groups)), weights.chunk(len(groups)), strict=True):
         trained = [head.weight for head in group] + [_bias_of(head) for head in group]
         cast = group if dtype is None else [head.cast(dtype) for head in group]
-        losses.append(_Distilled.apply(states, teacher, weight, cast, frozen, objective or Objective(), *trained))
+        learned = cast, frozen, objective or Objective(), named
+        losses.append(_Distilled.apply(states, teacher, weight, *learned, *trained))
     totals, each = zip(*losses, strict=True)
     return torch.stack(totals).sum(), torch.cat(each)
 
@@ -134,6 +179,7 @@ class _Distilled(torch.autograd.Function):
         students: Sequence[LanguageHead],
         frozen: LanguageHead | None,
         objective: Objective,
+        named: Named | None,
         *trained: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Chunk by chunk: both logits, their divergence, and its gradient pulled back."""
@@ -142,7 +188,7 @@ class _Distilled(torch.autograd.Function):
         grad_student, sums = torch.empty_like(student), torch.zeros(steps, dtype=wide, device=student.device)
         grads = [
             torch.zeros_like(part, dtype=wide) if part is not None and needed else None
-            for part, needed in zip(trained, ctx.needs_input_grad[6:], strict=True)
+            for part, needed in zip(trained, ctx.needs_input_grad[7:], strict=True)
         ]
         learned = list(zip(students, grads[: len(students)], grads[len(students) :], strict=True))
         device = "cpu" if student.is_meta else student.device.type  # meta tensors, of sizes alone, know no autocast
@@ -159,9 +205,11 @@ class _Distilled(torch.autograd.Function):
                 lent = room[0][: len(hidden)].chunk(len(students))
                 parts = zip(students, hidden.chunk(len(students)), lent, strict=True)
                 logits = [own.logits(states, out=out) for own, states, out in parts]
-                slopes = [own.slope(part) for own, part in zip(students, logits, strict=True)]
+                read = hidden.chunk(len(students))
+                slopes = [own.slope(*parts) for own, *parts in zip(students, logits, read, strict=True)]
                 by_step = [one for part in logits for one in part.chunk(steps // len(students))]
-                losses = _loss_and_grad_(by_step, taught, wide, objective)
+                beside = None if named is None else Named(named.tokens[rows], named.overlaps[:, rows])
+                losses = _loss_and_grad_(by_step, taught, wide, objective, beside)
                 sums += (losses * weight).sum(-1)
                 weight = weight.reshape(-1, 1)
                 weighted = (hidden * weight).to(hidden.dtype).chunk(len(students))
@@ -178,7 +226,7 @@ class _Distilled(torch.autograd.Function):
         """The gradients that the forward pass found, scaled in place: those of matrices are large."""
         grad_student, *grads = ctx.saved_tensors
         by_part = [grads.pop(0).mul_(upstream[0]) if trained else None for trained in ctx.trained]
-        return grad_student * upstream[0], None, None, None, None, None, *by_part
+        return grad_student * upstream[0], *[None] * 6, *by_part
 
 
 def _pull_back_(
@@ -191,12 +239,12 @@ def _pull_back_(
 ) -> Tensor:
     """[R, D], the gradient at states from that at their logits [R, V]; adds to those of the matrix and the bias."""
     own, grad, grad_bias = learned
-    back = back if slope is None else back.mul_(slope)
+    pulled = own.pull_back(back, slope) * weight
     if grad is not None:
-        _add_product_(grad, back.T, weighted, product)
+        _add_product_(grad, back.T, weighted[:, -grad.shape[1] :], product)  # it reads what lies behind, if not all
     if grad_bias is not None:
         grad_bias += (back.T @ weight.to(back.dtype))[:, 0]
-    return own.pull_back(back) * weight
+    return pulled
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor, room: Tensor | None) -> None:
@@ -207,16 +255,22 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor, room: Tensor | Non
         total += torch.mm(left, right, out=room)
 
 
-def _loss_and_grad_(logits: Sequence[Tensor], taught: Tensor, wide: torch.dtype, objective: Objective) -> Tensor:
+def _loss_and_grad_(
+    logits: Sequence[Tensor], taught: Tensor, wide: torch.dtype, objective: Objective, named: Named | None
+) -> Tensor:
     """[K, R], how each step's logits [R, V] diverge from what the teacher says; they become the gradient."""
     losses = torch.empty(len(logits), len(taught), dtype=wide, device=taught.device)
     few = max(AT_ONCE.get(taught.device.type, AT_ONCE_ELSEWHERE) // logits[0].shape[1], 1)
     for first in range(0, len(taught), few):
         rows = slice(first, first + few)
-        compare = compare_with(taught[rows], wide, objective)
+        right = taught[rows].softmax(-1, dtype=wide) if taught.is_floating_point() else taught[rows]
+        compare = compare_with(right, objective, None if named is None else named.tokens[rows])
         for step, said in enumerate(logits):
             student = said[rows].to(wide)
-            losses[step, rows], said[rows] = compare(student, student.softmax(-1))
+            probs = student.softmax(-1)
+            if named is not None:
+                named.overlaps[step, rows] = torch.minimum(probs, right).sum(-1)
+            losses[step, rows], said[rows] = compare(student, probs)
     return losses
 
 
