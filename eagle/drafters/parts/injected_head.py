@@ -18,7 +18,8 @@ from eagle.data.examples import Batch
 from eagle.drafters.parts.anchors import Anchors
 from eagle.drafters.parts.block_spans import attend_block
 from eagle.drafters.parts.blocks import Norm, NormedBlock, Rotary, head_shape
-from eagle.drafters.parts.injected_state import InjectedState
+from eagle.drafters.parts.growth import level_rows
+from eagle.drafters.parts.injected_state import InjectedState, SlotLevels
 from eagle.drafters.parts.objectives import LanguageHead
 from eagle.drafters.parts.spans import Spans
 from eagle.drafters.parts.text_blocks import (
@@ -217,21 +218,25 @@ class InjectedHead(TrainableDrafter):
 
     # -- drafting -----------------------------------------------------------------------------------------------------
 
+    def open_levels(self, states: Tensor, roots: Tensor) -> Any:
+        """What gives logits level by level, from states [B, K, H] behind roots [B]."""
+        return SlotLevels(self, states)
+
     def open(self) -> InjectedState:
         """Texts that are drafted for together."""
         return InjectedState(self)
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
-        """None: the first forward makes all levels."""
-        return ()
+        """None, as the first forward makes all levels, but what levels read that depend on tokens."""
+        return level_rows(budget.within(self.levels)) if self.reads_tokens else ()
 
     def unread(self, accepted: int, depth: int) -> int:
         """The accepted tokens and the root, whose features become keys and values, and a block."""
         return accepted + 1 + int(self.settings.slots)
 
-    def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
+    def probe(self, context: int, rows: int, scored: int) -> Callable[[], Any]:
         """Keys and values of what is more than a block, and a block behind so much text, with its logits."""
-        (frozen,), weight = self.frozen, self.fc.weight
+        weight = self.fc.weight
         state, new = InjectedState(self), max(rows - self.settings.slots, 1)
         features = weight.new_zeros(context + new, len(self.taps), self.shape.hidden_size)
         state.admit(0)
@@ -241,9 +246,9 @@ class InjectedHead(TrainableDrafter):
             state.inject(slots, [features[:context]])
 
         @torch.inference_mode()
-        def run() -> Tensor:
+        def run() -> Any:
             state.cache.lengths[0] = context
             state.inject(slots, [features[context:]])
-            return frozen.logits(state.read_blocks(slots, root))
+            return self.open_levels(state.read_blocks(slots, root), root)
 
         return run

@@ -45,8 +45,9 @@ class InjectedState(TextState):
                 Seed(updates[row].root, self.text_length(slot) + 1, budgets[row], self.noises[row])
                 for row, slot in zip(rows, slots, strict=True)
             ]
-            states = self.read_blocks(slots, upload(roots, self.device))
-            trees |= zip(rows, grow_slots(self.head, seeds, states), strict=True)
+            roots = upload(roots, self.device)
+            states = self.read_blocks(slots, roots)
+            trees |= zip(rows, grow_slots(self.head, seeds, states, roots), strict=True)
         return trees
 
     def take_rows(self, rows: Sequence[int]) -> list[int]:
@@ -93,11 +94,11 @@ class InjectedState(TextState):
         return states
 
 
-def grow_slots(head: Any, seeds: Sequence[Seed], states: Tensor) -> list[DraftTree]:
-    """The tree of each seed from the states [B, K, H] of its levels."""
+def grow_slots(head: Any, seeds: Sequence[Seed], states: Tensor, roots: Tensor) -> list[DraftTree]:
+    """The tree of each seed from the states [B, K, H] of its levels; the roots [B] on the device."""
     seeds = [replace(seed, budget=seed.budget.within(head.levels)) for seed in seeds]
-    levels = SlotLevels(head, states[:, : max(seed.budget.depth for seed in seeds)])
-    return grow_rows(seeds, levels.logits[:, 0], levels, head.drafts, head.sharpness)
+    levels = head.open_levels(states[:, : max(seed.budget.depth for seed in seeds)], roots)
+    return grow_rows(seeds, levels.first, levels, head.drafts, head.sharpness)
 
 
 class SlotLevels:
@@ -105,6 +106,7 @@ class SlotLevels:
 
     def __init__(self, head: Any, states: Tensor) -> None:
         self.logits: Tensor = head.logits(states, head.frozen[0])  # [B, K, V]
+        self.first = self.logits[:, 0]
 
     def __call__(self, depth: int, rows: list[int], tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
         """[B, 1, V], the logits behind the nodes of one level."""
