@@ -18,8 +18,10 @@ from eagle.drafters.hydra import Hydra
 from eagle.drafters.lookahead import LookaheadDrafter
 from eagle.drafters.medusa import Medusa
 from eagle.drafters.mlp_speculator import MlpSpeculator
+from eagle.drafters.mtp import Mtp
 from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
+from eagle.drafters.peagle import Peagle
 from eagle.drafters.sparse_kv import SparseKv
 from eagle.drafters.spire import Spire
 from eagle.drafters.suffix import SuffixDrafter
@@ -47,6 +49,8 @@ DRAFTERS: dict[str, type[Any]] = {
     "early_exit_adapter": EarlyExitAdapter,
     "spire": Spire,
     "dflash": DFlash,
+    "peagle": Peagle,
+    "mtp": Mtp,
     "dspark": DSpark,
 }
 

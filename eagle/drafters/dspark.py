@@ -38,6 +38,7 @@ class DSparkSettings(InjectedSettings):
 class DSpark(InjectedHead):
     """(states of a block, tokens drafted before) -> logits: one forward gives the states, each level adds a bias."""
 
+    open_levels = PathLevels
     Settings = DSparkSettings
 
     def __init__(self, settings: Any, shape: Any) -> None:
@@ -141,9 +142,3 @@ class DSpark(InjectedHead):
             named,
         )
         return total, overlaps
-
-    # -- drafting -----------------------------------------------------------------------------------------------------
-
-    def open_levels(self, states: Tensor, roots: Tensor) -> PathLevels:
-        """What gives logits level by level, from states [B, K, H] behind roots [B]."""
-        return PathLevels(self, states, roots)

@@ -21,6 +21,7 @@ from eagle.drafters.parts.blocks import Norm, NormedBlock, Rotary, head_shape
 from eagle.drafters.parts.growth import level_rows
 from eagle.drafters.parts.injected_state import InjectedState, SlotLevels
 from eagle.drafters.parts.objectives import LanguageHead
+from eagle.drafters.parts.scoring import Seed
 from eagle.drafters.parts.spans import Spans
 from eagle.drafters.parts.text_blocks import (
     Pair,
@@ -63,6 +64,7 @@ class InjectedHead(TrainableDrafter):
     capture = drafts = None  # drafts are not captured; all tokens can be drafted
     reads_tokens = False  # whether what a level guesses depends on the tokens drafted before it
     sharpness = 1.0
+    open_levels: type[Any] = SlotLevels  # what makes logits of the states of a block, level by level
     is_compiled = False
     Settings: type[Any]
 
@@ -218,10 +220,6 @@ class InjectedHead(TrainableDrafter):
 
     # -- drafting -----------------------------------------------------------------------------------------------------
 
-    def open_levels(self, states: Tensor, roots: Tensor) -> Any:
-        """What gives logits level by level, from states [B, K, H] behind roots [B]."""
-        return SlotLevels(self, states)
-
     def open(self) -> InjectedState:
         """Texts that are drafted for together."""
         return InjectedState(self)
@@ -249,6 +247,6 @@ class InjectedHead(TrainableDrafter):
         def run() -> Any:
             state.cache.lengths[0] = context
             state.inject(slots, [features[context:]])
-            return self.open_levels(state.read_blocks(slots, root), root)
+            return self.open_levels(self, [Seed(0, 0, Budget())], state.read_blocks(slots, root))
 
         return run

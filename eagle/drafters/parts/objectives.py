@@ -6,16 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle.core.drafter import TargetHead
+from eagle.data.examples import Batch
 from eagle.drafters.parts.divergences import Kind as Kind
 from eagle.drafters.parts.divergences import Objective as Objective
 from eagle.drafters.parts.divergences import compare_with
+from eagle.drafters.parts.language_heads import BiasedHead as BiasedHead
+from eagle.drafters.parts.language_heads import LanguageHead as LanguageHead
+from eagle.drafters.parts.language_heads import OwnHead as OwnHead
 
 ROWS = 96  # of a chunk at least: fewer make poor matrix products
 LEARNED = 4  # times as many where a matrix learns: every chunk is added to all of its gradient
@@ -26,77 +29,8 @@ AT_ONCE_ELSEWHERE = 1 << 25
 
 EVEN = 16  # of which a chunk's rows are a multiple
 
-
-class LanguageHead(Protocol):
-    """Hidden states to logits, and gradients back."""
-
-    @property
-    def weight(self) -> Tensor: ...
-
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor: ...
-
-    def slope(self, logits: Tensor, hidden: Tensor) -> Tensor | None: ...
-
-    def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor: ...
-
-    def cast(self, dtype: torch.dtype) -> LanguageHead: ...
-
-
-@dataclass(frozen=True, slots=True)
-class OwnHead:
-    """A head's own matrix [V, D], and a bias [V] where it has one."""
-
-    weight: Tensor
-    bias: Tensor | None = None
-
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[.., V], written to `out` where that is given."""
-        logits = torch.matmul(hidden.to(self.weight.dtype), self.weight.T, out=out)
-        return logits if self.bias is None else logits.add_(self.bias)
-
-    def slope(self, logits: Tensor, hidden: Tensor) -> None:
-        """Nothing lies between the product and the logits."""
-
-    def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor:
-        """[.., D], the gradient at the hidden states from that at their logits."""
-        return gradient.to(self.weight.dtype) @ self.weight
-
-    def cast(self, dtype: torch.dtype) -> OwnHead:
-        """This head in another precision, with gradients that reach its own."""
-        return OwnHead(self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
-
-
-@dataclass(frozen=True, slots=True)
-class BiasedHead:
-    """The target's LM head, whose logits get a bias from codes [.., r] that lie behind the hidden states [.., D]."""
-
-    frozen: TargetHead
-    weight: Tensor  # [V, r], which makes biases of codes, and learns
-
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[.., V] from hidden states and codes [.., D + r], written to `out` where that is given."""
-        state, code = self._split(hidden.to(self.weight.dtype))
-        logits = self.frozen.logits(state, out=out)
-        return logits.add_(code @ self.weight.T) if out is None else torch.addmm(logits, code, self.weight.T, out=out)
-
-    def slope(self, logits: Tensor, hidden: Tensor) -> Tensor | None:
-        """[.., V], how far the target's logits move with what lies below their softcap; None without one."""
-        if self.frozen.softcap is None:
-            return None
-        state, code = self._split(hidden)
-        return self.frozen.slope(logits - code @ self.weight.T, state)
-
-    def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor:
-        """[.., D + r], the gradient at hidden states and codes from that at the logits."""
-        bent = gradient if slope is None else gradient * slope  # the target's logits alone
-        return torch.cat([self.frozen.pull_back(bent, None), gradient @ self.weight], dim=-1)
-
-    def cast(self, dtype: torch.dtype) -> BiasedHead:
-        """This head in another precision, with gradients that reach its own matrix."""
-        return BiasedHead(self.frozen.cast(dtype), self.weight.to(dtype))
-
-    def _split(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        return hidden.tensor_split([hidden.shape[-1] - self.weight.shape[1]], dim=-1)
+Loss = Literal[Kind, "tokens"]
+"""A divergence from the target's probs, or the text's own next token, whatever the target finds likely."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +39,18 @@ class Named:
 
     tokens: Tensor
     overlaps: Tensor
+
+
+def choose_teacher(
+    loss: Loss, batch: Batch, places: Tensor, frozen: LanguageHead
+) -> tuple[Tensor, LanguageHead | None, Objective]:
+    """What the token two places behind each slot [S] is learned from, and by which divergence.
+
+    It is the token itself, or the target's state that names it and the LM head that makes logits of it.
+    """
+    if loss == "tokens":
+        return batch.tokens.index_select(0, places + 2), None, Objective()
+    return batch.select_taps((-1,))[:, 0].index_select(0, places + 1), frozen, Objective(loss)
 
 
 def feature_regression(predicted: Tensor, true: Tensor, weights: Tensor) -> Tensor:

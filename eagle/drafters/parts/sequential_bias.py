@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle.core.drafter import TargetHead
-from eagle.device import pick_rows
+from eagle.device import pick_rows, upload
+from eagle.drafters.parts.scoring import Seed
 
 
 class SequentialBias(Protocol):
@@ -129,11 +131,11 @@ class GruBias:
 class PathLevels:
     """The logits of all levels of all trees: what a level's slot gives to all nodes, and a bias for each one's path."""
 
-    def __init__(self, head: Any, states: Tensor, roots: Tensor) -> None:
+    def __init__(self, head: Any, seeds: Sequence[Seed], states: Tensor) -> None:
         self.head, self.states = head, states  # [B, K, H]
         self.slot_logits: Tensor = head.logits(states, head.frozen[0])  # [B, K, V]
         self.rows = self.all_rows = list(range(len(states)))
-        self.roots = self.tokens = roots[:, None]
+        self.roots = self.tokens = upload(torch.tensor([[seed.root] for seed in seeds]), states.device)
         self.memory = states.new_zeros(len(states), 1, 0 if head.bias is None else head.bias.memory_size)
         self.first = self._read_tokens(0)[:, 0]  # [B, V]
         self.first_memory = self.memory
