@@ -1,0 +1,110 @@
+"""MTP heads (DeepSeek-V3, arXiv 2412.19437; FastMTP, arXiv 2509.18362): one decoder block over token and state."""
+
+# N rows, S supervised slots, K steps, H width
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from eagle.core.drafter import TargetHead
+from eagle.data.examples import Batch
+from eagle.drafters.parts.blocks import Cache, Norm, NormedBlock, Rotary, head_shape
+from eagle.drafters.parts.objectives import Loss, align_steps, choose_teacher, distillation_loss, step_weights
+from eagle.drafters.parts.unroll import UnrolledDrafter
+from eagle.recipe import Section
+
+
+class MtpSettings(Section):
+    """What a recipe may say about the head."""
+
+    kind: Literal["mtp"] = "mtp"
+    steps: int = Field(3, ge=1)  # that it is trained to go on from its own states
+    decay: float = Field(0.6, gt=0, le=1)  # of a step's weight; weights add up to 1
+    hidden_first: bool = False  # eh_proj reads the state before the token, as MiMo's does
+    loss: Loss = "cross_entropy"
+
+
+class Mtp(UnrolledDrafter):
+    """(state of token i, token i + 1) -> a normed state, whose logits name token i + 2 and that the next step reads."""
+
+    taps = (-1,)
+    teacher_taps = (-1,)
+    Settings = MtpSettings
+
+    def __init__(self, settings: MtpSettings, shape: Any) -> None:
+        super().__init__(settings, shape)
+        width = shape.hidden_size
+        self.enorm, self.hnorm, self.norm = (Norm(width, shape.rms_norm_eps) for _ in range(3))
+        self.eh_proj = nn.Linear(2 * width, width, bias=False)
+        self.layers = nn.ModuleList([NormedBlock(shape)])
+        self.rotary = Rotary(shape)
+
+    @classmethod
+    def for_target(
+        cls,
+        settings: MtpSettings,
+        target_config: Any,
+        frozen: TargetHead | None = None,
+        supervised: Iterable[Tensor] | None = None,
+    ) -> Mtp:
+        """A new head of the target's sizes."""
+        return cls(settings, head_shape(target_config))
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """In which order token and state are read; a shape tells whether the block has norms by head, and biases."""
+        return {"network": "mtp", "hidden_first": self.settings.hidden_first}
+
+    # -- one level ----------------------------------------------------------------------------------------------------
+
+    def fuse_taps(self, features: Tensor) -> Tensor:
+        """The one tap."""
+        return features[..., 0, :]
+
+    def first_block(
+        self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        """The block over token and state, each normed, side by side."""
+        parts = self.enorm(embedded), self.hnorm(hidden)
+        both = torch.cat(parts[::-1] if self.settings.hidden_first else parts, dim=-1)
+        return self.layers[0](self.eh_proj(both), rotary, mask, cache)
+
+    def project_tokens(self, embedded: Tensor) -> Tensor:
+        """The token's half of the projection."""
+        return F.linear(self.enorm(embedded), self._halves()[0])
+
+    def block_inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+        """The state that attention reads, normed, and the one that it is added to."""
+        return self.layers[0].inputs(tokens + F.linear(self.hnorm(hidden), self._halves()[1]))
+
+    def _halves(self) -> tuple[Tensor, Tensor]:
+        """What `eh_proj` multiplies a token with, and a state."""
+        first, second = self.eh_proj.weight.chunk(2, dim=1)
+        return (second, first) if self.settings.hidden_first else (first, second)
+
+    def next_input(self, state: Tensor) -> Tensor:
+        """The normed state, which stands for the target's."""
+        return self.norm(state)
+
+    def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
+        """The target's own logits of the normed state."""
+        return frozen.logits(self.norm(state))
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+        """The loss of every step, at the slots that a draft can reach."""
+        settings, dtype = self.settings, frozen.weight.dtype
+        unrolled = self.unroll(batch, frozen, settings.steps)
+        weights = step_weights(unrolled.places, settings.steps, decay=settings.decay)
+        weights = weights / sum(settings.decay**step for step in range(settings.steps))
+        student = align_steps(self.norm(state) for state in unrolled.states)
+        teacher, teacher_head, objective = choose_teacher(settings.loss, batch, unrolled.places, frozen)
+        total, each = distillation_loss(student, teacher, weights, (frozen, teacher_head), objective, dtype)
+        return {"total": total, **{f"laws/{step}": value for step, value in enumerate(each)}}
