@@ -28,7 +28,7 @@ from eagle.data.features import LiveFeatures, extract, taps_of
 from eagle.data.open import follow_head
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.ngram import NgramDrafter
-from eagle.drafters.parts import spans
+from eagle.drafters.parts import block_spans, spans
 from eagle.drafters.parts.counts import CountDrafter
 from eagle.drafters.several import FirstOf
 from eagle.recipe import TrainSection
@@ -305,7 +305,8 @@ def main(asked: list[str]) -> None:
     """Run what is asked for, on both devices."""
     torch.set_num_threads(1)
     device, runs = simulated.install(), every_run()
-    spans._compile_flex = lambda: attend_densely  # type: ignore[assignment]
+    for module in (spans, block_spans):
+        module.compile_flex = lambda: attend_densely  # type: ignore[attr-defined]
     targets = new_target(CPU), new_target(device)
     for target in targets:
         generate(target, load_drafter("none", target), PROMPTS, max_new_tokens=2)  # reads small trees once

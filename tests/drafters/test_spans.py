@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eagle.drafters.parts import spans as module
-from eagle.drafters.parts.spans import Spans, attend, attend_block, attend_flex
+from eagle.drafters.parts.spans import Spans, attend, attend_flex
 
 LENGTHS, HEADS, KEYS, WIDTH = (150, 7, 41), 4, 2, 16
 Inputs = tuple[Tensor, Tensor, Tensor, list[tuple[Tensor, Tensor]]]
@@ -131,14 +131,14 @@ def test_autograd_merges_as_the_cpus_own_gradient_does(spans: Spans) -> None:
 @pytest.mark.parametrize("fault", ["share", "future", "own"])
 def test_a_wrong_merge_is_seen(spans: Spans, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted faults: shares that do not add up, a future that is seen, another row's own keys."""
-    law, given = module._attention_probs, inputs(spans, 3)
+    law, given = module.attention_probs, inputs(spans, 3)
 
     def moved(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Any) -> Tensor:
         return attend(query, key, value, spans, [(mine.roll(1, 1), its) for mine, its in own])
 
     if fault == "share":
         monkeypatch.setattr(
-            module, "_attention_probs", lambda query, key, own, stride: law(query, key, own + 0.1, stride)
+            module, "attention_probs", lambda query, key, own, stride: law(query, key, own + 0.1, stride)
         )
     elif fault == "future":
         monkeypatch.setattr(module, "_future", lambda count, *rest: torch.zeros(count, count, dtype=rest[1]))
@@ -149,15 +149,13 @@ def test_a_wrong_merge_is_seen(spans: Spans, fault: str, monkeypatch: pytest.Mon
     assert max(apart) > 1e-3
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_block_of_tokens_sees_itself_or_what_came_before(spans: Spans, causal: bool) -> None:
-    """Three tokens behind every row, each against one dense softmax; gradients reach what each sees alone."""
-    _, key, value, own = inputs(spans, 3)
-    queries = [inputs(spans, step)[0] + step for step in range(3)]
-    outputs = attend_block(queries, key, value, spans, own, causal=causal)
-    for place, (query, output) in enumerate(zip(queries, outputs, strict=True)):
-        seen = own[: place + 1] if causal else own
-        torch.testing.assert_close(output, dense(query, key, value, spans, seen))
-    outputs[0].sum().backward()
-    reached = [mine.grad is not None and bool(mine.grad.any()) for mine, _ in own]
-    assert reached == [True, not causal, not causal]
+def test_scattered_rows_are_those_of_runs(spans: Spans) -> None:
+    """The same rows as places of their own: the same output and gradients, whatever the pieces."""
+    places = [
+        spans.rows[(begin <= spans.rows) & (spans.rows < begin + length)] - begin
+        for begin, length in zip((0, 150, 157), LENGTHS, strict=True)
+    ]
+    scattered, given = Spans.at(places, LENGTHS, torch.device("cpu")), inputs(spans, 2)
+    assert scattered.rows.tolist() == spans.rows.tolist() and scattered.begins.tolist() == spans.begins.tolist()
+    for ours, true in zip(results(attend, given, scattered), results(attend, given, spans), strict=True):
+        torch.testing.assert_close(ours, true)

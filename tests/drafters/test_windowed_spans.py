@@ -114,7 +114,7 @@ def test_bf16_is_near() -> None:
 def count_columns(length: int, window: Window) -> tuple[int, int]:
     """Columns that all pieces of one long text read, and blocks that a fused kernel reads."""
     spans = Spans.of([torch.ones(length, dtype=torch.bool)], CPU, window=window)
-    pieces = module._pieces(spans, 2, torch.empty(0))
+    pieces = module.split_pieces(spans, 2, torch.empty(0))
     return sum(part.stop - part.start for _, seen, _ in pieces for part in seen), int(
         spans.block_mask(2).kv_num_blocks.sum()
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -36,6 +36,7 @@ class Spans:
     count: int  # of all rows
     stride: int = 1  # from one row of a run to the next
     window: Window | None = None  # what a row sees of its text so far; without one, all
+    scattered: tuple[list[int], ...] = ()  # the rows of each run, where they may lie anywhere in it
     block_masks: dict[int, Any] = field(default_factory=dict)  # by how many rows of their own the rows see
 
     @classmethod
@@ -59,10 +60,39 @@ class Spans:
             begin += len(mask)
         return cls(upload(torch.cat(rows), device), runs, begin, stride, window)
 
+    @classmethod
+    def at(cls, places: Sequence[Tensor], lengths: Sequence[int], device: torch.device) -> Spans:
+        """The rows at such places [S], in ascending order, of each text of such a length."""
+        runs, rows, begin = [], list[list[int]](), 0
+        for marked, length in zip(places, lengths, strict=True):
+            if len(marked):
+                rows.append((begin + marked).tolist())
+                runs.append((begin, rows[-1][0], rows[-1][-1] + 1))
+            begin += length
+        every = torch.tensor([row for run in rows for row in run], dtype=torch.long)
+        return cls(upload(every, device), runs, begin, scattered=tuple(rows))
+
+    def split_runs(self, size: int) -> Iterator[tuple[int, Sequence[int]]]:
+        """Where a text begins, and the next rows of it, so many at most."""
+        for number, (begin, start, stop) in enumerate(self.runs):
+            rows = self.scattered[number] if self.scattered else range(start, stop, self.stride)
+            for first in range(0, len(rows), size):
+                yield begin, rows[first : first + size]
+
+    def split(self, size: int) -> Iterator[Spans]:
+        """The same rows in parts of so many at most, each of one text."""
+        done = 0
+        for begin, places in self.split_runs(size):
+            rows, run = self.rows[done : done + len(places)], (begin, places[0], places[-1] + 1)
+            scattered = (list(places),) if self.scattered else ()
+            yield replace(self, rows=rows, runs=[run], scattered=scattered, block_masks={})
+            done += len(places)
+
     @cached_property
     def begins(self) -> Tensor:
         """[S], where the text of each wanted row begins."""
-        counts = torch.tensor([len(range(start, stop, self.stride)) for _, start, stop in self.runs])
+        sizes = [len(rows) for rows in self.scattered]
+        counts = torch.tensor(sizes or [len(range(start, stop, self.stride)) for _, start, stop in self.runs])
         begins = torch.tensor([begin for begin, _, _ in self.runs])
         return upload(begins.repeat_interleave(counts), self.rows.device)
 
@@ -117,35 +147,23 @@ def attend_plain(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: O
 ATTEND = {"cpu": attend_plain, "meta": attend_plain}  # elsewhere one fused kernel
 
 
-def attend_block(
-    queries: Sequence[Tensor], key: Tensor, value: Tensor, spans: Spans, own: Own, *, causal: bool
-) -> list[Tensor]:
-    """[h, S, w] for each token of a block that stands behind every row: it sees the row's text, and of the block all.
-
-    With `causal` it sees of the block the tokens up to itself. Queries and `own` hold a tensor and a pair per token.
-    """
-    return [
-        attend(query, key, value, spans, own[: place + 1] if causal else own) for place, query in enumerate(queries)
-    ]
-
-
 def attend_flex(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = (), kernel: Any = None) -> Tensor:
     """What `attend` computes, by one fused kernel over all texts, for accelerators; on a CPU it has no gradient."""
-    attention: Any = kernel or (flex_attention if query.device.type == "cpu" else _compile_flex())
+    attention: Any = kernel or (flex_attention if query.device.type == "cpu" else compile_flex())
     asked = {"enable_gqa": len(query) != len(key), "return_aux": AuxRequest(lse=True)}
     output, beside = attention(query[None], key[None], value[None], block_mask=spans.block_mask(len(own)), **asked)
     return _merge_parts(output[0], _shares(query, beside.lse[0], own), own, len(key))
 
 
 @cache
-def _compile_flex() -> Any:
+def compile_flex() -> Any:
     return torch.compile(flex_attention, dynamic=True)  # else once for every length of a batch
 
 
 def _shares(query: Tensor, context: Tensor, own: Own) -> Tensor:
     """[1 + steps, h, S], how much of its attention each row gives to its text, of that log-sum-exp, and to its own."""
     scale, wide = query.shape[-1] ** -0.5, context.dtype
-    scores = [(_by_key(query, key) * key[:, None]).sum(-1, dtype=wide).flatten(0, 1) * scale for key, _ in own]
+    scores = [(by_key(query, key) * key[:, None]).sum(-1, dtype=wide).flatten(0, 1) * scale for key, _ in own]
     return torch.stack([context, *scores]).softmax(0)
 
 
@@ -173,16 +191,16 @@ class _Plain(torch.autograd.Function):
         output = query.new_empty(query.shape[1], len(query), query.shape[2]).transpose(0, 1)
         scores = query.new_empty(*query.shape[:2], len(own))
         for step, (own_key, _) in enumerate(own):
-            scores[:, :, step] = (_by_key(query, key) * own_key[:, None]).sum(-1).flatten(0, 1)
+            scores[:, :, step] = (by_key(query, key) * own_key[:, None]).sum(-1).flatten(0, 1)
         shares = torch.empty_like(scores)
-        for rows, seen, hidden in _pieces(spans, len(own), query):
-            key_seen, value_seen = _read_columns(seen, key, value)
-            probs = _attention_probs(query[:, rows], key_seen, scores[:, rows], hidden)
+        for rows, seen, hidden in split_pieces(spans, len(own), query):
+            key_seen, value_seen = read_columns(seen, key, value)
+            probs = attention_probs(query[:, rows], key_seen, scores[:, rows], hidden)
             text, mine = probs.tensor_split([key_seen.shape[1]], dim=-1)
             output[:, rows] = (text @ value_seen).view(output[:, rows].shape)
             shares[:, rows] = mine.reshape(shares[:, rows].shape)
         for step, (_, own_value) in enumerate(own):
-            _by_key(output, key).addcmul_(_by_key(shares[:, :, step, None], key), own_value[:, None])
+            by_key(output, key).addcmul_(by_key(shares[:, :, step, None], key), own_value[:, None])
         ctx.save_for_backward(query, key, value, output, scores, shares, *flat)
         ctx.spans = spans
         return output
@@ -194,21 +212,21 @@ class _Plain(torch.autograd.Function):
         # the other way round, which makes faster products
         grad_key, grad_value = (part.new_zeros(part.mT.shape) for part in (key, value))
         gain = (grad_out * output).sum(-1, keepdim=True)
-        for rows, seen, hidden in _pieces(ctx.spans, len(own), query):
-            key_seen, value_seen = _read_columns(seen, key, value)
-            probs = _attention_probs(query[:, rows], key_seen, scores[:, rows], hidden)[..., : key_seen.shape[1]]
-            query_rows, grad_rows = _group_by_key(query[:, rows], key), _group_by_key(grad_out[:, rows], key)
-            _add_product(grad_value, seen, grad_rows, probs)
+        for rows, seen, hidden in split_pieces(ctx.spans, len(own), query):
+            key_seen, value_seen = read_columns(seen, key, value)
+            probs = attention_probs(query[:, rows], key_seen, scores[:, rows], hidden)[..., : key_seen.shape[1]]
+            query_rows, grad_rows = group_by_key(query[:, rows], key), group_by_key(grad_out[:, rows], key)
+            add_product(grad_value, seen, grad_rows, probs)
             grad_score = grad_rows @ value_seen.mT
-            grad_score.sub_(_group_by_key(gain[:, rows], key)).mul_(probs)
+            grad_score.sub_(group_by_key(gain[:, rows], key)).mul_(probs)
             grad_query[:, rows] = (grad_score @ key_seen).view(grad_query[:, rows].shape)
-            _add_product(grad_key, seen, query_rows, grad_score)
+            add_product(grad_key, seen, query_rows, grad_score)
         grad_own: list[Tensor] = []
         for step, (own_key, own_value) in enumerate(own):
-            share, grad_part = _by_key(shares[:, :, step, None], key), _by_key(grad_out, key)
-            grad_score = (grad_part * own_value[:, None]).sum(-1, keepdim=True).sub_(_by_key(gain, key)).mul_(share)
-            _by_key(grad_query, key).addcmul_(grad_score, own_key[:, None])
-            grad_own += [(grad_score * _by_key(query, key)).sum(1), (share * grad_part).sum(1)]
+            share, grad_part = by_key(shares[:, :, step, None], key), by_key(grad_out, key)
+            grad_score = (grad_part * own_value[:, None]).sum(-1, keepdim=True).sub_(by_key(gain, key)).mul_(share)
+            by_key(grad_query, key).addcmul_(grad_score, own_key[:, None])
+            grad_own += [(grad_score * by_key(query, key)).sum(1), (share * grad_part).sum(1)]
         return grad_query.mul_(query.shape[-1] ** -0.5), grad_key.mT, grad_value.mT, None, *grad_own
 
 
@@ -216,25 +234,36 @@ def _pairs(flat: Sequence[Tensor]) -> Own:
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
-def _pieces(spans: Spans, drafted: int, like: Tensor) -> Iterator[tuple[slice, list[slice], Tensor]]:
+def split_pieces(
+    spans: Spans, drafted: int, like: Tensor, size: int | None = None
+) -> Iterator[tuple[slice, list[slice], Tensor]]:
     """Of each piece of a run the rows among the wanted ones, the columns that they see, and what hides some of these.
 
     The latter is added to the scores of the last columns; rows see so many rows of their own beside the columns.
     """
-    done, size, stride = 0, PIECE.get(like.dtype, PIECE_ELSE), spans.stride
-    for begin, start, stop in spans.runs:
-        for first in range(start, stop, size * stride):
-            count = len(range(first, min(first + size * stride, stop), stride))
-            rows, end = slice(done, done + count), first + (count - 1) * stride + 1
-            if spans.window is None:
-                yield rows, [slice(begin, end)], _future(count, stride, like.dtype, like.device)
-            else:
-                seen = spans.window.columns(begin, first, end, drafted)
-                yield rows, seen, _hide_outside(spans.window, drafted, range(first, end, stride), begin, seen, like)
-            done += count
+    done, size = 0, size or PIECE.get(like.dtype, PIECE_ELSE)
+    for begin, places in spans.split_runs(size):
+        rows, end = slice(done, done + len(places)), places[-1] + 1
+        if spans.window is not None:
+            seen = spans.window.columns(begin, places[0], end, drafted)
+            yield rows, seen, _hide_outside(spans.window, drafted, places, begin, seen, like)
+        elif isinstance(places, range):
+            yield rows, [slice(begin, end)], _future(len(places), places.step, like.dtype, like.device)
+        else:
+            yield rows, [slice(begin, end)], _hide_later(places, like)
+        done += len(places)
 
 
-def _hide_outside(window: Window, drafted: int, rows: range, begin: int, seen: Sequence[slice], like: Tensor) -> Tensor:
+def _hide_later(places: Sequence[int], like: Tensor) -> Tensor:
+    """[n, m], what a row adds to the columns from the first row on, to see those up to its own alone."""
+    row = torch.tensor(places, device=like.device)[:, None]
+    hidden = torch.arange(places[0], places[-1] + 1, device=like.device) > row
+    return like.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
+
+
+def _hide_outside(
+    window: Window, drafted: int, rows: Sequence[int], begin: int, seen: Sequence[slice], like: Tensor
+) -> Tensor:
     """[n, m], what hides from rows the columns outside their windows, among those that the piece sees."""
     places = torch.cat([torch.arange(part.start, part.stop, device=like.device) for part in seen])
     row = torch.tensor(rows, device=like.device)[:, None]
@@ -242,7 +271,7 @@ def _hide_outside(window: Window, drafted: int, rows: range, begin: int, seen: S
     return like.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
 
 
-def _read_columns(seen: Sequence[slice], *tensors: Tensor) -> list[Tensor]:
+def read_columns(seen: Sequence[slice], *tensors: Tensor) -> list[Tensor]:
     """[k, m, w] of each, in bf16 contiguous: products copy what is not, and what they transpose far slower."""
     if len(seen) > 1:
         return [torch.cat([tensor[:, part] for part in seen], dim=1) for tensor in tensors]
@@ -250,32 +279,32 @@ def _read_columns(seen: Sequence[slice], *tensors: Tensor) -> list[Tensor]:
     return [column.contiguous() if column.dtype == torch.bfloat16 else column for column in columns]
 
 
-def _add_product(total: Tensor, seen: Sequence[slice], rows: Tensor, columns: Tensor) -> None:
+def add_product(total: Tensor, seen: Sequence[slice], rows: Tensor, columns: Tensor) -> None:
     """Add rows [k, n, w] times columns [k, n, m] to these m columns of a total [k, w, N]."""
     for part, columns_part in zip(seen, columns.split([part.stop - part.start for part in seen], dim=-1), strict=True):
         total[:, :, part].baddbmm_(rows.mT, columns_part)
 
 
-def _by_key(tensor: Tensor, key: Tensor) -> Tensor:
+def by_key(tensor: Tensor, key: Tensor) -> Tensor:
     """[k, h / k, S, ...], the heads that share a key beside each other."""
     return tensor.unflatten(0, (len(key), -1))
 
 
-def _group_by_key(tensor: Tensor, key: Tensor) -> Tensor:
+def group_by_key(tensor: Tensor, key: Tensor) -> Tensor:
     """[k, h / k * n, w]: the heads that share a key, one below the other."""
     heads, count, width = tensor.shape
     return tensor.reshape(len(key), heads // len(key) * count, width)
 
 
-def _attention_probs(query: Tensor, key: Tensor, own: Tensor, hidden: Tensor) -> Tensor:
+def attention_probs(query: Tensor, key: Tensor, own: Tensor, hidden: Tensor) -> Tensor:
     """[k, h / k * n, m + steps], whom rows look at, by query [h, n, w], key [k, m, w], and scores of their own.
 
     `hidden` [n, ..] is added to the scores of the last columns of a text.
     """
-    asked, count, seen = _group_by_key(query, key), query.shape[1], key.shape[1]
+    asked, count, seen = group_by_key(query, key), query.shape[1], key.shape[1]
     scores = query.new_empty(len(key), asked.shape[1], seen + own.shape[2])
     torch.bmm(asked, key.mT, out=scores[..., :seen])
-    scores[..., seen:] = _group_by_key(own, key)
+    scores[..., seen:] = group_by_key(own, key)
     scores.view(len(query), count, -1)[:, :, seen - hidden.shape[1] : seen] += hidden
     return scores.softmax(-1)
 

@@ -1,0 +1,70 @@
+"""DFlash (Chen et al. 2026, arXiv 2602.06036): one forward over a root and masks guesses a block of tokens."""
+
+# A anchors, K levels, H width
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from eagle.core.drafter import TargetHead
+from eagle.data.examples import Batch
+from eagle.drafters.parts.anchors import Anchors
+from eagle.drafters.parts.injected_head import InjectedHead, InjectedSettings
+from eagle.drafters.parts.level_heads import Loss
+from eagle.drafters.parts.objectives import ROWS, Objective, distillation_loss
+
+
+class DFlashSettings(InjectedSettings):
+    """What a recipe may say about the head."""
+
+    kind: Literal["dflash"] = "dflash"
+    loss: Loss = "cross_entropy"  # towards the target's probs, or "tokens": the texts' own, as published
+    d_pace: bool = False  # levels count as far as a draft is expected to get, in place of their decay
+
+
+class DFlash(InjectedHead):
+    """Blocks over root and masks, all slots of which see one another; with `causal` the network of JetSpec."""
+
+    Settings = DFlashSettings
+
+    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+        """The loss of all levels, at blocks behind anchors drawn of each text."""
+        settings, anchors = self.settings, Anchors.drawn(batch, self.levels, self.settings.anchors)
+        context, roots = self.inject_texts(batch), anchors.tokens_at(batch, -1)
+        states = self.read_blocks(batch, frozen, context, anchors.spans, roots)
+        tokens = torch.stack([anchors.tokens_at(batch, level) for level in range(self.levels)], dim=1)
+        weights = anchors.weights(None if settings.d_pace else settings.decay)
+        if settings.d_pace:
+            weights = pace_weights(states, tokens, anchors.reached, frozen)
+        taught, teacher, objective = tokens, None, Objective()
+        if settings.loss != "tokens":
+            true, last = batch.select_taps((-1,))[:, 0], len(batch.tokens) - 1
+            ahead = anchors.places[:, None] + torch.arange(1, 1 + self.levels, device=true.device)
+            taught, teacher = true[ahead.clamp(max=last)], frozen  # beyond a text none counts
+            objective = Objective(settings.loss)
+        total, _ = distillation_loss(
+            states.flatten(0, 1)[None],
+            taught.flatten(0, 1),
+            weights.flatten()[None],
+            (frozen, teacher),
+            objective,
+            frozen.weight.dtype,
+        )
+        return {"total": total}
+
+
+@torch.no_grad()
+def pace_weights(states: Tensor, tokens: Tensor, reached: Tensor, frozen: TargetHead) -> Tensor:
+    """[A, K], D-PACE's: how much of a draft's expected length hangs on each level; their sum is 1.
+
+    A level is expected to be kept with s = (1 + p) / 2, of the probs p that it gives to the text's own token.
+    """
+    rows = zip(states.flatten(0, 1).split(ROWS), tokens.flatten().split(ROWS), strict=True)
+    probs = [frozen.logits(state).float().softmax(-1).gather(1, named[:, None])[:, 0] for state, named in rows]
+    kept = (0.5 + 0.5 * torch.cat(probs).view(tokens.shape)) * reached
+    lengths = kept.cumprod(1)
+    weights = lengths.flip(1).cumsum(1).flip(1) * reached
+    return weights / weights.sum().clamp(min=1e-9)

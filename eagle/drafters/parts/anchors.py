@@ -1,0 +1,68 @@
+"""The places of texts from which blocks are guessed: all that are supervised, or some drawn of each text."""
+
+# A anchors, K levels, N tokens of all texts
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagle.data.examples import Batch
+from eagle.device import upload
+from eagle.drafters.parts.spans import Spans
+
+
+@dataclass(frozen=True, slots=True)
+class Anchors:
+    """Slots whose next token is the root of a block: level d of slot i names token i + 2 + d."""
+
+    spans: Spans  # of the slots, among those of all texts
+    places: Tensor  # [A], of the slots among all tokens
+    reached: Tensor  # [A, K], whether all tokens up to the one that a level names are supervised
+
+    @classmethod
+    def everywhere(cls, batch: Batch, levels: int) -> Anchors:
+        """All supervised slots."""
+        return cls.drawn(batch, levels, max(batch.lengths, default=0))
+
+    @classmethod
+    def drawn(cls, batch: Batch, levels: int, most: int) -> Anchors:
+        """At most so many supervised slots of each text, drawn by its seed."""
+        slots, places, reached, begin = list[Tensor](), list[Tensor](), list[Tensor](), 0
+        masks = [mask[2:] for mask in batch.loss_mask.split(batch.lengths)]
+        for mask, seed, length in zip(masks, batch.seeds, batch.lengths, strict=True):
+            marked = mask.nonzero()[:, 0]
+            if len(marked) > most:
+                order = torch.randperm(len(marked), generator=torch.Generator().manual_seed(seed))
+                marked = marked[order[:most].sort().values]
+            slots.append(marked)
+            places.append(begin + marked)
+            reached.append(F.pad(mask, (0, levels))[marked[:, None] + torch.arange(levels)].long().cumprod(1).bool())
+            begin += length
+        device = batch.tokens.device
+        spans = Spans.at(slots, [len(mask) for mask in masks], device)
+        return cls(spans, upload(torch.cat(places), device), upload(torch.cat(reached), device))
+
+    def tokens_at(self, batch: Batch, level: int) -> Tensor:
+        """[A], the tokens that such a level names; -1 names the roots. What lies beyond a text counts for nothing."""
+        return batch.tokens.index_select(0, (self.places + 2 + level).clamp(max=len(batch.tokens) - 1))
+
+    def tokens_of(self, batch: Batch) -> Tensor:
+        """[A, K], the tokens that all levels name."""
+        return torch.stack([self.tokens_at(batch, level) for level in range(self.reached.shape[1])], dim=1)
+
+    def states_before(self, batch: Batch) -> Tensor:
+        """[A, K, H], the target's states from which the tokens that the levels name follow."""
+        true, levels = batch.select_taps((-1,))[:, 0], self.reached.shape[1]
+        ahead = self.places[:, None] + torch.arange(1, 1 + levels, device=true.device)
+        return true[ahead.clamp(max=len(batch.tokens) - 1)]
+
+    def weights(self, decay: float | None) -> Tensor:
+        """[A, K], what each level of each block counts: e^(-level / decay) where it is reached; their sum is 1."""
+        weights = self.reached.float()
+        if decay is not None:
+            weights = weights * torch.exp(-torch.arange(weights.shape[1], device=weights.device) / decay)
+        return weights / weights.sum().clamp(min=1e-9)

@@ -1,0 +1,159 @@
+"""Attention of a block of tokens behind some rows of texts: each sees the text up to its row, and its block."""
+
+# S wanted rows, B tokens of a block, h heads of queries, k of keys, n rows of a piece, m of its text so far, w width
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest
+
+from eagle.drafters.parts.spans import (
+    PIECE,
+    PIECE_ELSE,
+    Spans,
+    add_product,
+    attention_probs,
+    compile_flex,
+    group_by_key,
+    read_columns,
+    split_pieces,
+)
+
+Pair = tuple[Tensor, Tensor]
+
+
+def attend_block(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Pair, *, causal: bool) -> Tensor:
+    """[h, S, B, w] from query [h, S, B, w], a text's key and value [k, N, w], and the blocks' own [k, S, B, w].
+
+    With `causal` a token sees of its block the tokens up to itself, else all.
+    """
+    attend = ATTEND.get(query.device.type, attend_block_flex)
+    return attend(query, key, value, spans, own, causal=causal)
+
+
+def attend_block_plain(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Pair, *, causal: bool) -> Tensor:
+    """What `attend_block` computes, by products of pieces of the texts, for CPUs."""
+    return _Plain.apply(query, key, value, *own, spans, causal)
+
+
+def attend_block_flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: Spans,
+    own: Pair,
+    *,
+    causal: bool,
+    kernel: Any = None,
+) -> Tensor:
+    """What `attend_block` computes, by one fused kernel over all texts, for accelerators."""
+    heads, count, size, width = query.shape
+    wide = query.transpose(1, 2).reshape(1, heads * size, count, width)
+    asked = {"enable_gqa": heads * size != len(key), "return_aux": AuxRequest(lse=True)}
+    attention: Any = kernel or compile_flex()
+    output, beside = attention(wide, key[None], value[None], block_mask=spans.block_mask(0), **asked)
+    output = output[0].view(heads, size, count, width).transpose(1, 2)
+    context = beside.lse[0].view(heads, size, count, 1).transpose(1, 2)
+    scores = own_scores(query, own[0], causal).to(context.dtype) * width**-0.5
+    shares = torch.cat([context, scores], dim=-1).softmax(-1).to(output.dtype)
+    return output * shares[..., :1] + own_product(shares[..., 1:], own[1])
+
+
+ATTEND = {"cpu": attend_block_plain, "meta": attend_block_plain}
+
+
+def own_scores(query: Tensor, key: Tensor, causal: bool) -> Tensor:
+    """[h, S, B, B], how much each token of a block has in common with each other, those hidden at minus infinity."""
+    scores = own_product(query, key.transpose(2, 3))
+    if causal:
+        size = scores.shape[-1]
+        later = torch.ones(size, size, dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, -math.inf)
+    return scores
+
+
+def own_product(rows: Tensor, own: Tensor) -> Tensor:
+    """[h, S, B, y], rows [h, S, B, x] times what is each block's own [k, S, x, y]."""
+    heads, count, size, _ = rows.shape
+    keys = len(own)
+    asked = rows.view(keys, heads // keys, count, size, -1).transpose(1, 2).reshape(keys * count, -1, rows.shape[-1])
+    found = asked @ own.reshape(keys * count, *own.shape[2:])
+    return found.view(keys, count, heads // keys, size, -1).transpose(1, 2).reshape(heads, count, size, -1)
+
+
+def _own_gradient(upstream: Tensor, rows: Tensor, keys: int) -> Tensor:
+    """[k, S, x, y], rows [h, S, B, x] of each block turned round, times what came from above [h, S, B, y]."""
+    heads, count, size, _ = rows.shape
+    groups = heads // keys
+
+    def by_block(part: Tensor) -> Tensor:
+        return part.reshape(keys, groups, count, size, -1).transpose(1, 2).reshape(keys * count, groups * size, -1)
+
+    return (by_block(rows).mT @ by_block(upstream)).view(keys, count, rows.shape[-1], upstream.shape[-1])
+
+
+class _Plain(torch.autograd.Function):
+    """Two products and a softmax for each piece, whose probs the backward pass computes again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        own_key: Tensor,
+        own_value: Tensor,
+        spans: Spans,
+        causal: bool,
+    ) -> Tensor:
+        query, key, value = query * query.shape[-1] ** -0.5, key.contiguous(), value.contiguous()
+        scores = own_scores(query, own_key, causal)
+        output, shares = torch.empty_like(query), torch.empty_like(scores)
+        for rows, seen, hidden in _pieces(spans, query):
+            key_seen, value_seen = read_columns(seen, key, value)
+            probs = attention_probs(_flat(query, rows), key_seen, _flat(scores, rows), hidden)
+            text, mine = probs.tensor_split([key_seen.shape[1]], dim=-1)
+            output[:, rows] = (text @ value_seen).view(output[:, rows].shape)
+            shares[:, rows] = mine.reshape(shares[:, rows].shape)
+        output += own_product(shares, own_value)
+        ctx.save_for_backward(query, key, value, own_key, own_value, output, scores, shares)
+        ctx.spans = spans
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, own_key, own_value, output, scores, shares = ctx.saved_tensors
+        grad_out, grad_query = upstream[0].contiguous(), torch.empty_like(query)
+        # the other way round, which makes faster products
+        grad_key, grad_value = (part.new_zeros(part.mT.shape) for part in (key, value))
+        gain = (grad_out * output).sum(-1, keepdim=True)
+        for rows, seen, hidden in _pieces(ctx.spans, query):
+            key_seen, value_seen = read_columns(seen, key, value)
+            asked, grad_rows = _flat(query, rows), _flat(grad_out, rows)
+            probs = attention_probs(asked, key_seen, _flat(scores, rows), hidden)[..., : key_seen.shape[1]]
+            asked, grad_rows = group_by_key(asked, key), group_by_key(grad_rows, key)
+            add_product(grad_value, seen, grad_rows, probs)
+            grad_score = grad_rows @ value_seen.mT
+            grad_score.sub_(group_by_key(_flat(gain, rows), key)).mul_(probs)
+            grad_query[:, rows] = (grad_score @ key_seen).view(grad_query[:, rows].shape)
+            add_product(grad_key, seen, asked, grad_score)
+        grad_score = own_product(grad_out, own_value.mT).sub_(gain).mul_(shares)
+        grad_query += own_product(grad_score, own_key)
+        grad_own = _own_gradient(query, grad_score, len(key)), _own_gradient(grad_out, shares, len(key))
+        return grad_query.mul_(query.shape[-1] ** -0.5), grad_key.mT, grad_value.mT, *grad_own, None, None
+
+
+def _pieces(spans: Spans, query: Tensor) -> Any:
+    """Pieces of rows, with a mask for each token of their blocks."""
+    size, most = query.shape[2], PIECE.get(query.dtype, PIECE_ELSE)
+    for rows, seen, hidden in split_pieces(spans, 0, query, max(most // size, 1)):
+        yield rows, seen, hidden.repeat_interleave(size, dim=0)
+
+
+def _flat(part: Tensor, rows: slice) -> Tensor:
+    """[h, n * B, ..], a row for each token of the blocks of some rows."""
+    return part[:, rows].flatten(1, 2)
