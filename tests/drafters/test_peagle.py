@@ -92,9 +92,9 @@ def test_another_loss_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def elsewhere(head: Any, frozen: Any, masks: Any, tables: Any, context: Any) -> Tensor:
         return read(head, frozen, masks, tuple(table.roll(1, 0) for table in tables), context)
 
-    def every_row_alike(batch: Batch, counts: Any, masks: MaskRows) -> Any:
-        rows = batch.slots + len(masks.texts)
-        return torch.full((batch.slots,), 1 / rows), torch.full((len(masks.texts),), 1 / rows)
+    def every_row_alike(batch: Batch, masks: MaskRows) -> Tensor:
+        rows = batch.slots + len(masks.depths)
+        return torch.full((rows,), 1 / rows)
 
     for home, name, fault in (
         (mask_rows, "attend_block", see_all),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -25,26 +26,23 @@ class MaskRows:
     groups: list[tuple[Spans, int]]  # the anchors among all slots, and how many masks each has
     anchors: Tensor  # [E], the slot that each mask stands behind
     depths: Tensor  # [E], from 1 on
-    texts: Tensor  # [E], which text it is of; on the host
+    texts: list[tuple[int, int]]  # which text the next so many masks are of
 
     @classmethod
     def of(cls, masks: Sequence[Tensor], device: torch.device) -> MaskRows:
         """Those behind each text's slots [T - 2], so many behind each."""
-        groups, parts, begins = [], [], [0]
-        for counts in masks:
-            begins.append(begins[-1] + len(counts))
+        groups, texts, lengths = [], list[tuple[int, int]](), [len(counts) for counts in masks]
+        anchors, depths = [torch.empty(0, dtype=torch.long)], [torch.empty(0, dtype=torch.long)]
         for size in range(1, max((int(counts.max()) for counts in masks if len(counts)), default=0) + 1):
             places = [(counts == size).nonzero()[:, 0] for counts in masks]
             if not any(map(len, places)):
                 continue
-            groups.append((Spans.at(places, [len(counts) for counts in masks], device), size))
-            for text, slots in enumerate(places):
-                rows = (begins[text] + slots).repeat_interleave(size)
-                depths = torch.arange(1, size + 1).repeat(len(slots))
-                parts.append(torch.stack([rows, depths, torch.full_like(rows, text)]))
-        every = torch.cat(parts, dim=1) if parts else torch.empty(3, 0, dtype=torch.long)
-        anchors, depths = upload(every[:2], device)
-        return cls(groups, anchors, depths, every[2])
+            groups.append((Spans.at(places, lengths, device), size))
+            for text, (slots, begin) in enumerate(zip(places, accumulate(lengths, initial=0), strict=False)):
+                anchors.append((begin + slots).repeat_interleave(size))
+                depths.append(torch.arange(1, size + 1).repeat(len(slots)))
+                texts.append((text, size * len(slots)))
+        return cls(groups, upload(torch.cat(anchors), device), upload(torch.cat(depths), device), texts)
 
     def attend(self, query: Tensor, context: Pair, own: Pair) -> Tensor:
         """[h, E, w] from query [h, E, w], the keys and values of all slots, and the masks' own."""
@@ -72,19 +70,23 @@ def draw_masks(batch: Batch, most: int, keep: float, least: float) -> list[Tenso
     for supervised, seed in zip(supervised_slots(batch), batch.seeds, strict=True):
         draw, inside = torch.Generator().manual_seed(seed), F.pad(supervised, (0, most))
         drawn = supervised.nonzero()[:, 0]
-        count, slots = torch.zeros(len(supervised), dtype=torch.long), len(drawn)
+        count, slots = torch.zeros_like(supervised, dtype=torch.long), len(drawn)
         for depth in range(1, most + 1):
             candidates = drawn[inside[drawn + depth]]
             wanted = max(int((slots - depth) * max(keep**depth, least)), 0)
-            drawn = candidates[torch.randperm(len(candidates), generator=draw)[:wanted]]
+            order = torch.empty_like(candidates).random_(generator=draw).argsort()
+            drawn = candidates[order[:wanted]]
             count[drawn] = depth
         counts.append(count)
     return counts
 
 
-def weigh_texts(batch: Batch, counts: Sequence[Tensor], masks: MaskRows) -> tuple[Tensor, Tensor]:
-    """What supervised slots [S] and masks [E] weigh: a text what is supervised of it, each of its rows the same."""
-    slots = torch.tensor([int(part.sum()) for part in supervised_slots(batch)])
-    rows = slots + torch.tensor([int(part.sum()) for part in counts])
-    share = slots / rows.clamp(min=1) / slots.sum().clamp(min=1)
-    return share.repeat_interleave(slots), share[masks.texts]
+def weigh_texts(batch: Batch, masks: MaskRows) -> Tensor:
+    """[S + E], what supervised slots and masks weigh: a text what is supervised of it, each of its rows the same."""
+    slots = [int(part.sum()) for part in supervised_slots(batch)]
+    rows = list(slots)
+    for text, count in masks.texts:
+        rows[text] += count
+    shares = [count / max(total * sum(slots), 1) for count, total in zip(slots, rows, strict=True)]
+    parts = [*enumerate(slots), *masks.texts]
+    return torch.cat([torch.full((count,), shares[text]) for text, count in parts])
