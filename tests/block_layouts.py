@@ -145,6 +145,6 @@ GOLDEN: dict[tuple[str, str], tuple[Shapes, dict[str, Any]]] = {  # engine, head
     ("speculators", "dflash"): (injected_shapes(), SPECULATORS_DFLASH),
     ("deepspec", "dflash from the anchor"): ({**injected_shapes(), **BOTH_COPIES}, DEEPSPEC_CONFIG),
     ("speculators", "peagle"): ({**FUSED_SHAPES, "embed_tokens.weight": (V, H)}, SPECULATORS_PEAGLE),
-    ("mimo", "mtp"): (MIMO_SHAPES, MTP_CONFIG),
+    ("mimo", "mtp, state first"): (MIMO_SHAPES, MTP_CONFIG),
     ("deepseek", "mtp"): (DEEPSEEK_SHAPES, MTP_CONFIG),
 }

@@ -31,8 +31,8 @@ HEADS: dict[str, tuple[dict[str, Any], str]] = {  # settings, the exporters that
     "peagle with norms": ({**FUSED, "fc_norm": True}, "vllm"),
     "peagle of one block": ({**FUSED, "blocks": 1}, "vllm speculators"),
     "peagle of taps in no order": ({**FUSED, "taps": [6, 2, 4]}, "vllm speculators"),
-    "mtp": ({"kind": "mtp"}, "deepseek mimo"),
-    "mtp, state first": ({"kind": "mtp", "hidden_first": True}, "deepseek mimo"),
+    "mtp": ({"kind": "mtp"}, "deepseek"),
+    "mtp, state first": ({"kind": "mtp", "hidden_first": True}, "mimo"),
 }
 
 
@@ -68,7 +68,7 @@ def test_an_export_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
         found = inspect(tmp_path / engine, target)
         assert not found.fatal and "unknown keys" not in str(found), found
         again: Any = read_head(tmp_path / engine, target)
-        if "no order" in name or name.startswith("mtp"):  # columns go where the layout wants them
+        if "no order" in name:  # columns go where the layout wants them
             assert again.settings.kind == head.settings.kind
             assert_same_function(head, again)
             continue
@@ -83,16 +83,10 @@ def test_an_export_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
 def assert_same_function(head: Any, again: Any) -> None:
     """The same states of features that each gets in the order of its own taps."""
     every = made.drawn(5, 10, H)
-    if head.settings.kind == "mtp":
-        rotary = head.rotary(every[:, 0], torch.arange(5)[None])
-        ours, theirs = (
-            part.first_block(every[None, :, 0], every[None, :, 1], rotary, None, None) for part in (head, again)
-        )
-    else:
-        ours, theirs = (part.fuse_taps(every[:, list(part.taps)]) for part in (head, again))
-        assert list(again.taps) == sorted(head.taps) != list(head.taps)
-        if head.settings.kind == "peagle":
-            torch.testing.assert_close(head.mask_state(), again.mask_state(), rtol=1e-5, atol=1e-5)
+    ours, theirs = (part.fuse_taps(every[:, list(part.taps)]) for part in (head, again))
+    assert list(again.taps) == sorted(head.taps) != list(head.taps)
+    if head.settings.kind == "peagle":
+        torch.testing.assert_close(head.mask_state(), again.mask_state(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
@@ -100,7 +94,7 @@ def assert_same_function(head: Any, again: Any) -> None:
 def test_no_other_exporter_takes_it(name: str) -> None:
     """And each says why, by the method or by the setting that its engine has not."""
     head, (settings, takers) = head_of(name), HEADS[name]
-    switches = {"sample_from_anchor", "causal", "fc_norm"} & settings.keys()
+    switches = {"sample_from_anchor", "causal", "fc_norm", "hidden_first"} & settings.keys()
     for engine in EXPORTERS.keys() - {"transformers", *takers.split()}:
         if "of one block" in name or "no order" in name:
             continue
@@ -111,7 +105,7 @@ def test_no_other_exporter_takes_it(name: str) -> None:
             *(f"drafter.{switch}" for switch in switches),
             "own family alone",
         ]
-        told += ["drafter.sample_from_anchor"] * (settings["kind"] == "dflash")
+        told += ["drafter.sample_from_anchor"] * (settings["kind"] == "dflash") + ["drafter.hidden_first"]
         assert any(words in str(refusal.value) for words in told), refusal.value
 
 
