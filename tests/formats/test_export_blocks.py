@@ -20,6 +20,8 @@ from tests.block_layouts import BLOCKS, GOLDEN, TARGET
 
 H, V = made.H, made.V
 INJECTED = {"taps": [2, 4, 7], "blocks": BLOCKS, "slots": 6, "mask_token": 5}
+DSPARK = {"kind": "dspark", **INJECTED, "rank": 4, "markov": "vanilla", "confidence": True}
+DOMINO = {**DSPARK, "markov": "domino", "gru_size": 8, "confidence": False}
 FUSED = {"kind": "peagle", "taps": [2, 4, 6], "blocks": 3, "mask_token": 5}
 HEADS: dict[str, tuple[dict[str, Any], str]] = {  # settings, the exporters that take it
     "dflash": ({"kind": "dflash", **INJECTED}, "vllm sglang llamacpp speculators zlab specforge"),
@@ -27,6 +29,15 @@ HEADS: dict[str, tuple[dict[str, Any], str]] = {  # settings, the exporters that
     "dflash from the anchor": ({"kind": "dflash", **INJECTED, "sample_from_anchor": True}, "speculators deepspec"),
     "dflash of one block": ({"kind": "dflash", **INJECTED, "blocks": 1, "slots": 2}, "vllm zlab speculators"),
     "dflash of taps in no order": ({"kind": "dflash", **INJECTED, "taps": [7, 2, 4]}, "vllm zlab speculators"),
+    "dspark": (DSPARK, "vllm sglang llamacpp speculators deepspec specforge"),
+    "dspark, causal": ({**DSPARK, "causal": True}, "vllm llamacpp"),
+    "dspark without confidence": ({**DSPARK, "confidence": False}, "vllm llamacpp speculators deepspec specforge"),
+    "dspark in its places": ({**DSPARK, "sample_from_anchor": False}, "vllm llamacpp speculators"),
+    "dspark, gated": ({**DSPARK, "markov": "gated"}, "sglang speculators deepspec specforge"),
+    "dspark, recurrent": ({**DSPARK, "markov": "rnn"}, "sglang speculators deepspec specforge"),
+    "dspark without a Markov head": ({**DSPARK, "markov": "none"}, "speculators deepspec specforge"),
+    "domino": (DOMINO, "sglang specforge"),
+    "domino in its places": ({**DOMINO, "sample_from_anchor": False, "unbiased": 2}, "sglang specforge"),
     "peagle": ({**FUSED, "norm_before_residual": True}, "vllm speculators"),
     "peagle with norms": ({**FUSED, "fc_norm": True}, "vllm"),
     "peagle of one block": ({**FUSED, "blocks": 1}, "vllm speculators"),
@@ -94,7 +105,7 @@ def assert_same_function(head: Any, again: Any) -> None:
 def test_no_other_exporter_takes_it(name: str) -> None:
     """And each says why, by the method or by the setting that its engine has not."""
     head, (settings, takers) = head_of(name), HEADS[name]
-    switches = {"sample_from_anchor", "causal", "fc_norm", "hidden_first"} & settings.keys()
+    switches = {"sample_from_anchor", "causal", "fc_norm", "confidence", "markov"} & settings.keys()
     for engine in EXPORTERS.keys() - {"transformers", *takers.split()}:
         if "of one block" in name or "no order" in name:
             continue
