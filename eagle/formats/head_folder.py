@@ -100,4 +100,5 @@ class HeadFolder:
         """Raise a ValueError with all that stands in the way of an import."""
         listed = [f"- {problem.what}{f'. {problem.fix}' if problem.fix else ''}" for problem in self.problems]
         if listed:
-            raise ValueError("\n".join([f"{self.path} cannot become a head of this project:", *listed]))
+            named = f"{self.path}, {self.kind}," if self.guesses_levels else str(self.path)
+            raise ValueError("\n".join([f"{named} cannot become a head of this project:", *listed]))
