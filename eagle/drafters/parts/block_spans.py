@@ -78,11 +78,11 @@ def own_scores(query: Tensor, key: Tensor, causal: bool) -> Tensor:
 
 def own_product(rows: Tensor, own: Tensor) -> Tensor:
     """[h, S, B, y], rows [h, S, B, x] times what is each block's own [k, S, x, y]."""
-    heads, count, size, _ = rows.shape
-    keys = len(own)
-    asked = rows.view(keys, heads // keys, count, size, -1).transpose(1, 2).reshape(keys * count, -1, rows.shape[-1])
-    found = asked @ own.reshape(keys * count, *own.shape[2:])
-    return found.view(keys, count, heads // keys, size, -1).transpose(1, 2).reshape(heads, count, size, -1)
+    heads, count, size, width = rows.shape
+    keys, groups = len(own), heads // len(own)
+    asked = rows.unflatten(0, (keys, groups)).transpose(1, 2).reshape(keys * count, groups * size, width)
+    found = asked @ own.flatten(0, 1)
+    return found.view(keys, count, groups, size, own.shape[-1]).transpose(1, 2).flatten(0, 1)
 
 
 def _own_gradient(upstream: Tensor, rows: Tensor, keys: int) -> Tensor:
@@ -91,7 +91,7 @@ def _own_gradient(upstream: Tensor, rows: Tensor, keys: int) -> Tensor:
     groups = heads // keys
 
     def by_block(part: Tensor) -> Tensor:
-        return part.reshape(keys, groups, count, size, -1).transpose(1, 2).reshape(keys * count, groups * size, -1)
+        return part.unflatten(0, (keys, groups)).transpose(1, 2).reshape(keys * count, groups * size, part.shape[-1])
 
     return (by_block(rows).mT @ by_block(upstream)).view(keys, count, rows.shape[-1], upstream.shape[-1])
 
