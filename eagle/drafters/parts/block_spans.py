@@ -52,13 +52,23 @@ def attend_block_flex(
 ) -> Tensor:
     """What `attend_block` computes, by one fused kernel over all texts, for accelerators."""
     heads, count, size, width = query.shape
-    wide = query.transpose(1, 2).reshape(1, heads * size, count, width)
-    asked = {"enable_gqa": heads * size != len(key), "return_aux": AuxRequest(lse=True)}
+    wide = query.transpose(1, 2).reshape(heads * size, count, width)
+    output, context = read_texts(wide, key, value, spans, kernel)
+    output, context = (part.view(heads, size, count, -1).transpose(1, 2) for part in (output, context))
+    return add_blocks(output, context, query, own, causal)
+
+
+def read_texts(query: Tensor, key: Tensor, value: Tensor, spans: Spans, kernel: Any = None) -> Pair:
+    """[h, S, w], what queries see of their texts, and [h, S], the log of the sum of what scores there are taken to."""
     attention: Any = kernel or compile_flex()
-    output, beside = attention(wide, key[None], value[None], block_mask=spans.block_mask(0), **asked)
-    output = output[0].view(heads, size, count, width).transpose(1, 2)
-    context = beside.lse[0].view(heads, size, count, 1).transpose(1, 2)
-    scores = own_scores(query, own[0], causal).to(context.dtype) * width**-0.5
+    asked = {"enable_gqa": len(query) != len(key), "return_aux": AuxRequest(lse=True)}
+    output, beside = attention(query[None], key[None], value[None], block_mask=spans.block_mask(0), **asked)
+    return output[0], beside.lse[0]
+
+
+def add_blocks(output: Tensor, context: Tensor, query: Tensor, own: Pair, causal: bool) -> Tensor:
+    """[h, S, B, w], what tokens see of their texts, as `read_texts` tells it [h, S, B, w or 1], and of their blocks."""
+    scores = own_scores(query, own[0], causal).to(context.dtype) * query.shape[-1] ** -0.5
     shares = torch.cat([context, scores], dim=-1).softmax(-1).to(output.dtype)
     return output * shares[..., :1] + own_product(shares[..., 1:], own[1])
 
