@@ -28,7 +28,7 @@ from tests import naive_masks
 from tests.unrolled_heads import SHAPE, TAPS, apart, computed, draft_vocab, frozen_head, moved, texts_of
 
 V = SHAPE.vocab_size
-SPANS = {15: [(3, 5), (6, 7), (8, 15)], 9: [(2, 4), (8, 9)], 8: [(0, 1)], 11: [(3, 11)]}
+SPANS = {13: [(3, 5), (6, 7), (8, 13)], 9: [(2, 4), (8, 9)], 8: [(0, 1)], 7: [(3, 7)]}
 FEW = {8: [(2, 8)], 6: [(2, 4), (5, 6)]}
 VARIANTS: dict[str, dict[str, Any]] = {
     "one block": {"blocks": 1},
