@@ -210,3 +210,23 @@ def test_nothing_is_learned_where_nothing_is_supervised(settings: dict[str, Any]
     found = computed(head, batch, frozen)
     assert not any(value is not None and value.any() for value in found.values())
     assert [len(states) for states, _ in head.draft_levels(batch, frozen, 3)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("layers", "taps"), [(36, (2, 10, 18, 26, 34)), (28, (2, 8, 14, 20, 26)), (4, (1, 2, 3))])
+def test_taps_are_the_published_ones(layers: int, taps: tuple[int, ...]) -> None:
+    """One behind the layers that public heads name: 1 + i (L - 4) / 4; all of a shallow target."""
+    assert DFlash.taps_for(DFlash.Settings(), LlamaConfig(num_hidden_layers=layers)) == taps
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"taps": (2, 2)}, r"taps is \(2, 2\) for a target of 8 layers"),
+        ({"taps": (2, 8)}, "to 7, or -1"),
+        ({"mask_token": 97}, "mask_token is 97, expected one of the target's tokens 0 to 96"),
+    ],
+)
+def test_settings_that_no_target_has_are_refused(settings: dict[str, Any], message: str) -> None:
+    """They say what is expected."""
+    with pytest.raises(ValueError, match=message):
+        new_head(**settings)

@@ -147,6 +147,9 @@ def by_hand(settings: Any, sizes: dict[str, Any]) -> int:
         gates = first + levels * (further * (width + 1) * width + sizes["vocab_size"] * (width + 1))
         return gates + settings.prefix * (2 * width * (queries + keys) + mlp + 3 * width)
     block = queries * width + 3 * width * (settings.intermediate_size or sizes["intermediate_size"])
+    if settings.kind == "dflash":  # two norms of a block and two of its heads, one of what is fused and a last one
+        attention, norms = (queries + 2 * keys) * width, 2 * width + 2 * head
+        return len(settings.taps) * width * width + settings.blocks * (attention + block + norms) + 2 * width
     if settings.kind != "eagle3":
         return 2 * width * width + settings.fc_bias * width + width * (queries + 2 * keys) + block + width
     norms = 4 + 3 * settings.fc_norm
@@ -262,7 +265,9 @@ def test_a_recipe_takes_a_step_at_a_sixteenth_of_its_size(path: Path) -> None:
     """Features of a real forward, the recipe's loss and optimizer: every weight moves, and the loss falls."""
     recipe, settings = Recipe.load(path), settings_in(path)
     target = sixteenth(SIZES[recipe.target.path], FAMILY.get(path.parent.name, "llama"))
-    small = {name: getattr(settings, name, None) for name in ("intermediate_size", "draft_vocab", "inner_dim")}
+    small = {
+        name: getattr(settings, name, None) for name in ("intermediate_size", "draft_vocab", "inner_dim", "mask_token")
+    }
     settings = settings.model_copy(update={name: size // 16 for name, size in small.items() if size})
     texts = [torch.randint(target.config.vocab_size, (length,)) for length in (40, 24)]
     head = DRAFTERS[settings.kind].for_target(settings, target.config, target.head, supervised=texts).train()

@@ -51,16 +51,20 @@ def attend_block_flex(
     kernel: Any = None,
 ) -> Tensor:
     """What `attend_block` computes, by one fused kernel over all texts, for accelerators."""
-    heads, count, size, width = query.shape
-    wide = query.transpose(1, 2).reshape(1, heads * size, count, width)
-    asked = {"enable_gqa": heads * size != len(key), "return_aux": AuxRequest(lse=True)}
+    size, keys = query.shape[2], len(key)
+    by_row = query.unflatten(0, (keys, -1)).permute(2, 0, 1, 3, 4).contiguous()  # one copy, which both products read
+    wide = by_row.flatten(1, 3).transpose(0, 1)
+    asked = {"enable_gqa": len(wide) != keys, "return_aux": AuxRequest(lse=True)}
     attention: Any = kernel or compile_flex()
-    output, beside = attention(wide, key[None], value[None], block_mask=spans.block_mask(0), **asked)
-    output = output[0].view(heads, size, count, width).transpose(1, 2)
-    context = beside.lse[0].view(heads, size, count, 1).transpose(1, 2)
-    scores = own_scores(query, own[0], causal).to(context.dtype) * width**-0.5
+    output, beside = attention(wide[None], key[None], value[None], block_mask=spans.block_mask(0), **asked)
+    output, context = (part[0].transpose(0, 1).unflatten(1, (keys, -1)) for part in (output, beside.lse[..., None]))
+    own_key, own_value = (part.transpose(0, 1) for part in own)
+    scores = (by_row.flatten(2, 3) @ own_key.mT).to(context.dtype) * query.shape[-1] ** -0.5
+    if causal:
+        scores = hide_later(scores.unflatten(2, (-1, size))).flatten(2, 3)
     shares = torch.cat([context, scores], dim=-1).softmax(-1).to(output.dtype)
-    return output * shares[..., :1] + own_product(shares[..., 1:], own[1])
+    output = output * shares[..., :1] + shares[..., 1:] @ own_value
+    return output.unflatten(2, (-1, size)).permute(1, 2, 0, 3, 4).flatten(0, 1)
 
 
 ATTEND = {"cpu": attend_block_plain, "meta": attend_block_plain}
@@ -68,12 +72,14 @@ ATTEND = {"cpu": attend_block_plain, "meta": attend_block_plain}
 
 def own_scores(query: Tensor, key: Tensor, causal: bool) -> Tensor:
     """[h, S, B, B], how much each token of a block has in common with each other, those hidden at minus infinity."""
-    scores = own_product(query, key.transpose(2, 3))
-    if causal:
-        size = scores.shape[-1]
-        later = torch.ones(size, size, dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(later, -math.inf)
-    return scores
+    scores = own_product(query, key.mT)
+    return hide_later(scores) if causal else scores
+
+
+def hide_later(scores: Tensor) -> Tensor:
+    """Scores [.., B, B] of the tokens of a block, each of which sees those up to itself alone."""
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    return scores.masked_fill(later, -math.inf)
 
 
 def own_product(rows: Tensor, own: Tensor) -> Tensor:
