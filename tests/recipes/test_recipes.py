@@ -147,9 +147,9 @@ def by_hand(settings: Any, sizes: dict[str, Any]) -> int:
         gates = first + levels * (further * (width + 1) * width + sizes["vocab_size"] * (width + 1))
         return gates + settings.prefix * (2 * width * (queries + keys) + mlp + 3 * width)
     block = queries * width + 3 * width * (settings.intermediate_size or sizes["intermediate_size"])
-    if settings.kind == "dflash":  # two norms of a block and two of its heads, one of what is fused and a last one
+    if settings.kind == "dflash":  # five states; norms of blocks, of their heads, of what is fused, and a last one
         attention, norms = (queries + 2 * keys) * width, 2 * width + 2 * head
-        return len(settings.taps) * width * width + settings.blocks * (attention + block + norms) + 2 * width
+        return 5 * width * width + settings.blocks * (attention + block + norms) + 2 * width
     if settings.kind != "eagle3":
         return 2 * width * width + settings.fc_bias * width + width * (queries + 2 * keys) + block + width
     norms = 4 + 3 * settings.fc_norm
