@@ -82,26 +82,24 @@ class Footprint(TorchDispatchMode):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = ()) -> Tensor:
         """The fused attention of accelerators, of whose kernel only the sizes are known."""
-        pairs = sum((start + stop - 2 * begin + 1) * (stop - start) // 2 for begin, start, stop in spans.runs)
-        if spans.window is not None:
-            most = spans.window.sinks + spans.window.recent
-            pairs = sum(min(row - begin + 1, most) for begin, start, stop in spans.runs for row in range(start, stop))
-        self._count_pairs(query, pairs)
+        self._count_pairs(query, spans)
         return attend_flex(query, key, value, spans, own, _kernel)
 
     def attend_block(
         self, query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Pair, *, causal: bool
     ) -> Tensor:
-        """The same of blocks behind scattered rows, whose slots all see the text up to their row."""
-        runs = zip(spans.runs, spans.scattered, strict=True)
-        pairs = sum(row - begin + 1 for (begin, _, _), rows in runs for row in rows)
-        self._count_pairs(query, query.shape[2] * pairs)
+        """That of blocks, each token of which is a query of its own."""
+        self._count_pairs(query.flatten(2), spans)
         return attend_block_flex(query, key, value, spans, own, causal=causal, kernel=_kernel)
 
-    def _count_pairs(self, query: Tensor, pairs: int) -> None:
-        """Count what the kernel computes where so many pairs of a query and a key see one another."""
+    def _count_pairs(self, query: Tensor, spans: Spans) -> None:
+        """The products of queries [h, S, w] with all that they see of their texts."""
+        most = None if spans.window is None else spans.window.sinks + spans.window.recent
+        runs = spans.split_runs(max(len(spans.rows), 1))
+        seen = [row - begin + 1 for begin, rows in runs for row in rows]
+        pairs = sum(seen) if most is None else sum(min(count, most) for count in seen)
         products = 7 if query.requires_grad else 2  # the backward pass makes five, one of them for the second time
-        self.flops += products * 2 * query.shape[0] * query.shape[-1] * pairs
+        self.flops += products * 2 * query.shape[0] * query.shape[2] * pairs
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tensor, Any]:

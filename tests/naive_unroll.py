@@ -49,9 +49,18 @@ def turned(x: Tensor, position: int, theta: float) -> Tensor:
 def projected(network: Network, read: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value [n, w] of one slot."""
     theta, width = network.shape.rope_parameters["rope_theta"], network.shape.head_dim
+    layer, weights = "layers.0.self_attn.", network.weights
     query, key, value = (
-        F.linear(read, network.weights[f"layers.0.self_attn.{name}_proj.weight"]).view(-1, width) for name in "qkv"
+        F.linear(read, weights[f"{layer}{name}_proj.weight"], weights.get(f"{layer}{name}_proj.bias")).view(-1, width)
+        for name in "qkv"
     )
+    if f"{layer}q_norm.weight" in weights:
+        query, key = (
+            torch.stack(
+                [rms(head, weights[f"{layer}{name}_norm.weight"], network.shape.rms_norm_eps) for head in heads]
+            )
+            for name, heads in (("q", query), ("k", key))
+        )
     return turned(query, position, theta), turned(key, position, theta), value
 
 

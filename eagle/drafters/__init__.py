@@ -7,6 +7,7 @@ from eagle.drafters.bigram import BigramDrafter
 from eagle.drafters.blockwise import Blockwise
 from eagle.drafters.dflash import DFlash
 from eagle.drafters.draft_model import DraftModel
+from eagle.drafters.dspark import DSpark
 from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.eagle3 import Eagle3
 from eagle.drafters.early_exit import EarlyExit
@@ -17,8 +18,10 @@ from eagle.drafters.hydra import Hydra
 from eagle.drafters.lookahead import LookaheadDrafter
 from eagle.drafters.medusa import Medusa
 from eagle.drafters.mlp_speculator import MlpSpeculator
+from eagle.drafters.mtp import Mtp
 from eagle.drafters.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
+from eagle.drafters.peagle import Peagle
 from eagle.drafters.sparse_kv import SparseKv
 from eagle.drafters.spire import Spire
 from eagle.drafters.suffix import SuffixDrafter
@@ -46,6 +49,9 @@ DRAFTERS: dict[str, type[Any]] = {
     "early_exit_adapter": EarlyExitAdapter,
     "spire": Spire,
     "dflash": DFlash,
+    "peagle": Peagle,
+    "mtp": Mtp,
+    "dspark": DSpark,
 }
 
 

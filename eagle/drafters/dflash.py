@@ -21,7 +21,7 @@ class DFlashSettings(InjectedSettings):
     """What a recipe may say about the head."""
 
     kind: Literal["dflash"] = "dflash"
-    loss: Loss = "tokens"  # learn the texts' own tokens, or the target's probs by a divergence
+    loss: Loss = "cross_entropy"  # towards the target's probs, or "tokens": the texts' own, as published
     d_pace: bool = False  # levels count as far as a draft is expected to get, in place of their decay
 
 

@@ -150,10 +150,14 @@ def by_hand(settings: Any, sizes: dict[str, Any]) -> int:
     if settings.kind == "dflash":  # five states; norms of blocks, of their heads, of what is fused, and a last one
         attention, norms = (queries + 2 * keys) * width, 2 * width + 2 * head
         return 5 * width * width + settings.blocks * (attention + block + norms) + 2 * width
-    if settings.kind != "eagle3":
+    if settings.kind not in ("eagle3", "peagle"):
         return 2 * width * width + settings.fc_bias * width + width * (queries + 2 * keys) + block + width
     norms = 4 + 3 * settings.fc_norm
-    return 3 * width * width + 2 * width * (queries + 2 * keys) + block + norms * width + 32_000 * width
+    fused = 3 * width * width + 2 * width * (queries + 2 * keys) + block + norms * width
+    if settings.kind == "peagle":  # further blocks, all tokens, and what a mask reads of three states
+        further = width * (queries + 2 * keys) + block + 2 * width
+        return fused + (settings.blocks - 1) * further + (sizes["vocab_size"] + 3) * width
+    return fused + 32_000 * width
 
 
 def test_vicuna_trains_and_drafts_as_its_authors_did() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,18 +18,16 @@ from eagle.data.examples import Batch
 from eagle.device import pick_rows, upload
 from eagle.drafters.parts.growth import grow_rows, level_rows
 from eagle.drafters.parts.objectives import (
-    Kind,
     LanguageHead,
     Objective,
     align_steps,
+    choose_teacher,
     distillation_loss,
     step_weights,
 )
+from eagle.drafters.parts.objectives import Loss as Loss
 from eagle.drafters.parts.scoring import Seed
 from eagle.drafters.parts.validation import validate_batch
-
-Loss = Literal[Kind, "tokens"]
-"""A divergence from the target's probs, or the text's own next token, whatever the target finds likely."""
 
 
 class LevelHeads(TrainableDrafter):
@@ -104,9 +102,7 @@ class LevelHeads(TrainableDrafter):
         self, batch: Batch, places: Tensor, frozen: TargetHead
     ) -> tuple[Tensor, LanguageHead | None, Objective]:
         """What the token behind each slot and its next is learned from, and by which divergence."""
-        if self.settings.loss == "tokens":
-            return batch.tokens.index_select(0, places + 2), None, Objective()
-        return batch.select_taps((-1,))[:, 0].index_select(0, places + 1), frozen, Objective(self.settings.loss)
+        return choose_teacher(self.settings.loss, batch, places, frozen)
 
     def level_states(self, batch: Batch, frozen: TargetHead) -> tuple[Tensor, list[Tensor]]:
         """The supervised slots [S], and of each level what its LM head reads there [S, D]."""

@@ -165,34 +165,39 @@ class TextState:
 
     def _read_group(self, updates: Mapping[int, Committed]) -> Tensor:
         """[B, H], the last states of one forward over rows that are right-padded."""
+        return self._read_ahead(updates)[:, 0]
+
+    def _read_ahead(self, updates: Mapping[int, Committed], further: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """[B, 1 + M, H], the states behind each row's root, and behind further tokens [M] and states [M, H] after it.
+
+        Of the further ones nothing is kept.
+        """
         head, cache = self.head, self.cache
+        behind, states_behind = further or (torch.empty(0, dtype=torch.long), torch.empty(0))
         slots = [self.rows.index(row) for row in updates]
-        counts = [len(update.tokens) for update in updates.values()]
-        starts = [cache.lengths[slot] for slot in slots]
-        tokens = [torch.cat([update.tokens[1:], torch.tensor([update.root])]) for update in updates.values()]
+        new = [len(update.tokens) for update in updates.values()]
+        counts, starts = [count + len(behind) for count in new], [cache.lengths[slot] for slot in slots]
+        tokens = [torch.cat([update.tokens[1:], torch.tensor([update.root]), behind]) for update in updates.values()]
         features = [update.features for update in updates.values() if update.features is not None]
         assert len(features) == len(updates)
         together = features[0] if len(features) == 1 else torch.cat(features)
         hidden = head.fuse_taps(together.to(self.device, self.dtype))
+        parts = hidden.split(new) if len(new) > 1 else (hidden,)
+        if len(behind):
+            parts = tuple(torch.cat([part, states_behind]) for part in parts)
         positions = slot_positions([self.text_length(slot) for slot in slots], counts, self.device)
         mask = self._mask(starts, counts)
         cache.aim(slots, starts)
         padded = upload(pad_rows(tokens), self.device)
-        states = head.read(
-            padded,
-            pad_rows(hidden.split(counts) if len(counts) > 1 else [hidden]),
-            rotary_tables(head.rotary, hidden, positions),
-            mask,
-            self.blocks,
-            head.frozen[0],
-        )
-        for slot, count in zip(slots, counts, strict=True):
+        tables = rotary_tables(head.rotary, hidden, positions)
+        states = head.read(padded, pad_rows(parts), tables, mask, self.blocks, head.frozen[0])
+        for slot, count in zip(slots, new, strict=True):
             cache.lengths[slot] += count
         self._drop_unseen(slots)
         if min(counts) == max(counts):
-            return states[:, -1]
-        last = upload(torch.tensor(counts)[:, None, None].sub(1), self.device)
-        return states.gather(1, last.expand(-1, 1, states.shape[2]))[:, 0]
+            return states[:, min(new) - 1 :]
+        last = torch.tensor(new)[:, None] + torch.arange(-1, len(behind))
+        return states.gather(1, upload(last[..., None], self.device).expand(-1, -1, states.shape[2]))
 
     def _mask(self, starts: list[int], counts: list[int]) -> Tensor | None:
         """[B, 1, T, S], what new tokens behind so many columns see; None where each sees all up to itself."""

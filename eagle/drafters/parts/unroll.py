@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import TargetHead, TrainableDrafter
+from eagle.core.drafter import DraftState, TargetHead, TrainableDrafter
 from eagle.core.tree import Paths
 from eagle.data.examples import Batch
 from eagle.drafters.parts.blocks import Cache, Rotary, rotary_tables
@@ -162,17 +162,19 @@ class UnrolledDrafter(TrainableDrafter):
     def validate(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
         """Sums of the loss terms and of what each tree would have kept, over the slots that train."""
         steps = max(len(path) for paths in trees.values() for path in paths)
-        states = self.unroll(batch, frozen, steps).states
-        student = [lambda state: self._on_all_tokens(self.logits(state, frozen))] * steps
+        states = self.level_states(batch, frozen, steps)
+        student = [lambda state: self._on_all_tokens(self.logits(state, frozen))] * len(states)
         return validate_batch(batch, states, (student, frozen.logits), trees)
 
     def draft_levels(
         self, batch: Batch, frozen: TargetHead, levels: int
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
         """Each level's states [S, H], all of them read by one LM head."""
-        return [
-            (state, lambda state: self.logits(state, frozen)) for state in self.unroll(batch, frozen, levels).states
-        ]
+        return [(state, lambda state: self.logits(state, frozen)) for state in self.level_states(batch, frozen, levels)]
+
+    def level_states(self, batch: Batch, frozen: TargetHead, levels: int) -> list[Tensor]:
+        """Each level's states [S, H] at all supervised slots."""
+        return self.unroll(batch, frozen, levels).states
 
     def _on_all_tokens(self, logits: Tensor) -> Tensor:
         """[.., V], impossible outside the draft vocabulary."""
@@ -184,7 +186,7 @@ class UnrolledDrafter(TrainableDrafter):
 
     # -- drafting -----------------------------------------------------------------------------------------------------
 
-    def open(self) -> HeadState:
+    def open(self) -> DraftState:
         """Texts that are drafted for together."""
         return HeadState(self, self.window)
 

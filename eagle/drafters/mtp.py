@@ -1,0 +1,175 @@
+"""MTP heads (DeepSeek-V3, arXiv 2412.19437; FastMTP, arXiv 2509.18362): one decoder block over token and state."""
+
+# N rows, S supervised slots, K steps, H width
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from eagle.core.drafter import Reads, TargetHead
+from eagle.data.examples import Batch
+from eagle.drafters.parts.blocks import Cache, Norm, NormedBlock, Rotary, head_shape
+from eagle.drafters.parts.objectives import Loss, align_steps, choose_teacher, distillation_loss, step_weights
+from eagle.drafters.parts.target_blocks import (
+    Weights,
+    block_kind,
+    copy_block,
+    copy_target_blocks,
+    copy_tensor,
+    find_tensor,
+)
+from eagle.drafters.parts.unroll import UnrolledDrafter
+from eagle.recipe import Section
+
+
+class Layer(NamedTuple):
+    """Where a target has an MTP layer of its own, and how its parts are named there."""
+
+    prefix: str
+    names: tuple[str, str, str, str]  # of enorm, hnorm, eh_proj and norm
+    block: str  # what its decoder block's tensors begin with behind the prefix
+    second: str  # what a second layer's begin with
+    hidden_first: bool = False
+
+
+def own_layers(layers: int) -> tuple[Layer, ...]:
+    """The layouts that are known, for a target of so many layers: DeepSeek-V3's, MiMo's and Qwen3-Next's."""
+    deepseek = "enorm", "hnorm", "eh_proj", "shared_head.norm"
+    mimo = "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"
+    qwen = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"
+    return (
+        Layer(f"model.layers.{layers}.", deepseek, "", f"model.layers.{layers + 1}."),
+        Layer("model.mtp_layers.0.", mimo, "", "model.mtp_layers.1.", hidden_first=True),
+        Layer("mtp.", qwen, "layers.0.", "mtp.layers.1."),
+    )
+
+
+class MtpSettings(Section):
+    """What a recipe may say about the head."""
+
+    kind: Literal["mtp"] = "mtp"
+    steps: int = Field(3, ge=1)  # that it is trained to go on from its own states
+    decay: float = Field(0.6, gt=0, le=1)  # of a step's weight; weights add up to 1
+    hidden_first: bool = False  # eh_proj reads the state before the token, as MiMo's does
+    loss: Loss = "cross_entropy"
+    start: Literal["checkpoint", "last_block", "random"] = "last_block"  # the target's own MTP layer, or its last block
+
+
+class Mtp(UnrolledDrafter):
+    """(state of token i, token i + 1) -> a normed state, whose logits name token i + 2 and that the next step reads."""
+
+    taps = (-1,)
+    teacher_taps = (-1,)
+    reads = Reads(weights=True)
+    Settings = MtpSettings
+
+    def __init__(self, settings: MtpSettings, shape: Any) -> None:
+        super().__init__(settings, shape)
+        width = shape.hidden_size
+        self.enorm, self.hnorm, self.norm = (Norm(width, shape.rms_norm_eps) for _ in range(3))
+        self.eh_proj = nn.Linear(2 * width, width, bias=False)
+        self.layers = nn.ModuleList([NormedBlock(shape)])
+        self.rotary = Rotary(shape)
+
+    @classmethod
+    def for_target(
+        cls,
+        settings: MtpSettings,
+        target_config: Any,
+        frozen: TargetHead | None = None,
+        supervised: Iterable[Tensor] | None = None,
+        weights: Weights | None = None,
+    ) -> Mtp:
+        """A head that starts from the target's own layers; of its sizes and as torch draws it where no weights are."""
+        if weights is None or settings.start == "random":
+            return cls(settings, head_shape(target_config))
+        if settings.start == "last_block":
+            return cls._from_last_block(settings, target_config, weights)
+        return cls._from_own_layer(settings, target_config, weights)
+
+    @classmethod
+    def _from_last_block(cls, settings: MtpSettings, config: Any, weights: Weights) -> Mtp:
+        """The target's last decoder block and its final norm; `eh_proj` as torch draws it."""
+        prefix = f"model.layers.{config.num_hidden_layers - 1}."
+        head = cls(settings, head_shape(config, **block_kind(weights, prefix)))
+        copy_target_blocks(head.layers, head.norm, weights, config)
+        return head
+
+    @classmethod
+    def _from_own_layer(cls, settings: MtpSettings, config: Any, weights: Weights) -> Mtp:
+        """The MTP layer that the target's checkpoint has."""
+        kind, known = config.model_type, own_layers(config.num_hidden_layers)
+        found = [layer for layer in known if find_tensor(weights, f"{layer.prefix}{layer.names[0]}.weight") is not None]
+        if not found or find_tensor(weights, f"{found[0].second}input_layernorm.weight") is not None:
+            got = f"several of them, as {found[0].second}" if found else f"none of {[layer.prefix for layer in known]}"
+            raise ValueError(
+                f"drafter.start is checkpoint, and {kind} has {got}: expected one MTP layer, which drafts all levels: "
+                "take drafter.start=last_block"
+            )
+        layer = found[0]
+        prefix = layer.prefix + layer.block
+        settings = settings.model_copy(update={"hidden_first": layer.hidden_first})
+        head = cls(settings, head_shape(config, **block_kind(weights, prefix)))
+        copy_block(head.layers[0], weights, prefix, config)
+        for part, name in zip(("enorm", "hnorm", "eh_proj", "norm"), layer.names, strict=True):
+            copy_tensor(head.get_parameter(f"{part}.weight"), weights, f"{layer.prefix}{name}.weight", config)
+        return head
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """In which order token and state are read; a shape tells whether the block has norms by head, and biases."""
+        return {"network": "mtp", "hidden_first": self.settings.hidden_first}
+
+    # -- one level ----------------------------------------------------------------------------------------------------
+
+    def fuse_taps(self, features: Tensor) -> Tensor:
+        """The one tap."""
+        return features[..., 0, :]
+
+    def first_block(
+        self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        """The block over token and state, each normed, side by side."""
+        parts = self.enorm(embedded), self.hnorm(hidden)
+        both = torch.cat(parts[::-1] if self.settings.hidden_first else parts, dim=-1)
+        return self.layers[0](self.eh_proj(both), rotary, mask, cache)
+
+    def project_tokens(self, embedded: Tensor) -> Tensor:
+        """The token's half of the projection."""
+        return F.linear(self.enorm(embedded), self._halves()[0])
+
+    def block_inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+        """The state that attention reads, normed, and the one that it is added to."""
+        return self.layers[0].inputs(tokens + F.linear(self.hnorm(hidden), self._halves()[1]))
+
+    def _halves(self) -> tuple[Tensor, Tensor]:
+        """What `eh_proj` multiplies a token with, and a state."""
+        first, second = self.eh_proj.weight.chunk(2, dim=1)
+        return (second, first) if self.settings.hidden_first else (first, second)
+
+    def next_input(self, state: Tensor) -> Tensor:
+        """The normed state, which stands for the target's."""
+        return self.norm(state)
+
+    def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
+        """The target's own logits of the normed state."""
+        return frozen.logits(self.norm(state))
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+        """The loss of every step, at the slots that a draft can reach."""
+        settings, dtype = self.settings, frozen.weight.dtype
+        unrolled = self.unroll(batch, frozen, settings.steps)
+        weights = step_weights(unrolled.places, settings.steps, decay=settings.decay)
+        weights = weights / sum(settings.decay**step for step in range(settings.steps))
+        student = align_steps(self.norm(state) for state in unrolled.states)
+        teacher, teacher_head, objective = choose_teacher(settings.loss, batch, unrolled.places, frozen)
+        total, each = distillation_loss(student, teacher, weights, (frozen, teacher_head), objective, dtype)
+        return {"total": total, **{f"laws/{step}": value for step, value in enumerate(each)}}

@@ -1,0 +1,92 @@
+"""Masks behind slots of texts in training: each sees the text up to its slot and the masks before it, and no token."""
+
+# A anchors, E masks of all of them, n anchors with as many masks m, T tokens of a text, h heads, w width of a head
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagle.data.examples import Batch
+from eagle.device import upload
+from eagle.drafters.parts.block_spans import attend_block
+from eagle.drafters.parts.spans import Spans
+from eagle.drafters.parts.text_blocks import Pair
+
+
+@dataclass(frozen=True, slots=True)
+class MaskRows:
+    """Masks in groups of anchors that have equally many, those of an anchor one after the other."""
+
+    groups: list[tuple[Spans, int]]  # the anchors among all slots, and how many masks each has
+    anchors: Tensor  # [E], the slot that each mask stands behind
+    depths: Tensor  # [E], from 1 on
+    texts: list[tuple[int, int]]  # which text the next so many masks are of
+
+    @classmethod
+    def of(cls, masks: Sequence[Tensor], device: torch.device) -> MaskRows:
+        """Those behind each text's slots [T - 2], so many behind each."""
+        groups, texts, lengths = [], list[tuple[int, int]](), [len(counts) for counts in masks]
+        anchors, depths = [torch.empty(0, dtype=torch.long)], [torch.empty(0, dtype=torch.long)]
+        for size in range(1, max((int(counts.max()) for counts in masks if len(counts)), default=0) + 1):
+            places = [(counts == size).nonzero()[:, 0] for counts in masks]
+            if not any(map(len, places)):
+                continue
+            groups.append((Spans.at(places, lengths, device), size))
+            for text, (slots, begin) in enumerate(zip(places, accumulate(lengths, initial=0), strict=False)):
+                anchors.append((begin + slots).repeat_interleave(size))
+                depths.append(torch.arange(1, size + 1).repeat(len(slots)))
+                texts.append((text, size * len(slots)))
+        return cls(groups, upload(torch.cat(anchors), device), upload(torch.cat(depths), device), texts)
+
+    def attend(self, query: Tensor, context: Pair, own: Pair) -> Tensor:
+        """[h, E, w] from query [h, E, w], the keys and values of all slots, and the masks' own."""
+        seen, done = [], 0
+        for spans, size in self.groups:
+            count = len(spans.rows)
+            parts = [part[:, done : done + count * size].unflatten(1, (count, size)) for part in (query, *own)]
+            done += count * size
+            seen.append(attend_block(parts[0], *context, spans, (parts[1], parts[2]), causal=True).flatten(1, 2))
+        return torch.cat(seen, dim=1) if seen else query
+
+
+def supervised_slots(batch: Batch) -> list[Tensor]:
+    """[T - 2] of each text, whether the token that a slot names is supervised."""
+    return [mask[2:] for mask in batch.loss_mask.split(batch.lengths)]
+
+
+def draw_masks(batch: Batch, most: int, keep: float, least: float) -> list[Tensor]:
+    """[T - 2] of each text, how many masks stand behind each slot: fewer by depth, as the text's seed decides.
+
+    Of n supervised slots n - d would have d masks behind them in one answer; max(keep^d, least) of so many do, drawn
+    from those that have d - 1 and whose answer goes on. (COD: conditional drop of tokens.)
+    """
+    counts = []
+    for supervised, seed in zip(supervised_slots(batch), batch.seeds, strict=True):
+        draw, inside = torch.Generator().manual_seed(seed), F.pad(supervised, (0, most))
+        drawn = supervised.nonzero()[:, 0]
+        count, slots = torch.zeros_like(supervised, dtype=torch.long), len(drawn)
+        for depth in range(1, most + 1):
+            candidates = drawn[inside[drawn + depth]]
+            wanted = max(int((slots - depth) * max(keep**depth, least)), 0)
+            order = torch.empty_like(candidates).random_(generator=draw).argsort()
+            drawn = candidates[order[:wanted]]
+            count[drawn] = depth
+        counts.append(count)
+    return counts
+
+
+def weigh_texts(batch: Batch, masks: MaskRows) -> Tensor:
+    """[S + E], what supervised slots and masks weigh: a text what is supervised of it, each of its rows the same."""
+    slots = [int(part.sum()) for part in supervised_slots(batch)]
+    rows = list(slots)
+    for text, count in masks.texts:
+        rows[text] += count
+    shares = [count / max(total * sum(slots), 1) for count, total in zip(slots, rows, strict=True)]
+    parts = [*enumerate(slots), *masks.texts]
+    return torch.cat([torch.full((count,), shares[text]) for text, count in parts])

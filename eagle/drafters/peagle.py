@@ -1,0 +1,165 @@
+"""P-EAGLE (Hui et al. 2026, arXiv 2602.01469): EAGLE-3's network over masks, so that one forward makes all levels."""
+
+# S supervised slots, E masks behind them, K levels, L taps, H width
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from eagle.core.budget import Budget
+from eagle.core.drafter import TargetHead
+from eagle.data.examples import Batch
+from eagle.device import upload
+from eagle.drafters.parts.fused_head import FusedHead, FusedSettings
+from eagle.drafters.parts.mask_rows import MaskRows, draw_masks, supervised_slots, weigh_texts
+from eagle.drafters.parts.masked_state import MaskedState
+from eagle.drafters.parts.objectives import Objective, OwnHead, distillation_loss
+from eagle.drafters.parts.text_blocks import (
+    Pair,
+    add_rows,
+    key_value,
+    position_tables,
+    query_and_residual,
+    read_context,
+    read_rows,
+    text_slots,
+)
+
+
+class PeagleSettings(FusedSettings):
+    """What a recipe may say about the head."""
+
+    kind: Literal["peagle"] = "peagle"
+    blocks: int = Field(4, ge=1)
+    depths: int = Field(8, ge=1)  # levels: the root's, and those of the masks behind it
+    keep: float = Field(0.7, gt=0, le=1)  # of the slots with d masks behind them in training, how many have one more
+    keep_least: float = Field(0.2, ge=0, le=1)  # of all slots, at every depth
+    mask_token: int | None = None  # what a mask reads in place of a token; the last of the vocabulary
+
+
+class Peagle(FusedHead):
+    """(states of token i, token i + 1) -> a state whose logits name token i + 2; a mask in their place, the next."""
+
+    Settings = PeagleSettings
+    sharpness = 1.0
+
+    def __init__(self, settings: Any, shape: Any) -> None:
+        super().__init__(settings, shape)
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, len(self.taps) * shape.hidden_size))
+
+    @classmethod
+    def for_target(
+        cls,
+        settings: Any,
+        target_config: Any,
+        frozen: TargetHead | None = None,
+        supervised: Iterable[Tensor] | None = None,
+    ) -> FusedHead:
+        """A new head, its mask token written out."""
+        count = target_config.vocab_size
+        token = count - 1 if settings.mask_token is None else settings.mask_token
+        if not 0 <= token < count:
+            raise ValueError(f"drafter.mask_token is {token}, expected 0 to {count - 1}: name a token of the target's")
+        settings = settings.model_copy(update={"mask_token": token})
+        return super().for_target(settings, target_config, frozen, supervised)
+
+    @classmethod
+    def sizes(cls, settings: Any) -> dict[str, int]:
+        """As many blocks as the settings say."""
+        return {**super().sizes(settings), "num_hidden_layers": settings.blocks}
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """What it reads, where its norms stand, and what a mask is."""
+        named = ("taps", "norm_before_residual", "blocks", "mask_token")
+        return {"network": "peagle", **{name: getattr(self.settings, name) for name in named}}
+
+    @property
+    def levels(self) -> int:
+        """How many tokens one forward guesses."""
+        return int(self.settings.depths)
+
+    def mask_state(self) -> Tensor:
+        """[1, H], what a mask reads in place of a state."""
+        return self.fuse_taps(self.mask_hidden.view(1, len(self.taps), -1))
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+        """The distillation loss, of each text a mean over its supervised slots and the masks drawn behind them."""
+        settings, device = self.settings, batch.tokens.device
+        masks = MaskRows.of(draw_masks(batch, self.levels - 1, settings.keep, settings.keep_least), device)
+        places, first, masked = self.read_masks(batch, frozen, masks)
+        weights = upload(weigh_texts(batch, masks), device)
+        if self.drafts is not None:
+            weights = weights * self.t2d[batch.tokens.index_select(0, places + 2)]
+        true = batch.select_taps((-1,))[:, 0].index_select(0, places + 1)
+        student = self.norm(torch.cat([first, masked]))[None]
+        heads = OwnHead(self.lm_head.weight), self.narrow_to_draft_vocab(frozen)
+        objective, dtype = Objective(settings.loss), frozen.weight.dtype
+        return {"total": distillation_loss(student, true, weights[None], heads, objective, dtype)[0]}
+
+    def read_masks(self, batch: Batch, frozen: TargetHead, masks: MaskRows) -> tuple[Tensor, Tensor, Tensor]:
+        """Places [S + E] of supervised slots and masks among all tokens, and the states of both [S, H], [E, H]."""
+        known, positions, spans = text_slots(batch, batch.tokens.device)
+        features = batch.select_taps(self.taps)[known].to(self.layers[0].mlp.up_proj.weight.dtype)
+        tables_at = position_tables(self.rotary, features, max(batch.lengths, default=0) + self.levels)
+        tokens = self.project_tokens(frozen.embed(batch.tokens.index_select(0, known + 1)).to(features.dtype))
+        inputs = self.block_inputs(tokens, self.fuse_taps(features))
+        context, inputs = read_context(self.layers, inputs, tables_at(positions), batch, self._run)
+        inputs = tuple(part.index_select(0, spans.rows) for part in inputs)
+        tables = tables_at(positions.index_select(0, spans.rows))
+        first = read_rows(self.layers[-1], inputs, tables, context[-1], spans, (), self._run)
+        tables = tables_at(positions.index_select(0, masks.anchors) + masks.depths)
+        places = torch.cat([spans.rows, masks.anchors])
+        places = known.index_select(0, places) + F.pad(masks.depths, (len(spans.rows), 0))
+        return places, first, self._read_blocks(frozen, masks, tables, context)
+
+    def _read_blocks(
+        self, frozen: TargetHead, masks: MaskRows, tables: tuple[Tensor, Tensor], context: Sequence[Pair]
+    ) -> Tensor:
+        """[E, H], the states of masks, which are alike but for where they stand."""
+        token = upload(torch.tensor([self.settings.mask_token]), masks.depths.device)
+        hidden = self.mask_state()
+        inputs = self.block_inputs(self.project_tokens(frozen.embed(token).to(hidden.dtype)), hidden)
+        inputs = tuple(part.expand(len(masks.depths), -1) for part in inputs)
+        state = hidden
+        for number, block in enumerate(self.layers):
+            inputs = block.inputs(state) if number else inputs
+            own = self._run(key_value, block, inputs, tables)
+            query, residual = self._run(query_and_residual, block, inputs, tables)
+            state = self._run(add_rows, block, masks.attend(query, context[number], own), residual)
+        return state
+
+    # -- validation ---------------------------------------------------------------------------------------------------
+
+    def level_states(self, batch: Batch, frozen: TargetHead, levels: int) -> list[Tensor]:
+        """Each level's states [S, H] at all supervised slots, with as many masks behind each as levels need."""
+        count = min(levels, self.levels) - 1
+        masks = MaskRows.of([count * slots for slots in supervised_slots(batch)], batch.tokens.device)
+        _, first, masked = self.read_masks(batch, frozen, masks)
+        return [first, *masked.unflatten(0, (len(first), count)).unbind(1)]
+
+    # -- drafting -----------------------------------------------------------------------------------------------------
+
+    def open(self) -> MaskedState:
+        """Texts that are drafted for together."""
+        return MaskedState(self)
+
+    def forwards(self, budget: Budget) -> tuple[int, ...]:
+        """None after the first, which makes all levels."""
+        return ()
+
+    def unread(self, accepted: int, depth: int) -> int:
+        """The accepted tokens, the root, and a mask for each level after the first."""
+        return accepted + max(min(depth, self.levels), 1)
+
+    def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
+        """Its forward of so many rows behind so much text, of which the levels' are made into logits."""
+        return super().probe(context, rows, max(scored, min(rows, self.levels)))
