@@ -119,7 +119,7 @@ def test_every_method_has_a_row_among_the_papers_and_a_recipe(kind: str) -> None
 
 SIZES = json.loads((ROOT / "docs/results/sizes.json").read_text())
 LARGE = [path for path in RECIPES if path.parent.name != "tiny"]
-FAMILY = {"qwen3-8b": "qwen3", "qwen3-30b-a3b": "qwen3_moe", "gpt-oss-20b": "gpt_oss"}
+FAMILY = {"qwen3-8b": "qwen3", "qwen3-30b-a3b": "qwen3_moe", "gpt-oss-20b": "gpt_oss", "mimo-7b": "qwen2"}
 
 
 def settings_in(path: Path, *overrides: str) -> Any:
@@ -146,6 +146,9 @@ def by_hand(settings: Any, sizes: dict[str, Any]) -> int:
         first = sum(2 * width * (level + 2) * width + 2 * width for level in range(levels))
         gates = first + levels * (further * (width + 1) * width + sizes["vocab_size"] * (width + 1))
         return gates + settings.prefix * (2 * width * (queries + keys) + mlp + 3 * width)
+    if settings.kind == "mtp":  # a projection, a Llama layer, and norms of token, state and output
+        mlp = 3 * width * sizes["intermediate_size"]
+        return 2 * width * width + 2 * width * (queries + keys) + mlp + 5 * width
     block = queries * width + 3 * width * (settings.intermediate_size or sizes["intermediate_size"])
     if settings.kind == "dflash":  # five states; norms of blocks, of their heads, of what is fused, and a last one
         attention, norms = (queries + 2 * keys) * width, 2 * width + 2 * head
