@@ -116,8 +116,8 @@ class Peagle(FusedHead):
         inputs = tuple(part.index_select(0, spans.rows) for part in inputs)
         tables = tables_at(positions.index_select(0, spans.rows))
         first = read_rows(self.layers[-1], inputs, tables, context[-1], spans, (), self._run)
-        tables = tables_at(positions.index_select(0, masks.anchors) + masks.depths)
-        places = torch.cat([spans.rows, masks.anchors])
+        tables = tables_at(positions.index_select(0, masks.spans.rows) + masks.depths)
+        places = torch.cat([spans.rows, masks.spans.rows])
         places = known.index_select(0, places) + F.pad(masks.depths, (len(spans.rows), 0))
         return places, first, self._read_blocks(frozen, masks, tables, context)
 

@@ -53,11 +53,8 @@ def attend_block_flex(
     """What `attend_block` computes, by one fused kernel over all texts, for accelerators."""
     size, keys = query.shape[2], len(key)
     by_row = query.unflatten(0, (keys, -1)).permute(2, 0, 1, 3, 4).contiguous()  # one copy, which both products read
-    wide = by_row.flatten(1, 3).transpose(0, 1)
-    asked = {"enable_gqa": len(wide) != keys, "return_aux": AuxRequest(lse=True)}
-    attention: Any = kernel or compile_flex()
-    output, beside = attention(wide[None], key[None], value[None], block_mask=spans.block_mask(0), **asked)
-    output, context = (part[0].transpose(0, 1).unflatten(1, (keys, -1)) for part in (output, beside.lse[..., None]))
+    output, context = read_texts(by_row.flatten(1, 3).transpose(0, 1), key, value, spans, kernel)
+    output, context = (part.transpose(0, 1).unflatten(1, (keys, -1)) for part in (output, context[..., None]))
     own_key, own_value = (part.transpose(0, 1) for part in own)
     scores = (by_row.flatten(2, 3) @ own_key.mT).to(context.dtype) * query.shape[-1] ** -0.5
     if causal:
@@ -65,6 +62,21 @@ def attend_block_flex(
     shares = torch.cat([context, scores], dim=-1).softmax(-1).to(output.dtype)
     output = output * shares[..., :1] + shares[..., 1:] @ own_value
     return output.unflatten(2, (-1, size)).permute(1, 2, 0, 3, 4).flatten(0, 1)
+
+
+def read_texts(query: Tensor, key: Tensor, value: Tensor, spans: Spans, kernel: Any = None) -> Pair:
+    """[h, S, w], what queries see of their texts, and [h, S], the log of the sum of what scores there are taken to."""
+    attention: Any = kernel or compile_flex()
+    asked = {"enable_gqa": len(query) != len(key), "return_aux": AuxRequest(lse=True)}
+    output, beside = attention(query[None], key[None], value[None], block_mask=spans.block_mask(0), **asked)
+    return output[0], beside.lse[0]
+
+
+def add_blocks(output: Tensor, context: Tensor, query: Tensor, own: Pair, causal: bool) -> Tensor:
+    """[h, S, B, w], what tokens see of their texts, as `read_texts` tells it [h, S, B, w or 1], and of their blocks."""
+    scores = own_scores(query, own[0], causal).to(context.dtype) * query.shape[-1] ** -0.5
+    shares = torch.cat([context, scores], dim=-1).softmax(-1).to(output.dtype)
+    return output * shares[..., :1] + own_product(shares[..., 1:], own[1])
 
 
 ATTEND = {"cpu": attend_block_plain, "meta": attend_block_plain}
