@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import LlamaConfig
 
@@ -78,3 +78,68 @@ def eagle3_flops(sizes: Sizes, supervised: list[bool], steps: int, train_lm_head
     logits = vocab * width
     products = 2 * weights_alone + 3 * (weights_and_inputs + attention) + read * logits
     return 2 * (products + (3 if train_lm_head else 2) * counted * logits)
+
+
+class Stack(NamedTuple):
+    """What a step that guesses blocks computes: rows are queries of the texts' places, blocks or elements."""
+
+    sizes: Sizes
+    blocks: int
+    taps: int
+    known: int  # slots of texts, whose features are fused
+    rows: int  # that every block reads
+    last: int  # that the last one answers for, and whose states become logits
+    pairs: int  # of a query and a key that it sees, in a block of the stack
+    taught: int  # places whose probs by the target are compared with
+
+
+def stack_flops(stack: Stack, entered: int, injected: bool) -> int:
+    """Operations of such a step with exact gradients; the embedding and the LM head are frozen.
+
+    `entered` is the width of what the first block reads. Where features are injected, blocks make keys and values of
+    them too. Projections of what no gradient goes through are computed forward and for their weights alone.
+    """
+    vocab, width, mlp, heads, key_heads, head_width = stack.sizes
+    queries, keys = width * heads * head_width, 2 * width * key_heads * head_width
+    fuse = 2 * stack.known * stack.taps * width**2
+    first = 2 * stack.rows * (queries + keys) * entered // width
+    answers = stack.last + (stack.blocks - 1) * stack.rows  # rows behind attention of all blocks
+    behind = answers * (queries + 3 * width * mlp)
+    before = (stack.blocks - 1) * stack.rows * keys + (stack.last + (stack.blocks - 2) * stack.rows) * queries
+    context = stack.known * keys * stack.blocks * injected
+    attention = stack.pairs * 2 * heads * head_width * stack.blocks
+    logits = (2 * stack.last + stack.taught) * vocab * width
+    return 2 * (fuse + first + 3 * (behind + before + context + attention) + logits)
+
+
+def injected_stack(sizes: Sizes, mask: list[bool], head: dict[str, Any]) -> Stack:
+    """The step of blocks of slots behind drawn anchors; what is drawn is expected."""
+    skipped = 0 if head.get("sample_from_anchor", head["kind"] == "dspark") else 1
+    size, levels = head["slots"], head["slots"] - skipped
+    slots = anchors(mask, levels)
+    drawn = min(head["anchors"], len(slots)) / len(slots)
+    counted = round(drawn * sum(count for _, count in slots))
+    rows = round(drawn * len(slots)) * size
+    pairs = round(drawn * sum(size * (slot + 1 + size) for slot, _ in slots))
+    read = {slot + level for slot, count in slots for level in range(count)}
+    return Stack(sizes, head["blocks"], len(head["taps"]), slots[-1][0] + 1, rows, counted, pairs, len(read))
+
+
+def parallel_stack(sizes: Sizes, mask: list[bool], head: dict[str, Any]) -> Stack:
+    """The step of slots and of masked elements behind them, so many less at each depth; what is drawn is expected."""
+    slots = anchors(mask, 1)
+    depths = [max(head["keep"] ** depth, 0.2) for depth in range(1, head["depths"])]
+    masked = [round((len(slots) - depth) * share) for depth, share in enumerate(depths, 1)]
+    known, seen = slots[-1][0] + 1, sum(slot + 1 for slot, _ in slots) / len(slots)
+    pairs = known * (known + 1) // 2 + round(sum((seen + depth) * count for depth, count in enumerate(masked, 1)))
+    answered = len(slots) + sum(masked)
+    return Stack(sizes, head["blocks"], len(head["taps"]), known, known + sum(masked), answered, pairs, len(slots))
+
+
+def block_flops(sizes: Sizes, mask: list[bool], head: dict[str, Any]) -> int:
+    """Operations that a step of such a head cannot do without on a text with this loss mask."""
+    if head["kind"] == "peagle":
+        return stack_flops(parallel_stack(sizes, mask, head), 2 * sizes.width, injected=False)
+    flops = stack_flops(injected_stack(sizes, mask, head), sizes.width, injected=True)
+    rank = 256 if head["kind"] == "dspark" else 0  # of its bias, whose factors are trained
+    return flops + 6 * injected_stack(sizes, mask, head).last * rank * sizes.vocab

@@ -86,7 +86,11 @@ class Side:
 def open_sides(work: Work, pythons: dict[str, str], stack: ExitStack) -> dict[str, Side]:
     """All sides of a comparison; every rival trains as many weights as ours."""
     ours = sys.executable
-    if work.head:
+    if work.head and pythons:
+        modules = {"speculators": (pythons["speculators"], "speculators_block_step", False)}
+        modules |= {"ours": (ours, "eagle_step", False)}
+        pairs = {"speculators": "ours"}
+    elif work.head:
         modules = {"released": (ours, "level_step", False), "ours": (ours, "eagle_step", False)}
         pairs = {"released": "ours"}
     elif not work.steps:

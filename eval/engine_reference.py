@@ -57,12 +57,12 @@ def decode_as_engine(job: Job, head: Path | str, target: Target, rule: Rule) -> 
     return [_decode(job, prompt, target, drafter, rule) for prompt in job.prompts]
 
 
-def fit_block(drafter: Drafter, depth: int) -> None:
+def fit_block(drafter: Any, depth: int) -> None:
     """Let a head that guesses a block by one forward read no more slots than a draft needs, as engines do.
 
     All slots of a block may see one another: fewer of them make other guesses.
     """
-    settings = getattr(drafter, "settings", None)
+    settings: Any = getattr(drafter, "settings", None)
     if hasattr(settings, "slots"):
         slots = depth + (not settings.sample_from_anchor)
         drafter.settings = settings.model_copy(update={"slots": min(slots, settings.slots)})

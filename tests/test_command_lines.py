@@ -45,6 +45,7 @@ WRONG: dict[str, list[list[str]]] = {
     "recipes/tiny/demo.py": [["unknown"]],
     "bench/batch_speed.py": [["--model", GONE, "--chats", GONE]],
     "bench/beam_search.py": [[MISSING], [MISSING, "no override"]],
+    "bench/block_speed.py": [[GONE, "--methods", "unknown"], [GONE, "--dtypes", "fp64"]],
     "bench/broken_heads.py": [["--target", GONE, "--sibling", GONE], ["--sibling", GONE, "--heads", GONE]],
     "bench/decode_speed.py": [["--rounds", "few"]],
     "bench/extract_speed.py": [["--model", GONE, "--data", GONE]],

@@ -27,7 +27,7 @@ def random_target_head(work: Work, config: LlamaConfig, dtype: torch.dtype) -> T
 
 def random_examples(work: Work, taps: int, width: int) -> list[list[Example]]:
     """The batches, with random features."""
-    dtype = work.frozen_dtype if work.steps else torch.float32
+    dtype = work.frozen_dtype if taps > 1 else torch.float32
     batches: list[list[Example]] = []
     for texts in work.batches:
         batches.append([])
@@ -43,8 +43,9 @@ def side(work: Work) -> tuple[Step, Iterable[nn.Parameter]]:
     frozen = random_target_head(work, config, work.frozen_dtype)
     head: TrainableDrafter
     if work.head:
-        taps = (-1,)
-        head = DRAFTERS[work.head["kind"]].for_target(settings_of(work.head, "bench"), config, frozen)
+        chosen = settings_of(work.head, "bench")
+        taps = taps_of(chosen, config)
+        head = DRAFTERS[work.head["kind"]].for_target(chosen, config, frozen)
     elif work.steps:
         settings = Eagle3.Settings(steps=work.steps, draft_vocab=work.draft_vocab, train_lm_head=work.train_lm_head)
         taps = taps_of(settings, config)

@@ -288,12 +288,13 @@ class TargetHead:
             logits = (logits / self.softcap).tanh() * self.softcap
         return logits
 
-    def slope(self, logits: Tensor) -> Tensor | None:
+    def slope(self, logits: Tensor, hidden: Tensor) -> Tensor | None:
         """[.., V], how far the logits move with what the softcap bends; None without one."""
         return None if self.softcap is None else 1 - (logits / self.softcap) ** 2
 
-    def pull_back(self, gradient: Tensor) -> Tensor:
-        """[.., D], the gradient at the hidden states from that before the softcap [.., V]."""
+    def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor:
+        """[.., D], the gradient at the hidden states from that at the logits, which becomes that before the softcap."""
+        gradient = gradient if slope is None else gradient.mul_(slope)
         hidden = gradient.to(self.weight.dtype) @ self.weight
         return hidden if self.logit_scale == 1.0 else hidden * self.logit_scale
 

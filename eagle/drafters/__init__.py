@@ -7,6 +7,7 @@ from eagle.drafters.bigram import BigramDrafter
 from eagle.drafters.blockwise import Blockwise
 from eagle.drafters.dflash import DFlash
 from eagle.drafters.draft_model import DraftModel
+from eagle.drafters.dspark import DSpark
 from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.eagle3 import Eagle3
 from eagle.drafters.early_exit import EarlyExit
@@ -50,6 +51,7 @@ DRAFTERS: dict[str, type[Any]] = {
     "dflash": DFlash,
     "peagle": Peagle,
     "mtp": Mtp,
+    "dspark": DSpark,
 }
 
 

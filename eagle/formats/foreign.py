@@ -19,6 +19,7 @@ from eagle.formats.foreign_head import convert_head
 from eagle.formats.foreign_levels import convert_levels, lint_levels, read_levels
 from eagle.formats.head_folder import OWN, UNKNOWN, Finding, HeadFolder
 from eagle.formats.kinds import kind_by_config
+from eagle.formats.level_readers import READERS
 from eagle.formats.lint import lint
 from eagle.formats.norm_output import settle_norm_output
 from eagle.formats.recognise import read_folder
@@ -169,7 +170,7 @@ def list_facts(head: HeadFolder) -> dict[str, Any]:
         "tensors": f"{len(entries)}, {count:,} parameters, {', '.join(dtypes)}",
     }
     if head.guesses_levels:
-        facts |= {name: value for name, value in head.settings.items()}
+        facts |= {**head.settings, **READERS[head.kind].list_facts(head)}
         return facts | {"width": shape["hidden_size"], "vocabulary": shape["vocab_size"]}
     if not shape:
         return facts

@@ -11,7 +11,7 @@ from torch import Tensor
 from eagle.core.drafter import TrainableDrafter
 from eagle.drafters import DRAFTERS
 from eagle.formats.head_folder import Finding, HeadFolder
-from eagle.formats.level_reader import BORROWED, OUTPUT, LevelReader
+from eagle.formats.level_reader import OUTPUT, LevelReader
 from eagle.formats.level_readers import READERS
 from eagle.formats.lint import strike
 from eagle.formats.target_files import TargetFiles, count_differing_rows
@@ -23,8 +23,8 @@ def read_levels(head: HeadFolder, target: TargetFiles | None) -> None:
     reader = READERS[head.kind]
     copies = _name_tensors(head, reader)
     head.settings = reader.read_settings(head, target)
-    for name in sorted(head.names.keys() & BORROWED.keys()):
-        _compare_borrowed(head, name, target)
+    for name in sorted(head.names.keys() & reader.borrowed.keys()):
+        _compare_borrowed(head, name, reader.borrowed[name], target)
     for theirs, ours in copies.items():
         if not torch.equal(head.tensors.load(theirs), head.load(ours)):
             head.problem(f"{theirs} differs from {head.names[ours]}, and both are {ours} here", "Keep the right one")
@@ -36,7 +36,8 @@ def read_levels(head: HeadFolder, target: TargetFiles | None) -> None:
         head.problem(f"the head is for a target {ours}, {target.path} is {theirs}", "Name the right target")
     _check_tensors(head, reader, target)
     head.problems += [Finding(f"config.json: {wrong}", fix="Correct it") for wrong in dict.fromkeys(head.keys.wrong)]
-    head.unknown_keys = head.keys.left()
+    sections = {id(section): section for section in (head.keys, head.block, head.nested)}.values()
+    head.unknown_keys = [name for section in sections for name in section.left()]
 
 
 def _name_tensors(head: HeadFolder, reader: LevelReader) -> dict[str, str]:
@@ -63,16 +64,16 @@ def _find_name(head: HeadFolder, reader: LevelReader, name: str) -> tuple[str, s
         for pattern, ours in names.items():
             if found := re.fullmatch(pattern, name):
                 expanded = found.expand(ours)
-                return layout, expanded if expanded in BORROWED else reader.rename(head, name, expanded)
+                return layout, expanded if expanded in reader.borrowed else reader.rename(head, name, expanded)
     if name == OUTPUT:
         return head.layout, OUTPUT
     return "", None
 
 
-def _compare_borrowed(head: HeadFolder, name: str, target: TargetFiles | None) -> None:
+def _compare_borrowed(head: HeadFolder, name: str, known_as: tuple[str, ...], target: TargetFiles | None) -> None:
     """Compare with the target's what the checkpoint holds of it, which a head here borrows instead."""
     left_out = f"{head.names[name]} is left out, heads here use the target's"
-    theirs = target.matrix(BORROWED[name]) if target else None
+    theirs = target.matrix(known_as) if target else None
     if theirs is None:
         why = "the target has none by that name" if target else "no --target"
         head.notes.append(f"{left_out}; not compared: {why}")
@@ -81,15 +82,17 @@ def _compare_borrowed(head: HeadFolder, name: str, target: TargetFiles | None) -
     if ours.shape != theirs.shape:
         head.problem(f"{stored} is {list(ours.shape)}, the target's is {list(theirs.shape)}", "Another target?")
     elif differing := count_differing_rows(ours, theirs):
-        head.problem(f"{stored} differs from the target's in {differing} of {len(ours)} rows", "Another target?")
+        head.problem(
+            f"{stored} differs from the target's in {differing} of {len(ours)} rows", "Another target, or trained?"
+        )
     else:
         head.notes.append(f"{left_out}; they are equal")
 
 
 def _build(head: HeadFolder, reader: LevelReader, target: TargetFiles | None) -> TrainableDrafter:
     """A head of these settings and sizes, with weights that nobody has set."""
-    method: Any = DRAFTERS[reader.method]
     try:  # pydantic judges the settings, transformers and torch the sizes
+        method: Any = DRAFTERS[reader.method_of(head)]
         drafter: TrainableDrafter = method(method.Settings(**head.settings), reader.read_shape(head, target))
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"no head of these sizes can be made: {error!r:.300}") from None
@@ -116,9 +119,9 @@ def _check_tensors(head: HeadFolder, reader: LevelReader, target: TargetFiles | 
         elif entry.shape != size:
             what = f"{head.names[name]} is {list(entry.shape)}, expected {list(size)}"
             head.problem(what, "Correct config.json, or copy both files again")
-        elif not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
+        elif name not in reader.whole and (not entry.dtype.is_floating_point or entry.dtype.itemsize < 2):
             head.problem(f"{head.names[name]} is in {entry.dtype}, expected plain weights", fatal=False)
-    if other := sorted(head.names.keys() - expected.keys() - BORROWED.keys()):
+    if other := sorted(head.names.keys() - expected.keys() - reader.borrowed.keys()):
         theirs = _list_some([head.names[name] for name in other])
         head.problem(f"tensors of no part of this head: {theirs}", "Correct config.json, or copy both files again")
 
@@ -138,7 +141,7 @@ def convert_levels(head: HeadFolder, target: TargetFiles | None) -> tuple[Traina
     for name, weight in weights.items():
         if not bool(weight.isfinite().all()):
             raise ValueError(f"{head.names[name]} holds numbers that are not finite: take an earlier checkpoint")
-    if dtypes := {weight.dtype for weight in weights.values()} - {torch.float32}:
+    if dtypes := {weight.dtype for weight in weights.values() if weight.is_floating_point()} - {torch.float32}:
         notes.append(f"weights in {', '.join(sorted(map(str, dtypes)))}, held here in torch.float32, which is exact")
     drafter.load_state_dict(weights)
     return drafter, notes

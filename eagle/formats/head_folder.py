@@ -48,6 +48,7 @@ class HeadFolder:
     kind: str = ""  # what it is where it is no head of EAGLE's
     guesses_levels: bool = False  # whether it is one of those that foreign_levels reads
     settings: dict[str, Any] = field(default_factory=dict)  # of such a head
+    layer: str = ""  # that it is, by its number in a whole model
     names: dict[str, str] = field(default_factory=dict)  # ours: theirs
     shape: dict[str, Any] = field(default_factory=dict)
     draft_vocab_size: int = 0  # D
@@ -100,4 +101,5 @@ class HeadFolder:
         """Raise a ValueError with all that stands in the way of an import."""
         listed = [f"- {problem.what}{f'. {problem.fix}' if problem.fix else ''}" for problem in self.problems]
         if listed:
-            raise ValueError("\n".join([f"{self.path} cannot become a head of this project:", *listed]))
+            named = f"{self.path}, {self.kind}," if self.guesses_levels else str(self.path)
+            raise ValueError("\n".join([f"{named} cannot become a head of this project:", *listed]))

@@ -48,6 +48,10 @@ class Keys:
         """A whole number above 0."""
         return self._take(name, "a whole number above 0", lambda value: type(value) is int and 0 < value < MOST)
 
+    def token(self, name: str) -> int | None:
+        """A whole number, 0 or more."""
+        return self._take(name, "a whole number, 0 or more", lambda value: type(value) is int and 0 <= value < MOST)
+
     def number(self, name: str) -> float | None:
         """A finite number above 0."""
         return self._take(name, "a number above 0", is_number)

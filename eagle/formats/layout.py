@@ -72,6 +72,15 @@ def embedding_of(drafter: TrainableDrafter, engine: str) -> Tensor:
     return rows.detach().to("cpu", next(drafter.parameters()).dtype)
 
 
+def output_of(drafter: TrainableDrafter, engine: str, advice: str = "no exporter has a layout for it") -> Tensor:
+    """[V, H], the target's LM head, in the dtype of the head's weights."""
+    if not drafter.frozen:
+        raise ValueError(f"{engine}: the target's LM head is part of this layout: call bind(target.head) first")
+    if getattr(drafter.frozen[0].output, "bias", None) is not None:
+        raise ValueError(f"{engine}: the target's LM head has a bias, which would be dropped in silence: {advice}")
+    return drafter.frozen[0].weight.detach().to("cpu", next(drafter.parameters()).dtype)
+
+
 def scale_of(drafter: TrainableDrafter) -> float:
     """What the target multiplies its embedding's rows with, of which engines know nothing when they draft."""
     return drafter.frozen[0].scale if drafter.frozen else 1.0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.formats.layout import Layout, embedding_of, has_attention, llama_config, tensors_of
+from eagle.formats.layout import Layout, embedding_of, has_attention, llama_config, output_of, tensors_of
 from eagle.formats.networks import EMBEDDING, NetworkLayout
 
 MEDUSA, HYDRA, SPECULATOR, FALCON = "medusa", "hydra", "mlp_speculator", "falcon"
@@ -74,7 +74,7 @@ class ServedMedusa(NetworkLayout):
             {r"blocks\.(\d+)\.(\d+)\.(\w+)": r"blocks.\1.layers.\2.\3", r"heads\.(\d+)\.weight": r"lm_heads.\1.weight"},
         )
         if shares:
-            tensors["lm_heads.0.weight"] = self._lm_head_of(drafter, engine)
+            tensors["lm_heads.0.weight"] = output_of(drafter, engine, "train with drafter.lm_head=own")
         config = {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
@@ -85,18 +85,6 @@ class ServedMedusa(NetworkLayout):
             "original_lm_head": shares,
         }
         return Layout(config, tensors, self.serve, deepest=settings.levels)
-
-    def _lm_head_of(self, drafter: TrainableDrafter, engine: str) -> Tensor:
-        """[V, H], the target's, in the dtype of the head's weights."""
-        if not drafter.frozen:
-            raise ValueError(f"{engine}: the target's LM head is part of this layout: call bind(target.head) first")
-        output = drafter.frozen[0].output
-        if getattr(output, "bias", None) is not None:
-            raise ValueError(
-                f"{engine}: the target's LM head has a bias, which would be dropped in silence: train with "
-                "drafter.lm_head=own"
-            )
-        return output.get_parameter("weight").detach().to("cpu", next(drafter.parameters()).dtype)
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,15 @@ class LevelReader:
     method: str
     layouts: Mapping[str, Mapping[str, str]]  # by who writes them
     spare: Mapping[str, str] = field(default_factory=lambda: {ROTARY: FOLLOWS})  # what is not needed, and why
+    borrowed: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: BORROWED)  # what heads here have not
+    whole: tuple[str, ...] = ()  # our names of tensors that hold no weights
 
-    def rename(self, head: HeadFolder, name: str, ours: str) -> str:
-        """Our name of a tensor, from what its pattern gave."""
+    def method_of(self, head: HeadFolder) -> str:
+        """The method here that such a head is one of."""
+        return self.method
+
+    def rename(self, head: HeadFolder, name: str, ours: str) -> str | None:
+        """Our name of a tensor, from what its pattern gave; None for one that is no part of the head."""
         return ours
 
     def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> dict[str, Any]:
@@ -60,6 +66,10 @@ class LevelReader:
     def list_traps(self, head: HeadFolder) -> Iterator[tuple[Trap, dict[str, Any]]]:
         """What engines read otherwise, with what stands in its text."""
         yield from ()
+
+    def list_facts(self, head: HeadFolder) -> dict[str, Any]:
+        """What `inspect` shows beside the settings."""
+        return {}
 
     def may_lack(self, head: HeadFolder, name: str) -> str:
         """Why a tensor need not be in the file; an empty text if it must."""

@@ -14,7 +14,9 @@ from eagle.drafters.parts.blocks import head_shape
 from eagle.formats import traps
 from eagle.formats.head_folder import HeadFolder
 from eagle.formats.head_parts import read_sizes
+from eagle.formats.injected_readers import INJECTED_READERS
 from eagle.formats.keys import short
+from eagle.formats.kinds import MTP
 from eagle.formats.level_layouts import USUAL_THETA
 from eagle.formats.level_reader import (
     FOLLOWS,
@@ -27,7 +29,9 @@ from eagle.formats.level_reader import (
     count_parts,
     read_sides,
 )
+from eagle.formats.mtp_reader import READER as MTP_READER
 from eagle.formats.networks import EMBEDDING
+from eagle.formats.parallel_reader import READER as PARALLEL_READER
 from eagle.formats.target_files import TargetFiles
 from eagle.formats.traps import Trap
 
@@ -226,7 +230,7 @@ class FalconReader(LevelReader):
         return torch.cat([entry, cell, output])
 
 
-READERS = {
+READERS: dict[str, LevelReader] = {
     "Medusa heads": MedusaReader(
         "medusa",
         {
@@ -277,4 +281,7 @@ READERS = {
         },
         {ROTARY: FOLLOWS, r"lstm\.(weight|bias)_hh_l[01]": "the LSTM has no state that it could read"},
     ),
+    **INJECTED_READERS,
+    "a P-EAGLE head": PARALLEL_READER,
+    MTP.name: MTP_READER,
 }

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from eagle.formats import traps
 from eagle.formats.engine import Engine
+from eagle.formats.injected_layouts import DFLASH, DSPARK, VANILLA_STYLES, ZLAB_STYLES, InjectedLayout
 from eagle.formats.networks import FUSED, FusedLayout
 
 SERVE = """```sh
 python convert_hf_to_gguf.py TARGET --outtype f32 --outfile target.gguf
 python convert_hf_to_gguf.py HEAD --target-model-dir TARGET --outtype f32 --outfile head.gguf
-llama-server -m target.gguf -md head.gguf --spec-type draft-eagle3 --spec-draft-n-max DEPTH
+llama-server -m target.gguf -md head.gguf --spec-type draft-METHOD --spec-draft-n-max DEPTH
 ```
 
 llama.cpp as of October 2026. `llama-speculative-simple` takes the same flags and prints how many tokens were drafted
 and accepted."""
+UNRUN = """
+
+Not run by this project: names, shapes and keys are those of llama.cpp's source."""
 LLAMACPP = Engine(
     name="llamacpp",
     title="llama.cpp",
-    networks={FUSED: FusedLayout(SERVE, switches=("norm_before_residual",), reads_embedding=True)},
+    networks={
+        FUSED: FusedLayout(SERVE.replace("METHOD", "eagle3"), switches=("norm_before_residual",), reads_embedding=True),
+        DFLASH: InjectedLayout(SERVE.replace("METHOD", "dflash") + UNRUN, styles=ZLAB_STYLES, causal=True),
+        DSPARK: InjectedLayout(SERVE.replace("METHOD", "dspark") + UNRUN, styles=VANILLA_STYLES, causal=True),
+    },
     ignored_rotary=("attention_factor", "truncate", "mscale", "mscale_all_dim"),
     traps=(
         traps.MODEL_PREFIX,
@@ -26,5 +34,6 @@ LLAMACPP = Engine(
         traps.ROPE_THETA_NESTED,
         traps.FUSED_BIAS,
         traps.LAYER_COUNT,
+        traps.ANCHOR_UNSAID,
     ),
 )

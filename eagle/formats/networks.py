@@ -15,6 +15,7 @@ from eagle.formats.layout import Layout, embedding_of, llama_config, scale_of, t
 FEATURES, FUSED, LANGUAGE_MODEL = "features", "fused", "draft_model"  # EAGLE-1's, EAGLE-3's, a whole model
 SWITCHES = ("norm_before_residual", "fc_norm", "norm_output")  # of EAGLE-3's network
 EMBEDDING = "embed_tokens.weight"
+MASK_HIDDEN = "mask_hidden"
 
 
 def network_of(drafter: TrainableDrafter) -> str:
@@ -76,7 +77,7 @@ class FusedLayout(NetworkLayout):
         order = sorted(range(len(drafter.taps)), key=drafter.taps.__getitem__)
         inputs = [drafter.taps[tap] for tap in order]
         outputs = [layer - 1 for layer in inputs]
-        switches = {switch: bool(getattr(drafter.settings, switch)) for switch in SWITCHES}
+        switches = {switch: bool(getattr(drafter.settings, switch, False)) for switch in SWITCHES}
         nested = {switch: switches[switch] for switch in self.nested_switches}
         draft_vocab_size: int = drafter.lm_head.out_features  # type: ignore[union-attr, assignment]
         config = llama_config(
@@ -88,7 +89,7 @@ class FusedLayout(NetworkLayout):
             eagle_aux_hidden_state_layer_ids=inputs,
             eagle_config={"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": outputs, **nested},
         )
-        tensors = _reorder_taps(tensors_of(drafter), order)
+        tensors = reorder_taps(tensors_of(drafter), order)
         if scale_of(drafter) != 1.0:
             tensors[EMBEDDING] = embedding_of(drafter, engine)
         if self.needs_offsets and draft_vocab_size == target_config.vocab_size:
@@ -102,7 +103,7 @@ class FusedLayout(NetworkLayout):
     def _check(self, drafter: TrainableDrafter, target_config: Any, engine: str) -> None:
         """Say what keeps a head from being served."""
         for switch in SWITCHES:
-            if getattr(drafter.settings, switch) and switch not in self.switches:
+            if getattr(drafter.settings, switch, False) and switch not in self.switches:
                 raise ValueError(
                     f"{engine}: drafter.{switch} is unknown there, and acceptance would be lost in silence: train with "
                     f"drafter.{switch}=false, or export to an engine that knows it (docs/serving.md)"
@@ -140,9 +141,12 @@ def add_embedding(layout: Layout, drafter: TrainableDrafter, engine: str) -> Lay
     return replace(layout, tensors={**layout.tensors, EMBEDDING: embedding_of(drafter, engine)})
 
 
-def _reorder_taps(tensors: dict[str, Tensor], order: list[int]) -> dict[str, Tensor]:
+def reorder_taps(tensors: dict[str, Tensor], order: list[int]) -> dict[str, Tensor]:
     """The columns of `fc` and the norms of the taps in another order."""
     columns = tensors["fc.weight"].chunk(len(order), dim=1)
+    if MASK_HIDDEN in tensors:  # what stands for taps that are not known
+        masks = tensors[MASK_HIDDEN].chunk(len(order), dim=-1)
+        tensors = {**tensors, MASK_HIDDEN: torch.cat([masks[tap] for tap in order], dim=-1)}
     norms = {f"fc_norm.{place}.weight": f"fc_norm.{tap}.weight" for place, tap in enumerate(order)}
     return {
         **tensors,

@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 from eagle.formats.engine import Engine
+from eagle.formats.injected_layouts import (
+    DEEPSPEC_STYLES,
+    DFLASH,
+    DSPARK,
+    SPECFORGE_STYLES,
+    ZLAB_STYLES,
+    InjectedLayout,
+)
 from eagle.formats.level_layouts import (
     FALCON,
     HYDRA,
@@ -13,6 +21,7 @@ from eagle.formats.level_layouts import (
     PublishedMedusa,
     PublishedSpeculator,
 )
+from eagle.formats.mtp_layouts import DEEPSEEK_NAMES, MIMO_NAMES, MTP, MtpLayout
 
 MEDUSA_CODE = Engine(
     name="medusa",
@@ -84,4 +93,98 @@ Names, shapes and keys are those of its source."""
         )
     },
     scalings=(),
+)
+
+DEEPSEEK = Engine(
+    name="deepseek",
+    title="DeepSeek's MTP layer",
+    networks={
+        MTP: MtpLayout(
+            """The tensors are named as those of DeepSeek-V3's layer of multi-token prediction.
+They stand beside the target's config, with copies of its embedding and LM head, and can be put among the target's own
+tensors. The block is a Llama's: engines that expect latent attention or experts there load it not.
+
+Not run by this project: names are those of DeepSeek-V3's checkpoints.""",
+            names=DEEPSEEK_NAMES,
+        )
+    },
+    scalings=None,
+)
+MIMO = Engine(
+    name="mimo",
+    title="MiMo's MTP layer",
+    networks={
+        MTP: MtpLayout(
+            """The tensors are named as those of MiMo's layer of multi-token prediction. They stand beside the target's
+config, with copies of its embedding and LM head, and can be put among the target's own tensors. `--to vllm` tells how
+it is served.
+
+Not run by this project: names are those of MiMo's checkpoints.""",
+            names=MIMO_NAMES,
+            hidden_first=True,
+            biased=True,
+        )
+    },
+    scalings=None,
+)
+ZLAB = Engine(
+    name="zlab",
+    title="z-lab/dflash",
+    networks={
+        DFLASH: InjectedLayout(
+            """```python
+from dflash.model import DFlashDraftModel  # of z-lab/dflash
+
+draft = DFlashDraftModel.from_pretrained("HEAD")
+```
+
+Its own `dflash_generate` always lets a slot see its whole block: a head that was trained with `drafter.causal=true` is
+read so by engines alone (vLLM, llama.cpp).
+
+Its states are here what they are there; generation by that code was not run by this project.""",
+            styles=ZLAB_STYLES,
+            causal=True,
+        )
+    },
+    scalings=None,
+)
+DEEPSPEC = Engine(
+    name="deepspec",
+    title="deepseek-ai/DeepSpec",
+    networks={
+        network: InjectedLayout(
+            """```python
+from deepspec.modeling.dspark.qwen3.modeling import Qwen3DSparkModel  # of deepseek-ai/DeepSpec
+
+draft = Qwen3DSparkModel.from_pretrained("HEAD", attn_implementation="eager")
+```
+
+What that project calls DFlash is this network without a Markov head (`markov_rank` 0): its slot k names the token
+behind its place. In z-lab's DFlash it names the one at its place: no reader of one reads the other.
+
+Not run by this project: names, shapes and keys are those of its source.""",
+            styles=DEEPSPEC_STYLES,
+            copies=True,
+        )
+        for network in (DFLASH, DSPARK)
+    },
+    scalings=None,
+)
+SPECFORGE = Engine(
+    name="specforge",
+    title="sgl-project/SpecForge",
+    networks={
+        network: InjectedLayout(
+            """```python
+from specforge.modeling.auto import AutoDraftModel  # of sgl-project/SpecForge
+
+draft = AutoDraftModel.from_pretrained("HEAD")
+```
+
+Not run by this project: names, shapes and keys are those of its source.""",
+            styles=styles,
+        )
+        for network, styles in ((DFLASH, ZLAB_STYLES), (DSPARK, SPECFORGE_STYLES))
+    },
+    scalings=None,
 )

@@ -10,7 +10,7 @@ from eagle.formats.layout import Layout, has_attention
 from eagle.formats.llamacpp import LLAMACPP
 from eagle.formats.networks import LANGUAGE_MODEL, network_of
 from eagle.formats.openvino import OPENVINO
-from eagle.formats.published import FALCON_CODE, FMS, HYDRA_CODE, MEDUSA_CODE
+from eagle.formats.published import DEEPSEEK, DEEPSPEC, FALCON_CODE, FMS, HYDRA_CODE, MEDUSA_CODE, MIMO, SPECFORGE, ZLAB
 from eagle.formats.reference import REFERENCE
 from eagle.formats.sglang import SGLANG
 from eagle.formats.speculators import SPECULATORS
@@ -19,7 +19,18 @@ from eagle.formats.trtllm import TRTLLM
 from eagle.formats.vllm import VLLM
 
 SERVERS = (VLLM, SGLANG, TRTLLM, OPENVINO, LLAMACPP)
-PUBLISHED = (REFERENCE, MEDUSA_CODE, HYDRA_CODE, FMS, FALCON_CODE)  # the methods' own code
+PUBLISHED = (
+    REFERENCE,
+    MEDUSA_CODE,
+    HYDRA_CODE,
+    FMS,
+    FALCON_CODE,
+    ZLAB,
+    DEEPSPEC,
+    SPECFORGE,
+    DEEPSEEK,
+    MIMO,
+)  # the methods' own code
 ENGINES = (*SERVERS, SPECULATORS, *PUBLISHED, TRANSFORMERS)
 ADVICE = {
     LANGUAGE_MODEL: "it is a model of its own: export to transformers, a folder that engines load as any other model"

@@ -84,6 +84,10 @@ MEDUSA_COUNTS = Trap(
     "config.json: {keys}: vLLM takes any key with num and heads or layers in it for what Medusa heads it has",
     "Take it out",
 )
+ANCHOR_UNSAID = Trap(
+    "sample_from_anchor is not written: some readers take true and others false, and every token stands one place off",
+    "Write it, or export again",
+)
 
 TIED = Trap("tie_word_embeddings is true: some readers take the embedding for the LM head", "Set it to false")
 LAYER_COUNT = Trap("num_hidden_layers is {layers!r:.30}, and there is one layer", "Write 1")

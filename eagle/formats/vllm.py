@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from eagle.formats import traps
 from eagle.formats.engine import SCALINGS, Engine
+from eagle.formats.injected_layouts import DFLASH, DSPARK, VANILLA_STYLES, ZLAB_STYLES, InjectedLayout
 from eagle.formats.level_layouts import MEDUSA, SPECULATOR, ServedMedusa
+from eagle.formats.mtp_layouts import MIMO_NAMES, MTP, MtpLayout
 from eagle.formats.networks import FEATURES, FUSED, SWITCHES, FeatureLayout, FusedLayout
+from eagle.formats.parallel_layouts import PEAGLE, ParallelLayout
 
 ON_CPU = """
 
@@ -32,6 +35,14 @@ PATH = """
 
 Keep `eagle-`, `eagle3`, `dflash` and `dspark` out of the path of this folder: by any of them vLLM 0.32.0 takes Medusa
 heads for another method's, whatever the command says."""
+BLOCKS = """```sh
+vllm serve TARGET --speculative-config '{"method": "METHOD", "model": "HEAD", "num_speculative_tokens": DEPTH}'
+```
+
+vLLM 0.32.0, on a GPU.MORE
+
+Not run by this project, for it needs a GPU: names, shapes and keys are those of vLLM's source."""
+PARALLEL = " Its V1 model runner alone does. The mask token stands in the config, its state among the tensors."
 VLLM = Engine(
     name="vllm",
     title="vLLM",
@@ -39,6 +50,28 @@ VLLM = Engine(
         FEATURES: FeatureLayout(SERVE.replace("METHOD", "eagle"), reads_bias=False),
         FUSED: FusedLayout(SERVE.replace("METHOD", "eagle3"), switches=SWITCHES, reads_embedding=True, slides=True),
         MEDUSA: ServedMedusa(SERVE.replace("METHOD", "medusa") + PATH),
+        MTP: MtpLayout(
+            BLOCKS.replace("METHOD", "mtp").replace("MORE", " Each forward drafts one of them."),
+            names=MIMO_NAMES,
+            hidden_first=True,
+            biased=True,
+            families=("mimo",),
+        ),
+        PEAGLE: ParallelLayout(
+            BLOCKS.replace('"METHOD",', '"eagle3", "parallel_drafting": true,').replace("MORE", PARALLEL),
+            switches=SWITCHES,
+            reads_embedding=True,
+        ),
+        DFLASH: InjectedLayout(
+            BLOCKS.replace("METHOD", "dflash").replace("MORE", " One forward drafts them all."),
+            styles=ZLAB_STYLES,
+            causal=True,
+        ),
+        DSPARK: InjectedLayout(
+            BLOCKS.replace("METHOD", "dspark").replace("MORE", " Its V2 model runner alone does."),
+            styles=VANILLA_STYLES,
+            causal=True,
+        ),
     },
     past={SPECULATOR: "vLLM 0.9.2 was the last that could, 0.32.0 keeps the model's file and runs nothing with it"},
     scalings=(*SCALINGS, "dynamic"),
@@ -53,5 +86,6 @@ VLLM = Engine(
         traps.PROMISED_BIAS,
         traps.MEDUSA_BIAS,
         traps.MEDUSA_COUNTS,
+        traps.ANCHOR_UNSAID,
     ),
 )

@@ -53,8 +53,11 @@ def matrix(seed: int) -> Tensor:
 
 def head(seed: int, softcap: float | None) -> LanguageHead:
     """Of a model with a softcap, or a plain one that learns."""
-    if softcap is None:
-        return OwnHead(matrix(seed).requires_grad_())
+    return OwnHead(matrix(seed).requires_grad_()) if softcap is None else plain_head(seed, softcap)
+
+
+def plain_head(seed: int, softcap: float | None) -> TargetHead:
+    """Of a model, with or without a softcap."""
     output = nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=torch.float64)
     output.weight.data.copy_(matrix(seed))
     return TargetHead(nn.Embedding(VOCABULARY, WIDTH), output, softcap=softcap)
@@ -133,9 +136,9 @@ def test_heads_with_biases_learn_from_tokens_and_probs(
     compare_heads(count, taught)
 
 
-def other_token(tokens: Tensor, objective: Objective) -> Any:
+def other_token(tokens: Tensor, weight: float) -> Any:
     """The likelihood of the next word of the vocabulary."""
-    return likelihood((tokens + 1) % VOCABULARY, objective)
+    return likelihood((tokens + 1) % VOCABULARY, weight)
 
 
 likelihood, add_product = divergences._likelihood, objectives._add_product_  # what faults are planted in

@@ -232,8 +232,8 @@ def taps_of(name: str) -> tuple[int, ...] | None:
         (None, {"quantization_config": {"bits": 4}}, "quantization_config"),
         (None, {"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 10000, but 500000"),
         (None, {"fc_norm": True}, "fc_norm is True"),
-        (None, {"dflash_config": {"mask_token_id": 3}}, "no head of EAGLE's: .*dflash_config"),
-        (None, {"speculators_model_type": "peagle"}, "no head of EAGLE's: .*peagle"),
+        (None, {"dflash_config": {"mask_token_id": 3}}, r"a DFlash head, cannot become .*(\n.*)*no block_size"),
+        (None, {"speculators_model_type": "peagle"}, r"a P-EAGLE head, cannot become .*(\n.*)*no mask_token_id"),
     ],
 )
 def test_what_has_no_counterpart_is_refused_by_its_name(

@@ -191,7 +191,7 @@ KINDS: dict[str, tuple[made.Head, str]] = {
     "language model of one layer": (language_model(1), "causal language model"),
 }
 EAGLE = ("EAGLE-1 (", "EAGLE-3", "EAGLE-3.1")
-READABLE = ("Medusa", "Hydra", "MLP speculator", "FALCON")
+READABLE = ("Medusa", "Hydra", "MLP speculator", "FALCON", "DFlash", "DSpark", "Domino", "P-EAGLE", "MTP")
 
 
 def check_named(folder: Path, word: str) -> None:

@@ -36,7 +36,8 @@ class Anchors:
         for mask, seed, length in zip(masks, batch.seeds, batch.lengths, strict=True):
             marked = mask.nonzero()[:, 0]
             if len(marked) > most:
-                order = torch.randperm(len(marked), generator=torch.Generator().manual_seed(seed))
+                drawn = torch.empty_like(marked, dtype=torch.float64)
+                order = drawn.uniform_(generator=torch.Generator().manual_seed(seed)).argsort()
                 marked = marked[order[:most].sort().values]
             slots.append(marked)
             places.append(begin + marked)
@@ -49,6 +50,16 @@ class Anchors:
     def tokens_at(self, batch: Batch, level: int) -> Tensor:
         """[A], the tokens that such a level names; -1 names the roots. What lies beyond a text counts for nothing."""
         return batch.tokens.index_select(0, (self.places + 2 + level).clamp(max=len(batch.tokens) - 1))
+
+    def tokens_of(self, batch: Batch) -> Tensor:
+        """[A, K], the tokens that all levels name."""
+        return torch.stack([self.tokens_at(batch, level) for level in range(self.reached.shape[1])], dim=1)
+
+    def states_before(self, batch: Batch) -> Tensor:
+        """[A, K, H], the target's states from which the tokens that the levels name follow."""
+        true, levels = batch.select_taps((-1,))[:, 0], self.reached.shape[1]
+        ahead = self.places[:, None] + torch.arange(1, 1 + levels, device=true.device)
+        return true[ahead.clamp(max=len(batch.tokens) - 1)]
 
     def weights(self, decay: float | None) -> Tensor:
         """[A, K], what each level of each block counts: e^(-level / decay) where it is reached; their sum is 1."""

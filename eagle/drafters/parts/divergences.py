@@ -34,23 +34,38 @@ class Objective:
     top: float = 0.0
     top_k: int = 10
     blend: float | None = None  # of a hybrid
+    tokens: float = 0.0  # what the likelihood of the texts' own tokens counts beside the teacher's probs
 
 
-def compare_with(taught: Tensor, wide: torch.dtype, objective: Objective) -> Compare:
-    """How a student is compared with a teacher's logits [R, V], or with the tokens [R] that are right."""
+def compare_with(taught: Tensor, objective: Objective, named: Tensor | None = None) -> Compare:
+    """How a student is compared with a teacher's probs [R, V], or with the tokens [R] that are right.
+
+    Tokens that are `named` [R] beside the probs count as the objective says.
+    """
     if not taught.is_floating_point():
-        return _likelihood(taught[:, None], objective)
-    return COMPARE.get(objective.kind, _overlap)(taught.softmax(-1, dtype=wide), objective)
+        return _likelihood(taught[:, None], objective.weight)
+    compare = COMPARE.get(objective.kind, _overlap)(taught, objective)
+    return compare if named is None else _both(compare, _likelihood(named[:, None], objective.tokens))
 
 
-def _likelihood(tokens: Tensor, objective: Objective) -> Compare:
+def _both(first: Compare, second: Compare) -> Compare:
+    """The sum of two, of which the second leaves the logits as they are."""
+
+    def compare(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        more, pull = second(logits, probs.clone())
+        loss, grad = first(logits, probs)
+        return loss + more, grad.add_(pull)
+
+    return compare
+
+
+def _likelihood(tokens: Tensor, weight: float) -> Compare:
     """Cross-entropy from tokens [R, 1] that are right."""
 
     def compare(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         norm = logits.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log()
         loss = (norm - logits.gather(-1, tokens))[..., 0]
         grad = probs.scatter_add_(-1, tokens, torch.full_like(norm, -1))
-        weight = objective.weight
         return (loss, grad) if weight == 1 else (weight * loss, grad.mul_(weight))
 
     return compare

@@ -18,8 +18,10 @@ from eagle.data.examples import Batch
 from eagle.drafters.parts.anchors import Anchors
 from eagle.drafters.parts.block_spans import attend_block
 from eagle.drafters.parts.blocks import Norm, NormedBlock, Rotary, head_shape
-from eagle.drafters.parts.injected_state import InjectedState
+from eagle.drafters.parts.growth import level_rows
+from eagle.drafters.parts.injected_state import InjectedState, SlotLevels
 from eagle.drafters.parts.objectives import LanguageHead
+from eagle.drafters.parts.scoring import Seed
 from eagle.drafters.parts.spans import Spans
 from eagle.drafters.parts.text_blocks import (
     Pair,
@@ -62,6 +64,7 @@ class InjectedHead(TrainableDrafter):
     capture = drafts = None  # drafts are not captured; all tokens can be drafted
     reads_tokens = False  # whether what a level guesses depends on the tokens drafted before it
     sharpness = 1.0
+    open_levels: type[Any] = SlotLevels  # what makes logits of the states of a block, level by level
     is_compiled = False
     Settings: type[Any]
 
@@ -222,16 +225,16 @@ class InjectedHead(TrainableDrafter):
         return InjectedState(self)
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
-        """None: the first forward makes all levels."""
-        return ()
+        """None, as the first forward makes all levels, but what levels read that depend on tokens."""
+        return level_rows(budget.within(self.levels)) if self.reads_tokens else ()
 
     def unread(self, accepted: int, depth: int) -> int:
         """The accepted tokens and the root, whose features become keys and values, and a block."""
         return accepted + 1 + int(self.settings.slots)
 
-    def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
+    def probe(self, context: int, rows: int, scored: int) -> Callable[[], Any]:
         """Keys and values of what is more than a block, and a block behind so much text, with its logits."""
-        (frozen,), weight = self.frozen, self.fc.weight
+        weight = self.fc.weight
         state, new = InjectedState(self), max(rows - self.settings.slots, 1)
         features = weight.new_zeros(context + new, len(self.taps), self.shape.hidden_size)
         state.admit(0)
@@ -241,9 +244,9 @@ class InjectedHead(TrainableDrafter):
             state.inject(slots, [features[:context]])
 
         @torch.inference_mode()
-        def run() -> Tensor:
+        def run() -> Any:
             state.cache.lengths[0] = context
             state.inject(slots, [features[context:]])
-            return frozen.logits(state.read_blocks(slots, root))
+            return self.open_levels(self, [Seed(0, 0, Budget())], state.read_blocks(slots, root))
 
         return run

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +46,7 @@ class InjectedState(TextState):
                 for row, slot in zip(rows, slots, strict=True)
             ]
             states = self.read_blocks(slots, upload(roots, self.device))
-            trees |= zip(rows, grow_slots(self.head, seeds, states), strict=True)
+            trees |= zip(rows, grow_slots(self.head, seeds, states, self.head.open_levels), strict=True)
         return trees
 
     def take_rows(self, rows: Sequence[int]) -> list[int]:
@@ -93,19 +93,22 @@ class InjectedState(TextState):
         return states
 
 
-def grow_slots(head: Any, seeds: Sequence[Seed], states: Tensor) -> list[DraftTree]:
-    """The tree of each seed from the states [B, K, H] of its levels."""
-    seeds = [replace(seed, budget=seed.budget.within(head.levels)) for seed in seeds]
-    levels = SlotLevels(head, states[:, : max(1, *(seed.budget.depth for seed in seeds))])
-    return grow_rows(seeds, levels.logits[:, 0], levels, head.drafts, head.sharpness)
-
-
 class SlotLevels:
     """The logits of all levels of all trees, the same behind all nodes of a level."""
 
-    def __init__(self, head: Any, states: Tensor) -> None:
+    def __init__(self, head: Any, seeds: Sequence[Seed], states: Tensor) -> None:
         self.logits: Tensor = head.logits(states, head.frozen[0])  # [B, K, V]
+        self.first = self.logits[:, 0]
 
     def __call__(self, depth: int, rows: list[int], tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
         """[B, 1, V], the logits behind the nodes of one level."""
         return pick_rows(self.logits[:, depth : depth + 1], rows)
+
+
+def grow_slots(
+    head: Any, seeds: Sequence[Seed], states: Tensor, open_levels: Callable[..., Any] = SlotLevels
+) -> list[DraftTree]:
+    """The tree of each seed from the states [B, K, H] of its levels."""
+    seeds = [replace(seed, budget=seed.budget.within(head.levels)) for seed in seeds]
+    levels = open_levels(head, seeds, states[:, : max(1, *(seed.budget.depth for seed in seeds))])
+    return grow_rows(seeds, levels.first, levels, head.drafts, head.sharpness)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,9 @@ from eagle.data.examples import Batch
 from eagle.drafters.parts.divergences import Kind as Kind
 from eagle.drafters.parts.divergences import Objective as Objective
 from eagle.drafters.parts.divergences import compare_with
+from eagle.drafters.parts.language_heads import BiasedHead as BiasedHead
+from eagle.drafters.parts.language_heads import LanguageHead as LanguageHead
+from eagle.drafters.parts.language_heads import OwnHead as OwnHead
 
 ROWS = 96  # of a chunk at least: fewer make poor matrix products
 LEARNED = 4  # times as many where a matrix learns: every chunk is added to all of its gradient
@@ -30,43 +33,12 @@ Loss = Literal[Kind, "tokens"]
 """A divergence from the target's probs, or the text's own next token, whatever the target finds likely."""
 
 
-class LanguageHead(Protocol):
-    """Hidden states to logits, and gradients back."""
-
-    @property
-    def weight(self) -> Tensor: ...
-
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor: ...
-
-    def slope(self, logits: Tensor) -> Tensor | None: ...
-
-    def pull_back(self, gradient: Tensor) -> Tensor: ...
-
-    def cast(self, dtype: torch.dtype) -> LanguageHead: ...
-
-
 @dataclass(frozen=True, slots=True)
-class OwnHead:
-    """A head's own matrix [V, D], and a bias [V] where it has one."""
+class Named:
+    """The tokens [S] that stand in the texts, and room for what student and teacher have in common there [K, S]."""
 
-    weight: Tensor
-    bias: Tensor | None = None
-
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[.., V], written to `out` where that is given."""
-        logits = torch.matmul(hidden.to(self.weight.dtype), self.weight.T, out=out)
-        return logits if self.bias is None else logits.add_(self.bias)
-
-    def slope(self, logits: Tensor) -> None:
-        """Nothing lies between the product and the logits."""
-
-    def pull_back(self, gradient: Tensor) -> Tensor:
-        """[.., D], the gradient at the hidden states from that at their products with the matrix."""
-        return gradient.to(self.weight.dtype) @ self.weight
-
-    def cast(self, dtype: torch.dtype) -> OwnHead:
-        """This head in another precision, with gradients that reach its own."""
-        return OwnHead(self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+    tokens: Tensor
+    overlaps: Tensor
 
 
 def choose_teacher(
@@ -114,12 +86,14 @@ def distillation_loss(
     heads: tuple[LanguageHead | Sequence[LanguageHead], LanguageHead | None],
     objective: Objective | None = None,
     dtype: torch.dtype | None = None,
+    named: Named | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Divergence of the student [K, S, D'] from the teacher [S, D] by weights [K, S], summed, and each step's part [K].
 
     The student has one head for all steps, or one for each. A teacher without a head names the tokens [S] that are
     right. Logits live for one chunk of rows, of which the teacher's serve all steps; gradients are found in the same
     pass, at the states and at the matrices and biases that are trained. `dtype` is that of the student's products.
+    Where tokens are `named` beside the teacher, they count as the objective says, and all overlaps are written down.
     """
     students, frozen = heads
     students = students if isinstance(students, Sequence) else [students]
@@ -131,7 +105,8 @@ def distillation_loss(
     for group, states, weight in zip(groups, student.chunk(len(groups)), weights.chunk(len(groups)), strict=True):
         trained = [head.weight for head in group] + [_bias_of(head) for head in group]
         cast = group if dtype is None else [head.cast(dtype) for head in group]
-        losses.append(_Distilled.apply(states, teacher, weight, cast, frozen, objective or Objective(), *trained))
+        learned = cast, frozen, objective or Objective(), named
+        losses.append(_Distilled.apply(states, teacher, weight, *learned, *trained))
     totals, each = zip(*losses, strict=True)
     return torch.stack(totals).sum(), torch.cat(each)
 
@@ -150,6 +125,7 @@ class _Distilled(torch.autograd.Function):
         students: Sequence[LanguageHead],
         frozen: LanguageHead | None,
         objective: Objective,
+        named: Named | None,
         *trained: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Chunk by chunk: both logits, their divergence, and its gradient pulled back."""
@@ -158,7 +134,7 @@ class _Distilled(torch.autograd.Function):
         grad_student, sums = torch.empty_like(student), torch.zeros(steps, dtype=wide, device=student.device)
         grads = [
             torch.zeros_like(part, dtype=wide) if part is not None and needed else None
-            for part, needed in zip(trained, ctx.needs_input_grad[6:], strict=True)
+            for part, needed in zip(trained, ctx.needs_input_grad[7:], strict=True)
         ]
         learned = list(zip(students, grads[: len(students)], grads[len(students) :], strict=True))
         device = "cpu" if student.is_meta else student.device.type  # meta tensors, of sizes alone, know no autocast
@@ -175,9 +151,11 @@ class _Distilled(torch.autograd.Function):
                 lent = room[0][: len(hidden)].chunk(len(students))
                 parts = zip(students, hidden.chunk(len(students)), lent, strict=True)
                 logits = [own.logits(states, out=out) for own, states, out in parts]
-                slopes = [own.slope(part) for own, part in zip(students, logits, strict=True)]
+                read = hidden.chunk(len(students))
+                slopes = [own.slope(*parts) for own, *parts in zip(students, logits, read, strict=True)]
                 by_step = [one for part in logits for one in part.chunk(steps // len(students))]
-                losses = _loss_and_grad_(by_step, taught, wide, objective)
+                beside = None if named is None else Named(named.tokens[rows], named.overlaps[:, rows])
+                losses = _loss_and_grad_(by_step, taught, wide, objective, beside)
                 sums += (losses * weight).sum(-1)
                 weight = weight.reshape(-1, 1)
                 weighted = (hidden * weight).to(hidden.dtype).chunk(len(students))
@@ -194,7 +172,7 @@ class _Distilled(torch.autograd.Function):
         """The gradients that the forward pass found, scaled in place: those of matrices are large."""
         grad_student, *grads = ctx.saved_tensors
         by_part = [grads.pop(0).mul_(upstream[0]) if trained else None for trained in ctx.trained]
-        return grad_student * upstream[0], None, None, None, None, None, *by_part
+        return grad_student * upstream[0], *[None] * 6, *by_part
 
 
 def _pull_back_(
@@ -207,12 +185,12 @@ def _pull_back_(
 ) -> Tensor:
     """[R, D], the gradient at states from that at their logits [R, V]; adds to those of the matrix and the bias."""
     own, grad, grad_bias = learned
-    back = back if slope is None else back.mul_(slope)
+    pulled = own.pull_back(back, slope) * weight
     if grad is not None:
-        _add_product_(grad, back.T, weighted, product)
+        _add_product_(grad, back.T, weighted[:, -grad.shape[1] :], product)  # it reads what lies behind, if not all
     if grad_bias is not None:
         grad_bias += (back.T @ weight.to(back.dtype))[:, 0]
-    return own.pull_back(back) * weight
+    return pulled
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor, room: Tensor | None) -> None:
@@ -223,16 +201,22 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor, room: Tensor | Non
         total += torch.mm(left, right, out=room)
 
 
-def _loss_and_grad_(logits: Sequence[Tensor], taught: Tensor, wide: torch.dtype, objective: Objective) -> Tensor:
+def _loss_and_grad_(
+    logits: Sequence[Tensor], taught: Tensor, wide: torch.dtype, objective: Objective, named: Named | None
+) -> Tensor:
     """[K, R], how each step's logits [R, V] diverge from what the teacher says; they become the gradient."""
     losses = torch.empty(len(logits), len(taught), dtype=wide, device=taught.device)
     few = max(AT_ONCE.get(taught.device.type, AT_ONCE_ELSEWHERE) // logits[0].shape[1], 1)
     for first in range(0, len(taught), few):
         rows = slice(first, first + few)
-        compare = compare_with(taught[rows], wide, objective)
+        right = taught[rows].softmax(-1, dtype=wide) if taught.is_floating_point() else taught[rows]
+        compare = compare_with(right, objective, None if named is None else named.tokens[rows])
         for step, said in enumerate(logits):
             student = said[rows].to(wide)
-            losses[step, rows], said[rows] = compare(student, student.softmax(-1))
+            probs = student.softmax(-1)
+            if named is not None:
+                named.overlaps[step, rows] = torch.minimum(probs, right).sum(-1)
+            losses[step, rows], said[rows] = compare(student, probs)
     return losses
 
 

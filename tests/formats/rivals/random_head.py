@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,7 +27,7 @@ class HeadRequest:
     inputs: str  # a file with tokens [T], features [T, 3 * H], and drafts, the target ids of the draft vocabulary
     out: str
     steps: int
-    switches: dict[str, bool] = field(default_factory=dict)
+    switches: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_command_line(cls) -> HeadRequest:

@@ -1,0 +1,144 @@
+"""DSpark (DeepSeek 2026): blocks as DFlash's, whose levels get a bias from the tokens before; and Domino's bias."""
+
+# A anchors, K levels, H width, r rank
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from eagle.core.drafter import TargetHead
+from eagle.data.examples import Batch
+from eagle.drafters.parts.anchors import Anchors
+from eagle.drafters.parts.injected_head import InjectedHead, InjectedSettings
+from eagle.drafters.parts.objectives import BiasedHead, LanguageHead, Named, Objective, distillation_loss
+from eagle.drafters.parts.sequential_bias import MARKOV, GruBias, PathLevels, SequentialBias
+
+
+class DSparkSettings(InjectedSettings):
+    """What a recipe may say about the head."""
+
+    kind: Literal["dspark"] = "dspark"
+    slots: int = Field(7, ge=2)
+    sample_from_anchor: bool = True
+    decay: float | None = Field(4.0, gt=0)
+    markov: Literal["none", "vanilla", "gated", "rnn", "domino"] = "vanilla"  # what makes biases of tokens
+    rank: int = Field(256, ge=1)  # of the matrix that makes them
+    gru_size: int = Field(1024, ge=1)  # of Domino's GRU
+    unbiased: int = Field(1, ge=0)  # levels that Domino leaves as they are
+    confidence: bool = True  # learn how likely each level is kept
+    likelihood: float = Field(0.1, ge=0)  # what cross-entropy from the texts' own tokens counts
+    distance: float = Field(0.9, ge=0)  # what the sum of |p - q| counts
+
+
+class DSpark(InjectedHead):
+    """(states of a block, tokens drafted before) -> logits: one forward gives the states, each level adds a bias."""
+
+    open_levels = PathLevels
+    Settings = DSparkSettings
+
+    def __init__(self, settings: Any, shape: Any) -> None:
+        super().__init__(settings, shape)
+        width, rank = shape.hidden_size, settings.rank
+        self.markov_head = self.prefix_gru = self.confidence_head = None
+        if settings.markov == "domino":
+            self.prefix_gru = nn.GRU(width, settings.gru_size, bias=False, batch_first=True)
+            projections = (
+                nn.Linear(width + settings.gru_size, rank, False),
+                nn.SiLU(),
+                nn.Linear(rank, shape.vocab_size, False),
+            )
+            self.embed_proj = nn.Sequential(*projections)
+        elif settings.markov != "none":
+            self.markov_head = MARKOV[settings.markov](shape, rank)
+        if settings.confidence:
+            known = width + (rank if self.markov_head is not None else 0)
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(known, 1)})
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """What it reads, which token a slot names, and how levels depend on the tokens before."""
+        named = ("markov", "confidence", *(("unbiased",) if self.settings.markov == "domino" else ()))
+        return super().network | {name: getattr(self.settings, name) for name in named}
+
+    @property
+    def bias(self) -> SequentialBias | None:
+        """What makes codes of the tokens before; none, and all nodes of a level are guessed alike."""
+        if self.prefix_gru is not None:
+            return GruBias(self.prefix_gru, self.embed_proj, self.settings.unbiased)
+        return self.markov_head
+
+    @property
+    def reads_tokens(self) -> bool:  # type: ignore[override]
+        """Whether what a level guesses depends on the tokens drafted before it."""
+        return self.settings.markov != "none"
+
+    @property
+    def rates_nodes(self) -> bool:
+        """Whether it says how likely each level is kept."""
+        return self.confidence_head is not None
+
+    def rate(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """[..], log-odds that what levels with these states [.., H] guess behind tokens [..] is kept."""
+        if self.confidence_head is None:
+            raise ValueError("this head was trained without confidence: leave Budget.confidence out")
+        if self.markov_head is None:
+            return self.confidence_head["proj"](states)[..., 0]
+        known = self.markov_head.markov_w1(tokens)
+        return self.confidence_head["proj"](torch.cat([states.expand(*known.shape[:-1], -1), known], dim=-1))[..., 0]
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def lm_head(self, frozen: TargetHead) -> LanguageHead:
+        """What makes logits of states, or of states and codes."""
+        return frozen if self.bias is None else BiasedHead(frozen, self.bias.matrix)
+
+    def read_levels(self, batch: Batch, anchors: Anchors, states: Tensor, frozen: TargetHead) -> Tensor:
+        """[A, K, H + r], states and codes of the texts' own tokens; states alone where no bias is."""
+        if (bias := self.bias) is None:
+            return states
+        codes, memory = list[Tensor](), states.new_zeros(len(states), bias.memory_size)
+        for level, state in enumerate(states.unbind(1)):
+            code, memory = bias.read_token(level, state, anchors.tokens_at(batch, level - 1), memory, frozen)
+            codes.append(code)
+        return torch.cat([states, torch.stack(codes, dim=1)], dim=-1)
+
+    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+        """The loss of all levels at blocks behind anchors drawn of each text, and of the confidence in them."""
+        anchors = Anchors.drawn(batch, self.levels, self.settings.anchors)
+        context, roots = self.inject_texts(batch), anchors.tokens_at(batch, -1)
+        states = self.read_blocks(batch, frozen, context, anchors.spans, roots)
+        hidden, weights = self.read_levels(batch, anchors, states, frozen), anchors.weights(self.settings.decay)
+        total, overlaps = self.compare(batch, anchors, hidden, weights, (self.lm_head(frozen), frozen))
+        if self.prefix_gru is not None:  # what it corrects is learned first
+            alone, _ = self.compare(batch, anchors, states, weights, (frozen, frozen))
+            total = batch.progress * total + (1 - batch.progress) * alone
+        losses = {"total": total, "laws": total.detach()}
+        if self.confidence_head is not None:
+            before = torch.cat([roots[:, None], anchors.tokens_of(batch)[:, :-1]], dim=1)
+            rated = self.rate(states, before).to(overlaps.dtype)
+            losses["confidence"] = F.binary_cross_entropy_with_logits(rated, overlaps, weights, reduction="sum")
+            losses["total"] = total + losses["confidence"]
+        return losses
+
+    def compare(
+        self, batch: Batch, anchors: Anchors, hidden: Tensor, weights: Tensor, heads: tuple[LanguageHead, TargetHead]
+    ) -> tuple[Tensor, Tensor]:
+        """How far probs are from the target's and from the texts' tokens, and what they have in common [A, K]."""
+        settings, (student, frozen) = self.settings, heads
+        overlaps = torch.zeros_like(weights, dtype=torch.promote_types(hidden.dtype, weights.dtype))
+        named = Named(anchors.tokens_of(batch).flatten(), overlaps.view(1, -1))
+        total, _ = distillation_loss(
+            hidden.flatten(0, 1)[None],
+            anchors.states_before(batch).flatten(0, 1),
+            weights.flatten()[None],
+            (student, frozen),
+            Objective("tv", weight=2 * settings.distance, tokens=settings.likelihood),
+            frozen.weight.dtype,
+            named,
+        )
+        return total, overlaps

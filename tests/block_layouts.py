@@ -1,0 +1,207 @@
+"""Layouts of block drafters and MTP layers, made by hand: names, sizes and keys as those who load them have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from tests import foreign_heads as made
+
+H, V, BLOCKS = made.H, made.V, 2
+TARGET = LlamaConfig(**{**made.LLAMA, "num_hidden_layers": made.LAYERS}, name_or_path="some/target")
+TARGET.architectures = ["LlamaForCausalLM"]
+Shapes = dict[str, tuple[int, ...]]
+
+
+def block_shapes(layers: int, first: int = H) -> Shapes:
+    """A Llama's blocks with both norms; the first may read more."""
+    shapes: Shapes = {}
+    for layer in range(layers):
+        held = made.block(f"layers.{layer}.", H if layer else first)
+        held[f"layers.{layer}.input_layernorm.weight"] = torch.zeros(H)
+        shapes |= {name: tuple(tensor.shape) for name, tensor in held.items()}
+    return shapes
+
+
+def injected_shapes() -> Shapes:
+    """DFlash's."""
+    norms = {
+        f"layers.{layer}.self_attn.{part}_norm.weight": (made.WIDE,) for layer in range(BLOCKS) for part in ("q", "k")
+    }
+    fused = {"fc.weight": (H, 3 * H), "hidden_norm.weight": (H,), "norm.weight": (H,)}
+    return {**block_shapes(BLOCKS), **norms, **fused}
+
+
+QWEN3 = {
+    **{key: value for key, value in made.LLAMA.items() if key not in ("use_cache", "transformers_version")},
+    "model_type": "qwen3",
+    "num_hidden_layers": BLOCKS,
+    "layer_types": ["full_attention"] * BLOCKS,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "max_window_layers": BLOCKS,
+    "num_target_layers": made.LAYERS,
+    "block_size": 6,
+}
+NESTED = {"mask_token_id": 5, "target_layer_ids": [1, 3, 6]}
+BOTH_COPIES = {"embed_tokens.weight": (V, H), "lm_head.weight": (V, H)}
+ZLAB_CONFIG = {
+    **QWEN3,
+    "architectures": ["DFlashDraftModel"],
+    "dflash_config": {**NESTED, "causal": False, "sample_from_anchor": False},
+}
+BLOCK_CONFIG = {key: value for key, value in QWEN3.items() if key not in ("block_size", "num_target_layers")}
+BLOCK_CONFIG |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+VERIFIER = {"name_or_path": "some/target", "architectures": ["LlamaForCausalLM"]}
+
+
+def proposing(algorithm: str, tokens: int) -> dict[str, Any]:
+    """What speculators is told."""
+    method = {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    told = {"algorithm": algorithm, "default_proposal_method": "greedy", "proposal_methods": [method]}
+    return {**told, "verifier": VERIFIER}
+
+
+SPECULATORS_DFLASH = {
+    "architectures": ["DFlashSpeculator"],
+    "speculators_model_type": "dflash",
+    "speculators_version": "0.9.0",
+    "draft_vocab_size": V,
+    "block_size": 6,
+    "mask_token_id": 5,
+    "aux_hidden_state_layer_ids": [2, 4, 7],
+    "sliding_window_non_causal": True,
+    "sample_from_anchor": False,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "transformer_layer_config": BLOCK_CONFIG,
+    "speculators_config": proposing("dflash", 5),
+}
+SPECULATORS_PEAGLE = {
+    "architectures": ["PEagleSpeculator"],
+    "speculators_model_type": "peagle",
+    "speculators_version": "0.9.0",
+    "norm_before_residual": True,
+    "fc_norm": False,
+    "norm_output": False,
+    "draft_vocab_size": V,
+    "eagle_aux_hidden_state_layer_ids": [2, 4, 6],
+    "mask_token_id": 5,
+    "norm_before_fc": False,
+    "embed_requires_grad": False,
+    "target_hidden_size": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "transformer_layer_config": {
+        **{key: value for key, value in made.LLAMA.items() if key not in ("use_cache", "transformers_version")},
+        "num_hidden_layers": 3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "architectures": ["LlamaForCausalLM"],
+    },
+    "speculators_config": proposing("peagle", 8),
+}
+FUSED_SHAPES = {
+    **block_shapes(3, 2 * H),
+    "layers.0.hidden_norm.weight": (H,),
+    "fc.weight": (H, 3 * H),
+    "norm.weight": (H,),
+    "lm_head.weight": (V, H),
+    "mask_hidden": (1, 1, 3 * H),
+}
+MIMO_SHAPES = {
+    **{f"model.mtp_layers.0.{name.removeprefix('layers.0.')}": size for name, size in block_shapes(1).items()},
+    **{f"model.mtp_layers.0.{name}_layernorm.weight": (H,) for name in ("token", "hidden", "final")},
+    **{f"model.mtp_layers.0.self_attn.{name}_proj.bias": (made.WIDE * (2 if name == "q" else 1),) for name in "qkv"},
+    "model.mtp_layers.0.input_proj.weight": (H, 2 * H),
+    "model.embed_tokens.weight": (V, H),
+    "lm_head.weight": (V, H),
+}
+DEEPSEEK_SHAPES = {
+    **{f"model.layers.9.{name.removeprefix('layers.0.')}": size for name, size in block_shapes(1).items()},
+    **{f"model.layers.9.{name}.weight": (H,) for name in ("enorm", "hnorm", "shared_head.norm")},
+    "model.layers.9.eh_proj.weight": (H, 2 * H),
+    "model.layers.9.embed_tokens.weight": (V, H),
+    "model.layers.9.shared_head.head.weight": (V, H),
+}
+MTP_CONFIG = {**TARGET.to_dict(), "num_nextn_predict_layers": 1, "torch_dtype": "float32", "tie_word_embeddings": False}
+DEEPSPEC_CONFIG = {
+    **QWEN3,
+    "architectures": ["Qwen3DSparkModel"],
+    **NESTED,
+    "num_anchors": 512,
+    "markov_rank": 0,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": False,
+    "confidence_head_with_markov": False,
+    "sample_from_anchor": True,
+    "dspark_bonus_anchor": False,
+}
+MARKOV_SHAPES = {
+    "markov_head.markov_w1.weight": (V, 4),
+    "markov_head.markov_w2.weight": (V, 4),
+    "confidence_head.proj.weight": (1, H + 4),
+    "confidence_head.proj.bias": (1,),
+}
+MARKOV = {
+    "markov_rank": 4,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+    "sample_from_anchor": True,
+}
+DSPARK_CONFIG = {**DEEPSPEC_CONFIG, **MARKOV}
+SPECFORGE_CONFIG = {
+    **QWEN3,
+    "architectures": ["DSparkDraftModel"],
+    "dflash_config": {
+        **NESTED,
+        "projector_type": "dspark",
+        "attention_mode": "gqa",
+        "confidence_head_alpha": 1.0,
+        **MARKOV,
+    },
+}
+SPECULATORS_DSPARK = {
+    **SPECULATORS_DFLASH,
+    "architectures": ["DSparkSpeculator"],
+    "speculators_model_type": "dspark",
+    **MARKOV,
+    "speculators_config": proposing("dspark", 6),
+}
+DOMINO_SHAPES = {
+    "prefix_gru.weight_ih_l0": (24, H),
+    "prefix_gru.weight_hh_l0": (24, 8),
+    "embed_proj.0.weight": (4, H + 8),
+    "embed_proj.2.weight": (V, 4),
+}
+DOMINO_CONFIG = {
+    **QWEN3,
+    "architectures": ["DominoDraftModel"],
+    "dflash_config": {
+        **NESTED,
+        "projector_type": "domino",
+        "emb_dim": 4,
+        "gru_hidden_dim": 8,
+        "pure_draft_prefix_len": 1,
+        "shift_label": True,
+    },
+}
+GOLDEN: dict[tuple[str, str], tuple[Shapes, dict[str, Any]]] = {  # engine, head: tensors, config
+    ("zlab", "dflash"): (injected_shapes(), ZLAB_CONFIG),
+    ("vllm", "dflash"): (injected_shapes(), ZLAB_CONFIG),
+    ("specforge", "dflash"): (injected_shapes(), ZLAB_CONFIG),
+    ("speculators", "dflash"): (injected_shapes(), SPECULATORS_DFLASH),
+    ("deepspec", "dflash from the anchor"): ({**injected_shapes(), **BOTH_COPIES}, DEEPSPEC_CONFIG),
+    ("speculators", "peagle"): ({**FUSED_SHAPES, "embed_tokens.weight": (V, H)}, SPECULATORS_PEAGLE),
+    ("deepspec", "dspark"): ({**injected_shapes(), **MARKOV_SHAPES, **BOTH_COPIES}, DSPARK_CONFIG),
+    ("vllm", "dspark"): ({**injected_shapes(), **MARKOV_SHAPES}, DSPARK_CONFIG),
+    ("sglang", "dspark"): ({**injected_shapes(), **MARKOV_SHAPES}, DSPARK_CONFIG),
+    ("specforge", "dspark"): ({**injected_shapes(), **MARKOV_SHAPES}, SPECFORGE_CONFIG),
+    ("speculators", "dspark"): ({**injected_shapes(), **MARKOV_SHAPES}, SPECULATORS_DSPARK),
+    ("specforge", "domino"): ({**injected_shapes(), **DOMINO_SHAPES}, DOMINO_CONFIG),
+    ("sglang", "domino"): ({**injected_shapes(), **DOMINO_SHAPES}, DOMINO_CONFIG),
+    ("mimo", "mtp, state first"): (MIMO_SHAPES, MTP_CONFIG),
+    ("deepseek", "mtp"): (DEEPSEEK_SHAPES, MTP_CONFIG),
+}
