@@ -14,6 +14,7 @@ from typing import Any
 
 HOME = Path(sys.prefix)
 SOURCE, PROGRAMS = HOME / "llama.cpp", HOME / "build/bin"
+KINDS = {"DFlashDraftModel": "draft-dflash", "Qwen3DSparkModel": "draft-dspark"}  # by a head's architecture
 STEP = re.compile(r"accepted (\d+)/(\d+) draft tokens, the last target token is: \((-?\d+)\)")
 ENDS = re.compile(r"EOG token\s+= (\d+) ")
 TRIES = 5
@@ -54,11 +55,17 @@ def tokenize(target: Path, text: str) -> list[int]:
     return list(map(int, json.loads(lists[-1])))
 
 
+def read_kind(head: str) -> str:
+    """What the engine calls drafts of a head in such a folder."""
+    config = json.loads((Path(head) / "config.json").read_text())
+    return KINDS.get(config["architectures"][0], "draft-eagle3")
+
+
 def answer(job: dict[str, Any], target: Path, head: Path, text: str) -> tuple[dict[str, Any], list[int]]:
     """A row of drafts, acceptances and the last token of each step, and the tokens that end an answer."""
     # one draft further than wanted: near its limit this engine drafts less
     limit, depth = str(job["new_tokens"] + job["depth"]), str(job["depth"])
-    models: tuple[str | Path, ...] = ("-m", target, "-md", head, "--spec-type", "draft-eagle3")
+    models: tuple[str | Path, ...] = ("-m", target, "-md", head, "--spec-type", read_kind(job["head"]))
     greedy = ("--temp", "0", "--top-k", "1", "--spec-draft-n-max", depth, "-n", limit, "-t", "1", "-b", "2048")
     exact = ("-ub", "2048", "-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32", "-fa", "off")
     output, totals = run_with_totals(

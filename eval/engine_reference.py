@@ -8,6 +8,8 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from eagle.core.budget import Budget
 from eagle.core.decoding import Decoding
 from eagle.core.drafter import Drafter
@@ -36,14 +38,46 @@ class Rule:
 
     from_prompt: bool = False  # the first draft follows the prompt's last token, not the answer's first
     stops: Collection[int] = ()  # tokens that end an answer
+    blanks_first: bool = False  # a text's first pair of token and state is read with zeros for the token
+
+    def count(self, new: list[int], accepted: int, depth: int) -> int:
+        """How much of a draft counts: what a stop cuts off does not, nor that stop, unless it is the draft's last."""
+        ends = (place for place, token in enumerate(new[:accepted]) if token in self.stops and place + 1 < depth)
+        return next(ends, accepted)
 
 
 def decode_as_engine(job: Job, head: Path | str, target: Target, rule: Rule) -> list[Row]:
     """Decode every prompt with this decoder, and count as the engine does."""
     drafter = load_drafter(head, target)
+    fit_block(drafter, job.budget.depth)
+    if rule.blanks_first:
+        blank_first_tokens(drafter)
     if job.budget.top_k > 1:
         job = replace(job, budget=replace(job.budget, sharpness=1.0))  # engines grow trees by EAGLE-2's rule
     return [_decode(job, prompt, target, drafter, rule) for prompt in job.prompts]
+
+
+def fit_block(drafter: Any, depth: int) -> None:
+    """Let a head that guesses a block by one forward read no more slots than a draft needs, as engines do.
+
+    All slots of a block may see one another: fewer of them make other guesses.
+    """
+    settings: Any = getattr(drafter, "settings", None)
+    if hasattr(settings, "slots"):
+        slots = depth + (not settings.sample_from_anchor)
+        drafter.settings = settings.model_copy(update={"slots": min(slots, settings.slots)})
+
+
+def blank_first_tokens(drafter: Any) -> None:
+    """Let a head read zeros for the embedding at position 0, as vLLM's MTP layers do."""
+    read = drafter.first_block
+
+    def first_block(embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], *more: Any) -> Tensor:
+        is_first = (rotary[1] == 0).all(-1, keepdim=True)  # nothing is turned at position 0
+        states: Tensor = read(embedded.masked_fill(is_first, 0), hidden, rotary, *more)
+        return states
+
+    drafter.first_block = first_block
 
 
 def _decode(job: Job, prompt: list[int], target: Target, drafter: Drafter, rule: Rule) -> Row:
@@ -60,11 +94,12 @@ def _decode(job: Job, prompt: list[int], target: Target, drafter: Drafter, rule:
     decoding.close()
     ends = accumulate((cycle.committed for cycle in trace.cycles), initial=1)
     steps = [trace.tokens[start:end] for start, end in pairwise(ends)]
+    counts = [rule.count(new, cycle.accepted, job.budget.depth) for new, cycle in zip(steps, trace.cycles, strict=True)]
     return {
         "tokens": trace.tokens[known:limit],
         "own": [next((token for token in new if token in rule.stops), new[-1]) for new in steps],
         "drafts": len(steps),
-        "accepted": [sum(cycle.accepted > place for cycle in trace.cycles) for place in range(job.budget.depth)],
+        "accepted": [sum(count > place for count in counts) for place in range(job.budget.depth)],
     }
 
 

@@ -6,9 +6,20 @@ It imports nothing of this project, so that vLLM may live in an environment of i
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+METHODS = {  # by the architecture that a head's config names; EAGLE-1's is the target's own
+    "LlamaForCausalLMEagle3": "eagle3",
+    "MedusaModel": "medusa",
+    "DFlashDraftModel": "dflash",
+    "Qwen3DSparkModel": "dspark",
+    "MiMoForCausalLM": "mtp",
+}
+MASKS = ("pard_token", "ptd_token_id")  # tokens that stand where none is known: all places are drafted by one forward
 
 
 def read_counts(llm: Any) -> tuple[int, list[int]]:
@@ -18,20 +29,59 @@ def read_counts(llm: Any) -> tuple[int, list[int]]:
     return drafts, list(map(int, metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values))
 
 
+def read_method(config: dict[str, Any]) -> dict[str, Any]:
+    """What the engine is told of a head with such a config."""
+    method = METHODS.get(config["architectures"][0], "eagle")
+    parallel = method == "eagle3" and any(name in config for name in MASKS)
+    return {"method": method, **({"parallel_drafting": True} if parallel else {})}
+
+
+def interpret_kernels() -> None:
+    """Let Triton's own interpreter run the kernels that the V2 runner has for Triton alone.
+
+    vLLM's CPU build looks for a backend of Triton that is called cpu, and the wheels on PyPI bring none.
+    """
+    os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    from triton import backends
+
+    compiler = next(iter(backends.backends.values())).compiler
+    backends.backends = {"cpu": SimpleNamespace(compiler=compiler, driver=SimpleNamespace(is_active=lambda: True))}
+
+
+def norm_each_layer() -> None:
+    """Let every layer's keys be normed by that layer's own weights.
+
+    DFlash's are normed by one call for all layers, of which the CPU kernel reads the first layer's weights alone.
+    """
+    from vllm import _custom_ops as operations
+
+    norm = operations.rms_norm
+
+    def rms_norm(out: Any, states: Any, weight: Any, epsilon: float) -> None:
+        if weight.dim() == 1:
+            norm(out, states, weight, epsilon)
+            return
+        for part in zip(out, states, weight, strict=True):
+            norm(*part, epsilon)
+
+    operations.rms_norm = rms_norm
+
+
 def answers(job: dict[str, Any]) -> dict[str, Any]:
     """One answer a prompt, one prompt at a time, so that the counters tell them apart."""
+    head = read_method(json.loads((Path(job["head"]) / "config.json").read_text()))
+    if head["method"] == "dspark":
+        interpret_kernels()
     import vllm
 
-    config = json.loads((Path(job["head"]) / "config.json").read_text())
-    # an EAGLE-3 head has an LM head of its own, and names its size
-    method = "eagle3" if "draft_vocab_size" in config else "medusa" if config["model_type"] == "medusa" else "eagle"
+    norm_each_layer()
     llm = vllm.LLM(
-        model=job["target"],
+        model=job["head"] if head["method"] == "mtp" else job["target"],  # a folder that holds both
         dtype=job["dtype"],
         seed=0,
         enforce_eager=True,
         disable_log_stats=False,
-        speculative_config={"method": method, "model": job["head"], "num_speculative_tokens": job["depth"]},
+        speculative_config={**head, "model": job["head"], "num_speculative_tokens": job["depth"]},
     )
     sampling = vllm.SamplingParams(temperature=0.0, max_tokens=job["new_tokens"], ignore_eos=True)
     rows, drafts, accepted = [], *read_counts(llm)
@@ -41,7 +91,7 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
         drafts, accepted = read_counts(llm)
         gained = [now - then for now, then in zip(accepted, accepted_before, strict=True)]
         rows.append({"tokens": list(answer.outputs[0].token_ids), "drafts": drafts - before, "accepted": gained})
-    return {"version": vllm.__version__, "answers": rows}
+    return {"version": vllm.__version__, "blanks_first": head["method"] == "mtp", "answers": rows}
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.core.tree import Paths
 from eagle.data.examples import Batch
-from eagle.drafters.parts import objectives, spans
+from eagle.drafters.parts import block_spans, objectives, spans
+from eagle.drafters.parts.block_spans import Pair, attend_block_flex
 from eagle.drafters.parts.spans import Own, Spans, attend_flex
 
 
@@ -67,12 +68,12 @@ class Footprint(TorchDispatchMode):
     @contextmanager
     def on_accelerator(self) -> Iterator[Footprint]:
         """Tensors on the CPU, which autocast knows, are worked on in an accelerator's chunks, by its attention."""
-        tables: Sequence[dict[str, Any]] = (objectives.LOGITS, objectives.AT_ONCE, spans.ATTEND)
+        tables: Sequence[dict[str, Any]] = (objectives.LOGITS, objectives.AT_ONCE, spans.ATTEND, block_spans.ATTEND)
         kept = [dict(table) for table in tables]
         try:
             for table in tables:
                 table.pop("cpu")
-            spans.ATTEND["cpu"] = self.attend
+            spans.ATTEND["cpu"], block_spans.ATTEND["cpu"] = self.attend, self.attend_block
             with self:
                 yield self
         finally:
@@ -81,13 +82,24 @@ class Footprint(TorchDispatchMode):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = ()) -> Tensor:
         """The fused attention of accelerators, of whose kernel only the sizes are known."""
-        pairs = sum((start + stop - 2 * begin + 1) * (stop - start) // 2 for begin, start, stop in spans.runs)
-        if spans.window is not None:
-            most = spans.window.sinks + spans.window.recent
-            pairs = sum(min(row - begin + 1, most) for begin, start, stop in spans.runs for row in range(start, stop))
+        self._count_pairs(query, spans)
+        return attend_flex(query, key, value, spans, own, _kernel)
+
+    def attend_block(
+        self, query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Pair, *, causal: bool
+    ) -> Tensor:
+        """That of blocks, each token of which is a query of its own."""
+        self._count_pairs(query.flatten(2), spans)
+        return attend_block_flex(query, key, value, spans, own, causal=causal, kernel=_kernel)
+
+    def _count_pairs(self, query: Tensor, spans: Spans) -> None:
+        """The products of queries [h, S, w] with all that they see of their texts."""
+        most = None if spans.window is None else spans.window.sinks + spans.window.recent
+        runs = spans.split_runs(max(len(spans.rows), 1))
+        seen = [row - begin + 1 for begin, rows in runs for row in rows]
+        pairs = sum(seen) if most is None else sum(min(count, most) for count in seen)
         products = 7 if query.requires_grad else 2  # the backward pass makes five, one of them for the second time
         self.flops += products * 2 * query.shape[0] * query.shape[2] * pairs
-        return attend_flex(query, key, value, spans, own, _kernel)
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tensor, Any]:

@@ -138,6 +138,56 @@ DEEPSPEC_CONFIG = {
     "sample_from_anchor": True,
     "dspark_bonus_anchor": False,
 }
+MARKOV_SHAPES = {
+    "markov_head.markov_w1.weight": (V, 4),
+    "markov_head.markov_w2.weight": (V, 4),
+    "confidence_head.proj.weight": (1, H + 4),
+    "confidence_head.proj.bias": (1,),
+}
+MARKOV = {
+    "markov_rank": 4,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+    "sample_from_anchor": True,
+}
+DSPARK_CONFIG = {**DEEPSPEC_CONFIG, **MARKOV}
+SPECFORGE_CONFIG = {
+    **QWEN3,
+    "architectures": ["DSparkDraftModel"],
+    "dflash_config": {
+        **NESTED,
+        "projector_type": "dspark",
+        "attention_mode": "gqa",
+        "confidence_head_alpha": 1.0,
+        **MARKOV,
+    },
+}
+SPECULATORS_DSPARK = {
+    **SPECULATORS_DFLASH,
+    "architectures": ["DSparkSpeculator"],
+    "speculators_model_type": "dspark",
+    **MARKOV,
+    "speculators_config": proposing("dspark", 6),
+}
+DOMINO_SHAPES = {
+    "prefix_gru.weight_ih_l0": (24, H),
+    "prefix_gru.weight_hh_l0": (24, 8),
+    "embed_proj.0.weight": (4, H + 8),
+    "embed_proj.2.weight": (V, 4),
+}
+DOMINO_CONFIG = {
+    **QWEN3,
+    "architectures": ["DominoDraftModel"],
+    "dflash_config": {
+        **NESTED,
+        "projector_type": "domino",
+        "emb_dim": 4,
+        "gru_hidden_dim": 8,
+        "pure_draft_prefix_len": 1,
+        "shift_label": True,
+    },
+}
 GOLDEN: dict[tuple[str, str], tuple[Shapes, dict[str, Any]]] = {  # engine, head: tensors, config
     ("zlab", "dflash"): (injected_shapes(), ZLAB_CONFIG),
     ("vllm", "dflash"): (injected_shapes(), ZLAB_CONFIG),
@@ -145,6 +195,13 @@ GOLDEN: dict[tuple[str, str], tuple[Shapes, dict[str, Any]]] = {  # engine, head
     ("speculators", "dflash"): (injected_shapes(), SPECULATORS_DFLASH),
     ("deepspec", "dflash from the anchor"): ({**injected_shapes(), **BOTH_COPIES}, DEEPSPEC_CONFIG),
     ("speculators", "peagle"): ({**FUSED_SHAPES, "embed_tokens.weight": (V, H)}, SPECULATORS_PEAGLE),
-    ("mimo", "mtp"): (MIMO_SHAPES, MTP_CONFIG),
+    ("deepspec", "dspark"): ({**injected_shapes(), **MARKOV_SHAPES, **BOTH_COPIES}, DSPARK_CONFIG),
+    ("vllm", "dspark"): ({**injected_shapes(), **MARKOV_SHAPES}, DSPARK_CONFIG),
+    ("sglang", "dspark"): ({**injected_shapes(), **MARKOV_SHAPES}, DSPARK_CONFIG),
+    ("specforge", "dspark"): ({**injected_shapes(), **MARKOV_SHAPES}, SPECFORGE_CONFIG),
+    ("speculators", "dspark"): ({**injected_shapes(), **MARKOV_SHAPES}, SPECULATORS_DSPARK),
+    ("specforge", "domino"): ({**injected_shapes(), **DOMINO_SHAPES}, DOMINO_CONFIG),
+    ("sglang", "domino"): ({**injected_shapes(), **DOMINO_SHAPES}, DOMINO_CONFIG),
+    ("mimo", "mtp, state first"): (MIMO_SHAPES, MTP_CONFIG),
     ("deepseek", "mtp"): (DEEPSEEK_SHAPES, MTP_CONFIG),
 }

@@ -97,7 +97,7 @@ def new_drafter(name: str, target: Target) -> Any:
     if not issubclass(kind, TrainableDrafter):
         return load_drafter(name, target)
     torch.manual_seed(0)
-    settings = {**section, **({"lm_head": "random"} if section["kind"] == "eagle3" else {})}
+    settings = {**section, **({"lm_head": "random"} if section["kind"] in ("eagle3", "peagle") else {})}
     return kind.for_target(settings_of(settings, "test"), target.config).to(target.device).bind(target.head)
 
 

@@ -94,10 +94,9 @@ class Peagle(FusedHead):
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
         """The distillation loss, of each text a mean over its supervised slots and the masks drawn behind them."""
         settings, device = self.settings, batch.tokens.device
-        counts = draw_masks(batch, self.levels - 1, settings.keep, settings.keep_least)
-        masks = MaskRows.of(counts, device)
+        masks = MaskRows.of(draw_masks(batch, self.levels - 1, settings.keep, settings.keep_least), device)
         places, first, masked = self.read_masks(batch, frozen, masks)
-        weights = upload(torch.cat(weigh_texts(batch, counts, masks)), device)
+        weights = upload(weigh_texts(batch, masks), device)
         if self.drafts is not None:
             weights = weights * self.t2d[batch.tokens.index_select(0, places + 2)]
         true = batch.select_taps((-1,))[:, 0].index_select(0, places + 1)
@@ -117,8 +116,8 @@ class Peagle(FusedHead):
         inputs = tuple(part.index_select(0, spans.rows) for part in inputs)
         tables = tables_at(positions.index_select(0, spans.rows))
         first = read_rows(self.layers[-1], inputs, tables, context[-1], spans, (), self._run)
-        tables = tables_at(positions.index_select(0, masks.anchors) + masks.depths)
-        places = torch.cat([spans.rows, masks.anchors])
+        tables = tables_at(positions.index_select(0, masks.spans.rows) + masks.depths)
+        places = torch.cat([spans.rows, masks.spans.rows])
         places = known.index_select(0, places) + F.pad(masks.depths, (len(spans.rows), 0))
         return places, first, self._read_blocks(frozen, masks, tables, context)
 

@@ -48,6 +48,7 @@ class HeadFolder:
     kind: str = ""  # what it is where it is no head of EAGLE's
     guesses_levels: bool = False  # whether it is one of those that foreign_levels reads
     settings: dict[str, Any] = field(default_factory=dict)  # of such a head
+    layer: str = ""  # that it is, by its number in a whole model
     names: dict[str, str] = field(default_factory=dict)  # ours: theirs
     shape: dict[str, Any] = field(default_factory=dict)
     draft_vocab_size: int = 0  # D

@@ -102,7 +102,7 @@ def domino_config(drafter: TrainableDrafter, target_config: Any) -> Config:
         "projector_type": "domino",
         "emb_dim": tensors["embed_proj.0.weight"].shape[0],
         "gru_hidden_dim": tensors["prefix_gru.weight_hh_l0"].shape[1],
-        "pure_draft_prefix_len": 1,
+        "pure_draft_prefix_len": drafter.settings.unbiased,
         "shift_label": bool(drafter.settings.sample_from_anchor),
     }
     return nest_config("DominoDraftModel", drafter, target_config, **more)
@@ -164,7 +164,7 @@ class InjectedLayout(NetworkLayout):
     def write(self, drafter: TrainableDrafter, target_config: Any, engine: str) -> Layout:
         """Layer ids ascend; ValueError with what the reader would read otherwise."""
         style = self._choose_style(drafter.settings, engine)
-        self._check(drafter, target_config, engine)
+        self._check(drafter, target_config, engine, style)
         order = sorted(range(len(drafter.taps)), key=drafter.taps.__getitem__)
         tensors = reorder_taps(tensors_of(drafter), order)
         if self.copies:
@@ -190,7 +190,7 @@ class InjectedLayout(NetworkLayout):
             "or train with one of these"
         )
 
-    def _check(self, drafter: TrainableDrafter, target_config: Any, engine: str) -> None:
+    def _check(self, drafter: TrainableDrafter, target_config: Any, engine: str, style: Style) -> None:
         """Say what keeps a head from being served."""
         layers, settings = target_config.num_hidden_layers, drafter.settings
         if not getattr(drafter.shape, "qk_norm", False):
@@ -203,7 +203,13 @@ class InjectedLayout(NetworkLayout):
                 f"{engine}: drafter.causal is true, and a slot sees its whole block there: acceptance would be lost in "
                 "silence. Export to zlab, vllm or llamacpp, or train with drafter.causal=false"
             )
-        if self.confidence and CONFIDENCE not in drafter.state_dict():
+        is_domino, has_confidence = style is domino_config, CONFIDENCE in drafter.state_dict()
+        if is_domino and has_confidence:
+            raise ValueError(
+                f"{engine}: the head tells a confidence, and no Domino head does there: train with "
+                "drafter.confidence=false"
+            )
+        if self.confidence and not is_domino and not has_confidence:
             raise ValueError(
                 f"{engine}: the head tells no confidence, without which it is not loaded there: train with "
                 "drafter.confidence=true"

@@ -162,11 +162,9 @@ class InjectedReader(LevelReader):
         told = [flag for part in places if (flag := part.flag("enable_confidence_head")) is not None]
         for part in places:
             part.taken |= {"confidence_head_with_markov", "emb_dim", "gru_hidden_dim"}
-        if (prefix := head.nested.token("pure_draft_prefix_len")) not in (None, 1):
-            head.problem(f"config.json: pure_draft_prefix_len is {prefix}, heads here have 1", fatal=False)
-        markov, rank = "none", 1
+        markov, rank, further = "none", 1, {}
         if DOMINO in head.names:
-            markov, rank = "domino", _size(head, DOMINO, 0)
+            markov, rank, further = "domino", _size(head, DOMINO, 0), self._read_gru(head)
         elif MARKOV in head.names:
             parts = {name.split(".")[1] for name in head.names if name.startswith("markov_head.")}
             markov = "gated" if "gate_proj" in parts else "rnn" if "joint_proj" in parts else "vanilla"
@@ -179,7 +177,14 @@ class InjectedReader(LevelReader):
         confident = CONFIDENCE in head.names
         if told and told[0] and not confident:
             head.problem(f"config.json: enable_confidence_head is true, and {CONFIDENCE} is missing", "Copy it again")
-        return {"markov": markov, "rank": rank, "confidence": confident}
+        return {"markov": markov, "rank": rank, "confidence": confident, **further}
+
+    def _read_gru(self, head: HeadFolder) -> dict[str, Any]:
+        """Domino's cell, and how many levels it leaves as they are."""
+        unbiased = head.nested.token("pure_draft_prefix_len")
+        if unbiased is None:
+            head.notes.append("no pure_draft_prefix_len: 0, as SpecForge takes it")
+        return {"gru_size": _size(head, "prefix_gru.weight_hh_l0", 1), "unbiased": unbiased or 0}
 
     def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
         """Those of the config, of so many blocks with norms of queries and keys."""

@@ -49,6 +49,7 @@ MTP = Kind(
     r"mtp",
     common=("num_nextn_predict_layers", "mtp_num_hidden_layers"),
 )
+WHOLE_MTP = re.compile(r"layers\.\d+\.eh_proj\.|mtp_layers\.0\.input_proj\.")
 EAGLE_TENSORS = re.compile(r"fc\.|fc_norm\.|(d2t|t2d)$|layers\.0\.hidden_norm\.|midlayer\.")
 BLOCKS = re.compile(r"(?:^|\.)(?:layers|h|block|blocks)\.(\d+)\.")
 MODEL = re.compile(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
@@ -63,6 +64,8 @@ def kind_by_tensors(names: Iterable[str], config: dict[str, Any]) -> tuple[str, 
     if not _is_eagle(names, words, config):
         layers = {int(match[1]) for name in names if (match := BLOCKS.search(name))}
         has_mtp = any(re.match(MTP.tensors, name) for name in names)
+        if any(WHOLE_MTP.match(name) for name in names):  # in a whole model too, of which the rest is not looked at
+            return MTP.name, NOT_YET
         if len(layers) > 1 or (not has_mtp and _is_whole(set(names))):
             return f"a causal language model ({_architecture(config)}, {len(layers)} layers here)", AS_DRAFT
         if has_mtp or any(config.get(key) for key in MTP.common):

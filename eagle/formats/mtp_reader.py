@@ -39,8 +39,9 @@ class MtpReader(LevelReader):
 
     def rename(self, head: HeadFolder, name: str, ours: str) -> str | None:
         """None for what belongs to another layer of the model."""
-        layer = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
-        return None if layer and layer[1] != _own_layer(head) else ours
+        head.layer = head.layer or _own_layer(head)
+        found = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
+        return None if found and found[1] != head.layer else ours
 
     def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> dict[str, Any]:
         """The order in which the projection reads state and token is the family's."""
@@ -80,11 +81,11 @@ class MtpReader(LevelReader):
 PARTS = {"qk_norm": "q_norm.weight", "qkv_bias": "q_proj.bias"}
 
 
-def _own_layer(head: HeadFolder) -> str | None:
+def _own_layer(head: HeadFolder) -> str:
     """The number of the layer that has a projection of token and state; the only one there is without such."""
     own = [found[1] for name in head.tensors.stored if (found := re.search(r"layers\.(\d+)\.eh_proj\.weight$", name))]
     every = {found[1] for name in head.tensors.stored if (found := re.match(r"(?:model\.)?layers\.(\d+)\.", name))}
-    return own[0] if own else every.pop() if len(every) == 1 else None
+    return own[0] if own else every.pop() if len(every) == 1 else "none"
 
 
 READER = MtpReader(

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 # buffers that older releases saved and newer ones compute; multi-token prediction layers, which are not run
-COMPUTED = re.compile(r"(rotary_emb|rotary_pos_emb)\.inv_freq$|\.(attn|attention|self_attn)\.(masked_)?bias$|^mtp\.")
+COMPUTED = re.compile(
+    r"(rotary_emb|rotary_pos_emb)\.inv_freq$|\.(attn|attention|self_attn)\.(masked_)?bias$|^(model\.)?mtp(_layers)?\."
+)
 MAX_NAMED = 4  # tensors that an error lists
 
 
@@ -53,6 +59,31 @@ def _is_spare(name: str, model: Any) -> bool:
     extra = getattr(model.config, "num_nextn_predict_layers", None) or 0
     is_extra = layer is not None and 0 <= int(layer[1]) - model.config.num_hidden_layers < extra
     return is_extra or COMPUTED.search(name) is not None
+
+
+def read_spare_tensor(model: Any, name: str) -> Tensor | None:
+    """A tensor of a multi-token prediction layer from the files that a model was loaded from; None where is none."""
+    if not _is_spare(name, model):
+        return None
+    files = SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME
+    whole, index = (_find_file(model.config, file) for file in files)
+    if index is not None:
+        shard = json.loads(Path(index).read_text())["weight_map"].get(name)
+        whole = None if shard is None else _find_file(model.config, shard)
+    if whole is None:
+        return None
+    with safe_open(whole, "pt") as file:
+        tensor: Tensor | None = file.get_tensor(name) if name in set(file.keys()) else None
+    return tensor
+
+
+def _find_file(config: Any, name: str) -> str | None:
+    """The path of one of a loaded model's files, from its folder or the hub; None where it has no such file."""
+    if not config.name_or_path:
+        return None
+    options = {"revision": getattr(config, "_commit_hash", None), "_raise_exceptions_for_missing_entries": False}
+    found: str | None = cached_file(config.name_or_path, name, **options)
+    return found
 
 
 def _list_some(names: list[str]) -> str:

@@ -22,7 +22,7 @@ from eagle.core.verify import Choose, Sampling
 from eagle.device import best_device, fastest_dtype, in_dtype
 from eagle.target.attention import Masks, rope_border
 from eagle.target.borrowed import borrow_head
-from eagle.target.loading import check_model, load_model, parse_dtype, tokenizer_of
+from eagle.target.loading import check_model, load_model, parse_dtype, read_spare_tensor, tokenizer_of
 from eagle.target.reader import TreeReader
 from eagle.target.state import TargetState
 from eagle.target.view import TargetView
@@ -99,13 +99,18 @@ class Target:
         return self.viewed
 
     def tensor(self, name: str) -> Tensor:
-        """One of the model's tensors by its name there, for heads that are made from them."""
+        """One of the model's tensors by its name, for heads that are made from them.
+
+        Those of a multi-token prediction layer, which the model does not run, come from the files that it was loaded
+        from.
+        """
         state = self.model.state_dict()
-        if name not in state:
+        tensor = state[name] if name in state else read_spare_tensor(self.model, name)
+        if tensor is None:
             raise ValueError(
                 f"{self.config.model_type} has no tensor {name}: expected one as {', '.join([*state][:3])}"
             )
-        return state[name]
+        return tensor
 
     @property
     def masks(self) -> Masks:

@@ -13,6 +13,7 @@ import pytest
 import scipy.stats
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from eagle import Budget
 from eagle.core.drafter import Committed
@@ -92,9 +93,9 @@ def test_another_loss_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def elsewhere(head: Any, frozen: Any, masks: Any, tables: Any, context: Any) -> Tensor:
         return read(head, frozen, masks, tuple(table.roll(1, 0) for table in tables), context)
 
-    def every_row_alike(batch: Batch, counts: Any, masks: MaskRows) -> Any:
-        rows = batch.slots + len(masks.texts)
-        return torch.full((batch.slots,), 1 / rows), torch.full((len(masks.texts),), 1 / rows)
+    def every_row_alike(batch: Batch, masks: MaskRows) -> Tensor:
+        rows = batch.slots + len(masks.depths)
+        return torch.full((rows,), 1 / rows)
 
     for home, name, fault in (
         (mask_rows, "attend_block", see_all),
@@ -106,6 +107,21 @@ def test_another_loss_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         with monkeypatch.context() as patch:
             patch.setattr(home, name, fault)
             assert difference(head, FEW) > 1e-4, name
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_the_fused_kernel_computes_the_same(fault: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention as accelerators have it, of masks of several numbers; what a text begins with is seen to be missing."""
+    _, batch = batch_of({40: [(2, 9), (12, 40)], 30: [(7, 30)], 5: [(2, 3)]}, seed=1)
+    masks = MaskRows.of(draw_masks(batch, 3, 0.7, 0.2), torch.device("cpu"))
+    torch.manual_seed(0)
+    query, *own = (torch.randn(heads, len(masks.depths), 16) for heads in (4, 2, 2))
+    context = torch.randn(2, masks.spans.count, 16), torch.randn(2, masks.spans.count, 16)
+    if fault:
+        monkeypatch.setattr(spans.Spans, "begins", masks.spans.rows)
+    fused = masks.attend(query, context, (own[0], own[1]), flex_attention)
+    apart = (fused - masks.attend(query, context, (own[0], own[1]))).abs().max()
+    assert (apart > 1e-2) if fault else (apart < 1e-5)
 
 
 def check_sight(head: Any) -> None:

@@ -20,6 +20,8 @@ from tests.block_layouts import BLOCKS, GOLDEN, TARGET
 
 H, V = made.H, made.V
 INJECTED = {"taps": [2, 4, 7], "blocks": BLOCKS, "slots": 6, "mask_token": 5}
+DSPARK = {"kind": "dspark", **INJECTED, "rank": 4, "markov": "vanilla", "confidence": True}
+DOMINO = {**DSPARK, "markov": "domino", "gru_size": 8, "confidence": False}
 FUSED = {"kind": "peagle", "taps": [2, 4, 6], "blocks": 3, "mask_token": 5}
 HEADS: dict[str, tuple[dict[str, Any], str]] = {  # settings, the exporters that take it
     "dflash": ({"kind": "dflash", **INJECTED}, "vllm sglang llamacpp speculators zlab specforge"),
@@ -27,12 +29,21 @@ HEADS: dict[str, tuple[dict[str, Any], str]] = {  # settings, the exporters that
     "dflash from the anchor": ({"kind": "dflash", **INJECTED, "sample_from_anchor": True}, "speculators deepspec"),
     "dflash of one block": ({"kind": "dflash", **INJECTED, "blocks": 1, "slots": 2}, "vllm zlab speculators"),
     "dflash of taps in no order": ({"kind": "dflash", **INJECTED, "taps": [7, 2, 4]}, "vllm zlab speculators"),
+    "dspark": (DSPARK, "vllm sglang llamacpp speculators deepspec specforge"),
+    "dspark, causal": ({**DSPARK, "causal": True}, "vllm llamacpp"),
+    "dspark without confidence": ({**DSPARK, "confidence": False}, "vllm llamacpp speculators deepspec specforge"),
+    "dspark in its places": ({**DSPARK, "sample_from_anchor": False}, "vllm llamacpp speculators"),
+    "dspark, gated": ({**DSPARK, "markov": "gated"}, "sglang speculators deepspec specforge"),
+    "dspark, recurrent": ({**DSPARK, "markov": "rnn"}, "sglang speculators deepspec specforge"),
+    "dspark without a Markov head": ({**DSPARK, "markov": "none"}, "speculators deepspec specforge"),
+    "domino": (DOMINO, "sglang specforge"),
+    "domino in its places": ({**DOMINO, "sample_from_anchor": False, "unbiased": 2}, "sglang specforge"),
     "peagle": ({**FUSED, "norm_before_residual": True}, "vllm speculators"),
     "peagle with norms": ({**FUSED, "fc_norm": True}, "vllm"),
     "peagle of one block": ({**FUSED, "blocks": 1}, "vllm speculators"),
     "peagle of taps in no order": ({**FUSED, "taps": [6, 2, 4]}, "vllm speculators"),
-    "mtp": ({"kind": "mtp"}, "deepseek mimo"),
-    "mtp, state first": ({"kind": "mtp", "hidden_first": True}, "deepseek mimo"),
+    "mtp": ({"kind": "mtp"}, "deepseek"),
+    "mtp, state first": ({"kind": "mtp", "hidden_first": True}, "mimo"),
 }
 
 
@@ -68,7 +79,7 @@ def test_an_export_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
         found = inspect(tmp_path / engine, target)
         assert not found.fatal and "unknown keys" not in str(found), found
         again: Any = read_head(tmp_path / engine, target)
-        if "no order" in name or name.startswith("mtp"):  # columns go where the layout wants them
+        if "no order" in name:  # columns go where the layout wants them
             assert again.settings.kind == head.settings.kind
             assert_same_function(head, again)
             continue
@@ -83,16 +94,10 @@ def test_an_export_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
 def assert_same_function(head: Any, again: Any) -> None:
     """The same states of features that each gets in the order of its own taps."""
     every = made.drawn(5, 10, H)
-    if head.settings.kind == "mtp":
-        rotary = head.rotary(every[:, 0], torch.arange(5)[None])
-        ours, theirs = (
-            part.first_block(every[None, :, 0], every[None, :, 1], rotary, None, None) for part in (head, again)
-        )
-    else:
-        ours, theirs = (part.fuse_taps(every[:, list(part.taps)]) for part in (head, again))
-        assert list(again.taps) == sorted(head.taps) != list(head.taps)
-        if head.settings.kind == "peagle":
-            torch.testing.assert_close(head.mask_state(), again.mask_state(), rtol=1e-5, atol=1e-5)
+    ours, theirs = (part.fuse_taps(every[:, list(part.taps)]) for part in (head, again))
+    assert list(again.taps) == sorted(head.taps) != list(head.taps)
+    if head.settings.kind == "peagle":
+        torch.testing.assert_close(head.mask_state(), again.mask_state(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
@@ -100,7 +105,7 @@ def assert_same_function(head: Any, again: Any) -> None:
 def test_no_other_exporter_takes_it(name: str) -> None:
     """And each says why, by the method or by the setting that its engine has not."""
     head, (settings, takers) = head_of(name), HEADS[name]
-    switches = {"sample_from_anchor", "causal", "fc_norm"} & settings.keys()
+    switches = {"sample_from_anchor", "causal", "fc_norm", "confidence", "markov"} & settings.keys()
     for engine in EXPORTERS.keys() - {"transformers", *takers.split()}:
         if "of one block" in name or "no order" in name:
             continue
@@ -111,7 +116,7 @@ def test_no_other_exporter_takes_it(name: str) -> None:
             *(f"drafter.{switch}" for switch in switches),
             "own family alone",
         ]
-        told += ["drafter.sample_from_anchor"] * (settings["kind"] == "dflash")
+        told += ["drafter.sample_from_anchor"] * (settings["kind"] == "dflash") + ["drafter.hidden_first"]
         assert any(words in str(refusal.value) for words in told), refusal.value
 
 

@@ -51,14 +51,30 @@ def attend_block_flex(
     kernel: Any = None,
 ) -> Tensor:
     """What `attend_block` computes, by one fused kernel over all texts, for accelerators."""
-    heads, count, size, width = query.shape
-    wide = query.transpose(1, 2).reshape(1, heads * size, count, width)
-    asked = {"enable_gqa": heads * size != len(key), "return_aux": AuxRequest(lse=True)}
+    size, keys = query.shape[2], len(key)
+    by_row = query.unflatten(0, (keys, -1)).permute(2, 0, 1, 3, 4).contiguous()  # one copy, which both products read
+    output, context = read_texts(by_row.flatten(1, 3).transpose(0, 1), key, value, spans, kernel)
+    output, context = (part.transpose(0, 1).unflatten(1, (keys, -1)) for part in (output, context[..., None]))
+    own_key, own_value = (part.transpose(0, 1) for part in own)
+    scores = (by_row.flatten(2, 3) @ own_key.mT).to(context.dtype) * query.shape[-1] ** -0.5
+    if causal:
+        scores = hide_later(scores.unflatten(2, (-1, size))).flatten(2, 3)
+    shares = torch.cat([context, scores], dim=-1).softmax(-1).to(output.dtype)
+    output = output * shares[..., :1] + shares[..., 1:] @ own_value
+    return output.unflatten(2, (-1, size)).permute(1, 2, 0, 3, 4).flatten(0, 1)
+
+
+def read_texts(query: Tensor, key: Tensor, value: Tensor, spans: Spans, kernel: Any = None) -> Pair:
+    """[h, S, w], what queries see of their texts, and [h, S], the log of the sum of what scores there are taken to."""
     attention: Any = kernel or compile_flex()
-    output, beside = attention(wide, key[None], value[None], block_mask=spans.block_mask(0), **asked)
-    output = output[0].view(heads, size, count, width).transpose(1, 2)
-    context = beside.lse[0].view(heads, size, count, 1).transpose(1, 2)
-    scores = own_scores(query, own[0], causal).to(context.dtype) * width**-0.5
+    asked = {"enable_gqa": len(query) != len(key), "return_aux": AuxRequest(lse=True)}
+    output, beside = attention(query[None], key[None], value[None], block_mask=spans.block_mask(0), **asked)
+    return output[0], beside.lse[0]
+
+
+def add_blocks(output: Tensor, context: Tensor, query: Tensor, own: Pair, causal: bool) -> Tensor:
+    """[h, S, B, w], what tokens see of their texts, as `read_texts` tells it [h, S, B, w or 1], and of their blocks."""
+    scores = own_scores(query, own[0], causal).to(context.dtype) * query.shape[-1] ** -0.5
     shares = torch.cat([context, scores], dim=-1).softmax(-1).to(output.dtype)
     return output * shares[..., :1] + own_product(shares[..., 1:], own[1])
 
@@ -68,21 +84,23 @@ ATTEND = {"cpu": attend_block_plain, "meta": attend_block_plain}
 
 def own_scores(query: Tensor, key: Tensor, causal: bool) -> Tensor:
     """[h, S, B, B], how much each token of a block has in common with each other, those hidden at minus infinity."""
-    scores = own_product(query, key.transpose(2, 3))
-    if causal:
-        size = scores.shape[-1]
-        later = torch.ones(size, size, dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(later, -math.inf)
-    return scores
+    scores = own_product(query, key.mT)
+    return hide_later(scores) if causal else scores
+
+
+def hide_later(scores: Tensor) -> Tensor:
+    """Scores [.., B, B] of the tokens of a block, each of which sees those up to itself alone."""
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    return scores.masked_fill(later, -math.inf)
 
 
 def own_product(rows: Tensor, own: Tensor) -> Tensor:
     """[h, S, B, y], rows [h, S, B, x] times what is each block's own [k, S, x, y]."""
-    heads, count, size, _ = rows.shape
-    keys = len(own)
-    asked = rows.view(keys, heads // keys, count, size, -1).transpose(1, 2).reshape(keys * count, -1, rows.shape[-1])
-    found = asked @ own.reshape(keys * count, *own.shape[2:])
-    return found.view(keys, count, heads // keys, size, -1).transpose(1, 2).reshape(heads, count, size, -1)
+    heads, count, size, width = rows.shape
+    keys, groups = len(own), heads // len(own)
+    asked = rows.unflatten(0, (keys, groups)).transpose(1, 2).reshape(keys * count, groups * size, width)
+    found = asked @ own.flatten(0, 1)
+    return found.view(keys, count, groups, size, own.shape[-1]).transpose(1, 2).flatten(0, 1)
 
 
 def _own_gradient(upstream: Tensor, rows: Tensor, keys: int) -> Tensor:
@@ -91,7 +109,7 @@ def _own_gradient(upstream: Tensor, rows: Tensor, keys: int) -> Tensor:
     groups = heads // keys
 
     def by_block(part: Tensor) -> Tensor:
-        return part.reshape(keys, groups, count, size, -1).transpose(1, 2).reshape(keys * count, groups * size, -1)
+        return part.unflatten(0, (keys, groups)).transpose(1, 2).reshape(keys * count, groups * size, part.shape[-1])
 
     return (by_block(rows).mT @ by_block(upstream)).view(keys, count, rows.shape[-1], upstream.shape[-1])
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from eagle.data.examples import Batch
 from eagle.device import upload
-from eagle.drafters.parts.block_spans import attend_block
+from eagle.drafters.parts.block_spans import ATTEND, add_blocks, attend_block, read_texts
 from eagle.drafters.parts.spans import Spans
 from eagle.drafters.parts.text_blocks import Pair
 
@@ -23,38 +25,46 @@ class MaskRows:
     """Masks in groups of anchors that have equally many, those of an anchor one after the other."""
 
     groups: list[tuple[Spans, int]]  # the anchors among all slots, and how many masks each has
-    anchors: Tensor  # [E], the slot that each mask stands behind
+    spans: Spans  # [E], the anchor of each mask
     depths: Tensor  # [E], from 1 on
-    texts: Tensor  # [E], which text it is of; on the host
+    texts: list[tuple[int, int]]  # which text the next so many masks are of
 
     @classmethod
     def of(cls, masks: Sequence[Tensor], device: torch.device) -> MaskRows:
         """Those behind each text's slots [T - 2], so many behind each."""
-        groups, parts, begins = [], [], [0]
-        for counts in masks:
-            begins.append(begins[-1] + len(counts))
+        groups, texts, lengths = [], list[tuple[int, int]](), [len(counts) for counts in masks]
+        depths, runs, rows = [torch.empty(0, dtype=torch.long)], list[tuple[int, int, int]](), list[list[int]]()
         for size in range(1, max((int(counts.max()) for counts in masks if len(counts)), default=0) + 1):
             places = [(counts == size).nonzero()[:, 0] for counts in masks]
-            if not any(map(len, places)):
-                continue
-            groups.append((Spans.at(places, [len(counts) for counts in masks], device), size))
-            for text, slots in enumerate(places):
-                rows = (begins[text] + slots).repeat_interleave(size)
-                depths = torch.arange(1, size + 1).repeat(len(slots))
-                parts.append(torch.stack([rows, depths, torch.full_like(rows, text)]))
-        every = torch.cat(parts, dim=1) if parts else torch.empty(3, 0, dtype=torch.long)
-        anchors, depths = upload(every[:2], device)
-        return cls(groups, anchors, depths, every[2])
+            if any(map(len, places)):
+                groups.append((Spans.at(places, lengths, device), size))
+            for text, (slots, begin) in enumerate(zip(places, accumulate(lengths, initial=0), strict=False)):
+                if len(slots):
+                    rows.append((begin + slots).repeat_interleave(size).tolist())
+                    runs.append((begin, rows[-1][0], rows[-1][-1] + 1))
+                    depths.append(torch.arange(1, size + 1).repeat(len(slots)))
+                    texts.append((text, size * len(slots)))
+        every = torch.tensor([row for run in rows for row in run], dtype=torch.long)
+        spans = Spans(upload(every, device), runs, sum(lengths), scattered=tuple(rows))
+        return cls(groups, spans, upload(torch.cat(depths), device), texts)
 
-    def attend(self, query: Tensor, context: Pair, own: Pair) -> Tensor:
+    def attend(self, query: Tensor, context: Pair, own: Pair, kernel: Any = None) -> Tensor:
         """[h, E, w] from query [h, E, w], the keys and values of all slots, and the masks' own."""
-        seen, done = [], 0
+        seen, done, fused = list[Tensor](), 0, list[Tensor]()
+        if not self.groups:
+            return query
+        if kernel or query.device.type not in ATTEND:  # one kernel for all: each number of masks would make another
+            output, weight = read_texts(query, *context, self.spans, kernel)
+            fused = [output, weight[..., None]]
         for spans, size in self.groups:
-            count = len(spans.rows)
-            parts = [part[:, done : done + count * size].unflatten(1, (count, size)) for part in (query, *own)]
-            done += count * size
-            seen.append(attend_block(parts[0], *context, spans, (parts[1], parts[2]), causal=True).flatten(1, 2))
-        return torch.cat(seen, dim=1) if seen else query
+            rows = slice(done, done + len(spans.rows) * size)
+            asked, key, value, *read = (part[:, rows].unflatten(1, (-1, size)) for part in (query, *own, *fused))
+            if fused:
+                seen.append(add_blocks(read[0], read[1], asked, (key, value), causal=True))
+            else:
+                seen.append(attend_block(asked, *context, spans, (key, value), causal=True))
+            done = rows.stop
+        return torch.cat([part.flatten(1, 2) for part in seen], dim=1)
 
 
 def supervised_slots(batch: Batch) -> list[Tensor]:
@@ -72,19 +82,23 @@ def draw_masks(batch: Batch, most: int, keep: float, least: float) -> list[Tenso
     for supervised, seed in zip(supervised_slots(batch), batch.seeds, strict=True):
         draw, inside = torch.Generator().manual_seed(seed), F.pad(supervised, (0, most))
         drawn = supervised.nonzero()[:, 0]
-        count, slots = torch.zeros(len(supervised), dtype=torch.long), len(drawn)
+        count, slots = torch.zeros_like(supervised, dtype=torch.long), len(drawn)
         for depth in range(1, most + 1):
             candidates = drawn[inside[drawn + depth]]
             wanted = max(int((slots - depth) * max(keep**depth, least)), 0)
-            drawn = candidates[torch.randperm(len(candidates), generator=draw)[:wanted]]
+            order = torch.empty_like(candidates).random_(generator=draw).argsort()
+            drawn = candidates[order[:wanted]]
             count[drawn] = depth
         counts.append(count)
     return counts
 
 
-def weigh_texts(batch: Batch, counts: Sequence[Tensor], masks: MaskRows) -> tuple[Tensor, Tensor]:
-    """What supervised slots [S] and masks [E] weigh: a text what is supervised of it, each of its rows the same."""
-    slots = torch.tensor([int(part.sum()) for part in supervised_slots(batch)])
-    rows = slots + torch.tensor([int(part.sum()) for part in counts])
-    share = slots / rows.clamp(min=1) / slots.sum().clamp(min=1)
-    return share.repeat_interleave(slots), share[masks.texts]
+def weigh_texts(batch: Batch, masks: MaskRows) -> Tensor:
+    """[S + E], what supervised slots and masks weigh: a text what is supervised of it, each of its rows the same."""
+    slots = [int(part.sum()) for part in supervised_slots(batch)]
+    rows = list(slots)
+    for text, count in masks.texts:
+        rows[text] += count
+    shares = [count / max(total * sum(slots), 1) for count, total in zip(slots, rows, strict=True)]
+    parts = [*enumerate(slots), *masks.texts]
+    return torch.cat([torch.full((count,), shares[text]) for text, count in parts])

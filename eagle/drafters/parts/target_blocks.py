@@ -22,27 +22,38 @@ FURTHER = (  # what blocks of other families have beside a Llama block's tensors
 )
 
 
-@torch.no_grad()
+KINDS = {"qk_norm": "self_attn.q_norm.weight", "qkv_bias": "self_attn.q_proj.bias"}
+PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+ELSE = "take drafter.start=random where the method has it, or train a head that copies no blocks, as eagle3"
+
+
 def copy_target_blocks(layers: Any, norm: nn.Module, weights: Weights, config: Any) -> None:
     """Fill Llama blocks with the target's last ones, and a norm with its final norm; refuse what is no Llama block."""
+    for number, block in enumerate(layers, start=config.num_hidden_layers - len(layers)):
+        copy_block(block, weights, f"model.layers.{number}.", config)
+    copy_tensor(norm.get_parameter("weight"), weights, "model.norm.weight", config)
+
+
+def block_kind(weights: Weights, prefix: str) -> dict[str, bool]:
+    """What a block of the target has beside a Llama block's tensors, as a shape says it: `parts/blocks.py`."""
+    return {kind: True for kind, name in KINDS.items() if find_tensor(weights, prefix + name) is not None}
+
+
+def copy_block(block: nn.Module, weights: Weights, prefix: str, config: Any) -> None:
+    """Fill a block with the target's tensors under a prefix; refuse a target's block that computes something else."""
     kind, names = config.model_type, ("hidden_act", "hidden_activation")
     activation = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
     if activation != "silu":
         raise ValueError(f"{kind} has blocks of hidden_act {activation!r}, expected 'silu': {ELSE}")
-    for number, block in enumerate(layers, start=config.num_hidden_layers - len(layers)):
-        prefix = f"model.layers.{number}."
-        for name in FURTHER:
-            if _find_tensor(weights, prefix + name) is not None:
-                raise ValueError(f"{kind} has {prefix}{name}, which no Llama block has: {ELSE}")
-        for name, part in block.named_parameters():
-            _copy_tensor(part, weights, prefix + name, kind)
-    _copy_tensor(norm.get_parameter("weight"), weights, "model.norm.weight", kind)
+    own = dict(block.named_parameters())
+    for name in FURTHER:
+        if name not in own and find_tensor(weights, prefix + name) is not None:
+            raise ValueError(f"{kind} has {prefix}{name}, which no Llama block has: {ELSE}")
+    for name, part in own.items():
+        copy_tensor(part, weights, prefix + name, config)
 
 
-ELSE = "train a head that copies no blocks, as eagle3"
-
-
-def _find_tensor(weights: Weights, name: str) -> Tensor | None:
+def find_tensor(weights: Weights, name: str) -> Tensor | None:
     """A tensor of the target's, None where it has none of this name."""
     try:
         return weights(name)
@@ -50,10 +61,13 @@ def _find_tensor(weights: Weights, name: str) -> Tensor | None:
         return None
 
 
-def _copy_tensor(part: Tensor, weights: Weights, name: str, kind: str) -> None:
+@torch.no_grad()
+def copy_tensor(part: Tensor, weights: Weights, name: str, config: Any) -> None:
     """Fill a parameter with the target's tensor of this name."""
-    found = _find_tensor(weights, name)
-    if found is None or found.shape != part.shape:
-        got = "none" if found is None else list(found.shape)
-        raise ValueError(f"{kind} has no Llama blocks: {name} is {got}, expected {list(part.shape)}: {ELSE}")
+    found = find_tensor(weights, name)
+    if found is None or found.shape != part.shape or found.dtype not in PLAIN:
+        got = "none" if found is None else f"{list(found.shape)} in {found.dtype}"
+        raise ValueError(
+            f"{config.model_type} has no Llama blocks: {name} is {got}, expected {list(part.shape)}: {ELSE}"
+        )
     part.copy_(found)
