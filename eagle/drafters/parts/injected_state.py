@@ -89,7 +89,7 @@ class InjectedState(TextState):
         cache.aim(slots, [start] * len(slots))
         for block, held in zip(head.layers, self.blocks, strict=True):
             state = block(state, tables, mask, held)
-        states: Tensor = head.norm(state)[:, head.first_slot :]
+        states: Tensor = head.norm(state[:, head.first_slot :])
         return states
 
 
