@@ -18,6 +18,7 @@ METHODS = {  # by the architecture that a head's config names; EAGLE-1's is the 
     "DFlashDraftModel": "dflash",
     "Qwen3DSparkModel": "dspark",
     "MiMoForCausalLM": "mtp",
+    "Glm4MoeForCausalLM": "mtp",
 }
 MASKS = ("pard_token", "ptd_token_id")  # tokens that stand where none is known: all places are drafted by one forward
 

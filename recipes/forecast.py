@@ -24,7 +24,7 @@ from recipes.footprint import EmptyRun, Footprint, empty_target_head
 
 ROOT = Path(__file__).parent.parent
 KNOWN = ROOT / "docs/results/sizes.json"
-SHIPPED = ("vicuna-7b", "llama-3.1-8b", "llama-3.1-70b", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b")
+SHIPPED = ("vicuna-7b", "llama-3.1-8b", "llama-3.1-70b", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "mimo-7b")
 CONVERSATIONS = {"Aeala/ShareGPT_Vicuna_unfiltered": 68_000}
 TOKENS = 1_330  # of a ShareGPT conversation cut at 2,048: its published 740 GB at a width of 4,096 in bf16
 SUPERVISED = 0.75  # share of these tokens

@@ -48,6 +48,7 @@ WRONG: dict[str, list[list[str]]] = {
     "bench/block_speed.py": [[GONE, "--methods", "unknown"], [GONE, "--dtypes", "fp64"]],
     "bench/broken_heads.py": [["--target", GONE, "--sibling", GONE], ["--sibling", GONE, "--heads", GONE]],
     "bench/decode_speed.py": [["--rounds", "few"]],
+    "bench/draft_time.py": [[GONE, "--cycles", "2"], [GONE, "--heads", "unknown"]],
     "bench/extract_speed.py": [["--model", GONE, "--data", GONE]],
     "bench/goodput_batches.py": [[GONE, GONE, GONE, GONE]],
     "bench/launches.py": [["--heads", "unknown"]],

@@ -23,6 +23,7 @@ class Budget:
     paths: Paths | None = None  # a shape that the tree has whatever the drafter believes; see `fixed`
     draw: Draw = "noise"  # greedy targets know the likeliest children alone
     sharpness: float | None = None  # of a tree without paths: 1 is EAGLE-2's rule, None what suits the drafter
+    confidence: float | None = None  # no children of nodes whose children are kept less likely, as the drafter says
 
     def __post_init__(self) -> None:
         for name in ("nodes", "depth", "top_k"):
@@ -33,6 +34,8 @@ class Budget:
             object.__setattr__(self, "paths", _as_paths(self.paths))
         if self.sharpness is not None and not self.sharpness > 0:
             raise ValueError(f"Budget.sharpness is {self.sharpness!r}, expected a number above 0; 1 is EAGLE-2's rule")
+        if self.confidence is not None and not 0 <= self.confidence <= 1:
+            raise ValueError(f"Budget.confidence is {self.confidence!r}, expected a probability, or None for all nodes")
         if self.draw not in get_args(Draw):
             raise ValueError(f"Budget.draw is {self.draw!r}, expected one of {', '.join(get_args(Draw))}")
         if self.draw == "sampled" and self.paths is None:
@@ -57,11 +60,11 @@ class Budget:
             )
 
     @classmethod
-    def fixed(cls, paths: Paths, draw: Draw = "noise") -> Budget:
+    def fixed(cls, paths: Paths, draw: Draw = "noise", confidence: float | None = None) -> Budget:
         """A tree of this shape, as EAGLE-1 published one (`eagle.core.tree.PUBLISHED_TREE`)."""
         paths = _as_paths(paths)
         top_k = 1 + max((rank for path in paths for rank in path), default=-1)
-        return cls(len(set(paths)), max(map(len, paths), default=0), top_k, paths, draw)
+        return cls(len(set(paths)), max(map(len, paths), default=0), top_k, paths, draw, confidence=confidence)
 
     @property
     def is_empty(self) -> bool:

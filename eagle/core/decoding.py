@@ -184,6 +184,7 @@ class Decoding:
         budgets = self._budgets({row.number: self.state.levels(row.number, row.left) for row in rows})
         for row in rows:
             row.draw = _check_draw(row.draw, budgets[row.number].draw)
+            _check_confidence(budgets[row.number], self.drafter)
         asked = [row for row in rows if not budgets[row.number].is_empty]
         trees = {row.number: DraftTree.chain([row.pending[-1].root]) for row in rows}
         if asked:
@@ -232,6 +233,15 @@ def _check_draw(draw: Draw | None, asked: Draw) -> Draw:
             "what was drawn would bias the output; keep one draw per policy"
         )
     return asked
+
+
+def _check_confidence(budget: Budget, drafter: Drafter) -> None:
+    """Refuse a least confidence where the drafter has none."""
+    if budget.confidence is not None and not drafter.rates_nodes:
+        raise ValueError(
+            f"Budget.confidence is {budget.confidence}, and {type(drafter).__name__} cannot tell how likely a node is "
+            "kept: leave it out, or draft with a head that learned to tell"
+        )
 
 
 class _Clock:

@@ -109,6 +109,7 @@ class Drafter:
     stored_as: Literal["nothing", "files", "head"] = "nothing"  # "files" are read by its own `load(folder, target)`
     reads: Reads = Reads()
     budget: Budget | None = None  # what it was tuned to
+    rates_nodes = False  # whether it says how likely a child of a node is kept, which `Budget.confidence` asks for
     frozen: tuple[TargetHead, ...] = ()  # what it borrows once it is bound
 
     def begin(self, noise: Noise | None = None) -> DraftText:

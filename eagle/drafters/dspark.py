@@ -44,7 +44,9 @@ class DSpark(InjectedHead):
     def __init__(self, settings: Any, shape: Any) -> None:
         super().__init__(settings, shape)
         width, rank = shape.hidden_size, settings.rank
-        self.markov_head = self.prefix_gru = self.confidence_head = None
+        self.reads_tokens, self.rates_nodes = settings.markov != "none", settings.confidence
+        self.markov_head = self.prefix_gru = None
+        self.confidence_head: Any = None
         if settings.markov == "domino":
             self.prefix_gru = nn.GRU(width, settings.gru_size, bias=False, batch_first=True)
             projections = (
@@ -72,24 +74,13 @@ class DSpark(InjectedHead):
             return GruBias(self.prefix_gru, self.embed_proj, self.settings.unbiased)
         return self.markov_head
 
-    @property
-    def reads_tokens(self) -> bool:  # type: ignore[override]
-        """Whether what a level guesses depends on the tokens drafted before it."""
-        return self.settings.markov != "none"
-
-    @property
-    def rates_nodes(self) -> bool:
-        """Whether it says how likely each level is kept."""
-        return self.confidence_head is not None
-
     def rate(self, states: Tensor, tokens: Tensor) -> Tensor:
         """[..], log-odds that what levels with these states [.., H] guess behind tokens [..] is kept."""
-        if self.confidence_head is None:
-            raise ValueError("this head was trained without confidence: leave Budget.confidence out")
-        if self.markov_head is None:
-            return self.confidence_head["proj"](states)[..., 0]
-        known = self.markov_head.markov_w1(tokens)
-        return self.confidence_head["proj"](torch.cat([states.expand(*known.shape[:-1], -1), known], dim=-1))[..., 0]
+        if self.markov_head is not None:
+            known = self.markov_head.markov_w1(tokens)
+            states = torch.cat([states.expand(*known.shape[:-1], -1), known], dim=-1)
+        odds: Tensor = self.confidence_head.proj(states)
+        return odds[..., 0]
 
     # -- training -----------------------------------------------------------------------------------------------------
 

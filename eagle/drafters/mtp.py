@@ -58,7 +58,7 @@ class MtpSettings(Section):
     decay: float = Field(0.6, gt=0, le=1)  # of a step's weight; weights add up to 1
     hidden_first: bool = False  # eh_proj reads the state before the token, as MiMo's does
     loss: Loss = "cross_entropy"
-    start: Literal["checkpoint", "last_block", "random"] = "last_block"  # the target's own MTP layer, or its last block
+    start: Literal["target", "last_block", "random"] = "target"  # its own MTP layer; where it has none, its last block
 
 
 class Mtp(UnrolledDrafter):
@@ -89,30 +89,28 @@ class Mtp(UnrolledDrafter):
         """A head that starts from the target's own layers; of its sizes and as torch draws it where no weights are."""
         if weights is None or settings.start == "random":
             return cls(settings, head_shape(target_config))
-        if settings.start == "last_block":
+        layer = _find_own_layer(weights, target_config) if settings.start == "target" else None
+        if layer is None:
             return cls._from_last_block(settings, target_config, weights)
-        return cls._from_own_layer(settings, target_config, weights)
+        return cls._from_own_layer(settings, target_config, weights, layer)
 
     @classmethod
     def _from_last_block(cls, settings: MtpSettings, config: Any, weights: Weights) -> Mtp:
-        """The target's last decoder block and its final norm; `eh_proj` as torch draws it."""
+        """The target's last decoder block and its final norm, over half of the token and half of the state.
+
+        On the tiny target 2 epochs make 2.96 tokens per step of it, 2.62 with a random projection, 2.36 with the state
+        alone, and 2.49 of a random head.
+        """
         prefix = f"model.layers.{config.num_hidden_layers - 1}."
-        head = cls(settings, head_shape(config, **block_kind(weights, prefix)))
+        shape = head_shape(config, **block_kind(weights, prefix))
+        head = cls(settings.model_copy(update={"start": "last_block"}), shape)
         copy_target_blocks(head.layers, head.norm, weights, config)
+        head.eh_proj.weight.data.copy_(torch.eye(config.hidden_size).repeat(1, 2) / 2)
         return head
 
     @classmethod
-    def _from_own_layer(cls, settings: MtpSettings, config: Any, weights: Weights) -> Mtp:
+    def _from_own_layer(cls, settings: MtpSettings, config: Any, weights: Weights, layer: Layer) -> Mtp:
         """The MTP layer that the target's checkpoint has."""
-        kind, known = config.model_type, own_layers(config.num_hidden_layers)
-        found = [layer for layer in known if find_tensor(weights, f"{layer.prefix}{layer.names[0]}.weight") is not None]
-        if not found or find_tensor(weights, f"{found[0].second}input_layernorm.weight") is not None:
-            got = f"several of them, as {found[0].second}" if found else f"none of {[layer.prefix for layer in known]}"
-            raise ValueError(
-                f"drafter.start is checkpoint, and {kind} has {got}: expected one MTP layer, which drafts all levels: "
-                "take drafter.start=last_block"
-            )
-        layer = found[0]
         prefix = layer.prefix + layer.block
         settings = settings.model_copy(update={"hidden_first": layer.hidden_first})
         head = cls(settings, head_shape(config, **block_kind(weights, prefix)))
@@ -173,3 +171,15 @@ class Mtp(UnrolledDrafter):
         teacher, teacher_head, objective = choose_teacher(settings.loss, batch, unrolled.places, frozen)
         total, each = distillation_loss(student, teacher, weights, (frozen, teacher_head), objective, dtype)
         return {"total": total, **{f"laws/{step}": value for step, value in enumerate(each)}}
+
+
+def _find_own_layer(weights: Weights, config: Any) -> Layer | None:
+    """The target's MTP layer, None where it has none; refused where it has several."""
+    names = {f"{layer.prefix}{layer.names[2]}.weight": layer for layer in own_layers(config.num_hidden_layers)}
+    found = next((layer for name, layer in names.items() if find_tensor(weights, name) is not None), None)
+    if found is not None and find_tensor(weights, f"{found.second}input_layernorm.weight") is not None:
+        raise ValueError(
+            f"{config.model_type} has several MTP layers, as {found.second}, of which each drafts one level: got "
+            "drafter.start=target, expected one layer for all levels: take drafter.start=last_block"
+        )
+    return found

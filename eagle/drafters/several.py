@@ -31,6 +31,7 @@ class FirstOf(Drafter):
         asked = [drafter.reads for drafter in drafters]
         view, texts = any(reads.view for reads in asked), any(reads.texts for reads in asked)
         self.reads = Reads(max(reads.choices for reads in asked), view, texts)
+        self.rates_nodes = any(drafter.rates_nodes for drafter in drafters)
         self.places = [[self.taps.index(tap) for tap in drafter.taps] for drafter in drafters]
 
     def open(self) -> SeveralState:

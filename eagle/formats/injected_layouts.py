@@ -169,7 +169,7 @@ class InjectedLayout(NetworkLayout):
         tensors = reorder_taps(tensors_of(drafter), order)
         if self.copies:
             tensors |= {EMBEDDING: embedding_of(drafter, engine), OUTPUT: output_of(drafter, engine)}
-        return Layout(style(drafter, target_config), tensors, self.serve, deepest=levels_of(drafter))
+        return Layout(style(drafter, target_config), tensors, self.serve, deepest=levels_of(drafter), at_once=True)
 
     def _choose_style(self, settings: Any, engine: str) -> Style:
         """The config by which it is read; ValueError for what its readers would take for something else."""

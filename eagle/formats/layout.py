@@ -24,6 +24,7 @@ class Layout:
     serve: str  # where HEAD, TARGET and DEPTH stand for themselves
     file: str = "model.safetensors"  # of the weights; one that torch.save writes by any other ending
     deepest: int | None = None  # the longest chain that can be drafted with it
+    at_once: bool = False  # whether one forward drafts all of it
 
 
 def llama_config(drafter: TrainableDrafter, target_config: Any, **more: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from eagle.formats.card import acceptance_of
 from eagle.formats.layout import Layout
 
 USUAL = 3  # tokens of a chain where nothing is known
+UNMEASURED = "the usual length; nothing was measured with this head"
 WORTH = 1 / 8  # of all drafts must be kept whole, lest a level costs more than it saves
 
 
@@ -27,7 +28,7 @@ def write_notes(
     provenance = _read_mapping(head / "provenance.json", json.loads) if head else {}
     shares = chain_rates(provenance.get("validation", {}))
     depth, why = _choose_depth(drafter, shares)
-    if layout.deepest is not None and depth > layout.deepest:
+    if layout.deepest is not None and (depth > layout.deepest or (layout.at_once and why == UNMEASURED)):
         depth, why = layout.deepest, "as many as the head guesses"
     trained_on = _section(recipe, "target").get("path", "unknown")
     trained_on = "" if trained_on == "unknown" else trained_on  # as an import writes
@@ -65,7 +66,7 @@ def _choose_depth(drafter: TrainableDrafter, shares: list[float]) -> tuple[int, 
     if shares:
         depth = max(sum(share >= WORTH for share in shares), 1)
         return depth, f"on held-out texts {shares[depth - 1]:.0%} of such drafts are kept whole; longer ones rarely pay"
-    return USUAL, "the usual length; nothing was measured with this head"
+    return USUAL, UNMEASURED
 
 
 def _describe_template(recipe: dict[str, Any]) -> str:

@@ -26,4 +26,4 @@ class ParallelLayout(FusedLayout):
         config = {**layout.config, "mask_token_id": mask_of(drafter)}
         if getattr(drafter.shape, "qk_norm", False):
             config |= {"model_type": "qwen3", "architectures": ["Eagle3Qwen3ForCausalLM"]}
-        return replace(layout, config=config, tensors=tensors, deepest=drafter.settings.depths)
+        return replace(layout, config=config, tensors=tensors, deepest=drafter.settings.depths, at_once=True)

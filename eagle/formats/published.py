@@ -141,7 +141,7 @@ draft = DFlashDraftModel.from_pretrained("HEAD")
 Its own `dflash_generate` always lets a slot see its whole block: a head that was trained with `drafter.causal=true` is
 read so by engines alone (vLLM, llama.cpp).
 
-Its states are here what they are there; generation by that code was not run by this project.""",
+Its heads say here what they say there; generation by that code was not run by this project.""",
             styles=ZLAB_STYLES,
             causal=True,
         )
@@ -162,7 +162,7 @@ draft = Qwen3DSparkModel.from_pretrained("HEAD", attn_implementation="eager")
 What that project calls DFlash is this network without a Markov head (`markov_rank` 0): its slot k names the token
 behind its place. In z-lab's DFlash it names the one at its place: no reader of one reads the other.
 
-Not run by this project: names, shapes and keys are those of its source.""",
+Its heads say here what they say there; generation by that code was not run by this project.""",
             styles=DEEPSPEC_STYLES,
             copies=True,
         )
@@ -181,7 +181,7 @@ from specforge.modeling.auto import AutoDraftModel  # of sgl-project/SpecForge
 draft = AutoDraftModel.from_pretrained("HEAD")
 ```
 
-Not run by this project: names, shapes and keys are those of its source.""",
+Its heads say here what they say there; generation by that code was not run by this project.""",
             styles=styles,
         )
         for network, styles in ((DFLASH, ZLAB_STYLES), (DSPARK, SPECFORGE_STYLES))

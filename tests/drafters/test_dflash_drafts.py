@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
 from eagle import Budget
 from eagle.core.drafter import Committed, TargetHead
 from eagle.core.tree import chain_paths
 from eagle.data.examples import Batch, collate
+from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts import injected_state
 from eagle.drafters.parts.injected_head import InjectedHead
 from eagle.drafters.parts.injected_state import InjectedState
@@ -158,8 +160,52 @@ def test_trees_are_jetspecs_heap(nodes: int) -> None:
     assert likelihoods == pytest.approx([value for value, _ in expected], abs=1e-5)
 
 
+class Called(TorchDispatchMode):
+    """The names of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Computes, and notes what."""
+        self.names.add(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_no_draft_copies_the_lm_head() -> None:
+    """Products of some slots of a block are of two dimensions: those of three copy the matrix on a CPU."""
+    head, frozen = new_head().bind(frozen_head(FP64)), frozen_head(FP64)
+    states = torch.randn(1, 4, 48, dtype=FP64)[:, 1:]
+    with Called() as called:
+        logits = head.logits(states, frozen)
+    assert "mm" in called.names and "bmm" not in called.names
+    torch.testing.assert_close(logits, states @ frozen.weight.T)
+    with Called() as called:  # planted fault
+        frozen.logits(states)
+    assert "bmm" in called.names
+
+
 def test_a_draft_is_priced_by_its_rows() -> None:
     """One forward, over what was accepted and a block; none for levels."""
     head = new_head(slots=7).bind(frozen_head(FP64))
     assert head.forwards(Budget(10, 8, 3)) == () and head.unread(3, 6) == 11
-    assert head.probe(12, 11, 1)().shape == (1, 6, SHAPE.vocab_size)
+    levels = head.probe(12, 11, 1)()
+    assert levels.logits.shape == (1, 6, SHAPE.vocab_size)
+
+
+@pytest.mark.parametrize("slots", [1 + 6, 2])
+def test_a_level_that_reads_tokens_is_priced_without_blocks(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias for each of its nodes; the first forward has the block."""
+    torch.manual_seed(2)
+    settings: Any = settings_of({"kind": "dspark", "slots": slots, "taps": TAPS[:-1], "blocks": 1}, "test")
+    head: Any = DRAFTERS["dspark"].for_target(settings, SHAPE, frozen_head(torch.float32))  # type: ignore[attr-defined]
+    head.bind(frozen_head(torch.float32))
+    assert head.forwards(Budget.fixed(chain_paths(4))) == (1,) * min(3, slots - 1)
+    blocks: list[int] = []
+    read = InjectedState.read_blocks
+    monkeypatch.setattr(InjectedState, "read_blocks", lambda *given: (blocks.append(1), read(*given))[1])
+    run = head.probe(12, 5, 5)
+    assert [run().shape for _ in range(2)] == [(1, 5, SHAPE.vocab_size)] * 2 and not blocks
+    head.probe(12, slots + 3, 1)()
+    assert blocks

@@ -77,7 +77,7 @@ def target(folder: Path) -> Target:
 
 def own_head(target: Target) -> Any:
     """The target's own MTP layer as a drafter."""
-    head = Mtp.for_target(MtpSettings(start="checkpoint"), target.config, target.head, weights=target.tensor)
+    head = Mtp.for_target(MtpSettings(), target.config, target.head, weights=target.tensor)
     return head.bind(target.head)
 
 
@@ -171,9 +171,9 @@ def with_layer(weights: Weights, layout: str) -> Weights:
     return {**weights, **{prefix + name: part for name, part in layer.items()}}
 
 
-def started(name: str, weights: Weights, start: str) -> Any:
+def started(name: str, weights: Weights, **settings: Any) -> Any:
     """A head for a target with these tensors."""
-    return Mtp.for_target(MtpSettings(start=start), TARGETS[name][1], weights=weights.__getitem__)
+    return Mtp.for_target(MtpSettings(**settings), TARGETS[name][1], weights=weights.__getitem__)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -181,7 +181,7 @@ def started(name: str, weights: Weights, start: str) -> Any:
 def test_every_tensor_of_an_own_layer_is_read(name: str, layout: str) -> None:
     """By its name in each layout; MiMo's state stands before the token."""
     weights = with_layer(weights_of(name), layout)
-    head = started(name, weights, "checkpoint")
+    head = started(name, weights)
     prefix, names, block = LAYOUTS[layout]
     read = {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in zip(OURS, names, strict=True)}
     tensors = head.state_dict()
@@ -196,24 +196,33 @@ def test_every_tensor_of_an_own_layer_is_read(name: str, layout: str) -> None:
 def test_a_head_starts_as_the_last_block(name: str) -> None:
     """Its norms by head and its biases too."""
     weights = weights_of(name)
-    tensors = started(name, weights, "last_block").state_dict()
+    head = started(name, weights)
+    tensors = head.state_dict()
+    assert head.settings.start == "last_block"
     assert tensors["norm.weight"].equal(weights["model.norm.weight"])
+    assert tensors["eh_proj.weight"].equal(torch.cat([torch.eye(32) / 2] * 2, dim=1))
     block = {ours: part for ours, part in tensors.items() if ours.startswith("layers.")}
     assert len(block) == sum(theirs.startswith("model.layers.2.") for theirs in weights)
     assert all(part.equal(weights[f"model.{ours.replace('.0.', '.2.', 1)}"]) for ours, part in block.items())
 
 
-REFUSED: dict[str, tuple[str, str, Weights, str]] = {
-    "no layer": ("llama", "checkpoint", {}, "llama has none of"),
-    "several": ("llama", "deepseek", {"model.layers.4.input_layernorm.weight": torch.ones(32)}, "several of them"),
-    "experts": ("mixtral", "deepseek", {}, r"mixtral has model.layers.3.mlp.gate.weight|has no Llama blocks"),
-    "experts, last block": ("mixtral", "last_block", {}, "has no Llama blocks|which no Llama block has"),
-    "latent attention": ("llama", "deepseek", {"model.layers.3.self_attn.q_proj.weight": torch.ones(8, 32)}, "q_proj"),
+def test_a_head_can_leave_an_own_layer_out() -> None:
+    """And the target's weights altogether."""
+    weights = with_layer(weights_of("llama"), "mimo")
+    key = "layers.0.self_attn.k_proj.weight"
+    last, drawn = (started("llama", weights, start=start).state_dict() for start in ("last_block", "random"))
+    assert last[key].equal(weights["model.layers.2.self_attn.k_proj.weight"])
+    assert not any(drawn[key].equal(part) for part in weights.values())
+
+
+REFUSED: dict[str, tuple[str, Weights, str]] = {
+    "several": ("llama", {"model.layers.4.input_layernorm.weight": torch.ones(32)}, "several MTP layers"),
+    "experts": ("mixtral", {}, "mixtral has no Llama blocks|which no Llama block has"),
+    "latent attention": ("llama", {"model.layers.3.self_attn.q_proj.weight": torch.ones(8, 32)}, "q_proj"),
     "eight bits": (
         "llama",
-        "deepseek",
         {"model.layers.3.eh_proj.weight": torch.ones(32, 64).to(torch.float8_e4m3fn)},
-        "eh_proj.weight is .* in torch.float8_e4m3fn",
+        r"eh_proj.weight is .* in torch.float8_e4m3fn",
     ),
 }
 
@@ -221,11 +230,9 @@ REFUSED: dict[str, tuple[str, str, Weights, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_other_layers_are_refused_in_words(case: str) -> None:
     """What stands in the way, by its name."""
-    name, layout, further, message = REFUSED[case]
-    weights = with_layer(weights_of(name), layout) if layout in LAYOUTS else weights_of(name)
-    start = "last_block" if layout == "last_block" else "checkpoint"
+    name, further, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
-        started(name, {**weights, **further}, start)
+        started(name, {**with_layer(weights_of(name), "deepseek"), **further})
 
 
 def test_a_layer_is_found_in_files_of_several_parts(folder: Path, target: Target, tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle import Target
 from eagle.data.examples import Example, collate
-from eagle.drafters import DRAFTERS, settings_of
+from eagle.formats.export import export
+from eagle.formats.foreign import read_head
 from tests.formats.rivals.random_head import HeadRequest
 
 ROOT = Path(__file__).parents[2]
@@ -37,10 +38,14 @@ SHAPE = LlamaConfig(
     initializer_range=0.1,  # logits that differ by about one
 )
 BLOCK = {"slots": SLOTS, "blocks": BLOCKS}
+DSPARK = {**BLOCK, "sample_from_anchor": True, "markov": "vanilla"}
 MASKS = {"depths": SLOTS, "blocks": BLOCKS}
 HEADS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # method, their switches, our settings
     ("dflash", {"sample_from_anchor": False}, {**BLOCK, "sample_from_anchor": False}),
     ("dflash", {"sample_from_anchor": True}, {**BLOCK, "sample_from_anchor": True}),
+    ("dspark", {}, DSPARK),
+    ("dspark", {"markov_head_type": "gated"}, {**DSPARK, "markov": "gated"}),
+    ("dspark", {"markov_head_type": "rnn"}, {**DSPARK, "markov": "rnn"}),
     ("peagle", {}, MASKS),
     ("peagle", {"norm_before_residual": True}, {**MASKS, "norm_before_residual": True}),
     ("peagle", {"fc_norm": True}, {**MASKS, "fc_norm": True}),
@@ -60,38 +65,42 @@ def write_target_and_inputs(folder: Path) -> None:
     save_file(inputs, folder / "inputs")
 
 
-def run_rival(python: str, kind: str, switches: dict[str, Any], folder: Path) -> dict[str, Tensor]:
-    """Logits [E, V] by slot and level, from a head that `speculators` makes and saves."""
+def run_rival(python: str, kind: str, switches: dict[str, Any], folder: Path, out: str = "head") -> dict[str, Tensor]:
+    """Logits [E, V] by slot and level, from a head that `speculators` makes and saves, or loads."""
     asked = {"kind": kind, "blocks": BLOCKS, **switches}
-    request = HeadRequest(str(folder / "target"), str(folder / "inputs"), str(folder / "head"), SLOTS, asked)
+    request = HeadRequest(str(folder / "target"), str(folder / "inputs"), str(folder / out), SLOTS, asked)
     command = [python, "-m", "tests.formats.rivals.speculators_blocks", json.dumps(asdict(request))]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"speculators made no head:\n{done.stderr[-3000:]}"
-    return load_file(folder / "head.logits")
+    return load_file(folder / f"{out}.logits")
 
 
 @torch.no_grad()
 def our_logits(kind: str, settings: dict[str, Any], folder: Path) -> Tensor:
     """[levels, S, V] at all slots, by the same weights."""
     inputs, target = load_file(folder / "inputs"), Target.load(folder / "target", dtype=torch.float32)
-    section = settings_of({"kind": kind, "taps": TAPS, **settings}, "test")
-    head: Any = DRAFTERS[kind].for_target(section, target.config, target.head)
-    weights = load_file(folder / "head/model.safetensors")
-    head.load_state_dict({name: weights[name] for name in head.state_dict()})  # P-EAGLE's has the target's embedding
+    head: Any = read_head(folder / "head", str(folder / "target"))
+    found = {name: getattr(head.settings, name) for name in ("kind", "taps", *settings)}
+    assert found == {"kind": kind, "taps": TAPS, **settings, **({"depths": 8} if kind == "peagle" else {})}
     text = Example(inputs["tokens"], torch.arange(LENGTH) >= 2, inputs["features"])
     levels = head.eval().draft_levels(collate([text], head.taps), target.head, SLOTS)
     return torch.stack([logits(states) for states, logits in levels])
 
 
 def compare(python: str, kind: str, switches: dict[str, Any], settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The largest difference of any logit in each level, and how far logits spread."""
+    """The largest difference of any logit in each level, and from the head that they load; how far logits spread."""
     write_target_and_inputs(folder)
     theirs, ours = run_rival(python, kind, switches, folder), our_logits(kind, settings, folder)
     named = theirs["slots"] < ours.shape[1]  # the text's last token has none behind it
     levels, slots, logits = (theirs[name][named] for name in ("levels", "slots", "logits"))
     apart = (ours[levels, slots] - logits).abs().amax(1)
     differences = [float(apart[levels == level].max()) for level in range(len(ours))]
+    if not settings.get("fc_norm"):  # which vLLM, that reads such folders, does not know of P-EAGLE's
+        head, target = read_head(folder / "head"), Target.load(folder / "target", dtype=torch.float32)
+        export(head.bind(target.head), target.config, "speculators", folder / "export")
+        again = run_rival(python, kind, {**switches, "load": True}, folder, "export")
+        differences.append(float((again["logits"] - theirs["logits"]).abs().max()))
     return {"guesses": len(apart), "differences": differences, "spread_of_logits": float(logits.std())}
 
 

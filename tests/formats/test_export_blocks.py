@@ -172,7 +172,7 @@ def test_a_layer_for_mimo_is_served_by_vllm() -> None:
     [
         ("vllm", "dflash", ('"method": "dflash"',)),
         ("vllm", "peagle", ('"method": "eagle3", "parallel_drafting": true', "V1 model runner")),
-        ("sglang", "dflash", ("--speculative-algorithm DFLASH",)),
+        ("sglang", "dflash", ("--speculative-algorithm DFLASH", "1 tokens: as many as the head guesses")),
         ("llamacpp", "dflash", ("--spec-type draft-dflash", "--spec-draft-n-max 1")),
         ("speculators", "peagle", ('"parallel_drafting": true',)),
     ],

@@ -15,107 +15,10 @@ from hypothesis import strategies as st
 from eagle.formats.checkpoint import load_head
 from eagle.formats.foreign import import_head, inspect, read_head
 from tests import foreign_heads as made
-from tests.block_layouts import block_shapes, injected_shapes
+from tests.block_heads import LAYOUTS, deepspec, domino, dspark, peagle, speculators, speculators_dspark, zlab
 
 H, V = made.H, made.V
-FUZZ = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-def fill(shapes: dict[str, tuple[int, ...]], prefix: str = "") -> dict[str, torch.Tensor]:
-    """Random tensors of these sizes."""
-    return {prefix + name: made.drawn(*size, seed=len(name)) for name, size in shapes.items()}
-
-
-QWEN3 = {**made.LLAMA, "model_type": "qwen3", "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
-QWEN3 |= {"num_target_layers": made.LAYERS, "block_size": 4, "use_sliding_window": False, "max_window_layers": 2}
-
-
-def zlab(**changed: Any) -> made.Head:
-    """As z-lab publishes it, with the code of its own that it names."""
-    nested = {"mask_token_id": 3, "target_layer_ids": [1, 3, 5], **changed.pop("dflash_config", {})}
-    config = {"architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, **QWEN3}
-    return {**config, "dflash_config": nested, **changed}, fill(injected_shapes())
-
-
-def deepspec(**changed: Any) -> made.Head:
-    """DeepSpec's DFlash: DSpark without a Markov head, with copies of the target's two matrices."""
-    told = {"mask_token_id": 3, "target_layer_ids": [1, 3, 5], "num_anchors": 512, "enable_confidence_head": False}
-    config = {"architectures": ["Qwen3DSparkModel"], **QWEN3, **told, "markov_rank": 0, **changed}
-    return config, {**fill(injected_shapes()), "embed_tokens.weight": made.embedding(), "lm_head.weight": lm_head()}
-
-
-def speculators(kind: str = "dflash", **changed: Any) -> made.Head:
-    """That of speculators, which leaves a switch out where it is the default."""
-    block = {key: value for key, value in QWEN3.items() if key not in ("rope_theta", "rope_scaling", "block_size")}
-    config = {
-        "architectures": ["DFlashSpeculator"],
-        "speculators_model_type": kind,
-        "speculators_version": "0.9.0",
-        "aux_hidden_state_layer_ids": [2, 4, 6],
-        "mask_token_id": 3,
-        "block_size": 4,
-        "draft_vocab_size": V,
-        "sliding_window_non_causal": False,
-        "transformer_layer_config": {**block, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-        "speculators_config": {"algorithm": kind, "verifier": {"name_or_path": "some/target"}},
-    }
-    return {**config, **changed}, fill(injected_shapes())
-
-
-def peagle(**changed: Any) -> made.Head:
-    """P-EAGLE of speculators, with a draft vocabulary and two blocks."""
-    config, held = made.speculators(architecture="PEagleSpeculator", speculators_model_type="peagle", mask_token_id=3)
-    held |= fill({name: size for name, size in block_shapes(2).items() if name.startswith("layers.1.")})
-    config["transformer_layer_config"] = {**config["transformer_layer_config"], "num_hidden_layers": 2}
-    return {**config, **changed}, {**held, "mask_hidden": made.drawn(1, 1, 3 * H)}
-
-
-def mimo(whole: bool = False) -> made.Head:
-    """The layer that MiMo ships with, whose attention has biases; alone, or in the files of the whole model."""
-    held = fill({name.removeprefix("layers.0."): size for name, size in block_shapes(1).items()})
-    held |= fill({f"{name}_layernorm.weight": (H,) for name in ("token", "hidden", "final")})
-    held |= {"input_proj.weight": made.drawn(H, 2 * H)}
-    biases = {"q": made.HEADS * made.WIDE, "k": made.KEYS * made.WIDE, "v": made.KEYS * made.WIDE}
-    held |= {f"self_attn.{name}_proj.bias": made.drawn(size) for name, size in biases.items()}
-    held = {f"model.mtp_layers.0.{name}": tensor for name, tensor in held.items()}
-    if whole:
-        held |= fill(block_shapes(3), "model.") | {"model.norm.weight": made.drawn(H)}
-        held |= {"model.embed_tokens.weight": made.embedding(), "lm_head.weight": lm_head()}
-    told = {"model_type": "mimo", "num_nextn_predict_layers": 1, "num_hidden_layers": 3}
-    return {"architectures": ["MiMoForCausalLM"], **made.LLAMA, **told}, held
-
-
-def deepseek(whole: bool = False) -> made.Head:
-    """A layer by DeepSeek's names with a Llama's block, behind three layers of a model."""
-    own = {name.replace("layers.0.", "layers.3."): size for name, size in block_shapes(1).items()}
-    own |= {f"layers.3.{name}.weight": (H,) for name in ("enorm", "hnorm", "shared_head.norm")}
-    held = fill({**own, "layers.3.eh_proj.weight": (H, 2 * H)}, "model.")
-    held["model.layers.3.embed_tokens.weight"] = made.embedding()
-    held["model.layers.3.shared_head.head.weight"] = lm_head()
-    if whole:
-        held |= fill(block_shapes(3), "model.") | {"model.norm.weight": made.drawn(H)}
-        held |= {"model.embed_tokens.weight": made.embedding(), "lm_head.weight": lm_head()}
-    told = {"num_nextn_predict_layers": 1, "num_hidden_layers": 3}
-    return {"architectures": ["SomeForCausalLM"], **made.LLAMA, **told}, held
-
-
-def lm_head() -> torch.Tensor:
-    """[V, H], the target's."""
-    return made.drawn(V, H, seed=8)
-
-
-LAYOUTS: dict[str, tuple[made.Head, str, dict[str, Any]]] = {  # head, whose it is, settings that it has
-    "z-lab": (zlab(), "z-lab/dflash", {"sample_from_anchor": False, "slots": 4, "taps": (2, 4, 6), "mask_token": 3}),
-    "JetSpec": (zlab(dflash_config={"causal": True}), "z-lab/dflash", {"sample_from_anchor": False, "causal": True}),
-    "DeepSpec": (deepspec(), "deepseek-ai/DeepSpec", {"sample_from_anchor": True, "taps": (2, 4, 6), "mask_token": 3}),
-    "speculators": (speculators(), "speculators", {"sample_from_anchor": False, "taps": (2, 4, 6), "slots": 4}),
-    "speculators, from the anchor": (speculators(sample_from_anchor=True), "speculators", {"sample_from_anchor": True}),
-    "P-EAGLE": (peagle(), "P-EAGLE", {"blocks": 2, "mask_token": 3, "draft_vocab": made.D, "fc_norm": False}),
-    "MiMo": (mimo(), "MiMo", {"hidden_first": True}),
-    "MiMo, whole": (mimo(whole=True), "MiMo", {"hidden_first": True}),
-    "DeepSeek": (deepseek(), "DeepSeek", {"hidden_first": False}),
-    "DeepSeek, whole": (deepseek(whole=True), "DeepSeek", {"hidden_first": False}),
-}
+FUZZ = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -144,6 +47,9 @@ def test_every_tensor_is_read(name: str, tmp_path: Path) -> None:
         (zlab(), "no sample_from_anchor: false, as z-lab/dflash takes it"),
         (deepspec(), "no sample_from_anchor: true, as deepseek-ai/DeepSpec takes it"),
         (speculators(), "no sample_from_anchor: false, as speculators takes it"),
+        (speculators_dspark(), "no sample_from_anchor: true, as speculators takes it"),
+        (dspark(), "no sample_from_anchor: true, as sgl-project/SpecForge takes it"),
+        (domino(), "no shift_label: false, as sgl-project/SpecForge takes it"),
         (peagle(norm_before_residual=None), "no norm_before_residual: false, as P-EAGLE's readers take it"),
         (
             zlab(dflash_config={"target_layer_ids": None}),
@@ -157,6 +63,16 @@ def test_what_is_taken_by_default_is_told(head: made.Head, words: str, tmp_path:
     if "(2, 7)" in words:
         held = {**held, "fc.weight": made.drawn(H, 2 * H)}
     assert f"by default: {words}" in str(inspect(made.write(tmp_path / "head", (config, held))))
+
+
+def test_what_slots_name_must_be_said_to_engines(tmp_path: Path) -> None:
+    """speculators takes DSpark to name what comes behind each slot, vLLM and llama.cpp take its folders otherwise."""
+    trap = "sample_from_anchor is not written: some readers take true and others false"
+    assert f"{trap}, and every token stands one place off [vLLM, llama.cpp]" in str(
+        inspect(made.write(tmp_path / "unsaid", speculators_dspark()))
+    )
+    for head in (speculators_dspark(sample_from_anchor=True), speculators(), dspark(), zlab()):
+        assert trap not in str(inspect(made.write(tmp_path / "said", head)))
 
 
 def test_the_mask_of_the_drafts_tokens_follows_from_them(tmp_path: Path) -> None:
@@ -194,6 +110,12 @@ def test_the_mask_of_the_drafts_tokens_follows_from_them(tmp_path: Path) -> None
             lambda config, held: config.update(sample_from_anchor=True, dspark_bonus_anchor=True),
             "sample_from_anchor and dspark_bonus_anchor are both True",
         ),
+        ("DSpark", lambda config, held: held.pop("markov_head.markov_w2.weight"), "markov_w2.weight is missing"),
+        ("DSpark", lambda config, held: config["dflash_config"].update(markov_rank=5), "is 5, the tensors have 4"),
+        ("DSpark", lambda config, held: config["dflash_config"].update(markov_head_type="rnn"), "are vanilla"),
+        ("Domino", lambda config, held: held.pop("logit_head.embed_proj.2.weight"), "embed_proj.2.weight is missing"),
+        ("Domino", lambda config, held: held.pop("logit_head.prefix_gru.weight_ih_l0"), "weight_ih_l0 is missing"),
+        ("Domino, shifted", lambda config, held: config.update(sample_from_anchor=False), "and shift_label True"),
         ("speculators", lambda config, held: config.pop("aux_hidden_state_layer_ids"), "no ids of the layers"),
         ("P-EAGLE", lambda config, held: config.pop("mask_token_id"), "no mask_token_id"),
         ("P-EAGLE", lambda config, held: config.update(pard_token=4), "the mask tokens disagree"),

@@ -11,7 +11,7 @@ import torch
 
 from bench.memory import HEADS, LENGTHS, SMALL, TARGETS, allocated_bytes, live_bytes, run_loop
 from eagle.drafters import settings_of
-from eagle.drafters.parts import objectives, spans
+from eagle.drafters.parts import block_spans, objectives, spans
 from recipes.footprint import EmptyRun, Footprint
 from recipes.forecast import PRECISION, empty_head, learned, sizes_of, training_bytes
 from tests.registry import BY_DEFAULT
@@ -107,7 +107,7 @@ def test_every_committed_row_is_near() -> None:
 
 def test_tables_of_chunks_are_put_back() -> None:
     """After an error too."""
-    tables = (objectives.LOGITS, objectives.AT_ONCE, spans.ATTEND)
+    tables = (objectives.LOGITS, objectives.AT_ONCE, spans.ATTEND, block_spans.ATTEND)
     before = [dict(table) for table in tables]
     with pytest.raises(RuntimeError, match="broken"), Footprint().on_accelerator():
         raise RuntimeError("broken")

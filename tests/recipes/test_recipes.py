@@ -119,7 +119,7 @@ def test_every_method_has_a_row_among_the_papers_and_a_recipe(kind: str) -> None
 
 SIZES = json.loads((ROOT / "docs/results/sizes.json").read_text())
 LARGE = [path for path in RECIPES if path.parent.name != "tiny"]
-FAMILY = {"qwen3-8b": "qwen3", "qwen3-30b-a3b": "qwen3_moe", "gpt-oss-20b": "gpt_oss"}
+FAMILY = {"qwen3-8b": "qwen3", "qwen3-30b-a3b": "qwen3_moe", "gpt-oss-20b": "gpt_oss", "mimo-7b": "qwen2"}
 
 
 def settings_in(path: Path, *overrides: str) -> Any:
@@ -146,7 +146,13 @@ def by_hand(settings: Any, sizes: dict[str, Any]) -> int:
         first = sum(2 * width * (level + 2) * width + 2 * width for level in range(levels))
         gates = first + levels * (further * (width + 1) * width + sizes["vocab_size"] * (width + 1))
         return gates + settings.prefix * (2 * width * (queries + keys) + mlp + 3 * width)
+    if settings.kind == "mtp":  # a projection, a Llama layer, and norms of token, state and output
+        mlp = 3 * width * sizes["intermediate_size"]
+        return 2 * width * width + 2 * width * (queries + keys) + mlp + 5 * width
     block = queries * width + 3 * width * (settings.intermediate_size or sizes["intermediate_size"])
+    if settings.kind == "dflash":  # five states; norms of blocks, of their heads, of what is fused, and a last one
+        attention, norms = (queries + 2 * keys) * width, 2 * width + 2 * head
+        return 5 * width * width + settings.blocks * (attention + block + norms) + 2 * width
     if settings.kind not in ("eagle3", "peagle"):
         return 2 * width * width + settings.fc_bias * width + width * (queries + 2 * keys) + block + width
     norms = 4 + 3 * settings.fc_norm
@@ -266,7 +272,9 @@ def test_a_recipe_takes_a_step_at_a_sixteenth_of_its_size(path: Path) -> None:
     """Features of a real forward, the recipe's loss and optimizer: every weight moves, and the loss falls."""
     recipe, settings = Recipe.load(path), settings_in(path)
     target = sixteenth(SIZES[recipe.target.path], FAMILY.get(path.parent.name, "llama"))
-    small = {name: getattr(settings, name, None) for name in ("intermediate_size", "draft_vocab", "inner_dim")}
+    small = {
+        name: getattr(settings, name, None) for name in ("intermediate_size", "draft_vocab", "inner_dim", "mask_token")
+    }
     settings = settings.model_copy(update={name: size // 16 for name, size in small.items() if size})
     texts = [torch.randint(target.config.vocab_size, (length,)) for length in (40, 24)]
     head = DRAFTERS[settings.kind].for_target(settings, target.config, target.head, supervised=texts).train()

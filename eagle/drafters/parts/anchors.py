@@ -36,7 +36,8 @@ class Anchors:
         for mask, seed, length in zip(masks, batch.seeds, batch.lengths, strict=True):
             marked = mask.nonzero()[:, 0]
             if len(marked) > most:
-                order = torch.randperm(len(marked), generator=torch.Generator().manual_seed(seed))
+                drawn = torch.empty_like(marked, dtype=torch.float64)
+                order = drawn.uniform_(generator=torch.Generator().manual_seed(seed)).argsort()
                 marked = marked[order[:most].sort().values]
             slots.append(marked)
             places.append(begin + marked)

@@ -51,11 +51,17 @@ def attend_block_flex(
     kernel: Any = None,
 ) -> Tensor:
     """What `attend_block` computes, by one fused kernel over all texts, for accelerators."""
-    heads, count, size, width = query.shape
-    wide = query.transpose(1, 2).reshape(heads * size, count, width)
-    output, context = read_texts(wide, key, value, spans, kernel)
-    output, context = (part.view(heads, size, count, -1).transpose(1, 2) for part in (output, context))
-    return add_blocks(output, context, query, own, causal)
+    size, keys = query.shape[2], len(key)
+    by_row = query.unflatten(0, (keys, -1)).permute(2, 0, 1, 3, 4).contiguous()  # one copy, which both products read
+    output, context = read_texts(by_row.flatten(1, 3).transpose(0, 1), key, value, spans, kernel)
+    output, context = (part.transpose(0, 1).unflatten(1, (keys, -1)) for part in (output, context[..., None]))
+    own_key, own_value = (part.transpose(0, 1) for part in own)
+    scores = (by_row.flatten(2, 3) @ own_key.mT).to(context.dtype) * query.shape[-1] ** -0.5
+    if causal:
+        scores = hide_later(scores.unflatten(2, (-1, size))).flatten(2, 3)
+    shares = torch.cat([context, scores], dim=-1).softmax(-1).to(output.dtype)
+    output = output * shares[..., :1] + shares[..., 1:] @ own_value
+    return output.unflatten(2, (-1, size)).permute(1, 2, 0, 3, 4).flatten(0, 1)
 
 
 def read_texts(query: Tensor, key: Tensor, value: Tensor, spans: Spans, kernel: Any = None) -> Pair:
@@ -78,12 +84,14 @@ ATTEND = {"cpu": attend_block_plain, "meta": attend_block_plain}
 
 def own_scores(query: Tensor, key: Tensor, causal: bool) -> Tensor:
     """[h, S, B, B], how much each token of a block has in common with each other, those hidden at minus infinity."""
-    scores = own_product(query, key.transpose(2, 3))
-    if causal:
-        size = scores.shape[-1]
-        later = torch.ones(size, size, dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(later, -math.inf)
-    return scores
+    scores = own_product(query, key.mT)
+    return hide_later(scores) if causal else scores
+
+
+def hide_later(scores: Tensor) -> Tensor:
+    """Scores [.., B, B] of the tokens of a block, each of which sees those up to itself alone."""
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    return scores.masked_fill(later, -math.inf)
 
 
 def own_product(rows: Tensor, own: Tensor) -> Tensor:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -13,9 +14,12 @@ from torch import Tensor
 
 from eagle.core.budget import Budget
 from eagle.core.drafter import Noise
-from eagle.core.tree import DraftTree, Paths
-from eagle.device import pick_rows, to_host, upload
+from eagle.core.tree import DraftTree
+from eagle.device import pick_rows, to_host
 from eagle.drafters.parts.scoring import SHARPNESS, ChildScorer, Seed
+from eagle.drafters.parts.shapes import level_rows as level_rows
+from eagle.drafters.parts.shapes import plan_parents as plan_parents
+from eagle.drafters.parts.shapes import plan_rungs
 
 
 def level_mask(committed: Tensor, seen: Tensor, groups: int = 1) -> Tensor:
@@ -27,6 +31,10 @@ def level_mask(committed: Tensor, seen: Tensor, groups: int = 1) -> Tensor:
     draft = torch.where(seen, *_seen_and_hidden(committed.dtype, committed.device))
     parts = committed[:, None, None].expand(rows, groups, count, -1), draft[:, None].expand(-1, groups, -1, -1)
     return torch.cat(parts, dim=-1).flatten(1, 2)[:, None]
+
+
+LEFT_OUT = -1  # a token in the place of nodes that no tree gets
+NOTHING = int(torch.tensor(-math.inf).view(torch.int32))  # the bits of a likelihood of minus infinity
 
 
 @cache
@@ -42,16 +50,6 @@ def _see_itself(count: int, device: torch.device) -> Tensor:
     return torch.eye(count, dtype=torch.bool, device=device)[None]
 
 
-def level_rows(budget: Budget) -> tuple[int, ...]:
-    """How many rows `grow` asks for in each level of a tree after the first."""
-    if budget.paths is not None:
-        inner = {path[:-1] for path in budget.paths if 1 < len(path) <= budget.depth}
-        depths = range(1, max(map(len, inner), default=0) + 1)
-        return tuple(sum(len(path) == depth for path in inner) for depth in depths)
-    width = min(budget.top_k, budget.nodes)
-    return (width,) * (budget.depth - 1) if width else ()
-
-
 Level = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Depth, tokens [K], nodes of the level before that they follow [K], whom they see [K, R] -> logits [K, D].
 
@@ -60,6 +58,9 @@ One row of logits stands for all nodes, where the children of all are guessed al
 
 RowsLevel = Callable[[int, list[int], Tensor, Tensor, Tensor], Tensor]
 """Depth, the rows that grow on, and what a `Level` gets for each of them [B, ..] -> logits [B, K, D] or [B, 1, D]."""
+
+Confidence = Callable[[int, list[int]], Tensor]
+"""Depth and these rows -> how likely a child of each node is kept whose logits were given last, [B, K] or [B, 1]."""
 
 
 def grow(
@@ -90,9 +91,13 @@ def grow_rows(
     level: RowsLevel,
     drafts: Tensor | None = None,
     sharpness: float = SHARPNESS,
+    confidence: Confidence | None = None,
 ) -> list[DraftTree]:
-    """The tree under each root, as `grow` describes; logits [B, D], and one transfer from the device for all trees."""
-    return read_trees(seeds, grow_columns(seeds, logits, level, drafts, sharpness))
+    """The tree under each root, as `grow` describes; logits [B, D], and one transfer from the device for all trees.
+
+    Where a budget has a least confidence, nodes have no children that the drafter is less sure of.
+    """
+    return read_trees(seeds, grow_columns(seeds, logits, level, drafts, sharpness, confidence))
 
 
 def grow_columns(
@@ -101,6 +106,7 @@ def grow_columns(
     level: RowsLevel,
     drafts: Tensor | None = None,
     sharpness: float = SHARPNESS,
+    confidence: Confidence | None = None,
 ) -> list[Grown]:
     """What `grow_rows` grows, on the device; nothing is read from there.
 
@@ -116,7 +122,7 @@ def grow_columns(
         scorer = ChildScorer(budget.draw, drafts, sharpness if budget.sharpness is None else budget.sharpness)
         first = pick_rows(logits, rows)[:, None]
         grow_group = _likeliest if budget.paths is None else _fill_plan
-        grown += grow_group(_Rows(seeds, rows), first, level, scorer)
+        grown += grow_group(_Rows(seeds, rows, confidence), first, level, scorer)
     return grown
 
 
@@ -132,14 +138,15 @@ def read_trees(seeds: Sequence[Seed], grown: Sequence[Grown]) -> list[DraftTree]
 def _kind(seed: Seed) -> object:
     """What rows that grow together have in common: all of a budget but its depth, and whether noise is known."""
     budget = seed.budget
-    return budget.nodes, budget.top_k, budget.paths, budget.draw, budget.sharpness, seed.noise is None
+    shape = budget.nodes, budget.top_k, budget.paths
+    return *shape, budget.draw, budget.sharpness, budget.confidence, seed.noise is None
 
 
 class _Rows:
     """The rows of one group that still grow."""
 
-    def __init__(self, seeds: Sequence[Seed], rows: list[int]) -> None:
-        self.rows, self.seeds = rows, [seeds[row] for row in rows]
+    def __init__(self, seeds: Sequence[Seed], rows: list[int], confidence: Confidence | None) -> None:
+        self.rows, self.seeds, self.confidence = rows, [seeds[row] for row in rows], confidence
 
     @property
     def depth(self) -> int:
@@ -150,6 +157,11 @@ class _Rows:
         """The numbers of those whose trees end at this depth, and of those that grow on."""
         ended = [number for number, seed in enumerate(self.seeds) if seed.budget.depth <= depth]
         return ended, [number for number in range(len(self.rows)) if number not in ended] if ended else []
+
+    def is_sure(self, depth: int) -> Tensor | None:
+        """[B, K] or [B, 1], which nodes may have children; None where all may."""
+        least = self.seeds[0].budget.confidence
+        return None if least is None or self.confidence is None else self.confidence(depth, self.rows) >= least
 
     def keep(self, numbers: list[int]) -> None:
         """Go on with these alone."""
@@ -169,9 +181,19 @@ class Grown:
         """The tree of the row with this number, from its columns on the host."""
         if self.parents is not None:
             tokens = torch.cat([torch.tensor([root]), columns[0]])
-            return DraftTree(tokens, self.parents, None if self.probs is None else self.probs[number])
+            return _leave_out(tokens, self.parents, laws=None if self.probs is None else self.probs[number])
         tokens, parents, bits = torch.cat([torch.tensor([[root], [-1], [0]]), columns], dim=1)
-        return DraftTree(tokens, parents, likelihoods=bits.int().view(torch.float32))
+        return _leave_out(tokens, parents, likelihoods=bits.int().view(torch.float32))
+
+
+def _leave_out(tokens: Tensor, parents: Tensor, **rest: Tensor | None) -> DraftTree:
+    """The tree without the nodes that were left out, whose descendants were too."""
+    kept = tokens != LEFT_OUT
+    if not kept.all():
+        nodes, numbers = kept.nonzero()[:, 0], torch.cat([kept.cumsum(0) - 1, torch.tensor([-1])])
+        tokens, parents = tokens[nodes], numbers[parents[nodes]]  # the root's parent stays -1
+        rest = {name: None if part is None else pick_rows(part, nodes.tolist()) for name, part in rest.items()}
+    return DraftTree(tokens, parents, **rest)
 
 
 def _likeliest(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScorer) -> list[Grown]:
@@ -187,6 +209,8 @@ def _likeliest(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScore
     for depth in range(rows.depth):
         scores, _ = scorer.score(rows.seeds, depth, logits)
         values, best = scorer.best(scores.log_softmax(-1), width)  # never above 0: no child beats its parent
+        if (sure := rows.is_sure(depth)) is not None:
+            values = values.masked_fill(~sure[..., None], -math.inf)
         best = best.expand(-1, totals.shape[1], -1)
         likelihoods = (totals[..., None] + values).flatten(1)
         tokens = best.flatten(1)
@@ -195,6 +219,8 @@ def _likeliest(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScore
         if ended:
             whole = [torch.cat([pick_rows(part, ended) for part in parts], 1) for parts in zip(*found, strict=True)]
             columns = _keep_likeliest(*whole, nodes=budget.nodes)
+            if budget.confidence is not None:
+                columns[:, 0].masked_fill_(columns[:, 2] == NOTHING, LEFT_OUT)
             grown.append(Grown([rows.rows[number] for number in ended], columns))
             if not growing:
                 break
@@ -229,62 +255,23 @@ def _keep_likeliest(tokens: Tensor, parents: Tensor, likelihoods: Tensor, *, nod
     return torch.stack([tokens.gather(1, kept), place.gather(1, parents.gather(1, kept)), bits], dim=1)
 
 
-@dataclass(frozen=True, slots=True)
-class Rung:
-    """One level of a fixed shape: its nodes, and those of them that are read because they have children."""
-
-    best: int  # how many children of a row are ranked
-    rows: Tensor  # [nodes], the row of the level before, of those read, that each node follows
-    children: Tensor  # [nodes], which each node is of all ranked children of these rows
-    read: Tensor  # [K]
-    before: Tensor  # [K], the rows that those follow
-    seen: Tensor  # [K, rows read so far]
-
-
-@cache  # never dropped: captured drafts read these tensors
-def _plan(paths: Paths, depth: int, device: torch.device) -> tuple[list[Rung], Tensor]:
-    """A fixed shape level by level down to `depth`, and the parents [N] of its nodes."""
-    rungs, parents, seen = [], [-1], torch.zeros(1, 0, dtype=torch.bool)
-    above: list[tuple[int, ...]] = [()]
-    place = {path: 0 for path in above}
-    for length in range(1, depth + 1):
-        nodes = sorted(path for path in set(paths) if len(path) == length)  # siblings in the order of their ranks
-        followed = {path[:-1] for path in paths} if length < depth else set()
-        read = [path for path in nodes if path in followed]
-        rows = torch.tensor([above.index(path[:-1]) for path in nodes])
-        ranks = torch.tensor([path[-1] for path in nodes])
-        chosen = torch.tensor([nodes.index(path) for path in read], dtype=torch.long)
-        seen = torch.cat([seen[rows[chosen]], torch.eye(len(read), dtype=torch.bool)], dim=1)
-        best = int(ranks.max()) + 1
-        parts = rows, rows * best + ranks, chosen, rows[chosen], seen
-        rungs.append(Rung(best, *(upload(part, device) for part in parts)))
-        parents += [place[path[:-1]] for path in nodes]
-        place |= {path: len(place) + index for index, path in enumerate(nodes)}
-        if not read:
-            break
-        above = read
-    return rungs, torch.tensor(parents)
-
-
-def plan_parents(budget: Budget, nodes: int, device: torch.device) -> Tensor | None:
-    """[1 + N], the parents in a fixed shape of so many nodes; None where the budget fixes none."""
-    return None if budget.paths is None else _plan(budget.paths, budget.depth, device)[1][: 1 + nodes]
-
-
 def _fill_plan(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScorer) -> list[Grown]:
     """Trees of a fixed shape: one reading per level, of the nodes that have children."""
     paths = rows.seeds[0].budget.paths
     assert paths is not None
-    rungs, parents = _plan(paths, rows.depth, logits.device)
+    rungs, parents = plan_rungs(paths, rows.depth, logits.device)
     tokens: list[Tensor] = []  # per level [B, nodes]
     drawn_from: list[Tensor] = []
     grown: list[Grown] = []
-    asked = 1  # nodes of the level above that have children
+    asked, goes_on = 1, None  # nodes of the level above that have children, and which of them may
     for depth, rung in enumerate(rungs):
         scores, probs = scorer.score(rows.seeds, depth, logits)
         best = scorer.best(scores, rung.best)[1].expand(-1, asked, -1)
         assert best.shape[2] == rung.best, f"{best.shape[2]} tokens cannot fill a shape of rank {rung.best - 1}"
-        tokens.append(best.flatten(1).index_select(1, rung.children))
+        chosen = best.flatten(1).index_select(1, rung.children)
+        if (sure := rows.is_sure(depth)) is not None:
+            goes_on = (sure.expand(-1, asked) if goes_on is None else sure & goes_on).index_select(1, rung.rows)
+        tokens.append(chosen if goes_on is None else chosen.masked_fill(~goes_on, LEFT_OUT))
         if probs is not None:
             probs = probs.expand(-1, asked, -1)
             drawn_from += [probs] * (not drawn_from) + [probs.index_select(1, rung.rows)]  # a row for the root, unused
@@ -297,6 +284,9 @@ def _fill_plan(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScore
                 break
             rows.keep(growing)
             tokens, drawn_from = ([pick_rows(part, growing) for part in parts] for parts in (tokens, drawn_from))
+            chosen = pick_rows(chosen, growing)
+            goes_on = None if goes_on is None else pick_rows(goes_on, growing)
         before, seen = rung.before.expand(len(rows.rows), -1), rung.seen.expand(len(rows.rows), -1, -1)
-        logits, asked = level(depth + 1, rows.rows, tokens[-1].index_select(1, rung.read), before, seen), len(rung.read)
+        logits, asked = level(depth + 1, rows.rows, chosen.index_select(1, rung.read), before, seen), len(rung.read)
+        goes_on = None if goes_on is None else goes_on.index_select(1, rung.read)
     return grown

@@ -142,8 +142,8 @@ class InjectedHead(TrainableDrafter):
         return frozen.embed(tokens).to(self.dtype)
 
     def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
-        """The target's own logits of a state."""
-        return frozen.logits(state)
+        """[.., V], the target's own logits of states [.., H], whose flat product copies no matrix."""
+        return frozen.logits(state.flatten(0, -2)).unflatten(0, state.shape[:-1])
 
     def lm_head(self, frozen: TargetHead) -> LanguageHead:
         """What makes logits of what `read_levels` gives."""
@@ -233,7 +233,12 @@ class InjectedHead(TrainableDrafter):
         return accepted + 1 + int(self.settings.slots)
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Any]:
-        """Keys and values of what is more than a block, and a block behind so much text, with its logits."""
+        """Keys and values of what is more than a block, and a block behind so much text, with its logits.
+
+        All rows are scored of a level that reads tokens, which has no forward of blocks.
+        """
+        if self.reads_tokens and scored == rows:
+            return self.probe_level(rows)
         weight = self.fc.weight
         state, new = InjectedState(self), max(rows - self.settings.slots, 1)
         features = weight.new_zeros(context + new, len(self.taps), self.shape.hidden_size)
@@ -248,5 +253,19 @@ class InjectedHead(TrainableDrafter):
             state.cache.lengths[0] = context
             state.inject(slots, [features[context:]])
             return self.open_levels(self, [Seed(0, 0, Budget())], state.read_blocks(slots, root))
+
+        return run
+
+    def probe_level(self, rows: int) -> Callable[[], Any]:
+        """What so many nodes of a level read of their tokens, with their logits."""
+        states = self.fc.weight.new_zeros(1, self.levels, self.shape.hidden_size)
+        before = torch.zeros(1, rows, dtype=torch.long, device=states.device)
+        depth, seen = min(1, self.levels - 1), torch.ones_like(before, dtype=torch.bool)
+        with torch.inference_mode():
+            levels = self.open_levels(self, [Seed(0, 0, Budget())], states)
+
+        @torch.inference_mode()
+        def run() -> Any:
+            return levels(depth, [0], before, before, seen)
 
         return run

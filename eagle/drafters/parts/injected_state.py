@@ -89,7 +89,7 @@ class InjectedState(TextState):
         cache.aim(slots, [start] * len(slots))
         for block, held in zip(head.layers, self.blocks, strict=True):
             state = block(state, tables, mask, held)
-        states: Tensor = head.norm(state)[:, head.first_slot :]
+        states: Tensor = head.norm(state[:, head.first_slot :])
         return states
 
 
@@ -111,4 +111,5 @@ def grow_slots(
     """The tree of each seed from the states [B, K, H] of its levels."""
     seeds = [replace(seed, budget=seed.budget.within(head.levels)) for seed in seeds]
     levels = open_levels(head, seeds, states[:, : max(1, *(seed.budget.depth for seed in seeds))])
-    return grow_rows(seeds, levels.first, levels, head.drafts, head.sharpness)
+    confidence = levels.confidence if head.rates_nodes else None
+    return grow_rows(seeds, levels.first, levels, head.drafts, head.sharpness, confidence)

@@ -25,7 +25,8 @@ def main() -> None:
     request = HeadRequest.from_command_line()
     inputs, options = load_file(request.inputs), dict(request.switches)
     kind = options.pop("kind")
-    model = make_model(kind, request, options, inputs)
+    load = options.pop("load", False)
+    model = MODELS[kind].from_pretrained(request.out) if load else make_model(kind, request, options, inputs)
     read: list[Tensor] = []
     trusted: list[Tensor] = []
     if getattr(model, "confidence_head", None) is not None:
@@ -36,7 +37,8 @@ def main() -> None:
     with torch.no_grad():
         record = {"loss_config": {"read": (lambda logits, _: keep(read, logits), 1.0)}}
         model.eval()(**batch, **{**theirs, **calls, **record})
-    model.save_pretrained(request.out)
+    if not load:
+        model.save_pretrained(request.out)
     named = levels >= 0  # the first of a block may name nothing
     results = {"slots": slots[named], "levels": levels[named], "logits": read[0][named]}
     results |= {"confidence": trusted[0][named]} if trusted else {}
