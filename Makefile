@@ -30,7 +30,7 @@ test-long: $(READY)  ## what takes minutes: the full target, the rehearsal, ever
 
 # each in an environment of its own, of the versions that docs/results/engines.json belongs to
 ENGINES ?= build/engines
-HEADS := $(patsubst %,runs/tiny/%/head,eagle1 hass eagle3 eagle3-full eagle3.1 eagle3-normed medusa)
+HEADS := $(patsubst %,runs/tiny/%/head,eagle1 hass eagle3 eagle3-full eagle3.1 eagle3-normed medusa dflash dspark peagle)
 
 test-engines: $(READY) $(HEADS)  ## exported heads in real engines, which are made first: 10 GB, most of an hour
 	$(BIN)/python -m eval.engine_builds $(ENGINES)
@@ -60,6 +60,15 @@ runs/tiny/eagle3-full/head: | runs/tiny/features3
 
 runs/tiny/eagle3.1/head: | runs/tiny/features3
 	$(TRAIN) $(EAGLE3) drafter.fc_norm=true drafter.norm_output=true train.out=runs/tiny/eagle3.1
+
+runs/tiny/features_dflash: | runs/tiny/eagle1/head
+	$(BIN)/python -m data_prep.extract recipes/tiny/dflash.yaml
+
+runs/tiny/dflash/head runs/tiny/dspark/head: runs/tiny/%/head: | runs/tiny/features_dflash
+	$(TRAIN) recipes/tiny/$*.yaml train.lr=3e-3
+
+runs/tiny/peagle/head: | runs/tiny/features3
+	$(TRAIN) recipes/tiny/peagle.yaml train.lr=3e-3
 
 runs/tiny/eagle3-normed/head: | runs/tiny/features3
 	$(TRAIN) $(EAGLE3) drafter.draft_vocab=null drafter.norm_before_residual=true train.out=runs/tiny/eagle3-normed

@@ -17,7 +17,7 @@ SOURCE, PROGRAMS = HOME / "llama.cpp", HOME / "build/bin"
 KINDS = {"DFlashDraftModel": "draft-dflash", "Qwen3DSparkModel": "draft-dspark"}  # by a head's architecture
 STEP = re.compile(r"accepted (\d+)/(\d+) draft tokens, the last target token is: \((-?\d+)\)")
 ENDS = re.compile(r"EOG token\s+= (\d+) ")
-TRIES = 5
+TRIES = 20
 TOTALS = re.compile(r"n_drafted = (\d+)\s.*?n_accept\s+= (\d+)\s", re.DOTALL)
 
 

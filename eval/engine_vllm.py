@@ -14,13 +14,14 @@ from typing import Any
 
 METHODS = {  # by the architecture that a head's config names; EAGLE-1's is the target's own
     "LlamaForCausalLMEagle3": "eagle3",
+    "Eagle3Qwen3ForCausalLM": "eagle3",
     "MedusaModel": "medusa",
     "DFlashDraftModel": "dflash",
     "Qwen3DSparkModel": "dspark",
     "MiMoForCausalLM": "mtp",
     "Glm4MoeForCausalLM": "mtp",
 }
-MASKS = ("pard_token", "ptd_token_id")  # tokens that stand where none is known: all places are drafted by one forward
+MASKS = ("mask_token_id", "pard_token", "ptd_token_id")  # of heads that draft all places by one forward
 
 
 def read_counts(llm: Any) -> tuple[int, list[int]]:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +25,9 @@ MATRIX = [
     *(("vllm", head) for head in ("eagle1", "hass", "eagle3-full", "eagle3", "eagle3.1", "eagle3-normed", "medusa")),
     *((engine, head) for engine in ("openvino", "llamacpp") for head in ("eagle3-full", "eagle3")),
 ]
+BLOCKS = [("vllm", "peagle"), *((engine, head) for engine in ("vllm", "llamacpp") for head in ("dflash", "dspark"))]
 CHAIN, TREE = Budget(3, 3, 1), Budget(10, 4, 4)
-LEAST = {"medusa": 1.4}  # acceptance length of a head that is no idle one; of others 2
+LEAST = {"medusa": 1.4, "peagle": 1.4, "dflash": 1.4, "dspark": 1.4}  # acceptance length of no idle head; of others 2
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +77,18 @@ def test_an_engine_accepts_what_this_decoder_accepts(engine: str, head: str, pro
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("depth", [3, 7])
+@pytest.mark.parametrize(("engine", "head"), BLOCKS)
+def test_an_engine_guesses_the_blocks_that_this_decoder_guesses(
+    engine: str, head: str, depth: int, prove: Prove
+) -> None:
+    """Heads that guess a draft by one forward, whose guesses may hang on how long it is."""
+    comparison = prove(engine, head, Budget(depth, depth, 1))
+    assert comparison.theirs and comparison.same == (48, 48)
+    assert sum_rows(comparison.theirs)["tau"] > LEAST[head]
+
+
+@pytest.mark.engine
 @pytest.mark.parametrize("head", ["eagle3-full", "eagle3"])
 def test_openvino_grows_the_trees_that_this_decoder_grows(head: str, prove: Prove) -> None:
     """Ten nodes, four levels, four children: equal in every answer, and more is accepted than of a chain."""
@@ -108,6 +122,42 @@ def shifted_layers(head: Path) -> None:
     (head / "config.json").write_text(json.dumps(config))
 
 
+def rewrite_config(head: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change an exported head's config."""
+    config = json.loads((head / "config.json").read_text())
+    change(config)
+    (head / "config.json").write_text(json.dumps(config))
+
+
+def shifted_outputs(head: Path) -> None:
+    """Name every layer that a block's features come from one too high."""
+
+    def shift(config: dict[str, Any]) -> None:
+        for place in (config, config.get("dflash_config", {})):
+            if "target_layer_ids" in place:
+                place["target_layer_ids"] = [layer + 1 for layer in place["target_layer_ids"]]
+
+    rewrite_config(head, shift)
+
+
+def other_mask(head: Path) -> None:
+    """Let slots without a token read another one."""
+    rewrite_config(head, lambda config: config["dflash_config"].update(mask_token_id=5))
+
+
+def swapped_biases(head: Path) -> None:
+    """Let a Markov head's two tables change places."""
+    tensors = load_file(head / "model.safetensors")
+    first, second = (f"markov_head.markov_w{number}.weight" for number in (1, 2))
+    save_file({**tensors, first: tensors[second], second: tensors[first]}, head / "model.safetensors")
+
+
+def no_mask_state(head: Path) -> None:
+    """Leave zeros where states are not known yet."""
+    tensors = load_file(head / "model.safetensors")
+    save_file({**tensors, "mask_hidden": torch.zeros_like(tensors["mask_hidden"])}, head / "model.safetensors")
+
+
 def forgotten_biases(head: Path) -> None:
     """Leave out the key without which biases are dropped."""
     config = json.loads((head / "config.json").read_text())
@@ -132,6 +182,12 @@ def swapped_levels(head: Path) -> None:
         ("vllm", "eagle3", shifted_layers),
         ("openvino", "eagle3", swapped_taps),
         ("openvino", "eagle3", shifted_layers),
+        ("vllm", "dflash", shifted_outputs),
+        ("vllm", "dflash", other_mask),
+        ("vllm", "dspark", swapped_biases),
+        ("vllm", "peagle", no_mask_state),
+        ("llamacpp", "dflash", shifted_outputs),
+        ("llamacpp", "dspark", swapped_biases),
         ("llamacpp", "eagle3", swapped_taps),
         ("llamacpp", "eagle3", shifted_layers),
     ],
@@ -189,6 +245,14 @@ def test_a_draft_behind_the_prompt_is_one_behind_a_first_token(tiny_target: Targ
     stop = plain["own"][1]
     (short,) = decode_as_engine(counting(tiny_target, [longer], 35), "ngram", tiny_target, Rule(True, stops=[stop]))
     assert short["own"] == [*plain["own"][: plain["own"].index(stop)], stop]
+
+
+def test_what_a_stop_cuts_off_is_not_counted() -> None:
+    """Of [5, 2, 7 | 8], three drafts and the target's token: 2 ends the answer, and counts only as a draft's last."""
+    rule = Rule(stops=[2])
+    assert [rule.count(new, 3, 3) for new in ([5, 6, 7, 8], [5, 2, 7, 8], [2, 6, 7, 8], [5, 6, 2, 8])] == [3, 1, 0, 3]
+    assert rule.count([5, 2], 1, 3) == 1  # the target's own token
+    assert Rule().count([5, 2, 7, 8], 3, 3) == 3
 
 
 def test_steps_are_counted_up_to_the_limit() -> None:
