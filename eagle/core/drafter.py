@@ -100,9 +100,8 @@ class DraftState(Protocol):
 class Drafter:
     """Guesses a tree after every committed token; tuner, costs and loop ask what is here, and never what it is.
 
-    It holds no text: `begin` gives what it keeps of one, `open` what it keeps of many. A drafter defines either, and
-    has the other from here; those that draft for many texts in one forward define `open`, and those that read what the
-    target holds of the texts `open_with` instead.
+    It holds no text: `begin` gives what it keeps of one, `open` what it keeps of many. A drafter defines either and has
+    the other from here; those that read what the target holds of the texts define `open_with` instead.
     """
 
     taps: tuple[int, ...] = ()  # the target's layer inputs that it reads of accepted tokens
