@@ -15,16 +15,17 @@ llama-server -m target.gguf -md head.gguf --spec-type draft-METHOD --spec-draft-
 
 llama.cpp as of October 2026. `llama-speculative-simple` takes the same flags and prints how many tokens were drafted
 and accepted."""
-UNRUN = """
+BLOCK = """
 
-Not run by this project: names, shapes and keys are those of llama.cpp's source."""
+It reads a block of as many masks as it drafts, and the root; a block shorter than the head was trained with guesses
+otherwise."""
 LLAMACPP = Engine(
     name="llamacpp",
     title="llama.cpp",
     networks={
         FUSED: FusedLayout(SERVE.replace("METHOD", "eagle3"), switches=("norm_before_residual",), reads_embedding=True),
-        DFLASH: InjectedLayout(SERVE.replace("METHOD", "dflash") + UNRUN, styles=ZLAB_STYLES, causal=True),
-        DSPARK: InjectedLayout(SERVE.replace("METHOD", "dspark") + UNRUN, styles=VANILLA_STYLES, causal=True),
+        DFLASH: InjectedLayout(SERVE.replace("METHOD", "dflash") + BLOCK, styles=ZLAB_STYLES, causal=True),
+        DSPARK: InjectedLayout(SERVE.replace("METHOD", "dspark") + BLOCK, styles=VANILLA_STYLES, causal=True),
     },
     ignored_rotary=("attention_factor", "truncate", "mscale", "mscale_all_dim"),
     traps=(

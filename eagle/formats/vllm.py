@@ -39,10 +39,23 @@ BLOCKS = """```sh
 vllm serve TARGET --speculative-config '{"method": "METHOD", "model": "HEAD", "num_speculative_tokens": DEPTH}'
 ```
 
-vLLM 0.32.0, on a GPU.MORE
-
-Not run by this project, for it needs a GPU: names, shapes and keys are those of vLLM's source."""
-PARALLEL = " Its V1 model runner alone does. The mask token stands in the config, its state among the tensors."
+vLLM 0.32.0.MORE"""
+PARALLEL = (
+    """ Its V1 model runner alone does. The mask token stands in the config, its state among the tensors.
+At every place of a draft vLLM accepts what this project accepts."""
+    + ON_CPU
+)
+ONE_FORWARD = (
+    """ One forward drafts them all, over a block of that many masks and the root: a block shorter than
+the head was trained with guesses otherwise. On a CPU vLLM 0.32.0 norms the context's keys of every layer by the first
+layer's weights, and accepts less; with that mended it accepts, at every place, what this project accepts."""
+    + ON_CPU
+)
+SECOND_RUNNER = """ Its V2 model runner alone does, and that needs Triton, which is to say a GPU.
+Names, shapes and keys are those of vLLM's source."""
+BEFORE_NORM = """ Each forward drafts one of them. The tensors belong into the target's folder.
+vLLM gives the layer the target's state as it was before its final norm, this project trains on the normed one: expect
+that it accepts less there. Names, shapes and keys are those of vLLM's source."""
 VLLM = Engine(
     name="vllm",
     title="vLLM",
@@ -51,7 +64,7 @@ VLLM = Engine(
         FUSED: FusedLayout(SERVE.replace("METHOD", "eagle3"), switches=SWITCHES, reads_embedding=True, slides=True),
         MEDUSA: ServedMedusa(SERVE.replace("METHOD", "medusa") + PATH),
         MTP: MtpLayout(
-            BLOCKS.replace("METHOD", "mtp").replace("MORE", " Each forward drafts one of them."),
+            BLOCKS.replace("METHOD", "mtp").replace("MORE", BEFORE_NORM),
             names=MIMO_NAMES,
             hidden_first=True,
             biased=True,
@@ -63,12 +76,12 @@ VLLM = Engine(
             reads_embedding=True,
         ),
         DFLASH: InjectedLayout(
-            BLOCKS.replace("METHOD", "dflash").replace("MORE", " One forward drafts them all."),
+            BLOCKS.replace("METHOD", "dflash").replace("MORE", ONE_FORWARD),
             styles=ZLAB_STYLES,
             causal=True,
         ),
         DSPARK: InjectedLayout(
-            BLOCKS.replace("METHOD", "dspark").replace("MORE", " Its V2 model runner alone does."),
+            BLOCKS.replace("METHOD", "dspark").replace("MORE", SECOND_RUNNER),
             styles=VANILLA_STYLES,
             causal=True,
         ),
