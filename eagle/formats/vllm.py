@@ -52,7 +52,7 @@ layer's weights, and accepts less; with that mended it accepts, at every place, 
     + ON_CPU
 )
 SECOND_RUNNER = """ Its V2 model runner alone does, and that needs Triton, which is to say a GPU.
-Names, shapes and keys are those of vLLM's source."""
+With Triton's interpreter on a CPU it accepts, at every place of a draft, what this project accepts."""
 BEFORE_NORM = """ Each forward drafts one of them. The tensors belong into the target's folder.
 vLLM gives the layer the target's state as it was before its final norm, this project trains on the normed one: expect
 that it accepts less there. Names, shapes and keys are those of vLLM's source."""

@@ -233,3 +233,13 @@ def test_settings_that_no_target_has_are_refused(settings: dict[str, Any], messa
     """They say what is expected."""
     with pytest.raises(ValueError, match=message):
         new_head(**settings)
+
+
+def test_a_store_with_more_states_serves_it() -> None:
+    """Those of other methods, in any order; to the bit."""
+    head, texts, frozen = new_head(blocks=1), texts_of({12: [(2, 12)]}, FP64), frozen_head(FP64)
+    batch = collate(texts, TAPS)
+    other = replace(batch, features=batch.features[:, [3, 2, 0, 0, 1]], taps=(-1, 5, 7, 2, 4))
+    for name, value in computed(head, batch, frozen).items():
+        value = value.clone()
+        assert computed(head, other, frozen)[name].equal(value), name

@@ -13,8 +13,10 @@ import pytest
 
 from bench.batch_speed import table as batch_table
 from bench.beam_search import table as beam_table
+from bench.block_speed import table as block_table
 from bench.broken_heads import table as broken_table
 from bench.decode_speed import table as decode_table
+from bench.draft_time import table as draft_table
 from bench.extract_speed import table as extract_table
 from bench.goodput_batches import table as goodput_table
 from bench.loop_overhead import table as overhead_table
@@ -59,6 +61,9 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("trees.md", "loop_overhead.json", overhead_table),
         ("compare.md", "compare_tiny.json", comparison_table),
         ("heads.md", "compare_heads.json", comparison_table),
+        ("blocks.md", "compare_blocks.json", comparison_table),
+        ("blocks.md", "draft_time.json", draft_table),
+        ("blocks.md", "block_speed.json", block_table),
         ("heads.md", "compare_heads_chat.json", comparison_table),
         ("drafters.md", "compare_self.json", comparison_table),
         ("long-context.md", "compare_window.json", comparison_table),

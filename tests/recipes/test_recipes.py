@@ -150,9 +150,14 @@ def by_hand(settings: Any, sizes: dict[str, Any]) -> int:
         mlp = 3 * width * sizes["intermediate_size"]
         return 2 * width * width + 2 * width * (queries + keys) + mlp + 5 * width
     block = queries * width + 3 * width * (settings.intermediate_size or sizes["intermediate_size"])
-    if settings.kind == "dflash":  # five states; norms of blocks, of their heads, of what is fused, and a last one
+    if settings.kind in (
+        "dflash",
+        "dspark",
+    ):  # five states; norms of blocks, heads, what is fused, and a last one
         attention, norms = (queries + 2 * keys) * width, 2 * width + 2 * head
-        return 5 * width * width + settings.blocks * (attention + block + norms) + 2 * width
+        body = 5 * width * width + settings.blocks * (attention + block + norms) + 2 * width
+        # two matrices of a bias, and what rates a state and a token
+        return body if settings.kind == "dflash" else body + (2 * sizes["vocab_size"] + 1) * settings.rank + width + 1
     if settings.kind not in ("eagle3", "peagle"):
         return 2 * width * width + settings.fc_bias * width + width * (queries + 2 * keys) + block + width
     norms = 4 + 3 * settings.fc_norm
