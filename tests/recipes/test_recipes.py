@@ -298,11 +298,11 @@ def test_a_recipe_takes_a_step_at_a_sixteenth_of_its_size(path: Path) -> None:
         head.parameters(), lr=recipe.train.lr, betas=recipe.train.betas, weight_decay=recipe.train.weight_decay
     )
     losses = []
-    for _ in range(2):
+    for _ in range(3):  # a confidence head overshoots in its first
         loss = head(batch, target.head)["total"]
         losses.append(loss.item())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert losses[1] < losses[0]
+    assert losses[-1] < losses[0]
     assert not [name for name, tensor in head.named_parameters() if torch.equal(tensor, before[name])]
