@@ -62,6 +62,7 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("compare.md", "compare_tiny.json", comparison_table),
         ("heads.md", "compare_heads.json", comparison_table),
         ("blocks.md", "compare_blocks.json", comparison_table),
+        ("blocks.md", "compare_blocks_chat.json", comparison_table),
         ("blocks.md", "draft_time.json", draft_table),
         ("blocks.md", "block_speed.json", block_table),
         ("heads.md", "compare_heads_chat.json", comparison_table),
