@@ -217,6 +217,7 @@ def _loss_and_grad_(
             if named is not None:
                 named.overlaps[step, rows] = torch.minimum(probs, right).sum(-1)
             losses[step, rows], said[rows] = compare(student, probs)
+            del probs  # before the next step's are made
     return losses
 
 
