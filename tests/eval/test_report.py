@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 TABLE = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
 PLACED = [
     (page, file, text)
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
     for file, text in TABLE.findall(page.read_text())
 ]
 
@@ -54,8 +54,8 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("speed.md", "decode_speed.json", decode_table),
         ("data.md", "extract_speed.json", extract_table),
         ("data.md", "mask_templates.json", mask_table),
-        ("serving.md", "engines.json", engines_table),
-        ("serving.md", "broken_heads.json", broken_table),
+        ("measurements/serving.md", "engines.json", engines_table),
+        ("measurements/serving.md", "broken_heads.json", broken_table),
         ("benchmarks.md", "train_speed.json", train_table),
         ("benchmarks.md", "rehearsal.json", rehearsal_table),
         ("trees.md", "loop_overhead.json", overhead_table),
@@ -111,7 +111,7 @@ def digest(text: str) -> str:
 @pytest.mark.parametrize("file", FROZEN)
 def test_frozen_tables_have_the_figures_of_their_result_file(file: str) -> None:
     """A table whose program is gone keeps all of its figures, and so does the file that it was made of."""
-    pages = "\n".join(page.read_text() for page in sorted(ROOT.glob("docs/*.md")))
+    pages = "\n".join(page.read_text() for page in sorted(ROOT.glob("docs/**/*.md")))
     digests = {digest(" ".join(FIGURE.findall(table))) for table in re.findall(r"(?:^\|.*\n)+", pages, re.MULTILINE)}
     of_file, _, of_tables = FROZEN[file].partition(" / ")
     results = json.loads((ROOT / "docs/results" / file).read_text())
