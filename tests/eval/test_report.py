@@ -52,8 +52,8 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
     ("page", "file", "table"),
     [
         ("speed.md", "decode_speed.json", decode_table),
-        ("data.md", "extract_speed.json", extract_table),
-        ("data.md", "mask_templates.json", mask_table),
+        ("measurements/data-preparation.md", "extract_speed.json", extract_table),
+        ("measurements/data-preparation.md", "mask_templates.json", mask_table),
         ("measurements/serving.md", "engines.json", engines_table),
         ("measurements/serving.md", "broken_heads.json", broken_table),
         ("benchmarks.md", "train_speed.json", train_table),
