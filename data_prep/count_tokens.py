@@ -117,7 +117,7 @@ def report(tables: Tables) -> str:
 
 def main(argv: list[str]) -> None:
     """Count the tokens, save the tables, and print what was counted."""
-    parser = command_line("data_prep.count_tokens", __doc__)
+    parser = command_line("eagle count-tokens", __doc__)
     parser.add_argument("--out", required=True, help="the folder to write, as runs/tiny/bigram")
     parser.add_argument("--kind", choices=("bigram", "unigram"), default="bigram")
     parser.add_argument("--text", nargs="+", type=Path, help="plain text files, instead of the recipe's conversations")

@@ -218,7 +218,7 @@ def make_answerer(recipe: Recipe, section: RegenerateSection) -> tuple[Answerer,
 
 def main(argv: list[str]) -> None:
     """Replace every answer, keep what is done, and print a summary."""
-    parser = command_line("data_prep.regenerate", __doc__)
+    parser = command_line("eagle regenerate", __doc__)
     parser.add_argument("--forecast", action="store_true", help="say how long it would take, and stop")
     parser.add_argument("--without-failed", action="store_true", help="finish without the conversations that failed")
     args = parser.parse_intermixed_args(argv)

@@ -107,7 +107,7 @@ def report(comparison: Comparison, rows: Rows) -> str:
 
 def main(argv: list[str]) -> None:
     """Compare, and print the table."""
-    parser = argparse.ArgumentParser(prog="python -m eval.compare", description=__doc__)
+    parser = argparse.ArgumentParser(prog="eagle compare", description=__doc__)
     parser.add_argument("comparison", help="a YAML file, such as recipes/compare/tiny.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the file")
     parser.add_argument("--report", action="store_true", help="the table of the results that are there")

@@ -19,6 +19,7 @@ from eagle.data.identity import fingerprint
 from eagle.drafters import settings_of
 from eagle.formats.checkpoint import check_options
 from eagle.recipe import BudgetSection, Recipe, Section, lay_over, parse_section
+from eagle.shipped import find_recipe
 from eagle.training.launch import resolve_dtype
 from eagle.training.train import FREE
 from eval.load_run import budget_of
@@ -222,9 +223,7 @@ def digest_of(*parts: Any) -> str:
 def _read_yaml(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
-    if not Path(path).is_file():
-        raise ValueError(f"no file at {path}: expected YAML, such as recipes/compare/tiny.yaml")
-    values = yaml.safe_load(Path(path).read_text())
+    values = yaml.safe_load(find_recipe(path).read_text())
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds {type(values).__name__}, expected keys and values")
     return values

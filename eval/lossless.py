@@ -244,7 +244,7 @@ def _decode(
 
 def main(argv: list[str]) -> None:
     """Compare, print the verdicts, and write them beside the results; ends with 1 if output differs."""
-    parser = command_line("eval.lossless", __doc__)
+    parser = command_line("eagle lossless", __doc__)
     parser.add_argument("--batch-size", type=int, metavar="N", help="texts at a time (default: the recipe's)")
     args = parser.parse_intermixed_args(argv)
     size = [] if args.batch_size is None else [f"eval.batch_size={args.batch_size}"]

@@ -259,7 +259,7 @@ def policy_line(tuning: Tuning) -> str:
 
 def main(argv: list[str]) -> None:
     """Time bare forwards, replay the candidates, print what they would bring, and say what to decode with."""
-    parser = command_line("eval.tune", __doc__)
+    parser = command_line("eagle tune", __doc__)
     parser.add_argument("--write", action="store_true", help="put the budget into the head's config.json")
     parser.add_argument("--drafter", metavar="NAME", help="one of eval.drafters, instead of the recipe's head")
     parser.add_argument("--exhaustive", action="store_true", help="replay every candidate, and compare the choice")
