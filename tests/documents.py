@@ -24,8 +24,9 @@ from eagle.shipped import find_recipe
 from eval.compare_plan import Comparison
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 GUIDES = sorted((ROOT / "docs/guides").glob("*.md"))
+DOCS = [page for page in sorted((ROOT / "docs").glob("**/*.md")) if page not in GUIDES]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 VARIABLE = re.compile(r"[A-Z_]+=")  # set for one command
 # verbs of `eagle` that take minutes, or end with what does
