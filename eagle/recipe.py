@@ -12,6 +12,8 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
 
+from eagle.shipped import find_recipe
+
 
 class Section(BaseModel):
     """A part of a recipe; unknown keys are refused."""
@@ -179,10 +181,8 @@ class Recipe(Section):
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-        """A recipe from YAML with `key.sub=value` overrides; another target moves its files to a folder of its name."""
-        if not Path(path).is_file():
-            raise ValueError(f"no recipe at {path}: expected a YAML file, such as recipes/tiny/eagle1.yaml")
-        values = yaml.safe_load(Path(path).read_text())
+        """A recipe from a file, or from one that comes with eagle; another target moves its files to its own folder."""
+        values = yaml.safe_load(find_recipe(path).read_text())
         original = copy.deepcopy(values)
         for override in overrides:
             lay_over(values, override)
@@ -199,10 +199,10 @@ class Recipe(Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
-def command_line(module: str, about: str | None) -> argparse.ArgumentParser:
+def command_line(program: str, about: str | None) -> argparse.ArgumentParser:
     """The command line that all stages share: a recipe and its overrides."""
-    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
-    parser.add_argument("recipe")
+    parser = argparse.ArgumentParser(prog=program, description=about)
+    parser.add_argument("recipe", metavar="RECIPE", help="a file, or a name that `eagle recipes` lists")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the recipe")
     return parser
 

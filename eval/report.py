@@ -151,7 +151,7 @@ def _output(group: Group) -> str:
 
 def main(argv: list[str]) -> None:
     """Write the page, print the table, or both; by default the page lies beside the first file."""
-    parser = argparse.ArgumentParser(prog="python -m eval.report", description=__doc__)
+    parser = argparse.ArgumentParser(prog="eagle report", description=__doc__)
     parser.add_argument("results", nargs="+", type=Path, help="what eval.measure wrote; several are compared by prompt")
     parser.add_argument("--html", type=Path, metavar="OUT", help="where the page goes (default: beside the first file)")
     parser.add_argument("--markdown", action="store_true", help="print a table for a README, and write no page")

@@ -38,7 +38,7 @@ def commit() -> str:
 
 
 def device_name(device: str) -> str:
-    """What the figures of a device belong to: the accelerator's name, or the processor's model."""
+    """The name of the device that figures belong to: the accelerator's, or the processor's model."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")  # of Linux, where the standard library knows the architecture alone
@@ -151,7 +151,7 @@ class Group:
 
     @property
     def had_to_wait(self) -> bool:
-        """Whether its answers took a tenth more time than their CPU seconds: other work had a part of the machine."""
+        """Whether answers took a tenth more time than their CPU seconds, because other work used the machine."""
         return self.has_cpu_seconds and sum(row["seconds"] - 1.1 * row["cpu_seconds"] for row in self.answers) > 0.0
 
     @property
@@ -235,7 +235,7 @@ class Results:
         ]
 
     def _add_modelled_batches(self, drafter: str, answers: list[Answer]) -> None:
-        """The same figures of answers that were written side by side: each takes its shares of the cycles' seconds."""
+        """Tokens and modelled seconds of answers written in batches: each takes its share of the cycles' seconds."""
         if (bare := (self.header.get("costs") or {}).get(drafter)) is None or not bare.get("batches"):
             return
         costs = Costs.parse(bare)

@@ -48,7 +48,7 @@ class Shown(HTMLParser):
         self.texts.append(data)
         if self.styles and self.styles[-1] == f"color:{GREEN}":
             self.green.append(data)
-        if "td" in self.elements and self.rows and self.rows[-1]:
+        if self.rows and self.rows[-1]:
             self.rows[-1][-1] += data
 
 
