@@ -61,7 +61,6 @@ WRONG: dict[str, list[list[str]]] = {
     "bench/block_speed.py": [[GONE, "--methods", "unknown"], [GONE, "--dtypes", "fp64"]],
     "bench/broken_heads.py": [["--target", GONE, "--sibling", GONE], ["--sibling", GONE, "--heads", GONE]],
     "bench/curves.py": [[GONE], [GONE, "--unknown"]],
-    "bench/curves.py": [[GONE]],
     "bench/decode_speed.py": [["--rounds", "few"]],
     "bench/draft_time.py": [[GONE, "--cycles", "2"], [GONE, "--heads", "unknown"]],
     "bench/extract_speed.py": [["--model", GONE, "--data", GONE]],
