@@ -25,8 +25,8 @@ INTRODUCTION = """# Recipe keys
 <!-- written by `python -m docs_build.recipe_keys` from the types that read recipes -->
 
 A recipe is a YAML file with one section for each part of a run. Every command takes `section.key=value` behind the
-recipe to replace a value. An unknown key is an error that names the nearest known one. The comments in the recipes
-that come with the project say where their values come from.
+recipe to replace a value. An unknown key is an error that names the nearest known one. The comments in the recipes that
+come with eagle say where their values come from.
 """
 NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "any value", NoneType: "null"}
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
