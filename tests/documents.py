@@ -30,6 +30,7 @@ VERBS = {
     "extract": "data_prep.extract",
     "measure": "eval.measure",
     "compare": "eval.compare",
+    "lossless": "eval.lossless",
     "report": "eval.report",
     "tune": "eval.tune",
 }
