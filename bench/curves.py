@@ -10,8 +10,8 @@ from pathlib import Path
 
 from eagle.disk import write_text
 from eagle.log import script
+from eagle.markup import Html, html, tag
 from eval.figures import Scale
-from eval.markup import Html, html, tag
 from eval.results import commit
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +31,8 @@ Line = Sequence[tuple[int, float]]
 
 def read_curves(metrics: Path) -> dict[str, Line]:
     """The losses by step, and the validations' τ."""
+    if not metrics.is_file():
+        raise ValueError(f"no metrics at {metrics}: expected metrics.jsonl in the folder of a training run")
     curves: dict[str, list[tuple[int, float]]] = {name: [] for name in (*LOSSES, *TAUS)}
     for line in metrics.read_text().splitlines():
         row = json.loads(line)

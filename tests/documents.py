@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import io
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,25 +16,22 @@ from typing import Any
 
 from accelerate.commands.launch import launch_command_parser
 
+from eagle.__main__ import VERBS
+from eagle.command.launcher import launcher_options
 from eagle.drafters import settings_of
 from eagle.recipe import Recipe
+from eagle.shipped import find_recipe
 from eval.compare_plan import Comparison
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES += sorted((ROOT / "docs/measurements").glob("*.md"))
-GUIDES = sorted((ROOT / "docs/guides").glob("**/*.md"))
+GUIDES = sorted((ROOT / "docs/guides").glob("*.md"))
+DOCS = [page for page in sorted((ROOT / "docs").glob("**/*.md")) if page not in GUIDES]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-# verbs of `eagle` that stand for a module
-VERBS = {
-    "prepare": "data_prep.regenerate",
-    "extract": "data_prep.extract",
-    "measure": "eval.measure",
-    "compare": "eval.compare",
-    "lossless": "eval.lossless",
-    "report": "eval.report",
-    "tune": "eval.tune",
-}
+VARIABLE = re.compile(r"[A-Z_]+=")  # set for one command
+# verbs of `eagle` that take minutes, or end with what does
+STAGES = {"prepare", "regenerate", "extract", "train", "measure", "tune", "compare", "lossless", "demo", "tiny-target"}
+ROOMS = ("eagle", "data_prep", "eval", "recipes")
 TRAINS = {"recipes/train_eagle.py", "recipes/train_medusa2.py"}
 
 
@@ -61,15 +59,38 @@ def commands(page: Path) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
+def messages_of_the_project() -> str:
+    """Every text of the sources in a line of its own, with `...` for what is put in."""
+    sources = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+    texts = [text for path in sources for text in _texts(ast.parse(path.read_text(encoding="utf-8")))]
+    return "\n".join(text.replace("\n", " ") for text in texts)
+
+
+def _texts(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
 def written_files(page: Path) -> dict[str, str]:
     """The files that a page tells a reader to write: YAML blocks whose first line is `# PATH`."""
     texts = [(text.partition("\n")[0].removeprefix("# ").strip(), text) for text in blocks(page, "yaml")]
     return {path: text for path, text in texts if path.endswith((".yaml", ".yml")) and " " not in path}
 
 
+def words_of(line: str) -> list[str]:
+    """The words of a command, without the variables that are set for it."""
+    words = shlex.split(line)
+    while words and VARIABLE.match(words[0]):
+        words = words[1:]
+    return words
+
+
 def as_call(line: str) -> Call:
     """The program of this project that a command runs."""
-    words = shlex.split(line)
+    words = words_of(line)
     if words[0] == "eagle":
         return Call("eagle", words[1:])
     if words[0] == "accelerate":
@@ -86,36 +107,46 @@ def check_call(call: Call, written: dict[str, Path]) -> None:
 
     `written` holds the files that the page has the reader make, by the name that its commands use.
     """
-    if call.program == "eagle" and call.arguments[0] == "recipes":
-        _copy_recipe(call.arguments[1:], written)
+    if call.program in TRAINS or call.arguments[:1] == ["train"]:
+        words = launcher_options(call.arguments[1:])[1] if call.program == "eagle" else call.arguments
+        recipe, *overrides = [word for word in words if word != "--check"]
+    elif call == Call("eagle", ["--version"]):
         return
-    if call.program == "eagle" and call.arguments[0] in ("train", *VERBS):
-        verb, *arguments = call.arguments
-        program = "recipes/train_eagle.py" if verb == "train" else VERBS[verb]
-        call = Call(program, _without_processes(arguments) if verb == "train" else arguments)
-    if call.program in TRAINS:
-        recipe, *overrides = [word for word in call.arguments if word != "--check"]
     else:
         args = parse(call)
         recipe = getattr(args, "recipe", None) or getattr(args, "comparison", None)
         overrides = getattr(args, "overrides", [])
-    if recipe is not None:
+        if "copy" in args and args.name:
+            written[str(args.copy)] = find_recipe(args.name)
+    if isinstance(recipe, str):
         load_recipe(written.get(recipe) or find_recipe(recipe), overrides)
 
 
 def parse(call: Call) -> argparse.Namespace:
     """What a program's own parser makes of its arguments; a refusal is raised with the parser's words."""
-    program = "eagle.__main__" if call.program == "eagle" else call.program
-    module = import_module(program.removesuffix(".py").replace("/", "."))
+    main, arguments = _main_of(call)
     said = io.StringIO()
     try:
         with _ending_after_parsing(), redirect_stderr(said):
-            module.main(call.arguments)
+            main(arguments)
     except Parsed as parsed:
         return parsed.args[0]
     except SystemExit:
         raise ValueError(f"{call}: {said.getvalue()}") from None
     raise AssertionError(f"{call.program} ran without parsing its arguments")
+
+
+def _main_of(call: Call) -> tuple[Callable[[list[str]], None], list[str]]:
+    """The function that a program runs, and the arguments that it gets."""
+    if call.program != "eagle":
+        return import_module(call.program.removesuffix(".py").replace("/", ".")).main, call.arguments
+    name, *arguments = call.arguments
+    if name not in VERBS:
+        raise ValueError(f"eagle {name}: expected one of {', '.join(VERBS)}")
+    verb = VERBS[name]
+    if not verb.module.startswith("eagle."):
+        arguments = launcher_options(arguments)[1]
+    return getattr(import_module(verb.module), verb.function), arguments
 
 
 @contextmanager
@@ -140,14 +171,6 @@ def _ending_after_parsing() -> Iterator[None]:
             setattr(parser, name, own[name])
 
 
-def find_recipe(name: str) -> Path:
-    """A recipe's file, by its path in the checkout or by its name in the package."""
-    for path in (ROOT / name, ROOT / "recipes" / f"{name}.yaml"):
-        if path.is_file():
-            return path
-    raise ValueError(f"no recipe is called {name}")
-
-
 def load_recipe(path: Path, overrides: Sequence[str]) -> None:
     """Load a recipe or a comparison with overrides, the drafter's settings included."""
     if "arms" in path.read_text():
@@ -155,21 +178,3 @@ def load_recipe(path: Path, overrides: Sequence[str]) -> None:
         return
     recipe = Recipe.load(path, overrides)
     settings_of(recipe.drafter.model_dump(), str(path))
-
-
-def _copy_recipe(arguments: list[str], written: dict[str, Path]) -> None:
-    """Check `eagle recipes [NAME --copy FILE]`, whose file later commands may name."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("name", nargs="?")
-    parser.add_argument("--copy")
-    args = parser.parse_args(arguments)
-    if args.name:
-        written[args.copy] = find_recipe(args.name)
-
-
-def _without_processes(arguments: list[str]) -> list[str]:
-    """The arguments of `eagle train` that the training script reads."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--processes", type=int)
-    parser.add_argument("--config_file")
-    return parser.parse_known_args(arguments)[1]

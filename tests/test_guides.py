@@ -5,12 +5,20 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 import pytest
 
-from tests.documents import GUIDES, as_call, blocks, check_call, commands, written_files
+from tests.documents import (
+    GUIDES,
+    as_call,
+    blocks,
+    check_call,
+    commands,
+    messages_of_the_project,
+    words_of,
+    written_files,
+)
 
 # programs of others, and why they are not run here
 OTHERS = {
@@ -29,7 +37,7 @@ OTHERS = {
 
 def program_of_others(line: str) -> str | None:
     """The program of another project that a command calls, if it is one of those."""
-    line = " ".join(word for word in shlex.split(line) if "=" not in word or not word[0].isupper())
+    line = " ".join(words_of(line))
     return next((name for name in OTHERS if f"{line} ".startswith((f"{name} ", f"{name}."))), None)
 
 
@@ -57,10 +65,18 @@ def test_snippets_of_a_guide_compile(page: Path) -> None:
         compile(text, page.name, "exec")
 
 
+def test_messages_of_the_guides_are_the_projects_own() -> None:
+    """A message in a text block of the troubleshooting page is one that the project prints."""
+    known = messages_of_the_project()
+    shown = [line for page in GUIDES if page.name == "troubleshooting.md" for line in blocks(page, "text")]
+    assert [message for message in shown if message.strip() not in known] == []
+    assert "the target has lost its keys" not in known
+
+
 @pytest.mark.parametrize(
     "line",
     [
-        "eagle prepare tiny/eagle1 --forecast",
+        "eagle regenerate tiny/eagle1 --forecast",
         "eagle recipes qwen3-8b/eagle3 --copy my/recipe.yaml",
         "eagle extract tiny/eagle1 --verify",
         "eagle train tiny/eagle1 --processes 2 train.lr=1e-3",

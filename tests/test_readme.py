@@ -20,11 +20,9 @@ from eagle.target.target import Target
 from eval.compare_plan import Comparison
 from eval.measure import measure
 from tests import documents
-from tests.documents import PAGES, ROOT, VERBS, blocks
+from tests.documents import PAGES, ROOT, STAGES, blocks
 
 LONG = {"make", "git", "pip", "cd", "accelerate"}
-# verbs of `eagle` that are stages, or end with one
-STAGES = {*VERBS, "train", "recipes", "demo"}
 
 
 def fenced(language: str) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from synthetic import HOSTILE, write
 
-from eval.markup import readable
+from eagle.markup import readable
 from eval.report import SECTIONS, page
 from tests.eval.test_page import FIGURES
 
