@@ -60,11 +60,16 @@ def tokenize_data(recipe: Recipe, tokenizer: Any, *, strict: bool = False) -> tu
 
 def read_examples(recipe: Recipe, *, strict: bool = False) -> list[Example]:
     """The recipe's examples, after a table of what was kept and dropped."""
+    return count_examples(recipe, strict=strict)[0]
+
+
+def count_examples(recipe: Recipe, *, strict: bool = False) -> tuple[list[Example], Tally]:
+    """The recipe's examples and the counts of what was kept and dropped, which are printed too."""
     examples, tally = tokenize_data(recipe, load_tokenizer(recipe), strict=strict)
     tokens = sum(len(example.tokens) for example in examples)
     supervised = sum(int(example.loss_mask.sum()) for example in examples)
     print(f"{tally.table()}\n{len(examples):,} examples, {tokens:,} tokens, {supervised / tokens:.0%} supervised")
-    return examples
+    return examples, tally
 
 
 def tokenize_each(

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from eagle import __version__
 from eagle.core.budget import Budget
+from eagle.shipped import PACKAGE, STAGES
 from eval.batch_costs import share_batches
 from eval.costs import Costs, draft_seconds
 from eval.statistics import Difference, Estimate, Row, Statistic, estimate, estimate_difference, ratio
@@ -29,7 +31,9 @@ RULES = {
 
 
 def commit() -> str:
-    """The git commit that figures were measured at."""
+    """The git commit that figures were measured at; of an installed package, its version."""
+    if STAGES.parent == PACKAGE:  # git would tell of the repository that the installation lies in
+        return f"eagle {__version__}"
     command = ["git", "rev-parse", "--short", "HEAD"]
     output = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout
     return output.strip() or "unknown"
