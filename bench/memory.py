@@ -35,6 +35,7 @@ from eagle.training.train import _Run
 from recipes.footprint import EmptyRun, Footprint
 from recipes.forecast import GB, PRECISION, SUPERVISED, empty_head, sizes_of, training_bytes
 
+ROOT = Path(__file__).parent.parent
 HEADS: dict[str, dict[str, Any]] = {
     "EAGLE-1": {"kind": "eagle1", "fc_bias": False},
     "HASS": {"kind": "hass", "fc_bias": False},

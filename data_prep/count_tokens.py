@@ -47,7 +47,7 @@ def count_texts(texts: Iterable[Text], vocab_size: int, *, pairs: bool = True, t
 
 
 def join_texts(texts: Iterable[Text]) -> Iterator[list[Tensor]]:
-    """Texts end to end, a few million tokens at a time: tokens, which count, which end a pair (no text's first)."""
+    """Texts joined, a few million tokens at a time: tokens, which count, which end a pair (not a text's first)."""
     pending: list[tuple[Tensor, Tensor, Tensor]] = []
     size = 0
     for tokens, counted in texts:

@@ -131,7 +131,7 @@ def sampling_of(section: RegenerateSection) -> dict[str, Any]:
 
 
 def settings_of(recipe: Recipe, section: RegenerateSection, source: dict[str, Any]) -> dict[str, Any]:
-    """All settings that decide the answers; where they are decoded does not, nor who drafts."""
+    """All settings that determine the answers; where they are decoded and who drafts are not among them."""
     target = recipe.target.model_dump(mode="json", exclude={"device_map"})
     return {"target": target, "sampling": {**sampling_of(section), "keep_truncated": section.keep_truncated}, **source}
 

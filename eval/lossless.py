@@ -116,7 +116,7 @@ class Verdict:
 
 @torch.inference_mode()
 def decode_untouched(model: Any, choose: Choose, prompt: list[int], stop: Sequence[int], count: int) -> ModelAnswer:
-    """Decode with the model alone, token by token over its own cache; of ours there is only the rule of choice."""
+    """Decode with the model alone, token by token over its own cache; only the rule of choice is this project's."""
     inputs, tokens, cache = torch.tensor([prompt], device=model.device), list[int](), None
     last_logits: deque[Tensor] = deque(maxlen=REMEMBERED)
     while len(tokens) < count and not (tokens and tokens[-1] in stop):
