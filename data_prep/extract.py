@@ -1,4 +1,4 @@
-"""Conversations -> feature store: `[accelerate launch -m | python -m] data_prep.extract RECIPE [key=value ...]`.
+"""Conversations -> feature store: `eagle extract RECIPE [key=value ...]`.
 
 A run that was killed goes on where it was when the same command is given again, with any number of processes.
 `--forecast` tells size and time and stops; `--verify` reads every byte back; `--repair` computes anew what is broken;

@@ -54,7 +54,7 @@ def tokenize_data(recipe: Recipe, tokenizer: Any, *, strict: bool = False) -> tu
             f"no example of {recipe.data.train} has a supervised token; what became of its records:\n{tally.table()}"
         )
     if all(example.loss_mask.all() for example in examples):
-        print("warning: every token is supervised; look at `python -m data_prep.inspect_mask RECIPE`")
+        print("warning: every token is supervised; look at `eagle inspect-mask RECIPE`")
     return examples, tally
 
 
@@ -78,9 +78,7 @@ def tokenize_each(
     """Every conversation of the recipe with its examples; one that gives none is counted as dropped, not as kept."""
     data, regenerated = recipe.data, recipe.regenerate
     if regenerated and data.train == regenerated.out and not Path(data.train).exists():
-        raise ValueError(
-            f"{data.train} is not there: run `python -m data_prep.regenerate RECIPE` first, which makes it"
-        )
+        raise ValueError(f"{data.train} is not there: run `eagle regenerate RECIPE` first, which makes it")
     conversations = list(
         read_conversations(data.train, tally, limit=data.limit, strict=strict, split=data.split, revision=data.revision)
     )

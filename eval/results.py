@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 import re
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,10 +12,8 @@ from typing import Any
 
 import torch
 
-from eagle import __version__
 from eagle.core.budget import Budget
 from eagle.markup import Html, table
-from eagle.shipped import PACKAGE, STAGES
 from eval.batch_costs import share_batches
 from eval.costs import Costs, draft_seconds
 from eval.figures import format_number
@@ -30,15 +27,6 @@ RULES = {
     "likeliest": "the likeliest, as point masses",
     "sampled": "sampled from q",
 }
-
-
-def commit() -> str:
-    """The git commit that figures were measured at; of an installed package, its version."""
-    if STAGES.parent == PACKAGE:  # git would tell of the repository that the installation lies in
-        return f"eagle {__version__}"
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    output = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout
-    return output.strip() or "unknown"
 
 
 def device_name(device: str) -> str:

@@ -18,7 +18,7 @@ def model_card(folder: Path, name: str) -> str:
         verb = "are" if len(absent) > 1 else "is"
         raise ValueError(
             f"{folder}: {' and '.join(absent)} {verb} missing, of which its card is made: write a README.md there by "
-            "hand, or take the whole folder that training or `python -m eagle import` leaves"
+            "hand, or take the whole folder that training or `eagle import` leaves"
         )
     recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
     provenance = json.loads((folder / "provenance.json").read_text())

@@ -60,7 +60,7 @@ def load_head(folder: str | Path) -> TrainableDrafter:
     if not isinstance(config.get("settings"), dict) or not isinstance(config.get("shape"), dict):
         raise ValueError(
             f"the config.json in {folder} is none of this project's: expected the keys settings and shape; "
-            f"`python -m eagle import {folder} OUT` makes a head of one that another tool or an export wrote"
+            f"`eagle import {folder} OUT` makes a head of one that another tool or an export wrote"
         )
     head = _build(config, str(folder / "config.json"))
     weights, shapes = _read_weights(folder / "model.safetensors"), head.state_dict()

@@ -100,7 +100,7 @@ def _describe_acceptance(shares: list[float], head: Path | None) -> str:
         )
     if head and (table := acceptance_of(head.parent)):
         parts.append(f"Decoded by this project:\n\n{table}")
-    return "\n\n".join(parts) or "Nothing was measured: `python -m eagle doctor` tells."
+    return "\n\n".join(parts) or "Nothing was measured: `eagle doctor` tells."
 
 
 def _read_mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
