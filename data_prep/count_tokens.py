@@ -1,4 +1,4 @@
-"""Count the tables to draft from: `python -m data_prep.count_tokens RECIPE [key=value ...] --out FOLDER`."""
+"""Count the tables to draft from: `eagle count-tokens RECIPE [key=value ...] --out FOLDER`."""
 
 # T tokens, V vocabulary
 

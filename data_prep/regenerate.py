@@ -1,4 +1,4 @@
-"""Replace the data's answers by the target's own: `python -m data_prep.regenerate RECIPE [key=value ...]`."""
+"""Replace the data's answers by the target's own: `eagle regenerate RECIPE [key=value ...]`."""
 
 from __future__ import annotations
 

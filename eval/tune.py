@@ -1,4 +1,4 @@
-"""The fastest budget for a head on this machine: `python -m eval.tune RECIPE [key=value ...] [--write] [--exhaustive]`.
+"""The fastest budget for a head on this machine: `eagle tune RECIPE [key=value ...] [--write] [--exhaustive]`.
 
 Bare forwards are timed, the target answers the tuning prompts once, and every candidate is replayed along its answers:
 exactly the cycles that it would decode in. Tokens per second are those cycles at the prices of the bare forwards; a
