@@ -19,23 +19,22 @@ from eagle.recipe import Recipe
 from eagle.target.target import Target
 from eval.compare_plan import Comparison
 from eval.measure import measure
+from tests import documents
+from tests.documents import PAGES, ROOT, STAGES, blocks
 
-ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LONG = {"make", "git", "pip", "cd", "accelerate"}
-FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def fenced(language: str) -> list[tuple[str, str]]:
     """(page, text) of every fenced block of a language."""
-    return [(page.name, text) for page in PAGES for found, text in FENCE.findall(page.read_text()) if found == language]
+    return [(page.name, text) for page in PAGES for text in blocks(page, language)]
 
 
 def commands() -> list[tuple[str, str]]:
-    """(page, command) of every line of every shell block, without comments; each once, by its first page."""
-    lines = [(page, line.partition(" #")[0].strip()) for page, text in fenced("bash") for line in text.splitlines()]
+    """(page, command) of every command; each once, by its first page."""
+    lines = [(page.name, line) for page in PAGES for line in documents.commands(page)]
     first = {line: page for page, line in reversed(lines)}
-    return [(page, line) for page, line in lines if line and not line.startswith("#") and first.pop(line, None)]
+    return [(page, line) for page, line in lines if first.pop(line, None)]
 
 
 def run(rows: list[tuple[str, str]]) -> list[Any]:
@@ -73,6 +72,11 @@ def test_snippet_runs(page: str, text: str, checkout: Path) -> None:
 def test_short_command_runs(page: str, line: str, checkout: Path) -> None:
     """Every short command runs as it stands."""
     words = shlex.split(line)
+    if words[0] == "eagle":
+        documents.check_call(documents.as_call(line), {})
+        if words[1] in STAGES or is_long(words):
+            return
+        words = ["python", "-m", *words]
     assert words[0] == "python", f"{page}: {line}: neither a known long command nor python"
     if is_long(words):
         assert exists(words), f"{page}: {line} names a file or module that does not exist"
