@@ -155,7 +155,7 @@ class TreeReader:
         return order[torch.cat([torch.arange(count) % 5, torch.arange(5, 11)]) % len(order)]
 
     def _find_misreading(self) -> str | None:
-        """A description of how hidden states of a small tree differ from plain forwards over its paths; None if they agree."""
+        """How hidden states of a small tree differ from plain forwards over its paths; None if they agree."""
         count = self._prompt_length()
         tokens = self._probe_tokens(count)
         cache = TreeCache(self.config.num_hidden_layers)
