@@ -19,7 +19,7 @@ class Eagle1Settings(FeatureSettings):
 
 
 class Eagle1(FeatureHead):
-    """Trained on the target's own features alone."""
+    """EAGLE-1's head, trained on the target's features only."""
 
     Settings = Eagle1Settings
 
