@@ -93,7 +93,7 @@ class DraftState(Protocol):
         ...
 
     def release(self, row: int) -> None:
-        """A text has ended."""
+        """Release a row."""
         ...
 
 

@@ -21,7 +21,7 @@ from eagle.recipe import Section
 
 
 class BlockwiseSettings(Section):
-    """What a recipe may say about the head."""
+    """Settings of the head in a recipe."""
 
     kind: Literal["blockwise"] = "blockwise"
     levels: int = Field(4, ge=1)  # levels that are drafted, one token each

@@ -18,7 +18,7 @@ from eagle.drafters.parts.objectives import ROWS, Objective, distillation_loss
 
 
 class DFlashSettings(InjectedSettings):
-    """What a recipe may say about the head."""
+    """Settings of the head in a recipe."""
 
     kind: Literal["dflash"] = "dflash"
     loss: Loss = "cross_entropy"  # towards the target's probs, or "tokens": towards the text's own, as published

@@ -37,7 +37,7 @@ NAMED = 5  # tokens of which a refusal tells
 
 
 class DraftModelSettings(BaseModel):
-    """What a recipe may say about the model."""
+    """Settings of the draft model in a recipe."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     kind: Literal["draft_model"] = "draft_model"
@@ -148,7 +148,7 @@ class DraftModel(TrainableDrafter):
         return self.eval()
 
     def open(self) -> ModelState:
-        """Texts that are drafted for together."""
+        """The state for several texts drafted together."""
         return ModelState(self.own[0], self.size, self.clip_to_vocab)
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from eagle.drafters.parts.sequential_bias import MARKOV, GruBias, PathLevels, Se
 
 
 class DSparkSettings(InjectedSettings):
-    """What a recipe may say about the head."""
+    """Settings of the head in a recipe."""
 
     kind: Literal["dspark"] = "dspark"
     slots: int = Field(7, ge=2)  # tokens read at once: the last accepted token, then mask tokens

@@ -13,7 +13,7 @@ from eagle.drafters.parts.objectives import Objective
 
 
 class Eagle1Settings(FeatureSettings):
-    """What a recipe may say about the head."""
+    """Settings of the head in a recipe."""
 
     kind: Literal["eagle1"] = "eagle1"
 

@@ -17,7 +17,7 @@ from eagle.drafters.parts.window import Window
 
 
 class Eagle3Settings(FusedSettings):
-    """What a recipe may say about the head."""
+    """Settings of the head in a recipe."""
 
     kind: Literal["eagle3"] = "eagle3"
     steps: int = Field(7, ge=1)  # levels that it is trained on its own states

@@ -26,7 +26,7 @@ ONE_MORE = ("gemma", "gemma2", "gemma3", "gemma3_text")  # whose norms multiply 
 
 
 class EarlyExitAdapterSettings(Section):
-    """What a recipe may say about the adapter."""
+    """Settings of the adapter in a recipe."""
 
     kind: Literal["early_exit_adapter"] = "early_exit_adapter"
     layers: int | None = Field(None, ge=1)  # of the target that draft; by default a third of them

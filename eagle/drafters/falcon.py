@@ -24,7 +24,7 @@ from eagle.recipe import Section
 
 
 class FalconSettings(Section):
-    """What a recipe may say about the head."""
+    """Settings of the head in a recipe."""
 
     kind: Literal["falcon"] = "falcon"
     k: int = Field(2, ge=2)  # slots of a block, which one forward reads

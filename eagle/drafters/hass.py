@@ -14,7 +14,7 @@ from eagle.drafters.parts.objectives import Objective
 
 
 class HassSettings(FeatureSettings):
-    """What a recipe may say about the head."""
+    """Settings of the head in a recipe."""
 
     kind: Literal["hass"] = "hass"
     steps: int = Field(3, ge=1)  # in step s, the last s features that a slot sees are its own

@@ -22,7 +22,7 @@ from eagle.recipe import Section
 
 
 class HydraSettings(Section):
-    """What a recipe may say about the heads."""
+    """Settings of the heads in a recipe."""
 
     kind: Literal["hydra"] = "hydra"
     levels: int = Field(4, ge=1)  # levels that are drafted, one token each

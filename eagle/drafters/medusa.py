@@ -21,7 +21,7 @@ FALLING = 0.8  # what a level weighs relative to the one before in the published
 
 
 class MedusaSettings(Section):
-    """What a recipe may say about the heads."""
+    """Settings of the heads in a recipe."""
 
     kind: Literal["medusa"] = "medusa"
     levels: int = Field(5, ge=1)  # levels that are drafted, one token each

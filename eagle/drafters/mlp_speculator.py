@@ -23,7 +23,7 @@ EPS = 1e-6  # of all its norms, whatever the target's
 
 
 class MlpSpeculatorSettings(Section):
-    """What a recipe may say about the head."""
+    """Settings of the head in a recipe."""
 
     kind: Literal["mlp_speculator"] = "mlp_speculator"
     levels: int = Field(4, ge=1)  # levels that are drafted, one token each

@@ -51,7 +51,7 @@ def own_layers(layers: int) -> tuple[Layer, ...]:
 
 
 class MtpSettings(Section):
-    """What a recipe may say about the head."""
+    """Settings of the head in a recipe."""
 
     kind: Literal["mtp"] = "mtp"
     steps: int = Field(3, ge=1)  # that it is trained to go on from its own states

@@ -33,7 +33,7 @@ from eagle.drafters.parts.text_blocks import (
 
 
 class PeagleSettings(FusedSettings):
-    """What a recipe may say about the head."""
+    """Settings of the head in a recipe."""
 
     kind: Literal["peagle"] = "peagle"
     blocks: int = Field(4, ge=1)  # transformer blocks that are stacked
@@ -149,7 +149,7 @@ class Peagle(FusedHead):
     # -- drafting -----------------------------------------------------------------------------------------------------
 
     def open(self) -> MaskedState:
-        """Texts that are drafted for together."""
+        """The state for several texts drafted together."""
         return MaskedState(self)
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from eagle.recipe import Section
 
 
 class SpireSettings(Section):
-    """What a recipe may say about the head."""
+    """Settings of the head in a recipe."""
 
     kind: Literal["spire"] = "spire"
     blocks: int = Field(2, ge=1)  # the target's last blocks, this many

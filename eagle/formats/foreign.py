@@ -76,7 +76,7 @@ def _read(path: Path, target: TargetFiles | None) -> HeadFolder:
 def _convert(
     head: HeadFolder, target: TargetFiles | None, taps: tuple[int, ...] | None
 ) -> tuple[TrainableDrafter, list[str]]:
-    """A head of this project, and all that was left open or left out."""
+    """The head as one of this project, with notes on all that was assumed or left out."""
     if head.guesses_levels and taps not in (None, (-1,)) and not head.problems:
         raise ValueError(f"taps are {taps}, but such heads read (-1,): leave them out")
     return convert_levels(head, target) if head.guesses_levels else convert_head(head, target, taps)

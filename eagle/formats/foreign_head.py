@@ -19,7 +19,7 @@ SOME = 16  # tokens of a draft vocabulary, below which chance may look like ids
 def convert_head(
     head: HeadFolder, target: TargetFiles | None, taps: tuple[int, ...] | None
 ) -> tuple[TrainableDrafter, list[str]]:
-    """The head as one of this project, and all that was left open or left out."""
+    """The head as one of this project, with notes on all that was assumed or left out."""
     head.refuse_problems()
     notes = [*head.notes]
     if head.unknown_keys:
@@ -120,7 +120,7 @@ def _load_weights(head: HeadFolder, target: TargetFiles | None, notes: list[str]
 def _compare_borrowed(
     head: HeadFolder, name: str, target: TargetFiles | None, known_as: tuple[str, ...], notes: list[str]
 ) -> None:
-    """Compare with the target's what the checkpoint holds of it, which a head here borrows instead."""
+    """Compare the checkpoint's copies of target tensors with the target's, which a head here borrows."""
     stored = head.names[name]
     theirs = target.matrix(known_as) if target else None
     left_out = f"{stored} is left out, heads here use the target's"

@@ -71,7 +71,7 @@ def _find_name(head: HeadFolder, reader: LevelReader, name: str) -> tuple[str, s
 
 
 def _compare_borrowed(head: HeadFolder, name: str, known_as: tuple[str, ...], target: TargetFiles | None) -> None:
-    """Compare with the target's what the checkpoint holds of it, which a head here borrows instead."""
+    """Compare the checkpoint's copies of target tensors with the target's, which a head here borrows."""
     left_out = f"{head.names[name]} is left out, heads here use the target's"
     theirs = target.matrix(known_as) if target else None
     if theirs is None:
@@ -131,7 +131,7 @@ def _list_some(names: list[str]) -> str:
 
 
 def convert_levels(head: HeadFolder, target: TargetFiles | None) -> tuple[TrainableDrafter, list[str]]:
-    """The head as one of this project, and all that was left open or left out."""
+    """The head as one of this project, with notes on all that was assumed or left out."""
     head.refuse_problems()
     reader, notes = READERS[head.kind], [*head.notes]
     if head.unknown_keys:

@@ -191,7 +191,7 @@ class InjectedLayout(NetworkLayout):
         )
 
     def _check(self, drafter: TrainableDrafter, target_config: Any, engine: str, style: Style) -> None:
-        """Say what keeps a head from being served."""
+        """Raise ValueError with the reason why the head cannot be served."""
         layers, settings = target_config.num_hidden_layers, drafter.settings
         if not getattr(drafter.shape, "qk_norm", False):
             raise ValueError(

@@ -68,7 +68,7 @@ class InjectedReader(LevelReader):
         return settings if self.method_of(head) == DFLASH else settings | corrected
 
     def _find_layout(self, head: HeadFolder) -> str:
-        """Who writes configs like this one."""
+        """The project that writes configs like this one."""
         config = head.config
         if "speculators_model_type" in config or "transformer_layer_config" in config:
             return SPECULATORS
@@ -77,7 +77,7 @@ class InjectedReader(LevelReader):
         return SPECFORGE if head.nested.values.get("projector_type") else ZLAB
 
     def _refuse_others(self, head: HeadFolder) -> None:
-        """Say what no block here can be."""
+        """Record settings that no block of this project has."""
         keys, block, nested = head.keys, head.block, head.nested
         slides = "sliding_attention" in block.words("layer_types") or bool(block.flag("use_sliding_window"))
         drafts, width = keys.size("draft_vocab_size"), keys.size("target_hidden_size")

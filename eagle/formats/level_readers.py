@@ -206,7 +206,7 @@ class FalconReader(LevelReader):
         return {"k": k or 1}
 
     def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
-        """Those of the config."""
+        """The config's sizes."""
         return head_shape(SimpleNamespace(**head.shape))
 
     def size_of(self, name: str, size: tuple[int, ...]) -> tuple[int, ...]:

@@ -101,7 +101,7 @@ class FusedLayout(NetworkLayout):
         return Layout(config, tensors, serve)
 
     def _check(self, drafter: TrainableDrafter, target_config: Any, engine: str) -> None:
-        """Say what keeps a head from being served."""
+        """Raise ValueError with the reason why the head cannot be served."""
         for switch in SWITCHES:
             if getattr(drafter.settings, switch, False) and switch not in self.switches:
                 raise ValueError(

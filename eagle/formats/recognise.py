@@ -74,7 +74,7 @@ def _name_tensors(head: HeadFolder) -> None:
 
 
 def _layout_of(head: HeadFolder) -> str:
-    """Who writes checkpoints like this one."""
+    """The project that writes checkpoints like this one."""
     config = head.config
     if "speculators_model_type" in config or "transformer_layer_config" in config:
         return SPECULATORS
