@@ -80,7 +80,7 @@ class Sampling:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether drafts leave the target's distribution as it is."""
+        """Whether drafting keeps the target's distribution."""
         return self.lenience == 1 and self.typical is None
 
     @classmethod
@@ -116,7 +116,7 @@ def _refuse_options(name: str, processor: Any) -> None:
 
 
 def warp(logits: Tensor, sampling: Sampling) -> Tensor:
-    """[N, V] warped logits, whose softmax is sampled from; penalties come before, the temperature is above 0."""
+    """[N, V] warped logits for sampling by softmax; penalties are applied before, and the temperature is above 0."""
     scores = logits / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
         threshold = scores.topk(sampling.top_k).values[:, -1:]
@@ -133,14 +133,14 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def penalise(row: Tensor, text: Sequence[int], penalty: float) -> Tensor:
-    """Logits [V] with a repetition penalty on every token of `text`."""
+    """Logits [V] with a repetition penalty on all tokens of `text`."""
     seen = upload(torch.tensor(sorted(set(text))), row.device)
     scores = row[seen]
     return row.index_copy(0, seen, torch.where(scores < 0, scores * penalty, scores / penalty))
 
 
 def to_int(value: Any) -> int | None:
-    """The value as an int, numpy's included; None if it is no whole number."""
+    """The value as an int (numpy's included); None if it is not a whole number."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except (TypeError, ValueError):
@@ -148,7 +148,7 @@ def to_int(value: Any) -> int | None:
 
 
 def whole(name: str, value: Any) -> int:
-    """The value as an int, numpy's included; ValueError if it is no whole number."""
+    """The value as an int (numpy's included); ValueError if it is not a whole number."""
     if (number := to_int(value)) is None:
         raise ValueError(f"{name} is {value!r}, expected a whole number")
     return number

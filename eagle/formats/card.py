@@ -13,7 +13,7 @@ LICENCE = "Not chosen yet: add `license:` to the lines at the top. Those of the 
 
 
 def model_card(folder: Path, name: str) -> str:
-    """The README.md of a head's folder; its curve and acceptance lengths come from files beside the folder, if any."""
+    """The README.md of a head's folder, with loss curve and acceptance lengths from files beside the folder, if any."""
     if absent := [part for part in ("recipe.yaml", "provenance.json") if not (folder / part).is_file()]:
         verb = "are" if len(absent) > 1 else "is"
         raise ValueError(
@@ -110,7 +110,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _curve(rows: list[dict[str, Any]]) -> str:
-    """A table of the losses at evenly spread steps, the first and the last among them."""
+    """A table of the losses at evenly spread steps, the first and last included."""
     steps = [row for row in rows if "total" in row]
     if not steps:
         return ""

@@ -1,4 +1,4 @@
-"""What stands beside an exported head: how it is served, what it was trained under, what it is known to accept."""
+"""The notes beside an exported head: how to serve it, its training settings, and its known acceptance."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def write_notes(
 
 
 def _explain_paths(out: Path, path: str) -> str:
-    """What the paths of the commands stand for."""
+    """Explain the placeholders in the commands."""
     if path == "TARGET":
         target = "`TARGET` stands for the folder or the hub id of the target, which the head does not name."
     else:
@@ -61,7 +61,7 @@ def _explain_paths(out: Path, path: str) -> str:
 
 
 def _choose_depth(drafter: TrainableDrafter, shares: list[float]) -> tuple[int, str]:
-    """A chain's length, and why."""
+    """The recommended chain length and its reason."""
     if drafter.budget is not None:
         return drafter.budget.depth, "as deep as the tree that the head was tuned to"
     if shares:
@@ -71,7 +71,7 @@ def _choose_depth(drafter: TrainableDrafter, shares: list[float]) -> tuple[int, 
 
 
 def _describe_template(recipe: dict[str, Any]) -> str:
-    """What the server must be told so that prompts look as in training."""
+    """The chat-template arguments that the server needs to match training."""
     data = _section(recipe, "data")
     if tool := _section(recipe, "train").get("imported_from"):
         return (
@@ -89,7 +89,7 @@ def _describe_template(recipe: dict[str, Any]) -> str:
 
 
 def _describe_acceptance(shares: list[float], head: Path | None) -> str:
-    """What validation predicted, and what was measured beside the head."""
+    """The acceptance predicted by validation, and the one measured in the head's run."""
     parts = []
     if shares:
         listed = ", ".join(f"{share:.2f}" for share in shares)

@@ -1,4 +1,4 @@
-"""The training loop. The head's forward is the loss; nothing else here depends on the method."""
+"""The training loop. The head's `forward` is the loss; nothing here depends on the method."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ class _Run:
         self.head.train()
 
     def _sum_validation(self, head: TrainableDrafter) -> dict[str, Tensor]:
-        """This process's share of the validation sums; all processes load equally often."""
+        """This process's share of the validation sums; all processes read the same number of batches."""
         indices, device, sums = self.plan.validation, self.accelerator.device, dict[str, Tensor]()
         # as many texts as a step's part, so that what trains on a card is validated there
         size = -(-self.settings.batch_size // (self.accelerator.num_processes * self.settings.accumulation))

@@ -1,4 +1,4 @@
-"""The loop that trains a target together with heads, and writes both: a new target, and heads for it."""
+"""The loop that trains a target together with heads, and writes the new target and its heads."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class _JointRun:
         return dict(zip(names, finite.mean(0).tolist(), strict=True)) if len(finite) else {}
 
     def _validate(self) -> dict[str, float]:
-        """Figures on the held-out conversations: what the heads guess of the new target, and its KL from the old."""
+        """Figures on the held-out conversations: the heads' acceptance, and the new target's KL from the old one."""
         self.joint.eval()
         accelerator, sums = self.accelerator, dict[str, Tensor]()
         for index in self.plan.validation[accelerator.process_index :: accelerator.num_processes]:
@@ -187,5 +187,5 @@ class _JointRun:
 
 
 def _supervised(features: LiveFeatures, index: int) -> int:
-    """How many tokens of an example are learned; the first two are no drafter's."""
+    """The number of supervised tokens of an example, without the first two, which no drafter predicts."""
     return int(features.mask(index)[2:].sum())
