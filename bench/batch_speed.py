@@ -149,7 +149,7 @@ def overhead(target: Target, head: str | None, rounds: int) -> dict[str, float]:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has held since it was told to forget (Linux)."""
+    """Peak memory of this process since its counter was reset (Linux)."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return 1024 * int(line.split()[1])
 

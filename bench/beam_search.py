@@ -35,7 +35,7 @@ class Figures:
         self.seconds, self.steps, self.forwards, self.near_ties, self.equal = 0.0, 0, 0, 0, 0
 
     def add(self, target: Target, prompt: list[int], expected: tuple[list[int], float], **options: Any) -> None:
-        """One more prompt's, whose answer and score transformers finds to be these."""
+        """Add the figures of one prompt, compared with the answer and score of transformers."""
         begun = process_time()
         result = beam_search(target, self.drafter, prompt, budget=self.budget, **options)
         self.seconds += process_time() - begun
@@ -44,7 +44,7 @@ class Figures:
         self.equal += result.tokens[0] == expected[0] and abs(result.scores[0] - expected[1]) < TOLERANCE
 
     def row(self, seconds: float, prompts: int) -> dict[str, Any]:
-        """What is written of it, beside transformers' seconds."""
+        """The row of the result file, with transformers' seconds."""
         return {
             "steps_per_forward": round(self.steps / self.forwards, 3),
             "steps": self.steps,

@@ -1,7 +1,7 @@
 """Speed and memory of training steps that guess blocks, beside `speculators`: `python bench/block_speed.py PYTHON`.
 
 PYTHON is the interpreter of an environment with speculators 0.9. Both sides draw as many anchors or elements of one
-text, compare the same laws and train as many weights; each is a process of its own on one thread, and both take turns.
+text, compare the same probs and train as many weights; each is a process of its own on one thread, and both take turns.
 The limit is the floating-point operations that a step cannot do without, at the peak of matrix products measured
 beside them. Seconds are the CPU's.
 """

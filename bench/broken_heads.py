@@ -1,7 +1,7 @@
-"""Does anyone notice a broken head? `python bench/broken_heads.py --heads FOLDER --sibling TARGET`.
+"""Which tool finds a broken head? `python bench/broken_heads.py --heads FOLDER --sibling TARGET`.
 
 The REPORTED heads of `bench/other_heads.py` are exported and spoilt as exports are spoilt: in every way that is known
-to be silent somewhere, and in ways drawn at random. `inspect` looks at the files, the doctor at what the head says.
+to be silent somewhere, and in ways drawn at random. `inspect` looks at the files, the doctor at its drafts.
 Healthy heads, under-trained and untrained ones among them, must not be called broken.
 """
 
@@ -62,7 +62,7 @@ def spoil(case: Case, heads: Path, target: Target, out: Path) -> Path:
 
 
 def try_case(case: Case, heads: Path, own: Asked, sibling: Asked, out: Path) -> dict[str, Any]:
-    """Who names the fault of a case; what is said of the whole head too does not count."""
+    """Which tool names the fault of a case; findings that the whole head has too do not count."""
     whole = Case("none", case.kind, keep_all, ())
     usual = {finding.what for finding in inspect(spoil(whole, heads, own[1], out), own[0]).findings}
     findings, diagnosis = look(spoil(case, heads, own[1], out), sibling if case.fault == SIBLING else own)
@@ -77,7 +77,7 @@ def try_case(case: Case, heads: Path, own: Asked, sibling: Asked, out: Path) -> 
 
 
 def try_healthy(folder: Path, asked: Asked) -> dict[str, Any]:
-    """What the doctor says of a head that nobody has spoilt."""
+    """The doctor's findings on a healthy head."""
     _, diagnosis = look(folder, asked)
     print(f"healthy | {folder.name} | {'CALLED BROKEN' * diagnosis.broken} | {diagnosis.verdict}", flush=True)
     return {"head": folder.name, "doctor": diagnosis.verdict, "broken": diagnosis.broken}

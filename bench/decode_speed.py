@@ -28,7 +28,7 @@ CONTEXTS = (300, 3000)
 
 
 class RandomTrees(Drafter):
-    """Trees of a fixed size with random tokens and random shape: all cost, no luck."""
+    """Trees of a fixed size with random tokens and random shape, which are hardly ever accepted."""
 
     taps: tuple[int, ...] = ()
 
@@ -60,11 +60,11 @@ class Ticks:
         self.times: list[float] = []
 
     def put(self, _: Any) -> None:
-        """One token (or the prompt) is there."""
+        """Note the time of a token, or of the prompt."""
         self.times.append(process_time())
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """End of the answer."""
 
 
 def typical_step(times: list[float]) -> float:

@@ -44,7 +44,7 @@ TASKS = ("translation", "conversation", "summarization")
 
 
 class Place(NamedTuple):
-    """What a chain of eight comes to behind a token of an answer."""
+    """The chain of eight behind a token of an answer, and how much of it is accepted."""
 
     context: int
     proposed: int
@@ -86,14 +86,14 @@ def draft_everywhere(target: Target, drafter: Drafter, prompt: list[int], answer
 def record(
     target: Target, drafters: dict[str, Drafter], prompts: list[list[int]], new_tokens: int
 ) -> dict[str, list[Answer]]:
-    """The target's answers to prompts, with what each drafter's chains come to in them."""
+    """The target's answers to prompts, with each drafter's chains and how much of them is accepted."""
     traces = generate(target, NoDrafter(), prompts, max_new_tokens=new_tokens, batch_size=len(prompts))
     pairs = [(trace.prompt, trace.tokens) for trace in traces if len(trace.tokens) > 1]
     return {name: [draft_everywhere(target, one, *pair) for pair in pairs] for name, one in drafters.items()}
 
 
 def keep(path: Path, make: Callable[[], T]) -> T:
-    """What a file holds, made first where there is none."""
+    """The content of a file, which is made first if it is missing."""
     if not path.exists():
         path.write_bytes(pickle.dumps(make()))
     return pickle.loads(path.read_bytes())
@@ -168,7 +168,7 @@ def price_drafts(costs: CycleCosts, seconds: float) -> CycleCosts:
 
 
 class Outcome(NamedTuple):
-    """What a fixed length or the policy comes to."""
+    """Tokens and modelled seconds of a fixed length or of the policy."""
 
     tokens: int
     seconds: float

@@ -1,4 +1,4 @@
-"""Loss masks over published chat templates and real conversations, against a truth of their own.
+"""Loss masks over published chat templates and real conversations, against an independent truth.
 
 `python bench/mask_templates.py --templates DIR --tokenizers DIR --conversations FILE [--count 200] [--out JSON]`
 
@@ -92,7 +92,7 @@ def supervised(example: Example, tokenizer: Any) -> Iterator[tuple[str, int, int
 
 
 def verdicts(conversation: Conversation, examples: Sequence[Example], tokenizer: Any, mark: str | None) -> list[str]:
-    """Of each answer: whether its supervised tokens say exactly what the model says, its end mark included."""
+    """Of each answer: whether its supervised tokens are exactly the model's text, its end mark included."""
     if mark is None:
         return ["no end mark in the list made by hand"]
     wanted = [(text, known) for text, known in truth(conversation, tokenizer, mark) if text]

@@ -170,7 +170,7 @@ def sum_losses(head: Any, batch: Batch, training: Training, frozen: TargetHead) 
 
 
 def train(name: str, training: Training, target: Target, examples: list[Example], seed: int) -> Any:
-    """A head that was trained in that way; healthy, whatever anybody says."""
+    """Train a healthy head in this way."""
     torch.manual_seed(seed)
     settings, supervised = settings_of(training.head, name), [example.tokens[example.loss_mask] for example in examples]
     head = DRAFTERS[settings.kind].for_target(settings, target.config, target.head, supervised).train()

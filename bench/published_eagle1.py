@@ -97,8 +97,8 @@ def published_loss(
         noise = torch.empty_like(known).uniform_(-0.1, 0.1, generator=generator)
         known = known + noise * (512 / lengths.to(known.dtype))[:, None, None]
     predicted = head(_shifted(tokens, 1), known, lengths, embedding)
-    law = F.linear(true, weight).detach().softmax(-1, dtype=wide)
-    entropy = -(law * F.linear(predicted, weight).log_softmax(-1, dtype=wide)).sum(-1)
+    target_probs = F.linear(true, weight).detach().softmax(-1, dtype=wide)
+    entropy = -(target_probs * F.linear(predicted, weight).log_softmax(-1, dtype=wide)).sum(-1)
     regression = F.smooth_l1_loss(predicted.to(wide), true.to(wide), reduction="none").mean(-1)
     slots = counted.sum() + 1e-5
     first, second = (counted * regression).sum() / slots, (counted * entropy).sum() / slots

@@ -1,4 +1,4 @@
-"""Ways to spoil an exported head: those known to be silent in some engine, and such as chance decides."""
+"""Ways to spoil an exported head: those known to be silent in some engine, and random ones."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ HALVES = change(r"self_attn\.[qkv]_proj", lambda matrix: torch.cat(matrix.chunk(
 
 
 def known_cases() -> list[Case]:
-    """What is known to be wrong and silent in some engine."""
+    """Faults that some engine is known to accept without an error."""
     ids = add("d2t", lambda config, tensors: tensors["d2t"] + torch.arange(len(tensors["d2t"])))
     zeros = add("d2t", lambda config, tensors: torch.zeros(config["vocab_size"], dtype=torch.long))
     bias = add("fc.bias", lambda config, tensors: torch.full((config["hidden_size"],), 0.1))
@@ -142,7 +142,7 @@ def known_cases() -> list[Case]:
 
 
 def draw_cases(seed: int) -> list[Case]:
-    """Six faults, of which chance decides the details."""
+    """Six faults with random details."""
     chance = random.Random(seed)
     orders, fused = [*permutations(range(3))][1:], ["eagle3", "eagle3-full", "eagle3.1"]
     order, shift, (first, second) = chance.choice(orders), chance.choice((2, -2)), chance.sample(NORMS, 2)

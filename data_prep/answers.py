@@ -1,4 +1,4 @@
-"""Prompts and their answers, and the target that gives them, many at a time."""
+"""Answer prompts with the target itself, many at a time."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def faults(conversation: Conversation, examples: Sequence[Example], tokenizer: A
 
 
 def unlike_served(conversation: Conversation, examples: Sequence[Example], tokenizer: Any, data: DataSection) -> int:
-    """How many answers follow another text than the end of the prompt that serving shows."""
+    """How many answers follow a text that differs from the end of the serving prompt."""
     runs = runs_of(examples)
     places = weighted_places(conversation, data)
     if len(places) != len(runs):  # some are printed empty, or cut away
@@ -167,7 +167,7 @@ def runs_of(examples: Sequence[Example]) -> list[tuple[list[int], tuple[int, int
 
 
 def decode_run(tokens: list[int], run: tuple[int, int], tokenizer: Any) -> str:
-    """The text of a run where it stands: a decoder may treat the first token of all otherwise."""
+    """The text of a run, decoded in its context, since a decoder may treat a text's first token differently."""
     start, end = run
     before = max(0, start - 8)
     return tokenizer.decode(tokens[before:end])[len(tokenizer.decode(tokens[before:start])) :]

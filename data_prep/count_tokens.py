@@ -47,7 +47,7 @@ def count_texts(texts: Iterable[Text], vocab_size: int, *, pairs: bool = True, t
 
 
 def join_texts(texts: Iterable[Text]) -> Iterator[list[Tensor]]:
-    """Texts end to end, a few million tokens at a time: tokens, which count, which end a pair (no text's first)."""
+    """Texts joined, a few million tokens at a time: tokens, which count, which end a pair (not a text's first)."""
     pending: list[tuple[Tensor, Tensor, Tensor]] = []
     size = 0
     for tokens, counted in texts:
@@ -117,7 +117,7 @@ def report(tables: Tables) -> str:
 
 def main(argv: list[str]) -> None:
     """Count the tokens, save the tables, and print what was counted."""
-    parser = command_line("data_prep.count_tokens", __doc__)
+    parser = command_line("eagle count-tokens", __doc__)
     parser.add_argument("--out", required=True, help="the folder to write, as runs/tiny/bigram")
     parser.add_argument("--kind", choices=("bigram", "unigram"), default="bigram")
     parser.add_argument("--text", nargs="+", type=Path, help="plain text files, instead of the recipe's conversations")

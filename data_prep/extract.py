@@ -25,7 +25,7 @@ from eagle.target.target import Target
 
 def main(argv: list[str]) -> None:
     """Fill, verify or forecast the recipe's feature store; every launched process does its share."""
-    parser = command_line("data_prep.extract", __doc__.splitlines()[0])
+    parser = command_line("eagle extract", __doc__.splitlines()[0])
     parser.add_argument("--forecast", action="store_true", help="tell tokens, bytes and time, and stop")
     parser.add_argument("--verify", action="store_true", help="read every byte back")
     parser.add_argument("--repair", action="store_true", help="compute anew what is broken, and only that")

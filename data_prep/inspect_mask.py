@@ -106,7 +106,7 @@ def quartiles(lengths: Sequence[int]) -> str:
 
 def main(argv: list[str]) -> None:
     """Print and write what the recipe's data teach; end with an error if a check fails."""
-    parser = command_line("data_prep.inspect_mask", __doc__)
+    parser = command_line("eagle inspect-mask", __doc__)
     parser.add_argument("--count", type=int, default=3, help="conversations to show")
     parser.add_argument("--html", metavar="PATH", help="write them there, too")
     args = parser.parse_intermixed_args(argv)

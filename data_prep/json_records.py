@@ -1,4 +1,4 @@
-"""The records of JSON files of any shape, plain or compressed; no damage takes a good record with it."""
+"""The records of JSON files of any shape, plain or compressed; damage loses no good record."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _has_lines(head: bytes) -> bool:
 
 
 def _read_lines(pieces: Iterable[bytes]) -> Numbered:
-    """The records of JSONL; a line that is damaged takes no other with it."""
+    """The records of JSONL; a damaged line loses no other."""
     for number, line in enumerate(_split_lines(pieces), 1):
         yield from ((number, record) for record in _parse_line(line))
 
@@ -157,8 +157,8 @@ def _decode_value(text: str, start: int) -> tuple[Any, int, bool]:
 
 def _take_text(texts: Iterator[str], size: int) -> str:
     """More than `size` further characters if there are: reading doubles, so a long record is tried a few times only."""
-    taken: list[str] = []
+    pieces: list[str] = []
     while size >= 0 and (text := next(texts, "")):
-        taken.append(text)
+        pieces.append(text)
         size -= len(text)
-    return "".join(taken)
+    return "".join(pieces)

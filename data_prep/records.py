@@ -1,4 +1,4 @@
-"""One record of any known layout -> a conversation as OpenAI writes it, or the reason for which it gives none."""
+"""One record of any known layout -> a conversation as OpenAI writes it, or the reason why there is none."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def sampling_of(section: RegenerateSection) -> dict[str, Any]:
 
 
 def settings_of(recipe: Recipe, section: RegenerateSection, source: dict[str, Any]) -> dict[str, Any]:
-    """All settings that decide the answers; where they are decoded does not, nor who drafts."""
+    """All settings that determine the answers; where they are decoded and who drafts are not among them."""
     target = recipe.target.model_dump(mode="json", exclude={"device_map"})
     return {"target": target, "sampling": {**sampling_of(section), "keep_truncated": section.keep_truncated}, **source}
 
@@ -218,7 +218,7 @@ def make_answerer(recipe: Recipe, section: RegenerateSection) -> tuple[Answerer,
 
 def main(argv: list[str]) -> None:
     """Replace every answer, keep what is done, and print a summary."""
-    parser = command_line("data_prep.regenerate", __doc__)
+    parser = command_line("eagle regenerate", __doc__)
     parser.add_argument("--forecast", action="store_true", help="say how long it would take, and stop")
     parser.add_argument("--without-failed", action="store_true", help="finish without the conversations that failed")
     args = parser.parse_intermixed_args(argv)

@@ -1,4 +1,4 @@
-"""Whether a server draws its answers from its model's probabilities: a sampler at fault gives nonsense in silence."""
+"""Whether a server draws its answers from its model's probabilities: a faulty one gives nonsense without an error."""
 
 from __future__ import annotations
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from eagle.formats.checkpoint import load_drafter
     from eagle.target.target import Target
 
+__version__ = "0.1.0.dev0"
+
 __all__ = ["Budget", "DraftTree", "Sampling", "Target", "Trace", "beam_search", "generate", "load_drafter", "stream"]
 
 _HOMES = {

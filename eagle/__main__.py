@@ -1,251 +1,110 @@
-"""The command line: `python -m eagle generate | export | import | inspect | doctor`."""
+"""The command line: `eagle VERB ...`, which is `python -m eagle VERB ...`."""
 
 from __future__ import annotations
 
-import argparse
+import difflib
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from statistics import fmean
-from time import perf_counter
-from typing import Any, TextIO
+from importlib import import_module
+from typing import NamedTuple
 
-from eagle.core.beam import beam_search
-from eagle.core.budget import Budget
-from eagle.core.decode import generate, stream
-from eagle.core.drafter import Drafter
-from eagle.core.goodput import Goodput
-from eagle.core.spelling import Spelling
-from eagle.core.trace import Trace
-from eagle.core.typical import PUBLISHED
-from eagle.core.verify import Sampling
-from eagle.device import choose_threads
-from eagle.doctor import examine
-from eagle.formats.checkpoint import load_drafter, load_head
-from eagle.formats.export import EXPORTERS, export
-from eagle.formats.foreign import import_head, inspect
-from eagle.formats.norm_output import MEANINGS
-from eagle.formats.target_files import embedding_dtype
-from eagle.log import interrupted_by_user
-from eagle.recipe import lay_over
-from eagle.target.target import Target
+from eagle import __version__
+from eagle.shipped import STAGES
 
-GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
-# control characters in an answer must not move the cursor or set a title
-HARMLESS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
-Write = Callable[[str, bool], None]  # a piece of text, and whether it was drafted
+class Verb(NamedTuple):
+    """What a verb runs, and a line about it."""
+
+    module: str
+    about: str
+    function: str = "main"
+
+
+GROUPS = {
+    "Start": {
+        "demo": Verb("recipes.tiny.demo", "every stage on a tiny model: minutes on a CPU, no downloads"),
+        "recipes": Verb("eagle.command.copy_recipe", "list the recipes that come with eagle; copy one"),
+        "tiny-target": Verb("recipes.tiny.make_target", "train the tiny model of the recipes in tiny/, with its data"),
+    },
+    "Train a head": {
+        "prepare": Verb("data_prep.prepare", "write the target's own answers, then show what is learned of them"),
+        "extract": Verb("data_prep.extract", "store the target's hidden features"),
+        "train": Verb("eagle.command.launcher", "train the head; --check tries everything first", "train"),
+        "forecast": Verb("recipes.forecast", "memory, disk and hours of a run"),
+        "draft-vocab": Verb("data_prep.draft_vocab", "choose the tokens of a smaller draft vocabulary"),
+        "count-tokens": Verb("data_prep.count_tokens", "count tables for drafters without weights"),
+        "regenerate": Verb("data_prep.regenerate", "only the first half of prepare"),
+        "inspect-mask": Verb("data_prep.inspect_mask", "only the second half of prepare"),
+    },
+    "Measure": {
+        "measure": Verb("eval.measure", "acceptance length and speed, beside plain decoding"),
+        "report": Verb("eval.report", "measurements as one page"),
+        "compare": Verb("eval.compare", "train and measure several methods on equal terms"),
+        "tune": Verb("eval.tune", "the draft tree that is fastest on this machine"),
+        "lossless": Verb("eval.lossless", "compare every answer with the untouched model's own"),
+    },
+    "Use and ship": {
+        "generate": Verb("eagle.command.generate", "stream an answer, drafted by a head or a method's name"),
+        "export": Verb("eagle.command.ship", "write a head as a serving engine reads it", "run_export"),
+        "import": Verb("eagle.command.ship", "read a head that another tool wrote", "run_import"),
+        "inspect": Verb("eagle.command.ship", "what a checkpoint is, and which traps it holds", "run_inspect"),
+        "doctor": Verb("eagle.command.ship", "why a head accepts as little as it does", "run_doctor"),
+    },
+}
+VERBS = {name: verb for group in GROUPS.values() for name, verb in group.items()}
+USAGE = "usage: eagle VERB [arguments]      `eagle VERB --help` tells the arguments of one"
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line and run the verb."""
-    parser = argparse.ArgumentParser(prog="eagle", description="Run and ship draft heads.")
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    verb = verbs.add_parser("generate", help="stream an answer, drafted by a head or a method's name")
-    verb.add_argument("drafter")
-    verb.add_argument("prompt")
-    verb.add_argument("--target", required=True)
-    verb.add_argument("--temperature", type=float, default=0.0)
-    verb.add_argument("--max-new-tokens", type=int, default=128)
-    verb.add_argument("--compare", action="store_true", help="decode without drafts too: how much faster, and equal?")
-    verb.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="of a method without weights")
-    verb.add_argument("--policy", action="store_true", help="draft as many levels in each cycle as pay, or none")
-    verb.add_argument("--typical", action="store_true", help="LOSSY: accept what the target finds likely enough")
-    verb.add_argument("--beams", type=int, metavar="N", help="the best answer of a beam search instead of a greedy one")
-    verb.add_argument("--dtype", help="of the target; by default what is fastest here, and to compare float32")
-    verb = verbs.add_parser("export", help="write a head as an engine reads it")
-    verb.add_argument("head")
-    verb.add_argument("--target", required=True)
-    verb.add_argument("--to", required=True, choices=list(EXPORTERS))
-    verb.add_argument("out")
-    verb = verbs.add_parser("import", help="make a head of this project of one that another tool or an export wrote")
-    verb.add_argument("folder")
-    verb.add_argument("out")
-    verb.add_argument("--target")
-    verb.add_argument("--taps", help="inputs of which layers it reads, as 2,16,29, where its config does not tell")
-    verb.add_argument("--norm-output", choices=list(MEANINGS), help="what reads the normed state, by norm_output")
-    verb = verbs.add_parser("inspect", help="what a checkpoint is, and which traps it holds")
-    verb.add_argument("folder")
-    verb.add_argument("--target")
-    verb = verbs.add_parser("doctor", help="why a head accepts as little as it does")
-    verb.add_argument("head")
-    verb.add_argument("--target", required=True)
-    verb.add_argument("--prompts", help="a file of conversations; by default a few questions")
-    verb.add_argument("--server", help="address of a running vLLM or SGLang, whose acceptance is compared")
-    args = parser.parse_args(argv)
-    run = {"generate": _generate, "export": _export, "import": _import, "inspect": _inspect, "doctor": _doctor}
+    """Run the verb with the arguments that follow it."""
+    name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    if name in ("-h", "--help"):
+        sys.exit(print(overview()))
+    if not name:
+        print(overview(), file=sys.stderr)
+        sys.exit(2)
+    if name == "--version":
+        sys.exit(print(f"eagle {__version__}"))
+    if name not in VERBS:
+        near = difflib.get_close_matches(name, VERBS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(VERBS)}"
+        print(f"{USAGE}\neagle: there is no verb {name}: {hint}", file=sys.stderr)
+        sys.exit(2)
+    reach_stages()
+    run_verb(name, VERBS[name], rest)
+
+
+def overview() -> str:
+    """Usage, and all verbs by group."""
+    lines = [USAGE]
+    for title, group in GROUPS.items():
+        lines += [f"\n{title}:", *(f"  {name:<14}{verb.about}" for name, verb in group.items())]
+    lines.append("\ntrain, prepare, extract, measure and lossless take --processes N: see `eagle train --help`.")
+    return "\n".join(lines)
+
+
+def reach_stages() -> None:
+    """Let this process and those that it starts import data_prep, eval and recipes."""
+    if str(STAGES) not in sys.path:
+        sys.path.insert(0, str(STAGES))
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if str(STAGES) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(STAGES), *filter(None, paths)])
+
+
+def run_verb(name: str, verb: Verb, argv: list[str]) -> None:
+    """Run a stage, or a verb of the package itself, whose errors end it with status 2."""
+    if not verb.module.startswith("eagle."):
+        import_module("eagle.command.launcher").run_stage(verb.module, argv)
+        return
     try:
-        with interrupted_by_user(lambda: "give the same command again"):
-            run[args.verb](args)
+        getattr(import_module(verb.module), verb.function)(argv)
     except ValueError as error:
         print(f"eagle: {error}", file=sys.stderr)
         sys.exit(2)  # 1 says that a checkpoint is broken
-
-
-@dataclass(frozen=True)
-class TimedTrace:
-    """An answer and the seconds that decoding it took."""
-
-    trace: Trace
-    seconds: float
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second, prefill included."""
-        return len(self.trace.tokens) / self.seconds
-
-    def __str__(self) -> str:
-        tokens, forwards = len(self.trace.tokens), len(self.trace.cycles)
-        return (
-            f"{tokens} tokens, {self.speed:.1f} tokens/s; {forwards} forwards after the prompt's, "
-            f"acceptance length {self.trace.acceptance_length:.2f}"
-        )
-
-
-def stream_text(target: Target, drafter: Drafter, prompt: list[int], write: Write, **options: Any) -> TimedTrace:
-    """Decode an answer, writing each piece of its text as soon as it is complete."""
-    spell, trace, seconds = Spelling(target.tokenizer), Trace([]), 0.0
-    target.forget()
-    pieces = stream(target, drafter, prompt, trace=trace, **options)
-    while trace.finish == "running":
-        start = perf_counter()
-        new = next(pieces)
-        seconds += perf_counter() - start
-        for token, drafted in zip(new, trace.drafted[-len(new) :], strict=True):
-            if text := spell(token):
-                write(text, drafted)
-    if text := spell.rest():
-        write(text, False)
-    return TimedTrace(trace, seconds)
-
-
-def writer_to(out: TextIO, coloured: bool) -> Write:
-    """A function that writes pieces of an answer: drafted ones in green, on a terminal without control characters."""
-
-    def write(text: str, drafted: bool) -> None:
-        if out.isatty():
-            text = text.translate(HARMLESS)
-        out.write(f"{GREEN}{text}{PLAIN}" if drafted and coloured else text)
-        out.flush()
-
-    return write
-
-
-def supports_colour(out: TextIO) -> bool:
-    """Whether `out` is a terminal that shows colours, which its user has not switched off."""
-    return out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
-
-
-def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
-    """Options of a drafter from KEY=VALUE each, the values as YAML."""
-    options: dict[str, Any] = {}
-    for pair in pairs:
-        lay_over(options, pair)
-    return options
-
-
-def _generate(args: argparse.Namespace) -> None:
-    if args.typical and args.policy:
-        raise ValueError("--policy measures exact verification, --typical is lossy: leave one of them out")
-    if args.beams is not None:
-        _search(args)
-        return
-    target = Target.load(args.target, dtype=args.dtype or ("float32" if args.compare else "auto"))
-    drafter = load_drafter(args.drafter, target, **parse_options(args.option))
-    none, prompt = load_drafter("none", target), target.chat(args.prompt)
-    if target.device.type == "cpu":
-        choose_threads(partial(generate, target, none, prompt, max_new_tokens=2))
-    sampling = Sampling(args.temperature, typical=PUBLISHED if args.typical else None)
-    options: dict[str, Any] = {"sampling": sampling, "max_new_tokens": args.max_new_tokens}
-    if args.compare:  # warm both up
-        for drafts in (drafter, none):
-            generate(target, drafts, prompt, **{**options, "max_new_tokens": min(8, args.max_new_tokens)})
-    coloured = supports_colour(sys.stdout)
-    policy = _measure_policy(target, drafter, prompt, sampling) if args.policy else None
-    # tokens that the target's own noise ranks first are often unlikely ones, which that rule turns away
-    likeliest = replace(drafter.budget or Budget(), draw="likeliest") if args.typical else None
-    budget = policy or likeliest
-    drafted = stream_text(target, drafter, prompt, writer_to(sys.stdout, coloured), budget=budget, **options)
-    print()
-    legend = f" ({GREEN}green{PLAIN}: drafted)" if coloured else ""
-    print(f"{args.drafter}: {drafted}{legend}", file=sys.stderr)
-    if policy is not None:
-        levels = fmean([cycle.depth for cycle in drafted.trace.cycles] or [0])
-        print(f"policy: {levels:.1f} levels a cycle, of 0 to {policy.budget.depth}", file=sys.stderr)
-    if args.typical:
-        print("typical acceptance is LOSSY: the answer does not follow the model's distribution", file=sys.stderr)
-    if args.compare:
-        plain = stream_text(target, none, prompt, lambda *_: None, **options)
-        print(f"none: {plain}", file=sys.stderr)
-        dtype = "" if args.typical else str(target.model.dtype).removeprefix("torch.")
-        verdict = _compare_tokens(drafted.trace, plain.trace, dtype)
-        print(f"{drafted.speed / plain.speed:.2f} × as fast, {verdict}", file=sys.stderr)
-
-
-def _search(args: argparse.Namespace) -> None:
-    """Print the best answer of a beam search, and what it took."""
-    options = {"--temperature": args.temperature, "--compare": args.compare, "--policy": args.policy}
-    if given := [name for name, value in {**options, "--typical": args.typical}.items() if value]:
-        raise ValueError(f"--beams searches by the target's own probabilities: leave {', '.join(given)} out")
-    target = Target.load(args.target, dtype=args.dtype or "auto")
-    drafter, prompt = load_drafter(args.drafter, target), target.chat(args.prompt)
-    begun = perf_counter()
-    result = beam_search(target, drafter, prompt, beams=args.beams, max_new_tokens=args.max_new_tokens)
-    seconds, (answer,), (score,) = perf_counter() - begun, result.tokens, result.scores
-    text = target.tokenizer.decode(answer, skip_special_tokens=True)
-    print(text.translate(HARMLESS) if sys.stdout.isatty() else text)
-    counts = f"{result.steps} steps, {result.forwards} forwards after the prompt's"
-    counts += f", {result.steps_per_forward:.2f} steps each"
-    print(f"{args.drafter}: score {score:.4f}; {counts}; {len(answer) / seconds:.1f} tokens/s", file=sys.stderr)
-
-
-def _measure_policy(target: Target, drafter: Drafter, prompt: list[int], sampling: Sampling) -> Goodput:
-    """A policy with costs from a short generation, as long as the model has positions for it."""
-    room = 256 if target.max_positions is None else min(256, target.max_positions - len(prompt))
-    return Goodput.measure(target, drafter, prompt, sampling=sampling, max_new_tokens=max(room, 1))
-
-
-def _compare_tokens(drafted: Trace, plain: Trace, dtype: str) -> str:
-    """A phrase on whether two answers are the same, and from which token on they differ; no dtype, a lossy rule."""
-    if drafted.tokens == plain.tokens:
-        return "and the output is the same"
-    pairs = enumerate(zip(drafted.tokens, plain.tokens, strict=False), start=1)
-    first = next((number for number, (left, right) in pairs if left != right), len(drafted.tokens))
-    why = "which must not be" if dtype in ("float32", "float64") else f"as it may in {dtype}: --dtype float32 is exact"
-    why = why if dtype else "as a lossy rule of acceptance makes it"
-    return f"but the output differs from token {first} on, {why}"
-
-
-def _export(args: argparse.Namespace) -> None:
-    head = load_head(args.head)
-    # the embedding may be written: in the checkpoint's dtype, not in what is fastest here
-    target = Target.load(args.target, dtype=embedding_dtype(args.target), device="cpu")
-    export(head.bind(target.head), target.config, args.to, args.out, args.head)
-    print(f"{args.out} is ready for {args.to}; its README.md tells how to serve it")
-
-
-def _import(args: argparse.Namespace) -> None:
-    try:
-        taps = tuple(map(int, args.taps.split(","))) if args.taps else None
-    except ValueError:
-        raise ValueError(f"--taps is {args.taps!r}, expected numbers as 2,16,29: the inputs of layers") from None
-    print(import_head(args.folder, args.out, args.target, taps, args.norm_output))
-
-
-def _inspect(args: argparse.Namespace) -> None:
-    findings = inspect(args.folder, args.target)
-    print(findings)
-    if findings.fatal:
-        sys.exit(1)
-
-
-def _doctor(args: argparse.Namespace) -> None:
-    diagnosis = examine(args.head, args.target, args.prompts, args.server)
-    print(diagnosis)
-    if diagnosis.broken:
-        sys.exit(1)
+    except KeyboardInterrupt:
+        with import_module("eagle.log").interrupted_by_user(lambda: "give the same command again"):
+            raise
 
 
 if __name__ == "__main__":

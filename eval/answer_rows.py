@@ -1,4 +1,4 @@
-"""What a generation did, as the columns of a row of results."""
+"""Rows of results: the columns that describe one generation."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def cycle_of(cycle: Cycle) -> Row:
 
 
 def batch_row_of(trace: Trace, share: float, cpu_share: float, latency: float, session: str) -> Row:
-    """A trace that was written beside others: its shares of the steps' seconds, and those from its admission on.
+    """The row of an answer written in a batch: its share of each step's seconds, and those since it was admitted.
 
     Cycles of one session with one number are the same forward, of so many `rows`; their seconds are the whole cycle's.
     """

@@ -1,4 +1,4 @@
-"""What recorded cycles of batches cost, at the prices of bare forwards of as many texts."""
+"""Modelled seconds of recorded batch cycles, from the costs of bare forwards over as many texts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Place = tuple[str, int]  # session and number of a cycle that texts shared
 
 
 def share_batches(costs: Costs, answers: Sequence[dict[str, Any]], drafts_cost: bool) -> list[float]:
-    """Modelled seconds of each answer, prefill excluded: of every cycle one share of as many as it had texts.
+    """Modelled seconds of each answer, prefill excluded: the cost of a cycle is split evenly among its texts.
 
     A forward reads all texts' trees padded to the largest, behind contexts padded to the longest. Drafts cost the mean
     seconds of those recorded with as many texts and levels.
@@ -31,13 +31,13 @@ def share_batches(costs: Costs, answers: Sequence[dict[str, Any]], drafts_cost: 
 
 
 def draft_seconds_by_texts(shared: Iterable[list[Cycle]]) -> dict[tuple[int, int], float]:
-    """Mean seconds of recorded drafts by texts and levels; nothing where nothing was drafted."""
-    found: dict[tuple[int, int], list[float]] = defaultdict(list)
+    """Mean seconds of recorded drafts by number of texts and levels; cycles without a draft are left out."""
+    seconds_by_shape: dict[tuple[int, int], list[float]] = defaultdict(list)
     for cycles in shared:
         seconds = cycles[0].get("seconds") or {}
         if "draft" in seconds:
-            found[_shape(cycles)].append(seconds["draft"])
-    return {shape: mean_of_most(seconds) for shape, seconds in found.items()}
+            seconds_by_shape[_shape(cycles)].append(seconds["draft"])
+    return {shape: mean_of_most(seconds) for shape, seconds in seconds_by_shape.items()}
 
 
 def _cycle_seconds(costs: Costs, cycles: list[Cycle], drafts: dict[tuple[int, int], float]) -> float:
@@ -47,5 +47,5 @@ def _cycle_seconds(costs: Costs, cycles: list[Cycle], drafts: dict[tuple[int, in
 
 
 def _shape(cycles: list[Cycle]) -> tuple[int, int]:
-    """Texts and levels of a cycle that texts shared."""
+    """The number of texts and of draft levels of a batch cycle."""
     return cycles[0]["rows"], max(cycle["depth"] for cycle in cycles)

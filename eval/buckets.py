@@ -1,4 +1,4 @@
-"""Acceptance by what stood before a cycle: tokens of context, and tokens of the answer."""
+"""Acceptance by position: by tokens of context, and by tokens of the answer before a cycle."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Buckets:
     count: Callable[[Answer], Sequence[int]]  # of each cycle of an answer
 
     def find(self, tokens: int) -> int:
-        """The number of the bucket that holds so many tokens."""
+        """The index of the bucket for a number of tokens."""
         return bisect_right([self.start(bucket) for bucket in range(1, 40)], tokens)
 
     def start(self, bucket: int) -> int:
@@ -31,7 +31,7 @@ class Buckets:
         return self.first * self.factor ** (bucket - 1) if bucket else 0
 
     def name(self, bucket: int) -> str:
-        """Its tokens, from and up to which."""
+        """The bucket's range as text."""
         end = _short(self.start(bucket + 1))
         return f"{_short(self.start(bucket))} to {end}" if bucket else f"below {end}"
 
@@ -61,9 +61,9 @@ EVERY = (CONTEXT, WRITTEN)
 
 
 def several_buckets(lengths: Sequence[dict[int, Estimate]]) -> list[int]:
-    """The buckets that any of the groups has; none where that is a single one, which holds nothing new."""
-    found = sorted({bucket for part in lengths for bucket in part})
-    return found if len(found) > 1 else []
+    """The buckets that occur in any group, in order; none if there is only one."""
+    buckets = sorted({bucket for part in lengths for bucket in part})
+    return buckets if len(buckets) > 1 else []
 
 
 def _count(parts: Iterable[Sequence[Row]]) -> int:

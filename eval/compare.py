@@ -1,4 +1,4 @@
-"""Methods side by side: `python -m eval.compare COMPARISON.yaml [key=value ...] [--report]`.
+"""Compare methods: `python -m eval.compare COMPARISON.yaml [key=value ...] [--report]`.
 
 Every arm of the file is trained with every seed, and measured on the same prompts; `docs/compare.md` explains the file.
 A comparison that was killed goes on when the same command is given again. With `--report` the table is made anew from
@@ -35,7 +35,7 @@ GOES_ON = "what is trained and measured is kept, and the same command goes on"
 
 
 def prepare(comparison: Comparison) -> None:
-    """Run the command of every needed file that is not there."""
+    """Run the command of every needed file that is missing."""
     for path, command in comparison.section.prepare.items():
         if Path(path).exists():
             continue
@@ -46,7 +46,7 @@ def prepare(comparison: Comparison) -> None:
 
 
 def header(comparison: Comparison, decoder: Decoder) -> dict[str, Any]:
-    """What the rows that follow were made by."""
+    """The header of a run: what made the rows that follow."""
     return {
         "comparison": Path(comparison.source).name,
         "target": target_identity(comparison.recipe.target),
@@ -61,7 +61,7 @@ def header(comparison: Comparison, decoder: Decoder) -> dict[str, Any]:
 
 
 def begin(rows: Rows, about: dict[str, Any]) -> None:
-    """Note what this run is made by; rows of another target are refused."""
+    """Write the header of this run; rows of another target are refused."""
     for run in rows.of("run"):
         for name, earlier, now in differences(run["target"], about["target"]):
             raise ValueError(
@@ -73,7 +73,7 @@ def begin(rows: Rows, about: dict[str, Any]) -> None:
 
 
 def run(comparison: Comparison) -> str:
-    """Prepare, train and measure what is missing, seed by seed; the table."""
+    """Prepare, train and measure what is missing, seed by seed; returns the table."""
     rows = Rows(comparison.folder)
     prepare(comparison)
     decoder = Decoder(comparison, rows)
@@ -95,7 +95,7 @@ def run(comparison: Comparison) -> str:
 
 
 def report(comparison: Comparison, rows: Rows) -> str:
-    """Write the figures and the table of the rows that are there; the table."""
+    """Write figures and table from the stored rows; returns the table."""
     if not rows.of("run"):
         raise ValueError(f"no results in {rows.path}: give the command without --report first")
     figures = ComparisonTable(comparison, rows).figures()
@@ -107,7 +107,7 @@ def report(comparison: Comparison, rows: Rows) -> str:
 
 def main(argv: list[str]) -> None:
     """Compare, and print the table."""
-    parser = argparse.ArgumentParser(prog="python -m eval.compare", description=__doc__)
+    parser = argparse.ArgumentParser(prog="eagle compare", description=__doc__)
     parser.add_argument("comparison", help="a YAML file, such as recipes/compare/tiny.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the file")
     parser.add_argument("--report", action="store_true", help="the table of the results that are there")

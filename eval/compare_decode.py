@@ -1,4 +1,4 @@
-"""What the arms of a comparison keep of the target's own answers, in every shape and at every temperature."""
+"""Acceptance of a comparison's arms along the target's own answers, for every shape and temperature."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Decoder:
         return answers
 
     def _with_features(self, row: Entry, taps: tuple[int, ...]) -> Answer:
-        """An answer with what a drafter reads of the target along it."""
+        """An answer with the target's features that a drafter reads along it."""
         tokens = row["tokens"]
         features = self.target.features(torch.tensor([tokens]), taps)[0] if taps else None
         sampling = Sampling(row["temperature"], seed=row["sampling_seed"], request=row["request"])
@@ -120,7 +120,7 @@ class Decoder:
     # -- the file -----------------------------------------------------------------------------------------------------
 
     def _about(self, arm: Arm, seed: int, shape: str) -> dict[str, Any]:
-        """What names the figures of an arm in one shape; an untrained one has no seed."""
+        """The columns that identify an arm's figures in one shape; an untrained arm has no seed."""
         return {"digest": self.comparison.row_digest(arm, shape), "seed": seed if arm.is_trained else None}
 
     def _marks(self, arm: Arm, seed: int, shape: str, temperature: float) -> list[Entry]:
@@ -135,7 +135,7 @@ class Decoder:
         answers: Sequence[Entry],
         lengths: Sequence[tuple[int, int]],
     ) -> None:
-        """Add the rows of one shape and temperature that are not in the file, then the mark that all are there."""
+        """Add the missing rows of one shape and temperature, then the mark that they are complete."""
         about = self._about(arm, seed, shape)
         known = {tuple(row[name] for name in KEY) for row in self.rows.of("row", **about)}
         rows = []

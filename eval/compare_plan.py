@@ -1,4 +1,4 @@
-"""What a comparison file says: arms, their recipes and budgets of training, and what is measured of each."""
+"""A comparison file: arms with their recipes and training budgets, and what is measured of each."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from eagle.data.identity import fingerprint
 from eagle.drafters import settings_of
 from eagle.formats.checkpoint import check_options
 from eagle.recipe import BudgetSection, Recipe, Section, lay_over, parse_section
+from eagle.shipped import find_recipe
 from eagle.training.launch import resolve_dtype
 from eagle.training.train import FREE
 from eval.load_run import budget_of
@@ -44,16 +45,16 @@ class ArmSection(Section):
 class ComparisonSection(Section):
     """Arms, and what they have in common."""
 
-    out: str
+    out: str  # the folder of the comparison
     prepare: dict[str, str] = Field({})  # a file or folder that is needed, and the Python command that makes it
     base: str | None = None  # a recipe file that all arms share
     recipe: dict[str, Any] = Field({})  # sections laid over it, or the whole recipe
-    seeds: tuple[int, ...] = Field((0,), min_length=1)
-    tokens: int | None = Field(None, ge=1)  # of each arm that names no budget of its own
-    seconds: float | None = Field(None, gt=0)
+    seeds: tuple[int, ...] = Field((0,), min_length=1)  # each arm is trained once for each seed
+    tokens: int | None = Field(None, ge=1)  # supervised tokens of each arm that names no budget of its own
+    seconds: float | None = Field(None, gt=0)  # of training, of each arm that names no budget of its own
     clock_steps: int = Field(20, ge=1)  # steps in which arms with a budget of time are timed, in turns
-    shapes: dict[str, BudgetSection] = Field(min_length=1)  # what is drafted in a cycle
-    arms: dict[str, ArmSection] = Field(min_length=1)
+    shapes: dict[str, BudgetSection] = Field(min_length=1)  # draft trees to measure, by name
+    arms: dict[str, ArmSection] = Field(min_length=1)  # what is compared, by name
     compare: tuple[tuple[str, str], ...] | None = None  # second minus first; by default all minus the first arm
 
 
@@ -74,7 +75,7 @@ class Arm:
         return self.section.untrained is None
 
     def line(self) -> list[Arm]:
-        """The arms that its head went through, itself last."""
+        """The arms that this arm's head is trained through, in order; this arm is the last."""
         return [*(self.start.line() if self.start else []), self]
 
     def for_seed(self, folder: Path, seed: int) -> Recipe:
@@ -170,12 +171,12 @@ class Comparison:
 
     @property
     def answer_digest(self) -> str:
-        """What decides the target's answers beside its weights, prompt, temperature and seed."""
+        """A digest of what determines the target's answers, apart from weights, prompt, temperature and seed."""
         data = self.recipe.data
         return digest_of(data.template, data.template_kwargs, self.recipe.eval.max_new_tokens)
 
     def row_digest(self, arm: Arm, shape: str) -> str:
-        """What decides the cycles of an arm in this shape."""
+        """A digest of what determines an arm's cycles in this shape."""
         return digest_of(self.answer_digest, arm.digest, repr(self.shapes[shape]))
 
     def _recipe_of(self, name: str, arm: ArmSection) -> Recipe:
@@ -203,7 +204,7 @@ def _merge_sections(values: dict[str, Any], changes: dict[str, Any]) -> dict[str
 
 
 def _decisive(recipe: Recipe, section: ArmSection) -> list[Any]:
-    """What of an arm decides its head."""
+    """The settings that determine an arm's head."""
     if section.untrained is not None:
         folders = [Path(name) for name in section.untrained.split(",")]
         weights = [path for folder in folders for path in sorted(folder.glob("*.safetensors"))]
@@ -222,9 +223,7 @@ def digest_of(*parts: Any) -> str:
 def _read_yaml(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
-    if not Path(path).is_file():
-        raise ValueError(f"no file at {path}: expected YAML, such as recipes/compare/tiny.yaml")
-    values = yaml.safe_load(Path(path).read_text())
+    values = yaml.safe_load(find_recipe(path).read_text())
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds {type(values).__name__}, expected keys and values")
     return values

@@ -94,7 +94,7 @@ class TrainingRun:
         return sum(self.slots[place] for place in plan.step(step))
 
     def train(self, steps: int | None) -> Entry:
-        """Train, or go on; the steps, supervised tokens, and seconds, scaled up where a killed run took a part."""
+        """Train or resume; returns steps, supervised tokens and seconds, scaled up if a killed run made some steps."""
         plan = self.plan(steps)
         recipe = self.recipe.model_copy(update={"train": plan.settings})
         kept = [path.name.removeprefix("step-") for path in Path(recipe.train.out).glob("checkpoints/step-*")]
@@ -119,7 +119,7 @@ class TrainingRun:
         }
 
     def timed_step(self) -> Callable[[int], float]:
-        """A training step for the clock, reading included, which answers its seconds; what it learns is thrown away."""
+        """A function that times a training step, reading included; the trained weights are discarded."""
         head, plan, settings = self.head.to(self.accelerator.device).train(), self.plan(ENOUGH), self.recipe.train
         optimizer = torch.optim.AdamW(head.parameters(), lr=settings.lr, betas=settings.betas, fused=True)
 
@@ -159,7 +159,7 @@ def train_arm(comparison: Comparison, rows: Rows, arm: Arm, seed: int) -> None:
 
 
 def is_trained(rows: Rows, arm: Arm, seed: int) -> bool:
-    """Whether nothing is left to train of an arm."""
+    """Whether an arm's training is complete."""
     return not arm.is_trained or rows.find_training(arm.digest, seed) is not None
 
 
@@ -214,7 +214,7 @@ def _clock(comparison: Comparison, rows: Rows) -> dict[str, float]:
 
 
 def _seconds() -> float:
-    """CPU seconds, which other work leaves alone; on an accelerator seconds that pass."""
+    """CPU seconds, which other processes do not affect; wall seconds on an accelerator."""
     if not torch.accelerator.is_available():
         return process_time()
     torch.accelerator.synchronize()

@@ -1,4 +1,4 @@
-"""What forwards cost by themselves, outside of the decoding loop, and what recorded cycles cost at these prices."""
+"""Costs of bare forwards, timed outside of the decoding loop, and modelled seconds of recorded cycles."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Shape = tuple[int, int]  # nodes and levels of a tree
 
 
 class _GrowsTrees(Drafter):
-    """What rows of a results file were drafted by, as far as modelled time needs it: a head that grows its trees."""
+    """The drafter of stored rows, as far as modelled time needs it: a head that grows its trees."""
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
         """The rows of each level after the first."""
@@ -126,7 +126,7 @@ def bare_costs(
     batch_sizes: Sequence[int] = (1,),
     batch_tokens: Sequence[int] | None = None,
 ) -> Costs:
-    """Medians over rounds in which all take turns, so that the caches are as cold, and the machine as slow, for all.
+    """Median costs; all forwards take turns in every round, so all see the same caches and the same machine.
 
     Of batches of more than one text the target's forwards alone, of `batch_tokens` tokens a text (by default `sizes`),
     at the shortest and the longest context.
@@ -185,7 +185,7 @@ def mean_of_most(seconds: Sequence[float]) -> float:
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """A clock of CPU seconds, which other work leaves alone; for several threads or a device, of seconds that pass."""
+    """A clock of CPU seconds, which other processes do not affect; of wall seconds for several threads or a device."""
 
     def synchronized() -> float:
         torch.accelerator.synchronize(device)
@@ -225,7 +225,7 @@ def bare_read(state: TargetState, size: int) -> Callable[[], Any]:
 
 
 def _line(places: Sequence[int], values: Sequence[float], place: float) -> float:
-    """The value at a place, on the straight line through the two measured ones next to it."""
+    """Linear interpolation between the two measured values next to a place."""
     if len(places) == 1:
         return values[0]
     left = min(max(bisect_right(places, place) - 1, 0), len(places) - 2)

@@ -1,6 +1,6 @@
 """Build the environments that the engines run in: `python -m eval.engine_builds DIR [ENGINE ...]`.
 
-They hold the versions that the figures belong to.
+They hold the versions that docs/results/engines.json was measured with.
 """
 
 from __future__ import annotations

@@ -35,14 +35,14 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """When an engine drafts, and from what. All count a whole draft, also what a limit or a stop then cuts off."""
+    """When an engine drafts, and from what. All count a whole draft, including what a limit or a stop then cuts off."""
 
     from_prompt: bool = False  # the first draft follows the prompt's last token, not the answer's first
     stops: Collection[int] = ()  # tokens that end an answer
     reads: Collection[str] = ()  # of READINGS, what an MTP layer reads there that it does not read here
 
     def count(self, new: list[int], accepted: int, depth: int) -> int:
-        """How much of a draft counts: what a stop cuts off does not, nor that stop, unless it is the draft's last."""
+        """How many accepted tokens count: none behind a stop, nor the stop itself unless it ends the draft."""
         ends = (place for place, token in enumerate(new[:accepted]) if token in self.stops and place + 1 < depth)
         return next(ends, accepted)
 
@@ -59,9 +59,9 @@ def decode_as_engine(job: Job, head: Path | str, target: Target, rule: Rule) -> 
 
 
 def fit_block(drafter: Any, depth: int) -> None:
-    """Let a head that guesses a block by one forward read no more slots than a draft needs, as engines do.
+    """Cut the slots of a block head to those that a draft needs, as engines do.
 
-    All slots of a block may see one another: fewer of them make other guesses.
+    Slots of a block may attend to one another, so their number changes the guesses.
     """
     settings: Any = getattr(drafter, "settings", None)
     if hasattr(settings, "slots"):

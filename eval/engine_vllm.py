@@ -38,7 +38,7 @@ def read_counts(llm: Any) -> tuple[int, list[int]]:
 
 
 def read_method(config: dict[str, Any]) -> dict[str, Any]:
-    """What the engine is told of a head with such a config."""
+    """The method that vLLM is given for a head with this config."""
     method = METHODS.get(config["architectures"][0], "eagle")
     parallel = method == "eagle3" and any(name in config for name in MASKS)
     return {"method": method, **({"parallel_drafting": True} if parallel else {})}

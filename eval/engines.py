@@ -105,8 +105,8 @@ def compare_engine(
             f"{engine} reads {misread} of {len(job.prompts)} prompts as other tokens than the target's own tokenizer: "
             "choose others with --prompts, or a target whose tokenizer it converts whole"
         )
-    told = {name: output[name] for name in ("stops", "reads") if name in output}
-    rule = Rule(from_prompt=engine == "llamacpp", **told)
+    options = {name: output[name] for name in ("stops", "reads") if name in output}
+    rule = Rule(from_prompt=engine == "llamacpp", **options)
     return Comparison(output["version"], rows, decode_as_engine(job, head, target, rule))
 
 

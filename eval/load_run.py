@@ -1,4 +1,4 @@
-"""Load what a run measures, and describe it: target, drafters with their budgets, packages, machine."""
+"""Load and describe what a run measures: target, drafters with their budgets, packages, machine."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class Verdict:
 
 @torch.inference_mode()
 def decode_untouched(model: Any, choose: Choose, prompt: list[int], stop: Sequence[int], count: int) -> ModelAnswer:
-    """Decode with the model alone, token by token over its own cache; of ours there is only the rule of choice."""
+    """Decode with the model alone, token by token over its own cache; only the rule of choice is this project's."""
     inputs, tokens, cache = torch.tensor([prompt], device=model.device), list[int](), None
     last_logits: deque[Tensor] = deque(maxlen=REMEMBERED)
     while len(tokens) < count and not (tokens and tokens[-1] in stop):
@@ -244,7 +244,7 @@ def _decode(
 
 def main(argv: list[str]) -> None:
     """Compare, print the verdicts, and write them beside the results; ends with 1 if output differs."""
-    parser = command_line("eval.lossless", __doc__)
+    parser = command_line("eagle lossless", __doc__)
     parser.add_argument("--batch-size", type=int, metavar="N", help="texts at a time (default: the recipe's)")
     args = parser.parse_intermixed_args(argv)
     size = [] if args.batch_size is None else [f"eval.batch_size={args.batch_size}"]

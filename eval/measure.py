@@ -176,7 +176,7 @@ def _rows(measurement: Measurement) -> Iterator[Row]:
 
 def main(argv: list[str]) -> None:
     """Measure the recipe's drafters, append the rows to results.jsonl and print the table."""
-    parser = command_line("eval.measure", __doc__)
+    parser = command_line("eagle measure", __doc__)
     parser.add_argument("--again", action="store_true", help="measure anew; the rows that are there are kept aside")
     args = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, args.overrides)

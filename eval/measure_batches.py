@@ -60,7 +60,7 @@ class Batches:
             self.decoding.close()
 
     def _add(self, case: Case) -> None:
-        """Let the next missing turn of a question wait for its turn, if there is one and the model has room."""
+        """Queue the next missing turn of a question, if there is one and the model has room for it."""
         measurement, turns = self.measurement, range(len(case.question.turns))
         missing = (turn for turn in turns if self.name not in measurement.answers(case, turn, self.batch_size))
         if (turn := next(missing, None)) is None:
@@ -92,7 +92,7 @@ class Batches:
         return [self.texts.pop(number) for number, _ in new if self.texts[number].trace.finish != "running"]
 
     def _take_steps(self, case: Case) -> dict[str, Any]:
-        """What the steps since the last line took and wrote, also of texts that have not ended."""
+        """Seconds and tokens of the steps since the last line, including texts that have not ended."""
         sums, self.since = self.since, {}
         where = {"set": case.question.set, "temperature": case.temperature, "seed": case.seed}
         about = {"drafter": self.name, **where, "batch_size": self.batch_size}

@@ -71,7 +71,7 @@ class Measurement:
         return prompt
 
     def describe(self, name: str, case: Case, turn: int) -> dict[str, Any]:
-        """The columns that say who answered what."""
+        """The columns that identify an answer."""
         key = dict(zip(KEY_NAMES, case.key(turn), strict=True))
         return {"drafter": name, **key, "task": case.question.task}
 

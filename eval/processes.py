@@ -22,7 +22,7 @@ class Processes:
 
     @classmethod
     def join(cls) -> Processes:
-        """Meet the others that a launcher has started."""
+        """Join the processes that a launcher has started."""
         rank, count, _ = world()
         return cls(rank, count)
 
@@ -32,7 +32,7 @@ class Processes:
         return self.rank == 0
 
     def share(self, make: Callable[[], Made]) -> Made:
-        """What the first process makes, for all of them; they meet here."""
+        """A value that the first process makes, for all processes; they wait for it here."""
         if self.count == 1:
             return make()
         box = [make() if self.is_first else None]
@@ -40,7 +40,7 @@ class Processes:
         return box[0]  # type: ignore[return-value]
 
     def part(self, items: Sequence[Made]) -> list[Made]:
-        """Those items that fall to this process."""
+        """The items that this process handles."""
         return list(items[self.rank :: self.count])
 
     def wait(self) -> None:

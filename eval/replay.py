@@ -1,4 +1,4 @@
-"""What a drafter does along answers that are known already: decoding cycle by cycle, without the target's forwards."""
+"""Replay drafters along known answers: the cycles of decoding, without the target's forwards."""
 
 from __future__ import annotations
 
@@ -44,36 +44,36 @@ def answer(
     target: Target, taps: tuple[int, ...], prompt: list[int], *, limit: int, sampling: Sampling, task: str = ""
 ) -> Answer:
     """The target's own answer to a prompt."""
-    said = generate(target, NoDrafter(), prompt, sampling=sampling, max_new_tokens=limit).tokens
-    tokens = [*prompt, *said]
+    written = generate(target, NoDrafter(), prompt, sampling=sampling, max_new_tokens=limit).tokens
+    tokens = [*prompt, *written]
     features = target.features(torch.tensor([tokens]), taps)[0] if taps else None
     return Answer(task, tokens, len(prompt), features, sampling, limit)
 
 
 def replay(
-    target: Target, drafter: Drafter, told: Answer, budget: Budget | Policy, seconds: list[float] | None = None
+    target: Target, drafter: Drafter, known: Answer, budget: Budget | Policy, seconds: list[float] | None = None
 ) -> list[tuple[DraftTree, list[int]]]:
     """The trees that decoding this answer would verify, each with the path that would be accepted.
 
-    What is drafted follows from the committed text alone. So the cycles are those of decoding, for as long as nothing
-    is drafted by lot: of a budget that draws from the draft's law only the target's coins know what is kept.
+    A draft depends on the committed text alone, so these are the cycles of decoding. Drafts that are sampled are
+    refused, since the target's random numbers decide how much of them is kept.
     The seconds of each draft are appended to `seconds`; a drafter is not asked where nothing may be drafted.
     """
-    if drafter.reads.choices or drafter.reads.texts:  # which only forwards of the target tell
-        return _decode(target, drafter, told, budget, seconds)
+    if drafter.reads.choices or drafter.reads.texts:  # known from forwards of the target alone
+        return _decode(target, drafter, known, budget, seconds)
     learn = getattr(budget, "learn", None)
-    if getattr(budget, "draw", None) == "sampled" and told.sampling.temperature > 0:
-        raise ValueError(f"draw is 'sampled': what is kept of such drafts is known by decoding alone; got {budget}")
+    if getattr(budget, "draw", None) == "sampled" and known.sampling.temperature > 0:
+        raise ValueError(f"draw is 'sampled': only decoding shows how much of such drafts is kept; got {budget}")
     if drafter.reads.view:
         drafter.bind_target(target.view())
-    text = drafter.begin(Choose(told.sampling).offer(target.vocab_size, target.device))
-    tokens, seen, root = told.tokens, 0, told.prompt
+    text = drafter.begin(Choose(known.sampling).offer(target.vocab_size, target.device))
+    tokens, seen, root = known.tokens, 0, known.prompt
     cycles, now = [], clock_of(target.device)
     while root + 1 < len(tokens):
-        here = budget.within(told.limit - (root - told.prompt) - 2)
+        here = budget.within(known.limit - (root - known.prompt) - 2)
         tree, start = DraftTree.chain([tokens[root]]), now()
         if not here.is_empty:
-            features = None if told.features is None else told.features[seen:root]
+            features = None if known.features is None else known.features[seen:root]
             tree = text.propose(Committed(torch.tensor(tokens[seen:root]), features, tokens[root]), here)
             seen = root
         if seconds is not None:
@@ -88,23 +88,23 @@ def replay(
 
 
 def _decode(
-    target: Target, drafter: Drafter, told: Answer, budget: Budget | Policy, seconds: list[float] | None
+    target: Target, drafter: Drafter, known: Answer, budget: Budget | Policy, seconds: list[float] | None
 ) -> list[tuple[DraftTree, list[int]]]:
     """The cycles of `replay` by decoding the answer, the target's forwards included."""
-    options: dict[str, Any] = {"sampling": told.sampling, "max_new_tokens": told.limit, "budget": budget}
-    cycles = generate(target, drafter, told.tokens[: told.prompt], timing=True, **options).cycles
+    options: dict[str, Any] = {"sampling": known.sampling, "max_new_tokens": known.limit, "budget": budget}
+    cycles = generate(target, drafter, known.tokens[: known.prompt], timing=True, **options).cycles
     if seconds is not None:
         seconds += [(cycle.seconds or {})["draft"] for cycle in cycles]
     return [(cycle.tree, [0, *cycle.kept]) for cycle in cycles]
 
 
 def record_cycles(
-    told: Answer, cycles: Sequence[tuple[DraftTree, list[int]]], seconds: Sequence[float] = ()
+    known: Answer, cycles: Sequence[tuple[DraftTree, list[int]]], seconds: Sequence[float] = ()
 ) -> list[dict[str, Any]]:
     """The replayed cycles, and the seconds of their drafts if they are known, as `eval.measure` writes cycles down."""
-    rows, context = [], told.prompt
+    rows, context = [], known.prompt
     for number, (tree, path) in enumerate(cycles):
-        committed = min(len(path), len(told.tokens) - context - 1)
+        committed = min(len(path), len(known.tokens) - context - 1)
         rows.append(
             {
                 "nodes": len(tree) - 1,
@@ -119,11 +119,11 @@ def record_cycles(
     return rows
 
 
-def plain(told: Answer) -> list[dict[str, Any]]:
+def plain(known: Answer) -> list[dict[str, Any]]:
     """The cycles of decoding without a draft."""
     return [
         {"nodes": 0, "depth": 0, "accepted": 0, "committed": 1, "context": place}
-        for place in range(told.prompt, len(told.tokens) - 1)
+        for place in range(known.prompt, len(known.tokens) - 1)
     ]
 
 

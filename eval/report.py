@@ -8,9 +8,9 @@ from pathlib import Path
 
 from eagle.disk import write_text
 from eagle.log import script
+from eagle.markup import Html, html, tag
 from eval.buckets import EVERY, Buckets, several_buckets
 from eval.figures import format_number
-from eval.markup import Html, html, tag
 from eval.page_accepted import by_bucket, by_task, calibration, lengths, nodes, positions
 from eval.page_batches import batches, texts_in_a_step
 from eval.page_evidence import answers, losslessness, provenance
@@ -151,7 +151,7 @@ def _output(group: Group) -> str:
 
 def main(argv: list[str]) -> None:
     """Write the page, print the table, or both; by default the page lies beside the first file."""
-    parser = argparse.ArgumentParser(prog="python -m eval.report", description=__doc__)
+    parser = argparse.ArgumentParser(prog="eagle report", description=__doc__)
     parser.add_argument("results", nargs="+", type=Path, help="what eval.measure wrote; several are compared by prompt")
     parser.add_argument("--html", type=Path, metavar="OUT", help="where the page goes (default: beside the first file)")
     parser.add_argument("--markdown", action="store_true", help="print a table for a README, and write no page")

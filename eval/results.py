@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from eagle.core.budget import Budget
+from eagle.markup import Html, table
 from eval.batch_costs import share_batches
 from eval.costs import Costs, draft_seconds
+from eval.figures import format_number
 from eval.statistics import Difference, Estimate, Row, Statistic, estimate, estimate_difference, ratio
 
 Answer = dict[str, Any]  # one row of a results file
@@ -36,7 +38,7 @@ def commit() -> str:
 
 
 def device_name(device: str) -> str:
-    """What the figures of a device belong to: the accelerator's name, or the processor's model."""
+    """The name of the device that figures belong to: the accelerator's, or the processor's model."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")  # of Linux, where the standard library knows the architecture alone
@@ -149,7 +151,7 @@ class Group:
 
     @property
     def had_to_wait(self) -> bool:
-        """Whether its answers took a tenth more time than their CPU seconds: other work had a part of the machine."""
+        """Whether answers took a tenth more time than their CPU seconds, because other work used the machine."""
         return self.has_cpu_seconds and sum(row["seconds"] - 1.1 * row["cpu_seconds"] for row in self.answers) > 0.0
 
     @property
@@ -172,6 +174,20 @@ class Group:
         """Share of answers that end in a loop."""
         return sum(answer["loops"] for answer in self.answers) / len(self.answers)
 
+    def _repr_html_(self) -> str:
+        return show_groups([self])
+
+
+def show_groups(groups: Sequence[Group]) -> Html:
+    """The groups as a table for a notebook."""
+    rows = []
+    for group in groups:
+        speed_up = "1.00 ×" if group.drafter == "none" else format_number(group.estimate(SPEED_UP), " ×")
+        length, speed = group.estimate(ACCEPTANCE_LENGTH), group.estimate(TOKENS_PER_SECOND)
+        numbers = (format_number(length), format_number(speed, digits=0), speed_up, group.identical)
+        rows.append((f"{group.temperature:g}", group.name, len(group.answers), *numbers))
+    return table(rows, ("T", "drafter", "answers", "τ", "tokens/s", "speed-up", "identical"))
+
 
 @dataclass(frozen=True)
 class Results:
@@ -186,6 +202,9 @@ class Results:
     def header(self) -> dict[str, Any]:
         """What made the newest rows."""
         return self.headers[-1] if self.headers else {}
+
+    def _repr_html_(self) -> str:
+        return show_groups(self.groups())
 
     def settings(self, drafter: str) -> dict[str, Any]:
         """Head and budget of a drafter, from the header."""
@@ -216,7 +235,7 @@ class Results:
         ]
 
     def _add_modelled_batches(self, drafter: str, answers: list[Answer]) -> None:
-        """The same figures of answers that were written side by side: each takes its shares of the cycles' seconds."""
+        """Tokens and modelled seconds of answers written in batches: each takes its share of the cycles' seconds."""
         if (bare := (self.header.get("costs") or {}).get(drafter)) is None or not bare.get("batches"):
             return
         costs = Costs.parse(bare)

@@ -42,7 +42,7 @@ def chain(length: int) -> Budget:
 
 
 def dynamic() -> list[Budget]:
-    """The grid of dynamic trees; deeper than its nodes or narrower than a chain none can be."""
+    """The grid of dynamic trees, without trees deeper than their nodes or narrower than a chain."""
     return [
         Budget(nodes, depth, top_k)
         for nodes in NODES
@@ -60,7 +60,7 @@ def fixed(rates: Sequence[Sequence[float]]) -> list[Budget]:
 
 @dataclass(frozen=True)
 class Trial:
-    """How a budget does on some answers."""
+    """The figures of a budget on some answers."""
 
     budget: Budget
     cycles: int
@@ -80,7 +80,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tuning:
-    """A drafter, the target's answers and the prices: all that a budget is judged by."""
+    """A drafter, the target's answers and the costs of forwards: what a budget is measured with."""
 
     target: Target
     drafter: Drafter
@@ -92,20 +92,20 @@ class Tuning:
         """The budget along the first `count` answers, or those of them that belong to a task."""
         answers = self.answers[:count]
         records = self.records.setdefault(budget, [])
-        records += [self._replay_answer(told, budget) for told in answers[len(records) :]]
+        records += [self._replay_answer(known, budget) for known in answers[len(records) :]]
         shown = [pair for pair in zip(answers, records, strict=False) if task in (None, pair[0].task)]
         paid = budget if budget.nodes else None
         cycles = [row for _, rows in shown for row in rows]
         drafts = self._drafts(budget)
-        seconds = sum(self.costs.model_seconds(rows, paid, told.limit, self.drafter, drafts) for told, rows in shown)
+        seconds = sum(self.costs.model_seconds(rows, paid, known.limit, self.drafter, drafts) for known, rows in shown)
         return Trial(budget, len(cycles), sum(row["committed"] for row in cycles), seconds)
 
-    def _replay_answer(self, told: Answer, budget: Budget) -> list[dict[str, Any]]:
+    def _replay_answer(self, known: Answer, budget: Budget) -> list[dict[str, Any]]:
         if not budget.nodes:
-            return plain(told)
+            return plain(known)
         seconds: list[float] = []
-        cycles = replay(self.target, self.drafter, told, budget, seconds)
-        return record_cycles(told, cycles, seconds)
+        cycles = replay(self.target, self.drafter, known, budget, seconds)
+        return record_cycles(known, cycles, seconds)
 
     def _drafts(self, budget: Budget) -> dict[Shape, float]:
         """Seconds of this budget's drafts by their shape, as the replays took them."""
@@ -116,8 +116,8 @@ class Tuning:
 
         Of a drafter without bare costs it holds the drafts that were replayed, so none before the first replay.
         """
-        told = [one for one in self.answers if task in (None, one.task)]
-        context = sum(one.prompt + one.length // 2 for one in told) // len(told)
+        known = [one for one in self.answers if task in (None, one.task)]
+        context = sum(one.prompt + one.length // 2 for one in known) // len(known)
         rows = self.costs.rows(self.drafter, budget, 2) if budget.nodes else ()
         drafting = 0.0
         if rows is None and (replayed := [row for cycles in self.records.get(budget, []) for row in cycles]):
@@ -148,7 +148,7 @@ def acceptance_by_rank(tuning: Tuning) -> list[list[float]]:
     """How often the target chooses each child, by depth and rank, along half of the answers."""
     wide = Budget.fixed(WIDE)
     few = tuning.answers[: max(len(tuning.answers) // 2, 8)]
-    return rates_by_rank(cycle for told in few for cycle in replay(tuning.target, tuning.drafter, told, wide))
+    return rates_by_rank(cycle for known in few for cycle in replay(tuning.target, tuning.drafter, known, wide))
 
 
 def tuning_questions(recipe: Recipe) -> list[Question]:
@@ -174,8 +174,8 @@ def answer_prompts(recipe: Recipe, target: Target, taps: tuple[int, ...]) -> lis
         prompt = target.chat([{"role": "user", "content": one.turns[0]}], **recipe.data.template_kwargs)
         for temperature in recipe.eval.temperatures:
             sampling = Sampling(temperature=temperature, request=number)
-            told = answer(target, taps, prompt, limit=limit, sampling=sampling, task=one.task or one.set)
-            found += [told] if told.length > 1 else []
+            known = answer(target, taps, prompt, limit=limit, sampling=sampling, task=one.task or one.set)
+            found += [known] if known.length > 1 else []
     if not found:
         raise ValueError(f"the target answers none of the {len(asked)} tuning questions with more than one token")
     return found
@@ -201,7 +201,7 @@ def by_rank(rates: Sequence[Sequence[float]]) -> str:
 
 def chains_by_task(tuning: Tuning) -> str:
     """tau and modelled speed-up of chains, per task and over all, as a table."""
-    tasks = dict.fromkeys(told.task for told in tuning.answers)
+    tasks = dict.fromkeys(known.task for known in tuning.answers)
     lines = [f"{'tau, speed-up':22}" + "".join(f"{f'k = {length}':>13}" for length in CHAINS)]
     for task in [*tasks, None] if len(tasks) > 1 else [None]:
         plain = tuning.trial(NOT_DRAFTING, task=task).speed
@@ -221,7 +221,7 @@ def ranking(tuning: Tuning, count: int = 12) -> str:
 
 def choice_by_task(tuning: Tuning, budget: Budget) -> str:
     """The chosen budget on each task."""
-    tasks = dict.fromkeys(told.task for told in tuning.answers)
+    tasks = dict.fromkeys(known.task for known in tuning.answers)
     return _table(f"{name_budget(budget)}, by task", [(task, tuning, budget, task) for task in tasks])
 
 
@@ -248,7 +248,7 @@ def verdict(tuning: Tuning, best: Trial) -> tuple[Budget, str]:
 
 
 def policy_line(tuning: Tuning) -> str:
-    """What a policy that decides the length of a chain in every cycle comes to."""
+    """A line with the figures of an adaptive policy over chains."""
     longest = chain(max(CHAINS))
     tuning.trial(longest)  # for what its drafts take, where no bare forwards tell
     seconds = fmean(row["seconds"]["draft"] for rows in tuning.records[longest] for row in rows)
@@ -259,7 +259,7 @@ def policy_line(tuning: Tuning) -> str:
 
 def main(argv: list[str]) -> None:
     """Time bare forwards, replay the candidates, print what they would bring, and say what to decode with."""
-    parser = command_line("eval.tune", __doc__)
+    parser = command_line("eagle tune", __doc__)
     parser.add_argument("--write", action="store_true", help="put the budget into the head's config.json")
     parser.add_argument("--drafter", metavar="NAME", help="one of eval.drafters, instead of the recipe's head")
     parser.add_argument("--exhaustive", action="store_true", help="replay every candidate, and compare the choice")
@@ -299,7 +299,7 @@ def main(argv: list[str]) -> None:
 
 def contexts_of(answers: Sequence[Answer]) -> list[int]:
     """Where to time forwards: from the shortest prompt to the end of the longest answer."""
-    low, high = min(told.prompt for told in answers), max(len(told.tokens) for told in answers)
+    low, high = min(known.prompt for known in answers), max(len(known.tokens) for known in answers)
     return [low, (low + high) // 2, high]
 
 

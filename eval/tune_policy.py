@@ -1,4 +1,4 @@
-"""What a policy that decides the levels of each cycle comes to along the answers that budgets are tuned on."""
+"""Acceptance and modelled speed of an adaptive policy along the answers that budgets are tuned on."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ PENDING = 2  # tokens that a draft's first forward reads, where little is accept
 
 
 class NotedPolicy:
-    """A policy whose budgets are written down."""
+    """A policy that records the budgets it chooses."""
 
     def __init__(self, policy: Goodput) -> None:
         self.policy, self.nodes, self.draw = policy, policy.nodes, policy.draw
         self.budgets: list[Budget] = []
 
     def within(self, levels: int) -> Budget:
-        """The policy's budget."""
+        """The policy's budget, which is recorded."""
         self.budgets.append(self.policy.within(levels))
         return self.budgets[-1]
 
     def learn(self, cycle: Cycle) -> None:
-        """Tell the policy."""
+        """Give the policy the outcome of a cycle."""
         self.policy.learn(cycle)
 
 
@@ -50,12 +50,12 @@ def replay_policy(
     target: Target, drafter: Drafter, answers: Sequence[Answer], costs: Costs, budget: Budget, draft_seconds: float
 ) -> tuple[int, float]:
     """Committed tokens and modelled seconds of a policy within a budget, which learns from answer to answer."""
-    context = int(fmean(told.prompt + told.length // 2 for told in answers))
+    context = int(fmean(known.prompt + known.length // 2 for known in answers))
     policy = policy_of_costs(costs, drafter, budget, context, draft_seconds)
     tokens, total = 0, 0.0
-    for told in answers:
+    for known in answers:
         noted, seconds = NotedPolicy(policy), list[float]()
-        cycles = record_cycles(told, replay(target, drafter, told, noted, seconds), seconds)
+        cycles = record_cycles(known, replay(target, drafter, known, noted, seconds), seconds)
         tokens += sum(cycle["committed"] for cycle in cycles)
         total += _model_seconds(cycles, noted.budgets, costs, drafter)
     return tokens, total

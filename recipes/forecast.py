@@ -6,7 +6,6 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +19,10 @@ from eagle.data.shards import token_bytes
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.log import script
 from eagle.recipe import Recipe
+from eagle.shipped import RECIPES, STAGES
 from recipes.footprint import EmptyRun, Footprint, empty_target_head
 
-ROOT = Path(__file__).parent.parent
-KNOWN = ROOT / "docs/results/sizes.json"
+KNOWN = STAGES / "docs/results/sizes.json"
 SHIPPED = ("vicuna-7b", "llama-3.1-8b", "llama-3.1-70b", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "mimo-7b")
 CONVERSATIONS = {"Aeala/ShareGPT_Vicuna_unfiltered": 68_000}
 TOKENS = 1_330  # of a ShareGPT conversation cut at 2,048: its published 740 GB at a width of 4,096 in bf16
@@ -245,7 +244,7 @@ def of_recipes(paths: list[str], cards: int = CARDS, tflops: float = TFLOPS, con
     """The table of some recipes."""
     rows = {}
     for path in paths:
-        recipe = Recipe.load(path if Path(path).exists() else ROOT / path)
+        recipe = Recipe.load(path)
         sizes = sizes_of(recipe.target.path, recipe.target.revision)
         rows[f"`{path}`"] = forecast(recipe, sizes, conversations or conversations_of(recipe), cards, tflops)
     return table(rows)
@@ -253,20 +252,20 @@ def of_recipes(paths: list[str], cards: int = CARDS, tflops: float = TFLOPS, con
 
 def shipped() -> list[str]:
     """The recipes for cards that come with the project, but for those that train the target too."""
-    paths = [path for folder in SHIPPED for path in sorted((ROOT / f"recipes/{folder}").glob("*.yaml"))]
-    return [str(path.relative_to(ROOT)) for path in paths if Recipe.load(path).joint is None]
+    paths = [path for folder in SHIPPED for path in sorted((RECIPES / folder).glob("*.yaml"))]
+    return [str(path.relative_to(STAGES)) for path in paths if Recipe.load(path).joint is None]
 
 
 def of_targets() -> str:
     """The table of known targets, each with what `llama-3.1-8b` says."""
-    recipe = Recipe.load(ROOT / "recipes/llama-3.1-8b/eagle1.yaml")
+    recipe = Recipe.load("llama-3.1-8b/eagle1")
     known = sorted(json.loads(KNOWN.read_text()).items(), key=lambda item: item[1]["parameters"])
     return table({name: forecast(recipe, Sizes(**sizes), 68_000) for name, sizes in known})
 
 
 def main(argv: list[str]) -> None:
     """Print the forecasts of the recipes that are named, or of all shipped recipes and all known targets."""
-    parser = argparse.ArgumentParser(prog="python -m recipes.forecast", description=__doc__)
+    parser = argparse.ArgumentParser(prog="eagle forecast", description=__doc__)
     parser.add_argument("recipes", nargs="*", metavar="RECIPE")
     parser.add_argument("--cards", type=int, default=CARDS, help="that share a step")
     parser.add_argument("--tflops", type=float, default=TFLOPS, help="that a card computes a second")

@@ -32,12 +32,10 @@ from recipes.tiny import demo
 def main(argv: list[str]) -> None:
     """Read the recipe, open its features, train; with `--check`, try every stage on a little data and start nothing."""
     if {"-h", "--help"} & set(argv):
-        raise SystemExit(print(f"usage: train_eagle.py [RECIPE] [key=value ...] [--check]\n\n{__doc__}"))
+        raise SystemExit(print(f"usage: eagle train [RECIPE] [key=value ...] [--check]\n\n{__doc__}"))
     checking = "--check" in argv
     argv = [word for word in argv if word != "--check"]
     path = argv.pop(0) if argv and "=" not in argv[0] else None
-    if path is None:
-        os.chdir(demo.ROOT)
     recipe = resolve_dtype(Recipe.load(path or demo.RECIPE, argv))
     if recipe.joint is not None:
         raise ValueError(f"{path} has a section `joint`, which trains the target too: use recipes/train_medusa2.py")

@@ -23,7 +23,7 @@ from eval.results import commit
 
 def main(argv: list[str]) -> None:
     """Read the recipe, load target and head, train both, and say what came out."""
-    args = command_line("recipes.train_medusa2", __doc__).parse_intermixed_args(argv)
+    args = command_line("eagle train", __doc__).parse_intermixed_args(argv)
     recipe = resolve_dtype(Recipe.load(args.recipe, args.overrides))
     if recipe.joint is None:
         raise ValueError(f"{args.recipe} has no section `joint`: train its head alone, by recipes/train_eagle.py")

@@ -9,12 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from eagle.__main__ import VERBS
+
 ROOT = Path(__file__).parent.parent
 GONE, MISSING = "no/such/folder", "missing/recipe.yaml"  # no id of a hub either, which would be asked for
-RECIPES = ("data_prep.extract", "data_prep.regenerate", "data_prep.inspect_mask", "eval.measure", "eval.lossless")
+RECIPES = (
+    "data_prep.prepare",
+    "data_prep.extract",
+    "data_prep.regenerate",
+    "data_prep.inspect_mask",
+    "eval.measure",
+    "eval.lossless",
+)
 RECIPES += ("eval.compare", "eval.tune", "recipes.forecast", "recipes.cards")
 JOINT = str(ROOT / "recipes/tiny/medusa2.yaml")  # which makes a new target
-VERBS = ("generate", "export", "import", "inspect", "doctor")
 ENGINE = ["--engine", "vllm", "--target", GONE, "--environment", GONE]
 # what each needs, and is not there; a command that begins to work without arguments has none in FREE
 WRONG: dict[str, list[list[str]]] = {
@@ -27,9 +35,14 @@ WRONG: dict[str, list[list[str]]] = {
     "eval.engines": [[GONE, *ENGINE], [GONE, "--engine", "unknown", "--target", GONE]],
     "eval.engine_builds": [[GONE, "unknown"], ["--unknown"]],
     "eagle": [
-        *([verb] for verb in VERBS),
+        *([verb] for verb in VERBS if verb not in ("demo", "recipes", "tiny-target", "train", "forecast")),
         *([verb, "--help"] for verb in VERBS),
         ["unknown"],
+        ["train", MISSING],
+        ["train", MISSING, "--check"],
+        ["measure", "tiny/eagl1"],
+        ["recipes", "tiny/eagl1"],
+        ["recipes", "--copy", "x.yaml"],
         ["generate", GONE, "Hello", "--target", GONE],
         ["export", GONE, "out", "--target", GONE, "--to", "vllm"],
         ["export", GONE, "out", "--target", GONE, "--to", "unknown"],
@@ -47,6 +60,7 @@ WRONG: dict[str, list[list[str]]] = {
     "bench/beam_search.py": [[MISSING], [MISSING, "no override"]],
     "bench/block_speed.py": [[GONE, "--methods", "unknown"], [GONE, "--dtypes", "fp64"]],
     "bench/broken_heads.py": [["--target", GONE, "--sibling", GONE], ["--sibling", GONE, "--heads", GONE]],
+    "bench/curves.py": [[GONE], [GONE, "--unknown"]],
     "bench/decode_speed.py": [["--rounds", "few"]],
     "bench/draft_time.py": [[GONE, "--cycles", "2"], [GONE, "--heads", "unknown"]],
     "bench/extract_speed.py": [["--model", GONE, "--data", GONE]],
@@ -70,6 +84,15 @@ FREE = {
     *("recipes.forecast", "recipes.cards", "recipes/train_eagle.py"),
     *("recipes/tiny/make_target.py", "recipes/tiny/make_long.py", "recipes/tiny/demo.py"),
     *("bench/decode_speed.py", "bench/launches.py", "bench/level_speed.py", "bench/memory.py", "bench/rehearsal.py"),
+    *("bench/curves.py", "bench/long_context.py", "bench/train_speed.py"),
+    *(
+        "bench/curves.py",
+        "bench/decode_speed.py",
+        "bench/launches.py",
+        "bench/level_speed.py",
+        "bench/memory.py",
+        "bench/rehearsal.py",
+    ),
     *("bench/long_context.py", "bench/train_speed.py"),
 }
 

@@ -39,7 +39,7 @@ def test_a_stopped_extraction_goes_on(tiny_target_dir: Path, tmp_path: Path) -> 
 
 def test_a_stopped_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The verbs of the package say it too."""
-    monkeypatch.setattr("eagle.__main__.inspect", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr("eagle.command.ship.inspect", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     handler = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises(SystemExit) as ended:

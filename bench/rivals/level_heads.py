@@ -26,9 +26,9 @@ def token_loss(logits: Tensor, tokens: Tensor, mask: Tensor, ahead: int) -> Tens
     return F.cross_entropy(logits[:, :-ahead].flatten(0, 1).float(), labels.flatten(), ignore_index=-100)
 
 
-def law_loss(logits: Tensor, law: Tensor, mask: Tensor, ahead: int) -> Tensor:
+def probs_loss(logits: Tensor, target_probs: Tensor, mask: Tensor, ahead: int) -> Tensor:
     """Mean cross-entropy of [B, T, V], slot i against the target's probs [B, T, V] of token i + `ahead`."""
-    entropy = -(law[:, ahead - 1 : -1] * logits[:, :-ahead].log_softmax(-1, dtype=torch.float32)).sum(-1)
+    entropy = -(target_probs[:, ahead - 1 : -1] * logits[:, :-ahead].log_softmax(-1, dtype=torch.float32)).sum(-1)
     counted = mask[:, ahead:]
     return (entropy * counted).sum() / counted.sum()
 
@@ -56,8 +56,8 @@ class Plain(nn.Module):
         if self.settings["loss"] == "tokens":
             return sum((token_loss(one, tokens, mask, 2 + d) for d, one in enumerate(every)), torch.zeros(()))
         with torch.no_grad():
-            law = F.linear(states, weight).softmax(-1, dtype=torch.float32)
-        return sum((law_loss(one, law, mask, 2 + d) for d, one in enumerate(every)), torch.zeros(()))
+            target_probs = F.linear(states, weight).softmax(-1, dtype=torch.float32)
+        return sum((probs_loss(one, target_probs, mask, 2 + d) for d, one in enumerate(every)), torch.zeros(()))
 
 
 class Medusa(Plain):
@@ -213,19 +213,19 @@ class Falcon(Plain):
         counted, answer = shifted(mask, k + 1), shifted(true, k)
         known = true + torch.empty_like(true).uniform_(-0.1, 0.1) * (512 / lengths)[:, None, None]
         with torch.no_grad():
-            law = F.linear(answer, weight).softmax(-1, dtype=torch.float32)
+            target_probs = F.linear(answer, weight).softmax(-1, dtype=torch.float32)
             guess = F.linear(self.states(following, known, seen, embedding), weight)
-            wrong = counted & (guess.argmax(-1) != law.argmax(-1))
-            told = counted & (
+            wrong = counted & (guess.argmax(-1) != target_probs.argmax(-1))
+            reads_answer = counted & (
                 torch.rand_like(true[..., 0]) < 0.45 * wrong.sum(-1, keepdim=True) / counted.sum(-1, keepdim=True)
             )
         following, known = (
-            torch.where(told, shifted(tokens, k + 1), following),
-            torch.where(told[..., None], answer, known),
+            torch.where(reads_answer, shifted(tokens, k + 1), following),
+            torch.where(reads_answer[..., None], answer, known),
         )
         states = self.states(following, known, seen, embedding)
         regression = F.smooth_l1_loss(states.float(), answer, reduction="none").mean(-1)
-        entropy = -(law * F.linear(states, weight).log_softmax(-1, dtype=torch.float32)).sum(-1)
+        entropy = -(target_probs * F.linear(states, weight).log_softmax(-1, dtype=torch.float32)).sum(-1)
         return ((regression + 0.1 * entropy) * counted).sum() / counted.sum()
 
 

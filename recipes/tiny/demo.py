@@ -1,4 +1,4 @@
-"""Run every stage on the tiny default model, as a user would: `make demo`."""
+"""Run every stage on a tiny model, in `runs/tiny` of the current folder: minutes on a CPU, and no downloads."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ import torch
 
 from eagle.device import choose_threads
 from eagle.log import script
+from eagle.shipped import RECIPES
 from eval.figures import format_number
 from eval.results import ACCEPTANCE_LENGTH, CPU_SPEED_UP, MODELLED_SPEED_UP, SPEED_UP, read_results
 
-RECIPE = str(Path(__file__).with_name("eagle1.yaml"))
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent  # which the recipe's paths start from
+RECIPE = "recipes/tiny/eagle1.yaml"
 TARGET, HEAD = "runs/tiny/target", "runs/tiny/eagle1/head"
 MASKS, VOCABULARY = "runs/tiny/mask.html", "runs/tiny/draft_vocab.safetensors"
 RESULTS, REPORT = "runs/tiny/eagle1/results.jsonl", "runs/tiny/report.html"
 CERTIFICATE = "runs/tiny/eagle1/lossless.json"
 
 TO_TRAIN = {
-    "A small chat target, trained on the documentation that is installed here": [str(HERE / "make_target.py")],
+    "A small chat target, trained on the documentation that is installed here": ["-m", "recipes.tiny.make_target"],
     "Its own answers to the questions of 300 conversations": ["-m", "data_prep.regenerate", RECIPE],
     "What of them is learned": ["-m", "data_prep.inspect_mask", RECIPE, "--count", "1", "--html", MASKS],
     "The tokens that it says most": ["-m", "data_prep.draft_vocab", RECIPE, "--size", "512", "--out", VOCABULARY],
@@ -34,7 +33,7 @@ TO_TRAIN = {
 }
 STAGES = {
     **TO_TRAIN,
-    "An EAGLE-1 head": ["-m", "accelerate.commands.launch", str(HERE.parent / "train_eagle.py"), RECIPE],
+    "An EAGLE-1 head": ["-m", "accelerate.commands.launch", str(RECIPES / "train_eagle.py"), RECIPE],
     "Decoding with it, beside plain decoding": ["-m", "eval.measure", RECIPE, "eval.costs=true"],
     "Its output, beside the untouched model's own": ["-m", "eval.lossless", RECIPE],
     "All of that as a page": ["-m", "eval.report", RESULTS, "--html", REPORT],
@@ -49,7 +48,7 @@ def run(stages: dict[str, list[str]]) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     for number, (title, command) in enumerate(stages.items(), start=1):
         print(f"\n[{number}/{len(stages)}] {title}", flush=True)
-        process = subprocess.run([sys.executable, *command], cwd=ROOT, env=env)
+        process = subprocess.run([sys.executable, *command], env=env)
         if process.returncode:
             sys.exit(f"stage {number} failed: {' '.join(command)}")
 
@@ -76,15 +75,15 @@ def outcome(results: Path, certificate: Path) -> str:
     return "\n".join([*lines, f"lossless: {lossless}, {same} of {answers} answers are the untouched model's own"])
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Run all stages, and print the time and the outcome."""
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    argparse.ArgumentParser(prog="eagle demo", description=__doc__).parse_args(argv)
     start = perf_counter()
     run(STAGES)
     print(f"\nDone in {perf_counter() - start:.0f} s. Everything is in runs/tiny.\n")
-    print(outcome(ROOT / RESULTS, ROOT / CERTIFICATE))
+    print(outcome(Path(RESULTS), Path(CERTIFICATE)))
     print(f"report: {REPORT}")
 
 
 if __name__ == "__main__":
-    script(lambda _: main())
+    script(main)

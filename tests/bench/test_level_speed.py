@@ -54,7 +54,7 @@ def sums_by_level(loss: Any) -> Any:
 
 def compare(method: str, patch: pytest.MonkeyPatch) -> None:
     """Losses and gradients of both steps within rounding."""
-    for name in ("token_loss", "law_loss"):
+    for name in ("token_loss", "probs_loss"):
         patch.setattr(level_heads, name, sums_by_level(getattr(level_heads, name)))
     one, other, plain, ours = both_losses(method)
     if method == "blockwise":
@@ -79,7 +79,7 @@ def test_both_steps_are_the_same(method: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("method", METHODS)
 def test_a_level_that_names_another_token_is_seen(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Labels shifted by one more."""
-    for name in ("token_loss", "law_loss"):
+    for name in ("token_loss", "probs_loss"):
         honest = getattr(level_heads, name)
         monkeypatch.setattr(level_heads, name, lambda *args, honest=honest: honest(*args[:-1], args[-1] + 1))
     with pytest.raises(AssertionError):
@@ -112,4 +112,4 @@ def test_a_row_is_measured(tmp_path: Any) -> None:
 
 def test_the_page_shows_the_result_file() -> None:
     """What stands in the documents is what the benchmark prints for the committed results."""
-    assert table(json.loads(RESULTS.read_text())) in (ROOT / "docs/benchmarks.md").read_text()
+    assert table(json.loads(RESULTS.read_text())) in (ROOT / "docs/measurements/training-speed.md").read_text()

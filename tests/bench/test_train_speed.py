@@ -130,14 +130,14 @@ def test_a_row_is_judged_by_the_rival_nearest_to_it() -> None:
 def test_the_page_shows_the_result_file(show: Callable[[Any], str]) -> None:
     """What stands in the documents is what the benchmark prints for the committed results."""
     results = json.loads((ROOT / "docs/results/unroll_speed.json").read_text())
-    assert show(results) in (ROOT / "docs/benchmarks.md").read_text()
+    assert show(results) in (ROOT / "docs/measurements/training-speed.md").read_text()
 
 
 def test_the_page_shows_every_machine() -> None:
     """Ratios of one machine are of that machine: all that have a result file stand side by side."""
     files = sorted((ROOT / "docs/results").glob("train_speed*.json"))
     every = machines_table(json.loads(file.read_text()) for file in files)
-    assert every in (ROOT / "docs/benchmarks.md").read_text()
+    assert every in (ROOT / "docs/measurements/training-speed.md").read_text()
     assert len(every.splitlines()) == 2 + len(files)
 
 

@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 TABLE = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
 PLACED = [
     (page, file, text)
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
     for file, text in TABLE.findall(page.read_text())
 ]
 
@@ -51,26 +51,26 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
 @pytest.mark.parametrize(
     ("page", "file", "table"),
     [
-        ("speed.md", "decode_speed.json", decode_table),
-        ("data.md", "extract_speed.json", extract_table),
-        ("data.md", "mask_templates.json", mask_table),
-        ("serving.md", "engines.json", engines_table),
-        ("serving.md", "broken_heads.json", broken_table),
-        ("benchmarks.md", "train_speed.json", train_table),
-        ("benchmarks.md", "rehearsal.json", rehearsal_table),
-        ("trees.md", "loop_overhead.json", overhead_table),
+        ("measurements/decoding-speed.md", "decode_speed.json", decode_table),
+        ("measurements/decoding-speed.md", "batch_speed.json", batch_table),
+        ("measurements/decoding-speed.md", "loop_overhead.json", overhead_table),
+        ("measurements/data-preparation.md", "extract_speed.json", extract_table),
+        ("measurements/data-preparation.md", "mask_templates.json", mask_table),
+        ("measurements/serving.md", "engines.json", engines_table),
+        ("measurements/serving.md", "broken_heads.json", broken_table),
+        ("measurements/training-speed.md", "train_speed.json", train_table),
+        ("measurements/rehearsal.md", "rehearsal.json", rehearsal_table),
+        ("measurements/heads.md", "compare_heads.json", comparison_table),
+        ("measurements/heads.md", "compare_heads_chat.json", comparison_table),
+        ("measurements/blocks.md", "compare_blocks.json", comparison_table),
+        ("measurements/blocks.md", "compare_blocks_chat.json", comparison_table),
+        ("measurements/blocks.md", "draft_time.json", draft_table),
+        ("measurements/blocks.md", "block_speed.json", block_table),
+        ("measurements/drafters.md", "compare_self.json", comparison_table),
+        ("measurements/drafters.md", "sparse_kv.json", sparse_table),
+        ("measurements/long-context.md", "compare_window.json", comparison_table),
+        ("measurements/goodput.md", "goodput_batches.json", goodput_table),
         ("compare.md", "compare_tiny.json", comparison_table),
-        ("heads.md", "compare_heads.json", comparison_table),
-        ("blocks.md", "compare_blocks.json", comparison_table),
-        ("blocks.md", "compare_blocks_chat.json", comparison_table),
-        ("blocks.md", "draft_time.json", draft_table),
-        ("blocks.md", "block_speed.json", block_table),
-        ("heads.md", "compare_heads_chat.json", comparison_table),
-        ("drafters.md", "compare_self.json", comparison_table),
-        ("long-context.md", "compare_window.json", comparison_table),
-        ("goodput.md", "goodput_batches.json", goodput_table),
-        ("batches.md", "batch_speed.json", batch_table),
-        ("drafters.md", "sparse_kv.json", sparse_table),
         ("beam-search.md", "beam_search.json", beam_table),
         ("recipes.md", "memory.json", memory_table),
         ("recipes.md", "cards.json", card_table),
@@ -111,7 +111,7 @@ def digest(text: str) -> str:
 @pytest.mark.parametrize("file", FROZEN)
 def test_frozen_tables_have_the_figures_of_their_result_file(file: str) -> None:
     """A table whose program is gone keeps all of its figures, and so does the file that it was made of."""
-    pages = "\n".join(page.read_text() for page in sorted(ROOT.glob("docs/*.md")))
+    pages = "\n".join(page.read_text() for page in sorted(ROOT.glob("docs/**/*.md")))
     digests = {digest(" ".join(FIGURE.findall(table))) for table in re.findall(r"(?:^\|.*\n)+", pages, re.MULTILINE)}
     of_file, _, of_tables = FROZEN[file].partition(" / ")
     results = json.loads((ROOT / "docs/results" / file).read_text())

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from trained import RECIPE, ROOT, finished, free_port, launched
+from trained import RECIPE, finished, free_port, launched
 
 from eagle.recipe import Recipe, TrainSection
+from eagle.shipped import find_recipe
 from eagle.training.launch import launch, refuse_other_engine
 
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="these launch lines fail so on CPUs alone")
@@ -154,5 +155,5 @@ def test_the_script_alone_is_the_tiny_recipe() -> None:
     """Its first argument may be left out; what is laid over is laid over that."""
     from recipes.tiny import demo
 
-    assert Path(demo.RECIPE) == Path(RECIPE) and demo.ROOT == ROOT
+    assert find_recipe(demo.RECIPE).samefile(RECIPE)
     assert Recipe.load(demo.RECIPE, ["train.max_steps=2"]).train.max_steps == 2

@@ -1,0 +1,1 @@
+"""From conversations to stored features."""

@@ -1,0 +1,26 @@
+"""Write the target's own answers where the recipe asks for them, then show what of the data is learned."""
+
+from __future__ import annotations
+
+from data_prep import inspect_mask, regenerate
+from eagle.data.features import world
+from eagle.log import script
+from eagle.recipe import Recipe, command_line
+
+
+def main(argv: list[str]) -> None:
+    """Regenerate the answers if the recipe has that section; show masks and counts."""
+    parser = command_line("eagle prepare", __doc__)
+    parser.add_argument("--count", default="3", help="conversations to show")
+    parser.add_argument("--html", metavar="PATH", help="write them there, too")
+    parser.add_argument("--without-failed", action="store_true", help="finish without the conversations that failed")
+    args = parser.parse_intermixed_args(argv)
+    recipe = [args.recipe, *args.overrides]
+    if Recipe.load(args.recipe, args.overrides).regenerate is not None:
+        regenerate.main([*recipe, *(["--without-failed"] if args.without_failed else [])])
+    if world()[0] == 0:
+        inspect_mask.main([*recipe, "--count", args.count, *(["--html", args.html] if args.html else [])])
+
+
+if __name__ == "__main__":
+    script(main)

@@ -1,0 +1,187 @@
+"""Stream one answer, with the drafted part in green."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
+from time import perf_counter
+from typing import Any, TextIO
+
+from eagle.core.beam import beam_search
+from eagle.core.budget import Budget
+from eagle.core.decode import generate, stream
+from eagle.core.drafter import Drafter
+from eagle.core.goodput import Goodput
+from eagle.core.spelling import Spelling
+from eagle.core.trace import Trace
+from eagle.core.typical import PUBLISHED
+from eagle.core.verify import Sampling
+from eagle.device import choose_threads
+from eagle.formats.checkpoint import load_drafter
+from eagle.recipe import lay_over
+from eagle.target.target import Target
+
+GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
+# control characters in an answer must not move the cursor or set a title
+HARMLESS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+Write = Callable[[str, bool], None]  # a piece of text, and whether it was drafted
+
+
+@dataclass(frozen=True)
+class TimedTrace:
+    """An answer and the seconds that decoding it took."""
+
+    trace: Trace
+    seconds: float
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second, prefill included."""
+        return len(self.trace.tokens) / self.seconds
+
+    def __str__(self) -> str:
+        tokens, forwards = len(self.trace.tokens), len(self.trace.cycles)
+        return (
+            f"{tokens} tokens, {self.speed:.1f} tokens/s; {forwards} forwards after the prompt's, "
+            f"acceptance length {self.trace.acceptance_length:.2f}"
+        )
+
+
+def stream_text(target: Target, drafter: Drafter, prompt: list[int], write: Write, **options: Any) -> TimedTrace:
+    """Decode an answer, writing each piece of its text as soon as it is complete."""
+    spell, trace, seconds = Spelling(target.tokenizer), Trace([]), 0.0
+    target.forget()
+    pieces = stream(target, drafter, prompt, trace=trace, **options)
+    while trace.finish == "running":
+        start = perf_counter()
+        new = next(pieces)
+        seconds += perf_counter() - start
+        for token, drafted in zip(new, trace.drafted[-len(new) :], strict=True):
+            if text := spell(token):
+                write(text, drafted)
+    if text := spell.rest():
+        write(text, False)
+    return TimedTrace(trace, seconds)
+
+
+def writer_to(out: TextIO, coloured: bool) -> Write:
+    """A function that writes pieces of an answer: drafted ones in green, on a terminal without control characters."""
+
+    def write(text: str, drafted: bool) -> None:
+        if out.isatty():
+            text = text.translate(HARMLESS)
+        out.write(f"{GREEN}{text}{PLAIN}" if drafted and coloured else text)
+        out.flush()
+
+    return write
+
+
+def supports_colour(out: TextIO) -> bool:
+    """Whether `out` is a terminal that shows colours, which its user has not switched off."""
+    return out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
+    """Options of a drafter from KEY=VALUE each, the values as YAML."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        lay_over(options, pair)
+    return options
+
+
+def main(argv: list[str]) -> None:
+    """Stream an answer to a prompt, drafted by a head or a method without weights."""
+    parser = argparse.ArgumentParser(prog="eagle generate", description=main.__doc__)
+    parser.add_argument("drafter", help="a head's folder or hub id, or a method without weights, such as ngram")
+    parser.add_argument("prompt")
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--compare", action="store_true", help="decode without drafts too: how much faster, and equal?")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="KEY=VALUE", help="of a method without weights"
+    )
+    parser.add_argument("--policy", action="store_true", help="draft as many levels in each cycle as pay, or none")
+    parser.add_argument("--typical", action="store_true", help="LOSSY: accept what the target finds likely enough")
+    parser.add_argument("--beams", type=int, metavar="N", help="the best answer of a beam search, not a greedy one")
+    parser.add_argument("--dtype", help="of the target; by default what is fastest here, and to compare float32")
+    args = parser.parse_args(argv)
+    if args.beams is None:
+        _generate(args)
+    else:
+        _search(args)
+
+
+def _generate(args: argparse.Namespace) -> None:
+    if args.typical and args.policy:
+        raise ValueError("--policy measures exact verification, --typical is lossy: leave one of them out")
+    target = Target.load(args.target, dtype=args.dtype or ("float32" if args.compare else "auto"))
+    drafter = load_drafter(args.drafter, target, **parse_options(args.option))
+    none, prompt = load_drafter("none", target), target.chat(args.prompt)
+    if target.device.type == "cpu":
+        choose_threads(partial(generate, target, none, prompt, max_new_tokens=2))
+    sampling = Sampling(args.temperature, typical=PUBLISHED if args.typical else None)
+    options: dict[str, Any] = {"sampling": sampling, "max_new_tokens": args.max_new_tokens}
+    if args.compare:  # warm both up
+        for drafts in (drafter, none):
+            generate(target, drafts, prompt, **{**options, "max_new_tokens": min(8, args.max_new_tokens)})
+    coloured = supports_colour(sys.stdout)
+    policy = _measure_policy(target, drafter, prompt, sampling) if args.policy else None
+    # tokens that the target's own noise ranks first are often unlikely ones, which that rule turns away
+    likeliest = replace(drafter.budget or Budget(), draw="likeliest") if args.typical else None
+    budget = policy or likeliest
+    drafted = stream_text(target, drafter, prompt, writer_to(sys.stdout, coloured), budget=budget, **options)
+    print()
+    legend = f" ({GREEN}green{PLAIN}: drafted)" if coloured else ""
+    print(f"{args.drafter}: {drafted}{legend}", file=sys.stderr)
+    if policy is not None:
+        levels = fmean([cycle.depth for cycle in drafted.trace.cycles] or [0])
+        print(f"policy: {levels:.1f} levels a cycle, of 0 to {policy.budget.depth}", file=sys.stderr)
+    if args.typical:
+        print("typical acceptance is LOSSY: the answer does not follow the model's distribution", file=sys.stderr)
+    if args.compare:
+        plain = stream_text(target, none, prompt, lambda *_: None, **options)
+        print(f"none: {plain}", file=sys.stderr)
+        dtype = "" if args.typical else str(target.model.dtype).removeprefix("torch.")
+        verdict = _compare_tokens(drafted.trace, plain.trace, dtype)
+        print(f"{drafted.speed / plain.speed:.2f} × as fast, {verdict}", file=sys.stderr)
+
+
+def _search(args: argparse.Namespace) -> None:
+    """Print the best answer of a beam search, and what it took."""
+    options = {"--temperature": args.temperature, "--compare": args.compare, "--policy": args.policy}
+    if given := [name for name, value in {**options, "--typical": args.typical}.items() if value]:
+        raise ValueError(f"--beams searches by the target's own probabilities: leave {', '.join(given)} out")
+    target = Target.load(args.target, dtype=args.dtype or "auto")
+    drafter, prompt = load_drafter(args.drafter, target), target.chat(args.prompt)
+    begun = perf_counter()
+    result = beam_search(target, drafter, prompt, beams=args.beams, max_new_tokens=args.max_new_tokens)
+    seconds, (answer,), (score,) = perf_counter() - begun, result.tokens, result.scores
+    text = target.tokenizer.decode(answer, skip_special_tokens=True)
+    print(text.translate(HARMLESS) if sys.stdout.isatty() else text)
+    counts = f"{result.steps} steps, {result.forwards} forwards after the prompt's"
+    counts += f", {result.steps_per_forward:.2f} steps each"
+    print(f"{args.drafter}: score {score:.4f}; {counts}; {len(answer) / seconds:.1f} tokens/s", file=sys.stderr)
+
+
+def _measure_policy(target: Target, drafter: Drafter, prompt: list[int], sampling: Sampling) -> Goodput:
+    """A policy with costs from a short generation, as long as the model has positions for it."""
+    room = 256 if target.max_positions is None else min(256, target.max_positions - len(prompt))
+    return Goodput.measure(target, drafter, prompt, sampling=sampling, max_new_tokens=max(room, 1))
+
+
+def _compare_tokens(drafted: Trace, plain: Trace, dtype: str) -> str:
+    """A phrase on whether two answers are the same, and from which token on they differ; no dtype, a lossy rule."""
+    if drafted.tokens == plain.tokens:
+        return "and the output is the same"
+    pairs = enumerate(zip(drafted.tokens, plain.tokens, strict=False), start=1)
+    first = next((number for number, (left, right) in pairs if left != right), len(drafted.tokens))
+    why = "which must not be" if dtype in ("float32", "float64") else f"as it may in {dtype}: --dtype float32 is exact"
+    why = why if dtype else "as a lossy rule of acceptance makes it"
+    return f"but the output differs from token {first} on, {why}"

@@ -1,0 +1,71 @@
+"""Write a head for an engine, read one of another tool, and examine both."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from eagle.doctor import examine
+from eagle.formats.checkpoint import load_head
+from eagle.formats.export import EXPORTERS, export
+from eagle.formats.foreign import import_head, inspect
+from eagle.formats.norm_output import MEANINGS
+from eagle.formats.target_files import embedding_dtype
+from eagle.target.target import Target
+
+
+def run_export(argv: list[str]) -> None:
+    """Write a head in the layout that an engine reads."""
+    parser = argparse.ArgumentParser(prog="eagle export", description=run_export.__doc__)
+    parser.add_argument("head")
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--to", required=True, choices=list(EXPORTERS))
+    parser.add_argument("out")
+    args = parser.parse_args(argv)
+    head = load_head(args.head)
+    # the embedding may be written: in the checkpoint's dtype, not in what is fastest here
+    target = Target.load(args.target, dtype=embedding_dtype(args.target), device="cpu")
+    export(head.bind(target.head), target.config, args.to, args.out, args.head)
+    print(f"{args.out} is ready for {args.to}; its README.md tells how to serve it")
+
+
+def run_import(argv: list[str]) -> None:
+    """Make a head of this project from one that another tool or an export wrote."""
+    parser = argparse.ArgumentParser(prog="eagle import", description=run_import.__doc__)
+    parser.add_argument("folder")
+    parser.add_argument("out")
+    parser.add_argument("--target")
+    parser.add_argument("--taps", help="inputs of which layers it reads, as 2,16,29, where its config does not tell")
+    parser.add_argument("--norm-output", choices=list(MEANINGS), help="what reads the normed state, by norm_output")
+    args = parser.parse_args(argv)
+    try:
+        taps = tuple(map(int, args.taps.split(","))) if args.taps else None
+    except ValueError:
+        raise ValueError(f"--taps is {args.taps!r}, expected numbers as 2,16,29: the inputs of layers") from None
+    print(import_head(args.folder, args.out, args.target, taps, args.norm_output))
+
+
+def run_inspect(argv: list[str]) -> None:
+    """Tell what a checkpoint is, and which known traps it holds; status 1 if one of them is fatal."""
+    parser = argparse.ArgumentParser(prog="eagle inspect", description=run_inspect.__doc__)
+    parser.add_argument("folder")
+    parser.add_argument("--target")
+    args = parser.parse_args(argv)
+    findings = inspect(args.folder, args.target)
+    print(findings)
+    if findings.fatal:
+        sys.exit(1)
+
+
+def run_doctor(argv: list[str]) -> None:
+    """Tell why a head accepts as little as it does; status 1 if it is broken."""
+    parser = argparse.ArgumentParser(prog="eagle doctor", description=run_doctor.__doc__)
+    parser.add_argument("head")
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--prompts", help="a file of conversations; by default a few questions")
+    parser.add_argument("--server", help="address of a running vLLM or SGLang, whose acceptance is compared")
+    args = parser.parse_args(argv)
+    diagnosis = examine(args.head, args.target, args.prompts, args.server)
+    print(diagnosis)
+    if diagnosis.broken:
+        sys.exit(1)

@@ -1,0 +1,30 @@
+"""What comes with the package beside its modules: the programs of the stages, and recipes."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent
+# the folder that holds data_prep, eval and recipes: inside an installed package, beside that of a checkout
+STAGES = PACKAGE / "stages" if (PACKAGE / "stages").is_dir() else PACKAGE.parent
+RECIPES = STAGES / "recipes"
+
+
+def recipe_names() -> list[str]:
+    """The names of the recipes that come with the package, comparisons and settings of accelerate among them."""
+    return sorted(path.relative_to(RECIPES).as_posix().removesuffix(".yaml") for path in RECIPES.glob("*/*.yaml"))
+
+
+def find_recipe(name: str | Path) -> Path:
+    """The file at this path, else the one in the package: `tiny/eagle1`, or `recipes/tiny/eagle1.yaml`."""
+    if Path(name).is_file():
+        return Path(name)
+    short, names = str(name).removeprefix("recipes/").removesuffix(".yaml"), recipe_names()
+    if short in names:
+        return RECIPES / f"{short}.yaml"
+    near = difflib.get_close_matches(short, names, n=3) or ["tiny/eagle1", "llama-3.1-8b/eagle3"]
+    raise ValueError(
+        f"no recipe at {name}: expected a YAML file, or the name of a recipe that comes with eagle, such as "
+        f"{', '.join(near)}; `eagle recipes` lists them"
+    )

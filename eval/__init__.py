@@ -1,0 +1,1 @@
+"""Measure drafters, compare methods, and show both."""

@@ -1,0 +1,1 @@
+"""Recipes as YAML, the programs that train them, and what a run will need."""

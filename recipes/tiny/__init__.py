@@ -1,0 +1,1 @@
+"""A target that is trained in minutes, and the programs that make it."""
