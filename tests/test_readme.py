@@ -45,10 +45,11 @@ def run(rows: list[tuple[str, str]]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def checkout(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory in which `make demo` seems to have run: a target, data, a head and results in `runs/tiny`."""
+    """A working directory in which `make demo` and `make tiny` seem to have run: a target, data, a head, results."""
     folder = tmp_path_factory.mktemp("checkout")
     (folder / "runs").mkdir()
     (folder / "runs/tiny").symlink_to(tiny_target_dir)
+    (folder / "runs/demo").symlink_to(tiny_target_dir)
     head = Eagle1.for_target(Eagle1.Settings(fc_bias=False), tiny_target.config)
     save_head(tiny_target_dir / "eagle1/head", head, "", {})
     small = DraftModel.for_target(DraftModel.Settings(), tiny_target.config)
