@@ -170,8 +170,8 @@ def verdict(results: Results, certificate: Path) -> str:
             busy = ""
             if group.had_to_wait:
                 cpu = format_number(group.estimate(CPU_SPEED_UP))
-                busy = f", × {cpu} in CPU seconds: other work had part of this machine"
-            lines.append(f"With the head at T = {group.temperature:g}: × {speed} as fast{busy}")
+                busy = f"; in CPU seconds {cpu} times, as other work had part of this machine"
+            lines.append(f"With the head at T = {group.temperature:g}: {speed} times as fast{busy}")
     verdicts = json.loads(certificate.read_text())["verdicts"]
     same, answers = (sum(verdict[key] for verdict in verdicts) for key in ("identical", "answers"))
     lossless = "yes" if all(verdict["lossless"] for verdict in verdicts) else "NO"

@@ -50,8 +50,8 @@ def test_the_outcome_is_what_was_measured(tmp_path: Path) -> None:
     verdicts = [{"lossless": True, "identical": 5, "answers": 5}, {"lossless": True, "identical": 4, "answers": 5}]
     certificate.write_text(json.dumps({"verdicts": verdicts}))
     assert demo.verdict(read_results(results), certificate).splitlines() == [
-        "With the head at T = 0: × 2.00 [2.00, 2.00] as fast",
-        "With the head at T = 1: × 0.50 [0.50, 0.50] as fast",
+        "With the head at T = 0: 2.00 [2.00, 2.00] times as fast",
+        "With the head at T = 1: 0.50 [0.50, 0.50] times as fast",
         "Lossless: yes, 9 of 10 answers are the model's own",
     ]
     verdicts[1]["lossless"] = False
@@ -67,7 +67,7 @@ def test_a_busy_machine_is_named(tmp_path: Path) -> None:
     results.write_text(busy)
     certificate.write_text(json.dumps({"verdicts": []}))
     first = demo.verdict(read_results(results), certificate).splitlines()[0]
-    assert first.endswith("as fast, × 4.00 [4.00, 4.00] in CPU seconds: other work had part of this machine")
+    assert first.endswith("as fast; in CPU seconds 4.00 [4.00, 4.00] times, as other work had part of this machine")
 
 
 def test_the_report_is_made_of_what_was_measured_and_certified() -> None:
