@@ -89,6 +89,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("metrics", nargs="?", type=Path, help="what training wrote; without, the kept curves")
     args = parser.parse_args(argv)
     if args.metrics:
+        if not args.metrics.is_file():
+            raise ValueError(f"{args.metrics} is no file: name the metrics.jsonl of a training run")
         curves = {"commit": commit(), "curves": read_curves(args.metrics)}
         write_text(KEPT, json.dumps(curves, separators=(",", ":")) + "\n")
     draw(KEPT, IMAGES)

@@ -12,30 +12,25 @@ from typing import Any
 
 import pytest
 
-from eagle.drafters.draft_model import DraftModel
-from eagle.drafters.eagle1 import Eagle1
-from eagle.formats.checkpoint import save_head
 from eagle.recipe import Recipe
 from eagle.target.target import Target
 from eval.compare_plan import Comparison
-from eval.measure import measure
+from tests import documents
+from tests.documents import PAGES, ROOT, STAGES, blocks
 
-ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 LONG = {"make", "git", "pip", "cd", "accelerate"}
-FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def fenced(language: str) -> list[tuple[str, str]]:
     """(page, text) of every fenced block of a language."""
-    return [(page.name, text) for page in PAGES for found, text in FENCE.findall(page.read_text()) if found == language]
+    return [(page.name, text) for page in PAGES for text in blocks(page, language)]
 
 
 def commands() -> list[tuple[str, str]]:
-    """(page, command) of every line of every shell block, without comments; each once, by its first page."""
-    lines = [(page, line.partition(" #")[0].strip()) for page, text in fenced("bash") for line in text.splitlines()]
+    """(page, command) of every command; each once, by its first page."""
+    lines = [(page.name, line) for page in PAGES for line in documents.commands(page)]
     first = {line: page for page, line in reversed(lines)}
-    return [(page, line) for page, line in lines if line and not line.startswith("#") and first.pop(line, None)]
+    return [(page, line) for page, line in lines if first.pop(line, None)]
 
 
 def run(rows: list[tuple[str, str]]) -> list[Any]:
@@ -45,22 +40,9 @@ def run(rows: list[tuple[str, str]]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def checkout(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory in which `make demo` and `make tiny` seem to have run: a target, data, a head, results."""
+    """A working directory in which `make demo` seems to have run."""
     folder = tmp_path_factory.mktemp("checkout")
-    (folder / "runs").mkdir()
-    (folder / "runs/tiny").symlink_to(tiny_target_dir)
-    (folder / "runs/demo").symlink_to(tiny_target_dir)
-    head = Eagle1.for_target(Eagle1.Settings(fc_bias=False), tiny_target.config)
-    save_head(tiny_target_dir / "eagle1/head", head, "", {})
-    small = DraftModel.for_target(DraftModel.Settings(), tiny_target.config)
-    save_head(tiny_target_dir / "draft_model/head", small, "", {})
-    said = (tiny_target_dir / "data/train.jsonl").read_text().splitlines(keepends=True)
-    (tiny_target_dir / "data/regenerated.jsonl").write_text("".join(said[:20]))
-    where = [f"target.path={tiny_target_dir / 'target'}", f"train.out={tiny_target_dir / 'eagle1'}"]
-    few = [f"eval.prompts={tiny_target_dir / 'data/heldout.jsonl'}", "eval.count=2", "eval.max_new_tokens=4"]
-    measure(Recipe.load(ROOT / "recipes/tiny/eagle1.yaml", [*where, *few]), "recipes/tiny/eagle1.yaml")
-    for room in ("recipes", "eagle", "data_prep", "eval", "tests"):
-        (folder / room).symlink_to(ROOT / room)
+    documents.make_checkout(folder, tiny_target_dir, tiny_target)
     return folder
 
 
@@ -74,6 +56,11 @@ def test_snippet_runs(page: str, text: str, checkout: Path) -> None:
 def test_short_command_runs(page: str, line: str, checkout: Path) -> None:
     """Every short command runs as it stands."""
     words = shlex.split(line)
+    if words[0] == "eagle":
+        documents.check_call(documents.as_call(line), {})
+        if words[1] in STAGES or is_long(words):
+            return
+        words = ["python", "-m", *words]
     assert words[0] == "python", f"{page}: {line}: neither a known long command nor python"
     if is_long(words):
         assert exists(words), f"{page}: {line} names a file or module that does not exist"

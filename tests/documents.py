@@ -1,0 +1,203 @@
+"""What pages tell a reader to type: their fenced blocks, and commands parsed by the programs that they call."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from accelerate.commands.launch import launch_command_parser
+
+from eagle.__main__ import VERBS
+from eagle.command.launcher import launcher_options
+from eagle.drafters import settings_of
+from eagle.drafters.draft_model import DraftModel
+from eagle.drafters.eagle1 import Eagle1
+from eagle.formats.checkpoint import save_head
+from eagle.recipe import Recipe
+from eagle.shipped import find_recipe
+from eagle.target.target import Target
+from eval.compare_plan import Comparison
+from eval.measure import measure
+
+ROOT = Path(__file__).parent.parent
+GUIDES = sorted((ROOT / "docs/guides").glob("*.md"))
+DOCS = [page for page in sorted((ROOT / "docs").glob("**/*.md")) if page not in GUIDES]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+VARIABLE = re.compile(r"[A-Z_]+=")  # set for one command
+# verbs of `eagle` that take minutes, or end with what does
+STAGES = {"prepare", "regenerate", "extract", "train", "measure", "tune", "compare", "lossless", "demo", "tiny-target"}
+ROOMS = ("eagle", "data_prep", "eval", "recipes")
+TRAINS = {"recipes/train_eagle.py", "recipes/train_medusa2.py"}
+
+
+class Parsed(Exception):
+    """A program has parsed its arguments; here it ends."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A program of this project and its arguments."""
+
+    program: str  # a module, `eagle`, or a file
+    arguments: list[str]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Every fenced block of a language."""
+    return [text for found, text in FENCE.findall(page.read_text()) if found == language]
+
+
+def commands(page: Path) -> list[str]:
+    """Every command of a page's shell blocks, without comments; lines that end in a backslash are one."""
+    text = "\n".join(blocks(page, "bash")).replace("\\\n", " ")
+    lines = [" ".join(line.partition(" #")[0].split()) for line in text.splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def messages_of_the_project() -> str:
+    """Every text of the sources in a line of its own, with `...` for what is put in."""
+    sources = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+    texts = [text for path in sources for text in _texts(ast.parse(path.read_text(encoding="utf-8")))]
+    return "\n".join(text.replace("\n", " ") for text in texts)
+
+
+def _texts(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def written_files(page: Path) -> dict[str, str]:
+    """The files that a page tells a reader to write: YAML blocks whose first line is `# PATH`."""
+    texts = [(text.partition("\n")[0].removeprefix("# ").strip(), text) for text in blocks(page, "yaml")]
+    return {path: text for path, text in texts if path.endswith((".yaml", ".yml")) and " " not in path}
+
+
+def words_of(line: str) -> list[str]:
+    """The words of a command, without the variables that are set for it."""
+    words = shlex.split(line)
+    while words and VARIABLE.match(words[0]):
+        words = words[1:]
+    return words
+
+
+def as_call(line: str) -> Call:
+    """The program of this project that a command runs."""
+    words = words_of(line)
+    if words[0] == "eagle":
+        return Call("eagle", words[1:])
+    if words[0] == "accelerate":
+        launched = launch_command_parser().parse_args(words[2:])
+        script = ["-m"] * bool(launched.module) + [launched.training_script]
+        return as_call(shlex.join(["python", *script, *launched.training_script_args]))
+    if words[0] not in ("python", "python3"):
+        raise ValueError(f"{line}: expected eagle, python or accelerate launch")
+    return Call(words[2], words[3:]) if words[1] == "-m" else Call(words[1], words[2:])
+
+
+def check_call(call: Call, written: dict[str, Path]) -> None:
+    """Parse a call with its program's own parser, then load the recipe and lay its overrides over it.
+
+    `written` holds the files that the page has the reader make, by the name that its commands use.
+    """
+    if call.program in TRAINS or call.arguments[:1] == ["train"]:
+        words = launcher_options(call.arguments[1:])[1] if call.program == "eagle" else call.arguments
+        recipe, *overrides = [word for word in words if word != "--check"]
+    elif call == Call("eagle", ["--version"]):
+        return
+    else:
+        args = parse(call)
+        recipe = getattr(args, "recipe", None) or getattr(args, "comparison", None)
+        overrides = getattr(args, "overrides", [])
+        if "copy" in args and args.name:
+            written[str(args.copy)] = find_recipe(args.name)
+    if isinstance(recipe, str):
+        load_recipe(written.get(recipe) or find_recipe(recipe), overrides)
+
+
+def parse(call: Call) -> argparse.Namespace:
+    """What a program's own parser makes of its arguments; a refusal is raised with the parser's words."""
+    main, arguments = _main_of(call)
+    said = io.StringIO()
+    try:
+        with _ending_after_parsing(), redirect_stderr(said):
+            main(arguments)
+    except Parsed as parsed:
+        return parsed.args[0]
+    except SystemExit:
+        raise ValueError(f"{call}: {said.getvalue()}") from None
+    raise AssertionError(f"{call.program} ran without parsing its arguments")
+
+
+def _main_of(call: Call) -> tuple[Callable[[list[str]], None], list[str]]:
+    """The function that a program runs, and the arguments that it gets."""
+    if call.program != "eagle":
+        return import_module(call.program.removesuffix(".py").replace("/", ".")).main, call.arguments
+    name, *arguments = call.arguments
+    if name not in VERBS:
+        raise ValueError(f"eagle {name}: expected one of {', '.join(VERBS)}")
+    verb = VERBS[name]
+    if not verb.module.startswith("eagle."):
+        arguments = launcher_options(arguments)[1]
+    return getattr(import_module(verb.module), verb.function), arguments
+
+
+@contextmanager
+def _ending_after_parsing() -> Iterator[None]:
+    """Programs raise `Parsed` where they would go on with their arguments."""
+    parser: Any = argparse.ArgumentParser
+    names = ("parse_args", "parse_intermixed_args")
+    own = {name: getattr(parser, name) for name in names}
+
+    def ending(parse: Any) -> Any:
+        def parse_and_end(self: Any, *args: Any) -> None:
+            raise Parsed(parse(self, *args))
+
+        return parse_and_end
+
+    for name in names:
+        setattr(parser, name, ending(own[name]))
+    try:
+        yield
+    finally:
+        for name in names:
+            setattr(parser, name, own[name])
+
+
+def load_recipe(path: Path, overrides: Sequence[str]) -> None:
+    """Load a recipe or a comparison with overrides, the drafter's settings included."""
+    if "arms" in path.read_text():
+        Comparison.load(path, overrides)
+        return
+    recipe = Recipe.load(path, overrides)
+    settings_of(recipe.drafter.model_dump(), str(path))
+
+
+def make_checkout(folder: Path, tiny: Path, target: Target) -> None:
+    """Let a folder look as if `make demo` and `make tiny` had run there: a target, data, heads and results."""
+    (folder / "runs").mkdir()
+    (folder / "runs/tiny").symlink_to(tiny)
+    (folder / "runs/demo").symlink_to(tiny)
+    head = Eagle1.for_target(Eagle1.Settings(fc_bias=False), target.config)
+    save_head(tiny / "eagle1/head", head, "", {})
+    small = DraftModel.for_target(DraftModel.Settings(), target.config)
+    save_head(tiny / "draft_model/head", small, "", {})
+    answers = (tiny / "data/train.jsonl").read_text().splitlines(keepends=True)
+    (tiny / "data/regenerated.jsonl").write_text("".join(answers[:20]))
+    where = [f"target.path={tiny / 'target'}", f"train.out={tiny / 'eagle1'}"]
+    few = [f"eval.prompts={tiny / 'data/heldout.jsonl'}", "eval.count=2", "eval.max_new_tokens=4"]
+    measure(Recipe.load(ROOT / "recipes/tiny/eagle1.yaml", [*where, *few]), "recipes/tiny/eagle1.yaml")
+    for room in (*ROOMS, "tests"):
+        (folder / room).symlink_to(ROOT / room)
