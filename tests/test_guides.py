@@ -112,7 +112,7 @@ def test_a_guide_runs_from_its_first_command_to_its_last(
     programs = [["-m", *words_here(line, tmp_path)] for line in commands(page) if not reason_not_to_run(line)]
     programs += [["-c", text.replace(HUB, "my/model")] for text in blocks(page, "python") if "Drafter" not in text]
     for program in programs:
-        done = subprocess.run([sys.executable, *program], cwd=tmp_path, timeout=300, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, *program], cwd=tmp_path, timeout=900, capture_output=True, text=True)
         fine = (0, 1) if program[2] == "doctor" and "verdict:" in done.stdout else (0,)  # 1 says that a head is broken
         assert done.returncode in fine, f"{page.name}: {shlex.join(program)}\n{done.stdout}{done.stderr}"
 
