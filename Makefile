@@ -6,7 +6,7 @@ export GOMP_SPINCOUNT ?= 10000
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo rehearsal test test-slow test-long test-engines lint format clean
+.PHONY: demo rehearsal test test-slow test-long test-engines lint format docs clean
 
 demo: $(READY)  ## the whole path on the embedded default: target, data, features, head, decoding, export
 	$(BIN)/python recipes/tiny/demo.py
@@ -81,6 +81,16 @@ lint: $(READY)  ## style and types
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# the theme's note on its successor is silenced: the versions are bounded in pyproject.toml
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(VENV)/ready-docs  ## the site, in build/site, to be opened from disk
+	$(BIN)/python -m mkdocs build --quiet
+	$(BIN)/python -m docs_build.links build/site
+
+$(VENV)/ready-docs: $(READY)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
+	touch $@
 
 # torch comes first and pinned, so that nothing else may pull another build of it
 $(READY): pyproject.toml constraints.txt

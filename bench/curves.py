@@ -10,8 +10,8 @@ from pathlib import Path
 
 from eagle.disk import write_text
 from eagle.log import script
+from eagle.markup import Html, html, tag
 from eval.figures import Scale
-from eval.markup import Html, html, tag
 from eval.results import commit
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +31,8 @@ Line = Sequence[tuple[int, float]]
 
 def read_curves(metrics: Path) -> dict[str, Line]:
     """The losses by step, and the validations' τ."""
+    if not metrics.is_file():
+        raise ValueError(f"no metrics at {metrics}: expected metrics.jsonl in the folder of a training run")
     curves: dict[str, list[tuple[int, float]]] = {name: [] for name in (*LOSSES, *TAUS)}
     for line in metrics.read_text().splitlines():
         row = json.loads(line)
@@ -87,6 +89,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("metrics", nargs="?", type=Path, help="what training wrote; without, the kept curves")
     args = parser.parse_args(argv)
     if args.metrics:
+        if not args.metrics.is_file():
+            raise ValueError(f"{args.metrics} is no file: name the metrics.jsonl of a training run")
         curves = {"commit": commit(), "curves": read_curves(args.metrics)}
         write_text(KEPT, json.dumps(curves, separators=(",", ":")) + "\n")
     draw(KEPT, IMAGES)

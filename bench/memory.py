@@ -30,10 +30,12 @@ from eagle.drafters import settings_of
 from eagle.drafters.parts import objectives
 from eagle.log import script
 from eagle.recipe import Recipe, TrainSection
+from eagle.shipped import STAGES
 from eagle.training.train import _Run
 from recipes.footprint import EmptyRun, Footprint
-from recipes.forecast import GB, PRECISION, ROOT, SUPERVISED, empty_head, sizes_of, training_bytes
+from recipes.forecast import GB, PRECISION, SUPERVISED, empty_head, sizes_of, training_bytes
 
+ROOT = Path(__file__).parent.parent
 HEADS: dict[str, dict[str, Any]] = {
     "EAGLE-1": {"kind": "eagle1", "fc_bias": False},
     "HASS": {"kind": "hass", "fc_bias": False},
@@ -81,7 +83,7 @@ class Texts:
 def run_loop(head: Any, config: Any, lengths: Sequence[int], supervised: float, **train: Any) -> None:
     """Two steps of the loop itself, each of these texts."""
     section = {"out": "nowhere", "batch_size": len(lengths), "epochs": 2, "validation": 0, **train}
-    recipe = Recipe.load(ROOT / "recipes/tiny/eagle1.yaml").model_copy(update={"train": TrainSection(**section)})
+    recipe = Recipe.load(STAGES / "recipes/tiny/eagle1.yaml").model_copy(update={"train": TrainSection(**section)})
     precision = "bf16" if recipe.train.dtype == "bfloat16" else "no"
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(

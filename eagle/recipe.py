@@ -24,142 +24,142 @@ class Section(BaseModel):
 class TargetSection(Section):
     """The frozen model that a head is made for."""
 
-    path: str
-    revision: str | None = None
-    dtype: str = "auto"
-    trust_remote_code: bool = False
-    adapter: str | None = None  # a LoRA adapter, merged at load
+    path: str  # a folder or a hub id
+    revision: str | None = None  # a branch, tag or commit of the hub id
+    dtype: str = "auto"  # float32, bfloat16 or float16; "auto" takes what is fastest on the device
+    trust_remote_code: bool = False  # run modeling code that the checkpoint brings
+    adapter: str | None = None  # a LoRA adapter, merged into the model at load
     device_map: str | None = None  # "auto" spreads a target that no single device holds
 
 
 class DataSection(Section):
     """The conversations to learn from."""
 
-    train: str  # a file, a folder of files, or a hub dataset
-    heldout: str | None = None
-    split: str = "train"  # of a hub dataset
-    revision: str | None = None  # of a hub dataset; pinned, a change of it is noticed
-    limit: int | None = Field(None, ge=1)
-    max_length: int = Field(2048, ge=8)
-    turns: Literal["all", "last"] = "all"  # which answers are learned
+    train: str  # conversations: a file, a folder of files, or a hub dataset
+    heldout: str | None = None  # conversations kept apart for measuring; no stage learns from them
+    split: str = "train"  # the split of a hub dataset
+    revision: str | None = None  # the commit of a hub dataset; if pinned, a change of the data is noticed
+    limit: int | None = Field(None, ge=1)  # use only the first conversations, this many
+    max_length: int = Field(2048, ge=8)  # tokens of a conversation; what follows is cut off
+    turns: Literal["all", "last"] = "all"  # which answers are learned: all of a conversation, or only the last
     template: str | None = None  # a Jinja file, for tokenizers without a chat template or with a wrong one
-    template_kwargs: dict[str, Any] = {}  # for every render: enable_thinking, reasoning_effort, a date
+    template_kwargs: dict[str, Any] = {}  # arguments of the chat template: enable_thinking, reasoning_effort, a date
 
 
 class RegenerateSection(Section):
     """Replacing the data's answers by the target's own."""
 
-    source: str  # the conversations whose answers are replaced; `data.train` then names `out`
-    out: str
-    endpoint: str | None = None  # an OpenAI-compatible server, as http://localhost:8000/v1; without, decode here
-    in_flight: int = Field(32, ge=1)  # requests at a time
-    batch_size: int = Field(16, ge=1)  # conversations at a time, without an endpoint
-    drafter: str = "none"  # without an endpoint: a method, a head's folder, or several by commas; the answers are equal
-    max_tokens_in_cache: int | None = Field(None, ge=1)  # of all conversations at a time, padding included
-    max_new_tokens: int = Field(1024, ge=1)
-    temperature: float = Field(0.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    seed: int = 0
+    source: str  # conversations whose answers are replaced; `data.train` names `out`
+    out: str  # the file that gets the new conversations
+    endpoint: str | None = None  # an OpenAI-compatible server, as http://localhost:8000/v1; if null, decode here
+    in_flight: int = Field(32, ge=1)  # requests to the server at a time
+    batch_size: int = Field(16, ge=1)  # conversations decoded at a time, without an endpoint
+    drafter: str = "none"  # a method or a head's folder that speeds up decoding here; several by commas
+    max_tokens_in_cache: int | None = Field(None, ge=1)  # limit on the tokens of a batch, padding included
+    max_new_tokens: int = Field(1024, ge=1)  # tokens of one answer
+    temperature: float = Field(0.0, ge=0)  # 0 takes the likeliest token; above 0 samples
+    top_p: float = Field(1.0, gt=0, le=1)  # sample from the likeliest tokens of this total probability
+    seed: int = 0  # of the sampling
     keep_truncated: bool = False  # learn from answers that were cut off, too
 
 
 class FeaturesSection(Section):
     """Where the target's hidden states are kept, and how."""
 
-    store: str | None = None  # without: computed while training
-    dtype: Literal["float32", "bfloat16", "float8"] = "bfloat16"
-    shard_bytes: int = Field(1_000_000_000, ge=1)
-    batch_tokens: int | None = Field(None, ge=1)  # slots of one forward; by default what suits the device
-    shard_target: bool = False  # computed while training: by a target whose layers are spread over all processes
+    store: str | None = None  # the folder of stored hidden states; if null, they are computed while training
+    dtype: Literal["float32", "bfloat16", "float8"] = "bfloat16"  # of the stored states
+    shard_bytes: int = Field(1_000_000_000, ge=1)  # size of one file of the store
+    batch_tokens: int | None = Field(None, ge=1)  # tokens of one forward of the target; by default what suits it
+    shard_target: bool = False  # without a store: spread the target's layers over all processes
 
 
 class DrafterSection(BaseModel):
     """Which method; the other keys are that method's settings, which it checks."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    kind: str
+    kind: str  # the method; its other keys are listed under [methods](#methods)
 
 
 class TrainSection(Section):
     """One training run."""
 
-    out: str
+    out: str  # the folder of the run: checkpoints, metrics and the head
     init: str | None = None  # a head to start from, instead of fresh weights
-    processes: int | None = Field(None, ge=1)  # refused if another number was started
-    compile: bool = False  # parts of the head, by torch.compile
-    shard_head: bool = False  # weights, gradients and moments spread over all processes
-    epochs: int = Field(1, ge=1)
-    max_steps: int | None = Field(None, ge=1)
-    batch_size: int = Field(4, ge=1)  # conversations a step, over all processes
-    accumulation: int = Field(1, ge=1)  # parts in which a process takes its share of a step
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the products; weights stay fp32
-    lr: float = Field(3e-5, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = Field(0.0, ge=0)
-    clip: float = Field(0.5, gt=0)
-    clip_by: Literal["norm", "value"] = "norm"
-    schedule: Literal["linear", "cosine", "constant"] = "linear"
-    schedule_steps: int | None = Field(None, ge=1)  # that the schedule is made for; without, those of the run
-    warmup: float = Field(0.05, ge=0)  # a share of these steps below 1, else steps
-    final_lr: float = Field(0.0, ge=0, le=1)  # where the schedule ends, a share of lr
+    processes: int | None = Field(None, ge=1)  # refuse to start with another number of processes
+    compile: bool = False  # compile parts of the head with torch.compile
+    shard_head: bool = False  # spread the head's weights, gradients and moments over all processes
+    epochs: int = Field(1, ge=1)  # passes over the data
+    max_steps: int | None = Field(None, ge=1)  # stop after so many steps
+    batch_size: int = Field(4, ge=1)  # conversations in a step, over all processes
+    accumulation: int = Field(1, ge=1)  # parts of a step, computed in turn; more parts need less memory
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the matrix products; weights stay in float32
+    lr: float = Field(3e-5, gt=0)  # the highest learning rate
+    betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
+    weight_decay: float = Field(0.0, ge=0)  # of AdamW
+    clip: float = Field(0.5, gt=0)  # limit on the gradients
+    clip_by: Literal["norm", "value"] = "norm"  # whether `clip` limits the norm of all gradients, or each value
+    schedule: Literal["linear", "cosine", "constant"] = "linear"  # how the learning rate falls after warm-up
+    schedule_steps: int | None = Field(None, ge=1)  # steps that the schedule is made for; by default those of the run
+    warmup: float = Field(0.05, ge=0)  # steps of warm-up; below 1, a share of `schedule_steps`
+    final_lr: float = Field(0.0, ge=0, le=1)  # where the schedule ends, as a share of `lr`
     gate: Literal["predicted", "read"] = "predicted"  # a slot counts if the token that it predicts (or reads) does
-    seed: int = 0
+    seed: int = 0  # of weights, order of the data and noise
     validation: float = Field(0.05, ge=0, lt=1)  # share of the conversations that is held out
-    validate_every: int | None = Field(None, ge=1)  # steps; without, once an epoch
-    decode: int = Field(0, ge=0)  # prompts of eval.prompts that are decoded at each validation
-    checkpoint_every: int | None = Field(None, ge=1)  # steps; without, once an epoch
-    keep: int = Field(2, ge=1)  # checkpoints
-    wandb: str | None = None  # a project
+    validate_every: int | None = Field(None, ge=1)  # steps between validations; by default once an epoch
+    decode: int = Field(0, ge=0)  # prompts of `eval.prompts` that are decoded at each validation
+    checkpoint_every: int | None = Field(None, ge=1)  # steps between checkpoints; by default once an epoch
+    keep: int = Field(2, ge=1)  # checkpoints that stay on the disk
+    wandb: str | None = None  # log to this project of Weights & Biases
 
 
 class JointSection(Section):
     """Training a target together with heads, by `recipes/train_medusa2.py`: what comes out is another target."""
 
-    loss: Literal["kl", "tokens"] = "kl"  # of the target: from what it was, or the text's own next token
-    heads: float = Field(0.01, gt=0)  # what the heads' loss counts beside that
-    rise: bool = True  # from 0, by a sine over the run
-    head_lr: float = Field(1.0, gt=0)  # of the heads' matrices, in units of train.lr
-    rank: int = Field(32, ge=1)  # of the adapters, on all linear layers but the LM head
-    alpha: int = Field(16, ge=1)
+    loss: Literal["kl", "tokens"] = "kl"  # of the target: stay close to what it was, or learn the text's own next token
+    heads: float = Field(0.01, gt=0)  # weight of the heads' loss beside the target's
+    rise: bool = True  # raise that weight from 0 over the run, by a sine
+    head_lr: float = Field(1.0, gt=0)  # learning rate of the heads' matrices, in units of `train.lr`
+    rank: int = Field(32, ge=1)  # of the LoRA adapters, on all linear layers but the LM head
+    alpha: int = Field(16, ge=1)  # of the LoRA adapters
     dropout: float = Field(0.05, ge=0, lt=1)  # of what an adapter reads
 
 
 class BudgetSection(Section):
     """How much is drafted in a cycle; what is left out follows from `paths`, else from the defaults of `Budget`."""
 
-    nodes: int | None = Field(None, ge=0)
-    depth: int | None = Field(None, ge=0)
-    top_k: int | None = Field(None, ge=0)
-    paths: tuple[tuple[int, ...], ...] | None = None  # a fixed shape: for every node the ranks on its way
-    draw: Literal["noise", "likeliest", "sampled"] | None = None  # of children, where the target samples
+    nodes: int | None = Field(None, ge=0)  # tokens drafted in a cycle, the root not counted
+    depth: int | None = Field(None, ge=0)  # levels of the tree
+    top_k: int | None = Field(None, ge=0)  # candidates a level
+    paths: tuple[tuple[int, ...], ...] | None = None  # a fixed tree: for every node the ranks on its way from the root
+    draw: Literal["noise", "likeliest", "sampled"] | None = None  # how children are chosen where the target samples
     sharpness: float | None = Field(None, gt=0)  # of trees without paths: 1 is EAGLE-2's rule
 
 
 class MeasuredSection(Section):
     """A drafter that is measured."""
 
-    head: str | None = None  # a folder, a hub id, or the name of a method without weights; without, the run's own
+    head: str | None = None  # a folder, a hub id, or a method without weights; by default the run's own head
     options: dict[str, Any] = {}  # of methods without weights, as `load_drafter` takes them
-    budget: BudgetSection | None = None  # without, that of the head, else nodes, depth and top_k of `eval`
+    budget: BudgetSection | None = None  # by default that of the head, else nodes, depth and top_k of `eval`
 
 
 class EvalSection(Section):
     """What to decode, with which drafters, and under which limits."""
 
-    prompts: str | dict[str, str]  # conversations or questions: a file, a folder or a hub dataset; several by name
-    split: str = "train"  # of a hub dataset
-    count: int = Field(8, ge=1)  # of each set, evenly over its tasks
-    max_new_tokens: int = Field(64, ge=1)
-    temperatures: tuple[float, ...] = Field((0.0,), min_length=1)
-    seeds: tuple[int, ...] = Field((0,), min_length=1)  # where the target samples
-    drafters: dict[str, MeasuredSection] = {}  # beside `none`; by default ngram and the head of the run
-    nodes: int = Field(8, ge=0)
-    depth: int = Field(4, ge=0)
-    top_k: int = Field(4, ge=0)
-    costs: bool = False  # measure bare forwards too, for modelled time
-    goodput_policy: bool = False  # measure each drafter once more, with draft lengths that adapt
+    prompts: str | dict[str, str]  # conversations or questions: a file, a folder or a hub dataset; or several by name
+    split: str = "train"  # the split of a hub dataset
+    count: int = Field(8, ge=1)  # prompts of each set, evenly over its tasks
+    max_new_tokens: int = Field(64, ge=1)  # tokens of one answer
+    temperatures: tuple[float, ...] = Field((0.0,), min_length=1)  # each prompt is answered at each temperature
+    seeds: tuple[int, ...] = Field((0,), min_length=1)  # answers of a prompt above temperature 0, one for each seed
+    drafters: dict[str, MeasuredSection] = {}  # what is measured, by name; by default ngram and the run's head
+    nodes: int = Field(8, ge=0)  # tokens drafted in a cycle
+    depth: int = Field(4, ge=0)  # levels of the draft tree
+    top_k: int = Field(4, ge=0)  # candidates a level
+    costs: bool = False  # time single forwards too, for the modelled speed
+    goodput_policy: bool = False  # measure each drafter once more with an adaptive draft length
     batch_size: tuple[PositiveInt, ...] = Field((1,), min_length=1)  # texts at a time: a number, or several in turn
-    max_tokens_in_cache: int | None = Field(None, ge=1)  # of a batch, padding included
+    max_tokens_in_cache: int | None = Field(None, ge=1)  # limit on the tokens of a batch, padding included
 
     @field_validator("batch_size", mode="before")
     @classmethod

@@ -45,16 +45,16 @@ class ArmSection(Section):
 class ComparisonSection(Section):
     """Arms, and what they have in common."""
 
-    out: str
+    out: str  # the folder of the comparison
     prepare: dict[str, str] = Field({})  # a file or folder that is needed, and the Python command that makes it
     base: str | None = None  # a recipe file that all arms share
     recipe: dict[str, Any] = Field({})  # sections laid over it, or the whole recipe
-    seeds: tuple[int, ...] = Field((0,), min_length=1)
-    tokens: int | None = Field(None, ge=1)  # of each arm that names no budget of its own
-    seconds: float | None = Field(None, gt=0)
+    seeds: tuple[int, ...] = Field((0,), min_length=1)  # each arm is trained once for each seed
+    tokens: int | None = Field(None, ge=1)  # supervised tokens of each arm that names no budget of its own
+    seconds: float | None = Field(None, gt=0)  # of training, of each arm that names no budget of its own
     clock_steps: int = Field(20, ge=1)  # steps in which arms with a budget of time are timed, in turns
-    shapes: dict[str, BudgetSection] = Field(min_length=1)  # what is drafted in a cycle
-    arms: dict[str, ArmSection] = Field(min_length=1)
+    shapes: dict[str, BudgetSection] = Field(min_length=1)  # draft trees to measure, by name
+    arms: dict[str, ArmSection] = Field(min_length=1)  # what is compared, by name
     compare: tuple[tuple[str, str], ...] | None = None  # second minus first; by default all minus the first arm
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor, isfinite, log10
 
-from eval.markup import Html, tag
+from eagle.markup import Html, tag
 from eval.statistics import Estimate
 
 WIDTH = 340  # of every figure: a phone's column, so that its text is as large there as on a desk

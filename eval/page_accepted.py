@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import accumulate, pairwise
 
+from eagle.markup import Html
 from eval.buckets import ENOUGH, EVERY, several_buckets
 from eval.figures import Points, Scale, draw_bars, draw_plot, draw_tree, legend
-from eval.markup import Html
 from eval.page_parts import (
     ReportData,
     Rows,

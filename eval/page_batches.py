@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf, log2
 
+from eagle.markup import Html
 from eval.figures import Points, Scale, draw_plot, legend
-from eval.markup import Html
 from eval.page_parts import ReportData, by_temperature, cell, code, missing, panels, section, table
 from eval.page_speed import describe_output
 from eval.results import ACCEPTANCE_LENGTH, LATENCY, MODELLED_SPEED_UP, SPEED_UP, TOKENS_PER_SECOND, Group, Metric

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from eval.markup import Html, html, tag
+from eagle.markup import Html, html, tag
 from eval.page_parts import ReportData, code, missing, section, table, task_of
 from eval.results import Answer, Group, count_cycles
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
+from eagle.markup import Html, html, tag
 from eval.figures import Scale, draw_dots
-from eval.markup import Html, html, tag
-from eval.results import Answer, Group, Metric, Results, read_results
+from eval.results import Answer, Group, Metric, Results, read_results, show_groups
 from eval.statistics import Estimate
 
 Rows = list[tuple[str, list[tuple[int, Estimate]]]]  # names, each with figures by series
@@ -37,6 +37,9 @@ class ReportData:
         series = {name: number for number, name in enumerate(names, start=1)}
         series |= {group.name: 0 for group in every if group.drafter == "none"}
         return cls(runs, every, groups, series)
+
+    def _repr_html_(self) -> str:
+        return show_groups(self.every)
 
     @property
     def drafting(self) -> list[Group]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from eagle.markup import Html, tag
 from eval.figures import draw_stack, legend
-from eval.markup import Html, tag
 from eval.page_parts import (
     ReportData,
     by_temperature,

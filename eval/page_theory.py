@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from eagle.markup import Html
 from eval.figures import Scale, draw_plot, legend
-from eval.markup import Html
 from eval.page_parts import ReportData, by_temperature, cell, code, missing, panels, section, table
 from eval.results import ACCEPTANCE_LENGTH, MODELLED_SPEED_UP, SPEED_UP, Answer, Group, cycles
 from eval.statistics import Estimate

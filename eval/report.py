@@ -8,9 +8,9 @@ from pathlib import Path
 
 from eagle.disk import write_text
 from eagle.log import script
+from eagle.markup import Html, html, tag
 from eval.buckets import EVERY, Buckets, several_buckets
 from eval.figures import format_number
-from eval.markup import Html, html, tag
 from eval.page_accepted import by_bucket, by_task, calibration, lengths, nodes, positions
 from eval.page_batches import batches, texts_in_a_step
 from eval.page_evidence import answers, losslessness, provenance

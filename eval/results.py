@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from eagle.core.budget import Budget
+from eagle.markup import Html, table
 from eval.batch_costs import share_batches
 from eval.costs import Costs, draft_seconds
+from eval.figures import format_number
 from eval.statistics import Difference, Estimate, Row, Statistic, estimate, estimate_difference, ratio
 
 Answer = dict[str, Any]  # one row of a results file
@@ -172,6 +174,20 @@ class Group:
         """Share of answers that end in a loop."""
         return sum(answer["loops"] for answer in self.answers) / len(self.answers)
 
+    def _repr_html_(self) -> str:
+        return show_groups([self])
+
+
+def show_groups(groups: Sequence[Group]) -> Html:
+    """The groups as a table for a notebook."""
+    rows = []
+    for group in groups:
+        speed_up = "1.00 ×" if group.drafter == "none" else format_number(group.estimate(SPEED_UP), " ×")
+        length, speed = group.estimate(ACCEPTANCE_LENGTH), group.estimate(TOKENS_PER_SECOND)
+        numbers = (format_number(length), format_number(speed, digits=0), speed_up, group.identical)
+        rows.append((f"{group.temperature:g}", group.name, len(group.answers), *numbers))
+    return table(rows, ("T", "drafter", "answers", "τ", "tokens/s", "speed-up", "identical"))
+
 
 @dataclass(frozen=True)
 class Results:
@@ -186,6 +202,9 @@ class Results:
     def header(self) -> dict[str, Any]:
         """What made the newest rows."""
         return self.headers[-1] if self.headers else {}
+
+    def _repr_html_(self) -> str:
+        return show_groups(self.groups())
 
     def settings(self, drafter: str) -> dict[str, Any]:
         """Head and budget of a drafter, from the header."""

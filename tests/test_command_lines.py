@@ -60,6 +60,7 @@ WRONG: dict[str, list[list[str]]] = {
     "bench/beam_search.py": [[MISSING], [MISSING, "no override"]],
     "bench/block_speed.py": [[GONE, "--methods", "unknown"], [GONE, "--dtypes", "fp64"]],
     "bench/broken_heads.py": [["--target", GONE, "--sibling", GONE], ["--sibling", GONE, "--heads", GONE]],
+    "bench/curves.py": [[GONE], [GONE, "--unknown"]],
     "bench/decode_speed.py": [["--rounds", "few"]],
     "bench/draft_time.py": [[GONE, "--cycles", "2"], [GONE, "--heads", "unknown"]],
     "bench/extract_speed.py": [["--model", GONE, "--data", GONE]],
@@ -83,6 +84,15 @@ FREE = {
     *("recipes.forecast", "recipes.cards", "recipes/train_eagle.py"),
     *("recipes/tiny/make_target.py", "recipes/tiny/make_long.py", "recipes/tiny/demo.py"),
     *("bench/decode_speed.py", "bench/launches.py", "bench/level_speed.py", "bench/memory.py", "bench/rehearsal.py"),
+    *("bench/curves.py", "bench/long_context.py", "bench/train_speed.py"),
+    *(
+        "bench/curves.py",
+        "bench/decode_speed.py",
+        "bench/launches.py",
+        "bench/level_speed.py",
+        "bench/memory.py",
+        "bench/rehearsal.py",
+    ),
     *("bench/long_context.py", "bench/train_speed.py"),
 }
 

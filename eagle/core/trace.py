@@ -9,6 +9,9 @@ from typing import Any
 
 from eagle.core.spelling import Spelling
 from eagle.core.tree import DraftTree
+from eagle.markup import Html, tag
+
+GREEN = "#2da44e"  # reads on white and on dark
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,19 @@ class Trace:
             kept = min(cycle.accepted, cycle.committed)
             marks += [True] * kept + [False] * (cycle.committed - kept)
         return marks
+
+    def _repr_html_(self) -> str:
+        """The answer for a notebook: accepted drafts in green, the target's own tokens in the colour of text."""
+        has_text = self.tokenizer is not None
+        numbers = zip([f"{token} " for token in self.tokens], self.drafted, strict=True)
+        pieces = self.pieces() if has_text else numbers
+        spans = [tag("span", text, style=f"color:{GREEN}" if drafted else None) for text, drafted in pieces]
+        facts = (
+            f"{len(self.tokens)} tokens, {sum(self.drafted)} of them accepted drafts (green); "
+            f"{len(self.cycles)} target forwards after the prompt's, τ = {self.acceptance_length:.2f}"
+        )
+        answer = tag("div", spans, style="white-space:pre-wrap;font-family:monospace")
+        return Html(tag("div", answer, tag("small", facts)))
 
     def pieces(self) -> list[tuple[str, bool]]:
         """The text in pieces, each with whether the token that completes it was drafted."""

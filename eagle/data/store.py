@@ -29,6 +29,7 @@ from eagle.data.shards import (
     unpack_features,
 )
 from eagle.disk import sha256, write_tensors, write_whole
+from eagle.markup import table
 
 Plan = list[list[list[int]]]  # shards of batches of example numbers
 
@@ -244,6 +245,20 @@ class FeatureStore:
     def bytes_per_token(self) -> int:
         """Bytes on disk of one token's features."""
         return token_bytes(self.dtype, len(self.taps), self.index["made"]["width"])
+
+    def _repr_html_(self) -> str:
+        """What the store holds, for a notebook."""
+        counts = self.index["examples"]
+        size = sum(self.index["shard_tokens"]) * self.bytes_per_token
+        rows = {
+            "folder": self.folder,
+            "target": self.identity.get("target", {}).get("path", "not known"),
+            "features": f"{len(self.taps)} layers {self.taps} × {self.index['made']['width']}, {self.dtype}",
+            "conversations": f"{counts['count']:,}, {counts['tokens']:,} tokens, {int(self.loss_mask.sum()):,} learned",
+            "shards": f"{len(self.plan) - len(self.absent)} of {len(self.plan)} complete",
+            "size when complete": f"{size / 1e6:,.1f} MB",
+        }
+        return table(rows.items())
 
     def _header(self, shard: int) -> bytes:
         metadata = {"store": self._fingerprint, "shard": str(shard)}  # so that a shard of another store is refused

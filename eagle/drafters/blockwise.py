@@ -24,10 +24,10 @@ class BlockwiseSettings(Section):
     """What a recipe may say about the head."""
 
     kind: Literal["blockwise"] = "blockwise"
-    levels: int = Field(4, ge=1)
-    inner_dim: int | None = Field(None, ge=1)  # hidden units of each level; without, those of the target's MLP
-    drawn: bool = False  # the loss of one level a step, drawn uniformly
-    loss: Loss = "cross_entropy"
+    levels: int = Field(4, ge=1)  # levels that are drafted, one token each
+    inner_dim: int | None = Field(None, ge=1)  # hidden units of a level; by default those of the target's MLP
+    drawn: bool = False  # train one level a step, drawn uniformly
+    loss: Loss = "cross_entropy"  # towards the target's probs, or "tokens": towards the text's own tokens
 
 
 class Blockwise(LevelHeads):

@@ -21,8 +21,8 @@ class DFlashSettings(InjectedSettings):
     """What a recipe may say about the head."""
 
     kind: Literal["dflash"] = "dflash"
-    loss: Loss = "cross_entropy"  # towards the target's probs, or "tokens": the texts' own, as published
-    d_pace: bool = False  # levels count as far as a draft is expected to get, in place of their decay
+    loss: Loss = "cross_entropy"  # towards the target's probs, or "tokens": towards the text's own, as published
+    d_pace: bool = False  # weigh levels by how far a draft is expected to get, instead of `decay`
 
 
 class DFlash(InjectedHead):

@@ -41,12 +41,12 @@ class DraftModelSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     kind: Literal["draft_model"] = "draft_model"
-    model: str | None = None  # a causal language model to start from; without, fresh weights of the sizes below
-    layers: int = Field(2, ge=1)
-    hidden_size: int | None = None  # that of the target
-    intermediate_size: int | None = None
-    divergence: Divergence = "forward_kl"  # "tokens": the text's next token, whatever the target's probs
-    samples: Literal["data", "own"] = "data"  # "own": the model learns from its own answers
+    model: str | None = None  # a causal language model to start from; by default fresh weights of the sizes below
+    layers: int = Field(2, ge=1)  # of a fresh model
+    hidden_size: int | None = None  # of a fresh model; by default the target's
+    intermediate_size: int | None = None  # of a fresh model's MLP
+    divergence: Divergence = "forward_kl"  # what is minimized; "tokens": cross-entropy with the text
+    samples: Literal["data", "own"] = "data"  # learn on the data's answers, or on the model's own
 
 
 class DraftModel(TrainableDrafter):

@@ -23,16 +23,16 @@ class DSparkSettings(InjectedSettings):
     """What a recipe may say about the head."""
 
     kind: Literal["dspark"] = "dspark"
-    slots: int = Field(7, ge=2)
-    sample_from_anchor: bool = True
-    decay: float | None = Field(4.0, gt=0)
-    markov: Literal["none", "vanilla", "gated", "rnn", "domino"] = "vanilla"  # what makes biases of tokens
-    rank: int = Field(256, ge=1)  # of the matrix that makes them
-    gru_size: int = Field(1024, ge=1)  # of Domino's GRU
-    unbiased: int = Field(1, ge=0)  # levels that Domino leaves as they are
-    confidence: bool = True  # learn how likely each level is kept
-    likelihood: float = Field(0.1, ge=0)  # what cross-entropy from the texts' own tokens counts
-    distance: float = Field(0.9, ge=0)  # what the sum of |p - q| counts
+    slots: int = Field(7, ge=2)  # tokens read at once: the last accepted token, then mask tokens
+    sample_from_anchor: bool = True  # each slot predicts the next token; else the token at its own place
+    decay: float | None = Field(4.0, gt=0)  # level d has the weight e^(-d / decay) in the loss
+    markov: Literal["none", "vanilla", "gated", "rnn", "domino"] = "vanilla"  # what makes biases from the token before
+    rank: int = Field(256, ge=1)  # of that network's matrix
+    gru_size: int = Field(1024, ge=1)  # of the GRU of "domino"
+    unbiased: int = Field(1, ge=0)  # levels that "domino" leaves as they are
+    confidence: bool = True  # learn how likely each level is accepted
+    likelihood: float = Field(0.1, ge=0)  # weight of the cross-entropy with the text's own tokens
+    distance: float = Field(0.9, ge=0)  # weight of the sum of |p - q|
 
 
 class DSpark(InjectedHead):

@@ -20,10 +20,10 @@ class Eagle3Settings(FusedSettings):
     """What a recipe may say about the head."""
 
     kind: Literal["eagle3"] = "eagle3"
-    steps: int = Field(7, ge=1)  # that it is trained to go on from its own states
-    decay: float = Field(0.8, gt=0, le=1)  # of a step's weight
+    steps: int = Field(7, ge=1)  # levels that it is trained on its own states
+    decay: float = Field(0.8, gt=0, le=1)  # weight of each step relative to the one before
     norm_output: bool = False  # EAGLE-3.1: the next level reads the normed state
-    window: Window | None = None  # {sinks: S, recent: R}: of a text it sees the first S rows and the latest R
+    window: Window | None = None  # {sinks: S, recent: R}: attend to the first S and the latest R tokens only
 
 
 class Eagle3(FusedHead):

@@ -29,9 +29,9 @@ class EarlyExitAdapterSettings(Section):
     """What a recipe may say about the adapter."""
 
     kind: Literal["early_exit_adapter"] = "early_exit_adapter"
-    layers: int | None = Field(None, ge=1)  # of the target that draft; a third of them
-    adapter: Literal["norm", "linear", "mlp"] = "mlp"  # a norm alone, or what is added to the state before it
-    loss: Kind = "cross_entropy"
+    layers: int | None = Field(None, ge=1)  # of the target that draft; by default a third of them
+    adapter: Literal["norm", "linear", "mlp"] = "mlp"  # a norm alone, or with a linear layer or MLP before it
+    loss: Kind = "cross_entropy"  # how far its probs are from the target's
 
 
 class EarlyExitAdapter(ExitDrafter, TrainableDrafter):

@@ -28,13 +28,13 @@ class FalconSettings(Section):
 
     kind: Literal["falcon"] = "falcon"
     k: int = Field(2, ge=2)  # slots of a block, which one forward reads
-    levels: int = Field(8, ge=1)
-    glance_from: float = Field(0.45, ge=0, lt=1)  # how many of the slots that guess wrong read their answers instead,
-    glance_to: float = Field(0.1, ge=0, lt=1)  # when training begins and when it ends
+    levels: int = Field(8, ge=1)  # levels that are drafted, one token each
+    glance_from: float = Field(0.45, ge=0, lt=1)  # share of wrong slots that read the answer, at the start
+    glance_to: float = Field(0.1, ge=0, lt=1)  # the same share at the end of training
     dropout: float = Field(0.1, ge=0, lt=1)  # between the gates
-    noise: float = 0.1  # features are trained with U(-noise, noise) * 512 / T, T held at 512 or more
-    regression: float = 1.0
-    cross_entropy: float = 0.1
+    noise: float = 0.1  # noise U(-noise, noise) * 512 / T on features in training, T at least 512
+    regression: float = 1.0  # weight of Smooth-L1 between its features and the target's
+    cross_entropy: float = 0.1  # weight of the cross-entropy with the target's probs
 
 
 class Gate(nn.Linear):

@@ -17,9 +17,9 @@ class HassSettings(FeatureSettings):
     """What a recipe may say about the head."""
 
     kind: Literal["hass"] = "hass"
-    steps: int = Field(3, ge=1)  # in step s the last s features that a slot sees are its own
-    top_k: int = Field(10, ge=1)
-    top: float = 1.0  # weight of the likeliest `top_k` tokens of the target, beside that of all
+    steps: int = Field(3, ge=1)  # in step s, the last s features that a slot sees are its own
+    top_k: int = Field(10, ge=1)  # tokens of the top-k loss
+    top: float = 1.0  # weight of the loss on the target's likeliest `top_k` tokens
 
 
 class Hass(FeatureHead):

@@ -25,12 +25,12 @@ class HydraSettings(Section):
     """What a recipe may say about the heads."""
 
     kind: Literal["hydra"] = "hydra"
-    levels: int = Field(4, ge=1)
+    levels: int = Field(4, ge=1)  # levels that are drafted, one token each
     layers: int = Field(1, ge=1)  # blocks of each level; Hydra++ has four
-    prefix: bool = False  # a Llama block over the target's states comes first, as in Hydra++
-    loss: Loss = "cross_entropy"  # as Hydra++; Hydra's own is "tokens"
-    dropout: float = Field(0.0, ge=0, lt=1)  # in training, in front of every block and LM head
-    regression: float = Field(0.0, ge=0)  # weight of Smooth-L1 between what LM heads read and the target's states
+    prefix: bool = False  # put a Llama block over the target's states first, as Hydra++ does
+    loss: Loss = "cross_entropy"  # towards the target's probs, as Hydra++; "tokens" is Hydra's own
+    dropout: float = Field(0.0, ge=0, lt=1)  # in training, before every block and LM head
+    regression: float = Field(0.0, ge=0)  # weight of Smooth-L1 between LM head inputs and the target's states
 
 
 class Gated(nn.Linear):

@@ -24,11 +24,11 @@ class MedusaSettings(Section):
     """What a recipe may say about the heads."""
 
     kind: Literal["medusa"] = "medusa"
-    levels: int = Field(5, ge=1)
+    levels: int = Field(5, ge=1)  # levels that are drafted, one token each
     layers: int = Field(1, ge=1)  # residual blocks of each level
     lm_head: Literal["own", "target"] = "own"  # a matrix for each level that starts from the target's, or the target's
-    weights: Literal["equal", "falling"] = "equal"  # of the levels: "falling" is 0.8, 0.64, ..
-    loss: Loss = "cross_entropy"
+    weights: Literal["equal", "falling"] = "equal"  # of the levels; "falling" is 0.8, 0.64, ...
+    loss: Loss = "cross_entropy"  # towards the target's probs, or "tokens": towards the text's own tokens
 
 
 class Residual(nn.Linear):

@@ -26,11 +26,11 @@ class MlpSpeculatorSettings(Section):
     """What a recipe may say about the head."""
 
     kind: Literal["mlp_speculator"] = "mlp_speculator"
-    levels: int = Field(4, ge=1)
-    inner_dim: int | None = Field(None, ge=1)  # of every stage; without, the target's width
-    tie_weights: bool = False  # one stage for all levels, but for the first projection
-    scale_input: bool = False  # the target's state is normed first
-    loss: Loss = "cross_entropy"
+    levels: int = Field(4, ge=1)  # levels that are drafted, one token each
+    inner_dim: int | None = Field(None, ge=1)  # width of every stage; by default the target's
+    tie_weights: bool = False  # share one stage between all levels, except the first projection
+    scale_input: bool = False  # norm the target's state first
+    loss: Loss = "cross_entropy"  # towards the target's probs, or "tokens": towards the text's own tokens
 
 
 class ShiftedNorm(Norm):

@@ -36,11 +36,11 @@ class PeagleSettings(FusedSettings):
     """What a recipe may say about the head."""
 
     kind: Literal["peagle"] = "peagle"
-    blocks: int = Field(4, ge=1)
-    depths: int = Field(8, ge=1)  # levels: the root's, and those of the masks behind it
-    keep: float = Field(0.7, gt=0, le=1)  # of the slots with d masks behind them in training, how many have one more
-    keep_least: float = Field(0.2, ge=0, le=1)  # of all slots, at every depth
-    mask_token: int | None = None  # what a mask reads in place of a token; the last of the vocabulary
+    blocks: int = Field(4, ge=1)  # transformer blocks that are stacked
+    depths: int = Field(8, ge=1)  # levels that are drafted: the root's, and those of the masks behind it
+    keep: float = Field(0.7, gt=0, le=1)  # in training, share of the slots with d masks that get one more
+    keep_least: float = Field(0.2, ge=0, le=1)  # lowest share of all slots, at every depth
+    mask_token: int | None = None  # the token that mask slots read; by default the last of the vocabulary
 
 
 class Peagle(FusedHead):

@@ -28,11 +28,11 @@ class SpireSettings(Section):
     """What a recipe may say about the head."""
 
     kind: Literal["spire"] = "spire"
-    blocks: int = Field(2, ge=1)  # of the target, its last ones
-    window: Window | None = Window(sinks=1, recent=64)  # of the text, what a drafted token sees
-    steps: int = Field(4, ge=2)  # passes of training, each of which names the next token
-    stride: int = Field(4, ge=1)  # every so many-th supervised slot is trained
-    cross_entropy: float = Field(0.5, ge=0, le=1)  # its part of the loss; the rest is 1 - sum min(p, q)
+    blocks: int = Field(2, ge=1)  # the target's last blocks, this many
+    window: Window | None = Window(sinks=1, recent=64)  # attend to the first S and the latest R tokens
+    steps: int = Field(4, ge=2)  # passes of training, each of which predicts the next token
+    stride: int = Field(4, ge=1)  # train every so many-th supervised slot
+    cross_entropy: float = Field(0.5, ge=0, le=1)  # its share of the loss; the rest is 1 - sum min(p, q)
 
 
 class Spire(MemoryHead):

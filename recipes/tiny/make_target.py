@@ -281,7 +281,7 @@ def greedy_answers(model: Any, tokenizer: Any, records: Sequence[Record]) -> lis
 
 def main(argv: list[str]) -> None:
     """Make the target and print its report."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="eagle tiny-target", description=__doc__)
     parser.add_argument("--out", default="runs/tiny")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seed", type=int, default=0)

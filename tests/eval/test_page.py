@@ -11,8 +11,8 @@ import pytest
 from synthetic import HOSTILE, RATES, answer, pieces, write
 
 from eagle.core.budget import Budget
+from eagle.markup import Html, html, readable, tag
 from eval.costs import Costs
-from eval.markup import Html, html, readable, tag
 from eval.page_accepted import accepted_lengths, bin_confidences, by_position, most_used_nodes
 from eval.page_batches import points_by_size, texts_in_a_step
 from eval.page_parts import ReportData, labels

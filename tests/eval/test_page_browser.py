@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from html import unescape
-from pathlib import Path
 from typing import Any
 
 import pytest
+from chromium import NAMES, browser
 from synthetic import HOSTILE, write
 
-from eval.markup import readable
+from eagle.markup import readable
 from eval.report import SECTIONS, page
 from tests.eval.test_page import FIGURES
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome-headless-shell", "chrome")
-CACHED = ("chromium*/*/chrome", "chromium*/*/headless_shell", "chromium*/*/chrome-headless-shell")
 WIDTHS = (1280, 390)
 # a page around the report, which runs no script of its own, asks what the browser made of it
 PROBE = """<!doctype html><meta charset="utf-8"><title>probe</title><pre id="out">nothing</pre>FRAMES<script>
@@ -46,14 +43,6 @@ onload = () => {
   document.getElementById("out").textContent = JSON.stringify(found)
 }
 </script>"""
-
-
-def browser() -> str | None:
-    """A Chromium on the path, or one that playwright has installed."""
-    cache = Path.home() / ".cache/ms-playwright"
-    found = [shutil.which(name) for name in NAMES]
-    found += [str(path) for pattern in CACHED for path in sorted(cache.glob(pattern))]
-    return next((path for path in found if path), None)
 
 
 @pytest.fixture(scope="module")

@@ -27,10 +27,11 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from eagle.data.examples import collate
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.recipe import Recipe
+from eagle.shipped import STAGES
 from eagle.target.target import Target
 from eagle.training.sharded import gather, shard_head
 from eagle.training.train import _Run
-from recipes.forecast import ROOT, empty_head, sizes_of
+from recipes.forecast import empty_head, sizes_of
 
 LLAMA_70B = {
     "vocab_size": 128_256, "hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80,
@@ -176,7 +177,7 @@ def test_exchanges_of_the_loop(shard: str, tmp_path: Path) -> None:
 
 def held_numbers(target: str, count: int) -> dict[str, int]:
     """Numbers that an EAGLE-3 head for a target learns, and those of them on the first of many processes."""
-    recipe = Recipe.load(ROOT / "recipes/llama-3.1-8b/eagle3.yaml")
+    recipe = Recipe.load(STAGES / "recipes/llama-3.1-8b/eagle3.yaml")
     head = empty_head(settings_of(recipe.drafter.model_dump(), "test"), sizes_of(target).config)
     whole = sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
     as_rank(0, count)
@@ -195,7 +196,7 @@ def test_bytes_of_a_process(size: str, count: int, tmp_path: Path) -> None:
     # ZeRO by its scheme: masters, moments and gradients are split; its weights are whole in ZeRO-2
     columns = (16 * whole, 4 * whole + 16 * part, 20 * part, 16 * part)
     row = f"| {size}, {count} processes | {' | '.join(f'{column:.1f} GB' for column in columns)} |"
-    assert row in (ROOT / "docs/training.md").read_text(), row
+    assert row in (STAGES / "docs/training.md").read_text(), row
 
 
 def parts_of_target(count: int) -> tuple[list[int], Counter[str], int]:

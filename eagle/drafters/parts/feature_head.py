@@ -27,13 +27,13 @@ class FeatureSettings(BaseModel):
     """What a recipe may say about any head with this network."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    fc_bias: bool = True
-    noise: float = 0.1  # features are trained with U(-noise, noise) * 512 / T, T held at 512 or more
-    noise_as_published: bool = False  # T not held: texts of 16 tokens under 32 times the noise
-    intermediate_size: int | None = None  # of its MLP; that of the target, but for a mixture of experts
-    window: Window | None = None  # {sinks: S, recent: R}: of a text it sees the first S rows and the latest R
-    regression: float = 1.0
-    cross_entropy: float = 0.1
+    fc_bias: bool = True  # a bias in the layer that joins token and feature; vLLM has none
+    noise: float = 0.1  # noise U(-noise, noise) * 512 / T on features in training, T at least 512
+    noise_as_published: bool = False  # T as it is: texts of 16 tokens get 32 times the noise
+    intermediate_size: int | None = None  # of its MLP; by default the target's, but for mixtures of experts
+    window: Window | None = None  # {sinks: S, recent: R}: attend to the first S and the latest R tokens only
+    regression: float = 1.0  # weight of Smooth-L1 between its features and the target's
+    cross_entropy: float = 0.1  # weight of the cross-entropy with the target's probs
 
 
 class FeatureHead(UnrolledDrafter):

@@ -22,15 +22,15 @@ from eagle.recipe import Section
 class FusedSettings(Section):
     """What a recipe may say about such a network."""
 
-    taps: tuple[int, ...] | None = None  # inputs of which layers it reads; 2, the middle one, the last but two
-    draft_vocab: int | str | None = None  # so many of the most frequent tokens, or a file from data_prep.draft_vocab
-    lm_head: Literal["target", "random"] = "target"  # from where its LM head starts
-    train_lm_head: bool = True
+    taps: tuple[int, ...] | None = None  # layers whose inputs it reads; by default 2, the middle one, the last but two
+    draft_vocab: int | str | None = None  # so many of the most frequent tokens, or a file of data_prep.draft_vocab
+    lm_head: Literal["target", "random"] = "target"  # what its LM head starts from
+    train_lm_head: bool = True  # train its LM head
     queries: Literal["keys", "random"] = "keys"  # what half of them start as: from random, few find their own token
     fc_norm: bool = False  # EAGLE-3.1: a norm on each tap
     norm_before_residual: bool = False  # attention is added to the normed state
-    loss: Kind = "cross_entropy"
-    intermediate_size: int | None = None  # of its MLP; that of the target, but for a mixture of experts
+    loss: Kind = "cross_entropy"  # how far its probs are from the target's
+    intermediate_size: int | None = None  # of its MLP; by default the target's, but for mixtures of experts
 
 
 class FusedHead(UnrolledDrafter):

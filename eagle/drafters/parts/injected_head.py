@@ -42,16 +42,16 @@ PART = 256  # anchors whose blocks are read at a time where no gradient is wante
 class InjectedSettings(Section):
     """What a recipe may say about such a head."""
 
-    taps: tuple[int, ...] | None = None  # inputs of which layers it reads; five of them, evenly
-    blocks: int = Field(5, ge=1)  # that are stacked
-    slots: int = Field(16, ge=2)  # the first reads the root, the others the mask token
-    sample_from_anchor: bool = False  # each slot names the token behind its place, else that at its place
-    causal: bool = False  # a slot sees of its block those before it alone
-    qk_norm: bool = True  # queries and keys are normed by head, as Qwen3 has them
-    mask_token: int | None = None  # what slots behind the root read; the last of the vocabulary
-    intermediate_size: int | None = None  # of the MLPs; that of the target, but for a mixture of experts
-    anchors: int = Field(512, ge=1)  # of a text, from which blocks are trained
-    decay: float | None = Field(7.0, gt=0)  # level d counts e^(-d / decay)
+    taps: tuple[int, ...] | None = None  # layers whose inputs it reads; by default five, evenly spread
+    blocks: int = Field(5, ge=1)  # transformer blocks that are stacked
+    slots: int = Field(16, ge=2)  # tokens read at once: the last accepted token, then mask tokens
+    sample_from_anchor: bool = False  # each slot predicts the next token; else the token at its own place
+    causal: bool = False  # a slot sees only earlier slots of its block
+    qk_norm: bool = True  # norm queries and keys by head, as Qwen3 does
+    mask_token: int | None = None  # the token that mask slots read; by default the last of the vocabulary
+    intermediate_size: int | None = None  # of the MLPs; by default the target's, but for mixtures of experts
+    anchors: int = Field(512, ge=1)  # places of a text from which blocks are trained
+    decay: float | None = Field(7.0, gt=0)  # level d has the weight e^(-d / decay) in the loss
 
 
 class InjectedHead(TrainableDrafter):

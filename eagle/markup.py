@@ -36,3 +36,9 @@ def tag(name: str, /, *children: object, **attributes: object) -> Html:
         if value is not None:
             start += f' {key.rstrip("_").replace("_", "-")}="{escape(readable(value))}"'
     return Html(f"{start}>" if name in VOID else f"{start}>{html(children)}</{name}>")
+
+
+def table(rows: Iterable[Iterable[object]], heading: Iterable[object] = ()) -> Html:
+    """A table with plain cells, which takes its colours from the page that shows it."""
+    head = tag("tr", [tag("th", cell) for cell in heading]) if heading else ""
+    return tag("table", head, [tag("tr", [tag("td", cell) for cell in row]) for row in rows])

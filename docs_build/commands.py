@@ -1,0 +1,61 @@
+"""Write the page of the command line from what `--help` prints: `python -m docs_build.commands`."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+from eagle.__main__ import GROUPS, main, overview
+
+PAGE = Path(__file__).parent.parent / "docs/reference/cli.md"
+INTRODUCTION = """# Command line
+
+<!-- written by `python -m docs_build.commands` from what `--help` prints -->
+
+`eagle VERB ...` is the same as `python -m eagle VERB ...`. RECIPE is a file, or the name of a recipe that comes with
+the package: `eagle recipes` lists them. `key=value` replaces a value of the recipe, as `train.lr=1e-3`;
+[recipe keys](recipes.md) lists all of them.
+"""
+
+
+def print_help(verb: str) -> str:
+    """What `eagle VERB --help` prints, on lines of at most 98 characters."""
+    out = io.StringIO()
+    os.environ["COLUMNS"] = "100"
+    with redirect_stdout(out), redirect_stderr(out):
+        try:
+            main([verb, "--help"])
+        except SystemExit as ended:
+            if ended.code:
+                raise ValueError(f"eagle {verb} --help ended with {ended.code}: {out.getvalue()}") from None
+    return out.getvalue().strip()
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [INTRODUCTION, f"```text\n{overview()}\n```\n"]
+    for title, verbs in GROUPS.items():
+        parts.append(f"## {title}\n")
+        for name, verb in verbs.items():
+            about = verb.about[0].upper() + verb.about[1:]
+            parts.append(f"### eagle {name}\n\n{about}.\n\n```text\n{print_help(name)}\n```\n")
+    return "\n".join(parts)
+
+
+def write() -> None:
+    """Write the page, or compare it."""
+    parser = argparse.ArgumentParser(prog="python -m docs_build.commands", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; end with status 1 if the page differs")
+    check, text = parser.parse_args().check, page()
+    if not check:
+        PAGE.write_text(text)
+    elif PAGE.read_text() != text:
+        sys.exit(f"{PAGE} is not what --help prints: run `python -m docs_build.commands`")
+
+
+if __name__ == "__main__":
+    write()

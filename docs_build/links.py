@@ -1,0 +1,150 @@
+"""Check the links of the documents, or of the built site: `python -m docs_build.links [build/site]`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+ROOT = Path(__file__).parent.parent
+FENCE = re.compile(r" *(`{3,}|~{3,})")
+CODE = re.compile(r"(`+)(?!`).*?(?<!`)\1(?!`)", re.DOTALL)
+LINK = re.compile(r"(?<=\]\()[^()\s]*(?:\([^()\s]*\)[^()\s]*)*(?=[)\s])")
+TAG = re.compile(r"""(?<=\bhref=")[^"]*|(?<=\bsrc=")[^"]*""")
+HEADING = re.compile(r"#{1,6} +(.*?)(?: +#+)? *$")
+IDENTIFIER = re.compile(r"""\bid="([^"]+)"|\{ *#([\w-]+) *\}""")
+
+
+def blank_code(markdown: str) -> str:
+    """The text with code replaced by spaces, so that every character keeps its place."""
+    lines, fence = [], ""
+    for line in markdown.splitlines(keepends=True):
+        found = FENCE.match(line)
+        is_fence = bool(found and (not fence or found[1].startswith(fence)))
+        lines.append(re.sub(r"[^\n]", " ", line) if fence or is_fence else line)
+        if found and is_fence:
+            fence = "" if fence else found[1]
+    return CODE.sub(lambda code: re.sub(r"[^\n]", " ", code[0]), "".join(lines))
+
+
+def find_links(markdown: str) -> Iterator[re.Match[str]]:
+    """The addresses of all links and pictures outside code."""
+    text = blank_code(markdown)
+    yield from LINK.finditer(text)
+    yield from TAG.finditer(text)
+
+
+def slug(heading: str) -> str:
+    """The anchor of a heading, as repository browsers and the site make it."""
+    words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+    return re.sub(r"[^\w\- ]", "", words.strip().lower()).replace(" ", "-")
+
+
+def find_anchors(markdown: str) -> set[str]:
+    """All anchors of a page: of headings, numbered where one repeats, and explicit ones."""
+    anchors: set[str] = set()
+    outside = blank_code(markdown)
+    for line, text in zip(markdown.splitlines(), outside.splitlines(), strict=True):
+        if not HEADING.match(text) or not (found := HEADING.match(line)):
+            continue
+        name = base = slug(found[1])
+        count = 0
+        while name in anchors:
+            count += 1
+            name = f"{base}-{count}"
+        anchors.add(name)
+    return anchors | {first or second for first, second in IDENTIFIER.findall(outside)}
+
+
+def check_documents(paths: list[Path]) -> list[str]:
+    """What is wrong with the links of Markdown files: `FILE:LINE: ADDRESS: REASON`."""
+    anchors: dict[Path, set[str]] = {}
+    wrong = []
+    for path in paths:
+        text = path.read_text()
+        for link in find_links(text):
+            if reason := _check_link(path, link[0], anchors):
+                line = text.count("\n", 0, link.start()) + 1
+                wrong.append(f"{path}:{line}: {link[0]}: {reason}")
+    return wrong
+
+
+def _check_link(path: Path, address: str, anchors: dict[Path, set[str]]) -> str | None:
+    """Why an address in a file leads nowhere; addresses of other machines are only parsed."""
+    parts = urlsplit(address)
+    if parts.scheme == "mailto":
+        return None
+    if parts.scheme or parts.netloc:
+        return None if parts.scheme in ("http", "https") and "." in parts.netloc else "expected https://HOST/..."
+    target = path if not parts.path else (path.parent / unquote(parts.path)).resolve()
+    if not target.is_file():
+        return "is a folder: link a file in it" if target.is_dir() else "no such file"
+    if parts.fragment and target.suffix == ".md":
+        if target not in anchors:
+            anchors[target] = find_anchors(target.read_text())
+        if parts.fragment not in anchors[target]:
+            return f"no such heading; {target.name} has {', '.join(sorted(anchors[target]))}"
+    return None
+
+
+class _Page(HTMLParser):
+    """The addresses and identifiers of an HTML page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.identifiers = {""}
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note what the tag points to, and what it is called."""
+        for name, value in attrs:
+            if name in ("href", "src") and value is not None and tag != "base":
+                self.addresses.append(value)
+            elif value and (name == "id" or (name == "name" and tag == "a")):
+                self.identifiers.add(value)
+
+
+def check_site(folder: Path) -> list[str]:
+    """What is wrong with the links of a built site; nothing may be loaded from elsewhere."""
+    pages = {
+        path.resolve(): _Page(path.read_text()) for path in sorted(folder.rglob("*.html")) if path.name != "404.html"
+    }
+    wrong = []
+    for path, page in pages.items():
+        for address in page.addresses:
+            parts = urlsplit(address)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            if not target.is_file():
+                wrong.append(f"{path}: {address}: no such file")
+            elif target in pages and unquote(parts.fragment) not in pages[target].identifiers:
+                wrong.append(f"{path}: {address}: no such anchor")
+    return wrong
+
+
+def documents() -> list[Path]:
+    """The Markdown files that a reader opens."""
+    return [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
+        (ROOT / "docs").rglob("*.md")
+    )
+
+
+def main() -> None:
+    """Print what is wrong, and end with status 1 if anything is."""
+    parser = argparse.ArgumentParser(prog="python -m docs_build.links", description=__doc__)
+    parser.add_argument("site", nargs="?", type=Path, help="a built site; without, the Markdown files are checked")
+    site = parser.parse_args().site
+    if site is not None and not (site / "index.html").is_file():
+        sys.exit(f"no site at {site}: expected a folder with index.html, which `make docs` builds")
+    if wrong := check_documents(documents()) if site is None else check_site(site):
+        sys.exit("\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Write the page of all recipe keys from the types that read them: `python -m docs_build.recipe_keys`."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import json
+import textwrap
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from eagle.core.drafter import TrainableDrafter
+from eagle.drafters import DRAFTERS
+from eagle.recipe import BudgetSection, MeasuredSection, Recipe
+from eval.compare_plan import ArmSection, ComparisonSection
+
+PAGE = Path(__file__).parent.parent / "docs/reference/recipes.md"
+INTRODUCTION = """# Recipe keys
+
+<!-- written by `python -m docs_build.recipe_keys` from the types that read recipes -->
+
+A recipe is a YAML file with one section for each part of a run. Every command takes `section.key=value` behind the
+recipe to replace a value. An unknown key is an error that names the nearest known one. The comments in the recipes that
+come with eagle say where their values come from.
+"""
+NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "any value", NoneType: "null"}
+BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+
+
+def comments_of(model: type) -> dict[str, str]:
+    """The comment on the line of each field, those of the classes it is made from included."""
+    found: dict[str, str] = {}
+    for owner in reversed(model.__mro__):
+        if not issubclass(owner, BaseModel) or owner is BaseModel:
+            continue
+        source = textwrap.dedent(inspect.getsource(owner))
+        lines = source.splitlines()
+        (parsed,) = ast.parse(source).body
+        assert isinstance(parsed, ast.ClassDef)
+        for field in parsed.body:
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.end_lineno:
+                comment = lines[field.end_lineno - 1].partition("  # ")[2]
+                found[field.target.id] = comment or found.get(field.target.id, "")
+    return found
+
+
+def describe_type(annotation: Any) -> str:
+    """A type in words."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " or ".join(f"`{part}`" for part in parts)
+    if origin in (Union, UnionType):
+        return " or ".join(describe_type(part) for part in parts if part is not NoneType)
+    if origin is tuple:
+        kind = describe_type(parts[0])
+        return f"list of {kind}" if parts[-1] is ... else f"{len(parts)} of {kind}"
+    if origin is dict:
+        return f"map of {describe_type(parts[1])}"
+    if origin is not None and parts:  # Annotated
+        return describe_type(parts[0])
+    return NAMES.get(annotation) or _name_section(annotation)
+
+
+def _name_section(annotation: type) -> str:
+    name = annotation.__name__.removesuffix("Section").lower()
+    return name if name == "window" else f"[{name}](#{name})"
+
+
+def describe_bounds(field: FieldInfo) -> str:
+    """The limits of a number, as ` ≥ 1`."""
+    limits = ((sign, getattr(bound, name, None)) for bound in field.metadata for name, sign in BOUNDS.items())
+    return "".join(f" {sign} {limit:g}" for sign, limit in limits if limit is not None)
+
+
+def describe_default(field: FieldInfo) -> str:
+    """The default as a recipe would write it, or that there is none."""
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    plain = json.dumps(value, default=lambda part: part.__dict__)
+    return f"default `{plain.strip(chr(34))}`"
+
+
+def key_lines(model: type[BaseModel], prefix: str) -> list[str]:
+    """A list item for each key: its name, type, default and meaning."""
+    comments = comments_of(model)
+    lines = []
+    for name, field in model.model_fields.items():
+        kind = describe_type(field.annotation) + describe_bounds(field)
+        if name == "kind" and not field.is_required():
+            continue  # the heading says it
+        meaning = comments.get(name, "")
+        lines.append(f"- `{prefix}{name}` ({kind}; {describe_default(field)}): {meaning}".rstrip(": "))
+    return lines
+
+
+def section(title: str, model: type[BaseModel], prefix: str) -> str:
+    """A heading, what the section is, and its keys."""
+    about = inspect.cleandoc(model.__doc__ or "").splitlines()[0]
+    return "\n".join([title, "", about, "", *key_lines(model, prefix), ""])
+
+
+def method_section(kind: str, method: type[Any]) -> str:
+    """The keys of a method's `drafter` section."""
+    module = inspect.getmodule(method)
+    about = inspect.cleandoc(module.__doc__ or "").splitlines()[0] if module else ""
+    return "\n".join([f"### `{kind}`", "", about, "", *key_lines(method.Settings, "drafter."), ""])
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [INTRODUCTION]
+    for name, field in Recipe.model_fields.items():
+        model = next(part for part in (field.annotation, *get_args(field.annotation)) if hasattr(part, "model_fields"))
+        optional = "" if field.is_required() else " (optional)"
+        parts.append(section(f"## {name}{optional}", model, f"{name}."))
+    parts.append(section("## Measured", MeasuredSection, "eval.drafters.NAME."))
+    parts.append(section("## Budget", BudgetSection, "budget."))
+    parts.append("## Methods\n\nThe keys of `drafter`, for each `drafter.kind`.\n")
+    for kind, method in DRAFTERS.items():
+        if issubclass(method, TrainableDrafter):
+            parts.append(method_section(kind, method))
+    parts.append("## Comparison files\n\nA file for [`eagle compare`](../compare.md) holds these keys.\n")
+    parts.append(section("### Top level", ComparisonSection, ""))
+    parts.append(section("### Arm", ArmSection, "arms.NAME."))
+    return "\n".join(parts)
+
+
+def main() -> None:
+    """Write the page."""
+    argparse.ArgumentParser(prog="python -m docs_build.recipe_keys", description=__doc__).parse_args()
+    PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    main()
