@@ -156,7 +156,7 @@ def test_the_example_is_judged_by_the_steps_that_it_drafts_by(registered: type[A
 
 @pytest.fixture(scope="module")
 def followed(registered: type[Any], tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page's commands, one after the other, on little data in a folder where `make demo` seems to have run."""
+    """The page's commands, one after the other, on little data in a folder where `make tiny` seems to have run."""
     folder = tmp_path_factory.mktemp("followed")
     (folder / "recipes/tiny").mkdir(parents=True)
     (folder / f"recipes/tiny/{KIND}.yaml").write_text(RECIPE)
