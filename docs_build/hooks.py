@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import posixpath
 from pathlib import Path
-from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -15,19 +14,6 @@ from docs_build.links import find_links
 ROOT = Path(__file__).parent.parent
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
 ORIGINS = {page: origin for origin, page in PAGES.items() if origin != "README.md"}
-
-
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Leave pages that are not written yet out of the navigation."""
-
-    def keep(entry: Any) -> bool:
-        (value,) = entry.values()
-        if isinstance(value, list):
-            value[:] = filter(keep, value)
-        return bool(value) and (isinstance(value, list) or value in ORIGINS or (ROOT / "docs" / value).is_file())
-
-    config.nav = list(filter(keep, config.nav or []))
-    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
