@@ -19,9 +19,14 @@ from accelerate.commands.launch import launch_command_parser
 from eagle.__main__ import VERBS
 from eagle.command.launcher import launcher_options
 from eagle.drafters import settings_of
+from eagle.drafters.draft_model import DraftModel
+from eagle.drafters.eagle1 import Eagle1
+from eagle.formats.checkpoint import save_head
 from eagle.recipe import Recipe
 from eagle.shipped import find_recipe
+from eagle.target.target import Target
 from eval.compare_plan import Comparison
+from eval.measure import measure
 
 ROOT = Path(__file__).parent.parent
 GUIDES = sorted((ROOT / "docs/guides").glob("*.md"))
@@ -178,3 +183,20 @@ def load_recipe(path: Path, overrides: Sequence[str]) -> None:
         return
     recipe = Recipe.load(path, overrides)
     settings_of(recipe.drafter.model_dump(), str(path))
+
+
+def make_checkout(folder: Path, tiny: Path, target: Target) -> None:
+    """Let a folder look as if `make demo` had run there: a target, data, heads and results in `runs/tiny`."""
+    (folder / "runs").mkdir()
+    (folder / "runs/tiny").symlink_to(tiny)
+    head = Eagle1.for_target(Eagle1.Settings(fc_bias=False), target.config)
+    save_head(tiny / "eagle1/head", head, "", {})
+    small = DraftModel.for_target(DraftModel.Settings(), target.config)
+    save_head(tiny / "draft_model/head", small, "", {})
+    answers = (tiny / "data/train.jsonl").read_text().splitlines(keepends=True)
+    (tiny / "data/regenerated.jsonl").write_text("".join(answers[:20]))
+    where = [f"target.path={tiny / 'target'}", f"train.out={tiny / 'eagle1'}"]
+    few = [f"eval.prompts={tiny / 'data/heldout.jsonl'}", "eval.count=2", "eval.max_new_tokens=4"]
+    measure(Recipe.load(ROOT / "recipes/tiny/eagle1.yaml", [*where, *few]), "recipes/tiny/eagle1.yaml")
+    for room in (*ROOMS, "tests"):
+        (folder / room).symlink_to(ROOT / room)

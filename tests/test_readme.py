@@ -12,17 +12,13 @@ from typing import Any
 
 import pytest
 
-from eagle.drafters.draft_model import DraftModel
-from eagle.drafters.eagle1 import Eagle1
-from eagle.formats.checkpoint import save_head
 from eagle.recipe import Recipe
 from eagle.target.target import Target
 from eval.compare_plan import Comparison
-from eval.measure import measure
 from tests import documents
 from tests.documents import PAGES, ROOT, STAGES, blocks
 
-LONG = {"make", "git", "pip", "cd", "accelerate"}
+LONG = {"make", "git", "pip", "cd", "source", "accelerate"}
 
 
 def fenced(language: str) -> list[tuple[str, str]]:
@@ -44,21 +40,9 @@ def run(rows: list[tuple[str, str]]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def checkout(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory in which `make demo` seems to have run: a target, data, a head and results in `runs/tiny`."""
+    """A working directory in which `make demo` seems to have run."""
     folder = tmp_path_factory.mktemp("checkout")
-    (folder / "runs").mkdir()
-    (folder / "runs/tiny").symlink_to(tiny_target_dir)
-    head = Eagle1.for_target(Eagle1.Settings(fc_bias=False), tiny_target.config)
-    save_head(tiny_target_dir / "eagle1/head", head, "", {})
-    small = DraftModel.for_target(DraftModel.Settings(), tiny_target.config)
-    save_head(tiny_target_dir / "draft_model/head", small, "", {})
-    said = (tiny_target_dir / "data/train.jsonl").read_text().splitlines(keepends=True)
-    (tiny_target_dir / "data/regenerated.jsonl").write_text("".join(said[:20]))
-    where = [f"target.path={tiny_target_dir / 'target'}", f"train.out={tiny_target_dir / 'eagle1'}"]
-    few = [f"eval.prompts={tiny_target_dir / 'data/heldout.jsonl'}", "eval.count=2", "eval.max_new_tokens=4"]
-    measure(Recipe.load(ROOT / "recipes/tiny/eagle1.yaml", [*where, *few]), "recipes/tiny/eagle1.yaml")
-    for room in ("recipes", "eagle", "data_prep", "eval", "tests"):
-        (folder / room).symlink_to(ROOT / room)
+    documents.make_checkout(folder, tiny_target_dir, tiny_target)
     return folder
 
 
@@ -137,8 +121,8 @@ def test_the_commands_for_your_model_work_in_their_order(checkout: Path, tiny_ta
     lines = [line for page, line in commands() if page == "README.md" and "my/model" in line]
     assert len(lines) == 6
     for line in lines:
-        words = shlex.split(line.replace("--num_processes 8", "--num_processes 1"))
-        program = ["-m", "accelerate.commands.launch", *words[2:]] if words[0] == "accelerate" else words[1:]
+        words = shlex.split(line.replace("--processes 8", "--processes 1"))
+        program = ["-m", *words]
         overrides = less.split() if "target.path=my/model" in words else []
         if "--check" in words:
             overrides += ["train.dtype=float32"]

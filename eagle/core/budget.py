@@ -17,11 +17,11 @@ Draw = Literal["noise", "likeliest", "sampled"]
 class Budget:
     """How much a drafter may propose in one cycle: draft nodes, levels, and children per node."""
 
-    nodes: int = 10
-    depth: int = 10
-    top_k: int = 10
-    paths: Paths | None = None  # a shape that the tree has whatever the drafter believes; see `fixed`
-    draw: Draw = "noise"  # greedy targets know the likeliest children alone
+    nodes: int = 10  # draft tokens, the root not counted
+    depth: int = 10  # levels
+    top_k: int = 10  # children of a node, and candidates of a level
+    paths: Paths | None = None  # a fixed tree: the ranks on the way to each node; see `fixed`
+    draw: Draw = "noise"  # how children are chosen where the target samples
     sharpness: float | None = None  # of a tree without paths: 1 is EAGLE-2's rule, None what suits the drafter
     confidence: float | None = None  # no children of nodes whose children are kept less likely, as the drafter says
 

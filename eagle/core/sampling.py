@@ -43,17 +43,17 @@ OFF |= {"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0, "pen
 class Sampling:
     """How the target samples: transformers' warpers in transformers' order, and the seed of its noise."""
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-    request: int = 0
+    temperature: float = 0.0  # 0 takes the likeliest token
+    top_k: int = 0  # sample from so many of the likeliest tokens; 0 from all
+    top_p: float = 1.0  # sample from the likeliest tokens of this total probability
+    min_p: float = 0.0  # sample from tokens at least this likely, relative to the likeliest
+    repetition_penalty: float = 1.0  # of tokens that the text holds already; 1 is none
+    seed: int = 0  # of the noise
+    request: int = 0  # number of the text: texts with one seed have noise of their own
     rule: Literal["token", "block"] = "token"  # of verification, for sampled drafts
-    # with either of these the output does NOT follow the target's distribution any more
-    lenience: float = 1.0  # below 1
-    typical: tuple[float, float] | None = None  # typical acceptance, by its epsilon and delta
+    # LOSSY: with either of these the output does not follow the target's distribution
+    lenience: float = 1.0  # LOSSY below 1
+    typical: tuple[float, float] | None = None  # LOSSY: typical acceptance, by its epsilon and delta
 
     def __post_init__(self) -> None:
         for name in ("top_k", "seed", "request"):

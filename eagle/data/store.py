@@ -100,7 +100,7 @@ class FeatureStore:
     def __init__(self, folder: str | Path, expected: dict[str, Any] | None = None, *, partial: bool = False) -> None:
         self.folder = Path(folder)
         if not (self.folder / "index.json").is_file():
-            raise Absent(f"no feature store at {folder}: run `python -m data_prep.extract RECIPE` first")
+            raise Absent(f"no feature store at {folder}: run `eagle extract RECIPE` first")
         self.index = _read_index(self.folder / "index.json")
         # older stores have dtype "auto" and the precision beside it
         self.identity = in_precision(self.index["identity"], self.index["made"].get("precision"))
@@ -111,7 +111,7 @@ class FeatureStore:
         self._load_examples()
         self.refresh()
         if self.absent and not partial:
-            raise ValueError(f"{self.describe_absent()}. Run `python -m data_prep.extract RECIPE` to complete it")
+            raise ValueError(f"{self.describe_absent()}. Run `eagle extract RECIPE` to complete it")
 
     @classmethod
     def create(
@@ -275,8 +275,7 @@ class FeatureStore:
         path = self.folder / name
         if not path.is_file() or sha256(path) != checksum:
             raise Damaged(
-                f"{path} is missing or damaged: `python -m data_prep.extract RECIPE --repair` makes it anew and keeps "
-                "the shards"
+                f"{path} is missing or damaged: `eagle extract RECIPE --repair` makes it anew and keeps the shards"
             )
         return path
 

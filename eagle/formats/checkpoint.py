@@ -8,7 +8,6 @@ import os
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
+from eagle import __version__
 from eagle.core.arguments import nearest
 from eagle.core.budget import Budget
 from eagle.core.drafter import Drafter, TrainableDrafter
@@ -60,7 +60,7 @@ def load_head(folder: str | Path) -> TrainableDrafter:
     if not isinstance(config.get("settings"), dict) or not isinstance(config.get("shape"), dict):
         raise ValueError(
             f"the config.json in {folder} is none of this project's: expected the keys settings and shape; "
-            f"`python -m eagle import {folder} OUT` makes a head of one that another tool or an export wrote"
+            f"`eagle import {folder} OUT` makes a head of one that another tool or an export wrote"
         )
     head = _build(config, str(folder / "config.json"))
     weights, shapes = _read_weights(folder / "model.safetensors"), head.state_dict()
@@ -93,7 +93,7 @@ def _build(config: dict[str, Any], source: str) -> TrainableDrafter:
     try:
         settings = settings_of(config["settings"], source)
     except ValueError as error:
-        raise ValueError(f"{error}; was the head made by a newer release? This one is {version('eagle')}") from None
+        raise ValueError(f"{error}; was the head made by a newer release? This one is {__version__}") from None
     try:
         return DRAFTERS[settings.kind](settings, AutoConfig.for_model(**config["shape"]))
     except Exception as error:  # of many kinds: transformers and torch check the sizes

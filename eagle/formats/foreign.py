@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from eagle import __version__
 from eagle.core.drafter import TrainableDrafter
 from eagle.data.identity import fingerprint
 from eagle.disk import lock_path
@@ -110,7 +110,7 @@ def import_head(
         drafter, notes = _convert(head, target_files, taps)
         weights = fingerprint([source / name for name in weight_files(source)])
         provenance = {
-            "eagle": version("eagle"),
+            "eagle": __version__,
             "imported": {"layout": head.layout, "weights": weights, "notes": notes},
         }
         verifier = head.keys.section("speculators_config").section("verifier").text("name_or_path")

@@ -48,6 +48,8 @@ class MtpLayout(NetworkLayout):
         """The target's config with one such layer."""
         self._check(drafter, target_config, engine)
         tensors = tensors_of(drafter)
+        if drafter.settings.hidden_first != self.hidden_first:
+            tensors["eh_proj.weight"] = torch.cat(tensors["eh_proj.weight"].chunk(2, dim=1)[::-1], dim=1)
         if self.biased:  # a bias of zeros changes nothing
             for part in ("q", "k", "v"):
                 weight = tensors[f"layers.0.self_attn.{part}_proj.weight"]
@@ -69,12 +71,6 @@ class MtpLayout(NetworkLayout):
             raise ValueError(
                 f"{engine}: the target is a {target_config.model_type}, and such a layer is read there in the files of "
                 f"its own family alone, by its names; of those that this project writes: {', '.join(self.families)}"
-            )
-        if (first := bool(drafter.settings.hidden_first)) != self.hidden_first:
-            ours, theirs = ("state", "token") if first else ("token", "state")
-            raise ValueError(
-                f"{engine}: the head's projection reads the {ours} first, and this family's the {theirs}: train with "
-                f"drafter.hidden_first={str(self.hidden_first).lower()}, or export to {'mimo' if first else 'deepseek'}"
             )
         shape = drafter.shape
         if getattr(shape, "qk_norm", False):

@@ -12,7 +12,7 @@ import yaml
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.drafters.parts.validation import chain_rates
-from eagle.formats.card import acceptance_of
+from eagle.formats.card import acceptance_of, front_matter
 from eagle.formats.layout import Layout
 
 USUAL = 3  # tokens of a chain where nothing is known
@@ -37,6 +37,7 @@ def write_notes(
     words = {"DEPTH": str(depth), "NODES": str(depth + 1), "HEAD": str(out.resolve()), "TARGET": path}
     serve = re.sub("|".join(words), lambda match: words[match[0]], layout.serve)
     sections = [
+        f"{front_matter(_section(recipe, 'drafter').get('kind', 'unknown'), trained_on or target, engine)}\n"
         f"# A draft head for {trained_on or target or 'a target that is not known'}",
         f"Layout: {engine}. A wrong export changes no word that the target says: it shows in acceptance alone.",
         f"## How to serve it\n\n{_explain_paths(out, path)}\n\n{serve}",
@@ -99,7 +100,7 @@ def _describe_acceptance(shares: list[float], head: Path | None) -> str:
         )
     if head and (table := acceptance_of(head.parent)):
         parts.append(f"Decoded by this project:\n\n{table}")
-    return "\n\n".join(parts) or "Nothing was measured: `python -m eagle doctor` tells."
+    return "\n\n".join(parts) or "Nothing was measured: `eagle doctor` tells."
 
 
 def _read_mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from eagle.device import best_device, fastest_dtype
 from eagle.recipe import Recipe, TrainSection
 
 LAUNCH_HINT = (
-    "launch with `accelerate launch --config_file recipes/accelerate/ddp.yaml --num_processes N`, or by "
-    "`torchrun --standalone --nproc_per_node N`"
+    "launch with `eagle train RECIPE --processes N`, which is `accelerate launch --config_file "
+    "recipes/accelerate/ddp.yaml --num_processes N recipes/train_eagle.py RECIPE`, or by torchrun"
 )
 SHARDED = "heads are not trained with it: use recipes/accelerate/ddp.yaml, zero2.yaml or zero3.yaml"
 FSDP = "heads are sharded by train.shard_head=true, launched with recipes/accelerate/ddp.yaml"

@@ -18,6 +18,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from eagle import __version__
 from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.core.tree import PUBLISHED_TREE, chain_paths
 from eagle.data.examples import Batch, Features, collate, run_ahead, trim_mask
@@ -290,7 +291,7 @@ class _Run:
         return self.mirror
 
     def _provenance(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        versions = {name: version(name) for name in ("eagle", "torch", "transformers", "accelerate")}
+        versions = {"eagle": __version__} | {name: version(name) for name in ("torch", "transformers", "accelerate")}
         run = {"step": self.step, "processes": self.accelerator.num_processes, "skipped_steps": self.skipped}
         return {"commit": self.commit, **versions, **run, "validation": metrics, **self.features.identity}
 

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from eagle import __version__
 from eagle.core.drafter import TrainableDrafter
 from eagle.data.features import LiveFeatures
 from eagle.disk import lock_folder
@@ -169,7 +170,9 @@ class _JointRun:
         self.accelerator.wait_for_everyone()
 
     def _provenance(self) -> dict[str, Any]:
-        versions = {name: version(name) for name in ("eagle", "torch", "transformers", "accelerate", "peft")}
+        versions = {"eagle": __version__} | {
+            name: version(name) for name in ("torch", "transformers", "accelerate", "peft")
+        }
         made = {"made_from": self.recipe.target.model_dump(), "joint": self.settings.model_dump(mode="json")}
         run = {"step": self.step, "processes": self.accelerator.num_processes, "skipped_steps": self.skipped}
         kl = {"kl_from_the_old_target": self.figures.get("kl")}  # in nats a token, on the held-out conversations

@@ -154,6 +154,6 @@ def _draft_vocabulary(asked: int | str | None, supervised: Iterable[Tensor] | No
     if len(t2d) != vocab_size:
         raise ValueError(
             f"{asked} was made for a vocabulary of {len(t2d)}, this target has {vocab_size}: make it again with "
-            "`python -m data_prep.draft_vocab`"
+            "`eagle draft-vocab`"
         )
     return t2d.nonzero()[:, 0]
