@@ -91,7 +91,7 @@ format: $(READY)
 # the theme's note on its successor is silenced: the versions are bounded in pyproject.toml
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(VENV)/ready-docs  ## the site, in build/site, to be opened from disk
-	$(BIN)/python -m mkdocs build --quiet
+	$(BIN)/python -m mkdocs build
 	$(BIN)/python -m docs_build.links build/site
 
 $(VENV)/ready-docs: $(READY)

@@ -9,12 +9,31 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 HOME = Path(sys.prefix)
+CONVERTER = "convert_hf_to_gguf.py"
 SOURCE, PROGRAMS = HOME / "llama.cpp", HOME / "build/bin"
-KINDS = {"DFlashDraftModel": "draft-dflash", "Qwen3DSparkModel": "draft-dspark"}  # by a head's architecture
+KINDS = {  # by a head's architecture
+    "DFlashDraftModel": "draft-dflash",
+    "Qwen3DSparkModel": "draft-dspark",
+    "Glm4MoeForCausalLM": "draft-mtp",
+}
+# the converter takes GLM's own vocabularies alone, and these models have a Llama's
+CONVERT_GLM = """
+import runpy, sys
+source = sys.argv[1]
+sys.path[:0] = [source, source + "/gguf-py"]
+from conversion.glm import Glm4MoeModel
+def set_vocab(model):
+    model.gguf_writer.add_add_space_prefix(False)
+    model._set_vocab_sentencepiece()
+Glm4MoeModel.set_vocab = set_vocab
+sys.argv = sys.argv[1:]
+runpy.run_path(source + "/convert_hf_to_gguf.py", run_name="__main__")
+"""
 STEP = re.compile(r"accepted (\d+)/(\d+) draft tokens, the last target token is: \((-?\d+)\)")
 ENDS = re.compile(r"EOG token\s+= (\d+) ")
 TRIES = 20
@@ -24,7 +43,8 @@ TOTALS = re.compile(r"n_drafted = (\d+)\s.*?n_accept\s+= (\d+)\s", re.DOTALL)
 def convert(model: str, out: Path, dtype: str, *more: str) -> Path:
     """Convert a model to one GGUF file, unless it is there."""
     if not out.is_file():
-        command = [sys.executable, str(SOURCE / "convert_hf_to_gguf.py"), model, *more]
+        script = ["-c", CONVERT_GLM, str(SOURCE)] if read_kind(model) == "draft-mtp" else [str(SOURCE / CONVERTER)]
+        command = [sys.executable, *script, model, *more]
         kind = {"float32": "f32", "bfloat16": "bf16"}[dtype]
         subprocess.run([*command, "--outtype", kind, "--outfile", str(out)], check=True)
     return out
@@ -61,11 +81,10 @@ def read_kind(head: str) -> str:
     return KINDS.get(config["architectures"][0], "draft-eagle3")
 
 
-def answer(job: dict[str, Any], target: Path, head: Path, text: str) -> tuple[dict[str, Any], list[int]]:
+def answer(job: dict[str, Any], models: Sequence[str | Path], text: str) -> tuple[dict[str, Any], list[int]]:
     """A row of drafts, acceptances and the last token of each step, and the tokens that end an answer."""
     # one draft further than wanted: near its limit this engine drafts less
     limit, depth = str(job["new_tokens"] + job["depth"]), str(job["depth"])
-    models: tuple[str | Path, ...] = ("-m", target, "-md", head, "--spec-type", read_kind(job["head"]))
     greedy = ("--temp", "0", "--top-k", "1", "--spec-draft-n-max", depth, "-n", limit, "-t", "1", "-b", "2048")
     exact = ("-ub", "2048", "-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32", "-fa", "off")
     output, totals = run_with_totals(
@@ -87,15 +106,20 @@ def answer(job: dict[str, Any], target: Path, head: Path, text: str) -> tuple[di
 
 def answers(job: dict[str, Any]) -> dict[str, Any]:
     """One answer a prompt, each from a process of its own."""
-    target = convert(job["target"], Path(job["work"]) / f"target-{job['dtype']}.gguf", job["dtype"])
-    head = Path(job["head"] + ".gguf")
-    convert(job["head"], head, job["dtype"], "--target-model-dir", job["target"])
+    kind, head = read_kind(job["head"]), Path(job["head"] + ".gguf")
+    if kind == "draft-mtp":  # one model holds both
+        target = convert(job["head"], head, job["dtype"])
+        models: tuple[str | Path, ...] = ("-m", target)
+    else:
+        target = convert(job["target"], Path(job["work"]) / f"target-{job['dtype']}.gguf", job["dtype"])
+        convert(job["head"], head, job["dtype"], "--target-model-dir", job["target"])
+        models = ("-m", target, "-md", head)
     rows: list[dict[str, Any]] = []
     stops: list[int] = []
     for text in job["texts"]:
-        row, stops = answer(job, target, head, text)
+        row, stops = answer(job, (*models, "--spec-type", kind), text)
         rows.append({"prompt": tokenize(target, text), **row})
-    return {"version": version(), "stops": stops, "answers": rows}
+    return {"version": version(), "stops": stops, "reads": ["first_token"] * (kind == "draft-mtp"), "answers": rows}
 
 
 def version() -> str:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from eagle.core.budget import Budget
 from eagle.core.decoding import Decoding
-from eagle.core.drafter import Drafter
+from eagle.core.drafter import Committed, Drafter
 from eagle.core.trace import Trace
 from eagle.core.verify import Sampling
 from eagle.formats.checkpoint import load_drafter
@@ -34,11 +35,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """When an engine drafts. All engines count a whole draft, including what a limit or a stop then cuts off."""
+    """When an engine drafts, and from what. All count a whole draft, including what a limit or a stop then cuts off."""
 
     from_prompt: bool = False  # the first draft follows the prompt's last token, not the answer's first
     stops: Collection[int] = ()  # tokens that end an answer
-    blanks_first: bool = False  # a text's first pair of token and state is read with zeros for the token
+    reads: Collection[str] = ()  # of READINGS, what an MTP layer reads there that it does not read here
 
     def count(self, new: list[int], accepted: int, depth: int) -> int:
         """How many accepted tokens count: none behind a stop, nor the stop itself unless it ends the draft."""
@@ -50,8 +51,8 @@ def decode_as_engine(job: Job, head: Path | str, target: Target, rule: Rule) -> 
     """Decode every prompt with this decoder, and count as the engine does."""
     drafter = load_drafter(head, target)
     fit_block(drafter, job.budget.depth)
-    if rule.blanks_first:
-        blank_first_tokens(drafter)
+    for name in rule.reads:
+        READINGS[name](drafter, target)
     if job.budget.top_k > 1:
         job = replace(job, budget=replace(job.budget, sharpness=1.0))  # engines grow trees by EAGLE-2's rule
     return [_decode(job, prompt, target, drafter, rule) for prompt in job.prompts]
@@ -68,8 +69,8 @@ def fit_block(drafter: Any, depth: int) -> None:
         drafter.settings = settings.model_copy(update={"slots": min(slots, settings.slots)})
 
 
-def blank_first_tokens(drafter: Any) -> None:
-    """Let a head read zeros for the embedding at position 0, as vLLM's MTP layers do."""
+def blank_first_token(drafter: Any, target: Target) -> None:
+    """Let an MTP layer read zeros for the embedding at position 0."""
     read = drafter.first_block
 
     def first_block(embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], *more: Any) -> Tensor:
@@ -78,6 +79,49 @@ def blank_first_tokens(drafter: Any) -> None:
         return states
 
     drafter.first_block = first_block
+
+
+def read_before_norm(drafter: Any, target: Target) -> None:
+    """Let an MTP layer read the target's state before its final norm, up to a scale that `hnorm` takes out."""
+    fuse, weight = drafter.fuse_taps, target.model.base_model.norm.weight.detach()
+    drafter.fuse_taps = lambda features: fuse(features) / weight
+
+
+def feed_raw_states(drafter: Any, target: Target) -> None:
+    """Let an MTP layer go on from its own state as it was before its norm."""
+    drafter.next_input = lambda state: state
+
+
+def lead_with_first_token(drafter: Any, target: Target) -> None:
+    """Let an MTP layer read a text's first token too, beside zeros for the state before it."""
+    open_texts = drafter.open
+
+    def lead(update: Committed) -> Committed:
+        tokens, features = update.tokens, update.features
+        assert features is not None
+        blank = torch.zeros_like(features[:1])
+        return replace(update, tokens=torch.cat([tokens[:1], tokens]), features=torch.cat([blank, features]))
+
+    def open_state() -> Any:
+        state = open_texts()
+        propose = state.propose
+
+        def propose_with_lead(updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> Any:
+            begun = set(state.rows)
+            return propose({row: up if row in begun else lead(up) for row, up in updates.items()}, budgets)
+
+        state.propose = propose_with_lead
+        return state
+
+    drafter.open = open_state
+
+
+READINGS: dict[str, Callable[[Any, Target], None]] = {
+    "blank_first": blank_first_token,
+    "before_norm": read_before_norm,
+    "raw_states": feed_raw_states,
+    "first_token": lead_with_first_token,
+}
 
 
 def _decode(job: Job, prompt: list[int], target: Target, drafter: Drafter, rule: Rule) -> Row:

@@ -20,6 +20,12 @@ METHODS = {  # by the architecture that a head's config names; EAGLE-1's is the 
     "Qwen3DSparkModel": "dspark",
     "MiMoForCausalLM": "mtp",
     "Glm4MoeForCausalLM": "mtp",
+    "DeepseekV3ForCausalLM": "mtp",
+}
+READS = {  # what an MTP layer reads there: `Rule.reads` of engine_reference.py
+    "MiMoForCausalLM": ("blank_first", "before_norm"),  # mimo_mtp.py; mimo.py returns the state before its norm
+    "Glm4MoeForCausalLM": ("blank_first", "raw_states"),  # glm4_moe_mtp.py norms for the logits alone
+    "DeepseekV3ForCausalLM": ("blank_first",),  # deepseek_mtp.py
 }
 MASKS = ("mask_token_id", "pard_token", "ptd_token_id")  # of heads that draft all places by one forward
 
@@ -71,9 +77,12 @@ def norm_each_layer() -> None:
 
 def answers(job: dict[str, Any]) -> dict[str, Any]:
     """One answer a prompt, one prompt at a time, so that the counters tell them apart."""
-    head = read_method(json.loads((Path(job["head"]) / "config.json").read_text()))
+    config = json.loads((Path(job["head"]) / "config.json").read_text())
+    head, reads = read_method(config), READS.get(config["architectures"][0], ())
     if head["method"] == "dspark":
         interpret_kernels()
+    if config["architectures"][0] == "DeepseekV3ForCausalLM":
+        os.environ["VLLM_MLA_DISABLE"] = "1"  # no latent attention: the layer is a Llama's
     import vllm
 
     norm_each_layer()
@@ -93,7 +102,7 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
         drafts, accepted = read_counts(llm)
         gained = [now - then for now, then in zip(accepted, accepted_before, strict=True)]
         rows.append({"tokens": list(answer.outputs[0].token_ids), "drafts": drafts - before, "accepted": gained})
-    return {"version": vllm.__version__, "blanks_first": head["method"] == "mtp", "answers": rows}
+    return {"version": vllm.__version__, "reads": reads, "answers": rows}
 
 
 if __name__ == "__main__":

@@ -27,10 +27,12 @@ from eagle.disk import lock_path, write_text
 from eagle.formats.checkpoint import load_drafter
 from eagle.formats.export import export
 from eagle.log import script
+from eagle.shipped import commit
 from eagle.target.target import Target
 from eval.engine_builds import VERSIONS, build_environment, python_of
+from eval.engine_families import FAMILIES, write_model
 from eval.engine_reference import Job, Row, Rule, decode_as_engine, same_counts, same_text, sum_rows
-from eval.results import commit, device_name
+from eval.results import device_name
 
 NEAR = 0.01  # how far acceptance lengths may differ where sums are rounded
 # one process and one thread; nothing fetched, nothing reported
@@ -82,10 +84,18 @@ def compare_engine(
     target: Target,
     work: Path,
     spoil: Callable[[Path], None] | None = None,
+    family: str | None = None,
 ) -> Comparison:
-    """Decode in the engine and here; `spoil` may change the exported head before, `work` keeps the converted target."""
+    """Decode in the engine and here; `spoil` may change the exported head before, `work` keeps the converted target.
+
+    A `family` is of MTP layers, of which an engine reads one in the files of its own family's models alone.
+    """
     with tempfile.TemporaryDirectory(dir=work) as folder:
-        export(load_drafter(head, target), target.config, engine, f"{folder}/head")
+        drafter: Any = load_drafter(head, target)
+        if family is None:
+            export(drafter, target.config, engine, f"{folder}/head")
+        else:
+            write_model(drafter, target.config, job.target, family, Path(folder) / "head")
         if spoil is not None:
             spoil(Path(folder) / "head")
         output = run_engine(job, engine, environment, target, work, Path(folder))
@@ -96,7 +106,7 @@ def compare_engine(
             f"{engine} reads {misread} of {len(job.prompts)} prompts as other tokens than the target's own tokenizer: "
             "choose others with --prompts, or a target whose tokenizer it converts whole"
         )
-    options = {name: output[name] for name in ("stops", "blanks_first") if name in output}
+    options = {name: output[name] for name in ("stops", "reads") if name in output}
     rule = Rule(from_prompt=engine == "llamacpp", **options)
     return Comparison(output["version"], rows, decode_as_engine(job, head, target, rule))
 
@@ -130,12 +140,12 @@ def run_engine(job: Job, engine: str, environment: Path, target: Target, work: P
     return output
 
 
-def row_of(comparison: Comparison, job: Job, head: Path, engine: str) -> dict[str, Any]:
+def row_of(comparison: Comparison, job: Job, head: Path, engine: str, family: str | None = None) -> dict[str, Any]:
     """One row of the result file."""
     text, counts = comparison.same
     return {
         "head": name_of(head),
-        "target": name_of(job.target),
+        "target": name_of(job.target) + (f" as {FAMILIES[family].title}" if family else ""),
         "engine": engine,
         "dtype": job.dtype,
         "draft": [job.budget.nodes, job.budget.depth, job.budget.top_k],
@@ -213,6 +223,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--branching", type=int, default=1, help="children of a node; more than 1: trees")
     parser.add_argument("--nodes", type=int, help="of a tree, the root not counted; by default 8")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--family", choices=list(FAMILIES), help="MTP heads: write head and target as such a model")
     parser.add_argument("--environment", type=Path, help="of the engine; made there if it is not; build/engines/ENGINE")
     parser.add_argument("--out", type=Path, default=Path("runs/engines.json"), help="default: runs/engines.json")
     args = parser.parse_args(argv)
@@ -237,9 +248,9 @@ def run(args: argparse.Namespace) -> int:
     with lock_path(args.out), tempfile.TemporaryDirectory() as work:
         for head in args.heads:
             print(f"{args.engine}: {head}", file=sys.stderr, flush=True)
-            both = compare_engine(job, head, args.engine, environment, target, Path(work))
+            both = compare_engine(job, head, args.engine, environment, target, Path(work), family=args.family)
             agree &= both.equal if args.dtype == "float32" else abs(both.difference) <= NEAR
-            rows.append(row_of(both, job, head, args.engine))
+            rows.append(row_of(both, job, head, args.engine, args.family))
             merge_rows(rows[-1:], args.out)
     print(table(rows))
     return 0 if agree else 1

@@ -48,6 +48,8 @@ class MtpLayout(NetworkLayout):
         """The target's config with one such layer."""
         self._check(drafter, target_config, engine)
         tensors = tensors_of(drafter)
+        if drafter.settings.hidden_first != self.hidden_first:
+            tensors["eh_proj.weight"] = torch.cat(tensors["eh_proj.weight"].chunk(2, dim=1)[::-1], dim=1)
         if self.biased:  # a bias of zeros changes nothing
             for part in ("q", "k", "v"):
                 weight = tensors[f"layers.0.self_attn.{part}_proj.weight"]
@@ -60,21 +62,15 @@ class MtpLayout(NetworkLayout):
         return Layout({**target_config.to_dict(), **told}, rename(tensors, spelling), self.serve)
 
     def _copies(self, drafter: TrainableDrafter, engine: str) -> dict[str, Tensor]:
-        """What of the target stands in the layer too."""
+        """The target's tensors that the layer holds as copies."""
         return {"embedding": embedding_of(drafter, engine), "output": output_of(drafter, engine)}
 
     def _check(self, drafter: TrainableDrafter, target_config: Any, engine: str) -> None:
-        """Say what the family's own code has not."""
+        """Raise ValueError for settings that the family's code does not support."""
         if self.families and target_config.model_type not in self.families:
             raise ValueError(
                 f"{engine}: the target is a {target_config.model_type}, and such a layer is read there in the files of "
                 f"its own family alone, by its names; of those that this project writes: {', '.join(self.families)}"
-            )
-        if (first := bool(drafter.settings.hidden_first)) != self.hidden_first:
-            ours, theirs = ("state", "token") if first else ("token", "state")
-            raise ValueError(
-                f"{engine}: the head's projection reads the {ours} first, and this family's the {theirs}: train with "
-                f"drafter.hidden_first={str(self.hidden_first).lower()}, or export to {'mimo' if first else 'deepseek'}"
             )
         shape = drafter.shape
         if getattr(shape, "qk_norm", False):

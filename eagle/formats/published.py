@@ -102,9 +102,11 @@ DEEPSEEK = Engine(
         MTP: MtpLayout(
             """The tensors are named as those of DeepSeek-V3's layer of multi-token prediction.
 They stand beside the target's config, with copies of its embedding and LM head, and can be put among the target's own
-tensors. The block is a Llama's: engines that expect latent attention or experts there load it not.
+tensors. The block is a Llama's: engines that expect latent attention or experts there cannot load it as it is.
 
-Not run by this project: names are those of DeepSeek-V3's checkpoints.""",
+With equal experts written around it, vLLM 0.32.0 (DeepSeek-V3's and GLM-4.5's layers) and llama.cpp (`draft-mtp`,
+GLM-4.5's) accept at every place of a draft what this project's decoder accepts when it reads what they read:
+docs/serving.md.""",
             names=DEEPSEEK_NAMES,
         )
     },
@@ -117,9 +119,7 @@ MIMO = Engine(
         MTP: MtpLayout(
             """The tensors are named as those of MiMo's layer of multi-token prediction. They stand beside the target's
 config, with copies of its embedding and LM head, and can be put among the target's own tensors. `--to vllm` tells how
-it is served.
-
-Not run by this project: names are those of MiMo's checkpoints.""",
+it is served.""",
             names=MIMO_NAMES,
             hidden_first=True,
             biased=True,

@@ -53,9 +53,19 @@ layer's weights, and accepts less; with that mended it accepts, at every place, 
 )
 SECOND_RUNNER = """ Its V2 model runner alone does, and that needs Triton, which is to say a GPU.
 With Triton's interpreter on a CPU it accepts, at every place of a draft, what this project accepts."""
-BEFORE_NORM = """ Each forward drafts one of them. The tensors belong into the target's folder.
-vLLM gives the layer the target's state as it was before its final norm, this project trains on the normed one: expect
-that it accepts less there. Names, shapes and keys are those of vLLM's source."""
+IN_TARGET = """```sh
+vllm serve MODEL --speculative-config '{"method": "mtp", "num_speculative_tokens": DEPTH}'
+```
+
+vLLM 0.32.0. Each forward drafts one of them.
+
+vLLM reads the layer in the target's folder alone. Copy `model.safetensors` there as `mtp.safetensors`, so that it is
+read behind the target's own files, copy `config.json`, and where the target has a `model.safetensors.index.json`, name
+the new tensors there: files that it does not name are passed over. `MODEL` is that folder.
+
+vLLM 0.32.0 gives the layer the target's state before its final norm (`MiMoModel.forward` in mimo.py) and zeros for the
+embedding at position 0 (mimo_mtp.py). This project trains on the normed state. Expect acceptance close to this
+decoder's, and not the same; a decoder that reads both as vLLM does accepts the same at every place."""
 VLLM = Engine(
     name="vllm",
     title="vLLM",
@@ -64,7 +74,7 @@ VLLM = Engine(
         FUSED: FusedLayout(SERVE.replace("METHOD", "eagle3"), switches=SWITCHES, reads_embedding=True, slides=True),
         MEDUSA: ServedMedusa(SERVE.replace("METHOD", "medusa") + PATH),
         MTP: MtpLayout(
-            BLOCKS.replace("METHOD", "mtp").replace("MORE", BEFORE_NORM),
+            IN_TARGET,
             names=MIMO_NAMES,
             hidden_first=True,
             biased=True,

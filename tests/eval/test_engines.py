@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable
@@ -14,9 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle import Budget, Target, generate, load_drafter
+from eagle.core.drafter import Committed
+from eagle.drafters import DRAFTERS, settings_of
+from eagle.drafters.parts.blocks import rotary_tables
 from eval.engine_builds import holds
 from eval.engine_openvino import count_drafts
-from eval.engine_reference import Job, Rule, decode_as_engine, same_counts, sum_rows
+from eval.engine_reference import READINGS, Job, Rule, decode_as_engine, same_counts, sum_rows
 from eval.engines import Comparison, compare_engine, merge_rows, read_prompts, row_of, table
 
 TINY = Path(__file__).parents[2] / "runs/tiny"
@@ -26,6 +30,7 @@ MATRIX = [
     *((engine, head) for engine in ("openvino", "llamacpp") for head in ("eagle3-full", "eagle3")),
 ]
 BLOCKS = [("vllm", "peagle"), *((engine, head) for engine in ("vllm", "llamacpp") for head in ("dflash", "dspark"))]
+FAMILIES = [*(("vllm", family) for family in ("mimo", "glm", "deepseek")), ("llamacpp", "glm")]  # of MTP layers
 CHAIN, TREE = Budget(3, 3, 1), Budget(10, 4, 4)
 LEAST = {"medusa": 1.4, "peagle": 1.4, "dflash": 1.4, "dspark": 1.4}  # acceptance length of no idle head; of others 2
 
@@ -52,7 +57,11 @@ def prove(work: Path, target: Target) -> Prove:
     """Both sides on 48 held-out conversations, 16 new tokens each, in fp32."""
 
     def compare(
-        engine: str, head: str, budget: Budget = CHAIN, spoil: Callable[[Path], None] | None = None
+        engine: str,
+        head: str,
+        budget: Budget = CHAIN,
+        spoil: Callable[[Path], None] | None = None,
+        family: str | None = None,
     ) -> Comparison:
         folder = os.environ.get(WHERE[engine])
         if folder is None or not holds(engine, Path(folder)):
@@ -61,7 +70,7 @@ def prove(work: Path, target: Target) -> Prove:
             pytest.skip(f"no trained head in runs/tiny/{head}/head: docs/serving.md has the command")
         prompts = read_prompts(target, TINY / "data/heldout.jsonl", 48, room=64)
         job = Job(TINY / "target", prompts, budget)
-        return compare_engine(job, TINY / head / "head", engine, Path(folder), target, work, spoil)
+        return compare_engine(job, TINY / head / "head", engine, Path(folder), target, work, spoil, family)
 
     return compare
 
@@ -86,6 +95,27 @@ def test_an_engine_guesses_the_blocks_that_this_decoder_guesses(
     comparison = prove(engine, head, Budget(depth, depth, 1))
     assert comparison.theirs and comparison.same == (48, 48)
     assert sum_rows(comparison.theirs)["tau"] > LEAST[head]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("depth", [3, 7])
+@pytest.mark.parametrize(("engine", "family"), FAMILIES)
+def test_an_engine_goes_on_from_an_mtp_layer_as_its_rule_says(
+    engine: str, family: str, depth: int, prove: Prove
+) -> None:
+    """In the files of each family's own models, since an MTP layer is read there alone."""
+    comparison = prove(engine, "mtp", Budget(depth, depth, 1), family=family)
+    assert comparison.theirs and comparison.same == (48, 48)
+    assert sum_rows(comparison.theirs)["tau"] > 2
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("engine", "family"), [("vllm", "deepseek"), ("llamacpp", "glm")])
+def test_a_spoilt_mtp_layer_is_seen(engine: str, family: str, prove: Prove) -> None:
+    """Its projection reads state and token in the other order."""
+    comparison = prove(engine, "mtp", spoil=swapped_projection, family=family)
+    assert comparison.same[1] < 48
+    assert sum_rows(comparison.theirs)["accepted"] != sum_rows(comparison.ours)["accepted"]
 
 
 @pytest.mark.engine
@@ -156,6 +186,14 @@ def no_mask_state(head: Path) -> None:
     """Leave zeros where states are not known yet."""
     tensors = load_file(head / "model.safetensors")
     save_file({**tensors, "mask_hidden": torch.zeros_like(tensors["mask_hidden"])}, head / "model.safetensors")
+
+
+def swapped_projection(head: Path) -> None:
+    """Let an MTP layer's projection read its two inputs in the other order."""
+    tensors = load_file(head / "model.safetensors")
+    (name,) = [name for name in tensors if name.endswith("eh_proj.weight")]
+    swapped = torch.cat(tensors[name].chunk(2, dim=1)[::-1], dim=1).contiguous()
+    save_file({**tensors, name: swapped}, head / "model.safetensors")
 
 
 def forgotten_biases(head: Path) -> None:
@@ -253,6 +291,58 @@ def test_what_a_stop_cuts_off_is_not_counted() -> None:
     assert [rule.count(new, 3, 3) for new in ([5, 6, 7, 8], [5, 2, 7, 8], [2, 6, 7, 8], [5, 6, 2, 8])] == [3, 1, 0, 3]
     assert rule.count([5, 2], 1, 3) == 1  # the target's own token
     assert Rule().count([5, 2, 7, 8], 3, 3) == 3
+
+
+@torch.no_grad()
+def draft_naively(head: Any, target: Target, prompt: list[int], root: int, reads: tuple[str, ...]) -> list[int]:
+    """A chain of three by whole forwards over the text, as an engine's source has them."""
+    states: dict[str, torch.Tensor] = {}
+    norm = target.model.base_model.norm
+    handle = norm.register_forward_hook(lambda _, given, made: states.update(raw=given[0], normed=made))
+    target.model.base_model(torch.tensor([prompt]))
+    handle.remove()
+    hidden = states["raw" if "before_norm" in reads else "normed"]
+    tokens = [*prompt[1:], root]
+    if "first_token" in reads:
+        tokens, hidden = [*prompt, root], torch.cat([torch.zeros_like(hidden[:, :1]), hidden], dim=1)
+    drafted: list[int] = []
+    for _ in range(3):
+        embedded = target.head.embed(torch.tensor([tokens + drafted]))
+        if "blank_first" in reads:
+            embedded = torch.cat([torch.zeros_like(embedded[:, :1]), embedded[:, 1:]], dim=1)
+        tables = rotary_tables(head.rotary, hidden, torch.arange(hidden.shape[1])[None])
+        state = head.first_block(embedded, hidden, tables, None, None)[:, -1:]
+        drafted.append(int(head.logits(state, target.head).argmax()))
+        hidden = torch.cat([hidden, state if "raw_states" in reads else head.norm(state)], dim=1)
+    return drafted
+
+
+def test_a_reading_is_that_of_whole_forwards(tiny_target_dir: Path) -> None:
+    """Each drafts as a loop does that reads it so, and not as a loop that reads the layer as this project does."""
+    torch.manual_seed(3)
+    target = Target.load(tiny_target_dir / "target", dtype=torch.float32)
+    head: Any = DRAFTERS["mtp"].for_target(settings_of({"kind": "mtp"}, "test"), target.config)
+    norm = target.model.base_model.norm.weight
+    with torch.no_grad():
+        norm.add_(torch.rand_like(norm))
+        for weight in head.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.5 if weight.ndim == 1 else 0.2)
+    head.bind(target.head)
+    prompts = torch.randint(0, target.vocab_size, (12, 5)).tolist()
+    for reads in ((), ("blank_first",), ("blank_first", "before_norm"), ("raw_states",), ("first_token",)):
+        changed: Any = copy.copy(head)
+        for name in reads:
+            READINGS[name](changed, target)
+        drafts = []
+        for prompt in prompts:
+            state = changed.open()
+            state.admit(0)
+            features = target.features(torch.tensor([prompt[:-1]]), (-1,))[0]
+            tree = state.propose({0: Committed(torch.tensor(prompt[:-1]), features, prompt[-1])}, {0: CHAIN})[0]
+            drafts.append(tree.tokens[1:].tolist())
+        assert drafts == [draft_naively(head, target, prompt[:-1], prompt[-1], reads) for prompt in prompts]
+        usual = [draft_naively(head, target, prompt[:-1], prompt[-1], ()) for prompt in prompts]
+        assert (drafts == usual) == (not reads), reads
 
 
 def test_steps_are_counted_up_to_the_limit() -> None:

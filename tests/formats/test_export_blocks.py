@@ -42,8 +42,8 @@ HEADS: dict[str, tuple[dict[str, Any], str]] = {  # settings, the exporters that
     "peagle with norms": ({**FUSED, "fc_norm": True}, "vllm"),
     "peagle of one block": ({**FUSED, "blocks": 1}, "vllm speculators"),
     "peagle of taps in no order": ({**FUSED, "taps": [6, 2, 4]}, "vllm speculators"),
-    "mtp": ({"kind": "mtp"}, "deepseek"),
-    "mtp, state first": ({"kind": "mtp", "hidden_first": True}, "mimo"),
+    "mtp": ({"kind": "mtp"}, "deepseek mimo"),
+    "mtp, state first": ({"kind": "mtp", "hidden_first": True}, "deepseek mimo"),
 }
 
 
@@ -83,8 +83,12 @@ def test_an_export_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
             assert again.settings.kind == head.settings.kind
             assert_same_function(head, again)
             continue
-        assert again.network == head.network
         tensors = again.state_dict()
+        if "mtp" in name and again.settings.hidden_first != head.settings.hidden_first:
+            token, state = tensors["eh_proj.weight"].chunk(2, dim=1)
+            tensors["eh_proj.weight"] = torch.cat([state, token], dim=1)
+        else:
+            assert again.network == head.network
         biases = {key for key in tensors.keys() - head.state_dict().keys() if not tensors[key].any()}
         assert tensors.keys() - biases == head.state_dict().keys()
         assert all(torch.equal(tensor, tensors[key]) for key, tensor in head.state_dict().items())
@@ -116,7 +120,7 @@ def test_no_other_exporter_takes_it(name: str) -> None:
             *(f"drafter.{switch}" for switch in switches),
             "own family alone",
         ]
-        told += ["drafter.sample_from_anchor"] * (settings["kind"] == "dflash") + ["drafter.hidden_first"]
+        told += ["drafter.sample_from_anchor"] * (settings["kind"] == "dflash")
         assert any(words in str(refusal.value) for words in told), refusal.value
 
 
