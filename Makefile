@@ -6,10 +6,12 @@ export GOMP_SPINCOUNT ?= 10000
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo rehearsal test test-slow test-long test-engines lint format docs clean
+.PHONY: demo tiny rehearsal test test-slow test-long test-engines lint format docs clean
 
-demo: $(READY)  ## the whole path on the embedded default: target, data, features, head, decoding, export
-	$(BIN)/python recipes/tiny/demo.py
+demo: $(READY)  ## the whole path in five minutes: a small model, its answers, a head, measurements, an export
+	$(BIN)/python -m recipes.tiny.demo
+
+tiny: runs/tiny/eagle1/head  ## the small model of recipes/tiny with its data, features and an EAGLE-1 head
 
 rehearsal: $(READY)  ## every stage in bf16 at the shapes of Qwen3-0.6B, with random weights
 	rm -rf runs/rehearsal
@@ -41,7 +43,11 @@ TRAIN := $(BIN)/python recipes/train_eagle.py
 EAGLE3 := recipes/tiny/eagle3.yaml train.lr=3e-3
 
 runs/tiny/eagle1/head: | $(READY)
-	$(BIN)/python recipes/tiny/demo.py
+	$(BIN)/python -m recipes.tiny.make_target
+	$(BIN)/python -m data_prep.regenerate recipes/tiny/eagle1.yaml
+	$(BIN)/python -m data_prep.draft_vocab recipes/tiny/eagle1.yaml --size 512 --out runs/tiny/draft_vocab.safetensors
+	$(BIN)/python -m data_prep.extract recipes/tiny/eagle1.yaml
+	$(TRAIN) recipes/tiny/eagle1.yaml
 
 runs/tiny/features3: | runs/tiny/eagle1/head
 	$(BIN)/python -m data_prep.extract $(EAGLE3)
@@ -85,7 +91,7 @@ format: $(READY)
 # the theme's note on its successor is silenced: the versions are bounded in pyproject.toml
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(VENV)/ready-docs  ## the site, in build/site, to be opened from disk
-	$(BIN)/python -m mkdocs build --quiet
+	$(BIN)/python -m mkdocs build
 	$(BIN)/python -m docs_build.links build/site
 
 $(VENV)/ready-docs: $(READY)

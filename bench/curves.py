@@ -11,8 +11,8 @@ from pathlib import Path
 from eagle.disk import write_text
 from eagle.log import script
 from eagle.markup import Html, html, tag
+from eagle.shipped import commit
 from eval.figures import Scale
-from eval.results import commit
 
 ROOT = Path(__file__).parents[1]
 KEPT, IMAGES = ROOT / "docs/results/curves.json", ROOT / "docs/images"

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import torch
 import transformers
 
-from eval.results import commit, device_name
+from eagle.shipped import commit
+from eval.results import device_name
 
 T = TypeVar("T")
 

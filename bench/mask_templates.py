@@ -96,10 +96,10 @@ def verdicts(conversation: Conversation, examples: Sequence[Example], tokenizer:
     if mark is None:
         return ["no end mark in the list made by hand"]
     wanted = [(text, known) for text, known in truth(conversation, tokenizer, mark) if text]
-    found = [run for example in examples for run in supervised(example, tokenizer)]
-    if len(wanted) != len(found):
-        return [f"{len(found)} runs for {len(wanted)} answers"]
-    pairs = zip(found, wanted, strict=True)
+    runs = [run for example in examples for run in supervised(example, tokenizer)]
+    if len(wanted) != len(runs):
+        return [f"{len(runs)} runs for {len(wanted)} answers"]
+    pairs = zip(runs, wanted, strict=True)
     return [compare_run(run, text, tokenizer) if known else "content changed" for run, (text, known) in pairs]
 
 
@@ -133,10 +133,10 @@ def measure(name: str, tokenizer: Any, conversations: Sequence[Conversation]) ->
         examples = examples_of(conversation, tokenizer, DATA, tally)
         seconds += process_time() - before
         refused.update([] if examples else [refusal(conversation, tokenizer)])
-        found = verdicts(conversation, examples, tokenizer, mark) if examples else []
-        answers.update(found)
+        results = verdicts(conversation, examples, tokenizer, mark) if examples else []
+        answers.update(results)
         counts.update(renders=printable, served=bool(examples) and printable)
-        counts.update(exact=bool(found) and set(found) <= {EXACT, STRADDLING_START, STRADDLING_END})
+        counts.update(exact=bool(results) and set(results) <= {EXACT, STRADDLING_START, STRADDLING_END})
         counts.update(tokens=sum(len(one.tokens) for one in examples), examples=len(examples))
         counts.update(supervised=sum(int(one.loss_mask.sum()) for one in examples))
         counts.update(unlike_served=unlike_served(conversation, examples, tokenizer, DATA))
@@ -175,8 +175,8 @@ def compare_with_fastchat(folder: Path, files: Sequence[Path], tokenizer: Any) -
         for record, (name, special) in product(records, FASTCHAT.items()):
             messages = [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in record["conversations"]]
             equal[name, str(file.relative_to(folder))] += renders(messages, tokenizer, **special) == record[name]
-    found = {name: {file: count for (one, file), count in equal.items() if one == name and count} for name in FASTCHAT}
-    return {"conversations": len(records), "equal": found}
+    shared = {name: {file: count for (one, file), count in equal.items() if one == name and count} for name in FASTCHAT}
+    return {"conversations": len(records), "equal": shared}
 
 
 def console_table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -194,9 +194,9 @@ def console_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def totals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The figures that count, over pairs of template and conversation, and over answers."""
-    found = {key: sum(row[key] for row in rows) for key in ("renders", "served", "exact", "unlike_served")}
+    sums = {key: sum(row[key] for row in rows) for key in ("renders", "served", "exact", "unlike_served")}
     answers = sum((Counter(row["answers"]) for row in rows), Counter[str]())
-    return {**found, "share_served": found["served"] / max(1, found["renders"]), "answers": dict(answers)}
+    return {**sums, "share_served": sums["served"] / max(1, sums["renders"]), "answers": dict(answers)}
 
 
 def table(results: dict[str, Any]) -> str:

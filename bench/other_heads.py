@@ -157,7 +157,7 @@ def sum_losses(head: Any, batch: Batch, training: Training, frozen: TargetHead) 
         inside[inside.clone()] = owner[places[inside] + 1] == owner[unrolled.places[inside]]
         places, states = places[inside], states[inside]
         target_logits, tokens = frozen.logits(true[places]), batch.tokens[places + 1]
-        if head.drafts is not None:  # other tools narrow the target's probs likewise, and leave out what cannot be said
+        if head.drafts is not None:  # other tools narrow the target's probs likewise, and leave out other tokens
             known = torch.isin(target_logits.argmax(-1), head.drafts)
             places, states, tokens = places[known], states[known], tokens[known]
             row = torch.full((target_logits.shape[-1],), -1).scatter(0, head.drafts, torch.arange(len(head.drafts)))

@@ -25,7 +25,7 @@ class Case:
     fault: str
     kind: str
     edit: Edit
-    named: tuple[str, ...]  # every one of them must be said
+    named: tuple[str, ...]  # all of them must appear in the finding
 
 
 # -- edits ------------------------------------------------------------------------------------------------------------

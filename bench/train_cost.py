@@ -93,16 +93,16 @@ class Stack(NamedTuple):
     taught: int  # places whose probs by the target are compared with
 
 
-def stack_flops(stack: Stack, entered: int, injected: bool) -> int:
+def stack_flops(stack: Stack, input_width: int, injected: bool) -> int:
     """Operations of such a step with exact gradients; the embedding and the LM head are frozen.
 
-    `entered` is the width of what the first block reads. Where features are injected, blocks make keys and values of
-    them too. Projections of what no gradient goes through are computed forward and for their weights alone.
+    `input_width` is that of the first block's input. Where features are injected, blocks make keys and values of them
+    too. Projections of what no gradient goes through are computed forward and for their weights alone.
     """
     vocab, width, mlp, heads, key_heads, head_width = stack.sizes
     queries, keys = width * heads * head_width, 2 * width * key_heads * head_width
     fuse = 2 * stack.known * stack.taps * width**2
-    first = 2 * stack.rows * (queries + keys) * entered // width
+    first = 2 * stack.rows * (queries + keys) * input_width // width
     answers = stack.last + (stack.blocks - 1) * stack.rows  # rows behind attention of all blocks
     behind = answers * (queries + 3 * width * mlp)
     before = (stack.blocks - 1) * stack.rows * keys + (stack.last + (stack.blocks - 2) * stack.rows) * queries

@@ -1,4 +1,4 @@
-"""Count the tables to draft from: `python -m data_prep.count_tokens RECIPE [key=value ...] --out FOLDER`."""
+"""Count the tables to draft from: `eagle count-tokens RECIPE [key=value ...] --out FOLDER`."""
 
 # T tokens, V vocabulary
 
@@ -75,7 +75,7 @@ def read_conversation_texts(recipe: Recipe, tokenizer: Any, tally: Tally) -> Ite
     for _, examples in tokenize_each(recipe, tokenizer, tally):
         yield from ((example.tokens, example.loss_mask) for example in examples)
     if not tally.kept:
-        raise ValueError(f"nothing is said in {recipe.data.train}; what became of its records:\n{tally.table()}")
+        raise ValueError(f"no assistant's tokens in {recipe.data.train}; what became of its records:\n{tally.table()}")
 
 
 def read_file_texts(files: Iterable[Path], tokenizer: Any) -> Iterator[Text]:

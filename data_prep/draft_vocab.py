@@ -1,4 +1,4 @@
-"""Choose a draft vocabulary: `python -m data_prep.draft_vocab RECIPE [key=value ...] --size D --out PATH`."""
+"""Choose a draft vocabulary: `eagle draft-vocab RECIPE [key=value ...] --size D --out PATH`."""
 
 # D draft vocabulary, V target vocabulary
 

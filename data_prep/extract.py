@@ -1,4 +1,4 @@
-"""Conversations -> feature store: `[accelerate launch -m | python -m] data_prep.extract RECIPE [key=value ...]`.
+"""Conversations -> feature store: `eagle extract RECIPE [key=value ...]`.
 
 A run that was killed goes on where it was when the same command is given again, with any number of processes.
 `--forecast` tells size and time and stops; `--verify` reads every byte back; `--repair` computes anew what is broken;
@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from data_prep.tokens import read_examples
+from data_prep.tokens import count_examples, read_examples
 from eagle.data.features import check_room, extract, forecast, plan_extraction, taps_of, world
 from eagle.data.identity import identity, in_precision, target_name
 from eagle.data.store import Absent, Damaged, FeatureStore
@@ -102,7 +102,8 @@ def prepare_store(recipe: Recipe, folder: Path, expected: dict[str, Any], repair
 
 def create_store(recipe: Recipe, folder: Path, expected: dict[str, Any], *, strict: bool) -> Target:
     """Tokenise and plan, and create the store without features yet; return the target that computes them."""
-    examples, target = read_examples(recipe, strict=strict), load_target(recipe)
+    examples, tally = count_examples(recipe, strict=strict)
+    target = load_target(recipe)
     expected = in_precision(expected, fastest_dtype(best_device()))
     dtype = expected["target"]["dtype"]
     if recipe.target.dtype == "auto":
@@ -117,6 +118,7 @@ def create_store(recipe: Recipe, folder: Path, expected: dict[str, Any], *, stri
         "width": target.config.hidden_size,
         "precision": str(target.model.dtype).removeprefix("torch."),
         "target": target_name(recipe),
+        "conversations": {"kept": tally.kept, "dropped": dict(tally.dropped)},
         "borrowed": save_borrowed(folder, target.head, target.config),
     }
     check_room(FeatureStore.create(folder, examples, expected, plan, **about))

@@ -1,4 +1,4 @@
-"""Show which tokens are supervised, and check the mask: `python -m data_prep.inspect_mask RECIPE [key=value ...]`."""
+"""Show which tokens are supervised, and check the mask: `eagle inspect-mask RECIPE [key=value ...]`."""
 
 from __future__ import annotations
 

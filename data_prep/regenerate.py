@@ -1,4 +1,4 @@
-"""Replace the data's answers by the target's own: `python -m data_prep.regenerate RECIPE [key=value ...]`."""
+"""Replace the data's answers by the target's own: `eagle regenerate RECIPE [key=value ...]`."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def converse(name: str, conversation: Conversation, reader: Reader, section: Reg
         if broken:
             notes.add("an answer with broken characters (U+FFFD) is not learned")
         if not reader.prints(messages, tools):
-            notes.add("the template prints an answer otherwise than the target said it")
+            notes.add("the template prints an answer otherwise than the target wrote it")
         if truncated or answer.message.get("tool_calls"):
             # what would follow belongs to another text, or is the result of another call
             kind = "a truncated answer" if truncated else "a tool call of the target, which has no result"

@@ -54,17 +54,22 @@ def tokenize_data(recipe: Recipe, tokenizer: Any, *, strict: bool = False) -> tu
             f"no example of {recipe.data.train} has a supervised token; what became of its records:\n{tally.table()}"
         )
     if all(example.loss_mask.all() for example in examples):
-        print("warning: every token is supervised; look at `python -m data_prep.inspect_mask RECIPE`")
+        print("warning: every token is supervised; look at `eagle inspect-mask RECIPE`")
     return examples, tally
 
 
 def read_examples(recipe: Recipe, *, strict: bool = False) -> list[Example]:
     """The recipe's examples, after a table of what was kept and dropped."""
+    return count_examples(recipe, strict=strict)[0]
+
+
+def count_examples(recipe: Recipe, *, strict: bool = False) -> tuple[list[Example], Tally]:
+    """The recipe's examples and the counts of what was kept and dropped, which are printed too."""
     examples, tally = tokenize_data(recipe, load_tokenizer(recipe), strict=strict)
     tokens = sum(len(example.tokens) for example in examples)
     supervised = sum(int(example.loss_mask.sum()) for example in examples)
     print(f"{tally.table()}\n{len(examples):,} examples, {tokens:,} tokens, {supervised / tokens:.0%} supervised")
-    return examples
+    return examples, tally
 
 
 def tokenize_each(
@@ -73,9 +78,7 @@ def tokenize_each(
     """Every conversation of the recipe with its examples; one that gives none is counted as dropped, not as kept."""
     data, regenerated = recipe.data, recipe.regenerate
     if regenerated and data.train == regenerated.out and not Path(data.train).exists():
-        raise ValueError(
-            f"{data.train} is not there: run `python -m data_prep.regenerate RECIPE` first, which makes it"
-        )
+        raise ValueError(f"{data.train} is not there: run `eagle regenerate RECIPE` first, which makes it")
     conversations = list(
         read_conversations(data.train, tally, limit=data.limit, strict=strict, split=data.split, revision=data.revision)
     )

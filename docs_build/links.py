@@ -17,6 +17,8 @@ LINK = re.compile(r"(?<=\]\()[^()\s]*(?:\([^()\s]*\)[^()\s]*)*(?=[)\s])")
 TAG = re.compile(r"""(?<=\bhref=")[^"]*|(?<=\bsrc=")[^"]*""")
 HEADING = re.compile(r"#{1,6} +(.*?)(?: +#+)? *$")
 IDENTIFIER = re.compile(r"""\bid="([^"]+)"|\{ *#([\w-]+) *\}""")
+VERBATIM = ("pre", "code", "script", "style")
+MARKUP = re.compile(r"\*\*|```|\]\(|\|-{3}")
 
 
 def blank_code(markdown: str) -> str:
@@ -92,30 +94,43 @@ def _check_link(path: Path, address: str, anchors: dict[Path, set[str]]) -> str 
 
 
 class _Page(HTMLParser):
-    """The addresses and identifiers of an HTML page."""
+    """The addresses and identifiers of an HTML page, and Markdown that was left as it is."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.addresses: list[str] = []
         self.identifiers = {""}
+        self.markup: list[str] = []
+        self._verbatim = 0
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Note what the tag points to, and what it is called."""
+        self._verbatim += tag in VERBATIM
         for name, value in attrs:
             if name in ("href", "src") and value is not None and tag != "base":
                 self.addresses.append(value)
             elif value and (name == "id" or (name == "name" and tag == "a")):
                 self.identifiers.add(value)
 
+    def handle_endtag(self, tag: str) -> None:
+        """Leave text that is shown as it is."""
+        self._verbatim -= tag in VERBATIM
+
+    def handle_data(self, data: str) -> None:
+        """Note signs of Markdown in running text."""
+        if not self._verbatim:
+            self.markup += [line.strip() for line in data.splitlines() if MARKUP.search(line)]
+
 
 def check_site(folder: Path) -> list[str]:
-    """What is wrong with the links of a built site; nothing may be loaded from elsewhere."""
+    """What is wrong with a built site: links that lead nowhere, and Markdown that was not understood."""
     pages = {
         path.resolve(): _Page(path.read_text()) for path in sorted(folder.rglob("*.html")) if path.name != "404.html"
     }
     wrong = []
     for path, page in pages.items():
+        wrong += [f"{path}: left as Markdown: {line}" for line in page.markup]
         for address in page.addresses:
             parts = urlsplit(address)
             if parts.scheme or parts.netloc:

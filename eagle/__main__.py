@@ -46,6 +46,7 @@ GROUPS = {
     "Use and ship": {
         "generate": Verb("eagle.command.generate", "stream an answer, drafted by a head or a method's name"),
         "export": Verb("eagle.command.ship", "write a head as a serving engine reads it", "run_export"),
+        "card": Verb("eagle.command.write_card", "write the README.md of a head or of data, for a hub"),
         "import": Verb("eagle.command.ship", "read a head that another tool wrote", "run_import"),
         "inspect": Verb("eagle.command.ship", "what a checkpoint is, and which traps it holds", "run_inspect"),
         "doctor": Verb("eagle.command.ship", "why a head accepts as little as it does", "run_doctor"),

@@ -1,9 +1,12 @@
-"""What comes with the package beside its modules: the programs of the stages, and recipes."""
+"""What comes with the package beside its modules: the programs of the stages, recipes, and its commit."""
 
 from __future__ import annotations
 
 import difflib
+import subprocess
 from pathlib import Path
+
+from eagle import __version__
 
 PACKAGE = Path(__file__).parent
 # the folder that holds data_prep, eval and recipes: inside an installed package, beside that of a checkout
@@ -28,3 +31,12 @@ def find_recipe(name: str | Path) -> Path:
         f"no recipe at {name}: expected a YAML file, or the name of a recipe that comes with eagle, such as "
         f"{', '.join(near)}; `eagle recipes` lists them"
     )
+
+
+def commit() -> str:
+    """The git commit that figures are measured at; of an installed package, its version."""
+    if STAGES.parent == PACKAGE:  # git would tell of the repository that the installation lies in
+        return f"eagle {__version__}"
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    output = subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True).stdout
+    return output.strip() or "unknown"

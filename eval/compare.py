@@ -1,4 +1,4 @@
-"""Compare methods: `python -m eval.compare COMPARISON.yaml [key=value ...] [--report]`.
+"""Compare methods: `eagle compare COMPARISON.yaml [key=value ...] [--report]`.
 
 Every arm of the file is trained with every seed, and measured on the same prompts; `docs/compare.md` explains the file.
 A comparison that was killed goes on when the same command is given again. With `--report` the table is made anew from
@@ -24,12 +24,13 @@ from eagle.data.store import differences
 from eagle.device import best_device
 from eagle.disk import lock_folder, write_text
 from eagle.log import interrupted_by_user, progress, script
+from eagle.shipped import commit
 from eval.compare_decode import Decoder
 from eval.compare_plan import Comparison
 from eval.compare_rows import Rows
 from eval.compare_table import ComparisonTable, markdown
 from eval.compare_train import is_trained, store_features, train_arm
-from eval.results import commit, device_name
+from eval.results import device_name
 
 GOES_ON = "what is trained and measured is kept, and the same command goes on"
 

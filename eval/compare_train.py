@@ -23,6 +23,7 @@ from eagle.disk import lock_folder
 from eagle.drafters import settings_of
 from eagle.log import progress
 from eagle.recipe import Recipe
+from eagle.shipped import commit
 from eagle.target.borrowed import target_config
 from eagle.training.first_head import first_head
 from eagle.training.launch import launch, splits_weights
@@ -30,7 +31,6 @@ from eagle.training.plan import Plan, gate_mask
 from eagle.training.train import train
 from eval.compare_plan import Arm, Comparison
 from eval.compare_rows import Entry, Rows
-from eval.results import commit
 
 ENOUGH = 10**6  # epochs, where a budget decides the steps
 

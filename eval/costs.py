@@ -157,14 +157,14 @@ def _at(
     for every in (False, True):  # the first forward makes the last row into logits, the later ones all
         probes = [drafter.probe(context, size, size if every else 1) for size in sizes]
         kinds += [[probe for probe in probes if probe is not None]] if probes[0] is not None else []
-    found: dict[tuple[int, int], list[float]] = defaultdict(list)
+    times: dict[tuple[int, int], list[float]] = defaultdict(list)
     for number in range(rounds + 1):  # the first warms up
         for place, forwards in enumerate(zip(*kinds, strict=True)):
             for kind, forward in enumerate(forwards):
                 seconds = time_action(forward, target.device)
                 if number:
-                    found[kind, place].append(seconds)
-    return [tuple(median(found[kind, place]) for place in range(len(sizes))) for kind in range(len(kinds))]
+                    times[kind, place].append(seconds)
+    return [tuple(median(times[kind, place]) for place in range(len(sizes))) for kind in range(len(kinds))]
 
 
 def draft_seconds(cycles: Iterable[dict[str, Any]]) -> dict[Shape, float]:

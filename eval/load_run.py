@@ -23,9 +23,10 @@ from eagle.device import best_device, choose_threads
 from eagle.drafters import DRAFTERS
 from eagle.formats.checkpoint import load_drafter
 from eagle.recipe import BudgetSection, MeasuredSection, Recipe
+from eagle.shipped import commit
 from eagle.target.target import Target
 from eval.prompts import Question, encode_prompt, question_sets
-from eval.results import commit, device_name
+from eval.results import device_name
 
 HEAD = ("config.json", "model.safetensors")
 POLICY_PROMPTS = 16  # on which the costs of a policy are measured

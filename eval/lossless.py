@@ -1,4 +1,4 @@
-"""Compare drafted output with the untouched model's own: `python -m eval.lossless RECIPE [--batch-size N]`."""
+"""Compare drafted output with the untouched model's own: `eagle lossless RECIPE [--batch-size N]`."""
 
 # V vocabulary
 

@@ -1,4 +1,4 @@
-"""Measure drafters, always beside `none`: `[accelerate launch -m | python -m] eval.measure RECIPE [key=value ...]`."""
+"""Measure drafters, always beside `none`: `eagle measure RECIPE [key=value ...]`."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def _certificate(report: ReportData, label: str) -> Html:
     path = report.runs[label].path.with_name("lossless.json")
     name = f"{label}: " if label else ""
     if not path.exists():
-        command = code("python -m eval.lossless RECIPE")
+        command = code("eagle lossless RECIPE")
         return missing(name, "no lossless.json lies beside the results; ", command, " makes it.")
     verdicts = json.loads(path.read_text(encoding="utf-8"))["verdicts"]
     rows = [

@@ -1,4 +1,4 @@
-"""Results as a page or as a table: `python -m eval.report RESULTS.jsonl [MORE.jsonl ...] [--html OUT] [--markdown]`."""
+"""Results as a page or as a table: `eagle report RESULTS.jsonl [MORE.jsonl ...] [--html OUT] [--markdown]`."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 import re
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,13 +27,6 @@ RULES = {
     "likeliest": "the likeliest, as point masses",
     "sampled": "sampled from q",
 }
-
-
-def commit() -> str:
-    """The git commit that figures were measured at."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    output = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout
-    return output.strip() or "unknown"
 
 
 def device_name(device: str) -> str:

@@ -1,4 +1,4 @@
-"""The fastest budget for a head on this machine: `python -m eval.tune RECIPE [key=value ...] [--write] [--exhaustive]`.
+"""The fastest budget for a head on this machine: `eagle tune RECIPE [key=value ...] [--write] [--exhaustive]`.
 
 Bare forwards are timed, the target answers the tuning prompts once, and every candidate is replayed along its answers:
 exactly the cycles that it would decode in. Tokens per second are those cycles at the prices of the bare forwards; a
@@ -169,16 +169,16 @@ def tuning_questions(recipe: Recipe) -> list[Question]:
 def answer_prompts(recipe: Recipe, target: Target, taps: tuple[int, ...]) -> list[Answer]:
     """The target's own answers to the first turns of the tuning questions, at every temperature of the recipe."""
     asked, limit = tuning_questions(recipe), recipe.eval.max_new_tokens
-    found = []
+    answers = []
     for number, one in enumerate(progress(asked, "answer the tuning questions", len(asked))):
         prompt = target.chat([{"role": "user", "content": one.turns[0]}], **recipe.data.template_kwargs)
         for temperature in recipe.eval.temperatures:
             sampling = Sampling(temperature=temperature, request=number)
             known = answer(target, taps, prompt, limit=limit, sampling=sampling, task=one.task or one.set)
-            found += [known] if known.length > 1 else []
-    if not found:
+            answers += [known] if known.length > 1 else []
+    if not answers:
         raise ValueError(f"the target answers none of the {len(asked)} tuning questions with more than one token")
-    return found
+    return answers
 
 
 def name_budget(budget: Budget) -> str:

@@ -167,7 +167,7 @@ def first_examples(recipe: Recipe) -> tuple[list[Example], int]:
             return found[:wanted], read
     raise ValueError(
         f"{recipe.data.train} gives {len(found)} usable examples, {STEPS} steps need {wanted}: lower train.batch_size, "
-        "or look at `python -m data_prep.inspect_mask RECIPE`"
+        "or look at `eagle inspect-mask RECIPE`"
     )
 
 

@@ -1,4 +1,4 @@
-"""Disk, memory and hours before a run: `python -m recipes.forecast [RECIPE ...]` prints them as Markdown."""
+"""Disk, memory and hours before a run: `eagle forecast [RECIPE ...]` prints them as Markdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train a head: `accelerate launch recipes/train_eagle.py [RECIPE] [key=value ...] [--check]`; else the tiny one."""
+"""Train a head: `eagle train [RECIPE] [key=value ...] [--check]`; without a recipe the tiny one."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from eagle.device import in_dtype
 from eagle.drafters import settings_of
 from eagle.log import script
 from eagle.recipe import Recipe
+from eagle.shipped import commit
 from eagle.target.target import Target
 from eagle.training.first_head import first_head
 from eagle.training.launch import launch, resolve_dtype, splits_weights
 from eagle.training.train import TREES, train
 from eval.prompts import first_turns
-from eval.results import commit
 from recipes.check import check
 from recipes.tiny import demo
 
@@ -38,7 +38,10 @@ def main(argv: list[str]) -> None:
     path = argv.pop(0) if argv and "=" not in argv[0] else None
     recipe = resolve_dtype(Recipe.load(path or demo.RECIPE, argv))
     if recipe.joint is not None:
-        raise ValueError(f"{path} has a section `joint`, which trains the target too: use recipes/train_medusa2.py")
+        raise ValueError(
+            f"{path} has a section `joint`, which trains the target too: use `eagle train RECIPE` without "
+            "--check, or recipes/train_medusa2.py"
+        )
     if path is None and not Path(recipe.target.path).exists() and "LOCAL_RANK" not in os.environ:
         demo.run(demo.TO_TRAIN)
     if checking:

@@ -1,4 +1,4 @@
-"""Train a target together with its heads (Medusa-2): `accelerate launch recipes/train_medusa2.py RECIPE [key=value]`.
+"""Train a target together with its heads (Medusa-2): `eagle train RECIPE [key=value ...]`, a recipe with `joint`.
 
 What comes out is a NEW target, whose answers differ from the old one's, and heads for it.
 """
@@ -15,10 +15,10 @@ from eagle.data.open import open_features
 from eagle.drafters import settings_of
 from eagle.log import script
 from eagle.recipe import Recipe, command_line
+from eagle.shipped import commit
 from eagle.training.first_head import first_head
 from eagle.training.launch import launch, resolve_dtype
 from eagle.training.train_joint import train_jointly
-from eval.results import commit
 
 
 def main(argv: list[str]) -> None:
@@ -26,7 +26,7 @@ def main(argv: list[str]) -> None:
     args = command_line("eagle train", __doc__).parse_intermixed_args(argv)
     recipe = resolve_dtype(Recipe.load(args.recipe, args.overrides))
     if recipe.joint is None:
-        raise ValueError(f"{args.recipe} has no section `joint`: train its head alone, by recipes/train_eagle.py")
+        raise ValueError(f"{args.recipe} has no section `joint`: its head is trained alone, by recipes/train_eagle.py")
     if recipe.features.shard_target:
         raise ValueError("a target that trains is whole on every process: leave features.shard_target out")
     accelerator = launch(recipe.train)
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
         f"a NEW target in {(folder / 'target').resolve()}: its answers are not those of {recipe.target.path}; the KL "
         "from it is in provenance.json there\n"
         f"heads for it, and for no other target, in {(folder / 'head').resolve()}; "
-        f"`python -m eval.measure {folder / 'head/recipe.yaml'}` measures them"
+        f"`eagle measure {folder / 'head/recipe.yaml'}` measures them"
     )
     accelerator.end_training()
 

@@ -186,9 +186,10 @@ def load_recipe(path: Path, overrides: Sequence[str]) -> None:
 
 
 def make_checkout(folder: Path, tiny: Path, target: Target) -> None:
-    """Let a folder look as if `make demo` had run there: a target, data, heads and results in `runs/tiny`."""
+    """Let a folder look as if `make demo` and `make tiny` had run there: a target, data, heads and results."""
     (folder / "runs").mkdir()
     (folder / "runs/tiny").symlink_to(tiny)
+    (folder / "runs/demo").symlink_to(tiny)
     head = Eagle1.for_target(Eagle1.Settings(fc_bias=False), target.config)
     save_head(tiny / "eagle1/head", head, "", {})
     small = DraftModel.for_target(DraftModel.Settings(), target.config)

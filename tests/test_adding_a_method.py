@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from _pytest.mark import ParameterSet
 from safetensors.torch import load_file
 from test_floors import wrong_imports
-from test_readme import FENCE
 
 from data_prep.extract import main as extract
 from eagle import Budget, Target, generate, load_drafter
@@ -32,6 +31,7 @@ from eagle.formats.checkpoint import load_head
 from eagle.formats.export import EXPORTERS
 from eval.measure import main as measure
 from recipes.train_eagle import main as train
+from tests.documents import FENCE
 from tests.drafters.test_judge import TREES, batch_of, counted_by_drafting
 from tests.recipes import test_recipes
 
@@ -156,7 +156,7 @@ def test_the_example_is_judged_by_the_steps_that_it_drafts_by(registered: type[A
 
 @pytest.fixture(scope="module")
 def followed(registered: type[Any], tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page's commands, one after the other, on little data in a folder where `make demo` seems to have run."""
+    """The page's commands, one after the other, on little data in a folder where `make tiny` seems to have run."""
     folder = tmp_path_factory.mktemp("followed")
     (folder / "recipes/tiny").mkdir(parents=True)
     (folder / f"recipes/tiny/{KIND}.yaml").write_text(RECIPE)

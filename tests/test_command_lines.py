@@ -56,12 +56,14 @@ WRONG: dict[str, list[list[str]]] = {
     "recipes/tiny/make_target.py": [["--steps", "few"], ["unknown"]],
     "recipes/tiny/make_long.py": [["--steps", "few"], ["unknown"]],
     "recipes/tiny/demo.py": [["unknown"]],
+    "recipes/tiny/demo_target.py": [["--steps", "few"], ["unknown"]],
     "bench/batch_speed.py": [["--model", GONE, "--chats", GONE]],
     "bench/beam_search.py": [[MISSING], [MISSING, "no override"]],
     "bench/block_speed.py": [[GONE, "--methods", "unknown"], [GONE, "--dtypes", "fp64"]],
     "bench/broken_heads.py": [["--target", GONE, "--sibling", GONE], ["--sibling", GONE, "--heads", GONE]],
     "bench/curves.py": [[GONE], [GONE, "--unknown"]],
     "bench/decode_speed.py": [["--rounds", "few"]],
+    "bench/demo_times.py": [["--threads", "few"]],
     "bench/draft_time.py": [[GONE, "--cycles", "2"], [GONE, "--heads", "unknown"]],
     "bench/extract_speed.py": [["--model", GONE, "--data", GONE]],
     "bench/goodput_batches.py": [[GONE, GONE, GONE, GONE]],
@@ -83,17 +85,9 @@ for measuring in ("eval.lossless", "eval.tune"):
 FREE = {
     *("recipes.forecast", "recipes.cards", "recipes/train_eagle.py"),
     *("recipes/tiny/make_target.py", "recipes/tiny/make_long.py", "recipes/tiny/demo.py"),
+    "recipes/tiny/demo_target.py",
     *("bench/decode_speed.py", "bench/launches.py", "bench/level_speed.py", "bench/memory.py", "bench/rehearsal.py"),
-    *("bench/curves.py", "bench/long_context.py", "bench/train_speed.py"),
-    *(
-        "bench/curves.py",
-        "bench/decode_speed.py",
-        "bench/launches.py",
-        "bench/level_speed.py",
-        "bench/memory.py",
-        "bench/rehearsal.py",
-    ),
-    *("bench/long_context.py", "bench/train_speed.py"),
+    *("bench/curves.py", "bench/demo_times.py", "bench/long_context.py", "bench/train_speed.py"),
 }
 
 

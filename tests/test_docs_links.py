@@ -51,10 +51,13 @@ def test_anchors_are_those_of_repository_browsers() -> None:
 
 
 def test_a_broken_link_of_the_site_is_seen(tmp_path: Path) -> None:
-    """So is an anchor that no tag has."""
+    """So are an anchor that no tag has, and a table that was not understood."""
     (tmp_path / "index.html").write_text('<h1 id="top"></h1><a href="a.html"></a><img src="b.svg"><a href="#top"></a>')
-    (tmp_path / "a.html").write_text('<a href="index.html#bottom"></a><a href="https://example.org"></a>')
+    (tmp_path / "a.html").write_text(
+        '<a href="index.html#bottom"></a><a href="https://example.org"></a><p>| a | b |---|</p><code>**</code>'
+    )
     assert [line.partition(": ")[2] for line in check_site(tmp_path)] == [
+        "left as Markdown: | a | b |---|",
         "index.html#bottom: no such anchor",
         "b.svg: no such file",
     ]

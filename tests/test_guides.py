@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import shlex
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from eagle.drafters.eagle3 import Eagle3
 from eagle.formats.checkpoint import save_head
@@ -48,7 +50,6 @@ OTHERS = {
 NOT_RUN = {
     "eagle demo": "takes minutes, and has a test of its own",
     "--server": "needs a server that drafts",
-    "target.adapter=": "needs an adapter",
     "HEAD": "stands for any head",
     "mymethod": "needs a method that the reader writes",
 }
@@ -112,16 +113,19 @@ def test_a_guide_runs_from_its_first_command_to_its_last(
     programs = [["-m", *words_here(line, tmp_path)] for line in commands(page) if not reason_not_to_run(line)]
     programs += [["-c", text.replace(HUB, "my/model")] for text in blocks(page, "python") if "Drafter" not in text]
     for program in programs:
-        done = subprocess.run([sys.executable, *program], cwd=tmp_path, timeout=300, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, *program], cwd=tmp_path, timeout=900, capture_output=True, text=True)
         fine = (0, 1) if program[2] == "doctor" and "verdict:" in done.stdout else (0,)  # 1 says that a head is broken
         assert done.returncode in fine, f"{page.name}: {shlex.join(program)}\n{done.stdout}{done.stderr}"
 
 
 def give_the_readers_files(folder: Path, target: Target) -> None:
-    """The files that guides call the reader's own: a model, questions, and heads of his and of another tool."""
+    """The files that guides call the reader's own: a model and its adapter, questions, a head of another tool."""
     mine, tiny = folder / "my", folder / "runs/tiny"
     mine.mkdir()
-    (mine / "model").symlink_to(tiny / "target")
+    for name in ("model", "base"):
+        (mine / name).symlink_to(tiny / "target")
+    adapted = get_peft_model(copy.deepcopy(target.model), LoraConfig(r=2, target_modules="all-linear"))
+    adapted.save_pretrained(mine / "adapter")
     records = (tiny / "data/heldout.jsonl").read_text().splitlines(keepends=True)
     for name, count in {"prompts": 6, "questions": 40, "conversations": 40}.items():
         (mine / f"{name}.jsonl").write_text("".join(records[:count]))

@@ -18,7 +18,7 @@ from eval.compare_plan import Comparison
 from tests import documents
 from tests.documents import PAGES, ROOT, STAGES, blocks
 
-LONG = {"make", "git", "pip", "cd", "accelerate"}
+LONG = {"make", "git", "pip", "cd", "source", "accelerate"}
 
 
 def fenced(language: str) -> list[tuple[str, str]]:
@@ -121,8 +121,8 @@ def test_the_commands_for_your_model_work_in_their_order(checkout: Path, tiny_ta
     lines = [line for page, line in commands() if page == "README.md" and "my/model" in line]
     assert len(lines) == 6
     for line in lines:
-        words = shlex.split(line.replace("--num_processes 8", "--num_processes 1"))
-        program = ["-m", "accelerate.commands.launch", *words[2:]] if words[0] == "accelerate" else words[1:]
+        words = shlex.split(line.replace("--processes 8", "--processes 1"))
+        program = ["-m", *words]
         overrides = less.split() if "target.path=my/model" in words else []
         if "--check" in words:
             overrides += ["train.dtype=float32"]

@@ -33,7 +33,7 @@ def probs_loss(logits: Tensor, target_probs: Tensor, mask: Tensor, ahead: int) -
     return (entropy * counted).sum() / counted.sum()
 
 
-def shifted(x: Tensor, by: int) -> Tensor:
+def shift_left(x: Tensor, by: int) -> Tensor:
     """[B, T, ..], slot i holds what stood at i + `by`."""
     return torch.cat([x[:, by:], torch.zeros_like(x[:, :by])], 1)
 
@@ -115,7 +115,7 @@ class Hydra(Plain):
         read = [self.norm(self.layers[0](states, seen_blocks(tokens, lengths, 1)))]
         every = []
         for d, (blocks, head) in enumerate(zip(self.blocks, self.heads, strict=True)):
-            read.append(F.embedding(shifted(tokens, d + 1), embedding))
+            read.append(F.embedding(shift_left(tokens, d + 1), embedding))
             x = torch.cat(read, -1)
             for block in blocks:
                 x = block(F.dropout(x, self.settings["dropout"]))
@@ -152,7 +152,7 @@ class MlpSpeculator(Plain):
         """Of every stage, which the next continues."""
         x, every = states, []
         for d, (emb, proj, ln, head) in enumerate(zip(self.emb, self.proj, self.ln, self.head, strict=True)):
-            x = F.gelu(ln(proj(x) + self.ratio * emb(shifted(tokens, d + 1))))
+            x = F.gelu(ln(proj(x) + self.ratio * emb(shift_left(tokens, d + 1))))
             every.append(head(x))
         return torch.stack(every)
 
@@ -209,8 +209,8 @@ class Falcon(Plain):
     def loss(self, batch: Padded, embedding: Tensor, weight: Tensor) -> Tensor:
         """Smooth-L1 of the states and cross-entropy of the probs: slot i guesses state i + k."""
         tokens, true, mask, lengths = batch
-        k, following, seen = self.settings["k"], shifted(tokens, 1), seen_blocks(tokens, lengths, self.settings["k"])
-        counted, answer = shifted(mask, k + 1), shifted(true, k)
+        k, following, seen = self.settings["k"], shift_left(tokens, 1), seen_blocks(tokens, lengths, self.settings["k"])
+        counted, answer = shift_left(mask, k + 1), shift_left(true, k)
         known = true + torch.empty_like(true).uniform_(-0.1, 0.1) * (512 / lengths)[:, None, None]
         with torch.no_grad():
             target_probs = F.linear(answer, weight).softmax(-1, dtype=torch.float32)
@@ -220,7 +220,7 @@ class Falcon(Plain):
                 torch.rand_like(true[..., 0]) < 0.45 * wrong.sum(-1, keepdim=True) / counted.sum(-1, keepdim=True)
             )
         following, known = (
-            torch.where(reads_answer, shifted(tokens, k + 1), following),
+            torch.where(reads_answer, shift_left(tokens, k + 1), following),
             torch.where(reads_answer[..., None], answer, known),
         )
         states = self.states(following, known, seen, embedding)

@@ -69,6 +69,6 @@ def train(argv: list[str]) -> None:
     if "--check" in rest:
         run_here("recipes.train_eagle", rest)
         return
-    recipe = rest[0] if rest and "=" not in rest[0] else "tiny/eagle1"
-    is_joint = "joint" in yaml.safe_load(find_recipe(recipe).read_text())
+    recipe = rest[0] if rest and "=" not in rest[0] else "tiny/demo"
+    is_joint = "joint" in yaml.safe_load(find_recipe(recipe).read_text()) and "joint=null" not in rest
     launch_script(options, [str(TRAIN_JOINTLY if is_joint else TRAIN), *rest])

@@ -1,1 +1,1 @@
-"""Trees, verification and the loop that decodes: what no method, no target and no file format changes."""
+"""Draft trees, verification and the decoding loop, independent of drafting method, target and file format."""

@@ -1,4 +1,4 @@
-"""How often each level of a draft was proposed and accepted lately, by all texts and by each."""
+"""Recent rates at which each level of a draft was proposed and accepted, over all texts and for each text."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Average:
         self.value, self.weight, self.least = 1.0, least, least
 
     def add(self, outcome: bool | None, memory: float) -> None:
-        """One more cycle with this outcome, None if it had none."""
+        """Add the outcome of one more cycle; None if the cycle had none."""
         self.weight = max(self.weight * (1 - 1 / memory), self.least)
         if outcome is not None:
             self.weight += 1
             self.value += (outcome - self.value) / self.weight
 
     def shrink_to(self, other: float) -> float:
-        """This average, drawn towards another where it rests on little."""
+        """This average, shrunk towards another in proportion to how little data it has."""
         return (self.weight * self.value + PRIOR * other) / (self.weight + PRIOR)
 
 
 class Levels:
-    """Per level its rate of being proposed when asked for, and of being accepted when the level above was."""
+    """For each level: the rate of being proposed when requested, and of being accepted when its parent level was."""
 
     def __init__(self, levels: int, memory: float, least: float = LEAST) -> None:
         self.memory = memory
@@ -43,7 +43,7 @@ class Levels:
         self.accepted = [Average(least) for _ in range(levels)]
 
     def add(self, asked: int, cycle: Cycle, depth: int, texts: int = 1) -> None:
-        """What came of asking one of so many texts for so many levels; those cut off by its end were not rejected."""
+        """Add a cycle of a text that was asked for `asked` levels; levels cut off by its end are not rejected."""
         memory = self.memory * texts
         for level, (proposed, accepted) in enumerate(zip(self.proposed, self.accepted, strict=True)):
             wanted = level < asked
@@ -53,14 +53,14 @@ class Levels:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is expected of one text's draft, by level."""
+    """Expected tokens of one text's draft, by level."""
 
     reached: list[float]  # probability that the level is accepted
     proposed: list[float]  # that it is proposed, where it is asked for
 
 
 class Acceptance:
-    """The rates of all texts together, and of each text that is being written."""
+    """The rates of all texts together, and of each text being decoded."""
 
     def __init__(self, levels: int, memory: float) -> None:
         self.levels, self.memory = levels, memory  # in cycles, of however many texts
@@ -69,14 +69,14 @@ class Acceptance:
         self.ends: dict[int, int] = {}  # where each text will go on
 
     def keep_only(self, contexts: Mapping[int, int]) -> None:
-        """Forget texts that are no longer asked about, and those whose number another text has taken."""
+        """Forget texts that are no longer decoded, and those whose row number now belongs to another text."""
         gone = [row for row, end in self.ends.items() if contexts.get(row) != end]
         for row in gone:
             del self.ends[row]
             self.rows.pop(row, None)
 
     def forecasts(self, rows: Iterable[int]) -> list[Forecast]:
-        """What is expected of each of these texts; of one by itself, the rates of all."""
+        """The forecast of each of these texts; a single text uses the rates of all texts."""
         rows = list(rows)
         return [self._forecast(self.rows.get(row) if len(rows) > 1 else None) for row in rows]
 

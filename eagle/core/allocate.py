@@ -1,4 +1,4 @@
-"""How many levels each text of a batch drafts, for the most expected tokens per expected second of all."""
+"""Choose the draft depth of each text of a batch that maximises expected tokens per expected second."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ ROUNDS = 8  # of raising the price of a second; two or three find what no furthe
 
 @dataclass(frozen=True)
 class Batch:
-    """The texts of a cycle: what is expected of each one's draft, and what the cycle costs."""
+    """The texts of a cycle: the forecast of each draft, and the cycle's cost."""
 
     texts: Sequence[Forecast]
     costs: CostTable
 
     def tokens(self, levels: Sequence[int]) -> float:
-        """Expected tokens of a cycle in which the texts draft so many levels."""
+        """Expected tokens of a cycle in which text i drafts `levels[i]` levels."""
         return len(levels) + sum(sum(text.reached[:depth]) for text, depth in zip(self.texts, levels, strict=True))
 
     def seconds(self, levels: Sequence[int]) -> float:
@@ -57,7 +57,7 @@ class Batch:
         return [min(chosen[row], limits[row]) for row in range(len(order))]
 
     def _counts(self, price: float, deepest: int) -> list[int]:
-        """For each level how many texts draft it, for the most tokens less seconds at a price."""
+        """The number of texts that draft each level, maximising tokens minus `price` times seconds."""
         choices: list[list[int]] = []  # by level from the deepest, by the most texts there may be: the best number
         worth = [0.0] * (len(self.texts) + 1)  # of this level and those below it, by the most texts there may be
         for level in reversed(range(deepest)):
@@ -76,7 +76,7 @@ class Batch:
         return counts
 
     def _gains(self, level: int, price: float) -> list[float]:
-        """What a level is worth by the number of texts that draft it."""
+        """The gain of a level by the number of texts that draft it."""
         read, draft = self.costs.read[level + 1] - self.costs.read[level], self.costs.draft
         gains, tokens, silent = [0.0], 0.0, 1.0
         for count, text in enumerate(self.texts, start=1):
@@ -86,9 +86,9 @@ class Batch:
         return gains
 
     def trim(self, levels: Sequence[int], nodes: Sequence[int], most: int) -> list[int]:
-        """The levels without those that bring the fewest tokens a node, until all trees have at most `most` nodes.
+        """Drop the levels with the fewest expected tokens per node until all trees together have at most `most` nodes.
 
-        `nodes[n]` are those of a tree of n levels.
+        `nodes[n]` is the number of nodes of a tree of n levels.
         """
         levels = list(levels)
         while sum(nodes[depth] for depth in levels) > most:
@@ -98,13 +98,13 @@ class Batch:
         return levels
 
     def _per_node(self, row: int, depth: int, nodes: Sequence[int]) -> float:
-        """Tokens that a text's last level brings for each of its nodes."""
+        """Expected tokens per node of a text's last level."""
         added = nodes[depth] - nodes[depth - 1]
         return self.texts[row].reached[depth - 1] / added if added else float("inf")
 
 
 def _limit(text: Forecast, limit: int) -> Forecast:
-    """A text that has nothing to gain beyond its limit; of one text the limit cuts what would be best without it."""
+    """The forecast without gains beyond the limit; a single text is cut at the limit afterwards instead."""
     if limit >= len(text.reached):
         return text
     limit = max(limit, 0)

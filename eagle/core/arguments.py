@@ -1,4 +1,4 @@
-"""Checks of what users pass to the public calls."""
+"""Checks of the arguments of the public calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ONE_PROMPT = "one prompt at a time"
 
 
 def check_call(target: Any, drafter: Any, sampling: Any, budget: Any) -> None:
-    """Refuse a target, drafter, sampling or budget that is something else, and say how to make one."""
+    """Refuse a target, drafter, sampling or budget of a wrong type; the message says how to make one."""
     if isinstance(target, Drafter) and hasattr(drafter, "reader"):
         raise ValueError("the drafter stands where the target belongs: call generate(target, drafter, prompt)")
     if not hasattr(target, "reader") or isinstance(target, type):
@@ -53,13 +53,13 @@ def refuse_options(unknown: Iterable[str], known: Iterable[str]) -> None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The question whether a similar known name was meant, "" without one."""
+    """A question such as "did you mean x?" with the most similar known name; "" if none is similar."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def list_values(name: str, value: Any, count: int) -> list[Any]:
-    """One value for each of so many prompts, from one for all or a list."""
+    """A list of `count` values, from one value for all prompts or a list with one for each."""
     if not isinstance(value, (list, tuple)):
         return [value] * count
     if len(value) != count:
@@ -68,7 +68,7 @@ def list_values(name: str, value: Any, count: int) -> list[Any]:
 
 
 def list_traces(traces: Any, count: int) -> list[Trace]:
-    """The caller's traces, one for each of so many prompts, or new ones."""
+    """A list of `count` traces: the caller's, one for each prompt, or new ones."""
     if traces is None:
         return [Trace([]) for _ in range(count)]
     if not isinstance(traces, (list, tuple)) or len(traces) != count:
@@ -78,7 +78,7 @@ def list_traces(traces: Any, count: int) -> list[Trace]:
 
 
 def positive_int(name: str, value: Any) -> int:
-    """The value as an int, which must be 1 or more."""
+    """The value as an int; ValueError below 1."""
     number = whole(name, value)
     if number < 1:
         raise ValueError(f"{name} is {number}, expected 1 or more")
@@ -86,10 +86,10 @@ def positive_int(name: str, value: Any) -> int:
 
 
 def prompt_rows(prompt: Any, batch_size: int | None = None) -> list[list[int]] | None:
-    """The prompts as lists of ints, where there are several or a `batch_size` is given; None for one prompt.
+    """Several prompts (or any with a `batch_size`) as lists of ints; None for a single prompt.
 
-    Several are a list of what `token_ids` takes, a tensor or array [B, T], or a tokenizer's output, whose padding is
-    left out.
+    Several prompts are a list of what `token_ids` takes, a tensor or array [B, T], or a tokenizer's output. Padding is
+    removed.
     """
     mask = prompt.get("attention_mask") if isinstance(prompt, Mapping) else None
     rows = _list_rows(prompt.get("input_ids") if isinstance(prompt, Mapping) else prompt)
@@ -108,7 +108,7 @@ def prompt_rows(prompt: Any, batch_size: int | None = None) -> list[list[int]] |
 
 
 def _list_rows(value: Any) -> list[Any] | None:
-    """The rows of what holds several prompts, else None."""
+    """The rows of a value that holds several prompts, else None."""
     if hasattr(value, "tolist"):
         return list(value) if len(value.shape) == 2 else None
     if not isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Beam search: the answers that transformers' own would find, with drafts of every beam read in one forward."""
+"""Beam search with the results of transformers' own; one forward reads the drafts of all beams."""
 
 # W beams, N nodes of a forward, R columns behind the shared text, C candidates of a node, V vocabulary
 
@@ -31,7 +31,7 @@ ROW = 0  # of the target's state: the text that all beams share
 
 @dataclass(frozen=True, slots=True)
 class BeamResult:
-    """The best answers, best first, and what the search took."""
+    """The best answers, best first, with the numbers of steps and forwards."""
 
     tokens: list[list[int]]  # of each answer, its end token included
     scores: list[float]  # sums of log-probs, over the length to the power of the length penalty
@@ -41,7 +41,7 @@ class BeamResult:
 
     @property
     def steps_per_forward(self) -> float:
-        """Steps of each forward after the prompt's, which gives the first."""
+        """Steps per forward, without the prompt's forward and the first step."""
         return (self.steps - 1) / self.forwards if self.forwards else 0.0
 
 
@@ -59,9 +59,9 @@ def beam_search(
     processors: Iterable[Processor] = (),
     budget: Budget | None = None,
 ) -> BeamResult:
-    """The answers of beam search, the same that transformers' `generate(num_beams=...)` finds, in fewer forwards.
+    """Beam search with the answers of transformers' `generate(num_beams=...)`, in fewer forwards.
 
-    `budget` is what is drafted for all beams in one forward: so many nodes, evenly over so many levels. `processors`
+    `budget` is for all beams of one forward: its nodes are spread evenly over its levels. `processors`
     change log-probs as transformers' LogitsProcessor objects do. `stop` is as in `generate`.
     """
     tokens, limit = token_ids(prompt), positive_int("max_new_tokens", max_new_tokens)
@@ -89,7 +89,7 @@ def beam_search(
 
 
 def _check_options(drafter: Drafter, beams: int, early_stopping: Any, returned: int, budget: Any) -> None:
-    """Refuse what makes no search."""
+    """Refuse options with which no search is possible."""
     if returned > beams:
         raise ValueError(f"num_return_sequences is {returned}, expected at most {beams} as beams: raise beams")
     if not isinstance(early_stopping, bool) and early_stopping not in get_args(get_args(EarlyStopping)[1]):
@@ -106,7 +106,7 @@ def _check_options(drafter: Drafter, beams: int, early_stopping: Any, returned: 
 
 
 class _Search:
-    """One prompt's search: the shared text in one row of the target's state, and the beams in a trie behind it."""
+    """The search of one prompt: the shared text is one row of the target's state, the beams are a trie after it."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class _Search:
             self.drafts.release(row)
 
     def _tell_prompt(self) -> None:
-        """Let the drafter read what all beams share once, before they part."""
+        """Let the drafter read the shared text once, before the beams split."""
         if len(self.rows) > 1 and len(self.prompt) > 1 and not self.budget.is_empty:
             self.read_tokens = len(self.prompt) - 1
             features = self.texts.features_at(ROW, range(self.read_tokens))
@@ -159,7 +159,7 @@ class _Search:
             self.drafts.propose({0: update}, {0: Budget(1, 1, 1)})
 
     def _read_drafts(self) -> None:
-        """One forward over the last token of each beam and over drafts behind it, and the steps that it is good for."""
+        """Run one forward over each beam's last token and its draft, then all beam-search steps that it allows."""
         trie, first = self.trie, len(self.trie)
         trees = self._draft()
         nodes = [trie.add(leaf, text[-1]) for leaf, text in zip(self.leaves, self.beams.texts, strict=True)]
@@ -170,7 +170,7 @@ class _Search:
         self._step(logits, nodes, first)
 
     def _draft(self) -> list[DraftTree]:
-        """A tree of each beam; none where the next token is the last."""
+        """A draft tree for each beam; none if the next token is the last."""
         texts = self.beams.texts
         budget = self.budget.within(self.beams.limit - len(texts[0]) - 1)
         if budget.is_empty:
@@ -186,7 +186,7 @@ class _Search:
         return [trees[row] for row in self.rows]
 
     def _plant(self, nodes: list[int], trees: list[DraftTree]) -> None:
-        """Put the likeliest drafts of each level into the trie: by the beam's score and that of the way there."""
+        """Add the likeliest drafts of each level to the trie, ranked by the scores of beam and path together."""
         ends, likelihoods = self.beams.stops.tokens, list[list[float]]()
         for tree, score in zip(trees, self.beams.scores.tolist(), strict=False):
             likely = [0.0] * len(tree) if tree.likelihoods is None else tree.likelihoods.tolist()
@@ -204,7 +204,7 @@ class _Search:
             level = [(number, child, self.trie.add(above, tokens[number][child])) for _, number, child, above in best]
 
     def _step(self, logits: Tensor, nodes: list[int], first: int) -> None:
-        """Steps as long as the target has read where all beams stand, from these nodes on; logits begin at `first`."""
+        """Step from these nodes while the target's forward covers all beams; `logits[0]` belongs to node `first`."""
         beams, log_probs = self.beams, logits.float().log_softmax(-1)
         ranked = None if self.processors else self._rank(log_probs)
         origins, following = list(range(len(nodes))), list[int | None](nodes)
@@ -223,20 +223,20 @@ class _Search:
         self._drop()
 
     def _process(self, log_probs: Tensor) -> Tensor:
-        """Log-probs [W, V] behind the running beams, changed by the processors."""
+        """Log-probs [W, V] after the running beams, with the processors applied."""
         texts = upload(torch.tensor([[*self.prompt, *text] for text in self.beams.texts]), log_probs.device)
         for process in self.processors:
             log_probs = process(texts, log_probs)
         return log_probs
 
     def _rank(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """[N, C] each, the log-probs of the likeliest tokens and the tokens, on the host after one transfer."""
+        """The log-probs [N, C] of the likeliest tokens, and these tokens [N, C], on the host after one transfer."""
         best = log_probs.topk(min(self.beams.count, log_probs.shape[-1]))
         (packed,) = to_host([torch.stack([best.indices, best.values.view(torch.int32).long()])])
         return packed[1].int().view(torch.float32), packed[0]
 
     def _part(self, origins: list[int]) -> None:
-        """Rows of the drafter for beams that go on from these: where a beam has several, the row forks."""
+        """Update the drafter's rows for beams that continue from `origins`; rows fork if several beams do."""
         rows = [self.rows[beam] for beam in origins]
         for row in dict.fromkeys(self.rows):
             if row not in rows:
@@ -251,7 +251,7 @@ class _Search:
                 self.rows.append(row)
 
     def _drop(self) -> None:
-        """Commit what all beams share, and keep of the rest what some of them need."""
+        """Commit the text that all beams share, and keep the nodes that at least one beam needs."""
         trie = self.trie
         shared, kept = trie.split(self.leaves)
         self.texts.keep_columns({ROW: [*shared, *kept]}, {ROW: [trie.tokens[node] for node in shared]})

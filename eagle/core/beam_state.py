@@ -1,4 +1,4 @@
-"""The rule of beam search, step by step as transformers keeps it: running beams, their scores, finished answers."""
+"""The beam-search rule of transformers, step by step: running beams, their scores, finished answers."""
 
 # W beams, C candidates of each, K candidates of all together
 
@@ -18,9 +18,9 @@ NEAR_TIE = 1e-5  # scores that lie no further apart may change places by roundin
 
 
 class BeamState:
-    """The running beams, best first, and the best finished answers: `step` makes of them those of one token more.
+    """The running beams, best first, and the best finished answers; `step` extends them by one token.
 
-    It follows from nothing but the log-probs behind the running beams, whatever forward they came from.
+    It depends only on the log-probs after the running beams, not on the forward that computed them.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class BeamState:
         self.steps = self.near_ties = 0
 
     def step(self, log_probs: Tensor, tokens: Tensor) -> list[int]:
-        """Go on by one of these tokens [W, C], the likeliest behind each beam; which beam each new one goes on from."""
+        """Extend the beams by candidate tokens [W, C]; returns the beam that each new beam continues."""
         beams, length = len(self.texts), len(self.texts[0]) + 1
         scores, picked = (log_probs + self.scores[:, None]).flatten().topk(self.count)
         parents, new = (picked // tokens.shape[1]).tolist(), tokens.flatten()[picked].tolist()
@@ -67,7 +67,7 @@ class BeamState:
         return self.stops.first_end(text[:-1], text[-1:])[0] is not None
 
     def _choose_answers(self, texts: list[list[int]], scores: Tensor, ended: Tensor) -> bool:
-        """Let the best candidates that ended in among the answers; whether that was a near tie."""
+        """Add the best finished candidates to the answers; returns whether that was a near tie."""
         beams = len(self.texts)
         is_new = ended & (torch.arange(len(texts)) < beams)
         merged, order = torch.cat([self.answer_scores, scores + ~is_new * FAR]).sort(descending=True, stable=True)
@@ -78,9 +78,10 @@ class BeamState:
         return _is_near(merged, beams) and bool(is_new.any())
 
     def _check_end(self, length: int, ended: Tensor) -> bool:
-        """Find out whether the search is over; whether that was a near tie.
+        """Check whether the search is over; returns whether that was a near tie.
 
-        The best running beam could reach its present score at its present length, or with "never" at the longest.
+        The best score that a running beam can still reach is its present one at its present length, or with "never" at
+        the maximum length.
         """
         is_hopeful = self.early_stopping == "never" and self.length_penalty > 0
         reachable = self.scores[0] / (self.limit if is_hopeful else length) ** self.length_penalty
@@ -92,6 +93,6 @@ class BeamState:
 
 
 def _is_near(scores: Tensor, count: int) -> bool:
-    """Whether the last of the best `count` scores, in their order, is hardly better than the next."""
+    """Whether the `count`-th best score is a near tie with the one after it."""
     last, following = scores[count - 1 : count + 1].tolist()
     return last > DEAD and last - following < NEAR_TIE

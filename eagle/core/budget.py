@@ -1,4 +1,4 @@
-"""How much a drafter may propose in one cycle, and what may decide it anew in every cycle."""
+"""Limits on what a drafter proposes in one cycle, fixed or chosen anew in every cycle."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from eagle.core.sampling import whole
 from eagle.core.tree import Paths
 
 Draw = Literal["noise", "likeliest", "sampled"]
-"""Where the target samples: children ranked as it will choose, by the head's probs alone, or drawn from these."""
+"""When the target samples, children are ranked with its noise, ranked by the head's probs, or drawn from them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
     """How much a drafter may propose in one cycle: draft nodes, levels, and children per node."""
 
-    nodes: int = 10
-    depth: int = 10
-    top_k: int = 10
-    paths: Paths | None = None  # a shape that the tree has whatever the drafter believes; see `fixed`
-    draw: Draw = "noise"  # greedy targets know the likeliest children alone
+    nodes: int = 10  # draft tokens, the root not counted
+    depth: int = 10  # levels
+    top_k: int = 10  # children of a node, and candidates of a level
+    paths: Paths | None = None  # a fixed tree: the ranks on the way to each node; see `fixed`
+    draw: Draw = "noise"  # how children are chosen where the target samples
     sharpness: float | None = None  # of a tree without paths: 1 is EAGLE-2's rule, None what suits the drafter
     confidence: float | None = None  # no children of nodes whose children are kept less likely, as the drafter says
 
@@ -61,14 +61,14 @@ class Budget:
 
     @classmethod
     def fixed(cls, paths: Paths, draw: Draw = "noise", confidence: float | None = None) -> Budget:
-        """A tree of this shape, as EAGLE-1 published one (`eagle.core.tree.PUBLISHED_TREE`)."""
+        """A budget with a fixed tree shape, such as EAGLE-1's (`eagle.core.tree.PUBLISHED_TREE`)."""
         paths = _as_paths(paths)
         top_k = 1 + max((rank for path in paths for rank in path), default=-1)
         return cls(len(set(paths)), max(map(len, paths), default=0), top_k, paths, draw, confidence=confidence)
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has room for the root alone."""
+        """Whether it allows no draft tokens."""
         return min(self.nodes, self.depth, self.top_k) == 0
 
     def within(self, levels: int) -> Budget:
@@ -87,19 +87,19 @@ def _as_paths(paths: Any) -> Paths:
 
 
 class Policy(Protocol):
-    """What may stand in the place of a budget: another one in every cycle, after what came of those before.
+    """A replacement for a `Budget` that chooses a new one in every cycle, from the outcomes of earlier cycles.
 
-    One for texts that are written side by side also has `share(levels, contexts) -> {row: Budget}`, asked once a cycle
-    with each row's most levels and its tokens, and `learn_rows({row: Cycle})`; these two are called instead.
+    A policy for several texts also has `share(levels, contexts) -> {row: Budget}`, called once a cycle with each row's
+    maximum depth and length, and `learn_rows({row: Cycle})`; these replace the two methods below.
     """
 
     nodes: int  # the most that it asks for
     # its `draw`, where it has one, is that of all its budgets: one that draws by lot must say so before it begins
 
     def within(self, levels: int) -> Budget:
-        """The next cycle's budget, at most `levels` deep; one of nothing where drafting does not pay."""
+        """The next cycle's budget, at most `levels` deep; an empty one if drafting does not pay."""
         ...
 
     def learn(self, cycle: Any) -> None:
-        """What came of it, an `eagle.core.decode.Cycle`."""
+        """Learn from the outcome of a cycle (`eagle.core.trace.Cycle`)."""
         ...

@@ -1,4 +1,4 @@
-"""What cycles of several texts cost: seconds by the number of texts, by levels, and by the longest text."""
+"""Seconds that a decoding cycle takes, by the number of texts, draft levels and longest text."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ STEP = 64  # tokens of context between which costs are not told apart
 
 @dataclass(frozen=True)
 class CycleCosts:
-    """Seconds of drafting, and of the rest of a cycle: `[batch size][context][levels]`, all texts as deep as the other.
+    """Seconds of drafting and of the rest of a cycle, `[batch size][context][levels]`, with equal depth for all texts.
 
-    Between measured sizes and contexts costs are linear; beyond the largest batch they go on as they grew before.
+    Costs are interpolated linearly between measured sizes and contexts, and extrapolated beyond the largest batch.
     """
 
     batch_sizes: tuple[int, ...]
@@ -26,11 +26,11 @@ class CycleCosts:
 
     @classmethod
     def of_one(cls, draft: Sequence[float], read: Sequence[float]) -> CycleCosts:
-        """Costs of one text whatever its length."""
+        """Costs of one text of any length."""
         return cls((1,), (0,), ((tuple(draft),),), ((tuple(read),),))
 
     def at(self, texts: int, context: int) -> CostTable:
-        """The costs of a cycle of so many texts, of which the longest has `context` tokens."""
+        """The costs of a cycle of `texts` texts, the longest of which has `context` tokens."""
         largest = self.batch_sizes[-1]
         if texts > largest and len(self.batch_sizes) == 1:
             raise ValueError(
@@ -42,13 +42,13 @@ class CycleCosts:
 
 @dataclass(frozen=True)
 class CostTable:
-    """Costs of a cycle of a certain number of texts."""
+    """Costs of a cycle for a given number of texts."""
 
     draft: list[list[float]]  # [texts that draft, levels]
     read: list[float]  # [levels of the deepest tree], of all texts
 
     def drafting(self, levels: Sequence[int]) -> float:
-        """Seconds of drafts of so many levels: each level costs what it does with the texts that reach it."""
+        """Seconds of drafting with these depths; a level costs as much as the number of texts that reach it."""
         seconds, count = self.draft[len(levels)][0], len(levels)
         for level in range(1, max(levels) + 1):
             count = sum(depth >= level for depth in levels)
@@ -71,7 +71,7 @@ def _at_context(costs: CycleCosts, grid: Grid, context: int) -> list[list[float]
 
 
 def _line(places: Sequence[int], rows: Sequence[Sequence[float]], place: int) -> list[float]:
-    """The row at a place: between its neighbours, beyond the last two on their line, before the first that one's."""
+    """The row at a place: interpolated, extrapolated from the last two rows, or the first row before all places."""
     if len(places) == 1 or place <= places[0]:
         return list(rows[0])
     right = next((i for i, known in enumerate(places) if known >= place), len(places) - 1)

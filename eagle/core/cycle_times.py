@@ -1,4 +1,4 @@
-"""What drafts and the rest of a cycle take in short generations, in which all numbers of levels take turns."""
+"""Time drafts and the rest of a cycle in short generations that alternate between all draft depths."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def time_cycles(
     contexts: Sequence[int],
     options: dict[str, Any],
 ) -> CycleCosts:
-    """The costs of cycles of so many of the prompts, repeated or cut to each context; as they are without any."""
+    """Time cycles for each batch size, with the prompts repeated or cut to each context, if there are any."""
     sizes, places = tuple(sorted(set(batch_sizes))), tuple(sorted(set(contexts))) or (0,)
     tables = []
     for size in sizes:
@@ -41,26 +41,26 @@ def time_cycles(
 
 
 class _AllLevels:
-    """A policy that asks for every number of levels in turn, the same of all texts."""
+    """A policy that asks for every draft depth in turn, the same for all texts."""
 
     def __init__(self, budget: Budget) -> None:
         self.budget, self.nodes, self.draw = budget, budget.nodes, budget.draw
         self.levels: list[int] = []  # of each cycle
 
     def share(self, levels: Mapping[int, int], contexts: Mapping[int, int]) -> dict[int, Budget]:
-        """Budgets of the next number of levels."""
+        """Budgets of the next depth in turn."""
         self.levels.append(min(-len(self.levels) % (self.budget.depth + 1), *levels.values()))
         return dict.fromkeys(levels, self.within(self.levels[-1]))
 
     def within(self, levels: int) -> Budget:
-        """A budget of so many levels."""
+        """A budget of the next depth in turn."""
         return self.budget.within(levels)
 
 
 def _time_batch(
     target: Target, drafter: Drafter, prompts: list[list[int]], budget: Budget, options: dict[str, Any]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of drafting and of the rest of a cycle of all these prompts, by levels."""
+    """Seconds of drafting and of the rest of a cycle with all these prompts, by levels."""
     turns, size = _AllLevels(budget), len(prompts)
     options = {"max_new_tokens": 256, "stop": [], **options}
     traces = [Trace([]) for _ in prompts]
@@ -81,7 +81,7 @@ def _time_batch(
 
 
 def _sort_seconds(traces: Sequence[Trace], levels: Sequence[int]) -> tuple[Medians, Medians]:
-    """Seconds of drafts by the levels asked for, and of the rest by the deepest tree, of cycles of all texts."""
+    """Seconds of drafting by requested levels, and of the rest by the deepest tree, from cycles with all texts."""
     draft, read = defaultdict(list), defaultdict(list)
     shared: dict[int, list[Cycle]] = defaultdict(list)
     for trace in traces:
@@ -96,16 +96,16 @@ def _sort_seconds(traces: Sequence[Trace], levels: Sequence[int]) -> tuple[Media
 
 
 def _first(prompts: list[list[int]], size: int) -> list[list[int]]:
-    """So many prompts, the same ones again where there are fewer."""
+    """The first `size` prompts, repeated if there are fewer."""
     return [prompts[number % len(prompts)] for number in range(size)]
 
 
 def _of_length(tokens: list[int], length: int) -> list[int]:
-    """Tokens repeated or cut to a length; as they are where it is 0."""
+    """Tokens repeated or cut to a length; unchanged if it is 0."""
     return (tokens * -(-length // len(tokens)))[:length] if length else tokens
 
 
 def _interpolate(seconds: Medians, levels: int) -> tuple[float, ...]:
-    """Median seconds of 0 to `levels` levels, interpolated linearly where none was measured."""
+    """Median seconds of 0 to `levels` levels, interpolated linearly where nothing was measured."""
     known = sorted(seconds)
     return tuple(np.interp(range(levels + 1), known, [median(seconds[level]) for level in known]).tolist())

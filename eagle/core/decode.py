@@ -1,4 +1,4 @@
-"""The public calls: an answer to a prompt, or answers to many, whole or as they are written."""
+"""The public calls: `generate` returns whole answers, `stream` yields tokens as they are committed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPTIONS = ("sampling", "max_new_tokens", "stop", "budget", "timing", "trace", "b
 def generate(target: Target, drafter: Drafter, prompt: Any, **options: Any) -> Any:
     """The target's answer to a prompt as a `Trace`, accelerated by `drafter`; the options are those of `stream`.
 
-    Of several prompts, or of any list with a `batch_size`, a list of traces in the prompts' order.
+    Several prompts, or any list with a `batch_size`, give a list of traces in the prompts' order.
     """
     rows = prompt_rows(prompt, options.get("batch_size"))
     if rows is None:
@@ -58,15 +58,15 @@ def stream(
     max_tokens_in_cache: int | None = None,
     **unknown: Any,
 ) -> Iterator[Any]:
-    """Yield new tokens as they are committed; of several prompts (prompt's number, new tokens).
+    """Yield new tokens as they are committed; with several prompts, pairs (prompt's number, new tokens).
 
     The prompt is token ids in a list, tensor or array, or a tokenizer's output. `stop` is a token id, a string, or
     several; None means the target's stop tokens, an empty list none.
 
-    Of several prompts up to `batch_size` are written side by side, as far as their texts and drafts fit in
-    `max_tokens_in_cache`, padded to the longest: a prompt begins when one before it has ended. `sampling` and
-    `max_new_tokens` are one for all or one for each; with one sampling for all, the prompts' requests count up from
-    its own, so that each has its own noise.
+    Up to `batch_size` prompts are decoded side by side, as far as their texts and drafts fit in
+    `max_tokens_in_cache`, padded to the longest; a prompt begins when an earlier one has ended. `sampling` and
+    `max_new_tokens` are one value for all prompts or one for each. With one sampling for all, each prompt gets the next
+    request number, so that each has its own noise.
     """
     refuse_options(unknown, OPTIONS)
     rows = prompt_rows(prompt, batch_size)
@@ -99,7 +99,7 @@ def stream(
 
 
 def _write(decoding: Decoding, *, alone: bool) -> Iterator[Any]:
-    """The tokens of each step, with their row's number unless it is alone."""
+    """Yield the tokens of each step, with their prompt's number if there are several."""
     try:
         while not decoding.is_done:
             for number, new in decoding.step():

@@ -22,7 +22,7 @@ PROMPT_TOKENS = 256  # read in one forward while other texts wait for their next
 
 @dataclass(slots=True)
 class Row:
-    """A text that is to be written, or being written."""
+    """A text that waits to be decoded or is being decoded."""
 
     number: int
     trace: Trace
@@ -36,7 +36,7 @@ class Row:
 
     @property
     def left(self) -> int:
-        """Levels of which all could be committed: drafts beyond the last token wanted would only be cut off."""
+        """Draft levels that could still be committed before the answer's token limit."""
         return self.limit - len(self.trace.tokens) - 1
 
     def commit(self, new: list[int]) -> list[int]:
@@ -54,7 +54,7 @@ class Row:
 
 
 class Decoding:
-    """Texts that are written side by side, up to `batch_size` of them: `add` prompts, and `step` until it `is_done`."""
+    """Texts decoded side by side, up to `batch_size` at once: `add` prompts, then `step` until `is_done`."""
 
     def __init__(
         self,
@@ -92,9 +92,9 @@ class Decoding:
         stop: Any = None,
         first: int | None = None,
     ) -> None:
-        """A further prompt, to be begun when there is room for it; ValueError if there never will be.
+        """Add a prompt that begins when there is room; ValueError if there never will be.
 
-        Its answer begins with `first`, where that is given.
+        The answer begins with the token `first`, if given.
         """
         target = self.target
         target.check_prompt(prompt)
@@ -109,7 +109,7 @@ class Decoding:
         self.waiting.append(Row(number, trace, sampling, stops, limit, choose, first, draw))
 
     def step(self) -> list[tuple[int, list[int]]]:
-        """New tokens by number: of prompts read now the first, of the other texts what their next cycle commits."""
+        """Run one step; returns new tokens by prompt: the first one of prompts read now, else a cycle's tokens."""
         self._admit()
         writing = [row for row in self.rows.values() if row.pending or row.trace.cycles]
         new = self._read_prompts(PROMPT_TOKENS if writing else None) if self.state.prompts else []
@@ -123,7 +123,7 @@ class Decoding:
         return new
 
     def close(self) -> None:
-        """Give the target's state back, and let go what was not written to its end."""
+        """Return the target's state, and release texts that are not finished."""
         for number in self.rows:
             self.drafts.release(number)
         self.rows.clear()
@@ -133,7 +133,7 @@ class Decoding:
         return len(prompt) + limit + self.budget.nodes + 1
 
     def _admit(self) -> None:
-        """Let prompts in while there is room for them."""
+        """Admit waiting prompts while there is room."""
         while self.waiting and len(self.rows) < self.batch_size:
             row = self.waiting[0]
             prompt, target = row.trace.prompt, self.target
@@ -144,7 +144,7 @@ class Decoding:
             self.rows[row.number] = self.waiting.popleft()
 
     def _read_prompts(self, most: int | None) -> list[tuple[int, list[int]]]:
-        """Read on in the prompts of the rows that came last; the first token of each that has been read."""
+        """Read further in the prompts of the latest rows; returns the first token of each prompt read to its end."""
         new = []
         for number, output in self.state.read_prompts(most).items():
             row = self.rows[number]
@@ -154,7 +154,7 @@ class Decoding:
         return new
 
     def _cycle(self, rows: list[Row]) -> list[tuple[int, list[int]]]:
-        """One cycle of these rows: what each of them commits."""
+        """Run one cycle of these rows; returns the tokens that each of them commits."""
         clock, state = self.clock, self.state
         clock.start()
         trees = self._propose(rows)
@@ -180,7 +180,7 @@ class Decoding:
         return [(row.number, tokens) for row, tokens in zip(rows, new, strict=True)]
 
     def _propose(self, rows: list[Row]) -> dict[int, DraftTree]:
-        """A tree for each row: its root alone where nothing is to be drafted."""
+        """A tree for each row; the root alone if nothing is to be drafted."""
         budgets = self._budgets({row.number: self.state.levels(row.number, row.left) for row in rows})
         for row in rows:
             row.draw = _check_draw(row.draw, budgets[row.number].draw)
@@ -195,14 +195,14 @@ class Decoding:
         return trees
 
     def _budgets(self, levels: dict[int, int]) -> dict[int, Budget]:
-        """The budget of each row, at most so many levels deep."""
+        """The budget of each row, limited to its number of levels."""
         share = getattr(self.budget, "share", None)
         if callable(share):
             return share(levels, {number: self.state.length(number) for number in levels})
         return {number: self.budget.within(depth) for number, depth in levels.items()}
 
     def _learn(self, cycles: dict[int, Cycle]) -> None:
-        """Tell a policy what came of its budgets."""
+        """Pass the outcomes of the cycles to a policy."""
         if (learn_rows := getattr(self.budget, "learn_rows", None)) is not None:
             learn_rows(cycles)
         elif (learn := getattr(self.budget, "learn", None)) is not None:
@@ -210,7 +210,7 @@ class Decoding:
                 learn(cycle)
 
     def _commit(self, row: Row, output: TargetOutput, path: list[int], root: int) -> list[int]:
-        """The new tokens of a row's answer, and what its drafter will be told."""
+        """Commit an accepted path; returns the new tokens of the answer, and prepares the drafter's next update."""
         tree, choices = output.tree, self.drafter.reads.choices
         last: tuple[Any, ...] = ()
         if choices:  # drafts beside drawn ones must not know of noise: it would decide which rule verifies them
@@ -221,7 +221,7 @@ class Decoding:
 
 
 def _check_draw(draw: Draw | None, asked: Draw) -> Draw:
-    """The draw of this cycle's budget, which must not change: the rule of verification must not depend on drafts."""
+    """The budget's `draw`; it must not change between cycles, or the verification rule would depend on drafts."""
     if draw is None and asked == "sampled":
         raise ValueError(
             "this policy asks for drafts that are 'sampled' without saying so beforehand: give it an attribute "
@@ -236,7 +236,7 @@ def _check_draw(draw: Draw | None, asked: Draw) -> Draw:
 
 
 def _check_confidence(budget: Budget, drafter: Drafter) -> None:
-    """Refuse a least confidence where the drafter has none."""
+    """Refuse a budget with a confidence threshold if the drafter gives no confidence."""
     if budget.confidence is not None and not drafter.rates_nodes:
         raise ValueError(
             f"Budget.confidence is {budget.confidence}, and {type(drafter).__name__} cannot tell how likely a node is "
@@ -245,7 +245,7 @@ def _check_confidence(budget: Budget, drafter: Drafter) -> None:
 
 
 class _Clock:
-    """Seconds of each part of a cycle, if `on`."""
+    """Records the seconds of each part of a cycle, if `on`."""
 
     def __init__(self, device: torch.device, on: bool) -> None:
         self.device, self.on, self.last = device, on, 0.0

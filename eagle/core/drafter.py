@@ -1,4 +1,4 @@
-"""What every drafting method agrees on: what it reads, what it answers, and what it may borrow."""
+"""The protocol of drafting methods: their inputs, their outputs, and what they borrow from the target."""
 
 # A committed tokens, N nodes, C choices, L taps, D target width, K rows, P positions, V vocabulary
 
@@ -19,7 +19,7 @@ from eagle.device import in_dtype
 
 
 class Noise(Protocol):
-    """What a drafter may know of a target that samples, all in units of its plain logits."""
+    """The sampling noise of the target, as a drafter may use it, in units of the plain logits."""
 
     @property
     def temperature(self) -> float:
@@ -41,7 +41,7 @@ class Noise(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """What a drafter reads of the target beside its `taps` at accepted tokens; it gets what it asks for alone."""
+    """What a drafter reads from the target besides its `taps` at accepted tokens; it gets nothing else."""
 
     choices: int = 0  # so many of the tokens that the target prefers after each node of the last tree: `Committed`
     view: bool = False  # the target's layers, to draft with: they come by `bind_target`
@@ -51,7 +51,7 @@ class Reads:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What the target has confirmed since the drafter was last asked."""
+    """The tokens that the target has committed since the drafter's last proposal."""
 
     tokens: Tensor  # [A]
     features: Tensor | None  # [A, L, D], the taps that the drafter asked for
@@ -70,7 +70,7 @@ class Committed:
 
 
 class DraftText(Protocol):
-    """What a drafter keeps of one text."""
+    """A drafter's state for one text."""
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """A tree rooted at `update.root`, of at most `budget.nodes` further nodes."""
@@ -78,30 +78,30 @@ class DraftText(Protocol):
 
 
 class DraftState(Protocol):
-    """What a drafter keeps of the texts that are being written, by row."""
+    """A drafter's state for several texts, by row."""
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
-        """A text begins; `noise` is what the target will choose with (None when it is greedy)."""
+        """Begin a text in a row; `noise` is the target's sampling noise (None if it is greedy)."""
         ...
 
     def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
-        """A tree for each of these rows: rooted at its update's root, of at most its budget's nodes."""
+        """A tree for each row, rooted at its update's root, with at most its budget's nodes."""
         ...
 
     def fork(self, row: int, other: int) -> None:
-        """A text goes on in two ways: `other`, a new row, has been told what `row` has."""
+        """Copy the state of `row` to a new row `other`."""
         ...
 
     def release(self, row: int) -> None:
-        """A text has ended."""
+        """Release a row."""
         ...
 
 
 class Drafter:
-    """Guesses a tree after every committed token; tuner, costs and loop ask what is here, and never what it is.
+    """Proposes a draft tree after the committed tokens; the loop and the tuner use this interface and no concrete type.
 
-    It holds no text: `begin` gives what it keeps of one, `open` what it keeps of many. A drafter defines either and has
-    the other from here; those that read what the target holds of the texts define `open_with` instead.
+    It holds no text itself: `begin` makes the state for one text, `open` for several. A subclass defines one of them
+    and inherits the other. Drafters that read the target's cache define `open_with` instead.
     """
 
     taps: tuple[int, ...] = ()  # the target's layer inputs that it reads of accepted tokens
@@ -112,69 +112,69 @@ class Drafter:
     frozen: tuple[TargetHead, ...] = ()  # what it borrows once it is bound
 
     def begin(self, noise: Noise | None = None) -> DraftText:
-        """What it keeps of a text that begins; `noise` is what the target will choose with (None when it is greedy)."""
+        """The state for a new text; `noise` is the target's sampling noise (None if it is greedy)."""
         if type(self).open is Drafter.open:
             missing = "without the target's texts: call open_with" if self.reads.texts else ": write begin or open"
             raise NotImplementedError(f"{type(self).__name__} cannot draft {missing}")
         return _OnlyText(self.open(), noise)
 
     def open(self) -> DraftState:
-        """What it keeps of texts that are written side by side."""
+        """The state for several texts decoded side by side."""
         return EachText(self)
 
     def open_with(self, texts: Any) -> DraftState:
-        """What it keeps of texts beside what the target holds of their rows (`eagle.target.view.TargetTexts`)."""
+        """The state for several texts, with access to the target's cache rows (`eagle.target.view.TargetTexts`)."""
         raise NotImplementedError(f"{type(self).__name__} reads the target's texts: write open_with(texts)")
 
     def bind_target(self, view: Any) -> None:
-        """Get the target's layers (`eagle.target.view.TargetView`) before a text begins; for who `reads` a view."""
+        """Receive the target's layers (`eagle.target.view.TargetView`) before a text begins, if it `reads` a view."""
         raise NotImplementedError(f"{type(self).__name__} reads a view of the target: write bind_target(view)")
 
     def forwards(self, budget: Budget) -> tuple[int, ...] | None:
-        """Rows of each forward that a draft takes after its first, which reads what was committed since the last.
+        """Number of rows in each of a draft's forwards after the first, which reads the newly committed tokens.
 
-        None where it takes no forwards of a network, or not always: its drafts cost the seconds that they took.
+        None if it does not always run a network; its measured seconds are its cost then.
         """
         return None
 
     def unread(self, accepted: int, depth: int) -> int:
-        """Rows that the next draft's first forward reads, after `accepted` of a tree of `depth` levels were."""
+        """Rows read by the next draft's first forward, after `accepted` tokens of a tree of `depth` levels."""
         return accepted + 1
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Any] | None:
-        """A forward of so many rows behind `context` tokens, the last `scored` made into logits, to be timed."""
+        """A function to time: one forward of `rows` rows after `context` tokens, the last `scored` with logits."""
         return None
 
 
 class _OnlyText:
-    """One text in a state of its own."""
+    """One text on top of a `DraftState` with a single row."""
 
     def __init__(self, state: DraftState, noise: Noise | None) -> None:
         self.state = state
         state.admit(0, noise)
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
-        """The only row's tree."""
+        """The tree of the single row."""
         return self.state.propose({0: update}, {0: budget})[0]
 
 
 class EachText:
-    """Texts that are drafted for one after the other."""
+    """Several texts, each with its own `DraftText`, drafted for one after the other."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.texts: dict[int, DraftText] = {}
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
-        """A text of its own for the row."""
+        """Begin a text for the row."""
         self.texts[row] = self.drafter.begin(noise)
 
     def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
-        """Each row's tree by itself."""
+        """A tree for each row, one after the other."""
         return {row: self.texts[row].propose(update, budgets[row]) for row, update in updates.items()}
 
     def fork(self, row: int, other: int) -> None:
-        """A copy of the row's text; what the drafter itself holds is not copied."""
+        """Copy the row's text to `other`; the drafter itself is shared."""
         shared = [self.drafter, *vars(self.drafter).values()]
         self.texts[other] = copy.deepcopy(self.texts[row], {id(part): part for part in shared})
 
@@ -184,27 +184,27 @@ class EachText:
 
 
 class TrainableDrafter(nn.Module, Drafter):
-    """A drafter with weights; its forward is the loss, because data-parallel wrappers synchronise `forward` alone."""
+    """A drafter with weights. `forward` returns the loss, because data-parallel wrappers synchronise only `forward`."""
 
     teacher_taps: tuple[int, ...] = (-1,)
     stored_as = "head"
     Settings: type  # what a recipe may say about it
 
     def __init__(self, settings: Any, shape: Any) -> None:
-        """As a checkpoint makes it: from settings, and a config of transformers that holds its sizes."""
+        """Make a head from its settings and a transformers config with its sizes, as a checkpoint does."""
         super().__init__()
         self.settings, self.shape = settings, shape
 
     @classmethod
     def taps_for(cls, settings: Any, target_config: Any) -> tuple[int, ...]:
-        """What a head with these settings reads of this target when it drafts."""
+        """The target's layer inputs that a head with these settings reads when it drafts."""
         return cls.taps
 
     @property
     def network(self) -> dict[str, Any]:
-        """The name of the network, and all that decides what its weights mean beside their sizes.
+        """The name of the network and everything, besides sizes, that decides the meaning of its weights.
 
-        Heads that agree in it can start from one another, and serve in the same engines.
+        Heads with the same network can start from one another and are served by the same engines.
         """
         return {"network": self.settings.kind}
 
@@ -216,19 +216,19 @@ class TrainableDrafter(nn.Module, Drafter):
         frozen: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> TrainableDrafter:
-        """A new head of the right sizes, from parts of the target and the supervised tokens of each text, if needed.
+        """A new head with the target's sizes; it may use the target's embedding and the supervised tokens of each text.
 
-        One whose class `reads` the target's weights gets them by one more argument, `weights`: name -> tensor.
+        A class that `reads` the target's weights takes one more argument, `weights`: name -> tensor.
         """
         raise NotImplementedError(f"{cls.__name__} cannot be made for a target: write for_target")
 
     def bind(self, frozen: TargetHead) -> TrainableDrafter:
-        """Lend the head what it needs to draft."""
+        """Give the head the target's embedding and LM head, which it needs to draft."""
         self.frozen = (frozen,)
         return self.eval()
 
     def compile_parts(self) -> None:
-        """Train through parts that `torch.compile` has made faster, with the same results up to rounding."""
+        """Compile the head's parts for training with `torch.compile`; results are the same up to rounding."""
         raise ValueError(f"{type(self).__name__} has no parts to compile: leave train.compile out")
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
@@ -236,7 +236,7 @@ class TrainableDrafter(nn.Module, Drafter):
         raise NotImplementedError(f"{type(self).__name__} does not define its loss: write forward(batch, frozen)")
 
     def validate(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
-        """Sums that add up over batches and processes; drafters/parts/validation.py makes figures of them."""
+        """Validation sums, added up over batches and processes; drafters/parts/validation.py makes figures of them."""
         raise NotImplementedError(
             f"{type(self).__name__} cannot be validated: write validate(batch, frozen, trees), see parts/validation.py"
         )
@@ -244,13 +244,13 @@ class TrainableDrafter(nn.Module, Drafter):
     def draft_levels(
         self, batch: Batch, frozen: TargetHead, levels: int
     ) -> Iterable[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-        """Of each level of a chain the states [S, ..] at all supervised slots, and what makes logits of such states."""
+        """For each level of a chain, the states [S, ..] at all supervised slots and the head that gives logits."""
         raise NotImplementedError(f"{type(self).__name__} cannot be examined: write draft_levels, see parts/unroll.py")
 
 
 @dataclass(frozen=True, slots=True)
 class TargetHead:
-    """The target's frozen embedding, and hidden -> logits: all that a drafter may borrow."""
+    """The target's frozen embedding and LM head, which drafters borrow."""
 
     embedding: nn.Module
     output: nn.Module
@@ -259,12 +259,12 @@ class TargetHead:
     softcap: float | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TargetHead:
-        """Itself: what borrows of a target is copied without it."""
+        """Return itself, so that a copied head shares the target."""
         return self
 
     @property
     def scale(self) -> float:
-        """What the rows of the embedding's matrix are multiplied with, the module's own factor (Gemma's) included."""
+        """The factor on the rows of the embedding matrix, including the module's own (Gemma)."""
         factor = torch.as_tensor(getattr(self.embedding, "embed_scale", 1.0))
         return self.embed_scale * factor.to(self.embedding.get_parameter("weight").dtype).item()
 
@@ -274,7 +274,7 @@ class TargetHead:
         return embedded if self.embed_scale == 1.0 else embedded * self.embed_scale
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """The target's logits from the input of its LM head, in the weights' own dtype; `out` lends memory for them."""
+        """The target's logits from the LM head's input, in the weights' dtype; `out` is memory to write them to."""
         hidden = hidden.to(self.weight.dtype)
         if out is None:
             logits = self.output(hidden)
@@ -289,17 +289,17 @@ class TargetHead:
         return logits
 
     def slope(self, logits: Tensor, hidden: Tensor) -> Tensor | None:
-        """[.., V], how far the logits move with what the softcap bends; None without one."""
+        """[.., V], the derivative of the logits by the values before the softcap; None without a softcap."""
         return None if self.softcap is None else 1 - (logits / self.softcap) ** 2
 
     def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor:
-        """[.., D], the gradient at the hidden states from that at the logits, which becomes that before the softcap."""
+        """[.., D], the gradient at the hidden states from that at the logits, which is overwritten (softcap undone)."""
         gradient = gradient if slope is None else gradient.mul_(slope)
         hidden = gradient.to(self.weight.dtype) @ self.weight
         return hidden if self.logit_scale == 1.0 else hidden * self.logit_scale
 
     def narrow(self, tokens: Tensor | slice) -> TargetHead:
-        """A head for some tokens of the vocabulary alone; a slice of the matrix is not copied."""
+        """A head for a subset of the vocabulary; a slice of the matrix is not copied."""
         bias, rows = getattr(self.output, "bias", None), self.weight[tokens]
         output = nn.Linear(rows.shape[1], rows.shape[0], bias=bias is not None, device="meta")
         output.weight = nn.Parameter(rows, requires_grad=False)
@@ -308,7 +308,7 @@ class TargetHead:
         return replace(self, output=output)
 
     def cast(self, dtype: torch.dtype) -> TargetHead:
-        """This head in another precision: itself, or a copy."""
+        """This head in another precision: itself if it has it, else a copy."""
         if self.weight.dtype == dtype:
             return self
         embedding, output = (in_dtype(copy.deepcopy(module), dtype) for module in (self.embedding, self.output))

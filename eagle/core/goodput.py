@@ -1,4 +1,4 @@
-"""Adaptive draft length: in each cycle the numbers of levels with the most expected tokens per second of all texts."""
+"""Adaptive draft length: each cycle uses the depths with the most expected tokens per second over all texts."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ HINT = "measure them with Goodput.measure(target, drafter, prompt, budget)"
 
 
 class Goodput:
-    """A policy, used in place of a `Budget`, that drafts as many of its levels (or none) as pay best.
+    """A policy, used in place of a `Budget`, that drafts the number of levels (or none) with the best speed.
 
-    The rule is SmartSpec's (Liu et al. 2024, arXiv 2406.14066): the most expected tokens per expected second of a
-    cycle of all texts, by the cost of cycles and by how often each level was proposed and accepted recently, by all
-    texts and by each. Deeper levels are explored for at most `share` of all time: one level more, and another one while
-    everything explored is accepted. Statistics carry over from one request to the next.
+    The rule is SmartSpec's (Liu et al. 2024, arXiv 2406.14066): maximise expected tokens per expected second of a
+    cycle, from the cost of cycles and the recent rates at which each level was proposed and accepted, over all texts
+    and for each. At most `share` of the time explores deeper levels: one more, and another as long as all explored ones
+    are accepted. Statistics carry over from one request to the next.
 
-    `draft[n]` and `read[n]` are the seconds of drafting n levels and of the rest of such a cycle, for one text; `costs`
-    are those of any number of texts, see `of_costs`. `memory` is the number of cycles over which averages are taken,
+    `draft[n]` and `read[n]` are the seconds of drafting n levels and of the rest of such a cycle, for one text; for
+    several texts see `of_costs`. `memory` is the number of cycles over which averages are taken,
     `max_nodes` the most draft nodes of all texts in one forward.
     """
 
@@ -109,11 +109,11 @@ class Goodput:
         max_nodes: int | None = None,
         **options: Any,
     ) -> Goodput:
-        """A policy with costs from short generations, in which all numbers of levels take turns.
+        """A policy with costs measured in short generations that alternate between all draft depths.
 
-        With several prompts batches of 1, 2, 4, 8 and 16 texts are measured, or `batch_sizes`, and the prompts take
-        turns; with `contexts` they are repeated or cut to so many tokens each. The options are `generate`'s. The budget
-        defaults to the drafter's, else a chain of eight. Depths that were never read cost what their neighbours do.
+        With several prompts, batches of 1, 2, 4, 8 and 16 texts (or `batch_sizes`) are measured, and the prompts take
+        turns. With `contexts` the prompts are repeated or cut to these lengths. The options are those of `generate`.
+        The budget defaults to the drafter's, else a chain of eight. Depths that were not measured are interpolated.
         """
         rows = prompt_rows(prompt, None)
         prompts = [token_ids(prompt)] if rows is None else rows
@@ -132,7 +132,7 @@ class Goodput:
         return [(batch.tokens(levels), batch.seconds(levels)) for levels in depths]
 
     def share(self, levels: Mapping[int, int], contexts: Mapping[int, int]) -> dict[int, Budget]:
-        """The next cycle's budget of each text, at most so many `levels` deep."""
+        """The next cycle's budget of each text, at most `levels[row]` deep."""
         self.acceptance.keep_only(contexts)
         return self._share(levels, max(contexts.values()))
 
@@ -141,7 +141,7 @@ class Goodput:
         return self._share({ONLY: levels}, self.context)[ONLY]
 
     def learn_rows(self, cycles: Mapping[int, Cycle]) -> None:
-        """Update the rates of the levels that were asked for, and of the texts that were asked about."""
+        """Update the rates of the requested levels and of these texts."""
         depths = {row: min(cycle.depth, self.asked[row]) for row, cycle in cycles.items()}
         self.context = max(cycle.context for cycle in cycles.values())
         costs = self.costs.at(len(cycles), self.context)
@@ -158,7 +158,7 @@ class Goodput:
         self.learn_rows({ONLY: cycle})
 
     def _share(self, levels: Mapping[int, int], context: int) -> dict[int, Budget]:
-        """Choose each text's levels: those that pay best, now and then deeper ones to explore."""
+        """Choose each text's depth: usually the best one, sometimes a deeper one to explore."""
         batch = self._batch(levels, context)
         limits = [max(min(limit, self.budget.depth), 0) for limit in levels.values()]
         best = self._best(batch, limits)
@@ -177,7 +177,7 @@ class Goodput:
         return Batch(self.acceptance.forecasts(rows), self.costs.at(len(rows), context))
 
     def _best(self, batch: Batch, limits: list[int]) -> list[int]:
-        """The levels with the most expected tokens per second, of as many nodes as there may be."""
+        """The depths with the most expected tokens per second, within the limit on nodes."""
         # all is hoped for of levels never tried, which is dear for a batch: it goes about twice as deep at a time
         most = self.budget.depth if len(limits) == 1 else min(2 * self.tried + 1, self.budget.depth)
         best = batch.best_levels(limits, most)
@@ -198,7 +198,7 @@ def goodput_budget(
     batch_sizes: Sequence[int] = BATCH_SIZES,
     **options: Any,
 ) -> Goodput:
-    """A policy for prompts that are written in batches of these sizes, with costs at short and at long contexts."""
+    """A policy for prompts decoded in batches of these sizes, with costs at short and at long contexts."""
     lengths, room = [len(prompt) for prompt in prompts], options.get("max_new_tokens", 256)
     longest = max(max(lengths), min(lengths) + room)
     if target.max_positions is not None:
@@ -208,7 +208,7 @@ def goodput_budget(
 
 
 def _count_nodes(budget: Budget, levels: int) -> int:
-    """The most nodes of its trees of so many levels."""
+    """The maximum number of nodes of a tree with `levels` levels."""
     if levels == 0:
         return 0
     if budget.paths is not None:

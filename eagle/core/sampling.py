@@ -43,17 +43,17 @@ OFF |= {"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0, "pen
 class Sampling:
     """How the target samples: transformers' warpers in transformers' order, and the seed of its noise."""
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-    request: int = 0
+    temperature: float = 0.0  # 0 takes the likeliest token
+    top_k: int = 0  # sample from so many of the likeliest tokens; 0 from all
+    top_p: float = 1.0  # sample from the likeliest tokens of this total probability
+    min_p: float = 0.0  # sample from tokens at least this likely, relative to the likeliest
+    repetition_penalty: float = 1.0  # of tokens that the text holds already; 1 is none
+    seed: int = 0  # of the noise
+    request: int = 0  # number of the text: texts with one seed have noise of their own
     rule: Literal["token", "block"] = "token"  # of verification, for sampled drafts
-    # with either of these the output does NOT follow the target's distribution any more
-    lenience: float = 1.0  # below 1
-    typical: tuple[float, float] | None = None  # typical acceptance, by its epsilon and delta
+    # LOSSY: with either of these the output does not follow the target's distribution
+    lenience: float = 1.0  # LOSSY below 1
+    typical: tuple[float, float] | None = None  # LOSSY: typical acceptance, by its epsilon and delta
 
     def __post_init__(self) -> None:
         for name in ("top_k", "seed", "request"):
@@ -80,7 +80,7 @@ class Sampling:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether drafts leave the target's distribution as it is."""
+        """Whether drafting keeps the target's distribution."""
         return self.lenience == 1 and self.typical is None
 
     @classmethod
@@ -116,7 +116,7 @@ def _refuse_options(name: str, processor: Any) -> None:
 
 
 def warp(logits: Tensor, sampling: Sampling) -> Tensor:
-    """[N, V] warped logits, whose softmax is sampled from; penalties come before, the temperature is above 0."""
+    """[N, V] warped logits for sampling by softmax; penalties are applied before, and the temperature is above 0."""
     scores = logits / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
         threshold = scores.topk(sampling.top_k).values[:, -1:]
@@ -133,14 +133,14 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def penalise(row: Tensor, text: Sequence[int], penalty: float) -> Tensor:
-    """Logits [V] with a repetition penalty on every token of `text`."""
+    """Logits [V] with a repetition penalty on all tokens of `text`."""
     seen = upload(torch.tensor(sorted(set(text))), row.device)
     scores = row[seen]
     return row.index_copy(0, seen, torch.where(scores < 0, scores * penalty, scores / penalty))
 
 
 def to_int(value: Any) -> int | None:
-    """The value as an int, numpy's included; None if it is no whole number."""
+    """The value as an int (numpy's included); None if it is not a whole number."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except (TypeError, ValueError):
@@ -148,7 +148,7 @@ def to_int(value: Any) -> int | None:
 
 
 def whole(name: str, value: Any) -> int:
-    """The value as an int, numpy's included; ValueError if it is no whole number."""
+    """The value as an int (numpy's included); ValueError if it is not a whole number."""
     if (number := to_int(value)) is None:
         raise ValueError(f"{name} is {value!r}, expected a whole number")
     return number

@@ -9,9 +9,9 @@ BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a token that is one byte, where a vo
 
 
 class Spelling:
-    """Decodes tokens one by one; incomplete characters wait for their remaining bytes.
+    """Decodes tokens one by one; incomplete characters are held back until their remaining bytes arrive.
 
-    A run of byte tokens waits for its end, because an invalid byte changes how the whole run is decoded.
+    A run of byte tokens is held back to its end, because an invalid byte changes how the whole run is decoded.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -35,7 +35,7 @@ class Spelling:
         return new
 
     def rest(self) -> str:
-        """The text of the tokens that still wait."""
+        """The text of the tokens still held back."""
         context, text = (
             self.tokenizer.decode(self.tokens[self.begin : end], skip_special_tokens=True)
             for end in (self.end, len(self.tokens))

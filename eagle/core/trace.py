@@ -1,4 +1,4 @@
-"""What a generation did, cycle by cycle."""
+"""The record of a generation, cycle by cycle."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Cycle:
 
 @dataclass(slots=True)
 class Trace:
-    """One generation, cycle by cycle."""
+    """The record of one generation: its tokens, its cycles and why it ended."""
 
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Trace:
 
     @property
     def drafted(self) -> list[bool]:
-        """Whether each token was drafted; the others were chosen by the target itself."""
+        """For each token, whether it was drafted; the target chose the others itself."""
         marks = [False] * min(len(self.tokens), 1)  # the token after the prompt
         for cycle in self.cycles:
             kept = min(cycle.accepted, cycle.committed)
@@ -104,7 +104,7 @@ class Trace:
         return Html(tag("div", answer, tag("small", facts)))
 
     def pieces(self) -> list[tuple[str, bool]]:
-        """The text in pieces, each with whether the token that completes it was drafted."""
+        """The text in pieces, each with a flag whether its last token was drafted."""
         spell, marks, remaining = Spelling(self.tokenizer), self.drafted, len(self.text)
         decoded = [(spell(token), mark) for token, mark in zip(self.tokens, marks, strict=True)]
         decoded += [(spell.rest(), mark) for mark in marks[-1:]]

@@ -1,4 +1,4 @@
-"""Trees of proposed tokens, their shapes, and a target's output on them."""
+"""Draft trees, their shapes, and the target's output on them."""
 
 # B trees, N nodes, V vocabulary, L taps, D target width
 
@@ -30,10 +30,10 @@ def chain_paths(length: int) -> Paths:
 def best_tree(rates: Sequence[Sequence[float]], nodes: int, depth: int) -> Paths:
     """The shape of at most `nodes` nodes on `depth` levels with the greatest expected number of accepted tokens.
 
-    `rates[d][r]` is how often, after an accepted node of depth d, the target chooses its child of rank r; the last row
-    holds for all deeper levels. A node adds the product of the rates on its path (Sequoia, Chen et al. 2024, arXiv
-    2402.12374), which is never more than its parent adds. So the nodes that add most form a tree, and taking the best
-    reachable node again and again gives the optimum that Sequoia computes by dynamic programming.
+    `rates[d][r]` is the probability that, after an accepted node of depth d, the target chooses its child of rank r;
+    the last row holds for all deeper levels. A node adds the product of the rates on its path (Sequoia, Chen et al.
+    2024, arXiv 2402.12374), which is never more than its parent adds. So the best nodes form a tree, and greedily
+    taking the best reachable node gives the optimum that Sequoia computes by dynamic programming.
     """
     if not rates or not all(0 <= rate <= 1 for row in rates for rate in row):
         raise ValueError(f"rates are probabilities by depth and rank, expected rows of 0..1: got {rates}")
@@ -120,7 +120,7 @@ class DraftTree:
         return torch.from_numpy(marks).bool()
 
     def path(self, node: int) -> list[int]:
-        """Nodes from the root to `node`."""
+        """The nodes from the root to `node`."""
         parents, path = self.parents.tolist(), []
         while node != -1:
             path.append(node)
@@ -136,7 +136,7 @@ class DraftTree:
 
 
 def stack_trees(trees: Sequence[DraftTree]) -> tuple[Tensor, Tensor | None]:
-    """Tokens [B, N] and whom they see [B, N, N], None for chains; padding sees itself and is seen by nobody."""
+    """Tokens [B, N] and attention masks [B, N, N] (None for chains); padding attends only to itself and is unseen."""
     count, chains = max(map(len, trees)), all(tree.is_chain for tree in trees)
     if len(trees) == 1:
         return trees[0].tokens[None], None if chains else trees[0].ancestors()[None]
@@ -165,9 +165,9 @@ class TargetOutput:
         return self.text + [tokens[step] for step in self.tree.path(node)]
 
     def likeliest(self, count: int) -> Tensor:
-        """[N, count], the tokens that the target finds likeliest after each node, likeliest first."""
+        """[N, count], the target's likeliest tokens after each node, likeliest first."""
         return self.logits.topk(min(count, self.logits.shape[-1])).indices
 
     def features_at(self, path: Sequence[int]) -> Tensor | None:
-        """[len(path), L, D], None without taps."""
+        """[len(path), L, D], the tapped features at the nodes of a path; None without taps."""
         return None if self.features is None else pick_rows(self.features, path)

@@ -1,4 +1,4 @@
-"""Texts that share their beginnings, one node a token: what beam search reads behind the text that all beams share."""
+"""A trie of tokens, one node each: beam search keeps the beams in it, after the text that all beams share."""
 
 # N new nodes, R nodes
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Trie:
-    """Nodes in the order in which they were added, parents first; -1 is what all of them follow."""
+    """Nodes in the order in which they were added, parents first; -1 is the parent of the first nodes."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -23,7 +23,7 @@ class Trie:
         return len(self.tokens)
 
     def add(self, parent: int, token: int) -> int:
-        """The parent's child with this token, a new one where there was none."""
+        """The parent's child with this token, added if it is missing."""
         if (parent, token) not in self.children:
             self.children[parent, token] = len(self.tokens)
             self.tokens.append(token)
@@ -32,7 +32,7 @@ class Trie:
         return self.children[parent, token]
 
     def path(self, node: int) -> list[int]:
-        """Nodes from the first to this."""
+        """The nodes from the first to this one."""
         path = []
         while node >= 0:
             path.append(node)
@@ -40,20 +40,20 @@ class Trie:
         return path[::-1]
 
     def seen(self, first: int) -> Tensor:
-        """[N, R] bool, the ancestors of each node from the `first` on, and itself."""
+        """[N, R] bool, each node's ancestors and itself, for the nodes from `first` on."""
         marks = [(node - first, above) for node in range(first, len(self)) for above in self.path(node)]
         seen = torch.zeros(len(self) - first, len(self), dtype=torch.bool)
         seen[tuple(torch.tensor(marks).T)] = True
         return seen
 
     def split(self, leaves: Iterable[int]) -> tuple[list[int], list[int]]:
-        """The nodes on the paths to all of these leaves, and those on the paths to some."""
+        """The nodes on the paths to all of these leaves, and the nodes on the path to at least one."""
         paths = [set(self.path(leaf)) for leaf in set(leaves)]
         shared = set.intersection(*paths)
         return sorted(shared), sorted(set.union(*paths) - shared)
 
     def keep(self, nodes: list[int]) -> Trie:
-        """These nodes alone, numbered anew; those whose parent is not among them come first."""
+        """Keep only these nodes and renumber them; those without a parent among them come first."""
         trie, numbers = Trie(), dict[int, int]()
         for node in nodes:
             numbers[node] = trie.add(numbers.get(self.parents[node], -1), self.tokens[node])

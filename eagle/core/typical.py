@@ -1,4 +1,4 @@
-"""Typical acceptance (Cai et al. 2024, arXiv 2401.10774): lossy, as it keeps what the target finds likely enough."""
+"""Typical acceptance (Cai et al. 2024, arXiv 2401.10774): lossy, it keeps tokens above a probability threshold."""
 
 # N nodes, K of them with children, V vocabulary
 
@@ -18,7 +18,7 @@ ENTROPY_SHIFT = 1e-5  # added to a prob before its logarithm, as there
 
 
 def check_typical(bounds: Any, *, alone: bool, temperature: float) -> None:
-    """Refuse bounds that are none, typical acceptance where it says nothing, and beside another rule."""
+    """Refuse invalid bounds, and typical acceptance with a greedy target or another acceptance rule."""
     numbers = bounds if isinstance(bounds, tuple) else ()
     if len(numbers) != 2 or not all(isinstance(bound, float | int) and 0 < bound <= 1 for bound in numbers):
         raise ValueError(
@@ -32,7 +32,7 @@ def check_typical(bounds: Any, *, alone: bool, temperature: float) -> None:
 
 
 def floors(probs: Tensor, epsilon: float, delta: float) -> Tensor:
-    """[K], above which a token is likely enough: epsilon, or delta / e^entropy where the target is less sure."""
+    """[K], the least probability of an accepted token: min(epsilon, delta * e^-entropy)."""
     entropy = -(probs * (probs + ENTROPY_SHIFT).log()).sum(-1)
     return (delta * (-entropy).exp()).clamp(max=epsilon)
 
@@ -40,7 +40,7 @@ def floors(probs: Tensor, epsilon: float, delta: float) -> Tensor:
 def walk_typically(
     tree: DraftTree, target_probs: Callable[[Sequence[int]], Tensor], bounds: tuple[float, float]
 ) -> list[int]:
-    """The longest path of tokens that are likely enough, of the longest the likeliest; `target_probs` are [K, V]."""
+    """The longest path of tokens above the threshold, the likeliest one of equal length; `target_probs` are [K, V]."""
     if tree.laws is not None:
         raise ValueError("typical acceptance asks the target alone: got sampled drafts, use Budget(draw='likeliest')")
     parents, reached = tree.parents.tolist(), {0: (0, 1.0)}  # a node's length of path, and its probability

@@ -1,4 +1,4 @@
-"""Verification: which drafted tokens are accepted, by the target's probabilities and independent of the drafter."""
+"""Verification: which drafted tokens are accepted, decided by the target's probabilities alone."""
 
 # N nodes, V vocabulary, P positions
 
@@ -26,10 +26,10 @@ COUNTING = Lock()  # of uses: two threads that counted alike would toss the same
 
 
 class Choose:
-    """The target's choice after a node, by its logits and by noise that does not depend on drafts.
+    """The target's choice after a node, from its logits and noise that does not depend on drafts.
 
-    With `drawn`, drafts are sampled, and what drafters and policies remember may depend on the noise of earlier
-    requests: the noise is then new in every request, as the coins are.
+    With `drawn` (sampled drafts), drafters and policies may remember tokens that depend on the noise of earlier
+    requests, so every request gets new noise and coins.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Choose:
 
     @cached_property
     def private_seed(self) -> int:
-        """A seed that is new in each use of the same seed and request, counted in `uses`, so that no coin repeats."""
+        """A seed that differs at each use of the same seed and request (counted in `uses`), so that no coin repeats."""
         seed, request = self.sampling.seed, self.sampling.request
         with COUNTING:
             self.uses[seed, request] += 1
@@ -65,12 +65,12 @@ class Choose:
         return self._scores(output, nodes).argmax(-1)
 
     def rank_tokens(self, output: TargetOutput, count: int) -> Tensor:
-        """[N, count], the tokens that it would choose after every node, its choice first, then what comes next."""
+        """[N, count], the target's best tokens after every node, its choice first."""
         scores = self._scores(output, range(len(output.tree)))
         return scores.topk(min(count, scores.shape[-1])).indices
 
     def _scores(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
-        """[len(nodes), V], of which its choices are the largest."""
+        """[len(nodes), V], scores whose maximum is the target's choice."""
         logits = self._penalised_logits(output, nodes)
         if self.noise is None:
             return logits
@@ -91,15 +91,15 @@ class Choose:
         return torch.zeros_like(logits[0]).index_fill_(0, logits[0].argmax(), 1)
 
     def probs_after(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
-        """[len(nodes), V], the probs of a target that samples."""
+        """[len(nodes), V], the target's probs after these nodes when it samples."""
         return warp(self._penalised_logits(output, nodes), self.sampling).softmax(-1)
 
     def coin(self, probability: float) -> bool:
-        """True with this probability."""
+        """Toss a coin that is True with this probability."""
         return self.dice.random() < probability
 
     def pick(self, probs: Tensor) -> int:
-        """A token sampled from probs [V]."""
+        """Sample a token from probs [V]."""
         cumulative = probs.cumsum(-1)
         token = torch.searchsorted(cumulative, self.dice.random() * cumulative[-1:], right=True)
         last = len(probs) - 1 - (probs.flip(0) > 0).int().argmax()
@@ -117,7 +117,7 @@ class Choose:
 
 
 class Offer:
-    """The noise and filters of a target that samples (`eagle.core.drafter.Noise`), in units of its plain logits."""
+    """The sampling noise and filters that a drafter may use (`eagle.core.drafter.Noise`), in units of plain logits."""
 
     def __init__(self, choose: Choose, vocab_size: int, device: torch.device) -> None:
         self.choose = choose
@@ -128,7 +128,7 @@ class Offer:
 
     @cached_property
     def private(self) -> Noise:
-        """Noise that verification does not use: drafts that shared its coins would bias the output."""
+        """Noise for drafting only: drafts that shared verification's coins would bias the output."""
         return Noise(mix64(self.choose.private_seed), self.choose.sampling.request)
 
     def __call__(self, positions: list[int]) -> Tensor:
@@ -137,14 +137,14 @@ class Offer:
         return self.choose.noise(positions, self.vocab_size, self.device) * self.temperature
 
     def own(self, rows: int) -> Tensor:
-        """[rows, V], noise that the target never uses, new in every call."""
+        """[rows, V], new noise in every call, which the target never uses."""
         # counted, not by position: the noise at a position may have caused it to be drafted again
         first, self.drawn = self.drawn, self.drawn + rows
         self.private.forget(first)
         return self.private(range(first, self.drawn), self.vocab_size, self.device) * self.temperature
 
     def filter_logits(self, logits: Tensor) -> Tensor:
-        """[K, V], the logits, lowered by 1000 where the target's top-k, top-p or min-p would rule a token out."""
+        """[K, V], the logits, minus 1000 for tokens that the target's top-k, top-p or min-p removes."""
         sampling = self.choose.sampling
         if sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0:
             return logits
@@ -166,7 +166,7 @@ def walk(tree: DraftTree, choices: Sequence[int] | dict[int, int]) -> list[int]:
 
 
 def verify(output: TargetOutput, choose: Choose, choices: Sequence[int] | None = None) -> tuple[list[int], int]:
-    """The accepted path and the target's token after it; `choices` after all nodes, where they are known already."""
+    """The accepted path and the target's token after it; `choices` are the target's after all nodes, if known."""
     tree, sampling = output.tree, choose.sampling
     if choose.noise is not None:
         choose.noise.forget(output.positions[0])
@@ -187,7 +187,7 @@ def verify(output: TargetOutput, choose: Choose, choices: Sequence[int] | None =
 
 
 def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[int], int]]:
-    """`verify` for texts that were read side by side, whose choices come from the device all at once."""
+    """`verify` for several texts; their choices are copied from the device all at once."""
     if len(rows) == 1:
         return [verify(*rows[0])]
     at_once = [pair for pair in rows if _is_walked(*pair) and not _is_lazy(pair[0])]
@@ -197,17 +197,17 @@ def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[
 
 
 def _is_walked(output: TargetOutput, choose: Choose) -> bool:
-    """Whether its choices alone decide what is accepted."""
+    """Whether acceptance depends only on the target's choices."""
     return output.tree.laws is None and choose.sampling.is_lossless
 
 
 def _is_lazy(output: TargetOutput) -> bool:
-    """Whether choices are made one by one, as on a CPU, where noise and the likeliest of a vocabulary take long."""
+    """Whether to make choices one by one: on a CPU, noise and argmax over the vocabulary are slow."""
     return output.logits.device.type == "cpu"
 
 
 class _Choices(dict[int, int]):
-    """The target's choice by node: computed for all nodes at once, or lazily where noise is computed on a CPU."""
+    """The target's choices by node, computed for all nodes at once, or lazily on a CPU."""
 
     def __init__(self, output: TargetOutput, choose: Choose) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""What is learned from: examples, and the target's hidden features of them."""
+"""Training data: examples, and the target's hidden features of them."""

@@ -1,4 +1,4 @@
-"""Training examples, batches of them, and what a source of features offers."""
+"""Training examples, batches, and the interface of a source of features."""
 
 # N tokens of all texts, T of one, L taps, D target width
 
@@ -50,20 +50,20 @@ class Batch:
         return torch.stack([self.features[:, self.taps.index(tap)] for tap in taps], dim=1)
 
     def pin_memory(self) -> Batch:
-        """A copy in pinned host memory, from which an accelerator copies while it computes; what is there stays."""
+        """A copy in pinned host memory, from which an accelerator copies while computing; pinned tensors are kept."""
         tokens, features = (
             tensor.pin_memory() if tensor.device.type == "cpu" else tensor for tensor in (self.tokens, self.features)
         )
         return replace(self, tokens=tokens, features=features)
 
     def to(self, device: torch.device) -> Batch:
-        """A copy with tokens and features on another device, for which the host does not wait."""
+        """A copy with tokens and features on another device; the host does not wait for it."""
         tokens, features = (tensor.to(device, non_blocking=True) for tensor in (self.tokens, self.features))
         return replace(self, tokens=tokens, features=features)
 
 
 def trim_mask(loss_mask: Tensor) -> Tensor:
-    """The loss mask up to its last supervised token, with the first two tokens off, which no drafter predicts."""
+    """The loss mask up to its last supervised token, without the first two tokens, which no drafter predicts."""
     mask = loss_mask.clone()
     mask[:2] = False
     indices = mask.nonzero()
@@ -128,7 +128,7 @@ class Features(Protocol):
 
 
 def run_ahead(jobs: Iterable[Callable[[], Result]]) -> Generator[Result]:
-    """The jobs' results in order; a thread runs them while the caller makes the next jobs or uses the last result."""
+    """Yield the jobs' results in order; a thread runs them ahead of the caller."""
     pending: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(1) as thread:
         for job in jobs:

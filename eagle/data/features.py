@@ -1,4 +1,4 @@
-"""Examples -> hidden features of the target, by the same code for stored and for live features."""
+"""Compute the target's hidden features of examples, with the same code for stored and live features."""
 
 # B batch, T tokens, L taps, D target width
 
@@ -55,7 +55,7 @@ def compute_features(target: Target, texts: Sequence[Tensor], taps: tuple[int, .
 
 
 class LiveFeatures:
-    """Features that are computed when they are read, as `extract` would store them."""
+    """Features computed when they are read, equal to those that `extract` stores."""
 
     def __init__(
         self, target: Target, examples: Sequence[Example], identity: dict[str, Any], batch_tokens: int | None = None
@@ -142,7 +142,7 @@ def _copy_to_host(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
 
 
 def batch_slots(target: Target, batch_tokens: int | None) -> int:
-    """The number of tokens (padding included) of one forward: as asked for, else what suits the device."""
+    """The number of tokens (padding included) of one forward: the given one, else a default for the device."""
     if (target.device.type == "cpu" and batch_tokens is None) or target.border < math.inf:
         return 1  # a longer text in the batch could change the rotary frequencies of a shorter one
     return batch_tokens or BATCH_TOKENS
@@ -159,7 +159,7 @@ def plan_extraction(
 
 
 def check_lengths(target: Target, examples: Sequence[Example]) -> None:
-    """Refuse texts that are longer than the target's number of positions."""
+    """Refuse texts longer than the target's number of positions."""
     longest = max(len(example.tokens) for example in examples)
     if target.max_positions is not None and longest > target.max_positions:
         raise ValueError(
@@ -169,7 +169,7 @@ def check_lengths(target: Target, examples: Sequence[Example]) -> None:
 
 
 def check_room(store: FeatureStore) -> None:
-    """Refuse an extraction that the disk has no room for."""
+    """Refuse an extraction that does not fit on the disk."""
     if _missing_bytes(store) > shutil.disk_usage(store.folder).free:
         raise ValueError(
             f"too little room in {store.folder}: {_describe_room(store)}. Use features.dtype=float8, a data.limit, "

@@ -22,7 +22,7 @@ MASK_RULES = 2  # version of the rules by which answers are masked; features of 
 
 
 def identity(recipe: Recipe, taps: tuple[int, ...]) -> dict[str, Any]:
-    """Everything that decides the features of a recipe."""
+    """All settings and fingerprints that decide the features of a recipe."""
     return {
         "target": target_identity(recipe.target),
         **data_identity(recipe),
@@ -48,7 +48,7 @@ def target_identity(section: TargetSection) -> dict[str, Any]:
 
 
 def in_precision(fields: dict[str, Any], dtype: object) -> dict[str, Any]:
-    """An identity in which `dtype` stands for the target dtype "auto"."""
+    """The identity with the target dtype "auto" replaced by `dtype`."""
     target = fields.get("target", {})
     if target.get("dtype") != "auto":
         return fields
@@ -88,7 +88,7 @@ def fingerprint(files: Sequence[Path]) -> str:
 
 
 def _checksum(path: Path) -> str:
-    """A file's sha256, by which the hub's cache already names large files."""
+    """A file's sha256; for large files of the hub's cache it is the file's name."""
     name = path.resolve().name
     return name if path.is_symlink() and len(name) == 64 else sha256(path)
 
@@ -110,5 +110,5 @@ def _files(source: Path) -> list[Path]:
 
 
 def target_name(recipe: Recipe) -> dict[str, Any]:
-    """The path, revision and adapter of a target: all that can be compared where its files are not."""
+    """The path, revision and adapter of a target, for comparisons without its files."""
     return recipe.target.model_dump(include={"path", "revision", "adapter"})

@@ -21,10 +21,10 @@ from eagle.target.target import Target
 
 
 class OnPolicyFeatures(LiveFeatures):
-    """Conversations cut at one of their answers, which the draft model samples anew at temperature 1.
+    """Conversations cut at one of their answers, which the draft model replaces by a sample at temperature 1.
 
-    A sampled answer is no longer than the one it replaces. The step's seed and the example's index decide which answer
-    and which tokens, so that a run can be resumed. In evaluation mode the conversations are those of the data.
+    A sampled answer is at most as long as the one it replaces. The step's seed and the example's index decide the
+    answer and its tokens, so a run can be resumed. In evaluation mode the conversations are those of the data.
     """
 
     def __init__(self, live: LiveFeatures, head: Any) -> None:
@@ -54,7 +54,7 @@ class OnPolicyFeatures(LiveFeatures):
 
 
 def trained_target(model: Any) -> Target:
-    """A model in evaluation mode that decodes while it is trained: its weights go on learning."""
+    """A model as a target in evaluation mode, to decode with while its weights are trained."""
     learning = [weight for weight in model.parameters() if weight.requires_grad]
     target = Target(model)
     for weight in learning:

@@ -1,4 +1,4 @@
-"""The features that a recipe trains on: stored, computed while training, or of answers that the head itself writes."""
+"""Open the features that a recipe trains on: stored, computed while training, or of the head's own samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from eagle.target.target import Target
 def open_features(
     recipe: Recipe, settings: Any, read_examples: Callable[[], Sequence[Example]], *, main: bool = True
 ) -> tuple[Target | Borrowed, Features]:
-    """What a head borrows from, and the features; the target itself where it computes, decodes or lends weights."""
+    """The target and its features; only embedding and LM head are loaded if nothing needs the whole target."""
     if recipe.features.store and not recipe.train.decode and not DRAFTERS[settings.kind].reads.weights:
         store = FeatureStore(recipe.features.store)
         if folder := store.borrowed_folder():
@@ -40,7 +40,7 @@ def open_features(
 
 
 def follow_head(recipe: Recipe, settings: Any, features: Features, head: Any, *, weights_split: bool) -> Features:
-    """The features, or where `drafter.samples` is own those of answers that the head writes anew at every step."""
+    """The features; with `drafter.samples: own` they are of answers that the head samples at every step."""
     if getattr(settings, "samples", "data") != "own":
         return features
     if weights_split:  # processes read weights together, and answers differ
@@ -57,7 +57,7 @@ def follow_head(recipe: Recipe, settings: Any, features: Features, head: Any, *,
 
 
 def _expected_identity(recipe: Recipe, taps: tuple[int, ...], store: FeatureStore) -> dict[str, Any]:
-    """The identity that a store must have; of a target whose files are not here only the name can be compared."""
+    """The identity that a store must have; without the target's files only its name is compared."""
     if is_local_model(recipe.target.path, recipe.target.revision):
         return identity(recipe, taps)
     name = target_name(recipe)

@@ -56,7 +56,7 @@ def shard_header(dtype: str, tokens: int, taps: int, width: int, metadata: dict[
 
 
 class ShardWriter:
-    """Streams one shard to disk: header, features, scales. It is complete once its checksum file exists."""
+    """Writes one shard to disk as a stream: header, features, scales. It is complete once its checksum file exists."""
 
     def __init__(self, path: Path, header: bytes) -> None:
         self.path, self.part = path, part_file(path)
@@ -99,7 +99,7 @@ class ShardWriter:
 
 
 def shard_fault(path: Path, header: bytes, size: int, *, read: bool) -> str | None:
-    """What is wrong with a shard that should have this header and size, or None; `read` checks every byte."""
+    """The fault of a shard by its expected header and size, or None; `read` also checks every byte."""
     if not path.is_file():
         return "missing"
     if path.stat().st_size != size:

@@ -46,7 +46,7 @@ def make_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
 
 
 def plan_shards(lengths: Sequence[int], batch_tokens: int, shard_tokens: int) -> Plan:
-    """The batches in shards of about `shard_tokens` tokens; it depends on the lengths alone."""
+    """The batches, grouped into shards of about `shard_tokens` tokens; depends only on the lengths."""
     shards: Plan = []
     filled = shard_tokens
     for batch in make_batches(lengths, batch_tokens):
@@ -92,7 +92,7 @@ def _read_index(path: Path) -> dict[str, Any]:
 class FeatureStore:
     """Examples with features: `index.json`, `examples.safetensors`, and shards that carry a `.sha256` each.
 
-    Beside them may lie what a head borrows of the target: `head.safetensors` and `config.json`.
+    The folder may also hold the target's embedding and LM head: `head.safetensors` and `config.json`.
     """
 
     together = False
@@ -100,7 +100,7 @@ class FeatureStore:
     def __init__(self, folder: str | Path, expected: dict[str, Any] | None = None, *, partial: bool = False) -> None:
         self.folder = Path(folder)
         if not (self.folder / "index.json").is_file():
-            raise Absent(f"no feature store at {folder}: run `python -m data_prep.extract RECIPE` first")
+            raise Absent(f"no feature store at {folder}: run `eagle extract RECIPE` first")
         self.index = _read_index(self.folder / "index.json")
         # older stores have dtype "auto" and the precision beside it
         self.identity = in_precision(self.index["identity"], self.index["made"].get("precision"))
@@ -111,7 +111,7 @@ class FeatureStore:
         self._load_examples()
         self.refresh()
         if self.absent and not partial:
-            raise ValueError(f"{self.describe_absent()}. Run `python -m data_prep.extract RECIPE` to complete it")
+            raise ValueError(f"{self.describe_absent()}. Run `eagle extract RECIPE` to complete it")
 
     @classmethod
     def create(
@@ -158,7 +158,7 @@ class FeatureStore:
             )
 
     def borrowed_folder(self) -> Path | None:
-        """The folder of the target's config, embedding and LM head, checksums verified; None if the store has none."""
+        """The folder with the target's config, embedding and LM head, checksums verified; None without them."""
         files = self.index["made"].get("borrowed", {})
         for name, checksum in files.items():
             self._check_file(name, checksum)
@@ -208,7 +208,7 @@ class FeatureStore:
             yield shard, shard_fault(self.path(shard), header, size, read=read)
 
     def refresh(self) -> None:
-        """Look again which shards are complete, and serve their examples."""
+        """Check again which shards are complete, and serve their examples."""
         self.serve_all_but({shard: fault for shard, fault in self.faults() if fault})
 
     def describe_absent(self) -> str:
@@ -219,7 +219,7 @@ class FeatureStore:
         return f"{count} of {len(self.plan)} shards in {self.folder} are not whole: {listed}{more}"
 
     def serve_all_but(self, absent: dict[int, str]) -> None:
-        """Serve the examples of all shards but these, in the data's order."""
+        """Serve the examples of all other shards, in the data's order."""
         self.absent = absent
         self.places: list[tuple[int, int, int]] = []  # (example number, shard, its first token there)
         for shard, batches in enumerate(self.plan):
@@ -271,12 +271,11 @@ class FeatureStore:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def _check_file(self, name: str, checksum: str) -> Path:
-        """The path of a file of this store, or Damaged if its checksum is another."""
+        """The path of a file of this store; raises Damaged if its checksum differs."""
         path = self.folder / name
         if not path.is_file() or sha256(path) != checksum:
             raise Damaged(
-                f"{path} is missing or damaged: `python -m data_prep.extract RECIPE --repair` makes it anew and keeps "
-                "the shards"
+                f"{path} is missing or damaged: `eagle extract RECIPE --repair` makes it anew and keeps the shards"
             )
         return path
 

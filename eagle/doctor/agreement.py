@@ -1,4 +1,4 @@
-"""How far a head's guesses agree with the target's, slot by slot, so that two wirings of one head can be paired."""
+"""Agreement of a head's guesses with the target, slot by slot, so that two wirings of one head can be paired."""
 
 # S slots, K levels, V vocabulary, M texts
 
@@ -20,7 +20,7 @@ ROWS = 128  # of logits held at once
 
 @dataclass(frozen=True)
 class Agreement:
-    """What a head did at every slot [S] in each of K levels, the first fed by the target, the others by itself."""
+    """A head's results at every slot [S] in K levels; level 1 reads the target's states, later levels its own."""
 
     overlap: Tensor  # [K, S], of its probs with the target's: how often a draft drawn from them is accepted
     hits: Tensor  # [K, S], whether its likeliest token is the target's
@@ -31,13 +31,13 @@ class Agreement:
     recurrent: bool = True  # whether later levels read what the head has drafted
 
     def between(self, start: int, end: int | None = None) -> Agreement:
-        """What it did at the slots with so many tokens before them: of the others nothing is counted."""
+        """The results at slots with `start` to `end` tokens before them."""
         inside = (self.places >= start) & (self.places < (2**62 if end is None else end))
         return replace(self, in_text=self.in_text & inside)
 
     @cached_property
     def reached(self) -> Tensor:
-        """[K, S], whether a greedy chain comes to that level and the text tells what is right there."""
+        """[K, S], whether a greedy chain reaches that level and the text contains the right token."""
         hits, rows = self.hits & self.in_text, [self.in_text[0]]
         for level in range(1, len(hits)):
             known = _look_ahead(self.is_greedy, level - 1) & self.in_text[level]
@@ -45,19 +45,19 @@ class Agreement:
         return torch.stack(rows)
 
     def rates(self, hits: Tensor | None = None) -> list[float]:
-        """How often each level is right where the levels before it were."""
+        """The rate at which each level is right after the levels before it were."""
         hits = self.hits if hits is None else hits
         accepted = zip(hits, self.reached, strict=True)
         return [float((hit & reached).sum() / reached.sum().clamp(min=1)) for hit, reached in accepted]
 
     @property
     def teacher_forced_rates(self) -> list[float]:
-        """[K], how often each level is right where it reads the target's states: level 1 of a later slot."""
+        """[K], the rate at which each level is right on the target's states (level 1 of a later slot)."""
         return self.rates(torch.stack([_look_ahead(self.hits[0], level) for level in range(len(self.hits))]))
 
     @property
     def own_state_ratio(self) -> float:
-        """What later levels add from the head's own states, as a share of what they would from the target's."""
+        """Tokens that later levels add from the head's own states, as a share of those from the target's states."""
         if not self.recurrent:
             return 1.0
         forced = chain_length(self.teacher_forced_rates[1:]) - 1
@@ -65,24 +65,24 @@ class Agreement:
 
     @property
     def tau(self) -> float:
-        """The acceptance length that a greedy chain of K drafts would have."""
+        """The acceptance length of a greedy chain of K drafts."""
         return chain_length(self.rates())
 
     def counts(self) -> Tensor:
-        """[M, 2, K], of each text how many slots reach a level and how many stay in it."""
+        """[M, 2, K], for each text the number of slots that reach a level and that pass it."""
         both = torch.stack([self.reached, self.reached & self.hits]).double()  # [2, K, S]
         return self._sum_by_text(both).movedim(-1, 0)
 
     def drawn_lengths(self) -> Tensor:
-        """[M], of each text the mean acceptance length of chains drawn from the head's probs."""
+        """[M], each text's mean acceptance length of chains drawn from the head's probs."""
         return self._mean_lengths(self.overlap)
 
     def greedy_lengths(self) -> Tensor:
-        """[M], of each text the mean length of chains that name the target's likeliest token, read along the text."""
+        """[M], each text's mean length of chains that match the target's likeliest token along the text."""
         return self._mean_lengths(self.hits.double())
 
     def _mean_lengths(self, accepted: Tensor) -> Tensor:
-        """[M], 1 + the mean over slots of how many levels [K, S] in a row are accepted."""
+        """[M], 1 + the mean over slots of the number of consecutive accepted levels [K, S]."""
         chains = (accepted * self.in_text).cumprod(0).sum(0)
         return 1 + self._sum_by_text(chains) / self._sum_by_text(torch.ones_like(chains)).clamp(min=1)
 
@@ -93,7 +93,7 @@ class Agreement:
 
 
 def chain_length(rates: list[float]) -> float:
-    """The acceptance length of a chain whose levels are accepted so often."""
+    """The acceptance length of a chain with these acceptance rates by level."""
     total = reach = 1.0
     for rate in rates:
         reach *= rate
@@ -102,12 +102,12 @@ def chain_length(rates: list[float]) -> float:
 
 
 def chain_lengths(counts: Tensor) -> Tensor:
-    """[N], acceptance lengths from how many slots reach and pass each level, [N, 2, K]."""
+    """[N], acceptance lengths from counts [N, 2, K] of slots that reach and pass each level."""
     return 1 + (counts[:, 1] / counts[:, 0].clamp(min=1)).cumprod(-1).sum(-1)
 
 
 def _look_ahead(values: Tensor, places: int) -> Tensor:
-    """[S], the value of the slot so many places further; False behind the last."""
+    """[S], the value `places` slots later; False after the last."""
     later = torch.zeros_like(values)
     later[: len(values) - places or None] = values[places:] if places else values
     return later
@@ -115,7 +115,7 @@ def _look_ahead(values: Tensor, places: int) -> Tensor:
 
 @torch.no_grad()
 def measure(wiring: Wiring, batch: Batch, target: TargetHead, levels: int) -> Agreement:
-    """The head at every supervised slot of the texts, each level on the states that the head drafts from."""
+    """Run the head at every supervised slot of the texts, each level on the states that it drafts from."""
     device, count = batch.tokens.device, len(batch.tokens)
     slots = batch.loss_mask.nonzero()[:, 0].to(device) - 2
     owner = torch.repeat_interleave(torch.arange(len(batch.lengths)), torch.tensor(batch.lengths)).to(device)
@@ -135,7 +135,7 @@ def measure(wiring: Wiring, batch: Batch, target: TargetHead, levels: int) -> Ag
 
 
 def _compare_probs(states: Tensor, true: Tensor, logits: Logits, target: TargetHead, drafts: Tensor | None) -> Tensor:
-    """[n, 3]: overlap, whether the likeliest tokens agree, and the target's."""
+    """[n, 3]: overlap, whether the likeliest tokens agree, and the target's likeliest token."""
     target_probs = target.logits(true).float().softmax(-1)
     probs = logits(states).float().softmax(-1)
     choice, guess = target_probs.argmax(-1), probs.argmax(-1)

@@ -1,4 +1,4 @@
-"""Ways to change a copy of a head, each back to where a fault had moved it from."""
+"""Changes to a copy of a head, each of which undoes one possible fault."""
 
 # w width of an attention head
 
@@ -52,12 +52,12 @@ def swap_tensors(pairs: list[tuple[str, str]]) -> Change:
 
 
 def set_taps(taps: tuple[int, ...]) -> Change:
-    """A change that gives the head other states of the target."""
+    """A change of the target layers that the head reads."""
     return on_head(lambda head: setattr(head, "taps", taps))
 
 
 def set_rope(names: list[str], values: dict[str, Any]) -> Change:
-    """A change that makes rotary tables anew, by other parameters."""
+    """A change of the rotary parameters."""
 
     def edit(head: Any) -> None:
         head.shape = copy.deepcopy(head.shape)
@@ -69,7 +69,7 @@ def set_rope(names: list[str], values: dict[str, Any]) -> Change:
 
 
 def set_switch(name: str, value: bool) -> Change:
-    """A change of a setting, and of every part that took it over."""
+    """A change of a setting, in the head and in every part that copied it."""
 
     def edit(head: Any) -> None:
         head.settings = head.settings.model_copy(update={name: value})

@@ -1,4 +1,4 @@
-"""Whether a head fades where much text lies before it: its guesses as they are, and by the latest tokens alone."""
+"""Whether a head gets worse in long texts: its guesses with the whole text, and with only the latest tokens."""
 
 # S slots, K levels, M texts, N resamplings
 
@@ -26,7 +26,7 @@ RESAMPLED = 1000  # times, for an interval
 
 @dataclass(frozen=True)
 class Fading:
-    """What a head agrees with behind so many tokens, and what it would if it read the latest of them alone."""
+    """A head's agreement after many tokens, with the whole text and with only the latest tokens."""
 
     window: int
     before: Agreement
@@ -34,7 +34,7 @@ class Fading:
 
     @property
     def gain(self) -> float:
-        """The lesser gain of drawn and of greedy drafts, as a share of what drafts add with the window."""
+        """The smaller of the gains of drawn and greedy drafts, as a share of the drafted tokens with the window."""
         return min(float((after - before).mean() / (after - 1).mean().clamp(min=1e-9)) for before, after in self._pairs)
 
     @property
@@ -45,12 +45,12 @@ class Fading:
 
     @property
     def is_sure(self) -> bool:
-        """Whether a head as good as it is near the beginning would hardly look so."""
+        """Whether the loss is significant: a head equally good everywhere would hardly show it."""
         return len(self._pairs[0][0]) >= TEXTS and self.gain >= FADING and self.errors >= SURE
 
     @property
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Per text, before and after: acceptance lengths of drafts that are drawn, and of greedy ones."""
+        """Per text, before and after: acceptance lengths of drawn and of greedy drafts."""
         lengths = (Agreement.drawn_lengths, Agreement.greedy_lengths)
         return [(length(self.before), length(self.after)) for length in lengths]
 
@@ -63,7 +63,7 @@ class Fading:
 
 
 def examine_contexts(wiring: Wiring, target: Target, texts: Batch, levels: int) -> tuple[Fading | None, list[str]]:
-    """What a head loses where much text lies before it, if it is sure, and τ by tokens of text in words."""
+    """The head's loss in long texts (None if not significant), and τ by length of text in words."""
     texts = join_texts(target, texts, (*wiring.head.taps, *wiring.head.teacher_taps))
     figures, longest = measure(wiring, texts, target.head, levels), max(texts.lengths)
     tried = []
@@ -80,7 +80,7 @@ def examine_contexts(wiring: Wiring, target: Target, texts: Batch, levels: int) 
 
 
 def describe_contexts(figures: Agreement, edges: Sequence[int]) -> str:
-    """τ of each range of tokens between these, with 95 % of what resampled texts give."""
+    """τ for each range of lengths, with 95 % intervals over resampled texts."""
     parts = []
     for start, end in zip((0, *edges), (*edges, None), strict=True):
         part = figures.between(start, end)

@@ -1,4 +1,4 @@
-"""Why a head accepts what it accepts: a few texts, many single changes, and a verdict with its figures."""
+"""Examine a head: let the target answer a few prompts, try many single changes, and give a verdict with figures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROUNDS = 3  # two faults at once are both named; the third round says that there
 
 
 def examine(folder: str | Path, target_path: str, prompts: str | None = None, server: str | None = None) -> Diagnosis:
-    """Read a head of any layout, let the target answer some prompts, and tell what keeps the head from agreeing."""
+    """Read a head of any layout, let the target answer some prompts, and diagnose the head on the answers."""
     counts, asked = read_server(server) if server else None, read_prompts(prompts)
     drafter, refusal = open_head(folder, target_path)
     if refusal:
@@ -60,7 +60,7 @@ def examine(folder: str | Path, target_path: str, prompts: str | None = None, se
 
 
 def open_head(folder: str | Path, target_path: str) -> tuple[Any, Diagnosis | None]:
-    """The head in the dtype that it is stored in, or what keeps it from being read."""
+    """The head in its stored dtype, or the reason why it cannot be read."""
     try:
         head = read_head(folder, target_path)
     except ValueError as error:
@@ -78,9 +78,9 @@ def open_head(folder: str | Path, target_path: str) -> tuple[Any, Diagnosis | No
 
 
 def diagnose(head: TrainableDrafter, target: Target, texts: Batch, fatal: Sequence[Finding] = ()) -> Diagnosis:
-    """Which single changes raise the head's acceptance, one after the other, until none does.
+    """Find single changes that raise the head's acceptance, one after the other, until none does.
 
-    They are chosen on some of the texts and confirmed on the others, which had no part in choosing them.
+    Changes are chosen on some of the texts and confirmed on the others.
     """
     wiring, faults = Wiring(head.eval(), target.head), list[Effect]()
     wiring = replace(wiring, recurrent=wiring.reads_drafts(select_texts(texts, 0, 1)))
@@ -106,7 +106,7 @@ def diagnose(head: TrainableDrafter, target: Target, texts: Batch, fatal: Sequen
 
 
 def try_changes(wiring: Wiring, probes: Sequence[Probe], texts: Batch, target: Target) -> list[Effect]:
-    """What every single change does on these texts, the best first."""
+    """The effect of every single change on these texts, best first."""
     before = measure(wiring, texts, target.head, LEVELS)
     shown = progress(probes, "single changes", len(probes))
     effects = [Effect(probe, before, measure(probe.change(wiring), texts, target.head, LEVELS)) for probe in shown]
@@ -116,7 +116,7 @@ def try_changes(wiring: Wiring, probes: Sequence[Probe], texts: Batch, target: T
 def try_templates(
     head: Any, target: Target, asked: Sequence[str], trained: dict[str, Any], figures: Agreement
 ) -> list[str]:
-    """What acceptance becomes where a server renders the prompts with other arguments of the chat template."""
+    """The acceptance if a server renders the prompts with other arguments of the chat template."""
     template = str(getattr(target.tokenizer, "chat_template", None) or "")
     others: list[dict[str, Any]] = [{}] if trained else []
     if "enable_thinking" in template:
@@ -135,7 +135,7 @@ def try_templates(
 
 
 def _norm_shift(head: Any) -> float:
-    """How far its norms' gains are from 1 in the mean, where they start; 0 for a head without norms."""
+    """The mean distance of the norms' gains from 1, their initial value; 0 for a head without norms."""
     gains = [part.detach().float() for name, part in head.named_parameters() if part.dim() == 1 and "norm" in name]
     return float((torch.cat(gains) - 1).square().mean().sqrt()) if gains else 0.0
 
@@ -168,7 +168,7 @@ def _describe(head: Any, target: Target, texts: Batch) -> list[str]:
 
 
 def _read_template_kwargs(folder: str | Path) -> dict[str, Any]:
-    """The chat template's arguments that the head was trained under, where its folder has the recipe."""
+    """The chat template's arguments of the head's training, if its folder has the recipe."""
     path = Path(folder) / "recipe.yaml"
     try:
         template_kwargs = yaml.safe_load(path.read_text())["data"]["template_kwargs"] if path.is_file() else None
@@ -178,7 +178,7 @@ def _read_template_kwargs(folder: str | Path) -> dict[str, Any]:
 
 
 def _read_expected(folder: str | Path) -> tuple[list[float], str] | None:
-    """How often a chain was kept up to each place, as export or training wrote it down."""
+    """The acceptance at each place of a chain, as the export or training recorded it."""
     provenance = read_json(folder_at(folder), "provenance.json") if (Path(folder) / "provenance.json").is_file() else {}
     sections = (provenance.get(name) for name in ("acceptance", "validation"))
     exported, validation = (section if isinstance(section, dict) else {} for section in sections)

@@ -1,4 +1,4 @@
-"""How much of its attention a head spends on the token it stands on, where it reads that token by attention alone."""
+"""The share of attention on the current token, for heads that read this token through attention only."""
 
 # T rows of a text, S supervised slots of all texts
 
@@ -18,7 +18,7 @@ from eagle.drafters.parts.operations import rotate
 
 
 def own_row_shares(attention: Attention, read: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """[heads, T], what each query gives to its own row, in a causal pass over rows [1, T, width]."""
+    """[heads, T], each query's attention to its own row, in a causal pass over rows [1, T, width]."""
     query, key = (
         rotate(projection(read[0]), (rotary[0][0], rotary[1][0])) for projection in (attention.q_proj, attention.k_proj)
     )
@@ -30,7 +30,7 @@ def own_row_shares(attention: Attention, read: Tensor, rotary: tuple[Tensor, Ten
 
 @torch.no_grad()
 def own_token_shares(head: Any, frozen: TargetHead, texts: Batch) -> Tensor | None:
-    """[heads, S], those shares in the first block when it drafts; None for a head that fuses token and state before."""
+    """[heads, S], attention to the own row in the first block; None for a head that fuses token and state before it."""
     drafter = copy.deepcopy(head)
     attention = next((part for part in drafter.modules() if isinstance(part, Attention)), None)
     if attention is None or attention.q_proj.in_features != 2 * head.shape.hidden_size:

@@ -1,4 +1,4 @@
-"""What a head may have got wrong on its way here: each probe undoes one such fault and nothing else."""
+"""Possible faults of a head's conversion: each probe undoes one of them and nothing else."""
 
 # H width, D tokens that can be drafted, w of an attention head
 
@@ -37,7 +37,7 @@ PROJECTIONS = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", **{part: f"self_att
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One change of a head or of what it reads, and which fault it would have undone if it helps."""
+    """One change of a head or of its inputs, and the fault that it undoes."""
 
     kind: str
     fault: str
@@ -48,12 +48,12 @@ Found = Iterator[tuple[str, str, Change]]  # kind, fault and change
 
 
 def list_probes(wiring: Wiring, target: Target) -> list[Probe]:
-    """All single changes that this head has the parts for."""
+    """All single changes that apply to this head."""
     return [Probe(*probe) for check in CHECKS for probe in check(wiring.head, wiring, target)]
 
 
 def list_missing(wiring: Wiring, target: Target) -> list[str]:
-    """What is not looked at, because there is nothing of the kind in this head."""
+    """The probes that do not apply to this head."""
     checks = [check for check in CHECKS if next(check(wiring.head, wiring, target), None) is None]
     return [check.__name__.removeprefix("probe_").replace("_", " ") for check in checks]
 
@@ -116,7 +116,7 @@ def probe_fc_order(head: Any, wiring: Wiring, target: Target) -> Found:
 
 
 def _exchange_two(count: int) -> Iterator[tuple[int, ...]]:
-    """Orders in which two have changed places, and the reversed one."""
+    """All orders with two items swapped, and the reversed order."""
     for first, second in combinations(range(count), 2):
         order = list(range(count))
         order[first], order[second] = second, first

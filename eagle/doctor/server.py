@@ -1,4 +1,4 @@
-"""What a running engine counted, from its /metrics page."""
+"""A running engine's acceptance counts, from its /metrics page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LENGTH = "sglang:spec_accept_length"
 
 @dataclass(frozen=True, slots=True)
 class ServerCounts:
-    """Acceptance as an engine counted it since it was started, over all who asked it."""
+    """An engine's acceptance counts since its start, over all requests."""
 
     engine: str
     tau: float
@@ -34,7 +34,7 @@ class ServerCounts:
         return f"{text}, up to each place {places}" if places else text
 
     def compare(self, per_position: Sequence[float], source: str) -> str:
-        """Whether the server accepts what `source` keeps of a chain up to each place, over the places of both."""
+        """Compare the server's acceptance at each place of a chain with that of `source`."""
         places = min(len(self.per_position) or len(per_position), len(per_position))
         counted = 1 + sum(self.per_position[:places]) if self.per_position else self.tau
         expected = 1 + sum(per_position[:places])
@@ -67,7 +67,7 @@ def read_server(url: str) -> ServerCounts:
 
 
 def parse_metrics(text: str, source: str) -> ServerCounts:
-    """The acceptance that a page of Prometheus' text format tells, all models and ranks together."""
+    """Parse acceptance counts from Prometheus' text format, summed over models and ranks."""
     samples = list(_read_samples(text))
     drafts, accepted = (sum(value for name, _, value in samples if name == wanted) for wanted in (DRAFTS, ACCEPTED))
     if drafts:
@@ -87,7 +87,7 @@ def parse_metrics(text: str, source: str) -> ServerCounts:
 
 
 def _read_samples(text: str) -> Iterator[tuple[str, str, float]]:
-    """Name, labels and value of each line that holds a number; NaN, which an idle gauge shows, is none."""
+    """Name, labels and value of each line with a number; NaN (an idle gauge) is skipped."""
     for line in text.splitlines():
         if sample := SAMPLE.match(line):
             try:

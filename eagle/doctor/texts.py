@@ -65,7 +65,7 @@ def read_prompts(file: str | None) -> list[str]:
 
 
 def _first_turn(record: Any) -> str | None:
-    """The text that a record begins with, or None."""
+    """The first user text of a record, or None."""
     if isinstance(record, str):
         return record
     if isinstance(record, list):
@@ -93,10 +93,10 @@ def answer_prompts(
     temperatures: Sequence[float] = TEMPERATURES,
     enough: int | None = ENOUGH_TOKENS,
 ) -> Batch:
-    """The target's own answers with its states of all layers: one text for every prompt and temperature.
+    """The target's answers with its states of all layers: one text for every prompt and temperature.
 
-    No further temperature is begun once the answers hold `enough` tokens. Every third prompt comes first, and the texts
-    of a prompt lie side by side: a third of them is as the others, and of other prompts.
+    No further temperature is begun once the answers have `enough` tokens. Every third prompt comes first and the texts
+    of a prompt are adjacent, so that the first third has other prompts than the rest.
     """
     jobs = [(prompt, heat, number) for heat in temperatures for number, prompt in enumerate(prompts)]
     examples: list[tuple[int, Example]] = []
@@ -116,7 +116,7 @@ def answer_prompts(
 
 
 def split_texts(batch: Batch, parts: int) -> tuple[Batch, Batch]:
-    """The first of so many parts of the texts, and the others; all of them twice where they are too few."""
+    """The first 1 / `parts` of the texts, and the others; all texts twice if there are too few."""
     count = len(batch.lengths) // parts
     if count < 2:
         return batch, batch
@@ -124,7 +124,7 @@ def split_texts(batch: Batch, parts: int) -> tuple[Batch, Batch]:
 
 
 def select_texts(batch: Batch, start: int, end: int) -> Batch:
-    """Some texts of a batch that lie side by side, none copied."""
+    """A range of a batch's texts, without copying."""
     rows = slice(sum(batch.lengths[:start]), sum(batch.lengths[:end]))
     columns = (batch.tokens[rows], batch.loss_mask[rows], batch.features[rows])
     return Batch(*columns, batch.lengths[start:end], batch.taps, batch.seeds[start:end])
@@ -133,7 +133,7 @@ def select_texts(batch: Batch, start: int, end: int) -> Batch:
 def count_chains(
     target: Target, head: TrainableDrafter, prompts: Sequence[Sequence[int]], depth: int, new_tokens: int = NEW_TOKENS
 ) -> list[float]:
-    """How often a chain is kept up to each place where this decoder answers the prompts greedily, as engines count."""
+    """Acceptance at each place of a chain when this decoder answers the prompts greedily, counted as engines count."""
     drafter, budget = head.bind(target.head), Budget.fixed(chain_paths(depth))
     accepted: list[int] = []
     for prompt in progress(prompts, "chains as the server's", len(prompts)):
@@ -144,7 +144,7 @@ def count_chains(
 
 
 def every_tap(target: Target) -> tuple[int, ...]:
-    """The inputs of all layers; what the last one gives out, not yet normed; and that normed."""
+    """The inputs of all layers, the last layer's output, and that output after the final norm."""
     return (*range(len(target.layers) + 1), -1)
 
 

@@ -1,4 +1,4 @@
-"""What the doctor says: effects of single changes, and a verdict with the figures behind it."""
+"""The doctor's verdict: effects of single changes, and the diagnosis with its figures."""
 
 # K levels, M texts, N resamplings
 
@@ -30,7 +30,7 @@ MOVED = 0.01  # of norms, which start at 1: after some twenty steps
 
 @dataclass(frozen=True)
 class Effect:
-    """What one change did to the acceptance of chains, paired by text."""
+    """The effect of one change on the acceptance of chains, paired by text."""
 
     probe: Probe
     before: Agreement
@@ -43,38 +43,38 @@ class Effect:
 
     @cached_property
     def greedy(self) -> tuple[Tensor, Tensor]:
-        """[M] each, those of greedy drafts, read along the texts: at more places than chains reach."""
+        """[M] each, acceptance lengths of greedy drafts before and after, read along the texts."""
         return self.before.greedy_lengths(), self.after.greedy_lengths()
 
     @property
     def shares(self) -> tuple[float, float]:
-        """The gains of drawn and of greedy drafts, as shares of what drafts added before."""
+        """The gains of drawn and greedy drafts, relative to the tokens that drafts added before."""
         pairs = ((float(before.mean()), float(after.mean())) for before, after in (self.drawn, self.greedy))
         drawn, greedy = ((after - before) / max(before - 1, 1e-9) for before, after in pairs)
         return drawn, greedy
 
     @property
     def errors(self) -> tuple[float, float]:
-        """How many standard errors these gains are above zero."""
+        """The number of standard errors by which these gains exceed zero."""
         gains = (lengths[1] - lengths[0] for lengths in (self.drawn, self.greedy))
         drawn, greedy = (float(gain.mean() / (gain.std() / len(gain) ** 0.5).clamp(min=1e-12)) for gain in gains)
         return drawn, greedy
 
     @property
     def is_none(self) -> bool:
-        """Whether nothing that the head guesses has changed."""
+        """Whether the change left all guesses as they were."""
         unchanged = torch.equal(self.before.overlap, self.after.overlap)
         return unchanged and torch.equal(self.before.hits, self.after.hits)
 
     @property
     def only_eases(self) -> bool:
-        """Whether it is no mend: a head that never saw its own states is given such as disturb it less."""
+        """Whether it only makes own states less disturbing for a head that never saw them, and mends no fault."""
         right_before, right_after = self.before.rates()[0], self.after.rates()[0]
         return self.after.own_state_ratio < HELD and right_after < (1 + LEAST_GREEDY) * right_before
 
     @property
     def is_sure(self) -> bool:
-        """Whether this was the fault: drawn drafts alone gain by whatever flattens the probs of too sure a head."""
+        """Whether this was the fault; greedy drafts must gain too, as flatter probs alone raise drawn ones."""
         drawn, greedy = self.shares
         right_after = self.after.rates()[0]
         least, least_greedy = LEAST, LEAST_GUESSED if self.probe.kind == GUESS else LEAST_GREEDY
@@ -85,7 +85,7 @@ class Effect:
         return sure and enough and not self.only_eases
 
     def intervals(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """What τ and drawn drafts gain, from and to: 95 % of what resampled texts give."""
+        """95 % intervals of the gains in τ and in drawn drafts, over resampled texts."""
         count = len(self.drawn[0])
         again = torch.randint(count, (RESAMPLED, count), generator=torch.Generator().manual_seed(0))
         before, after = (chain_lengths(agreement.counts()[again].sum(1)) for agreement in (self.before, self.after))
@@ -104,7 +104,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is the matter with a head, and the figures that say so."""
+    """The diagnosis of a head, with its figures."""
 
     verdict: str
     faults: tuple[Effect, ...] = ()
@@ -114,7 +114,7 @@ class Diagnosis:
 
     @property
     def broken(self) -> bool:
-        """Whether something is to be mended, or another target to be taken."""
+        """Whether the head has a fault or belongs to another target."""
         return self.verdict.startswith(("broken", "made for another target"))
 
     def __str__(self) -> str:
@@ -149,7 +149,7 @@ def describe_levels(figures: Agreement) -> list[str]:
 
 
 def decide(figures: Agreement, faults: Sequence[Effect], elsewhere: Sequence[str], moved: float) -> str:
-    """The verdict; `elsewhere` says why it is another target's head, `moved` how far its norms are from their start."""
+    """The verdict; `elsewhere`: why it is another target's head, `moved`: how far its norms are from their start."""
     rates = figures.rates()
     summary = f"level 1 names the target's token in {rates[0]:.0%} of the places, τ {figures.tau:.2f}"
     broken = f"broken: {'; '.join(effect.probe.fault for effect in faults)}"

@@ -1,4 +1,4 @@
-"""A head under examination, how its inputs reach it, and all that the doctor asks of any head."""
+"""A head under examination with its inputs, and the operations that the doctor needs."""
 
 # N tokens of all texts, D tokens that can be drafted
 
@@ -19,7 +19,7 @@ Logits = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Wiring:
-    """A head, what it borrows of the target, and how far its inputs are shifted."""
+    """A head, the target's embedding and LM head, and the shifts of its inputs."""
 
     head: Any
     frozen: TargetHead
@@ -29,7 +29,7 @@ class Wiring:
     recurrent: bool = True  # whether a level reads the token that the level before has drafted
 
     def draft_levels(self, batch: Batch, count: int) -> list[tuple[Tensor, Logits]]:
-        """Of each level the states [S, ..] at all supervised slots, and what makes logits of such states."""
+        """For each level, the states [S, ..] at all supervised slots and the head that gives logits."""
         tokens, features = batch.tokens, batch.features
         if self.token_back:
             tokens = _shift_back(tokens, batch.lengths, self.token_back)
@@ -41,7 +41,7 @@ class Wiring:
 
     @torch.no_grad()
     def reads_drafts(self, batch: Batch) -> bool:
-        """Whether level 2 reads the token that level 1 has drafted; a head that guesses all levels at once does not."""
+        """Whether level 2 reads the token drafted by level 1; heads that guess all levels at once do not."""
         tokens = batch.tokens.clone()
         first_draft = batch.loss_mask.nonzero()[0, 0]
         tokens[first_draft] = 1 - tokens[first_draft].clamp(max=1)
@@ -52,7 +52,7 @@ class Wiring:
 def cut_texts(batch: Batch, window: int, levels: int) -> Batch:
     """The texts in pieces, so that each supervised slot, in the same order, has half to all of a window before it.
 
-    Behind its last supervised token a piece goes on as far as so many levels read.
+    After its last supervised token a piece continues as far as `levels` levels read.
     """
     half, pieces, masks, lengths, first = window // 2, list[Tensor](), list[Tensor](), list[int](), 0
     for length in batch.lengths:
@@ -72,17 +72,17 @@ def cut_texts(batch: Batch, window: int, levels: int) -> Batch:
 
 
 def _shift_back(rows: Tensor, lengths: tuple[int, ...], places: int) -> Tensor:
-    """[N, ..], in each text the rows of so many places before; its first rows stay."""
+    """[N, ..], in each text the rows `places` earlier; its first rows stay."""
     return torch.cat([torch.cat([part[:places], part[:-places]]) for part in rows.split(lengths)])
 
 
 def draft_ids(head: Any) -> Tensor | None:
-    """[D], the tokens that the rows of a head's logits stand for; None for all."""
+    """[D], the tokens of the rows of a head's logits; None for all tokens."""
     d2t = dict(head.named_buffers()).get("d2t")
     return None if d2t is None else d2t + torch.arange(len(d2t), device=d2t.device)
 
 
 def find_tensors(head: Any, ending: str) -> list[str]:
-    """Names of the parameters and buffers that are called so, in whichever block they stand."""
+    """Names of the parameters and buffers that end so, in any block."""
     names = [name for tensors in (head.named_parameters(), head.named_buffers()) for name, _ in tensors]
     return [name for name in names if f".{name}".endswith(f".{ending}")]

@@ -1,4 +1,4 @@
-"""The methods, one line each."""
+"""The registry of drafting methods."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What was counted after the last token: the cheapest probs that depend on the text (Leviathan et al. 2023)."""
+"""A bigram table: the cheapest probs that depend on the text (Leviathan et al. 2023)."""
 
 # V vocabulary, M pairs that occur, K rows
 
@@ -11,7 +11,7 @@ from eagle.drafters.parts.counts import CountDrafter, Tables
 
 
 class BigramDrafter(CountDrafter):
-    """Drafts by the token before, and by unigram probs as far as that token was followed by ever new ones.
+    """Drafts by bigram counts, interpolated with unigram probs for tokens with many different successors.
 
     As Witten and Bell (1991) interpolate: (count(y, x) + distinct(y) unigram(x)) / (count(y) + distinct(y)).
     """
@@ -34,7 +34,7 @@ class BigramDrafter(CountDrafter):
         self.widest = int(distinct.max())
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """[K, V]: the unigram's, but for the pairs that were counted; never waits for a device."""
+        """[K, V]: unigram log-probs, replaced for counted pairs; never waits for a device."""
         first, last = self.starts[tokens, None], self.starts[tokens + 1, None]
         width = int((last - first).max()) if tokens.device.type == "cpu" else self.widest
         places = first + torch.arange(width, device=tokens.device)

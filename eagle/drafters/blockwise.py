@@ -21,7 +21,7 @@ from eagle.recipe import Section
 
 
 class BlockwiseSettings(Section):
-    """What a recipe may say about the head."""
+    """Settings of the head in a recipe."""
 
     kind: Literal["blockwise"] = "blockwise"
     levels: int = Field(4, ge=1)  # levels that are drafted, one token each
@@ -31,11 +31,11 @@ class BlockwiseSettings(Section):
 
 
 class Blockwise(LevelHeads):
-    """y_k = x + (down relu(up x))_k for every level k, of which the target's LM head makes logits.
+    """y_k = x + (down relu(up x))_k for every level k; the target's LM head gives the logits of y_k.
 
-    Every level reads the hidden units of all. Level 0 is the paper's k = 1: its k = 0 is the target's own next token,
-    which a frozen target has without a head. The state x comes from the forward that verified the last draft, so that
-    one forward of the target verifies a draft and yields the next.
+    All levels share the hidden units. Level 0 is the paper's k = 1; its k = 0 is the target's own next token, which a
+    frozen target predicts without a head. The state x comes from the forward that verified the last draft, so one
+    forward of the target verifies a draft and gives the next one.
     """
 
     Settings = BlockwiseSettings
@@ -55,7 +55,7 @@ class Blockwise(LevelHeads):
         frozen: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> Blockwise:
-        """A new head, whose levels all say at first what the target says next."""
+        """A new head; at first every level predicts the target's next token."""
         head = cls(settings, head_shape(target_config))
         nn.init.zeros_(head.down.weight)
         nn.init.zeros_(head.down.bias)
@@ -63,7 +63,7 @@ class Blockwise(LevelHeads):
 
     @property
     def network(self) -> dict[str, Any]:
-        """How many levels there are."""
+        """The network's name and its number of levels."""
         return {"network": "blockwise", "levels": self.levels}
 
     def read_token(self, level: int, state: Tensor, tokens: Tensor, frozen: TargetHead) -> Tensor:
@@ -74,15 +74,15 @@ class Blockwise(LevelHeads):
         return (state[..., None, :] + changes.unflatten(-1, (self.levels, -1))).flatten(-2)
 
     def hidden(self, level: int, state: Tensor) -> Tensor:
-        """The level's own part."""
+        """[.., H], the level's part of the states."""
         return state.unflatten(-1, (self.levels, -1))[..., level, :]
 
     def lm_heads(self, frozen: TargetHead) -> Sequence[LanguageHead]:
-        """The target's, for all levels."""
+        """The target's LM head, for all levels."""
         return [frozen]
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """The loss of every level, or that of a drawn one times their number, whose expectation is the same."""
+        """The loss of all levels, or that of one drawn level times their number (the same in expectation)."""
         if not (self.settings.drawn and self.training):
             return super().forward(batch, frozen)
         level = int(torch.randint(self.levels, (), device="cpu"))  # on the host, which is seeded in every step

@@ -18,7 +18,7 @@ from eagle.drafters.parts.objectives import ROWS, Objective, distillation_loss
 
 
 class DFlashSettings(InjectedSettings):
-    """What a recipe may say about the head."""
+    """Settings of the head in a recipe."""
 
     kind: Literal["dflash"] = "dflash"
     loss: Loss = "cross_entropy"  # towards the target's probs, or "tokens": towards the text's own, as published
@@ -26,12 +26,12 @@ class DFlashSettings(InjectedSettings):
 
 
 class DFlash(InjectedHead):
-    """Blocks over root and masks, all slots of which see one another; with `causal` the network of JetSpec."""
+    """Blocks over root and masks whose slots attend to one another; with `causal`, JetSpec's network."""
 
     Settings = DFlashSettings
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """The loss of all levels, at blocks behind anchors drawn of each text."""
+        """The loss of all levels, at blocks after anchors drawn from each text."""
         settings, anchors = self.settings, Anchors.drawn(batch, self.levels, self.settings.anchors)
         context, roots = self.inject_texts(batch), anchors.tokens_at(batch, -1)
         states = self.read_blocks(batch, frozen, context, anchors.spans, roots)
@@ -58,9 +58,9 @@ class DFlash(InjectedHead):
 
 @torch.no_grad()
 def pace_weights(states: Tensor, tokens: Tensor, reached: Tensor, frozen: TargetHead) -> Tensor:
-    """[A, K], D-PACE's: how much of a draft's expected length hangs on each level; their sum is 1.
+    """[A, K], D-PACE's weights: the share of a draft's expected length that depends on each level; they sum to 1.
 
-    A level is expected to be kept with s = (1 + p) / 2, of the probs p that it gives to the text's own token.
+    A level is kept with probability s = (1 + p) / 2, where p is its prob of the text's token.
     """
     rows = zip(states.flatten(0, 1).split(ROWS), tokens.flatten().split(ROWS), strict=True)
     probs = [frozen.logits(state).float().softmax(-1).gather(1, named[:, None])[:, 0] for state, named in rows]

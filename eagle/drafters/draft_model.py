@@ -1,4 +1,4 @@
-"""A smaller language model that drafts (Leviathan et al. 2023, arXiv 2211.17192), and learns to: DistillSpec.
+"""A smaller language model as drafter (Leviathan et al. 2023, arXiv 2211.17192), with distillation (DistillSpec).
 
 Distillation is that of Zhou et al. 2023, arXiv 2310.08461.
 """
@@ -37,7 +37,7 @@ NAMED = 5  # tokens of which a refusal tells
 
 
 class DraftModelSettings(BaseModel):
-    """What a recipe may say about the model."""
+    """Settings of the draft model in a recipe."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     kind: Literal["draft_model"] = "draft_model"
@@ -50,7 +50,7 @@ class DraftModelSettings(BaseModel):
 
 
 class DraftModel(TrainableDrafter):
-    """Reads the committed text as the target does, with keys and values of its own, and grows its tree from there."""
+    """A language model with its own cache that reads the committed text and drafts a tree after it."""
 
     teacher_taps = (-1,)
     stored_as = "files"
@@ -69,7 +69,7 @@ class DraftModel(TrainableDrafter):
         frozen: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> DraftModel:
-        """A new model of the target's vocabulary, or the one that the settings name."""
+        """A new model with the target's vocabulary, or the model that the settings name."""
         if settings.model is None:
             return cls(settings, _small(target_config, settings))
         model = load_model(settings.model, torch.float32)
@@ -79,7 +79,7 @@ class DraftModel(TrainableDrafter):
 
     @classmethod
     def load(cls, folder: str | Path, target: Target) -> DraftModel:
-        """A causal language model that no recipe has made, ready to draft for a target."""
+        """Load any causal language model as a drafter for a target."""
         small = Target.load(folder, dtype=target.model.dtype, device=str(target.device))
         check_vocabulary(small.tokenizer, target.tokenizer, small.vocab_size, target.vocab_size)
         settings = DraftModelSettings(layers=small.config.num_hidden_layers)
@@ -87,7 +87,7 @@ class DraftModel(TrainableDrafter):
 
     @property
     def network(self) -> dict[str, Any]:
-        """Which architecture it has."""
+        """The model's architecture."""
         return {"network": "draft_model", "model_type": self.shape.model_type}
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class DraftModel(TrainableDrafter):
         return {"total": total, divergence: total.detach()}
 
     def _states(self, batch: Batch) -> Tensor:
-        """[N, H], what its LM head reads at every token."""
+        """[N, H], the LM head's input at every token."""
         slots = pad_sequence(list(batch.tokens.split(batch.lengths)), batch_first=True)
         cache = NoCache(self.model.config.get_text_config().num_hidden_layers)
         output = self.model.base_model(input_ids=self.clip_to_vocab(slots), past_key_values=cache, use_cache=False)
@@ -120,12 +120,12 @@ class DraftModel(TrainableDrafter):
         return torch.cat([row[:length] for row, length in zip(states, batch.lengths, strict=True)])
 
     def clip_to_vocab(self, tokens: Tensor) -> Tensor:
-        """Tokens as it can read them: targets have rows beyond the tokenizer's last token, which never occur."""
+        """Tokens clipped to the model's vocabulary: targets have unused rows beyond the tokenizer's last token."""
         return tokens.clamp(max=self.model.get_input_embeddings().weight.shape[0] - 1)
 
     @torch.no_grad()
     def validate(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
-        """Sums of what each tree would have kept, and of how its probs compare with the target's."""
+        """Validation sums: tokens that each tree would have kept, and agreement with the target's probs."""
         steps = max(len(path) for paths in trees.values() for path in paths)
         output, size = self.model.get_output_embeddings(), frozen.weight.shape[0]
 
@@ -141,14 +141,14 @@ class DraftModel(TrainableDrafter):
     # -- drafting -----------------------------------------------------------------------------------------------------
 
     def bind(self, frozen: TargetHead) -> DraftModel:
-        """Make the model read trees; its weights stay as they are from here on."""
+        """Make the model read trees; its weights are frozen from here on."""
         own = Target(self.model)
         own.reader.check()
         self.own, self.size = (own,), frozen.weight.shape[0]
         return self.eval()
 
     def open(self) -> ModelState:
-        """Texts that are drafted for together."""
+        """The state for several texts drafted together."""
         return ModelState(self.own[0], self.size, self.clip_to_vocab)
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
@@ -156,11 +156,11 @@ class DraftModel(TrainableDrafter):
         return level_rows(budget)
 
     def unread(self, accepted: int, depth: int) -> int:
-        """The root alone, as accepted drafts were read; or with it a leaf of the last level, which no draft reads."""
+        """The root, plus an accepted leaf of the last level, which drafting did not read; the rest is in the cache."""
         return 1 + (accepted == depth > 0)
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
-        """The model's own forward of so many rows behind so much text, in a cache of its own."""
+        """A function to time: the model's forward of `rows` rows after `context` tokens, in a separate cache."""
         (own,) = self.own
         cache = TreeCache(own.config.num_hidden_layers)
         tokens = torch.ones(context + rows, dtype=torch.long)
@@ -176,7 +176,7 @@ class DraftModel(TrainableDrafter):
 
 
 def _small(target_config: Any, settings: Any) -> Any:
-    """The sizes of a fresh model: as many heads as fit in its width."""
+    """The config of a fresh model, with as many attention heads as fit in its width."""
     whole: Any = head_shape(target_config, num_hidden_layers=settings.layers)
     width = settings.hidden_size or whole.hidden_size
     if width % whole.head_dim:
@@ -192,7 +192,7 @@ def _small(target_config: Any, settings: Any) -> Any:
 
 
 def check_vocabulary(own: Any, its: Any, own_size: int, size: int) -> None:
-    """Refuses a model that means other words by the same numbers; rows behind the last word may differ in number."""
+    """Refuse a model with another vocabulary; only the number of unused rows at its end may differ."""
     if own is None or its is None:
         if own_size != size:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""DSpark (DeepSeek 2026): blocks as DFlash's, whose levels get a bias from the tokens before; and Domino's bias."""
+"""DSpark (DeepSeek 2026): DFlash's blocks with a bias on each level from the previous tokens; and Domino's bias."""
 
 # A anchors, K levels, H width, r rank
 
@@ -20,7 +20,7 @@ from eagle.drafters.parts.sequential_bias import MARKOV, GruBias, PathLevels, Se
 
 
 class DSparkSettings(InjectedSettings):
-    """What a recipe may say about the head."""
+    """Settings of the head in a recipe."""
 
     kind: Literal["dspark"] = "dspark"
     slots: int = Field(7, ge=2)  # tokens read at once: the last accepted token, then mask tokens
@@ -36,7 +36,7 @@ class DSparkSettings(InjectedSettings):
 
 
 class DSpark(InjectedHead):
-    """(states of a block, tokens drafted before) -> logits: one forward gives the states, each level adds a bias."""
+    """(states of a block, earlier drafted tokens) -> logits: one forward gives all states, each level adds a bias."""
 
     open_levels = PathLevels
     Settings = DSparkSettings
@@ -63,19 +63,19 @@ class DSpark(InjectedHead):
 
     @property
     def network(self) -> dict[str, Any]:
-        """What it reads, which token a slot names, and how levels depend on the tokens before."""
+        """The network: its taps, the token that a slot names, and how levels depend on earlier tokens."""
         named = ("markov", "confidence", *(("unbiased",) if self.settings.markov == "domino" else ()))
         return super().network | {name: getattr(self.settings, name) for name in named}
 
     @property
     def bias(self) -> SequentialBias | None:
-        """What makes codes of the tokens before; none, and all nodes of a level are guessed alike."""
+        """The module that encodes earlier tokens; None if all nodes of a level have the same logits."""
         if self.prefix_gru is not None:
             return GruBias(self.prefix_gru, self.embed_proj, self.settings.unbiased)
         return self.markov_head
 
     def rate(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """[..], log-odds that what levels with these states [.., H] guess behind tokens [..] is kept."""
+        """[..], log-odds that the guess of levels with states [.., H] after tokens [..] is accepted."""
         if self.markov_head is not None:
             known = self.markov_head.markov_w1(tokens)
             states = torch.cat([states.expand(*known.shape[:-1], -1), known], dim=-1)
@@ -85,11 +85,11 @@ class DSpark(InjectedHead):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def lm_head(self, frozen: TargetHead) -> LanguageHead:
-        """What makes logits of states, or of states and codes."""
+        """The LM head for states, or for states and codes."""
         return frozen if self.bias is None else BiasedHead(frozen, self.bias.matrix)
 
     def read_levels(self, batch: Batch, anchors: Anchors, states: Tensor, frozen: TargetHead) -> Tensor:
-        """[A, K, H + r], states and codes of the texts' own tokens; states alone where no bias is."""
+        """[A, K, H + r], states and the codes of the texts' tokens; states only, if there is no bias."""
         if (bias := self.bias) is None:
             return states
         codes, memory = list[Tensor](), states.new_zeros(len(states), bias.memory_size)
@@ -99,7 +99,7 @@ class DSpark(InjectedHead):
         return torch.cat([states, torch.stack(codes, dim=1)], dim=-1)
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """The loss of all levels at blocks behind anchors drawn of each text, and of the confidence in them."""
+        """The loss of all levels and of their confidence, at blocks after anchors drawn from each text."""
         anchors = Anchors.drawn(batch, self.levels, self.settings.anchors)
         context, roots = self.inject_texts(batch), anchors.tokens_at(batch, -1)
         states = self.read_blocks(batch, frozen, context, anchors.spans, roots)
@@ -119,7 +119,7 @@ class DSpark(InjectedHead):
     def compare(
         self, batch: Batch, anchors: Anchors, hidden: Tensor, weights: Tensor, heads: tuple[LanguageHead, TargetHead]
     ) -> tuple[Tensor, Tensor]:
-        """How far probs are from the target's and from the texts' tokens, and what they have in common [A, K]."""
+        """The divergence from the target's probs and the texts' tokens, and the overlaps [A, K] with the target."""
         settings, (student, frozen) = self.settings, heads
         overlaps = torch.zeros_like(weights, dtype=torch.promote_types(hidden.dtype, weights.dtype))
         named = Named(anchors.tokens_of(batch).flatten(), overlaps.view(1, -1))

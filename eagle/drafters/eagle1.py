@@ -13,13 +13,13 @@ from eagle.drafters.parts.objectives import Objective
 
 
 class Eagle1Settings(FeatureSettings):
-    """What a recipe may say about the head."""
+    """Settings of the head in a recipe."""
 
     kind: Literal["eagle1"] = "eagle1"
 
 
 class Eagle1(FeatureHead):
-    """Trained on the target's own features alone."""
+    """EAGLE-1's head, trained on the target's features only."""
 
     Settings = Eagle1Settings
 

@@ -17,7 +17,7 @@ from eagle.drafters.parts.window import Window
 
 
 class Eagle3Settings(FusedSettings):
-    """What a recipe may say about the head."""
+    """Settings of the head in a recipe."""
 
     kind: Literal["eagle3"] = "eagle3"
     steps: int = Field(7, ge=1)  # levels that it is trained on its own states
@@ -33,17 +33,17 @@ class Eagle3(FusedHead):
 
     @property
     def network(self) -> dict[str, Any]:
-        """What it reads, and where its norms stand."""
+        """The network: its taps and the place of its norms."""
         named = ("taps", "norm_output", "norm_before_residual")
         further = {**self.further_blocks, **self.further_masks}
         return {"network": "fused", **further, **{name: getattr(self.settings, name) for name in named}}
 
     def next_input(self, state: Tensor) -> Tensor:
-        """The state as it left the block, or normed."""
+        """The block's output, normed if `norm_output` is set."""
         return self.norm(state) if self.settings.norm_output else state
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """The distillation loss of every step, at the slots that a draft can reach."""
+        """The distillation loss of all steps, at the slots that a draft can reach."""
         settings = self.settings
         unrolled = self.unroll(batch, frozen, settings.steps)
         in_draft_vocab = self.t2d[batch.tokens[unrolled.places + 2]] if self.drafts is not None else None

@@ -26,7 +26,7 @@ ONE_MORE = ("gemma", "gemma2", "gemma3", "gemma3_text")  # whose norms multiply 
 
 
 class EarlyExitAdapterSettings(Section):
-    """What a recipe may say about the adapter."""
+    """Settings of the adapter in a recipe."""
 
     kind: Literal["early_exit_adapter"] = "early_exit_adapter"
     layers: int | None = Field(None, ge=1)  # of the target that draft; by default a third of them
@@ -35,7 +35,7 @@ class EarlyExitAdapterSettings(Section):
 
 
 class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
-    """state + network(state) and a norm, which at first adds nothing and is the target's own."""
+    """norm(state + network(state)); at first the network is zero and the norm is the target's."""
 
     reads = Reads(view=True, texts=True, weights=True)
     Settings = EarlyExitAdapterSettings
@@ -52,7 +52,7 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
 
     @classmethod
     def taps_for(cls, settings: Any, target_config: Any) -> tuple[int, ...]:
-        """What leaves the layers that draft: in training alone, drafts read it behind the target's own keys."""
+        """The output of the layers that draft, read in training; drafting computes it with the target's cache."""
         layers = exit_layer(settings.layers, target_config.num_hidden_layers)
         if layers == target_config.num_hidden_layers:
             raise ValueError(f"drafter.layers is {layers}, expected fewer: these are all layers of this target")
@@ -67,7 +67,7 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
         supervised: Iterable[Tensor] | None = None,
         weights: Callable[[str], Tensor] | None = None,
     ) -> EarlyExitAdapter:
-        """A new adapter; with the target's weights one that says at first what `early_exit` does."""
+        """A new adapter; with the target's weights it predicts at first what `early_exit` predicts."""
         (layers,) = cls.taps_for(settings, target_config)
         head = cls(settings.model_copy(update={"layers": layers}), head_shape(target_config))
         if weights is not None:
@@ -76,11 +76,11 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
 
     @property
     def network(self) -> dict[str, Any]:
-        """Behind which layer it stands, and of what kind it is."""
+        """The network: the layer it follows and its kind."""
         return {"network": "early_exit_adapter", "layers": self.layers, "adapter": self.settings.adapter}
 
     def adapt(self, state: Tensor) -> Tensor:
-        """[.., H], what the LM head reads, from what the last of the layers left [.., H]."""
+        """[.., H], the LM head's input, from the last layer's output [.., H]."""
         state = state.to(self.norm.weight.dtype)
         if self.change is not None:
             size = state.float().square().mean(-1, keepdim=True).sqrt().to(state.dtype)
@@ -91,9 +91,9 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def exit_states(self, batch: Batch, levels: int) -> tuple[Tensor, list[Tensor]]:
-        """The supervised slots [S], and of each level what the LM head reads there [S, H].
+        """The supervised slots [S], and for each level the LM head's input there [S, H].
 
-        Level d reads what leaves the layers at token i + 1 + d of slot i, as a draft does, and names token i + 2 + d.
+        Level d of slot i reads the layers' output at token i + 1 + d, as a draft does, and predicts token i + 2 + d.
         """
         places = upload(batch.loss_mask.nonzero()[:, 0] - 2, batch.tokens.device)
         states = batch.select_taps((self.settings.layers,))[:, 0]
@@ -102,7 +102,7 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
         return places, [self.adapt(states.index_select(0, rows)) for rows in ahead]
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """The distillation loss of a level: all are alike, as each reads true states of early layers."""
+        """The distillation loss of one level; all levels are alike, because each reads true states of early layers."""
         places, (student,) = self.exit_states(batch, 1)
         true = batch.select_taps((-1,))[:, 0].index_select(0, places + 1)
         objective, weights = Objective(self.settings.loss), step_weights(places, 1)
@@ -111,7 +111,7 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
 
     @torch.no_grad()
     def validate(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
-        """Sums of what each tree would have kept, and of how the probs compare with the target's."""
+        """Validation sums: tokens that each tree would have kept, and agreement with the target's probs."""
         levels = max(len(path) for paths in trees.values() for path in paths)
         _, states = self.exit_states(batch, levels)
         return validate_batch(batch, states, ([frozen.logits] * levels, frozen.logits), trees)

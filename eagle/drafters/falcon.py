@@ -24,7 +24,7 @@ from eagle.recipe import Section
 
 
 class FalconSettings(Section):
-    """What a recipe may say about the head."""
+    """Settings of the head in a recipe."""
 
     kind: Literal["falcon"] = "falcon"
     k: int = Field(2, ge=2)  # slots of a block, which one forward reads
@@ -72,12 +72,12 @@ class Falcon(BlockHead):
         frozen: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> Falcon:
-        """A new head of the target's width."""
+        """A new head with the target's width."""
         return cls(settings, head_shape(target_config))
 
     @property
     def network(self) -> dict[str, Any]:
-        """Blocks of how many slots it reads."""
+        """The network's name and its number of slots a block."""
         return {"network": "falcon", "k": self.settings.k}
 
     def enter(self, embedded: Tensor, hidden: Tensor, dropout: float = 0.0) -> Tensor:
@@ -89,7 +89,7 @@ class Falcon(BlockHead):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """Smooth-L1 of the states plus cross-entropy of the probs, at blocks of one phase for each text."""
+        """Smooth-L1 of the states plus cross-entropy of the probs, with one phase of blocks for each text."""
         settings = self.settings
         states, true, weights = self.training_states(batch, frozen)
         regression = feature_regression(states[None], true, weights[None])
@@ -101,9 +101,9 @@ class Falcon(BlockHead):
         }
 
     def training_states(self, batch: Batch, frozen: TargetHead) -> tuple[Tensor, Tensor, Tensor]:
-        """[R, H] states of the slots of all blocks, [R, H] the target's that they should be, and their weights [R].
+        """States [R, H] of the slots of all blocks, the target's states [R, H] at their answers, and weights [R].
 
-        While training, some slots read their answers: the token and the state that they would guess.
+        In training some slots read their answer: the token and the state that they would guess.
         """
         settings, blocks = self.settings, SlotBlocks.side_by_side(batch, self.size)
         known, positions, _ = text_slots(batch, batch.tokens.device)
@@ -132,17 +132,17 @@ class Falcon(BlockHead):
         return read(tokens, hidden), true, blocks.weights(counted).flatten()
 
     def glanced_share(self, progress: float) -> float:
-        """How many of the slots that guess wrong read their answers, when so much of the training is done."""
+        """The share of wrong slots that read their answers, at this progress of training (0 to 1)."""
         first, last = self.settings.glance_from, self.settings.glance_to
         return float(first + (last - first) * progress)
 
 
 def likeliest(states: Tensor, frozen: TargetHead) -> Tensor:
-    """[R], the tokens that states [R, H] make likeliest."""
+    """[R], the likeliest tokens for states [R, H]."""
     return torch.cat([frozen.logits(rows).argmax(-1) for rows in states.split(ROWS)])
 
 
 def replace_rows(rows: Tensor, slots: Tensor, marked: Tensor, by: Tensor) -> Tensor:
-    """[N, ..], at the slots [R] that are marked the rows of `by` [R, ..]."""
+    """[N, ..] with the rows at marked slots [R] replaced by those of `by` [R, ..]."""
     marked = marked.view(-1, *[1] * (rows.dim() - 1))
     return rows.index_copy(0, slots, torch.where(marked, by, rows.index_select(0, slots)))

@@ -1,4 +1,4 @@
-"""HASS (Zhang et al. 2024, arXiv 2408.15766): EAGLE-1's head, trained on the features that it predicts itself too."""
+"""HASS (Zhang et al. 2024, arXiv 2408.15766): EAGLE-1's head, also trained on its own predicted features."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eagle.drafters.parts.objectives import Objective
 
 
 class HassSettings(FeatureSettings):
-    """What a recipe may say about the head."""
+    """Settings of the head in a recipe."""
 
     kind: Literal["hass"] = "hass"
     steps: int = Field(3, ge=1)  # in step s, the last s features that a slot sees are its own
@@ -23,12 +23,12 @@ class HassSettings(FeatureSettings):
 
 
 class Hass(FeatureHead):
-    """Each step reads what the one before predicted, as given: no gradient flows through it."""
+    """Each step reads the features predicted by the step before, without gradient through them."""
 
     Settings = HassSettings
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """EAGLE-1's loss and that of the likeliest tokens, summed over the steps."""
+        """EAGLE-1's loss plus the top-k loss, summed over the steps."""
         settings = self.settings
         objective = Objective(weight=settings.cross_entropy, top=settings.top, top_k=settings.top_k)
         regression, loss, each = self.losses(batch, frozen, objective, settings.steps)

@@ -22,7 +22,7 @@ from eagle.recipe import Section
 
 
 class HydraSettings(Section):
-    """What a recipe may say about the heads."""
+    """Settings of the heads in a recipe."""
 
     kind: Literal["hydra"] = "hydra"
     levels: int = Field(4, ge=1)  # levels that are drafted, one token each
@@ -48,7 +48,7 @@ class Gated(nn.Linear):
 
 
 class Hydra(PrefixHeads):
-    """Level d reads a state of the target and the embeddings of the d + 1 tokens behind it, side by side."""
+    """Level d reads a state of the target concatenated with the embeddings of the next d + 1 tokens."""
 
     Settings = HydraSettings
     blocks: Any
@@ -71,7 +71,7 @@ class Hydra(PrefixHeads):
         frozen: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> Hydra:
-        """New heads whose LM heads are the target's."""
+        """New heads whose LM heads start as the target's."""
         head = cls(settings, head_shape(target_config))
         for part in head.heads:
             nn.init.zeros_(part.bias)
@@ -81,25 +81,25 @@ class Hydra(PrefixHeads):
 
     @property
     def network(self) -> dict[str, Any]:
-        """How many levels and blocks there are, and whether one reads the text first."""
+        """The network: its levels, its blocks, and whether a prefix layer reads the text first."""
         return {"network": "hydra", **{name: getattr(self.settings, name) for name in ("levels", "layers", "prefix")}}
 
     def read_token(self, level: int, state: Tensor, tokens: Tensor, frozen: TargetHead) -> Tensor:
-        """[.., (level + 2) H], one embedding more."""
+        """[.., (level + 2) H], the state with one more embedding."""
         return torch.cat([state, frozen.embed(tokens).to(state.dtype)], dim=-1)
 
     def hidden(self, level: int, state: Tensor, dropout: float = 0.0) -> Tensor:
-        """[.., H], the level's blocks."""
+        """[.., H], the output of the level's blocks."""
         for block in self.blocks[level]:
             state = block(F.dropout(state, dropout))
         return state
 
     def lm_heads(self, frozen: TargetHead) -> Sequence[LanguageHead]:
-        """Each level's own."""
+        """Each level's own LM head."""
         return [OwnHead(part.weight, part.bias) for part in self.heads]
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """The distillation loss of every level, and the regression where it has a weight."""
+        """The distillation loss of all levels, plus the regression loss if it has a weight."""
         settings, dropout = self.settings, self.settings.dropout if self.training else 0.0
         places, states = self.read_levels(batch, frozen)
         hidden = [self.hidden(level, state, dropout) for level, state in enumerate(states)]

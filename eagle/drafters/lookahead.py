@@ -1,4 +1,4 @@
-"""Lookahead decoding: n-grams that the target itself makes up beside the text, drafted where they fit."""
+"""Lookahead decoding: the target generates n-grams beside the text, which are drafted where they fit."""
 
 # C columns, N nodes
 
@@ -17,7 +17,7 @@ from eagle.device import to_host
 
 
 class LookaheadDrafter(Drafter):
-    """A window of guesses that the target improves in every cycle, and a pool of what it wrote there.
+    """A window of guesses that the target improves in every cycle, and a pool of the resulting n-grams.
 
     Fu et al. 2024, arXiv 2402.02057. The window has `window` columns of `level` - 1 tokens. The first tokens of the
     columns are a chain behind the root, which stands in the first column; the others follow the token above them. So
@@ -51,11 +51,11 @@ class LookaheadState:
         self.texts: dict[int, LookaheadText] = {}
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
-        """A window and a pool for the row; the noise is in the choices that the window consists of."""
+        """Begin a row with a window and a pool; the noise is unused, as it is in the target's choices already."""
         self.texts[row] = LookaheadText(self.drafter)
 
     def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
-        """Each row's guesses and window; the target's choices in the last trees come from the device all at once."""
+        """Each row's guesses and window; the target's choices in the last trees are copied from the device at once."""
         read = {row: update.choices for row, update in updates.items() if update.choices is not None}
         choices = {row: part[:, 0].tolist() for row, part in zip(read, to_host(list(read.values())), strict=True)}
         for row, update in updates.items():
@@ -66,7 +66,7 @@ class LookaheadState:
         return {row: self.texts[row].draft(budgets[row]) for row in updates}
 
     def fork(self, row: int, other: int) -> None:
-        """A text goes on in two ways, each with a window and a pool of its own."""
+        """Copy a row's text with its window and pool to a new row."""
         self.texts[other] = copy.deepcopy(self.texts[row], {id(self.drafter): self.drafter})
 
     def release(self, row: int) -> None:
@@ -139,7 +139,7 @@ class LookaheadText:
         return tree
 
     def _keep(self, gram: Sequence[int]) -> None:
-        """Put an n-gram at the end of those with its first token, the oldest of which goes."""
+        """Add an n-gram to those with its first token, and drop the oldest."""
         first, *rest = gram
         known = self.pool.setdefault(first, {})
         known.pop(tuple(rest), None)

@@ -1,4 +1,4 @@
-"""Medusa (Cai et al. 2024, arXiv 2401.10774): heads that do not depend on one another, over one state of the target."""
+"""Medusa (Cai et al. 2024, arXiv 2401.10774): independent heads on one state of the target."""
 
 # H width
 
@@ -21,7 +21,7 @@ FALLING = 0.8  # what a level weighs relative to the one before in the published
 
 
 class MedusaSettings(Section):
-    """What a recipe may say about the heads."""
+    """Settings of the heads in a recipe."""
 
     kind: Literal["medusa"] = "medusa"
     levels: int = Field(5, ge=1)  # levels that are drafted, one token each
@@ -32,7 +32,7 @@ class MedusaSettings(Section):
 
 
 class Residual(nn.Linear):
-    """x + silu(Wx + b), which changes nothing at first."""
+    """x + silu(Wx + b), initially the identity."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width)
@@ -45,7 +45,7 @@ class Residual(nn.Linear):
 
 
 class Medusa(LevelHeads):
-    """Each level has residual blocks and an LM head; together they give the product of their probs."""
+    """Each level has residual blocks and an LM head; a path's probability is the product over its levels."""
 
     Settings = MedusaSettings
     reads_tokens = False
@@ -67,7 +67,7 @@ class Medusa(LevelHeads):
         frozen: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> Medusa:
-        """New heads that all say at first what the target says next."""
+        """New heads; at first all predict the target's next token."""
         head = cls(settings, head_shape(target_config))
         if frozen is not None:
             for part in head.heads:
@@ -76,20 +76,20 @@ class Medusa(LevelHeads):
 
     @property
     def network(self) -> dict[str, Any]:
-        """How many levels and blocks there are, and whose LM head they have."""
+        """The network: its levels, its blocks, and whose LM head they use."""
         named = ("levels", "layers", "lm_head")
         return {"network": "medusa", **{name: getattr(self.settings, name) for name in named}}
 
     @property
     def level_weights(self) -> Sequence[float]:
-        """Equal, or falling from level to level."""
+        """Weights of the levels in the loss: equal, or falling."""
         return [FALLING ** (level + 1) if self.settings.weights == "falling" else 1.0 for level in range(self.levels)]
 
     def hidden(self, level: int, state: Tensor) -> Tensor:
-        """The level's residual blocks."""
+        """[.., D], the output of the level's residual blocks."""
         hidden: Tensor = self.blocks[level](state)
         return hidden
 
     def lm_heads(self, frozen: TargetHead) -> Sequence[LanguageHead]:
-        """Its own, or the target's for all levels."""
+        """Each level's own LM head, or the target's for all levels."""
         return [OwnHead(part.weight) for part in self.heads] or [frozen]

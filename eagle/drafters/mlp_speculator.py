@@ -1,4 +1,4 @@
-"""MLP speculator (Wertheimer et al. 2024, arXiv 2404.19124): stages that each read the state before and one token."""
+"""MLP speculator (Wertheimer et al. 2024, arXiv 2404.19124): each stage reads the previous state and one token."""
 
 # H the target's width, D that of a stage
 
@@ -23,7 +23,7 @@ EPS = 1e-6  # of all its norms, whatever the target's
 
 
 class MlpSpeculatorSettings(Section):
-    """What a recipe may say about the head."""
+    """Settings of the head in a recipe."""
 
     kind: Literal["mlp_speculator"] = "mlp_speculator"
     levels: int = Field(4, ge=1)  # levels that are drafted, one token each
@@ -34,7 +34,7 @@ class MlpSpeculatorSettings(Section):
 
 
 class ShiftedNorm(Norm):
-    """w x / rms(x) + b: no mean is taken off."""
+    """w x / rms(x) + b, without subtracting a mean."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, EPS)
@@ -46,10 +46,10 @@ class ShiftedNorm(Norm):
 
 
 class MlpSpeculator(LevelHeads):
-    """s = gelu(ln(P s' + r E x)), from the state s' before and the token x behind it; an LM head reads s.
+    """s = gelu(ln(P s' + r E x)), from the previous state s' and the token x after it; an LM head reads s.
 
-    r is such that half of the last state's variance stems from the target's: each stage keeps w^2 = .5^(1 / levels) of
-    it, and E x brings the rest, with entries of E that have a variance of 1 / D at first, where those of s' have 1/2.
+    r is chosen so that half of the last state's variance comes from the target's state: each stage keeps w^2 =
+    .5^(1 / levels) of it and E x adds the rest. Entries of E start with variance 1 / D, those of s' have 1/2.
     """
 
     Settings = MlpSpeculatorSettings
@@ -79,7 +79,7 @@ class MlpSpeculator(LevelHeads):
         frozen: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> MlpSpeculator:
-        """A new head, all of whose matrices are drawn alike."""
+        """A new head, with all matrices initialised alike."""
         head = cls(settings, head_shape(target_config))
         for part in (*head.emb, *head.proj, *head.head):
             nn.init.normal_(part.weight, std=head.emb[0].embedding_dim ** -0.5)
@@ -87,7 +87,7 @@ class MlpSpeculator(LevelHeads):
 
     @property
     def network(self) -> dict[str, Any]:
-        """How many stages there are, what they share, and what the first reads."""
+        """The network: its stages, what they share, and what the first one reads."""
         named = ("levels", "tie_weights", "scale_input")
         return {"network": "mlp_speculator", **{name: getattr(self.settings, name) for name in named}}
 
@@ -103,5 +103,5 @@ class MlpSpeculator(LevelHeads):
         return state
 
     def lm_heads(self, frozen: TargetHead) -> Sequence[LanguageHead]:
-        """One matrix of each stage, or of all."""
+        """One LM head for each stage, or one for all."""
         return [OwnHead(part.weight) for part in self.head]

@@ -51,7 +51,7 @@ def own_layers(layers: int) -> tuple[Layer, ...]:
 
 
 class MtpSettings(Section):
-    """What a recipe may say about the head."""
+    """Settings of the head in a recipe."""
 
     kind: Literal["mtp"] = "mtp"
     steps: int = Field(3, ge=1)  # that it is trained to go on from its own states
@@ -86,7 +86,7 @@ class Mtp(UnrolledDrafter):
         supervised: Iterable[Tensor] | None = None,
         weights: Weights | None = None,
     ) -> Mtp:
-        """A head that starts from the target's own layers; of its sizes and as torch draws it where no weights are."""
+        """A head with the target's sizes that starts from the target's layers, or randomly without `weights`."""
         if weights is None or settings.start == "random":
             return cls(settings, head_shape(target_config))
         layer = _find_own_layer(weights, target_config) if settings.start == "target" else None
@@ -121,19 +121,19 @@ class Mtp(UnrolledDrafter):
 
     @property
     def network(self) -> dict[str, Any]:
-        """In which order token and state are read; a shape tells whether the block has norms by head, and biases."""
+        """The network: the order of token and state; the shape states biases and norms by head."""
         return {"network": "mtp", "hidden_first": self.settings.hidden_first}
 
     # -- one level ----------------------------------------------------------------------------------------------------
 
     def fuse_taps(self, features: Tensor) -> Tensor:
-        """The one tap."""
+        """[N, H], the single tap."""
         return features[..., 0, :]
 
     def first_block(
         self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
-        """The block over token and state, each normed, side by side."""
+        """The block's output over normed token and normed state, concatenated."""
         parts = self.enorm(embedded), self.hnorm(hidden)
         both = torch.cat(parts[::-1] if self.settings.hidden_first else parts, dim=-1)
         return self.layers[0](self.eh_proj(both), rotary, mask, cache)
@@ -147,22 +147,22 @@ class Mtp(UnrolledDrafter):
         return self.layers[0].inputs(tokens + F.linear(self.hnorm(hidden), self._halves()[1]))
 
     def _halves(self) -> tuple[Tensor, Tensor]:
-        """What `eh_proj` multiplies a token with, and a state."""
+        """The two halves of `eh_proj`: for tokens and for states."""
         first, second = self.eh_proj.weight.chunk(2, dim=1)
         return (second, first) if self.settings.hidden_first else (first, second)
 
     def next_input(self, state: Tensor) -> Tensor:
-        """The normed state, which stands for the target's."""
+        """The normed state, which the next level reads in place of the target's."""
         return self.norm(state)
 
     def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
-        """The target's own logits of the normed state."""
+        """The target's logits of the normed state."""
         return frozen.logits(self.norm(state))
 
     # -- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """The loss of every step, at the slots that a draft can reach."""
+        """The loss of all steps, at the slots that a draft can reach."""
         settings, dtype = self.settings, frozen.weight.dtype
         unrolled = self.unroll(batch, frozen, settings.steps)
         weights = step_weights(unrolled.places, settings.steps, decay=settings.decay)

@@ -1,4 +1,4 @@
-"""No drafting: the target speaks one token per forward. The baseline of every comparison."""
+"""No drafting: one token per forward of the target. The baseline of every comparison."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class NoDrafter(Drafter):
     """Proposes nothing but the root."""
 
     def begin(self, noise: Noise | None = None) -> NoDrafter:
-        """Itself: nothing is kept of a text."""
+        """Return itself: a text needs no state."""
         return self
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
-        """The tree of the root alone."""
+        """A tree with only the root."""
         return DraftTree.chain([update.root])

@@ -1,4 +1,4 @@
-"""P-EAGLE (Hui et al. 2026, arXiv 2602.01469): EAGLE-3's network over masks, so that one forward makes all levels."""
+"""P-EAGLE (Hui et al. 2026, arXiv 2602.01469): EAGLE-3's network over masks, with all levels in one forward."""
 
 # S supervised slots, E masks behind them, K levels, L taps, H width
 
@@ -33,7 +33,7 @@ from eagle.drafters.parts.text_blocks import (
 
 
 class PeagleSettings(FusedSettings):
-    """What a recipe may say about the head."""
+    """Settings of the head in a recipe."""
 
     kind: Literal["peagle"] = "peagle"
     blocks: int = Field(4, ge=1)  # transformer blocks that are stacked
@@ -44,7 +44,7 @@ class PeagleSettings(FusedSettings):
 
 
 class Peagle(FusedHead):
-    """(states of token i, token i + 1) -> a state whose logits name token i + 2; a mask in their place, the next."""
+    """(states of token i, token i + 1) -> a state whose logits predict token i + 2; each mask after it, one more."""
 
     Settings = PeagleSettings
     sharpness = 1.0
@@ -61,7 +61,7 @@ class Peagle(FusedHead):
         frozen: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> FusedHead:
-        """A new head, its mask token written out."""
+        """A new head, with its mask token resolved."""
         count = target_config.vocab_size
         token = count - 1 if settings.mask_token is None else settings.mask_token
         if not 0 <= token < count:
@@ -71,28 +71,28 @@ class Peagle(FusedHead):
 
     @classmethod
     def sizes(cls, settings: Any) -> dict[str, int]:
-        """As many blocks as the settings say."""
+        """The shape's sizes: the number of blocks."""
         return {**super().sizes(settings), "num_hidden_layers": settings.blocks}
 
     @property
     def network(self) -> dict[str, Any]:
-        """What it reads, where its norms stand, and what a mask is."""
+        """The network: its taps, the place of its norms, and its mask token."""
         named = ("taps", "norm_before_residual", "blocks", "mask_token")
         return {"network": "peagle", **{name: getattr(self.settings, name) for name in named}}
 
     @property
     def levels(self) -> int:
-        """How many tokens one forward guesses."""
+        """The number of tokens that one forward guesses."""
         return int(self.settings.depths)
 
     def mask_state(self) -> Tensor:
-        """[1, H], what a mask reads in place of a state."""
+        """[1, H], the learned state that a mask reads."""
         return self.fuse_taps(self.mask_hidden.view(1, len(self.taps), -1))
 
     # -- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """The distillation loss, of each text a mean over its supervised slots and the masks drawn behind them."""
+        """The distillation loss: for each text, a mean over its supervised slots and the masks drawn after them."""
         settings, device = self.settings, batch.tokens.device
         masks = MaskRows.of(draw_masks(batch, self.levels - 1, settings.keep, settings.keep_least), device)
         places, first, masked = self.read_masks(batch, frozen, masks)
@@ -106,7 +106,7 @@ class Peagle(FusedHead):
         return {"total": distillation_loss(student, true, weights[None], heads, objective, dtype)[0]}
 
     def read_masks(self, batch: Batch, frozen: TargetHead, masks: MaskRows) -> tuple[Tensor, Tensor, Tensor]:
-        """Places [S + E] of supervised slots and masks among all tokens, and the states of both [S, H], [E, H]."""
+        """Places [S + E] of supervised slots and masks among all tokens, and their states [S, H] and [E, H]."""
         known, positions, spans = text_slots(batch, batch.tokens.device)
         features = batch.select_taps(self.taps)[known].to(self.layers[0].mlp.up_proj.weight.dtype)
         tables_at = position_tables(self.rotary, features, max(batch.lengths, default=0) + self.levels)
@@ -124,7 +124,7 @@ class Peagle(FusedHead):
     def _read_blocks(
         self, frozen: TargetHead, masks: MaskRows, tables: tuple[Tensor, Tensor], context: Sequence[Pair]
     ) -> Tensor:
-        """[E, H], the states of masks, which are alike but for where they stand."""
+        """[E, H], the states of masks, which differ only by position."""
         token = upload(torch.tensor([self.settings.mask_token]), masks.depths.device)
         hidden = self.mask_state()
         inputs = self.block_inputs(self.project_tokens(frozen.embed(token).to(hidden.dtype)), hidden)
@@ -140,7 +140,7 @@ class Peagle(FusedHead):
     # -- validation ---------------------------------------------------------------------------------------------------
 
     def level_states(self, batch: Batch, frozen: TargetHead, levels: int) -> list[Tensor]:
-        """Each level's states [S, H] at all supervised slots, with as many masks behind each as levels need."""
+        """Each level's states [S, H] at all supervised slots, with the masks that the levels need after each."""
         count = min(levels, self.levels) - 1
         masks = MaskRows.of([count * slots for slots in supervised_slots(batch)], batch.tokens.device)
         _, first, masked = self.read_masks(batch, frozen, masks)
@@ -149,11 +149,11 @@ class Peagle(FusedHead):
     # -- drafting -----------------------------------------------------------------------------------------------------
 
     def open(self) -> MaskedState:
-        """Texts that are drafted for together."""
+        """The state for several texts drafted together."""
         return MaskedState(self)
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
-        """None after the first, which makes all levels."""
+        """No rows: the first forward gives all levels."""
         return ()
 
     def unread(self, accepted: int, depth: int) -> int:
@@ -161,5 +161,5 @@ class Peagle(FusedHead):
         return accepted + max(min(depth, self.levels), 1)
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
-        """Its forward of so many rows behind so much text, of which the levels' are made into logits."""
+        """A function to time: the forward of `rows` rows after `context` tokens, with logits for the levels."""
         return super().probe(context, rows, max(scored, min(rows, self.levels)))

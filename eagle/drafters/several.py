@@ -1,4 +1,4 @@
-"""Several drafters in turn: the first that has a draft drafts."""
+"""Several drafters in order: the first one with a draft is used."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from eagle.device import upload
 
 
 class FirstOf(Drafter):
-    """Asks drafters in their order until one proposes more than the root: lookup first, a trained head behind it.
+    """Asks drafters in order until one proposes more than the root, for example lookup before a trained head.
 
-    The output keeps its distribution as long as silence follows from the committed text: a drafter that was silent for
-    what it knows of the target's noise would choose between the two rules of verification by what they draw with.
+    The output keeps its distribution if the committed text alone decides whether a drafter proposes: otherwise the
+    target's noise would influence which verification rule is used.
 
-    Which forwards a draft takes depends on who drafts, so that it costs the seconds that it took.
+    The forwards of a draft depend on the drafter used, so its cost is the measured time.
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
@@ -35,48 +35,48 @@ class FirstOf(Drafter):
         self.places = [[self.taps.index(tap) for tap in drafter.taps] for drafter in drafters]
 
     def open(self) -> SeveralState:
-        """A state of each."""
+        """A state with one state of each drafter."""
         return self.open_with(None)
 
     def open_with(self, texts: Any) -> SeveralState:
-        """A state of each, of those who read the target's texts with these."""
+        """A state with one state of each drafter; those that read the target's texts get them."""
         states = [drafter.open_with(texts) if drafter.reads.texts else drafter.open() for drafter in self.drafters]
         return SeveralState(self, states)
 
     def bind_target(self, view: Any) -> None:
-        """Hand the view on to those who read one."""
+        """Pass the view to the drafters that read one."""
         for drafter in self.drafters:
             if drafter.reads.view:
                 drafter.bind_target(view)
 
 
 class SeveralState:
-    """The states of several drafters, and what each of them was not told yet of every row."""
+    """The states of several drafters, and for each the updates that it has not received yet."""
 
     def __init__(self, several: FirstOf, states: list[DraftState]) -> None:
         self.several, self.states = several, states
         self.pending: dict[int, list[list[Committed]]] = {}
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
-        """A text begins for all of them."""
+        """Begin a row for all drafters."""
         self.pending[row] = [[] for _ in self.states]
         for state in self.states:
             state.admit(row, noise)
 
     def fork(self, row: int, other: int) -> None:
-        """A text goes on in two ways for all of them."""
+        """Copy a row to a new one for all drafters."""
         self.pending[other] = [list(updates) for updates in self.pending[row]]
         for state in self.states:
             state.fork(row, other)
 
     def release(self, row: int) -> None:
-        """A text has ended for all of them."""
+        """Release a row for all drafters."""
         del self.pending[row]
         for state in self.states:
             state.release(row)
 
     def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
-        """Each row's first tree of more than a root; a drafter that is not asked gets the update when it is."""
+        """Each row's first tree with more than a root; a drafter that is not asked gets its updates later."""
         several, trees = self.several, {row: DraftTree.chain([update.root]) for row, update in updates.items()}
         for number, (drafter, places) in enumerate(zip(several.drafters, several.places, strict=True)):
             for row, update in updates.items():
@@ -93,7 +93,7 @@ class SeveralState:
 
 
 def _restrict(update: Committed, places: list[int], choices: int) -> Committed:
-    """The update with the features at some places and so many choices alone."""
+    """The update reduced to the features at `places` and to `choices` choices."""
     features = None
     if places and update.features is not None:
         features = update.features.index_select(1, upload(torch.tensor(places), update.features.device))

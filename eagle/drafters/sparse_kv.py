@@ -36,7 +36,7 @@ class SparseKv(Drafter):
         self.views: tuple[Any, ...] = ()  # in a tuple, as heads keep what they borrow
 
     def bind_target(self, view: Any) -> None:
-        """Take the target's layers, for a probe; "snap" refuses those whose attention it cannot choose by."""
+        """Take the target's layers for timing; "snap" refuses models whose attention cannot be observed."""
         if self.select == "snap":
             if not view.shows_attention:
                 raise ValueError("the target's attention shows no queries to choose by: load it with 'sdpa'")
@@ -45,7 +45,7 @@ class SparseKv(Drafter):
         self.views = (view,)
 
     def open_with(self, texts: Any) -> SparseState:
-        """Texts in a cache of their own beside the target's."""
+        """The state for several texts, with a separate cache."""
         if self.select == "snap":
             return SnapState(texts, self.columns)
         return SparseState(texts, self.columns, self.sinks)
@@ -55,11 +55,11 @@ class SparseKv(Drafter):
         return level_rows(budget)
 
     def unread(self, accepted: int, depth: int) -> int:
-        """The root alone: what was accepted is copied from the target's cache."""
+        """Only the root: accepted columns are copied from the target's cache."""
         return 1
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor] | None:
-        """The target's forward of so many rows behind what is held of so much text; None before it is bound."""
+        """A function to time: the target's forward of `rows` rows after the kept columns; None before it is bound."""
         if not self.views:
             return None
         (view,) = self.views

@@ -25,7 +25,7 @@ from eagle.recipe import Section
 
 
 class SpireSettings(Section):
-    """What a recipe may say about the head."""
+    """Settings of the head in a recipe."""
 
     kind: Literal["spire"] = "spire"
     blocks: int = Field(2, ge=1)  # the target's last blocks, this many
@@ -36,7 +36,7 @@ class SpireSettings(Section):
 
 
 class Spire(MemoryHead):
-    """The target's last blocks, whose memories of a text are what the target's own blocks read there."""
+    """The target's last blocks, whose memories of a text are the target's inputs to these blocks."""
 
     reads = Reads(weights=True)
     teacher_taps = (-1,)
@@ -63,7 +63,7 @@ class Spire(MemoryHead):
         supervised: Iterable[Tensor] | None = None,
         weights: Weights | None = None,
     ) -> Spire:
-        """The target's last blocks and final norm; of the same sizes and as torch draws them where no weights are."""
+        """A head with the target's last blocks and final norm; random weights of the same sizes without `weights`."""
         cls.taps_for(settings, target_config)
         layers = target_config.num_hidden_layers
         head = cls(settings, head_shape(target_config, num_hidden_layers=settings.blocks, target_layers=layers))
@@ -73,12 +73,12 @@ class Spire(MemoryHead):
 
     @property
     def network(self) -> dict[str, Any]:
-        """Which blocks it was cut from, and what they see."""
+        """The network: the blocks it was copied from, and their window."""
         window = self.settings.window
         return {"network": "spire", "taps": self.taps, "window": window and (window.sinks, window.recent)}
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """Of each pass, cross-entropy from the target's probs and what both have not in common."""
+        """Sum over the passes of cross-entropy from the target's probs and 1 - overlap, weighted."""
         settings, device = self.settings, batch.tokens.device
         spans, weights = self.training_slots(batch, device)
         places, states = self.unroll(batch, frozen, spans, settings.steps)
@@ -91,9 +91,9 @@ class Spire(MemoryHead):
         return {"total": total, **{f"laws/{step}": loss.detach() for step, loss in enumerate(losses)}}
 
     def training_slots(self, batch: Batch, device: torch.device) -> tuple[Spans, Tensor]:
-        """Every so many-th slot from one that a text's seed decides, and what it weighs in each pass [K, S].
+        """Every `stride`-th slot, from one that a text's seed decides, and its weight in each pass [K, S].
 
-        It counts as far as all tokens up to the one that it names are supervised; a text weighs what is supervised.
+        A pass counts if all tokens up to the one it predicts are supervised. Texts are weighted by supervised tokens.
         """
         settings, firsts, weights = self.settings, list[int](), list[Tensor]()
         masks = [mask[2:] for mask in batch.loss_mask.split(batch.lengths)]

@@ -1,4 +1,4 @@
-"""Suffix decoding: after the longest end of the text that was seen before comes what came then, as often as it did."""
+"""Suffix decoding: draft what followed earlier occurrences of the text's longest repeated ending, by frequency."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class Automaton:
             state = self.links[state]
 
     def follow_end(self) -> tuple[int, int]:
-        """The longest end of the text, of up to `limit` tokens, that also occurs earlier: its state and length."""
+        """The longest ending of the text, of up to `limit` tokens, that also occurs earlier: its state and length."""
         state = self.links[self.end] if self.end == self.whole else self.end
         return state, min(self.lengths[state], self.limit)
 
     def after(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """State and length of the longest known end of another text, which was in this state before this token."""
+        """State and length of the longest known ending of another text after a token, from its state before."""
         while state and token not in self.next[state]:
             state = self.links[state]
             length = self.lengths[state]
@@ -76,7 +76,7 @@ class Automaton:
         return state
 
     def followers(self, state: int, most: int) -> list[tuple[float, int, int]]:
-        """What follows a state's strings most often, at a tie most recently: share, token and state of each."""
+        """The most frequent successors of a state's strings (ties: most recent): share, token and state of each."""
         follow, counts, latest = self.next[state], self.counts, self.latest
         total = counts[state] - (latest[state] == self.lengths[self.whole])  # nothing follows the end of the text
         known = [(counts[child], latest[child], token, child) for token, child in islice(follow.items(), COMPARED)]
@@ -84,7 +84,7 @@ class Automaton:
         return [(times / total, token, child) for times, _, token, child in best if token != SEAM]
 
     def _exactly(self, state: int, token: int) -> int:
-        """The state of a state's longest string and this token, parted from longer strings that it was one with."""
+        """The state of a state's longest string plus this token, split from longer strings that shared it."""
         held = self.next[state][token]
         if self.lengths[held] == self.lengths[state] + 1:
             return held
@@ -130,7 +130,7 @@ def likeliest(past: Automaton, match: int, length: int, depth: int, width: int) 
 
 
 class SuffixDrafter(Drafter):
-    """Trees of what followed the longest end of the text (SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975).
+    """Trees of what followed the text's longest repeated ending (SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975).
 
     Strings of up to `longest` tokens are counted: a match, and at most half of them drafted behind it. A match of n
     tokens is trusted for `trust` * n nodes. With `remember` the answers of earlier requests are searched too, and the
@@ -151,11 +151,11 @@ class SuffixDrafter(Drafter):
         return SuffixText(self)
 
     def open(self) -> EachText:
-        """Texts of which each is remembered once it has ended, as far as it was drafted for."""
+        """The state for several texts; each is remembered when it ends."""
         return _Remembered(self) if self.remember else EachText(self)
 
     def keep(self, answer: list[int]) -> None:
-        """Remember one more answer."""
+        """Remember an answer."""
         self.memory += answer
         if len(self.memory) > self.remember:
             self.memory = answer = self.memory[len(self.memory) - self.remember // 2 :]
@@ -165,7 +165,7 @@ class SuffixDrafter(Drafter):
 
 
 class SuffixText:
-    """A text with its automaton, and how it goes on from earlier answers."""
+    """A text with its automaton, and its match in earlier answers."""
 
     def __init__(self, drafter: SuffixDrafter) -> None:
         self.drafter, self.text = drafter, Automaton(drafter.longest)
@@ -198,12 +198,12 @@ class SuffixText:
 
 
 class _Remembered(EachText):
-    """Texts whose answers the drafter keeps."""
+    """Texts whose answers the drafter remembers."""
 
     drafter: SuffixDrafter
 
     def release(self, row: int) -> None:
-        """Keep the row's answer."""
+        """Release a row and remember its answer."""
         text = self.texts.pop(row)
         assert isinstance(text, SuffixText)
         if text.answer:

@@ -1,4 +1,4 @@
-"""The most frequent tokens, whatever the text: the least that a drafter can know."""
+"""A unigram table: the most frequent tokens, whatever the text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from eagle.drafters.parts.counts import CountDrafter, Tables
 
 
 class UnigramDrafter(CountDrafter):
-    """Drafts every token by how often it was counted."""
+    """Drafts tokens by their counted frequency."""
 
     kind = "unigram"
 

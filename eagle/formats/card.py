@@ -1,4 +1,4 @@
-"""The model card of a head: usage, data, settings, loss curve and acceptance lengths."""
+"""The model card of a head: usage, data, settings, loss curve, acceptance lengths and proof of equal output."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from typing import Any
 import yaml
 
 POINTS = 8  # of a curve
+LICENCE = "Not chosen yet: add `license:` to the lines at the top. Those of the target and of the data may bind it."
 
 
 def model_card(folder: Path, name: str) -> str:
-    """The README.md of a head's folder; its curve and acceptance lengths come from files beside the folder, if any."""
+    """The README.md of a head's folder, with loss curve and acceptance lengths from files beside the folder, if any."""
     if absent := [part for part in ("recipe.yaml", "provenance.json") if not (folder / part).is_file()]:
         verb = "are" if len(absent) > 1 else "is"
         raise ValueError(
             f"{folder}: {' and '.join(absent)} {verb} missing, of which its card is made: write a README.md there by "
-            "hand, or take the whole folder that training or `python -m eagle import` leaves"
+            "hand, or take the whole folder that training or `eagle import` leaves"
         )
     recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
     provenance = json.loads((folder / "provenance.json").read_text())
-    target, kind = recipe["target"]["path"], recipe["drafter"]["kind"]
-    front: dict[str, Any] = {"library_name": "eagle", "tags": ["speculative-decoding", "draft-head", kind]}
-    if not Path(target).exists():  # a local folder is no hub id
-        front["base_model"] = target
+    target, kind, revision = recipe["target"]["path"], recipe["drafter"]["kind"], recipe["target"].get("revision")
+    at_revision = f" at revision `{revision}`" if revision else ""
     sections = [
-        f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# {name.split('/')[-1]}",
-        f"A draft head of the kind `{kind}` for `{target}`. The output is the target's own: a draft only saves time.",
+        f"{front_matter(kind, target)}\n# {name.split('/')[-1]}",
+        f"A draft head of the kind `{kind}` for `{target}`{at_revision}. It guesses the next tokens, and the target "
+        f"verifies them in one forward: the same output in fewer forwards. {_exactness(folder.parent)}",
         f"## How to load it\n\n{_usage(name, target)}",
-        f"## Data\n\n{_keys(recipe['data'])}",
+        f"## Licence\n\n{LICENCE}",
+        f"## Data\n\n{_keys(recipe['data'])}{_counts(recipe)}",
         f"## Settings\n\n{_keys({**recipe['drafter'], **recipe['train']})}",
     ]
     if curve := _curve(_rows(folder.parent / "metrics.jsonl")):
@@ -40,6 +41,44 @@ def model_card(folder: Path, name: str) -> str:
         sections.append(f"## Acceptance\n\nTokens committed per forward of the target.\n\n{acceptance}")
     sections.append(f"## What made it\n\n```json\n{json.dumps(provenance, indent=2)}\n```")
     return "\n\n".join(sections) + "\n"
+
+
+def front_matter(kind: str, target: str, *more: str) -> str:
+    """The YAML that a hub reads: library, tags, and the base model unless it is a local folder."""
+    values: dict[str, Any] = {
+        "library_name": "eagle",
+        "pipeline_tag": "text-generation",
+        "tags": ["speculative-decoding", "draft-head", kind, *more],
+    }
+    if target and not Path(target).exists():
+        values["base_model"] = target
+    return f"---\n{yaml.safe_dump(values, sort_keys=False)}---\n"
+
+
+def _exactness(run: Path) -> str:
+    """What is known about the output: by construction, and by comparison where one lies in the run's folder."""
+    text = "With exact verification, the default, the output is the target's own at any temperature."
+    path = run / "lossless.json"
+    if not path.is_file():
+        return text
+    verdicts = json.loads(path.read_text())["verdicts"]
+    same, answers = (sum(verdict[key] for verdict in verdicts) for key in ("identical", "answers"))
+    return f"{text} Compared with undrafted decoding, {same} of {answers} answers are identical token by token."
+
+
+def _counts(recipe: dict[str, Any]) -> str:
+    """How many conversations were kept and dropped, where the feature store still lies here."""
+    index = Path(recipe.get("features", {}).get("store") or "") / "index.json"
+    counts = json.loads(index.read_text())["made"].get("conversations") if index.is_file() else None
+    return "" if counts is None else f"\n\n{count_conversations(counts)}"
+
+
+def count_conversations(counts: dict[str, Any]) -> str:
+    """A sentence on the conversations that were kept and dropped, with the reasons."""
+    dropped = counts["dropped"]
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
+    total = f"{counts['kept']:,} conversations were kept, {sum(dropped.values()):,} dropped"
+    return f"{total}: {reasons}." if reasons else f"{total}."
 
 
 def _usage(name: str, target: str) -> str:
@@ -71,7 +110,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _curve(rows: list[dict[str, Any]]) -> str:
-    """A table of the losses at evenly spread steps, the first and the last among them."""
+    """A table of the losses at evenly spread steps, the first and last included."""
     steps = [row for row in rows if "total" in row]
     if not steps:
         return ""

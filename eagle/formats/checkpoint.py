@@ -8,7 +8,6 @@ import os
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
+from eagle import __version__
 from eagle.core.arguments import nearest
 from eagle.core.budget import Budget
 from eagle.core.drafter import Drafter, TrainableDrafter
@@ -40,7 +40,7 @@ def save_pretrained(head: TrainableDrafter, folder: str | Path) -> None:
 
 
 def save_head(folder: str | Path, head: TrainableDrafter, recipe: str, provenance: dict[str, Any]) -> None:
-    """Replace a folder by a head, its recipe and its provenance, which are written beside it first."""
+    """Save a head with recipe and provenance, replacing the folder once everything is written beside it."""
     folder = Path(folder)
     part = folder.with_name(folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
@@ -60,7 +60,7 @@ def load_head(folder: str | Path) -> TrainableDrafter:
     if not isinstance(config.get("settings"), dict) or not isinstance(config.get("shape"), dict):
         raise ValueError(
             f"the config.json in {folder} is none of this project's: expected the keys settings and shape; "
-            f"`python -m eagle import {folder} OUT` makes a head of one that another tool or an export wrote"
+            f"`eagle import {folder} OUT` makes a head of one that another tool or an export wrote"
         )
     head = _build(config, str(folder / "config.json"))
     weights, shapes = _read_weights(folder / "model.safetensors"), head.state_dict()
@@ -89,11 +89,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _build(config: dict[str, Any], source: str) -> TrainableDrafter:
-    """A head with a config's settings and sizes, with fresh weights."""
+    """A head with a config's settings and sizes, and fresh weights."""
     try:
         settings = settings_of(config["settings"], source)
     except ValueError as error:
-        raise ValueError(f"{error}; was the head made by a newer release? This one is {version('eagle')}") from None
+        raise ValueError(f"{error}; was the head made by a newer release? This one is {__version__}") from None
     try:
         return DRAFTERS[settings.kind](settings, AutoConfig.for_model(**config["shape"]))
     except Exception as error:  # of many kinds: transformers and torch check the sizes
@@ -137,7 +137,7 @@ def from_pretrained(path: str | Path, revision: str | None = None) -> TrainableD
 
 
 def _download(name: str, revision: str | None) -> Path:
-    """The cache folder of a head from the hub, with the files of `ON_HUB` alone."""
+    """The cache folder of a head from the hub, with only the files in `ON_HUB`."""
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(ON_HUB)))
     except Exception as error:  # of many kinds: not an id, no such repository, no network
@@ -174,7 +174,7 @@ def load_drafter(
     """A drafter for a target: a folder or hub id (trained head, table of counts, language model) or a method's name.
 
     Options go to the methods without weights that take them. Several names, in a list or separated by commas, are
-    asked in turn until one of them has a draft.
+    tried in order until one proposes a draft.
     """
     if not isinstance(target, Target):
         raise ValueError(f"the target is a {type(target).__name__}, expected a Target: load_drafter(name, target)")
@@ -190,7 +190,7 @@ def load_drafter(
 
 
 def check_options(name: str | Path | Sequence[str | Path], options: Iterable[str]) -> dict[str, list[str]]:
-    """The options that each of some drafters takes, by its name; one that none of them has is refused."""
+    """The options of each drafter, by its name; options that no drafter takes are refused."""
     names, free = _split_names(name), _methods_without_files()
     accepted = {name: [*inspect.signature(free[name]).parameters] if name in free else [] for name in names}
     known = sorted({option for name in names for option in accepted[name]})
@@ -203,7 +203,7 @@ def check_options(name: str | Path | Sequence[str | Path], options: Iterable[str
 
 
 def _methods_without_files() -> dict[str, Any]:
-    """The registered methods that are made from options alone, by name."""
+    """The registered methods that need no files, by name."""
     return {kind: method for kind, method in DRAFTERS.items() if method.stored_as == "nothing"}
 
 

@@ -1,4 +1,4 @@
-"""An engine as data: the networks that it reads, what it leaves out, and what goes wrong there."""
+"""An engine as data: the networks it reads, the settings it ignores, and its known faults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCALINGS = ("linear", "llama3", "yarn")  # rotary ones that most engines read; l
 
 @dataclass(frozen=True)
 class Engine:
-    """One engine's layouts and traps."""
+    """One engine: its layouts and known faults."""
 
     name: str  # as `--to` has it
     title: str
@@ -28,7 +28,7 @@ class Engine:
     past: Mapping[str, str] = field(default_factory=dict)  # which network was served once, and by what
 
     def layout(self, drafter: TrainableDrafter, target_config: Any) -> Layout:
-        """The head as this engine reads it; ValueError where it would serve it badly."""
+        """The head in this engine's layout; ValueError if the engine would serve it badly."""
         network, blocks = self.networks[network_of(drafter)], drafter.network.get("blocks", 1)
         if blocks > network.blocks:
             raise ValueError(
@@ -40,7 +40,7 @@ class Engine:
         return network.finish(layout, drafter, target_config) if network.finish else layout
 
     def _slide(self, network: NetworkLayout, window: Mapping[str, int], blocks: int) -> dict[str, Any]:
-        """The config's keys for a head's window; ValueError where this engine would read all of a text."""
+        """The config's keys for a head's window; ValueError if this engine would ignore the window."""
         if not network.slides or window["sinks"]:
             what = "this network's windows are unknown" if not network.slides else "windows have no sinks"
             raise ValueError(
@@ -51,7 +51,7 @@ class Engine:
         return {"sliding_window": window["recent"], "layer_types": ["sliding_attention"] * blocks}
 
     def unread_rotary(self, shape: Any) -> str:
-        """Why positions of this head would be turned otherwise here; an empty text if they would not."""
+        """Why this engine would rotate the head's positions differently; "" if it would not."""
         if self.scalings is None:
             return ""
         rotary = rotary_of(shape)

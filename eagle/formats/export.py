@@ -21,7 +21,7 @@ EXPORTERS: dict[str, Callable[[Any, Any], Layout]] = {
 
 
 def export(drafter: Any, target_config: Any, engine: str, out: str | Path, head: str | Path | None = None) -> None:
-    """Write the head as that engine reads it; `head` is the folder that it came from, for what stands beside it."""
+    """Write the head in an engine's layout; `head` is its folder, for recipe and provenance."""
     if engine not in EXPORTERS:
         raise ValueError(f"no exporter for {engine!r}: expected one of {', '.join(EXPORTERS)}")
     out = Path(out)

@@ -1,4 +1,4 @@
-"""Reading a folder that somebody else wrote: nothing in it is run, no link leads out, sizes come before memory."""
+"""Read an untrusted folder: run nothing in it, follow no link out of it, check sizes before allocating."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLAIN = re.compile(r"[\w][\w.\-+]*")  # a name that leads nowhere else
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor that lies in a file, before it is read."""
+    """A tensor in a file, before it is read."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -37,13 +37,13 @@ class TensorEntry:
 
     @property
     def bytes(self) -> int:
-        """How many it takes."""
+        """The tensor's size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class FolderTensors:
-    """All tensors of a folder by name, each read when it is asked for."""
+    """All tensors of a folder by name, read on demand."""
 
     stored: dict[str, TensorEntry] = field(default_factory=dict)
     pickled: dict[Path, dict[str, Tensor]] = field(default_factory=dict)  # of .bin files, mapped and not read
@@ -58,7 +58,7 @@ class FolderTensors:
 
 
 def folder_at(path: str | Path) -> Path:
-    """A folder without links on its way."""
+    """The folder at a path, which must contain no links."""
     try:
         folder = Path(path).resolve(strict=True)
     except (OSError, RuntimeError, ValueError) as error:
@@ -69,7 +69,7 @@ def folder_at(path: str | Path) -> Path:
 
 
 def plain_file(folder: Path, name: str) -> Path:
-    """A regular file of a folder; a link may lead elsewhere in it, or into the store of the hub's cache around it."""
+    """A regular file of a folder; links may lead only inside it or into the surrounding hub cache."""
     if not PLAIN.fullmatch(name):
         raise ValueError(f"{name!r} is not the name of a file in {folder}: expected letters, digits, dots and dashes")
     try:
@@ -87,19 +87,19 @@ def plain_file(folder: Path, name: str) -> Path:
 
 
 def _cache_roots(folder: Path) -> Iterable[Path]:
-    """Where the files of a hub's cache lie to which its snapshots link."""
+    """The folders of the hub's cache to which its snapshots link."""
     for parent in folder.parents:
         if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
             yield parent.parent / "blobs"
 
 
 def has(folder: Path, name: str) -> bool:
-    """Whether something of this name stands in a folder, be it what it may."""
+    """Whether a folder has an entry of this name, of any kind."""
     return (folder / name).exists() or (folder / name).is_symlink()
 
 
 def read_json(folder: Path, name: str, most: int = CONFIG_BYTES) -> dict[str, Any]:
-    """A mapping of plain values; numbers that are none are refused, and so are keys that stand twice."""
+    """Read a JSON mapping; NaN, infinities and duplicate keys are refused."""
     path = plain_file(folder, name)
     if (size := path.stat().st_size) > most:
         raise ValueError(f"{folder / name} has {size:,} bytes, expected at most {most:,}: none is that long")
@@ -107,7 +107,7 @@ def read_json(folder: Path, name: str, most: int = CONFIG_BYTES) -> dict[str, An
 
 
 def parse_json(text: bytes, source: str) -> dict[str, Any]:
-    """The mapping that some bytes of JSON stand for."""
+    """Parse JSON bytes as a mapping."""
     try:
         value = json.loads(
             text.decode("utf-8"), parse_constant=_refuse, parse_float=_parse_float, object_pairs_hook=_build_mapping
@@ -144,7 +144,7 @@ def _read_bytes(path: Path, count: int) -> bytes:
 
 
 def _shorten(error: object) -> str:
-    """The first line of an error, without what would steer a terminal."""
+    """The first line of an error, without terminal control characters."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return "".join(letter if letter.isprintable() else "?" for letter in lines[0][:200])
 
@@ -153,12 +153,12 @@ def _shorten(error: object) -> str:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The names of the files that hold the weights; safetensors go before pickles."""
+    """The names of the weight files; safetensors are preferred to pickles."""
     return sorted(set(_weight_map(folder).values()))
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """The file of each tensor, as an index says; without one, the file that holds all."""
+    """The file of each tensor by the index; without an index, the file with all tensors."""
     for whole in WHOLE:
         if has(folder, whole):
             return {"": whole}
@@ -177,7 +177,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def read_tensors(folder: Path, most: int | None = LARGEST) -> FolderTensors:
-    """What lies in the weight files, checked against their sizes, none of it read yet."""
+    """The entries of the weight files, checked against file sizes; no tensor is read yet."""
     tensors, files = FolderTensors(), _weight_map(folder)
     for name in sorted(set(files.values())):
         path, shown = plain_file(folder, name), folder / name
@@ -208,14 +208,14 @@ def read_tensors(folder: Path, most: int | None = LARGEST) -> FolderTensors:
 
 
 def _check_not_hollow(path: Path, shown: Path) -> None:
-    """A file that says to be long and has nothing on the disk would fill the memory with zeros."""
+    """Refuse sparse files: a long file without data on disk would fill memory with zeros."""
     size = path.stat().st_size
     if getattr(path.stat(), "st_blocks", size) * 512 * 8 < size - 4096:
         raise ValueError(f"{shown} says to have {size:,} bytes, and almost none are on the disk: copy it again")
 
 
 def _read_header(path: Path, shown: Path) -> dict[str, TensorEntry]:
-    """The header of a safetensors file, whose parts must cover it exactly, one behind the other."""
+    """The header of a safetensors file, whose tensors must cover the file exactly and in order."""
     size = path.stat().st_size
     length = int.from_bytes(_read_bytes(path, 8), "little")
     if size < 8 or length > size - 8 or length > HEADER_BYTES:
@@ -243,7 +243,7 @@ def _read_header(path: Path, shown: Path) -> dict[str, TensorEntry]:
 
 
 def _parse_entry(entry: Any, where: str) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-    """One line of a header."""
+    """Parse one entry of a header."""
     try:
         dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
@@ -258,7 +258,7 @@ def _parse_entry(entry: Any, where: str) -> tuple[torch.dtype, tuple[int, ...], 
 
 
 def _map_pickle(path: Path, shown: Path) -> dict[str, Tensor]:
-    """A .bin file's tensors, mapped; what its pickle wants to call is not called."""
+    """A .bin file's tensors, memory-mapped, without running code of its pickle."""
     size = path.stat().st_size
     _check_uncompressed(path, shown, size)
     try:  # on the device without memory first, for the sizes that the pickle claims
@@ -271,7 +271,7 @@ def _map_pickle(path: Path, shown: Path) -> dict[str, Tensor]:
 
 
 def _check_uncompressed(path: Path, shown: Path, size: int) -> None:
-    """An archive that grows when it is read is refused before it is."""
+    """Refuse compressed archives before reading them."""
     try:
         with zipfile.ZipFile(path) as archive:
             parts = archive.infolist()

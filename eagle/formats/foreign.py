@@ -1,15 +1,15 @@
-"""Heads that other tools wrote: what they are, what is wrong with them, and the same as heads of this project."""
+"""Heads written by other tools: identify them, find their faults, and convert them to heads of this project."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from eagle import __version__
 from eagle.core.drafter import TrainableDrafter
 from eagle.data.identity import fingerprint
 from eagle.disk import lock_path
@@ -30,7 +30,7 @@ __all__ = ["Finding", "Inspection", "import_head", "inspect", "read_head"]
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a checkpoint is, and what is wrong with it."""
+    """A checkpoint's kind and faults."""
 
     folder: str
     kind: str  # the method, or what else it is
@@ -41,7 +41,7 @@ class Inspection:
 
     @property
     def fatal(self) -> bool:
-        """Whether anything would cost acceptance or keep it from loading."""
+        """Whether any fault would cost acceptance or prevent loading."""
         return any(finding.fatal for finding in self.findings)
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class Inspection:
 
 
 def inspect(folder: str | Path, target: str | None = None) -> Inspection:
-    """What a checkpoint is and what is wrong with it; a broken one is described as far as it can be read."""
+    """Identify a checkpoint and list its faults; a broken one is described as far as it can be read."""
     path, target_files = folder_at(folder), _read_target(target)
     try:
         head = _read(path, target_files)
@@ -66,7 +66,7 @@ def inspect(folder: str | Path, target: str | None = None) -> Inspection:
 
 
 def _read(path: Path, target: TargetFiles | None) -> HeadFolder:
-    """A folder, recognised and looked through."""
+    """Read and recognise a folder."""
     head = read_folder(path)
     if head.guesses_levels:
         read_levels(head, target)
@@ -76,7 +76,7 @@ def _read(path: Path, target: TargetFiles | None) -> HeadFolder:
 def _convert(
     head: HeadFolder, target: TargetFiles | None, taps: tuple[int, ...] | None
 ) -> tuple[TrainableDrafter, list[str]]:
-    """A head of this project, and all that was left open or left out."""
+    """The head as one of this project, with notes on all that was assumed or left out."""
     if head.guesses_levels and taps not in (None, (-1,)) and not head.problems:
         raise ValueError(f"taps are {taps}, but such heads read (-1,): leave them out")
     return convert_levels(head, target) if head.guesses_levels else convert_head(head, target, taps)
@@ -98,7 +98,7 @@ def import_head(
     taps: tuple[int, ...] | None = None,
     norm_output: str | None = None,
 ) -> str:
-    """Write a checkpoint as a head of this project, and say all that was taken, left out or assumed."""
+    """Write a checkpoint as a head of this project; returns notes on all that was used, left out or assumed."""
     with lock_path(out):
         source, target_files = folder_at(folder), _read_target(target)
         _check_empty(out, source)
@@ -110,7 +110,7 @@ def import_head(
         drafter, notes = _convert(head, target_files, taps)
         weights = fingerprint([source / name for name in weight_files(source)])
         provenance = {
-            "eagle": version("eagle"),
+            "eagle": __version__,
             "imported": {"layout": head.layout, "weights": weights, "notes": notes},
         }
         verifier = head.keys.section("speculators_config").section("verifier").text("name_or_path")
@@ -131,7 +131,7 @@ def _read_target(path: str | None) -> TargetFiles | None:
 
 
 def _check_empty(out: str | Path, source: Path) -> None:
-    """Refuse a place for a new head that is not empty, or mixed with its source."""
+    """Refuse an output folder that is not empty, or that overlaps its source."""
     folder = Path(out)
     aside = folder.with_name(folder.name + ".part")
     for path in (folder, aside):
@@ -143,7 +143,7 @@ def _check_empty(out: str | Path, source: Path) -> None:
 
 
 def _kind_of_unreadable(path: Path) -> str:
-    """What the config of a folder says that it is, if it can be read."""
+    """The kind that a folder's config states, if it can be read."""
     try:
         kind = kind_by_config(read_json(path, "config.json"))
     except ValueError:
@@ -152,7 +152,7 @@ def _kind_of_unreadable(path: Path) -> str:
 
 
 def describe_kind(head: HeadFolder) -> str:
-    """The method, or what else a checkpoint is."""
+    """The checkpoint's method, or its other kind."""
     if head.network is None:
         return head.kind
     if not head.is_fused:
@@ -161,7 +161,7 @@ def describe_kind(head: HeadFolder) -> str:
 
 
 def list_facts(head: HeadFolder) -> dict[str, Any]:
-    """What a checkpoint is, in figures."""
+    """The facts of a checkpoint that `inspect` shows."""
     entries, shape = head.tensors.stored.values(), head.shape
     dtypes = sorted({str(entry.dtype).removeprefix("torch.") for entry in entries})
     count = sum(math.prod(entry.shape) for entry in entries if entry.dtype.is_floating_point)
@@ -193,6 +193,6 @@ def list_facts(head: HeadFolder) -> dict[str, Any]:
 
 
 def _show_table(facts: dict[str, Any]) -> str:
-    """A table without lines."""
+    """Format a table without lines."""
     width = max(map(len, facts), default=0)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in facts.items())

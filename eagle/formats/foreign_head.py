@@ -1,4 +1,4 @@
-"""A checkpoint of any layout as a head of this project, with every choice that it left open told."""
+"""Convert a checkpoint of any layout to a head of this project, with a note for every assumption."""
 
 # D tokens that can be drafted, V vocabulary
 
@@ -19,7 +19,7 @@ SOME = 16  # tokens of a draft vocabulary, below which chance may look like ids
 def convert_head(
     head: HeadFolder, target: TargetFiles | None, taps: tuple[int, ...] | None
 ) -> tuple[TrainableDrafter, list[str]]:
-    """The head as one of this project, and all that was left open or left out."""
+    """The head as one of this project, with notes on all that was assumed or left out."""
     head.refuse_problems()
     notes = [*head.notes]
     if head.unknown_keys:
@@ -55,7 +55,7 @@ def convert_head(
 def _choose_taps(
     head: HeadFolder, layers: int | None, asked: tuple[int, ...] | None, notes: list[str]
 ) -> tuple[int, ...]:
-    """The layers whose inputs a head reads; what its config says in two ways must be the same."""
+    """The layers whose inputs a head reads; two statements in its config must agree."""
     if not head.is_fused:
         if asked not in (None, (-1,)):
             raise ValueError(f"taps are {asked}, but a head with EAGLE-1's network reads (-1,): leave them out")
@@ -92,7 +92,7 @@ def _choose_taps(
 
 
 def _load_weights(head: HeadFolder, target: TargetFiles | None, notes: list[str]) -> dict[str, Tensor]:
-    """The tensors that the head keeps; what it does not keep is compared and told."""
+    """The tensors that the head keeps; others are compared with the target's and noted."""
     borrowed = borrowed_tensors(head.is_fused)
     weights = {}
     for name in sorted(head.names):
@@ -120,7 +120,7 @@ def _load_weights(head: HeadFolder, target: TargetFiles | None, notes: list[str]
 def _compare_borrowed(
     head: HeadFolder, name: str, target: TargetFiles | None, known_as: tuple[str, ...], notes: list[str]
 ) -> None:
-    """Compare with the target's what the checkpoint holds of it, which a head here borrows instead."""
+    """Compare the checkpoint's copies of target tensors with the target's, which a head here borrows."""
     stored = head.names[name]
     theirs = target.matrix(known_as) if target else None
     left_out = f"{stored} is left out, heads here use the target's"
@@ -138,7 +138,7 @@ def _compare_borrowed(
 
 
 def _convert_vocabulary(head: HeadFolder, weights: dict[str, Tensor], notes: list[str]) -> None:
-    """`d2t` as offsets and `t2d` as a mask where some tokens alone can be drafted; neither where all can."""
+    """`d2t` as offsets and `t2d` as a mask for a draft vocabulary; neither for the full vocabulary."""
     vocab_size, d2t, t2d = head.shape["vocab_size"], weights.pop("d2t", None), weights.pop("t2d", None)
     if head.draft_vocab_size == vocab_size:
         if d2t is not None and bool(d2t.any()):
@@ -161,7 +161,7 @@ def _convert_vocabulary(head: HeadFolder, weights: dict[str, Tensor], notes: lis
 
 
 def read_draft_tokens(d2t: Tensor, vocab_size: int) -> tuple[Tensor | None, str]:
-    """[D], the tokens that offsets stand for, or None and why they cannot be offsets."""
+    """The tokens [D] given by offsets, or None and the reason why they cannot be offsets."""
     tokens = d2t + torch.arange(len(d2t))
     # ids rise at every place; offsets stay where two tokens that follow each other are both said, as some always are
     rises = bool((d2t.diff() > 0).all())

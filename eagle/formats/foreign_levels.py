@@ -1,4 +1,4 @@
-"""Heads that guess several tokens from one state, of other tools: read, and made heads of this project."""
+"""Read heads of other tools that guess several tokens from one state, and convert them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from eagle.formats.vllm import VLLM
 
 
 def read_levels(head: HeadFolder, target: TargetFiles | None) -> None:
-    """Find what each tensor and key of a recognised head is; what stands in the way of an import becomes a problem."""
+    """Match each tensor and key of a recognised head; obstacles to an import become problems."""
     reader = READERS[head.kind]
     copies = _name_tensors(head, reader)
     head.settings = reader.read_settings(head, target)
@@ -41,7 +41,7 @@ def read_levels(head: HeadFolder, target: TargetFiles | None) -> None:
 
 
 def _name_tensors(head: HeadFolder, reader: LevelReader) -> dict[str, str]:
-    """Our name of each tensor; those that another one holds too, by their names, and what they are here."""
+    """This project's name of each tensor, and the duplicates by name."""
     head.names, copies, others = {}, dict[str, str](), dict[str, list[str]]()
     for name in sorted(head.tensors.stored):
         layout, ours = _find_name(head, reader, name)
@@ -59,7 +59,7 @@ def _name_tensors(head: HeadFolder, reader: LevelReader) -> dict[str, str]:
 
 
 def _find_name(head: HeadFolder, reader: LevelReader, name: str) -> tuple[str, str | None]:
-    """Whose name a tensor has, and ours."""
+    """The reader's pattern that a tensor's name fits, and this project's name."""
     for layout, names in reader.layouts.items():
         for pattern, ours in names.items():
             if found := re.fullmatch(pattern, name):
@@ -71,7 +71,7 @@ def _find_name(head: HeadFolder, reader: LevelReader, name: str) -> tuple[str, s
 
 
 def _compare_borrowed(head: HeadFolder, name: str, known_as: tuple[str, ...], target: TargetFiles | None) -> None:
-    """Compare with the target's what the checkpoint holds of it, which a head here borrows instead."""
+    """Compare the checkpoint's copies of target tensors with the target's, which a head here borrows."""
     left_out = f"{head.names[name]} is left out, heads here use the target's"
     theirs = target.matrix(known_as) if target else None
     if theirs is None:
@@ -90,7 +90,7 @@ def _compare_borrowed(head: HeadFolder, name: str, known_as: tuple[str, ...], ta
 
 
 def _build(head: HeadFolder, reader: LevelReader, target: TargetFiles | None) -> TrainableDrafter:
-    """A head of these settings and sizes, with weights that nobody has set."""
+    """A head with these settings and sizes, and uninitialised weights."""
     try:  # pydantic judges the settings, transformers and torch the sizes
         method: Any = DRAFTERS[reader.method_of(head)]
         drafter: TrainableDrafter = method(method.Settings(**head.settings), reader.read_shape(head, target))
@@ -100,7 +100,7 @@ def _build(head: HeadFolder, reader: LevelReader, target: TargetFiles | None) ->
 
 
 def _check_tensors(head: HeadFolder, reader: LevelReader, target: TargetFiles | None) -> None:
-    """Every expected tensor is there in its size, in numbers, and no other one."""
+    """Check that every expected tensor is present, in its size and a number type, and no other one."""
     if head.problems:  # which say more than sizes that do not fit
         return
     try:
@@ -131,7 +131,7 @@ def _list_some(names: list[str]) -> str:
 
 
 def convert_levels(head: HeadFolder, target: TargetFiles | None) -> tuple[TrainableDrafter, list[str]]:
-    """The head as one of this project, and all that was left open or left out."""
+    """The head as one of this project, with notes on all that was assumed or left out."""
     head.refuse_problems()
     reader, notes = READERS[head.kind], [*head.notes]
     if head.unknown_keys:
@@ -148,7 +148,7 @@ def convert_levels(head: HeadFolder, target: TargetFiles | None) -> tuple[Traina
 
 
 def lint_levels(head: HeadFolder) -> list[Finding]:
-    """All that is wrong with such a checkpoint, and what engines read otherwise."""
+    """All faults of such a checkpoint, and what engines read differently."""
     findings = [*head.problems]
     if head.unknown_keys:
         findings.append(Finding(f"unknown keys of config.json: {', '.join(head.unknown_keys):.400}", (), False))

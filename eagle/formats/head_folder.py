@@ -1,4 +1,4 @@
-"""A checkpoint that somebody wrote: what it says of itself, and all that is wrong with it."""
+"""A checkpoint of unknown origin: its own statements and its faults."""
 
 # D tokens that can be drafted
 
@@ -21,7 +21,7 @@ EAGLE1 = "EAGLE-1"
 
 @dataclass(frozen=True)
 class Finding:
-    """Something in a checkpoint that costs acceptance, or will not load, somewhere."""
+    """A fault of a checkpoint that costs acceptance or prevents loading in some engine."""
 
     what: str
     engines: tuple[str, ...] = ()  # where it strikes; all readers where none is named
@@ -35,7 +35,7 @@ class Finding:
 
 @dataclass
 class HeadFolder:
-    """A checkpoint by this project's names, and all that keeps it from being a head here."""
+    """A checkpoint with tensors by this project's names, and the problems that prevent an import."""
 
     path: Path
     config: dict[str, Any]
@@ -67,26 +67,26 @@ class HeadFolder:
 
     @property
     def inputs_by_outputs(self) -> tuple[int, ...] | None:
-        """The layer ids that count outputs as ids that count inputs."""
+        """Layer ids that count outputs, converted to ids that count inputs."""
         return None if self.outputs is None else tuple(layer + 1 for layer in self.outputs)
 
     @property
     def architectures(self) -> list[str]:
-        """The names by which engines know what to load."""
+        """The config's architectures, by which engines choose what to load."""
         named = self.config.get("architectures")
         return [name[:80] for name in named if isinstance(name, str)][:8] if isinstance(named, list) else []
 
     @property
     def prefixed(self) -> list[str]:
-        """Tensors that stand under `model.`."""
+        """Tensors whose names begin with `model.`."""
         return [name for name in self.tensors.stored if name.startswith("model.")]
 
     def has_block(self, prefix: str) -> bool:
-        """Whether tensors of the file begin so."""
+        """Whether some tensor's name begins with this prefix."""
         return any(name.startswith(prefix) for name in self.names.values())
 
     def entry(self, name: str) -> TensorEntry | None:
-        """A tensor by this project's name, if it is there."""
+        """A tensor's entry by this project's name, if present."""
         return self.tensors.stored.get(self.names.get(name, ""))
 
     def load(self, name: str) -> Tensor:
@@ -94,11 +94,11 @@ class HeadFolder:
         return self.tensors.load(self.names[name])
 
     def problem(self, what: str, fix: str = "", fatal: bool = True) -> None:
-        """Keep something that stands in the way of an import."""
+        """Record a problem that prevents an import."""
         self.problems.append(Finding(what, (), fatal, fix))
 
     def refuse_problems(self) -> None:
-        """Raise a ValueError with all that stands in the way of an import."""
+        """Raise a ValueError with all problems that prevent an import."""
         listed = [f"- {problem.what}{f'. {problem.fix}' if problem.fix else ''}" for problem in self.problems]
         if listed:
             named = f"{self.path}, {self.kind}," if self.guesses_levels else str(self.path)

@@ -1,4 +1,4 @@
-"""The parts of a checkpoint: sizes, switches and tensors, each used, known to be of no matter, or told."""
+"""The parts of a checkpoint: sizes, switches and tensors, each used, known to be irrelevant, or reported."""
 
 # H width, D tokens that can be drafted, V vocabulary
 
@@ -40,12 +40,12 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def name_part(name: str) -> str:
-    """What a tensor is that no network here has; an empty text if that is not known."""
+    """The meaning of a tensor that no network here has; "" if unknown."""
     return next((part for pattern, part in FOREIGN_PARTS.items() if re.match(pattern, name)), "")
 
 
 def read_sizes(head: HeadFolder) -> None:
-    """The block's sizes: as the config says, else as its tensors have them, else as a Llama config without them."""
+    """The block's sizes from the config, else from its tensors, else Llama's defaults."""
     block = head.block
     width = _read_size(head, "hidden_size", "fc.weight")
     heads = block.size("num_attention_heads")
@@ -87,7 +87,7 @@ def _read_size(head: HeadFolder, name: str, tensor: str) -> int:
 
 
 def read_switches(head: HeadFolder) -> None:
-    """What decides the arithmetic beside the sizes; refused where this project has no counterpart."""
+    """Read the settings that change the computation; refuse those without a counterpart here."""
     keys, block, nested = head.keys, head.block, head.nested
     refused = {
         "hidden_act": block.text("hidden_act") not in (None, "silu"),
@@ -127,7 +127,7 @@ def _slides(block: Keys) -> bool:
 
 
 def _read_window(block: Keys) -> int | None:
-    """The window that `layer_types` turns on, as engines read it; where that is missing, they differ."""
+    """The window switched on by `layer_types`, as engines read it; without `layer_types` engines differ."""
     return block.size("sliding_window") if "sliding_attention" in block.words("layer_types")[:1] else None
 
 
@@ -179,7 +179,7 @@ def _read_fused(head: HeadFolder) -> None:
 
 
 def _read_switch(head: HeadFolder, name: str) -> None:
-    """A switch stands at the top of a config or in eagle_config; where in neither, it is off."""
+    """A switch at the top of a config or in eagle_config; off if it is in neither."""
     outer = None if head.layout == OWN else head.keys.flag(name)
     inner = head.nested.flag(name)
     if None not in (outer, inner) and outer != inner:
@@ -193,7 +193,7 @@ def _read_switch(head: HeadFolder, name: str) -> None:
 
 
 def build_drafter(head: HeadFolder, taps: tuple[int, ...], sizes: dict[str, Any]) -> TrainableDrafter:
-    """A drafter of a checkpoint's network and of these sizes, with weights that nobody has set."""
+    """A drafter with a checkpoint's network and these sizes, and uninitialised weights."""
     settings: dict[str, Any] = {"intermediate_size": sizes["intermediate_size"], **head.switches}
     overrides = {}
     if head.is_fused:
@@ -231,7 +231,7 @@ def _spare_tensors(head: HeadFolder) -> dict[str, tuple[int, ...] | None]:
 
 
 def check_tensors(head: HeadFolder) -> None:
-    """Every expected tensor is there in its size, and every other one is known."""
+    """Check that every expected tensor is present in its size, and that every other one is known."""
     try:
         expected, spare = expected_tensors(head), _spare_tensors(head)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""DFlash, DSpark and Domino as engines and their own projects name them: tensors are ours, only configs differ."""
+"""DFlash, DSpark and Domino for engines and their own projects: tensor names are ours, only configs differ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Style = Callable[[TrainableDrafter, Any], Config]  # the config of a head with t
 
 
 def mask_of(drafter: TrainableDrafter) -> int:
-    """The token that stands where none is known: written into every config, for readers assume different ones."""
+    """The mask token; written into every config, because readers assume different ones."""
     token: int | None = drafter.settings.mask_token
     return drafter.shape.vocab_size - 1 if token is None else token
 
@@ -28,13 +28,13 @@ def outputs_of(drafter: TrainableDrafter) -> list[int]:
 
 
 def levels_of(drafter: TrainableDrafter) -> int:
-    """How many tokens a block names: one less where its first slot reads the root and names nothing."""
+    """The number of tokens that a block predicts: one less if its first slot only reads the root."""
     settings: Any = drafter.settings
     return int(settings.slots) - (not settings.sample_from_anchor)
 
 
 def qwen3_config(drafter: TrainableDrafter, target_config: Any, **more: Any) -> Config:
-    """What any reader wants of the blocks, which are Qwen3's."""
+    """The config of the blocks, which are Qwen3's, for any reader."""
     blocks = drafter.shape.num_hidden_layers
     told = {
         "model_type": "qwen3",
@@ -55,14 +55,14 @@ def nest_config(architecture: str, drafter: TrainableDrafter, target_config: Any
 
 
 def zlab_config(drafter: TrainableDrafter, target_config: Any) -> Config:
-    """z-lab's: the first slot reads the root and names nothing."""
+    """z-lab's config: the first slot reads the root and predicts nothing."""
     settings = drafter.settings
     more = {"causal": bool(settings.causal), "sample_from_anchor": False}
     return nest_config("DFlashDraftModel", drafter, target_config, **more)
 
 
 def read_markov(drafter: TrainableDrafter) -> Config:
-    """How a head's logits are corrected and its confidence is told, by the keys that all readers of DSpark share."""
+    """The keys for a head's Markov correction and confidence, common to all readers of DSpark."""
     columns = drafter.state_dict()[CONFIDENCE].shape[1] if CONFIDENCE in drafter.state_dict() else 0
     kind = getattr(drafter.settings, "markov", "none")
     return {
@@ -75,7 +75,7 @@ def read_markov(drafter: TrainableDrafter) -> Config:
 
 
 def deepspec_config(drafter: TrainableDrafter, target_config: Any) -> Config:
-    """DeepSpec's, all at the top; one without a Markov head is what it calls DFlash."""
+    """DeepSpec's flat config; without a Markov head it is what DeepSpec calls DFlash."""
     told = {"mask_token_id": mask_of(drafter), "target_layer_ids": outputs_of(drafter)}
     told |= {"num_anchors": drafter.settings.anchors, **read_markov(drafter)}
     told["dspark_bonus_anchor"] = not told["sample_from_anchor"]  # by which vLLM knows it
@@ -85,7 +85,7 @@ def deepspec_config(drafter: TrainableDrafter, target_config: Any) -> Config:
 
 
 def specforge_config(drafter: TrainableDrafter, target_config: Any) -> Config:
-    """SpecForge's of DSpark."""
+    """SpecForge's config of DSpark."""
     shape, told = drafter.shape, read_markov(drafter)
     more = {
         "projector_type": "dspark",
@@ -96,7 +96,7 @@ def specforge_config(drafter: TrainableDrafter, target_config: Any) -> Config:
 
 
 def domino_config(drafter: TrainableDrafter, target_config: Any) -> Config:
-    """SpecForge's of Domino, which SGLang reads."""
+    """SpecForge's config of Domino, which SGLang reads."""
     tensors = drafter.state_dict()
     more = {
         "projector_type": "domino",
@@ -109,7 +109,7 @@ def domino_config(drafter: TrainableDrafter, target_config: Any) -> Config:
 
 
 def speculators_config(drafter: TrainableDrafter, target_config: Any) -> Config:
-    """That of `speculators`, which counts inputs of layers and nests the blocks' sizes."""
+    """The config of `speculators`, which counts layer inputs and nests the blocks' sizes."""
     settings, corrected = drafter.settings, drafter.settings.kind == DSPARK
     block = qwen3_config(drafter, target_config, rope_parameters=rotary_of(drafter.shape))
     block = {key: value for key, value in block.items() if key not in ("block_size", "num_target_layers")}
@@ -133,7 +133,7 @@ def speculators_config(drafter: TrainableDrafter, target_config: Any) -> Config:
 
 
 def propose_config(algorithm: str, tokens: int, target_config: Any) -> Config:
-    """What `speculators` wants to be told of drafting; a server may be told otherwise."""
+    """The drafting defaults in a config of `speculators`; a server may override them."""
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": tokens,
@@ -153,7 +153,7 @@ def propose_config(algorithm: str, tokens: int, target_config: Any) -> Config:
 
 @dataclass(frozen=True)
 class InjectedLayout(NetworkLayout):
-    """How one reader takes blocks over what the target read."""
+    """One reader's layout of block drafters."""
 
     blocks: int = 64  # all of that code has any number
     styles: Mapping[tuple[str, bool], Style] = field(default_factory=dict)  # by drafter.markov and sample_from_anchor
@@ -162,7 +162,7 @@ class InjectedLayout(NetworkLayout):
     copies: bool = False  # whether embedding and LM head are part of it
 
     def write(self, drafter: TrainableDrafter, target_config: Any, engine: str) -> Layout:
-        """Layer ids ascend; ValueError with what the reader would read otherwise."""
+        """Write the layout with ascending layer ids; ValueError for settings that the reader would misread."""
         style = self._choose_style(drafter.settings, engine)
         self._check(drafter, target_config, engine, style)
         order = sorted(range(len(drafter.taps)), key=drafter.taps.__getitem__)
@@ -172,7 +172,7 @@ class InjectedLayout(NetworkLayout):
         return Layout(style(drafter, target_config), tensors, self.serve, deepest=levels_of(drafter), at_once=True)
 
     def _choose_style(self, settings: Any, engine: str) -> Style:
-        """The config by which it is read; ValueError for what its readers would take for something else."""
+        """The config style for these settings; ValueError if readers would take the head for something else."""
         kind, anchor = getattr(settings, "markov", "none"), bool(settings.sample_from_anchor)
         if (kind, anchor) in self.styles:
             return self.styles[kind, anchor]
@@ -191,7 +191,7 @@ class InjectedLayout(NetworkLayout):
         )
 
     def _check(self, drafter: TrainableDrafter, target_config: Any, engine: str, style: Style) -> None:
-        """Say what keeps a head from being served."""
+        """Raise ValueError with the reason why the head cannot be served."""
         layers, settings = target_config.num_hidden_layers, drafter.settings
         if not getattr(drafter.shape, "qk_norm", False):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""DFlash, DSpark and Domino as other tools write them: what a block's slots name, and what is added to their logits."""
+"""Read DFlash, DSpark and Domino heads of other tools: the slots' convention and the logits' correction."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BEHIND = "slot k names the token behind its place (DeepSpec's DFlash and DSpark)
 
 
 class InjectedReader(LevelReader):
-    """Blocks of slots over what the target read, of z-lab, SpecForge, DeepSpec and speculators."""
+    """Reads block drafters of z-lab, SpecForge, DeepSpec and speculators."""
 
     def method_of(self, head: HeadFolder) -> str:
         """DSpark where anything corrects the logits or tells a confidence."""
@@ -68,7 +68,7 @@ class InjectedReader(LevelReader):
         return settings if self.method_of(head) == DFLASH else settings | corrected
 
     def _find_layout(self, head: HeadFolder) -> str:
-        """Who writes configs like this one."""
+        """The project that writes configs like this one."""
         config = head.config
         if "speculators_model_type" in config or "transformer_layer_config" in config:
             return SPECULATORS
@@ -77,7 +77,7 @@ class InjectedReader(LevelReader):
         return SPECFORGE if head.nested.values.get("projector_type") else ZLAB
 
     def _refuse_others(self, head: HeadFolder) -> None:
-        """Say what no block here can be."""
+        """Record settings that no block of this project has."""
         keys, block, nested = head.keys, head.block, head.nested
         slides = "sliding_attention" in block.words("layer_types") or bool(block.flag("use_sliding_window"))
         drafts, width = keys.size("draft_vocab_size"), keys.size("target_hidden_size")
@@ -121,7 +121,7 @@ class InjectedReader(LevelReader):
         return taps
 
     def _read_anchor(self, head: HeadFolder) -> bool:
-        """Whether the first slot names a token; the layout's own default where it is not said, which is told."""
+        """Whether the first slot predicts a token; by default as in the layout's own code, with a note."""
         keys, nested, shift = head.keys, head.nested, head.nested.flag("shift_label")
         said = _first(keys.flag("sample_from_anchor"), nested.flag("sample_from_anchor"))
         bonus = keys.flag("dspark_bonus_anchor")
@@ -143,7 +143,7 @@ class InjectedReader(LevelReader):
         return bool(_first(said, usual))
 
     def _read_mask(self, head: HeadFolder) -> int:
-        """The token that stands where none is known; nothing tells it but the config."""
+        """The mask token, which only the config gives."""
         mask, size = (
             _first(head.nested.token("mask_token_id"), head.keys.token("mask_token_id")),
             head.shape["vocab_size"],
@@ -155,7 +155,7 @@ class InjectedReader(LevelReader):
         return mask or 0
 
     def _read_correction(self, head: HeadFolder) -> dict[str, Any]:
-        """What is added to a slot's logits, by its tensors; a config that says otherwise is told."""
+        """The correction of a slot's logits by its tensors; a note if the config disagrees."""
         places = (head.keys, head.nested)
         ranks = [rank for part in places if (rank := part.token("markov_rank")) is not None]
         kinds = [kind for part in places if (kind := part.text("markov_head_type")) is not None]
@@ -191,7 +191,7 @@ class InjectedReader(LevelReader):
         return head_shape(SimpleNamespace(**head.shape), num_hidden_layers=head.settings["blocks"], qk_norm=True)
 
     def list_facts(self, head: HeadFolder) -> dict[str, Any]:
-        """Which of the two conventions that are called DFlash it has."""
+        """The head's convention among the two named DFlash."""
         place = BEHIND if head.settings.get("sample_from_anchor") else OWN_PLACE
         return {"method": self.method_of(head), "slots": f"{head.settings.get('slots')}: {place}"}
 
@@ -209,7 +209,7 @@ def usual_taps(layers: int, blocks: int) -> list[int]:
 
 
 def _first(*values: Any) -> Any:
-    """The first that is said."""
+    """The first value that is given."""
     return next((value for value in values if value is not None), None)
 
 

@@ -1,4 +1,4 @@
-"""The keys of a config that somebody else wrote: each is taken with its kind, and what nobody took is known."""
+"""Typed access to a foreign config's keys, which records the keys that were not used."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 @dataclass
 class Keys:
-    """The values of a mapping; what is of a wrong kind is told and counts as absent, and null does too."""
+    """The values of a mapping; a value of a wrong type is reported and treated as absent, like null."""
 
     values: dict[str, Any]
     where: str = ""  # the section, in front of each name
@@ -61,11 +61,11 @@ class Keys:
         return self._take(name, "true or false", lambda value: isinstance(value, bool))
 
     def text(self, name: str) -> str | None:
-        """A word."""
+        """A string."""
         return self._take(name, "a text", lambda value: isinstance(value, str))
 
     def whole(self, name: str, least: int = 0) -> tuple[int, ...] | None:
-        """Some whole numbers."""
+        """A list of whole numbers, each at least `least`."""
         numbers = self._take(
             name,
             f"a list of whole numbers, {least} or more",
@@ -74,17 +74,17 @@ class Keys:
         return None if numbers is None else tuple(numbers)
 
     def words(self, name: str) -> tuple[str, ...]:
-        """Some texts; none where there are none."""
+        """A list of strings; empty if absent."""
         texts = self._take(name, "a list of texts", lambda value: _is_list(value, lambda word: isinstance(word, str)))
         return tuple(texts or ())
 
     def section(self, name: str) -> Keys:
-        """A mapping inside, which tells what is wrong with it to the same list."""
+        """A nested mapping, which reports to the same list."""
         values = self._take(name, "a mapping", lambda value: isinstance(value, dict))
         return Keys(values or {}, f"{self.where}{name}.", self.wrong)
 
     def left(self) -> list[str]:
-        """The keys that hold something, that nobody took, and that are not known to be of no matter."""
+        """The keys with a value that were not used and are not known to be irrelevant."""
         held = {name for name, value in self.values.items() if value is not None}
         left = sorted(held - self.taken - NO_MATTER)
         return [f"{self.where}{name if name.isprintable() else ascii(name)}"[:100] for name in left]
@@ -125,7 +125,7 @@ def _is_rotary_value(value: Any) -> bool:
 
 
 def read_rope(keys: Keys, notes: list[str]) -> dict[str, Any]:
-    """The rotary parameters, whichever of its three spellings a config uses; two that disagree are told."""
+    """The rotary parameters in any of a config's three spellings; a note if two disagree."""
     theta = keys.number("rope_theta")
     newer, older = keys.section("rope_parameters"), keys.section("rope_scaling")
     rope: dict[str, Any] = {}

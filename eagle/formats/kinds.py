@@ -1,4 +1,4 @@
-"""What a checkpoint is that is no EAGLE head: a language model, or a head of another method, by names and keys."""
+"""Identify checkpoints other than EAGLE heads (language models, other methods) by tensor names and keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AS_DRAFT = "load_drafter takes it as a draft model, for a target with the same v
 
 @dataclass(frozen=True)
 class Kind:
-    """One method's signs: any of them is enough."""
+    """The signs of one method; any of them is enough."""
 
     name: str
     tensors: str  # begins one of the tensors' names, `model.` taken off
@@ -56,7 +56,7 @@ MODEL = re.compile(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
 
 
 def kind_by_tensors(names: Iterable[str], config: dict[str, Any]) -> tuple[str, str]:
-    """What a checkpoint with these tensors is, and what can be done with it; two empty texts for a head of EAGLE's."""
+    """The kind of a checkpoint with these tensors, and what to do with it; two empty strings for an EAGLE head."""
     names, words = list(names), _read_words(config)
     for kind in KINDS:
         if any(re.match(kind.tensors, name) for name in names) or _is_named(kind, words, config):
@@ -79,7 +79,7 @@ def kind_by_tensors(names: Iterable[str], config: dict[str, Any]) -> tuple[str, 
 
 
 def kind_by_config(config: dict[str, Any]) -> str:
-    """What a checkpoint says to be whose weights cannot be read, or an empty text."""
+    """The kind that the config states, for a checkpoint with unreadable weights; "" if unknown."""
     words = _read_words(config)
     for kind in (*KINDS, MTP):
         if _is_named(kind, words, config):
@@ -96,19 +96,19 @@ def _is_named(kind: Kind, words: list[str], config: dict[str, Any]) -> bool:
 
 
 def _is_eagle(names: list[str], words: list[str], config: dict[str, Any]) -> bool:
-    """Whether anything speaks for a head of EAGLE's, whole or not."""
+    """Whether there is any sign of an EAGLE head, complete or not."""
     keys = {"draft_vocab_size", "eagle_config", "speculators_config"} & config.keys()
     return bool(keys) or any("eagle" in word for word in words) or any(EAGLE_TENSORS.match(name) for name in names)
 
 
 def _is_whole(names: set[str]) -> bool:
-    """Whether a single layer has all that a head leaves out: its input norm, an embedding and what stands behind it."""
+    """Whether a single layer has the parts that a head lacks: input norm, embedding, and final norm or LM head."""
     has_output = bool(names & {"norm.weight", "lm_head.weight"})
     return has_output and {"layers.0.input_layernorm.weight", "embed_tokens.weight"} <= names
 
 
 def _read_words(config: dict[str, Any]) -> list[str]:
-    """The names that a config gives to what it describes, in small letters."""
+    """The names of model and method in a config, in lower case."""
     nested = config.get("dflash_config")
     projector = nested.get("projector_type") if isinstance(nested, dict) else None
     words = [config.get("model_type"), config.get("speculators_model_type"), projector, _architecture(config)]

@@ -17,7 +17,7 @@ PER_TARGET = ("partial_rotary_factor", "full_attention", "sliding_attention")  #
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What goes into `config.json` and the file of weights, and how the engine is started (Markdown)."""
+    """The contents of `config.json` and the weight file, and how to start the engine (Markdown)."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -83,17 +83,17 @@ def output_of(drafter: TrainableDrafter, engine: str, advice: str = "no exporter
 
 
 def scale_of(drafter: TrainableDrafter) -> float:
-    """What the target multiplies its embedding's rows with, of which engines know nothing when they draft."""
+    """The factor on the target's embedding rows, which engines do not apply when they draft."""
     return drafter.frozen[0].scale if drafter.frozen else 1.0
 
 
 def has_attention(drafter: TrainableDrafter) -> bool:
-    """Whether anything in it is turned by positions."""
+    """Whether any part uses rotary positions."""
     return any(".self_attn." in name for name in drafter.state_dict())
 
 
 def rotary_of(shape: Any) -> dict[str, Any]:
-    """The head's rotary parameters without those of its target that it does not follow."""
+    """The head's rotary parameters, without those of its target that it ignores."""
     return {
         key: value for key, value in shape.rope_parameters.items() if value is not None and key not in PER_TARGET
     } | {"rope_type": shape.rope_parameters.get("rope_type", "default")}

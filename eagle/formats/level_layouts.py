@@ -1,4 +1,4 @@
-"""Networks that guess several tokens from one state, as engines and their own projects name their parts."""
+"""Layouts of heads that guess several tokens from one state, for engines and for their authors' code."""
 
 # H width, I inner width, V vocabulary
 
@@ -22,14 +22,14 @@ TOP_TOKENS = (5, 4, 3, 2)  # of each level of their trees, and one of any later 
 
 
 def rename(tensors: Mapping[str, Tensor], spelling: Mapping[str, str]) -> dict[str, Tensor]:
-    """The tensors by other names: each pattern, and what a name becomes that it fits as a whole."""
+    """Rename tensors by patterns, each of which must match a whole name."""
     for pattern, theirs in spelling.items():
         tensors = {re.sub(f"^{pattern}$", theirs, name): tensor for name, tensor in tensors.items()}
     return dict(tensors)
 
 
 def check_shared(tensors: Mapping[str, Tensor], first: int, engine: str) -> None:
-    """Refuse residual blocks that differ where the published code has one block that it runs again and again."""
+    """Refuse different residual blocks if the published code runs one block repeatedly."""
     for name, tensor in tensors.items():
         block = re.fullmatch(r"blocks\.(\d+)\.(\d+)\.(weight|bias)", name)
         if not block or int(block[2]) <= first:
@@ -57,7 +57,7 @@ def check_family(drafter: TrainableDrafter, target_config: Any, families: tuple[
 
 
 def base_config(drafter: TrainableDrafter, target_config: Any) -> dict[str, Any]:
-    """The keys that any reader may want to know."""
+    """The config keys for any reader."""
     dtype = str(next(drafter.parameters()).dtype).removeprefix("torch.")
     return {"hidden_size": drafter.shape.hidden_size, "vocab_size": drafter.shape.vocab_size, "torch_dtype": dtype}
 

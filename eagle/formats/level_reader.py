@@ -28,7 +28,7 @@ MOST = 64  # levels that any head has: a config may say anything
 
 @dataclass(frozen=True)
 class LevelReader:
-    """How the heads of one method are read; `names` maps patterns of other tools' names to ours."""
+    """Reads the heads of one method; `names` maps patterns of other tools' tensor names to ours."""
 
     method: str
     layouts: Mapping[str, Mapping[str, str]]  # by who writes them
@@ -37,7 +37,7 @@ class LevelReader:
     whole: tuple[str, ...] = ()  # our names of tensors that hold no weights
 
     def method_of(self, head: HeadFolder) -> str:
-        """The method here that such a head is one of."""
+        """This project's method for such a head."""
         return self.method
 
     def rename(self, head: HeadFolder, name: str, ours: str) -> str | None:
@@ -45,7 +45,7 @@ class LevelReader:
         return ours
 
     def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> dict[str, Any]:
-        """What a recipe would have said, from tensors and config, of which each key is taken."""
+        """The head's settings as a recipe would state them, from tensors and config."""
         raise NotImplementedError
 
     def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
@@ -60,29 +60,29 @@ class LevelReader:
         return size
 
     def make_tensor(self, head: HeadFolder, name: str) -> Tensor:
-        """One of our tensors, from those that hold it."""
+        """Make one of our tensors from the file's tensors."""
         return head.load(name)
 
     def list_traps(self, head: HeadFolder) -> Iterator[tuple[Trap, dict[str, Any]]]:
-        """What engines read otherwise, with what stands in its text."""
+        """What engines read differently, with the values for the text."""
         yield from ()
 
     def list_facts(self, head: HeadFolder) -> dict[str, Any]:
-        """What `inspect` shows beside the settings."""
+        """Further facts for `inspect`."""
         return {}
 
     def may_lack(self, head: HeadFolder, name: str) -> str:
-        """Why a tensor need not be in the file; an empty text if it must."""
+        """Why a tensor may be absent from the file; "" if it may not."""
         return ""
 
 
 def count_parts(head: HeadFolder, pattern: str) -> int:
-    """How many different numbers stand at one place of our names."""
+    """The number of different indices at one place of our names."""
     return len({found[1] for name in head.names if (found := re.match(pattern, name))})
 
 
 def compare_count(head: HeadFolder, said: int | None, found: int, what: str) -> int:
-    """What the file holds; less than the config says is told, and so is more."""
+    """The count found in the file; a note if the config states another one."""
     if said is not None and said > found:
         head.problem(f"config.json says {said} {what}, the file holds {found}", "Copy it again")
     elif said not in (None, found):
@@ -105,6 +105,6 @@ def read_sides(head: HeadFolder, target: TargetFiles | None, width: str, rows: s
 
 
 def compare_size(head: HeadFolder, key: str, said: Any, found: int | None) -> None:
-    """Tell a size of the config that the tensors do not have."""
+    """Note a size in the config that differs from the tensors'."""
     if None not in (said, found) and said != found:
         head.problem(f"config.json: {key} is {short(said)}, the tensors have {found}", "Copy both files again")

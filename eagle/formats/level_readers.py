@@ -1,4 +1,4 @@
-"""Medusa, Hydra, MLP speculators and Falcon as other tools write them: which tensor and key is what here."""
+"""Read Medusa, Hydra, MLP speculator and Falcon heads of other tools."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class MedusaReader(LevelReader):
         return "" if some or not name.endswith(".bias") else "no biases: zeros, which change nothing"
 
     def make_tensor(self, head: HeadFolder, name: str) -> Tensor:
-        """A bias that is in no file is zero."""
+        """Make a tensor; a bias that no file holds is zero."""
         return head.load(name) if name in head.names else torch.zeros(head.shape["hidden_size"])
 
 
@@ -206,7 +206,7 @@ class FalconReader(LevelReader):
         return {"k": k or 1}
 
     def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
-        """Those of the config."""
+        """The config's sizes."""
         return head_shape(SimpleNamespace(**head.shape))
 
     def size_of(self, name: str, size: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What is known to go wrong with checkpoints: in which engine, and what helps."""
+"""Check a checkpoint for known faults, with the affected engines and the remedy."""
 
 # D tokens that can be drafted, V vocabulary, L layers of the target
 
@@ -32,7 +32,7 @@ Findings = Iterator[Finding]
 
 
 def strike(trap: Trap, engines: tuple[str, ...] | None = None, fatal: bool | None = None, **values: Any) -> Finding:
-    """The finding of a trap, in the engines whose tables name it unless others are given."""
+    """The finding of a known fault, for the engines whose tables name it unless others are given."""
     if engines is None:
         engines = tuple(engine.title for engine in SERVERS if trap in engine.traps)
     is_fatal = trap.fatal if fatal is None else fatal
@@ -50,7 +50,7 @@ def _engines_by_switch(switch: str, is_known: bool) -> tuple[str, ...]:
 
 
 def check_names(head: HeadFolder, target: TargetFiles | None) -> Findings:
-    """How tensors and architectures are called."""
+    """Check the names of tensors and architectures."""
     if head.prefixed:
         is_fatal = AUTOMODEL_CLASS not in head.architectures and not has(head.path, "eagle_meta.pt")
         yield strike(traps.MODEL_PREFIX, fatal=is_fatal, count=len(head.prefixed))
@@ -61,7 +61,7 @@ def check_names(head: HeadFolder, target: TargetFiles | None) -> Findings:
 
 
 def check_layer_ids(head: HeadFolder, target: TargetFiles | None) -> Findings:
-    """Two conventions, two places: inputs of layers in the outer key, outputs in the inner one."""
+    """Check layer ids: the outer key counts layer inputs, the inner one outputs."""
     if not head.is_fused:
         return
     inputs, inner = head.inputs, head.inputs_by_outputs
@@ -87,7 +87,7 @@ def check_layer_ids(head: HeadFolder, target: TargetFiles | None) -> Findings:
 
 
 def check_vocabulary(head: HeadFolder, target: TargetFiles | None) -> Findings:
-    """`d2t` and `t2d`."""
+    """Check `d2t` and `t2d`."""
     entry, size, vocab_size = head.entry("d2t"), head.draft_vocab_size, head.shape["vocab_size"]
     if not head.is_fused or entry is None or entry.shape != (size,) or entry.dtype.is_floating_point:
         return
@@ -112,7 +112,7 @@ def check_vocabulary(head: HeadFolder, target: TargetFiles | None) -> Findings:
 
 
 def check_rotary(head: HeadFolder, target: TargetFiles | None) -> Findings:
-    """How positions turn."""
+    """Check the rotary parameters."""
     rope = head.shape["rope_parameters"]
     theta, kind = rope["rope_theta"], rope["rope_type"]
     if head.block.values.get("rope_theta") is None and theta != USUAL_THETA:
@@ -129,7 +129,7 @@ def check_rotary(head: HeadFolder, target: TargetFiles | None) -> Findings:
 
 
 def check_norms(head: HeadFolder, target: TargetFiles | None) -> Findings:
-    """Switches that some engines do not look at."""
+    """Check switches that some engines ignore."""
     if not head.is_fused:
         return
     for switch, trap in traps.UNKNOWN_SWITCHES.items():
@@ -149,7 +149,7 @@ def check_norms(head: HeadFolder, target: TargetFiles | None) -> Findings:
 
 
 def check_biases(head: HeadFolder, target: TargetFiles | None) -> Findings:
-    """The bias of `fc`, and those that a config promises."""
+    """Check the bias of `fc` and the biases that a config states."""
     has_bias = head.entry("fc.bias") is not None
     if has_bias and head.is_fused:
         yield strike(traps.FUSED_BIAS)
@@ -163,7 +163,7 @@ def check_biases(head: HeadFolder, target: TargetFiles | None) -> Findings:
 
 
 def check_config(head: HeadFolder, target: TargetFiles | None) -> Findings:
-    """Keys that lie about the tensors."""
+    """Check config keys that contradict the tensors."""
     block, config = head.block.values, head.config
     if True in (block.get("tie_word_embeddings"), head.keys.values.get("tie_word_embeddings")):
         yield strike(traps.TIED, fatal=head.is_fused)
@@ -180,7 +180,7 @@ def check_config(head: HeadFolder, target: TargetFiles | None) -> Findings:
 
 
 def check_numbers(head: HeadFolder, target: TargetFiles | None) -> Findings:
-    """Tensors that hold nothing, or nothing that is a number."""
+    """Check for tensors that are zero or not finite."""
     for name, stored in head.names.items():
         if not head.tensors.stored[stored].dtype.is_floating_point or name.endswith("inv_freq"):
             continue
@@ -192,7 +192,7 @@ def check_numbers(head: HeadFolder, target: TargetFiles | None) -> Findings:
 
 
 def check_target(head: HeadFolder, target: TargetFiles | None) -> Findings:
-    """The target that it is said to be for."""
+    """Check the head against the given target."""
     if target is None:
         return
     for name, theirs in (("hidden_size", target.width), ("vocab_size", target.vocab_size)):
@@ -207,7 +207,7 @@ def check_target(head: HeadFolder, target: TargetFiles | None) -> Findings:
 
 
 def check_origin(head: HeadFolder, target: TargetFiles | None) -> Findings:
-    """The target that it was made for, where this project wrote that down."""
+    """Check the target recorded in the head's provenance."""
     if target is None or not has(head.path, "provenance.json"):
         return
     try:
@@ -234,7 +234,7 @@ CHECKS = (
 
 
 def lint(head: HeadFolder, target: TargetFiles | None) -> list[Finding]:
-    """All that is wrong with a checkpoint, the worst first; what stands in the way of an import is part of it."""
+    """All faults of a checkpoint, worst first, including those that prevent an import."""
     findings = list(head.problems)
     for check in CHECKS if head.network is not None else ():
         if head.layout != OWN or check not in SERVED_ONLY:

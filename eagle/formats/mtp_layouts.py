@@ -62,11 +62,11 @@ class MtpLayout(NetworkLayout):
         return Layout({**target_config.to_dict(), **told}, rename(tensors, spelling), self.serve)
 
     def _copies(self, drafter: TrainableDrafter, engine: str) -> dict[str, Tensor]:
-        """What of the target stands in the layer too."""
+        """The target's tensors that the layer holds as copies."""
         return {"embedding": embedding_of(drafter, engine), "output": output_of(drafter, engine)}
 
     def _check(self, drafter: TrainableDrafter, target_config: Any, engine: str) -> None:
-        """Say what the family's own code has not."""
+        """Raise ValueError for settings that the family's code does not support."""
         if self.families and target_config.model_type not in self.families:
             raise ValueError(
                 f"{engine}: the target is a {target_config.model_type}, and such a layer is read there in the files of "

@@ -1,4 +1,4 @@
-"""The networks of heads, as an engine that serves them names their parts."""
+"""The networks of heads with the part names of the engines that serve them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def network_of(drafter: TrainableDrafter) -> str:
 
 @dataclass(frozen=True)
 class NetworkLayout:
-    """How one engine reads one network."""
+    """One engine's layout of one network."""
 
     serve: str  # Markdown, in which HEAD, TARGET and DEPTH stand for themselves
     architectures: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class NetworkLayout:
     finish: Callable[[Layout, TrainableDrafter, Any], Layout] | None = None  # what this engine alone needs
 
     def write(self, drafter: TrainableDrafter, target_config: Any, engine: str) -> Layout:
-        """The layout; ValueError with what the engine cannot serve."""
+        """The layout of a head; ValueError with the settings that the engine cannot serve."""
         raise NotImplementedError
 
 
@@ -101,7 +101,7 @@ class FusedLayout(NetworkLayout):
         return Layout(config, tensors, serve)
 
     def _check(self, drafter: TrainableDrafter, target_config: Any, engine: str) -> None:
-        """Say what keeps a head from being served."""
+        """Raise ValueError with the reason why the head cannot be served."""
         for switch in SWITCHES:
             if getattr(drafter.settings, switch, False) and switch not in self.switches:
                 raise ValueError(

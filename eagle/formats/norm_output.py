@@ -19,13 +19,13 @@ def is_ambiguous(head: HeadFolder) -> bool:
 
 
 def describe_choice(head: HeadFolder) -> str:
-    """The question that the config leaves open."""
+    """The question to the user that the config leaves open."""
     value = str(head.switches["norm_output"]).lower()
     return f"norm_output is {value}, which has two meanings: either {', or '.join(MEANINGS.values())}"
 
 
 def settle_norm_output(head: HeadFolder, meaning: str | None) -> None:
-    """Set the head's switch by what `norm_output` is told to mean; ValueError if that is open or has no counterpart."""
+    """Set the head's switch by the meaning of `norm_output`; ValueError if it is open or has no counterpart."""
     if meaning is None and is_ambiguous(head):
         raise ValueError(f"{head.path}: {describe_choice(head)}. {ASK}")
     if meaning not in (None, *MEANINGS):

@@ -1,4 +1,4 @@
-"""What stands beside an exported head: how it is served, what it was trained under, what it is known to accept."""
+"""The notes beside an exported head: how to serve it, its training settings, and its known acceptance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.drafters.parts.validation import chain_rates
-from eagle.formats.card import acceptance_of
+from eagle.formats.card import acceptance_of, front_matter
 from eagle.formats.layout import Layout
 
 USUAL = 3  # tokens of a chain where nothing is known
@@ -37,6 +37,7 @@ def write_notes(
     words = {"DEPTH": str(depth), "NODES": str(depth + 1), "HEAD": str(out.resolve()), "TARGET": path}
     serve = re.sub("|".join(words), lambda match: words[match[0]], layout.serve)
     sections = [
+        f"{front_matter(_section(recipe, 'drafter').get('kind', 'unknown'), trained_on or target, engine)}\n"
         f"# A draft head for {trained_on or target or 'a target that is not known'}",
         f"Layout: {engine}. A wrong export changes no word that the target says: it shows in acceptance alone.",
         f"## How to serve it\n\n{_explain_paths(out, path)}\n\n{serve}",
@@ -51,7 +52,7 @@ def write_notes(
 
 
 def _explain_paths(out: Path, path: str) -> str:
-    """What the paths of the commands stand for."""
+    """Explain the placeholders in the commands."""
     if path == "TARGET":
         target = "`TARGET` stands for the folder or the hub id of the target, which the head does not name."
     else:
@@ -60,7 +61,7 @@ def _explain_paths(out: Path, path: str) -> str:
 
 
 def _choose_depth(drafter: TrainableDrafter, shares: list[float]) -> tuple[int, str]:
-    """A chain's length, and why."""
+    """The recommended chain length and its reason."""
     if drafter.budget is not None:
         return drafter.budget.depth, "as deep as the tree that the head was tuned to"
     if shares:
@@ -70,7 +71,7 @@ def _choose_depth(drafter: TrainableDrafter, shares: list[float]) -> tuple[int, 
 
 
 def _describe_template(recipe: dict[str, Any]) -> str:
-    """What the server must be told so that prompts look as in training."""
+    """The chat-template arguments that the server needs to match training."""
     data = _section(recipe, "data")
     if tool := _section(recipe, "train").get("imported_from"):
         return (
@@ -88,7 +89,7 @@ def _describe_template(recipe: dict[str, Any]) -> str:
 
 
 def _describe_acceptance(shares: list[float], head: Path | None) -> str:
-    """What validation predicted, and what was measured beside the head."""
+    """The acceptance predicted by validation, and the one measured in the head's run."""
     parts = []
     if shares:
         listed = ", ".join(f"{share:.2f}" for share in shares)
@@ -99,7 +100,7 @@ def _describe_acceptance(shares: list[float], head: Path | None) -> str:
         )
     if head and (table := acceptance_of(head.parent)):
         parts.append(f"Decoded by this project:\n\n{table}")
-    return "\n\n".join(parts) or "Nothing was measured: `python -m eagle doctor` tells."
+    return "\n\n".join(parts) or "Nothing was measured: `eagle doctor` tells."
 
 
 def _read_mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:

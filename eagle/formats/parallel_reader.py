@@ -88,7 +88,7 @@ class ParallelReader(LevelReader):
         return torch.zeros(head.shape["vocab_size"], dtype=torch.bool).index_fill_(0, tokens, True)
 
     def _refuse_others(self, head: HeadFolder) -> None:
-        """Say what no head here can be."""
+        """Record settings that no head of this project has."""
         keys, block = head.keys, head.block
         refused = {
             "hidden_act": block.text("hidden_act") not in (None, "silu"),

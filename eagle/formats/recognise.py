@@ -1,4 +1,4 @@
-"""Recognising a checkpoint: whose layout it is, and which network."""
+"""Recognise a checkpoint's layout and network."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FUSED_TENSORS = {"layers.0.hidden_norm.weight", "norm.weight", "d2t", "t2d", "fc
 
 
 def read_folder(path: Path) -> HeadFolder:
-    """A folder with config.json and weights, recognised; ValueError where one of them cannot be read at all."""
+    """Read and recognise a folder with config.json and weights; ValueError if one of them cannot be read."""
     config = read_json(path, "config.json")
     keys = Keys(config)
     is_own = isinstance(config.get("settings"), dict) and isinstance(config.get("shape"), dict)
@@ -74,7 +74,7 @@ def _name_tensors(head: HeadFolder) -> None:
 
 
 def _layout_of(head: HeadFolder) -> str:
-    """Who writes checkpoints like this one."""
+    """The project that writes checkpoints like this one."""
     config = head.config
     if "speculators_model_type" in config or "transformer_layer_config" in config:
         return SPECULATORS
@@ -88,7 +88,7 @@ def _layout_of(head: HeadFolder) -> str:
 
 
 def _is_fused(head: HeadFolder) -> bool:
-    """Whether anything speaks for EAGLE-3's network."""
+    """Whether there is any sign of EAGLE-3's network."""
     words = f"{head.architectures[:1]} {head.config.get('speculators_model_type')}".lower()
     query, width = head.entry("layers.0.self_attn.q_proj.weight"), head.config.get("hidden_size")
     is_wide = query and len(query.shape) == 2 and type(width) is int and query.shape[1] == 2 * width
@@ -97,7 +97,7 @@ def _is_fused(head: HeadFolder) -> bool:
 
 
 def _own_kind(config: dict[str, Any]) -> tuple[str, str]:
-    """What this project made that is none of the two networks, and what to do with it."""
+    """The kind of a head of this project with another network, and what to do with it."""
     kind = config["settings"].get("kind")
     if isinstance(kind, str) and kind in OWN_NETWORKS:
         return "", ""
@@ -105,7 +105,7 @@ def _own_kind(config: dict[str, Any]) -> tuple[str, str]:
 
 
 def _describe(head: HeadFolder) -> str:
-    """The keys and tensors by which a reader may know what else a checkpoint is."""
+    """The keys and tensors that may help to identify a checkpoint."""
     keys = ("architectures", "speculators_model_type", "model_type", "dflash_config", "medusa_num_heads")
     stated = [f"{key} is {short(head.config[key])}" for key in keys if key in head.config]
     parts = sorted({part for name in head.names if (part := name_part(name))})

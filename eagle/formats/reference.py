@@ -29,7 +29,7 @@ def _finish_features(layout: Layout, drafter: TrainableDrafter, target_config: A
 
 
 def _finish_fused(layout: Layout, drafter: TrainableDrafter, target_config: Any) -> Layout:
-    """No other layers than the published ones."""
+    """Check that the taps are the published layers."""
     layers = target_config.num_hidden_layers
     published = (2, layers // 2, layers - 3)
     if layout.config["eagle_aux_hidden_state_layer_ids"] != [*published]:
@@ -42,7 +42,7 @@ def _finish_fused(layout: Layout, drafter: TrainableDrafter, target_config: Any)
 
 
 def _check(drafter: TrainableDrafter, target_config: Any) -> None:
-    """Say what of target or head this code cannot load."""
+    """Raise ValueError for a target or head that this code cannot load."""
     if target_config.model_type not in FAMILIES:
         raise ValueError(
             f"eagle: the target is a {target_config.model_type}, and this code reads {', '.join(FAMILIES)}: export to "

@@ -1,4 +1,4 @@
-"""All engines, and a head in the layout of one of them."""
+"""The registry of engines, and writing a head in an engine's layout."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ADVICE = {
 
 
 def write_layout(engine: Engine, drafter: TrainableDrafter, target_config: Any) -> Layout:
-    """The head as one engine reads it, or ValueError with what it would serve badly and where the head can go."""
+    """The head in an engine's layout; ValueError names what it would serve badly and the engines that fit."""
     network = network_of(drafter)
     if network not in engine.networks:
         named = " or ".join(other.name for other in ENGINES if network in other.networks)

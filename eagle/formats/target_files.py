@@ -1,4 +1,4 @@
-"""The files of a target: what a head that is said to be for it is compared with."""
+"""The files of a target, with which a head for it is compared."""
 
 # H width, V vocabulary
 
@@ -21,7 +21,7 @@ LM_HEADS = ("lm_head.weight", "embed_out.weight")
 
 @dataclass(frozen=True)
 class TargetFiles:
-    """The target that a head is said to be for."""
+    """The target that a head is meant for."""
 
     path: str
     layers: int
@@ -60,7 +60,7 @@ class TargetFiles:
 
 
 def borrowed_tensors(is_fused: bool) -> dict[str, tuple[str, ...]]:
-    """The tensors that a head borrows of its target, and how a target may name them."""
+    """The tensors that a head borrows from its target, and their possible names there."""
     output: dict[str, tuple[str, ...]] = {} if is_fused else {"lm_head.weight": LM_HEADS}
     return {EMBEDDING: EMBEDDINGS, **output}
 
@@ -77,6 +77,6 @@ def embedding_dtype(path: str) -> torch.dtype:
 
 
 def count_differing_rows(ours: Tensor, theirs: Tensor) -> int:
-    """How many rows differ, both rounded to the coarser of their dtypes."""
+    """The number of rows that differ after rounding to the coarser dtype."""
     coarse = max(ours.dtype, theirs.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     return int((ours.to(coarse) != theirs.to(coarse)).any(1).sum())

@@ -1,4 +1,4 @@
-"""What is known to go wrong with checkpoints; the table of each engine names the traps that strike it."""
+"""Known faults of checkpoints; each engine's table names those that affect it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Trap:
-    """A fault of a checkpoint, with braces for what the checkpoint holds, and what helps."""
+    """A fault of a checkpoint and its remedy, with braces for the checkpoint's values."""
 
     what: str
     fix: str
@@ -16,7 +16,7 @@ class Trap:
 
 @dataclass(frozen=True)
 class Hint(Trap):
-    """A trap that costs nothing, or nothing everywhere."""
+    """A fault that costs nothing, or only in some engines."""
 
     fatal: bool = False
 

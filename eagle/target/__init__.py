@@ -1,1 +1,1 @@
-"""The frozen model: read at trees, tapped, borrowed from."""
+"""The frozen target model: forwards over trees, tapped features, its embedding and LM head."""

@@ -56,13 +56,13 @@ AttentionInterface.register(GROUPED, grouped_attention)
 SWITCH = "_attn_implementation_internal"  # where a config holds the name of its attention
 
 Observe = Callable[[int, Tensor, Tensor, float], None]
-"""The number of a layer, its queries [B, H, N, D] and keys [B, K, S, D] with their rotation, and what scales q k."""
+"""Gets a layer's number, its rotated queries [B, H, N, D] and keys [B, K, S, D], and the scale of their product."""
 OBSERVED = "eagle_observed"
 OBSERVER: ContextVar[tuple[str, Observe]] = ContextVar("observer")  # with the name of the attention that it looks at
 
 
 def observed_attention(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **options: Any) -> Any:
-    """Another registered attention, of which the observer hears first."""
+    """Call the observer with queries and keys, then another registered attention."""
     name, observe = OBSERVER.get()
     observe(vars(module)["layer_idx"], query, key, options.get("scaling") or query.shape[-1] ** -0.5)
     return AttentionInterface()[name](module, query, key, *args, **options)
@@ -72,13 +72,13 @@ AttentionInterface.register(OBSERVED, observed_attention)
 
 
 def can_observe(model: Any, settings: dict[str, Any]) -> bool:
-    """Whether a model with these settings of its config attends by what is registered."""
+    """Whether a model with these config settings uses the registered attention functions."""
     return model._supports_attention_backend and settings.get(SWITCH) in AttentionInterface()
 
 
 @contextmanager
 def observing(settings: dict[str, Any], observe: Observe) -> Iterator[None]:
-    """While open, `observe` gets the queries and keys of a model with these settings, before it attends as ever."""
+    """A context in which `observe` receives the queries and keys of a model's attention, which runs as usual."""
     name = settings[SWITCH]
     token = OBSERVER.set((name, observe))
     settings[SWITCH] = OBSERVED
@@ -106,13 +106,13 @@ def layer_windows(config: Any) -> dict[str, int | None]:
 
 
 def query_groups(config: Any) -> int:
-    """How many heads of queries share keys and values."""
+    """The number of query heads that share one key-value head."""
     heads = config.num_attention_heads
     return heads // (getattr(config, "num_key_value_heads", None) or heads)
 
 
 class Masks:
-    """Additive attention masks for eager and sdpa: one, or a dict by layer type where some windows slide."""
+    """Additive attention masks for eager and sdpa: one mask, or a dict by layer type for sliding windows."""
 
     def __init__(self, model: Any, config: Any, grouped: bool) -> None:
         self.dtype = model.dtype
@@ -125,10 +125,10 @@ class Masks:
     def __call__(
         self, starts: Sequence[int], positions: Tensor, seen: Tensor | None, columns: Tensor | None = None
     ) -> Tensor | dict[str, Tensor]:
-        """The mask of new tokens of B texts, over `starts` committed columns each and R behind, at positions [B, R].
+        """The mask of new tokens of B texts, over `starts` committed columns each and R new ones at positions [B, R].
 
-        `seen` [B, N, R] says which of them each of the last N attends to; None: all R are new, and a chain.
-        `columns` [B, most of starts, or more] are the positions that committed columns hold; None: in their order.
+        `seen` [B, N, R] marks which of the R each of the last N attends to; None for a chain of R new tokens.
+        `columns` [B, max(starts) or more] are the positions of the committed columns; None if they are in order.
         """
         count, level = positions.shape[1], min(starts) == max(starts)
         if self.grouped and level and (count == 1 or (seen is None and starts[0] == 0)):
@@ -182,7 +182,7 @@ def why_no_trees(model: Any, config: Any) -> str | None:
 
 
 def rope_border(config: Any) -> float:
-    """The length beyond which a longrope model reads the whole text with other frequencies, else infinity."""
+    """The length beyond which a longrope model uses other frequencies for the whole text; infinity for others."""
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in (rope, *rope.values()):  # one set, or one per layer type
         if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":

@@ -1,4 +1,4 @@
-"""The target's embedding and LM head: taken from the model, and on disk, so that stored features need no target."""
+"""The target's embedding and LM head, from the model or from disk, so that training on a store loads no target."""
 
 # T tokens, V vocabulary, D target width
 
@@ -25,7 +25,7 @@ PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @torch.no_grad()
 def borrow_head(model: Any, config: Any, tokens: Tensor, states: Tensor) -> TargetHead:
-    """The embedding and LM head with the config's scales; ValueError if they do not give the model's own logits.
+    """The embedding and LM head with the config's scales; ValueError if they do not reproduce the model's logits.
 
     `states` [T, 2, D] are the first layer's and the LM head's inputs at `tokens` [1, T].
     """
@@ -50,7 +50,7 @@ def borrow_head(model: Any, config: Any, tokens: Tensor, states: Tensor) -> Targ
 
 
 def is_close(got: Tensor, expected: Tensor) -> bool:
-    """Whether tensors differ by rounding alone, as far as their precision tells."""
+    """Whether two tensors differ only by rounding in their precision."""
     if got.shape != expected.shape:
         return False
     tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 2e-2
@@ -59,18 +59,18 @@ def is_close(got: Tensor, expected: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Borrowed:
-    """A target of which only the text config, the embedding and the LM head are loaded."""
+    """A target with only the text config, the embedding and the LM head loaded."""
 
     config: Any
     head: TargetHead
 
     def tensor(self, name: str) -> Tensor:
-        """Refused: a head that is made from the target's weights needs them."""
+        """Raises, because a head that copies the target's weights needs the whole target."""
         raise ValueError(f"{name} is not stored beside the features: set train.decode=1, which loads the whole target")
 
 
 def save_borrowed(folder: str | Path, head: TargetHead, config: Any) -> dict[str, str]:
-    """Write head and config and return the checksums by file name; {} where plain matrices cannot express the head."""
+    """Write head and config, return checksums by file name; {} if plain matrices cannot express the head."""
     folder = Path(folder)
     tensors, scales = _split_head(head)
     if config.model_type not in CONFIG_MAPPING or not _reproduce_head(tensors, scales, head):

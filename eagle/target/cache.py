@@ -1,4 +1,4 @@
-"""Keys, values and states of many texts: a slot for each, of a length of its own, written and thinned in place."""
+"""Keys, values and states of several texts, one slot each with its own length, updated in place."""
 
 # B slots of a forward, N new columns, S columns up to the last new one, X heads or taps, D width, M moved columns
 
@@ -17,13 +17,13 @@ LEAST = 64  # columns of a first allocation
 
 
 class Rows:
-    """One buffer [slots, X, columns, D] of a cache, in the sizes of what is written first."""
+    """One buffer [slots, X, columns, D] of a cache; X and D are those of the first write."""
 
     def __init__(self, cache: SlotCache) -> None:
         self.cache, self.buffer = cache, torch.empty(0, 0, 0, 0)
 
     def write(self, new: Tensor) -> Tensor:
-        """Put [B, X, N, D] where the cache aims, and return [B, X, S, D], these slots up to the last new column."""
+        """Write [B, X, N, D] at the cache's aim; return [B, X, S, D], these slots up to the last new column."""
         cache, (count, _, columns, width) = self.cache, new.shape
         end = max(cache.starts) + columns
         self.make_room(new, max(cache.slots) + 1, end)
@@ -38,17 +38,17 @@ class Rows:
         return held if cache.is_dense else pick_rows(held, cache.slots)
 
     def make_room(self, like: Tensor, slots: int, columns: int) -> None:
-        """Allocate at least so many slots and columns, in the sizes of a tensor [.., X, .., D]."""
+        """Allocate at least this many slots and columns, for tensors [.., X, .., D] like the given one."""
         if self.buffer.shape[2] < columns or self.buffer.shape[0] < slots:
             self._allocate(like, *self.cache.room(columns))
 
     def resize(self, slots: int, columns: int) -> None:
-        """Give the buffer these sizes and keep what fits; nothing where nothing was written yet."""
+        """Resize the buffer and keep what fits; does nothing before the first write."""
         if self.buffer.shape[2]:
             self._allocate(self.buffer, slots, columns)
 
     def _allocate(self, like: Tensor, slots: int, columns: int) -> None:
-        """Zeros, because columns that a mask hides are multiplied all the same."""
+        """Allocate zeros, because masked columns are multiplied too and must be finite."""
         old, sizes = self.buffer, (slots, like.shape[1], columns, like.shape[3])
         self.buffer = like.new_zeros(sizes)
         if old.shape[2]:
@@ -57,7 +57,7 @@ class Rows:
 
 
 class SlotCache:
-    """Buffers whose slots hold texts: behind the committed columns of each, those of the last forward until `keep`."""
+    """Buffers with a slot for each text: its committed columns, then those of the last forward until `keep`."""
 
     def __init__(self) -> None:
         self.lengths = [0]  # committed columns of every slot
@@ -66,13 +66,13 @@ class SlotCache:
         self.aim([0])
 
     def add(self) -> Rows:
-        """A further buffer."""
+        """Add a buffer."""
         self.buffers.append(Rows(self))
         return self.buffers[-1]
 
     @property
     def length(self) -> int:
-        """The committed columns of the first slot, for who has one text alone."""
+        """The committed columns of the first slot, for callers with a single text."""
         return self.lengths[0]
 
     @length.setter
@@ -82,12 +82,12 @@ class SlotCache:
 
     @property
     def column_bytes(self) -> int:
-        """What one column of one slot takes in all buffers that were written to."""
+        """Bytes of one column of one slot, over all buffers in use."""
         buffers = [rows.buffer for rows in self.buffers if rows.buffer.shape[2]]
         return sum(buffer.shape[1] * buffer.shape[3] * buffer.element_size() for buffer in buffers)
 
     def aim(self, slots: Sequence[int], starts: Sequence[int] | None = None) -> None:
-        """Let what is written next go to these slots, behind their committed columns or from `starts` on."""
+        """Direct the next writes to these slots, after their committed columns or from `starts` on."""
         self.slots = list(slots)
         self.starts = [self.lengths[slot] for slot in slots] if starts is None else list(starts)
         self.is_dense = self.slots == list(range(self.slots[0], self.slots[0] + len(self.slots)))
@@ -95,19 +95,19 @@ class SlotCache:
         self.flat: dict[Any, Tensor] = {}
 
     def room(self, end: int) -> tuple[int, int]:
-        """Slots and columns to allocate for text up to this column."""
+        """Slots and columns to allocate for texts up to this column."""
         slots, columns = self.reserved
         held = max(columns, self.sizes[1])
         return max(slots, len(self.lengths)), held if held >= end else max(end + end // 2, LEAST)
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Slots and columns that are allocated."""
+        """Allocated slots and columns."""
         shapes = [rows.buffer.shape for rows in self.buffers if rows.buffer.shape[2]]
         return (shapes[0][0], max(shape[2] for shape in shapes)) if shapes else (0, 0)
 
     def flat_rows(self, count: int, buffer: Tensor) -> Tensor:
-        """[B * X * N], where new columns lie in [slots * X * columns, D]; made once for all buffers of a forward."""
+        """[B * X * N], row numbers of new columns in [slots * X * columns, D], computed once per forward."""
         heads, held = buffer.shape[1:3]
         key = (heads, held, count, buffer.device)
         if key not in self.flat:
@@ -118,7 +118,7 @@ class SlotCache:
 
     @torch.inference_mode()
     def keep(self, paths: Mapping[int, Sequence[int]]) -> None:
-        """Commit these of each slot's columns added last, in this order; the columns before stay where they are."""
+        """Commit these of each slot's newest columns, in this order; earlier columns stay in place."""
         moves = [
             (slot, self.lengths[slot] + node, self.lengths[slot] + place)
             for slot, path in paths.items()
@@ -132,7 +132,7 @@ class SlotCache:
 
     @torch.inference_mode()
     def drop(self, gaps: Mapping[int, tuple[int, int]]) -> None:
-        """Forget these committed columns of each slot, from one up to another: those behind them move up."""
+        """Drop a range of committed columns of each slot; later columns move up."""
         moves = [
             torch.stack([torch.full_like(origin, slot), origin, origin - (stop - start)])
             for slot, (start, stop) in gaps.items()
@@ -144,7 +144,7 @@ class SlotCache:
             self.lengths[slot] -= stop - start
 
     def _move(self, slots: Tensor, origin: Tensor, place: Tensor) -> None:
-        """Copy columns [M] to other places of their slots, all at once."""
+        """Copy columns [M] to other places of their slots in one operation."""
         buffers = [held.buffer for held in self.buffers if held.buffer.shape[2]]
         _copy_columns(zip(buffers, buffers, strict=True), torch.stack([slots, origin]), torch.stack([slots, place]))
 
@@ -162,7 +162,7 @@ class SlotCache:
 
     @torch.inference_mode()
     def copy(self, slot: int, other: int) -> None:
-        """Put the committed columns of a slot into another too."""
+        """Copy the committed columns of a slot into another slot."""
         length = self.lengths[slot]
         for rows in self.buffers:
             if rows.buffer.shape[2] and len(rows.buffer) <= other:
@@ -172,9 +172,9 @@ class SlotCache:
 
     @torch.inference_mode()
     def reserve(self, slots: int, columns: int, most: int | None = None) -> None:
-        """Sizes for so many texts of up to so many columns.
+        """Reserve space for this many slots and columns.
 
-        What is allocated already stays, up to twice as much as is needed, or `most` in slots times columns.
+        Existing space is kept up to twice the need, and at most `most` in slots times columns.
         """
         held = self.sizes
         sizes = max(slots, held[0]), max(columns, held[1])
@@ -188,7 +188,7 @@ class SlotCache:
 
 
 class TreeCache(SlotCache, Cache):
-    """A target's keys and values, and its tapped states beside them."""
+    """A target's keys, values and tapped states."""
 
     def __init__(self, num_layers: int) -> None:
         SlotCache.__init__(self)
@@ -198,7 +198,7 @@ class TreeCache(SlotCache, Cache):
 
     @torch.inference_mode()
     def copy_columns(self, source: TreeCache, origin: Tensor, place: Tensor) -> None:
-        """Copy keys and values of another cache of this model's, (slot, column) [2, M], to such places of this one."""
+        """Copy keys and values (slot, column) [2, M] of another cache of this model to places of this one."""
         slots, columns = (place.max(1).values + 1).tolist()
         pairs = []
         layers: Any = zip(self.layers, source.layers, strict=True)
@@ -210,7 +210,7 @@ class TreeCache(SlotCache, Cache):
 
 
 def _copy_columns(buffers: Iterable[tuple[Tensor, Tensor]], origin: Tensor, place: Tensor) -> None:
-    """Copy columns (slot, column) [2, M] of the first buffer of each pair to such places of the second."""
+    """Copy columns (slot, column) [2, M] from the first buffer of each pair to places of the second."""
     rows: dict[Any, Tensor] = {}
     for read, written in buffers:
         heads, columns = read.shape[1], (read.shape[2], written.shape[2])
@@ -227,7 +227,7 @@ def _copy_columns(buffers: Iterable[tuple[Tensor, Tensor]], origin: Tensor, plac
 
 
 class _Layer(CacheLayerMixin):
-    """One layer's keys and values. Sliding layers keep everything too: their mask holds the window."""
+    """One layer's keys and values. Sliding layers keep all columns too; their mask applies the window."""
 
     is_sliding = False
     is_croppable = True
@@ -255,14 +255,14 @@ class _Layer(CacheLayerMixin):
 
 
 class NoCache(Cache):
-    """Keeps nothing: a model that is given none at all looks for packed texts, and the host waits for the answer."""
+    """A cache that keeps nothing. Without a cache, transformers checks for packed texts, and the host waits."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[_Nothing() for _ in range(num_layers)])
 
 
 class _Nothing(CacheLayerMixin):
-    """One layer's new keys and values, and no others."""
+    """A layer that returns only the new keys and values."""
 
     is_sliding = False
 
@@ -283,7 +283,7 @@ class _Nothing(CacheLayerMixin):
 
 
 class LentCache(Cache):
-    """Keys and values [1, X, S, D] of committed tokens by layer, which new tokens see and add nothing to."""
+    """Read-only keys and values [1, X, S, D] of committed tokens by layer; new tokens attend to them."""
 
     def __init__(self, lent: Sequence[tuple[Tensor, Tensor]]) -> None:
         super().__init__(layers=[_Lent(keys, values) for keys, values in lent])
@@ -291,7 +291,7 @@ class LentCache(Cache):
 
 
 class _Lent(_Nothing):
-    """One layer's lent keys and values, with the new ones behind them."""
+    """One layer's read-only keys and values, followed by the new ones."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()

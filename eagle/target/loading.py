@@ -21,7 +21,7 @@ MAX_NAMED = 4  # tensors that an error lists
 
 
 def load_model(path: str | Path, dtype: torch.dtype, adapter: str | None = None, **source: Any) -> Any:
-    """The model from a save_pretrained folder or a hub id; ValueError if weights are missing or of another model."""
+    """Load a model from a save_pretrained folder or a hub id; ValueError if weights are missing or of another model."""
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ValueError(f"{path} is no model: got a folder without config.json, expected one of save_pretrained")
     try:
@@ -38,7 +38,7 @@ def load_model(path: str | Path, dtype: torch.dtype, adapter: str | None = None,
 
 
 def check_weights(path: str | Path, model: Any, report: dict[str, Any]) -> None:
-    """Refuse a model with weights that no file held, or with files of weights that are not the model's."""
+    """Refuse a model whose files lack weights or hold unknown weights."""
     missing = sorted(report["missing_keys"])
     unexpected = [name for name in sorted(report["unexpected_keys"]) if not _is_spare(name, model)]
     if vars(model.config).get("sub_configs", {}) or type(model.config).sub_configs:  # the text part of a larger model
@@ -62,7 +62,7 @@ def _is_spare(name: str, model: Any) -> bool:
 
 
 def read_spare_tensor(model: Any, name: str) -> Tensor | None:
-    """A tensor of a multi-token prediction layer from the files that a model was loaded from; None where is none."""
+    """A tensor of a multi-token prediction layer from the model's files; None if there is none."""
     if not _is_spare(name, model):
         return None
     files = SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME
@@ -78,7 +78,7 @@ def read_spare_tensor(model: Any, name: str) -> Tensor | None:
 
 
 def _find_file(config: Any, name: str) -> str | None:
-    """The path of one of a loaded model's files, from its folder or the hub; None where it has no such file."""
+    """The path of one of a loaded model's files, from its folder or the hub; None if it has no such file."""
     if not config.name_or_path:
         return None
     options = {"revision": getattr(config, "_commit_hash", None), "_raise_exceptions_for_missing_entries": False}
@@ -101,9 +101,9 @@ def merge_adapter(model: Any, adapter: str) -> Any:
 
 
 def add_adapter(model: Any, rank: int, alpha: int, dropout: float) -> Any:
-    """New LoRA adapters, without effect at first, in a model's linear layers but its LM head; all else is frozen.
+    """Add LoRA adapters, initially without effect, to all linear layers but the LM head; all else is frozen.
 
-    They are put into the model itself; what comes back can run it without them and merge them.
+    The model is changed in place; the returned peft model can switch adapters off and merge them.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -114,7 +114,7 @@ def add_adapter(model: Any, rank: int, alpha: int, dropout: float) -> Any:
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is no causal language model of transformers."""
+    """Refuse anything but a causal language model of transformers."""
     if isinstance(model, str | Path):
         raise ValueError(f"Target takes a model, got the path {str(model)!r}: use Target.load({str(model)!r})")
     if not hasattr(model, "get_output_embeddings") or not hasattr(model, "base_model"):
@@ -130,7 +130,7 @@ def check_model(model: Any) -> None:
 
 
 def tokenizer_of(path: str | Path, **source: Any) -> Any:
-    """The tokenizer beside a model, or None; only `chat`, stop strings and text need one."""
+    """The tokenizer of a model's folder, or None; only `chat`, stop strings and text output need one."""
     try:
         return AutoTokenizer.from_pretrained(path, **source)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What a target makes of a prompt."""
+"""The target's output for a prompt."""
 
 # T tokens, L taps, D target width
 
@@ -16,12 +16,12 @@ from eagle.core.verify import Choose
 
 @dataclass(frozen=True, slots=True)
 class PromptOutput:
-    """A prompt as it was read: its tapped states, and the target's output after its last token."""
+    """A prompt after its forward: tapped states, and the target's output after the last token."""
 
     tokens: list[int]
     features: Tensor | None  # [T, L, D]
     output: TargetOutput
 
     def commit(self, choose: Choose) -> Committed:
-        """The prompt, with the token chosen after it."""
+        """The prompt as a `Committed`, with the token chosen after it."""
         return Committed(torch.tensor(self.tokens), self.features, choose(self.output, [0])[0])

@@ -1,4 +1,4 @@
-"""Forwards of a model over draft trees, and the check that it reads a tree as it reads the tree's paths as texts."""
+"""Forwards of a model over draft trees, and the check that a tree gives the same states as its paths as plain texts."""
 
 # B texts, N new tokens, R not committed, P prompt tokens of the check, D width
 
@@ -59,7 +59,7 @@ class TreeReader:
     ) -> Any:
         """[B, N, D], the LM head's input at tokens [B, N], where the cache aims.
 
-        They are the last of R that are not committed, at positions [B, R]; `seen` and `columns` as in Masks.
+        The tokens are the last N of R uncommitted ones at positions [B, R]; `seen` and `columns` are as in `Masks`.
         """
         device, count = self.masks.device, tokens.shape[1]
         starts = [start - (positions.shape[1] - count) for start in cache.starts]
@@ -74,7 +74,7 @@ class TreeReader:
     def read_text(
         self, tokens: Tensor, start: int, cache: TreeCache, depths: Sequence[int] = (), seen: Tensor | None = None
     ) -> Any:
-        """[1, N, D], the LM head's input at tokens [N] of one text, a chain or a tree behind `start` committed ones."""
+        """[1, N, D], the LM head's input at tokens [N] of one text, a chain or a tree after `start` committed ones."""
         cache.length = start
         positions = start + torch.tensor([depths or range(len(tokens))])
         return self(tokens[None], positions, None if seen is None else seen[None], cache)
@@ -100,9 +100,9 @@ class TreeReader:
 
     @torch.inference_mode()
     def check(self, rows: int = 1) -> None:
-        """Refuse a model that cannot read a tree by its type, or (tried once) reads a small one wrongly.
+        """Refuse a model that cannot read trees: by its type, or by a test on a small tree, run once.
 
-        With several `rows` find out, once, whether they can be read side by side; else each is read by itself.
+        With several `rows`, test once whether texts can be read side by side; otherwise each is read by itself.
         """
         reason = why_no_trees(self.original, self.config)
         if reason is None and not self.checked:
@@ -120,7 +120,7 @@ class TreeReader:
             self.reads_rows = self._compare_rows()
 
     def _compare_rows(self) -> bool:
-        """Whether trees behind two texts of unlike lengths are read side by side as each is alone."""
+        """Whether trees after two texts of different lengths give the same states side by side as alone."""
         tokens = self._probe_tokens(12)
         texts, nodes = [tokens[:7], tokens[7:10]], tokens[10:16].view(2, 3)
         expected = torch.cat([self._read_rows([text], nodes[row : row + 1]) for row, text in enumerate(texts)])
@@ -133,7 +133,7 @@ class TreeReader:
         return bool(difference.norm() <= self.tolerance * expected.norm())
 
     def _read_rows(self, texts: list[Tensor], nodes: Tensor) -> Tensor:
-        """[B, 3, D] hidden states of a tree of a root and two children [B, 3] behind each text."""
+        """[B, 3, D] hidden states of a root and two children [B, 3] after each text."""
         cache, lengths = TreeCache(self.config.num_hidden_layers), torch.tensor([len(text) for text in texts])
         rows = list(range(len(texts)))
         cache.lengths = [0] * len(texts)
@@ -148,14 +148,14 @@ class TreeReader:
         return self(nodes, lengths[:, None] + torch.tensor([0, 1, 1]), seen, cache)
 
     def _probe_tokens(self, count: int) -> Tensor:
-        """[count + 6] tokens of a prompt, and six that are new behind it."""
+        """[count + 6] tokens: a prompt and six new ones."""
         size = self.original.get_input_embeddings().weight.shape[0]
         order = torch.randperm(min(size, 4096), generator=torch.Generator().manual_seed(0))
         # a long prompt repeats itself, so that attention to only the best few of its tokens meets ties
         return order[torch.cat([torch.arange(count) % 5, torch.arange(5, 11)]) % len(order)]
 
     def _find_misreading(self) -> str | None:
-        """How this reader's hidden states of a small tree differ from the model's plain forwards over its paths."""
+        """How hidden states of a small tree differ from plain forwards over its paths; None if they agree."""
         count = self._prompt_length()
         tokens = self._probe_tokens(count)
         cache = TreeCache(self.config.num_hidden_layers)
@@ -198,7 +198,7 @@ class TreeReader:
         return torch.cat([hidden[[0, 1, 3, 0, 2, 4]], last])
 
     def _read_copies(self, tokens: Tensor, count: int, cache: TreeCache) -> Tensor:
-        """[COPIES, D] hidden states of one token many times at one position, behind large artificial values."""
+        """[COPIES, D] hidden states of copies of one token at one position, after large artificial values."""
         for rows in cache.buffers[1:-1:2]:
             values = rows.buffer[:, :, :count]  # large: else a row more or less is lost in rounding
             values.copy_(torch.arange(values.numel()).sin().view_as(values) * 100)
@@ -208,7 +208,7 @@ class TreeReader:
         return self.read_text(copies, count, cache, [0, *[1] * COPIES], seen)[0, 1:]
 
     def _prompt_length(self) -> int:
-        """A few tokens, or enough to cross each window that the config names and the masks do not know."""
+        """A test prompt's length: long enough to cross every window in the config that the masks do not handle."""
         known = {*layer_windows(self.config).values()}
         named = {value for name, value in vars(self.config).items() if WINDOW_NAMES.search(name) and type(value) is int}
         max_positions = getattr(self.config, "max_position_embeddings", None) or LONGEST_PROBE

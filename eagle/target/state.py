@@ -1,4 +1,4 @@
-"""The texts that are being written with one target, row by row: tokens, keys and values, tapped states."""
+"""The texts being decoded with one target, by row: tokens, keys and values, tapped states."""
 
 # B rows of a forward, N tree nodes or new tokens, R tokens that are not committed, L taps, D target width, V vocabulary
 
@@ -25,8 +25,8 @@ PREFILL_CHUNK = 1024  # tokens of a prompt's forward, padding included
 class TargetState:
     """Rows of text: `admit` a prompt, `read_prompts`, `read` a tree for each row, `keep` the accepted paths, `release`.
 
-    The rows that are written lie in the first slots, those whose prompts are still read behind them, and free slots,
-    which hold what was written last, at the end. A row's number is its owner's choice.
+    Rows being decoded lie in the first slots, then rows whose prompts are still being read, then free slots, which keep
+    their last text. The caller chooses a row's number.
     """
 
     def __init__(self, target: Any, taps: tuple[int, ...] = (), max_tokens: int | None = None) -> None:
@@ -44,7 +44,7 @@ class TargetState:
     # -- rows that come and go ----------------------------------------------------------------------------------------
 
     def check_room(self, columns: int) -> None:
-        """Refuse a row that would not even fit alone."""
+        """Refuse a row that would not fit even alone."""
         if self.max_tokens is not None and columns > self.max_tokens:
             raise ValueError(
                 f"a prompt, its answer and a draft take up to {columns} tokens, the cache may hold {self.max_tokens}: "
@@ -52,13 +52,13 @@ class TargetState:
             )
 
     def fits(self, columns: int) -> bool:
-        """Whether a further row of so many columns fits beside the others, all as long as the longest."""
+        """Whether another row with this many columns fits, with all rows padded to the longest."""
         return (
             self.max_tokens is None or (len(self.rows) + 1) * max(columns, *self.needs.values(), 0) <= self.max_tokens
         )
 
     def admit(self, row: int, prompt: list[int], room: int = 0) -> None:
-        """Take in a prompt, to be followed by up to `room` tokens; what a free slot shares is not read again."""
+        """Admit a prompt with space for `room` more tokens; a prefix that a free slot still holds is not read again."""
         self.target.check_prompt(prompt)
         slot = len(self.rows)
         with self.target.lock:
@@ -72,7 +72,7 @@ class TargetState:
         self.prompts[row] = prompt
 
     def begin(self, prompt: list[int], choose: Choose, room: int = 0, row: int = 0) -> Committed:
-        """Admit a prompt in the place of all other rows, and read it; with the token chosen after it."""
+        """Replace all rows by one prompt and read it; returns it with the token chosen after it."""
         self.clear()
         self.admit(row, prompt, room)
         while not (outputs := self.read_prompts()):
@@ -80,7 +80,7 @@ class TargetState:
         return outputs[row].commit(choose)
 
     def release(self, row: int) -> None:
-        """Let a row go: its slot is free, and its text stays there until another takes it."""
+        """Release a row: its slot becomes free and keeps its text until it is reused."""
         slot = self.rows.index(row)
         del self.needs[row]
         self.prompts.pop(row, None)
@@ -93,7 +93,7 @@ class TargetState:
         self.is_loose = True
 
     def fork(self, row: int, other: int) -> None:
-        """A text that is written goes on in two ways: `other`, a new row, begins with what is committed of `row`."""
+        """Copy a row's committed text to a new row `other`."""
         slot = len(self.rows)
         self.needs[other] = self.needs[row]
         self._reserve(slot + 1)
@@ -104,11 +104,11 @@ class TargetState:
         self.written += 1
 
     def clear(self) -> None:
-        """Let all rows go."""
+        """Release all rows."""
         self.rows, self.needs, self.prompts, self.written = [], {}, {}, 0
 
     def _reserve(self, slots: int) -> None:
-        """Sizes for all that was admitted; the cache gives back what is far more than that."""
+        """Reserve space for all admitted rows; the cache releases what is far beyond that."""
         self.is_loose = False
         columns = max([*self.needs.values(), *self.cache.lengths[: len(self.rows)]])
         self.cache.reserve(slots, columns, self.max_tokens)
@@ -117,7 +117,7 @@ class TargetState:
         self.texts = [text[:length] for text, length in zip(self.texts, self.cache.lengths, strict=True)]
 
     def _swap(self, slot: int, other: int) -> None:
-        """Exchange two slots with the rows in them."""
+        """Swap two slots together with their rows."""
         if slot != other:
             self.cache.swap(slot, other)
             texts, rows = self.texts, self.rows
@@ -126,12 +126,12 @@ class TargetState:
                 rows[slot], rows[other] = rows[other], rows[slot]
 
     def _cut(self, slot: int, length: int) -> None:
-        """Forget what lies in a slot behind so many tokens."""
+        """Cut a slot's text to this length."""
         self.texts[slot] = self.texts[slot][:length]
         self.cache.lengths[slot] = length
 
     def _shared(self, text: list[int], prompt: list[int]) -> int:
-        """How many tokens of a slot's text need not be read again for a prompt, whose last token always is."""
+        """The number of a prompt's tokens that a slot already holds; the last token is always read again."""
         border = self.target.border
         if (len(text) > border) != (len(prompt) > border):
             return 0
@@ -141,7 +141,7 @@ class TargetState:
 
     @torch.inference_mode()
     def read_prompts(self, most: int | None = None) -> dict[int, PromptOutput]:
-        """One forward over prompts, of up to `most` tokens with padding; the outputs of those that are read now."""
+        """One forward of up to `most` prompt tokens with padding; returns the outputs of prompts read to their end."""
         most = PREFILL_CHUNK if most is None else most
         rows, left = list[int](), list[list[int]]()
         for row, prompt in self.prompts.items():
@@ -163,7 +163,7 @@ class TargetState:
         return {row: self._end_prompt(row, logits[row]) for row in ended}
 
     def _end_prompt(self, row: int, logits: Tensor) -> PromptOutput:
-        """What was read, the row being among those that are written from here on."""
+        """Move a row whose prompt is read to the rows being decoded, and return its prompt's output."""
         prompt = self.prompts.pop(row)
         slot = self.rows.index(row)
         features = None
@@ -176,7 +176,7 @@ class TargetState:
 
     @torch.inference_mode()
     def extend(self, tokens: Mapping[int, list[int]]) -> dict[int, Tensor]:
-        """Read and commit these tokens of some rows; of each [V], the logits after the last of them."""
+        """Read and commit tokens of some rows; returns for each row the logits [V] after its last token."""
         rows = sorted(tokens, key=self.rows.index)
         slots, sizes = [self.rows.index(row) for row in rows], [len(tokens[row]) for row in rows]
         starts, count = [self.cache.lengths[slot] for slot in slots], max(sizes)
@@ -208,7 +208,7 @@ class TargetState:
         return outputs
 
     def _read(self, trees: list[tuple[int, DraftTree]]) -> dict[int, TargetOutput]:
-        """The outputs of rows that may share a forward."""
+        """The outputs of rows that share a forward."""
         slots, sizes = [self.rows.index(row) for row, _ in trees], [len(tree) for _, tree in trees]
         starts, count = [self.cache.lengths[slot] for slot in slots], max(sizes)
         places = []
@@ -235,7 +235,7 @@ class TargetState:
     def keep_columns(self, columns: Mapping[int, Sequence[int]], tokens: Mapping[int, list[int]]) -> None:
         """Commit some columns of each row that were read last, which hold these tokens.
 
-        Where there are fewer tokens than columns, the last columns move up behind those that are committed.
+        If there are fewer tokens than columns, the last columns move up behind the committed ones.
         """
         self.cache.keep({self.rows.index(row): kept for row, kept in columns.items()})
         for row, kept in tokens.items():
@@ -245,10 +245,9 @@ class TargetState:
 
     @torch.inference_mode()
     def ahead(self, rows: Sequence[int], tokens: Tensor, depths: list[int], seen: Tensor) -> Tensor:
-        """[B, K, V] logits of the last K tokens [B, K] of drafts, which see `seen` [B, K, R] of R; none is committed.
+        """[B, K, V] logits of the last K draft tokens [B, K], which see `seen` [B, K, R] of R; nothing is committed.
 
-        Of each draft the one numbered i stands `depths[i]` positions behind the text; earlier calls have read those
-        before the last K.
+        Token i of a draft stands `depths[i]` positions after the text; earlier calls have read those before the last K.
         """
         slots = [self.rows.index(row) for row in rows]
         starts = torch.tensor([self.cache.lengths[slot] for slot in slots])
@@ -263,7 +262,7 @@ class TargetState:
         return held.index_select(1, upload(torch.tensor(columns), held.device)).transpose(0, 1)
 
     def lend(self) -> TargetTexts:
-        """Its rows, for a drafter that reads them."""
+        """The rows, for a drafter that reads the target's cache."""
         return TargetTexts(self.target.view(), self)
 
     def _forward(
@@ -291,12 +290,12 @@ class TargetState:
         return self.texts[self.rows.index(row)]
 
     def levels(self, row: int, wanted: int) -> int:
-        """How many of the wanted draft levels fit: no draft may cross the border of longrope frequencies."""
+        """The number of wanted draft levels that fit; no draft may cross longrope's switch of frequencies."""
         start, border = self.length(row), self.target.border
         return wanted if start > border or start + 1 + wanted <= border else int(border) - start - 1
 
     def groups(self, rows: list[int]) -> list[list[int]]:
-        """The rows of each forward: all together, but for models whose positions depend on a batch's longest text."""
+        """Groups of rows that share a forward; all rows, unless the model's positions depend on the longest text."""
         alone = [row for row in rows if self.target.is_alone(self.length(row))]
         together = [row for row in rows if row not in alone]
         return [[row] for row in alone] + ([together] if together else [])

@@ -29,7 +29,7 @@ from eagle.target.view import TargetView
 
 
 class Target:
-    """A causal language model that reads trees; the texts that are written with it are in states, see `open`."""
+    """A causal language model that can read draft trees; `open` gives a state for the texts decoded with it."""
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
         check_model(model)
@@ -49,7 +49,7 @@ class Target:
         self.spare: TargetState | None = None
 
     def __reduce__(self) -> Any:
-        """Copies read by themselves: locks cannot be copied, and open texts are not."""
+        """Copy without locks and open texts, which cannot be copied."""
         return Target, (self.model, self.tokenizer)
 
     @classmethod
@@ -64,7 +64,7 @@ class Target:
         trust_remote_code: bool = False,
         adapter: str | None = None,
     ) -> Target:
-        """A target from a folder or a hub id; dtype "auto" takes bf16 only where it is faster on this device."""
+        """Load a target from a folder or a hub id; dtype "auto" is bf16 only if it is faster on this device."""
         device = best_device() if device == "auto" else device
         dtype = fastest_dtype(device) if dtype == "auto" else parse_dtype(dtype)
         source = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -89,20 +89,19 @@ class Target:
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers as this target runs them: the model's weights, hooks of their own."""
+        """The decoder layers as this target runs them, with the model's weights and their own hooks."""
         return self.reader.layers
 
     def view(self) -> TargetView:
-        """Its layers, for a drafter that reads them."""
+        """The target's layers, for a drafter that runs them."""
         if self.viewed is None:
             self.viewed = TargetView(self)
         return self.viewed
 
     def tensor(self, name: str) -> Tensor:
-        """One of the model's tensors by its name, for heads that are made from them.
+        """One of the model's tensors by its name, for heads that copy target weights.
 
-        Those of a multi-token prediction layer, which the model does not run, come from the files that it was loaded
-        from.
+        Tensors of a multi-token prediction layer, which transformers does not load, are read from the model's files.
         """
         state = self.model.state_dict()
         tensor = state[name] if name in state else read_spare_tensor(self.model, name)
@@ -119,7 +118,7 @@ class Target:
 
     @property
     def max_positions(self) -> int | None:
-        """The model's number of positions, None where its config names none."""
+        """The model's number of positions, None if its config names none."""
         return getattr(self.config, "max_position_embeddings", None)
 
     @property
@@ -149,10 +148,10 @@ class Target:
         return replace(sampling, **fields)
 
     def open(self, taps: tuple[int, ...] = (), max_tokens: int | None = None) -> TargetState:
-        """A state for texts to be written, any number at a time; others that are open are not touched.
+        """A state for any number of texts to decode, independent of other open states.
 
-        It may hold the text that was `close`d last, so that what a prompt shares with it need not be read again.
-        `max_tokens` is the most that its cache may hold, in columns times rows.
+        It may reuse the text that was `close`d last, so that a shared prefix is not read again. `max_tokens` limits its
+        cache, in columns times rows.
         """
         with self.lock:
             spare, self.spare = self.spare, None
@@ -161,27 +160,27 @@ class Target:
         return TargetState(self, taps, max_tokens)
 
     def close(self, state: TargetState) -> None:
-        """Take a state back; the text of one that held a single row is kept for the next."""
+        """Close a state; the text of a state with a single row is kept for the next one."""
         state.clear()
         if len(state.texts) == 1 and state.max_tokens is None:
             self.spare = state
 
     def forget(self) -> None:
-        """Drop the text that was closed last; needed after the model's weights have changed."""
+        """Drop the text kept from the last closed state; call it after changing the model's weights."""
         self.spare = None
 
     def cache_bytes(self, tokens: int, taps: tuple[int, ...] = ()) -> int:
-        """The memory that a cache of so many tokens takes: that of `max_tokens_in_cache`, for one."""
+        """Bytes of a cache with this many tokens, such as `max_tokens_in_cache`."""
         state = TargetState(self, taps)
         state.begin([0], Choose(Sampling()))
         return tokens * state.cache.column_bytes
 
     def is_alone(self, length: int) -> bool:
-        """Whether a text of this length must be read by itself: beside others its positions or masks would be wrong."""
+        """Whether a text of this length must be read alone; beside others its positions or masks would be wrong."""
         return length > self.border or self.reader.reads_rows is False
 
     def room(self, prompt: list[int]) -> int:
-        """How many tokens may follow a prompt, before the last position or a border of rotary frequencies."""
+        """The number of tokens that may follow a prompt, before the last position or a switch of rotary frequencies."""
         ends = [self.max_positions or sys.maxsize]
         if len(prompt) <= self.border < sys.maxsize:
             ends.append(int(self.border) + 1)  # the last token is not read
@@ -203,7 +202,7 @@ class Target:
         return torch.stack(states, dim=2)
 
     def check_taps(self, taps: tuple[int, ...]) -> None:
-        """Refuse taps that are no layer inputs of this target."""
+        """Refuse taps that are not layer inputs of this target."""
         count = len(self.layers)
         if wrong := [tap for tap in taps if not -1 <= tap < count]:
             raise ValueError(

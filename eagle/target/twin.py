@@ -32,7 +32,7 @@ def share_weights(model: Any, config: Any, layers: nn.ModuleList) -> tuple[Any, 
 
 
 def _swap(value: Any, twins: dict[int, Any]) -> Any:
-    """The value in the second tree: a module's twin, a method or partial bound to it, else the value itself."""
+    """The value's counterpart in the second tree: a module's twin, a method or partial bound to it, else the value."""
     if id(value) in twins:
         return twins[id(value)]
     if isinstance(value, MethodType):

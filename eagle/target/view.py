@@ -1,4 +1,4 @@
-"""A target's layers for drafters that draft with them: any run of layers, with a cache of the drafter's own."""
+"""A target's layers, for drafters that run some of them with their own cache."""
 
 # B texts, N new tokens, R not committed, T committed, K drafted, S rows in the cache, D width, V vocabulary
 # X heads of keys, H of queries
@@ -21,7 +21,7 @@ from eagle.target.reader import FAILURES, TreeReader
 
 
 class TargetView:
-    """Embedding, layers and head over the target's weights; the target's own text and cache are never touched."""
+    """Embedding, layers and head over the target's weights; the target's own text and cache stay untouched."""
 
     def __init__(self, target: Any) -> None:
         self.head, self.device = target.head, target.device
@@ -32,11 +32,11 @@ class TargetView:
         self._check(target)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TargetView:
-        """Itself: what borrows of a target is copied without it."""
+        """Return itself, so that a copied drafter shares the target."""
         return self
 
     def __len__(self) -> int:
-        """How many layers there are."""
+        """The number of layers."""
         return len(self.decoder_layers)
 
     @property
@@ -46,11 +46,11 @@ class TargetView:
 
     @property
     def shows_attention(self) -> bool:
-        """Whether the model's attention shows its queries: it takes any that is registered."""
+        """Whether the model's attention can be observed (it uses registered attention functions)."""
         return can_observe(self.reader.original, self.reader.settings)
 
     def new_cache(self) -> TreeCache:
-        """An empty cache: forwards write behind its `length`, which its owner moves on, or commits by `keep`."""
+        """An empty cache; forwards write after its `length`, which the owner advances or commits by `keep`."""
         return TreeCache(len(self))
 
     @torch.inference_mode()
@@ -68,10 +68,10 @@ class TargetView:
         start: int = 0,
         end: int | None = None,
     ) -> Tensor:
-        """[B, N, D], what the layers `start` to `end` (which is not run; None: all) make of hidden states [B, N, D].
+        """[B, N, D], the output of layers `start` to `end` (exclusive; None: all) for hidden states [B, N, D].
 
-        Keys and values go where the cache aims. The states are the last of R that are not committed, at positions
-        [B, R] on the host, and see all that is; `seen` [B, N, R] says whom they see of the R, None: those before.
+        Keys and values are written at the cache's aim. The states are the last N of R uncommitted ones at positions
+        [B, R] on the host, and see all committed columns; `seen` [B, N, R] marks those of the R, None: earlier ones.
         """
         starts = [place - (positions.shape[1] - hidden.shape[1]) for place in cache.starts]
         mask = self.reader.masks(starts, positions, seen)
@@ -82,10 +82,10 @@ class TargetView:
     def run_layers(
         self, hidden: Tensor, positions: list[int], start: int, end: int, cache: TreeCache, mask: Tensor | None = None
     ) -> Tensor:
-        """[N, D], what the layers `start` to `end` (which is not run) make of hidden states [N, D] at these positions.
+        """[N, D], the output of layers `start` to `end` (exclusive) for hidden states [N, D] at these positions.
 
-        `mask` [N, S + N] marks the rows of the cache, and of the new ones behind it, that each new row sees; None:
-        all that is cached, and the new rows up to itself.
+        `mask` [N, S + N] marks the cached and new rows that each new row sees; None: all cached rows, and new rows
+        up to itself.
         """
         cache.aim([0])
         places, masks = torch.tensor([positions]), self.reader.masks
@@ -116,7 +116,7 @@ class TargetView:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """[.., V], the target's logits by final norm and LM head, from what any layer left [.., D]."""
+        """[.., V], logits of a layer's output [.., D] by the target's final norm and LM head."""
         rows = hidden.reshape(1, -1, hidden.shape[-1])
         with self.lock, self._only(rows, len(self), len(self)):
             cache = self.new_cache()
@@ -135,7 +135,7 @@ class TargetView:
         return output[0]
 
     def _forward(self, hidden: Tensor, positions: Tensor, mask: Any, cache: TreeCache) -> Tensor:
-        """[B, N, D], the LM head's input by the layers that are not switched off."""
+        """[B, N, D], the LM head's input, computed by the layers that are switched on."""
         return self.reader.model.base_model(
             inputs_embeds=hidden,
             position_ids=upload(positions, self.device),
@@ -146,7 +146,7 @@ class TargetView:
 
     @contextmanager
     def _only(self, hidden: Tensor, start: int, end: int) -> Iterator[list[Tensor]]:
-        """While open, layers `start` to `end` alone run, from `hidden` on; what leaves the last lands in the list."""
+        """A context in which only layers `start` to `end` run, from `hidden` on; the list gets the last output."""
         layers, output = self.reader.layers, list[Tensor]()
         try:
             for place, layer in enumerate(self.decoder_layers):
@@ -158,7 +158,7 @@ class TargetView:
                 layers[place] = layer
 
     def _check(self, target: Any) -> None:
-        """Refuse a model whose forward is more than its layers one after the other."""
+        """Refuse a model whose forward is not simply its layers in sequence."""
         tokens = torch.arange(1, 5) % target.vocab_size
         expected = target.model(input_ids=tokens[None].to(self.device), use_cache=False).logits[0]
         try:
@@ -171,14 +171,14 @@ class TargetView:
 
 
 class _Layer(nn.Module):
-    """A layer's place in a forward: the layer or nothing, from given hidden states or from those before it."""
+    """A layer that can be skipped or given other hidden states in a forward."""
 
     def __init__(self, layer: nn.Module | None, hidden: Tensor | None, output: list[Tensor]) -> None:
         super().__init__()
         self.layer, self.hidden, self.output = layer, hidden, output
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[B, N, D]; layers that return more than that return it first."""
+        """[B, N, D]; layers that return a tuple return the states first."""
         hidden = hidden_states if self.hidden is None else self.hidden
         result = hidden if self.layer is None else self.layer(hidden, *args, **kwargs)
         self.output[:] = [result if isinstance(result, Tensor) else result[0]]
@@ -186,9 +186,9 @@ class _Layer(nn.Module):
 
 
 class TargetTexts:
-    """The rows of a target's state, lent to a drafter: it reads their keys and values, and drafts behind them.
+    """The rows of a target's state, for a drafter that reads their keys and values and drafts after them.
 
-    Columns that are drafted are not committed, and the target's next forward writes over them.
+    Drafted columns are not committed; the target's next forward overwrites them.
     """
 
     def __init__(self, view: TargetView, state: Any) -> None:
@@ -199,21 +199,21 @@ class TargetTexts:
         return self.state.length(row)
 
     def room(self, row: int) -> float:
-        """How many columns a draft may take behind a row's text, where the cache may not grow for it."""
+        """The number of columns that a draft may use after a row's text without growing the cache."""
         return math.inf if self.state.max_tokens is None else self.state.needs[row] - self.length(row)
 
     def keys_values(self, row: int, layer: int) -> tuple[Tensor, Tensor]:
-        """[X, T, D] each, a layer's rotated keys and values of a row's committed tokens; they are not to be changed."""
+        """[X, T, D] each, a layer's rotated keys and values of a row's committed tokens (read-only)."""
         slot, held = self.state.rows.index(row), self.state.cache.layers[layer]
         end = self.state.cache.lengths[slot]
         return held.key_rows.buffer[slot, :, :end], held.value_rows.buffer[slot, :, :end]
 
     def groups(self, rows: Sequence[int]) -> list[list[int]]:
-        """The rows that may share a forward, in the order of their slots."""
+        """Groups of rows that may share a forward, in the order of their slots."""
         return self.state.groups(sorted(rows, key=self.state.rows.index))
 
     def copy_columns(self, cache: TreeCache, moves: Mapping[int, tuple[int, Tensor, Tensor]]) -> None:
-        """Copy committed keys and values: row -> slot of a drafter's cache, columns [M] here, columns [M] there."""
+        """Copy committed keys and values to a drafter's cache; `moves`: row -> (slot, columns [M] here, and there)."""
         if moves:
             slots = [torch.full_like(here, self.state.rows.index(row)) for row, (_, here, _) in moves.items()]
             others = [torch.full_like(here, slot) for slot, here, _ in moves.values()]
@@ -223,9 +223,9 @@ class TargetTexts:
 
     @torch.inference_mode()
     def observe_attention(self, row: int, count: int, observe: Observe) -> None:
-        """Show the queries of a row's last `count` tokens, and the keys of all; they are read anew, nothing is written.
+        """Read a row's last `count` tokens again to observe their queries and all keys; nothing is written.
 
-        `observe` gets the number of a layer, queries [1, H, N, D], keys [1, X, T, D] and the scale of their products.
+        `observe` gets a layer's number, queries [1, H, N, D], keys [1, X, T, D] and the scale of their product.
         """
         text = self.state.text(row)
         before = len(text) - count
@@ -239,11 +239,10 @@ class TargetTexts:
     def ahead(
         self, rows: Sequence[int], tokens: Tensor, depths: list[int], seen: Tensor | None, layers: int | None = None
     ) -> Tensor:
-        """[B, K, D], what the first `layers` layers (None: all) make of the last K tokens [B, K] of drafts.
+        """[B, K, D], the output of the first `layers` layers (None: all) for the last K draft tokens [B, K].
 
-        They see of R drafted tokens `seen` [B, K, R] (None: all are new, and a chain), and all that is committed. Of
-        each draft the token numbered i stands `depths[i]` positions behind the text; earlier calls have read those
-        before the last K.
+        They see all committed tokens, and `seen` [B, K, R] of R drafted ones (None: a chain of new tokens). Token i of
+        a draft stands `depths[i]` positions after the text; earlier calls have read those before the last K.
         """
         cache = self.state.cache
         slots = [self.state.rows.index(row) for row in rows]

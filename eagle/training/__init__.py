@@ -1,1 +1,1 @@
-"""The loop, its schedule, its processes, and how a killed run goes on."""
+"""The training loop, its schedule, its processes, and how a killed run continues."""

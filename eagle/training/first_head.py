@@ -18,7 +18,7 @@ from eagle.target.target import Target
 def first_head(recipe: Recipe, settings: Any, target: Target | Borrowed, features: Features) -> TrainableDrafter:
     """A new head, or the one that `train.init` names, which must be of the same network and sizes.
 
-    It may have had another window, or none: what it saw of a text changes none of its weights.
+    Its window may differ, because a window changes no weights.
     """
     named = getattr(settings, "draft_vocab", None)
     if isinstance(named, str):

@@ -1,4 +1,4 @@
-"""A target that learns together with heads on its states: adapters in its layers, and the loss of both."""
+"""Train a target with adapters together with heads on its states (Medusa-2): the model and the joint loss."""
 
 # B texts, T tokens of the longest, S supervised slots, D target width
 
@@ -23,7 +23,7 @@ from eagle.target.loading import add_adapter
 
 
 class Joint(nn.Module):
-    """A target's model with adapters, and heads; its forward is their loss, its state is what of both is trained."""
+    """A target's model with adapters, and heads. `forward` is their loss; the state dict holds only trained weights."""
 
     def __init__(self, model: Any, head: TrainableDrafter, frozen: TargetHead, settings: JointSection) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Joint(nn.Module):
         self.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.clear())
 
     def forward(self, examples: Sequence[Example], heads: float) -> dict[str, Tensor]:
-        """The target's loss and so much of the heads', as means over the supervised slots."""
+        """The target's loss plus `heads` times that of the heads, as means over the supervised slots."""
         batch, before = self.read(examples, compare=self.settings.loss == "kl")
         target = self.target_loss(batch, before)
         losses = self.head(batch, self.frozen)
@@ -44,7 +44,7 @@ class Joint(nn.Module):
         return {"total": target + heads * total, "target": target, "heads": total, **losses}
 
     def read(self, examples: Sequence[Example], *, compare: bool) -> tuple[Batch, Tensor | None]:
-        """A batch with the adapted target's states; and, to compare, [N, D] those of the target that it was."""
+        """A batch with the adapted target's states, and the states [N, D] of the original target for comparison."""
         tokens = pad_sequence([example.tokens for example in examples], batch_first=True)
         tokens = upload(tokens, self.frozen.weight.device)
         batch = self.collate(examples, self.states(tokens))
@@ -66,7 +66,7 @@ class Joint(nn.Module):
         return collate(texts, (-1,)).to(states.device)
 
     def target_loss(self, batch: Batch, before: Tensor | None) -> Tensor:
-        """The target's own loss at the supervised tokens: from their likelihood, or KL(what it was, what it is)."""
+        """The target's loss at the supervised tokens: their cross-entropy, or KL(original target, adapted target)."""
         slots = upload(batch.loss_mask.nonzero()[:, 0], batch.tokens.device)
         states = batch.features[:, 0].index_select(0, slots - 1)[None]
         wide = torch.promote_types(states.dtype, torch.float32)
@@ -80,13 +80,13 @@ class Joint(nn.Module):
 
     @torch.no_grad()
     def validate(self, examples: Sequence[Example], trees: dict[str, Paths]) -> dict[str, Tensor]:
-        """Sums of what the heads guess of the adapted target, and of the KL from what the target was."""
+        """Validation sums of the heads on the adapted target, and of its KL from the original target."""
         batch, before = self.read(examples, compare=True)
         kl = self.target_loss(batch, before) * batch.slots
         return {**self.head.validate(batch, self.frozen, trees), "kl": kl}
 
     def groups(self, lr: float) -> list[dict[str, Any]]:
-        """What is trained, in groups of parameters with the learning rates of a step."""
+        """The trained parameters in groups, with the learning rates of a step."""
         trained = [part for part in self.parameters() if part.requires_grad]
         matrices = {id(part) for part in self.head.parameters() if part.ndim > 1}
         fast, slow = ([part for part in trained if (id(part) in matrices) == wanted] for wanted in (True, False))
@@ -98,12 +98,12 @@ class Joint(nn.Module):
 
 
 def heads_weight(settings: JointSection, step: int, steps: int) -> float:
-    """What the heads' loss counts in a step: all of it, or a part that rises by a sine over the run."""
+    """The weight of the heads' loss in a step: 1, or a share that rises as a quarter sine over the run."""
     return settings.heads * (math.sin(math.pi / 2 * step / steps) if settings.rise else 1.0)
 
 
 def _drop_frozen(joint: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Leave out what is not trained: a checkpoint would hold the whole target."""
+    """Remove frozen weights from the state dict, or a checkpoint would hold the whole target."""
     trained = {prefix + name for name, part in joint.named_parameters() if part.requires_grad}
     for name in [name for name in state if name.startswith(prefix) and name not in trained]:
         del state[name]

@@ -13,8 +13,8 @@ from eagle.device import best_device, fastest_dtype
 from eagle.recipe import Recipe, TrainSection
 
 LAUNCH_HINT = (
-    "launch with `accelerate launch --config_file recipes/accelerate/ddp.yaml --num_processes N`, or by "
-    "`torchrun --standalone --nproc_per_node N`"
+    "launch with `eagle train RECIPE --processes N`, which is `accelerate launch --config_file "
+    "recipes/accelerate/ddp.yaml --num_processes N recipes/train_eagle.py RECIPE`, or by torchrun"
 )
 SHARDED = "heads are not trained with it: use recipes/accelerate/ddp.yaml, zero2.yaml or zero3.yaml"
 FSDP = "heads are sharded by train.shard_head=true, launched with recipes/accelerate/ddp.yaml"
@@ -51,7 +51,7 @@ def launch(settings: TrainSection) -> Accelerator:
 
 
 def resolve_dtype(recipe: Recipe) -> Recipe:
-    """The recipe with the precision of training that suits this device written out."""
+    """The recipe with `train.dtype: auto` replaced by the dtype for this device."""
     if recipe.train.decode and recipe.features.shard_target:
         raise ValueError("a sharded target cannot decode while a head is trained: set train.decode=0")
     if recipe.train.dtype != "auto":
@@ -97,7 +97,7 @@ def refuse_other_engine(engine: dict[str, Any], settings: TrainSection) -> None:
 
 
 def _refuse_unless(name: str, got: object, wanted: set[str], reason: str) -> None:
-    """Refuse a setting that is given and not one of the values that agree with the recipe."""
+    """Refuse a setting that is given and contradicts the recipe."""
     if got is not None and str(got).lower() not in wanted:
         raise ValueError(
             f"accelerate was given {name} = {got}, which the recipe does not follow: {reason}. Leave it out of the "
@@ -106,7 +106,7 @@ def _refuse_unless(name: str, got: object, wanted: set[str], reason: str) -> Non
 
 
 def _check_processes(accelerator: Accelerator, settings: TrainSection, zero: bool) -> None:
-    """Refuse fewer or unconnected processes, which launchers start silently where a flag is missing."""
+    """Refuse too few or unconnected processes, which launchers start silently if a flag is missing."""
     got, kind = accelerator.num_processes, accelerator.distributed_type
     if "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
         raise ValueError(

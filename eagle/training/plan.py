@@ -1,4 +1,4 @@
-"""Which examples a step reads, as a function of the seed and the step's number alone."""
+"""Which examples a step reads, as a function of the seed and the step's number."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Plan:
         return [self.training[i] for i in self.epoch(epoch)[start : start + self.settings.batch_size]]
 
     def parts(self, number: int, count: int) -> list[list[int]]:
-        """A step's examples in `count` parts of about equal work; a part that would be empty repeats an example."""
+        """A step's examples in `count` parts of about equal work; an empty part repeats an example."""
         examples = sorted(self.step(number), key=lambda index: -self.slots[index])
         parts: list[list[int]] = [[] for _ in range(count)]
         lightest = [(0, place) for place in range(count)]

@@ -93,7 +93,7 @@ class Checkpoints:
         return state
 
     def _check_launcher(self, path: Path, old: int, new: int) -> None:
-        """Refuse another launcher or number of processes where one of the two runs is DeepSpeed's."""
+        """Refuse another launcher or number of processes if either run uses DeepSpeed."""
         parts = not (path / WHOLE).is_file()  # DeepSpeed keeps a part of the moments for each process
         deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
         if parts != deepspeed or (parts and old != new):
@@ -114,7 +114,7 @@ class Checkpoints:
         return None
 
     def describe_resume(self) -> str:
-        """A sentence on the step from which the same command continues a run that is stopped now."""
+        """A sentence naming the step from which the same command would continue the run."""
         if steps := self._steps():
             return f"the same command goes on from step {steps[0]}"
         return "the same command starts anew: train.checkpoint_every says how often a run is kept, else once an epoch"
@@ -129,7 +129,7 @@ def _describe_launcher(deepspeed: bool, processes: int) -> str:
 
 
 def _run_on_all(work: Callable[[], None]) -> list[str]:
-    """Do some work on every process and gather the disk faults of all, so that no process waits for one that failed."""
+    """Run `work` on every process and gather their disk faults, so that no process waits for one that failed."""
     try:
         work()
         fault = ""
@@ -139,7 +139,7 @@ def _run_on_all(work: Callable[[], None]) -> list[str]:
 
 
 def _read_state(path: Path) -> tuple[str | None, dict[str, Any]]:
-    """What is wrong with a checkpoint (every checksum verified) or None, and its state."""
+    """A checkpoint's fault (every checksum verified) or None, and its state."""
     try:
         mark: dict[str, Any] = json.loads((path / MARK).read_text())
         files = {name: (size, digest) for name, (size, digest) in mark["files"].items()}

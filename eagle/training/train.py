@@ -1,4 +1,4 @@
-"""The training loop. The head's forward is the loss; nothing else here depends on the method."""
+"""The training loop. The head's `forward` is the loss; nothing here depends on the method."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from eagle import __version__
 from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.core.tree import PUBLISHED_TREE, chain_paths
 from eagle.data.examples import Batch, Features, collate, run_ahead, trim_mask
@@ -263,7 +264,7 @@ class _Run:
         self.head.train()
 
     def _sum_validation(self, head: TrainableDrafter) -> dict[str, Tensor]:
-        """This process's share of the validation sums; all processes load equally often."""
+        """This process's share of the validation sums; all processes read the same number of batches."""
         indices, device, sums = self.plan.validation, self.accelerator.device, dict[str, Tensor]()
         # as many texts as a step's part, so that what trains on a card is validated there
         size = -(-self.settings.batch_size // (self.accelerator.num_processes * self.settings.accumulation))
@@ -290,7 +291,7 @@ class _Run:
         return self.mirror
 
     def _provenance(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        versions = {name: version(name) for name in ("eagle", "torch", "transformers", "accelerate")}
+        versions = {"eagle": __version__} | {name: version(name) for name in ("torch", "transformers", "accelerate")}
         run = {"step": self.step, "processes": self.accelerator.num_processes, "skipped_steps": self.skipped}
         return {"commit": self.commit, **versions, **run, "validation": metrics, **self.features.identity}
 

@@ -1,4 +1,4 @@
-"""The loop that trains a target together with heads, and writes both: a new target, and heads for it."""
+"""The loop that trains a target together with heads, and writes the new target and its heads."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from eagle import __version__
 from eagle.core.drafter import TrainableDrafter
 from eagle.data.features import LiveFeatures
 from eagle.disk import lock_folder
@@ -139,7 +140,7 @@ class _JointRun:
         return dict(zip(names, finite.mean(0).tolist(), strict=True)) if len(finite) else {}
 
     def _validate(self) -> dict[str, float]:
-        """Figures on the held-out conversations: what the heads guess of the new target, and its KL from the old."""
+        """Figures on the held-out conversations: the heads' acceptance, and the new target's KL from the old one."""
         self.joint.eval()
         accelerator, sums = self.accelerator, dict[str, Tensor]()
         for index in self.plan.validation[accelerator.process_index :: accelerator.num_processes]:
@@ -169,7 +170,9 @@ class _JointRun:
         self.accelerator.wait_for_everyone()
 
     def _provenance(self) -> dict[str, Any]:
-        versions = {name: version(name) for name in ("eagle", "torch", "transformers", "accelerate", "peft")}
+        versions = {"eagle": __version__} | {
+            name: version(name) for name in ("torch", "transformers", "accelerate", "peft")
+        }
         made = {"made_from": self.recipe.target.model_dump(), "joint": self.settings.model_dump(mode="json")}
         run = {"step": self.step, "processes": self.accelerator.num_processes, "skipped_steps": self.skipped}
         kl = {"kl_from_the_old_target": self.figures.get("kl")}  # in nats a token, on the held-out conversations
@@ -184,5 +187,5 @@ class _JointRun:
 
 
 def _supervised(features: LiveFeatures, index: int) -> int:
-    """How many tokens of an example are learned; the first two are no drafter's."""
+    """The number of supervised tokens of an example, without the first two, which no drafter predicts."""
     return int(features.mask(index)[2:].sum())

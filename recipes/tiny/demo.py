@@ -1,4 +1,4 @@
-"""Run every stage on a tiny model, in `runs/tiny` of the current folder: minutes on a CPU, and no downloads."""
+"""Train, check and export a draft head for a small model, in `runs/demo`: five minutes on a CPU, and no downloads."""
 
 from __future__ import annotations
 
@@ -7,82 +7,200 @@ import json
 import os
 import subprocess
 import sys
+import webbrowser
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from eagle.device import choose_threads
 from eagle.log import script
 from eagle.shipped import RECIPES
 from eval.figures import format_number
-from eval.results import ACCEPTANCE_LENGTH, CPU_SPEED_UP, MODELLED_SPEED_UP, SPEED_UP, read_results
+from eval.results import ACCEPTANCE_LENGTH, CPU_SPEED_UP, SPEED_UP, TOKENS_PER_SECOND, Results, read_results
 
-RECIPE = "recipes/tiny/eagle1.yaml"
-TARGET, HEAD = "runs/tiny/target", "runs/tiny/eagle1/head"
-MASKS, VOCABULARY = "runs/tiny/mask.html", "runs/tiny/draft_vocab.safetensors"
-RESULTS, REPORT = "runs/tiny/eagle1/results.jsonl", "runs/tiny/report.html"
-CERTIFICATE = "runs/tiny/eagle1/lossless.json"
+RECIPE = "recipes/tiny/demo.yaml"
+TARGET, HEAD, DATA = "runs/demo/target", "runs/demo/eagle1/head", "runs/demo/data"
+RESULTS, CERTIFICATE = "runs/demo/eagle1/results.jsonl", "runs/demo/eagle1/lossless.json"
+MASKS, REPORT, EXPORTED = "runs/demo/mask.html", "runs/demo/report.html", "runs/demo/vllm"
+QUESTION = "What do you know about otters?"
+ABOUT = """\
+A language model writes one token per forward pass. A draft head guesses the
+next few. The model checks all guesses in one pass and keeps those that it would
+have written itself: the same text in fewer passes.
 
-TO_TRAIN = {
-    "A small chat target, trained on the documentation that is installed here": ["-m", "recipes.tiny.make_target"],
-    "Its own answers to the questions of 300 conversations": ["-m", "data_prep.regenerate", RECIPE],
-    "What of them is learned": ["-m", "data_prep.inspect_mask", RECIPE, "--count", "1", "--html", MASKS],
-    "The tokens that it says most": ["-m", "data_prep.draft_vocab", RECIPE, "--size", "512", "--out", VOCABULARY],
-    "Its hidden features on these conversations": ["-m", "data_prep.extract", RECIPE],
+This demo makes a small model, trains a head for it, and measures both on this
+machine. Everything goes to runs/demo."""
+NEXT = f"""\
+  eagle generate {HEAD} "How do I make pancakes?" --target {TARGET} --compare
+  eagle tune {RECIPE.removeprefix("recipes/").removesuffix(".yaml")}
+  eagle doctor {HEAD} --target {TARGET}"""
+
+
+QUIET = {
+    "GOMP_SPINCOUNT": "10000",  # threads that wait do not hold up other work for long
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # a model this small is loaded at once
+    "PYTHONWARNINGS": "ignore",
 }
-STAGES = {
-    **TO_TRAIN,
-    "An EAGLE-1 head": ["-m", "accelerate.commands.launch", str(RECIPES / "train_eagle.py"), RECIPE],
-    "Decoding with it, beside plain decoding": ["-m", "eval.measure", RECIPE, "eval.costs=true"],
-    "Its output, beside the untouched model's own": ["-m", "eval.lossless", RECIPE],
-    "All of that as a page": ["-m", "eval.report", RESULTS, "--html", REPORT],
-    "The head in vLLM's layout": ["-m", "eagle", "export", HEAD, "--target", TARGET, "--to", "vllm", "runs/tiny/vllm"],
-}
+LAUNCH = "-m accelerate.commands.launch --num_processes=1 --num_machines=1 --mixed_precision=no --dynamo_backend=no"
 
 
-def run(stages: dict[str, list[str]]) -> None:
-    """Run the stages in order, all on the number of threads that is fastest now; stop at the first that fails."""
+class Stage(NamedTuple):
+    """A command, and what a reader should know before it runs."""
+
+    title: str
+    about: str
+    seconds: int  # on two idle cores
+    command: list[str]
+
+
+TO_TRAIN = [
+    Stage(
+        "Make a model to speed up",
+        "A chat model of 2.7 M weights learns short texts about animals, dishes and functions by heart.\n"
+        f"In: 3,000 conversations, generated here. Out: {TARGET}",
+        75,
+        ["-m", "recipes.tiny.demo_target"],
+    ),
+    Stage(
+        "Let it answer 300 questions",
+        "A head learns best from the text that its model writes itself.\n"
+        f"In: questions from {DATA}/train.jsonl. Out: {DATA}/regenerated.jsonl",
+        25,
+        ["-m", "data_prep.regenerate", RECIPE],
+    ),
+    Stage(
+        "Look at what the head will learn",
+        f"The model's own words are supervised, the questions are not. Out: {MASKS}",
+        5,
+        ["-m", "data_prep.inspect_mask", RECIPE, "--count", "1", "--html", MASKS],
+    ),
+    Stage(
+        "Store the model's hidden states",
+        "The head reads what the model computed for each token, so the model runs once over all answers.\n"
+        "In: the answers. Out: runs/demo/features",
+        10,
+        ["-m", "data_prep.extract", RECIPE],
+    ),
+]
+STAGES = [
+    *TO_TRAIN,
+    Stage(
+        "Train an EAGLE-1 head",
+        "One transformer layer, which predicts the next hidden state from the last one and the token after it.\n"
+        f"In: the hidden states. Out: {HEAD}",
+        45,
+        [*LAUNCH.split(), str(RECIPES / "train_eagle.py"), RECIPE],
+    ),
+    Stage(
+        "Measure it",
+        "12 new questions, answered without drafts (none), with copied text (ngram) and with the head (eagle1),\n"
+        "greedily (T = 0) and sampled (T = 1), on the number of threads that is faster for this model here.\n"
+        f"Out: {RESULTS}",
+        45,
+        ["-m", "eval.measure", RECIPE, "--again"],
+    ),
+    Stage(
+        "Check that the text is the same",
+        f"Every answer is compared, token by token, with the model's own. Out: {CERTIFICATE}",
+        20,
+        ["-m", "eval.lossless", RECIPE],
+    ),
+    Stage(
+        "Write the report",
+        f"One page with all figures. Out: {REPORT}",
+        5,
+        ["-m", "eval.report", RESULTS, "--html", REPORT],
+    ),
+    Stage(
+        "Export the head",
+        f"In the layout that vLLM serves. Out: {EXPORTED}",
+        8,
+        ["-m", "eagle", "export", HEAD, "--target", TARGET, "--to", "vllm", EXPORTED],
+    ),
+    Stage(
+        "See it at work",
+        "Words in green were guessed by the head and accepted; the others were written by the model itself.",
+        8,
+        ["-m", "eagle", "generate", HEAD, QUESTION, "--target", TARGET],
+    ),
+]
+
+
+def run(stages: Sequence[Stage]) -> None:
+    """Run the stages in order; stop at the first that fails."""
     left, right = torch.ones(512, 256), torch.ones(256, 1024)  # as large as the matrices that are trained
     threads = choose_threads(lambda: [left @ right for _ in range(8)])
-    env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    for number, (title, command) in enumerate(stages.items(), start=1):
-        print(f"\n[{number}/{len(stages)}] {title}", flush=True)
-        process = subprocess.run([sys.executable, *command], env=env)
+    decoding = {**QUIET, **os.environ}
+    training = {**decoding, "OMP_NUM_THREADS": str(threads)}
+    console = Console(highlight=False)
+    for number, stage in enumerate(stages, start=1):
+        console.print(f"\n[bold]\\[{number}/{len(stages)}] {stage.title}[/bold] (about {stage.seconds} s)")
+        console.print(stage.about, style="dim", soft_wrap=True)
+        decodes = stage.command[1] in ("eval.measure", "eval.lossless", "eagle")  # these choose their threads
+        process = subprocess.run([sys.executable, *stage.command], env=decoding if decodes else training)
         if process.returncode:
-            sys.exit(f"stage {number} failed: {' '.join(command)}")
+            sys.exit(f"stage {number} failed: {' '.join(stage.command)}")
 
 
-def outcome(results: Path, certificate: Path) -> str:
-    """Acceptance length and speed-up at each temperature, and whether the output is unchanged."""
+def outcome(results: Results) -> Table:
+    """Acceptance length, speed and speed-up of each drafter at each temperature."""
+    table = Table()
+    for name in ("T", "drafter", "tokens per pass (τ)", "tokens/s", "speed-up"):
+        table.add_column(name, justify="left" if name == "drafter" else "right")
+    for group in results.groups():
+        length, speed = group.estimate(ACCEPTANCE_LENGTH), group.estimate(TOKENS_PER_SECOND)
+        gain = "1.00 ×" if group.drafter == "none" else format_number(group.estimate(SPEED_UP), " ×")
+        style = "green" if group.drafter not in ("none", "ngram") else None
+        cells = (format_number(length), format_number(speed, digits=0), gain)
+        table.add_row(f"{group.temperature:g}", group.drafter, *cells, style=style)
+    return table
+
+
+def verdict(results: Results, certificate: Path) -> str:
+    """The head's speed-up in one line, and whether the output is unchanged in another."""
     lines = []
-    for group in read_results(results).groups():
-        if group.drafter in ("none", "ngram"):
-            continue
-        metrics = {"by the clock": SPEED_UP}
-        if group.had_to_wait:
-            metrics["in CPU seconds"] = CPU_SPEED_UP
-        if group.is_modelled:
-            metrics = {"in modelled time, which other work leaves alone": MODELLED_SPEED_UP, **metrics}
-        speeds = (f"{format_number(group.estimate(metric))} {name}" for name, metric in metrics.items())
-        lines.append(
-            f"{group.drafter} at T = {group.temperature:g}: acceptance length τ "
-            f"{group.estimate(ACCEPTANCE_LENGTH).value:.2f}; speed of plain decoding × {', × '.join(speeds)}"
-        )
+    for group in results.groups():
+        if group.drafter not in ("none", "ngram"):
+            speed = format_number(group.estimate(SPEED_UP))
+            busy = ""
+            if group.had_to_wait:
+                cpu = format_number(group.estimate(CPU_SPEED_UP))
+                busy = f"; in CPU seconds {cpu} times, as other work had part of this machine"
+            lines.append(f"With the head at T = {group.temperature:g}: {speed} times as fast{busy}")
     verdicts = json.loads(certificate.read_text())["verdicts"]
     same, answers = (sum(verdict[key] for verdict in verdicts) for key in ("identical", "answers"))
     lossless = "yes" if all(verdict["lossless"] for verdict in verdicts) else "NO"
-    return "\n".join([*lines, f"lossless: {lossless}, {same} of {answers} answers are the untouched model's own"])
+    return "\n".join([*lines, f"Lossless: {lossless}, {same} of {answers} answers are the model's own"])
+
+
+def show_report(path: Path) -> None:
+    """Print where the report is, and open it where there is a screen."""
+    print(f"Report: {path}")
+    has_screen = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    if sys.stdout.isatty() and has_screen:
+        webbrowser.open(path.resolve().as_uri())
 
 
 def main(argv: list[str]) -> None:
     """Run all stages, and print the time and the outcome."""
     argparse.ArgumentParser(prog="eagle demo", description=__doc__).parse_args(argv)
     start = perf_counter()
+    minutes = sum(stage.seconds for stage in STAGES) / 60
+    print(f"{ABOUT}\n\n{len(STAGES)} stages, about {minutes:.0f} minutes on two idle cores.", flush=True)
     run(STAGES)
-    print(f"\nDone in {perf_counter() - start:.0f} s. Everything is in runs/tiny.\n")
-    print(outcome(Path(RESULTS), Path(CERTIFICATE)))
-    print(f"report: {REPORT}")
+    results = read_results(RESULTS)
+    print(
+        f"\nDone in {(perf_counter() - start) / 60:.1f} minutes, on {results.header.get('machine', 'this machine')}.\n"
+    )
+    Console().print(outcome(results))
+    print(verdict(results, Path(CERTIFICATE)))
+    show_report(Path(REPORT))
+    print(f"\nTry next:\n{NEXT}")
 
 
 if __name__ == "__main__":

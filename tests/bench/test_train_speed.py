@@ -133,6 +133,24 @@ def test_the_page_shows_the_result_file(show: Callable[[Any], str]) -> None:
     assert show(results) in (ROOT / "docs/measurements/training-speed.md").read_text()
 
 
+def test_the_short_tables_show_the_result_files() -> None:
+    """Every row of the short tables of docs/benchmarks.md is a row of a result file."""
+    eagle1, eagle3 = (
+        json.loads((ROOT / f"docs/results/{name}_speed.json").read_text())["rows"] for name in ("train", "unroll")
+    )
+    shown = [
+        f"| {row['dtype']} | {row['vocab']:,} | {row['ratio']:.2f} | {row['ours_mb'] / row['published_mb']:.2f} of it |"
+        for row in eagle1
+        if row["texts"] == "real" and row["length"] == 1024
+    ] + [
+        f"| {row['dtype']} | {row['length']:,} | 7 | {ratio(row):.2f} | {smaller(row):.2f} of it |"
+        for row in eagle3
+        if row["all"] and row["steps"] == 7 and row["length"] in (256, 2048)
+    ]
+    lines = (ROOT / "docs/benchmarks.md").read_text().splitlines()
+    assert shown == [line for line in lines if line.endswith(" of it |")]
+
+
 def test_the_page_shows_every_machine() -> None:
     """Ratios of one machine are of that machine: all that have a result file stand side by side."""
     files = sorted((ROOT / "docs/results").glob("train_speed*.json"))

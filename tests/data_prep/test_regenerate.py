@@ -622,7 +622,7 @@ def test_odd_conversations_are_noted(tiny_target: Target) -> None:
     line = run_talk(tiny_target, talk("n", "user: a", "assistant: b"), completion("x", reasoning_content="I think"))
     assert line["record"]["messages"][-1]["reasoning_content"] == "I think"
     # this template does not know of reasoning
-    assert line["notes"] == ["the template prints an answer otherwise than the target said it"]
+    assert line["notes"] == ["the template prints an answer otherwise than the target wrote it"]
 
 
 def test_repeated_ids_become_unique(tiny_target: Target) -> None:

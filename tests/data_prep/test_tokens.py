@@ -245,5 +245,5 @@ def test_answers_that_are_not_there_yet_are_asked_for(tmp_path: Path) -> None:
     """Who skips a stage is told which."""
     missing = str(tmp_path / "answers.jsonl")
     recipe = Recipe.load("recipes/tiny/eagle1.yaml", [f"data.train={missing}", f"regenerate.out={missing}"])
-    with pytest.raises(ValueError, match=r"answers\.jsonl is not there: run `python -m data_prep\.regenerate"):
+    with pytest.raises(ValueError, match=r"answers\.jsonl is not there: run `eagle regenerate"):
         tokenize_data(recipe, None)

@@ -46,7 +46,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def target() -> Target:
     """The trained tiny target."""
     if not (TINY / "target").is_dir():
-        pytest.skip("no trained target in runs/tiny/target: `make demo` trains one")
+        pytest.skip("no trained target in runs/tiny/target: `make tiny` trains one")
     return Target.load(TINY / "target", dtype="float32")
 
 

@@ -118,7 +118,7 @@ def test_a_spoilt_folder_is_refused_with_what_is_wrong_in_it(name: str, folder: 
 def test_an_exported_folder_is_no_head_to_train_from(engine: str, folder: Path, target: Target, tmp_path: Path) -> None:
     """The message names the command that makes one of it."""
     export(load_head(folder).bind(target.head), target.config, engine, tmp_path / "out", folder)
-    with pytest.raises(ValueError, match=rf"python -m eagle import {tmp_path / 'out'}"):
+    with pytest.raises(ValueError, match=rf"eagle import {tmp_path / 'out'}"):
         load_head(tmp_path / "out")
 
 
@@ -129,7 +129,7 @@ def test_recipe_and_provenance_are_not_needed(folder: Path, target: Target, tmp_
     assert load_drafter(folder, target).taps == (2, 4, 5)
     export(load_head(folder).bind(target.head), target.config, "vllm", tmp_path / "out", folder)
     assert "Unknown" in (tmp_path / "out/README.md").read_text()
-    with pytest.raises(ValueError, match=r"recipe\.yaml and provenance\.json are missing.*python -m eagle"):
+    with pytest.raises(ValueError, match=r"recipe\.yaml and provenance\.json are missing.*eagle import"):
         model_card(folder, "me/head")
 
 

@@ -151,9 +151,9 @@ def test_a_world_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         launch(TrainSection(out="nowhere", dtype="float32"))
 
 
-def test_the_script_alone_is_the_tiny_recipe() -> None:
+def test_the_script_alone_is_the_recipe_of_the_demo() -> None:
     """Its first argument may be left out; what is laid over is laid over that."""
     from recipes.tiny import demo
 
-    assert find_recipe(demo.RECIPE).samefile(RECIPE)
+    assert find_recipe(demo.RECIPE).samefile(Path(RECIPE).with_name("demo.yaml"))
     assert Recipe.load(demo.RECIPE, ["train.max_steps=2"]).train.max_steps == 2

@@ -1,1 +1,1 @@
-"""What methods share: blocks, growth of trees, the unroll, objectives, validation."""
+"""Parts shared by methods: blocks, growth of trees, the unroll, losses, validation."""

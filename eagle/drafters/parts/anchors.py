@@ -1,4 +1,4 @@
-"""The places of texts from which blocks are guessed: all that are supervised, or some drawn of each text."""
+"""The slots from which blocks are guessed: all supervised ones, or some drawn from each text."""
 
 # A anchors, K levels, N tokens of all texts
 
@@ -17,7 +17,7 @@ from eagle.drafters.parts.spans import Spans
 
 @dataclass(frozen=True, slots=True)
 class Anchors:
-    """Slots whose next token is the root of a block: level d of slot i names token i + 2 + d."""
+    """Slots whose next token is the root of a block: level d of slot i predicts token i + 2 + d."""
 
     spans: Spans  # of the slots, among those of all texts
     places: Tensor  # [A], of the slots among all tokens
@@ -30,7 +30,7 @@ class Anchors:
 
     @classmethod
     def drawn(cls, batch: Batch, levels: int, most: int) -> Anchors:
-        """At most so many supervised slots of each text, drawn by its seed."""
+        """At most `most` supervised slots of each text, drawn by its seed."""
         slots, places, reached, begin = list[Tensor](), list[Tensor](), list[Tensor](), 0
         masks = [mask[2:] for mask in batch.loss_mask.split(batch.lengths)]
         for mask, seed, length in zip(masks, batch.seeds, batch.lengths, strict=True):
@@ -48,21 +48,21 @@ class Anchors:
         return cls(spans, upload(torch.cat(places), device), upload(torch.cat(reached), device))
 
     def tokens_at(self, batch: Batch, level: int) -> Tensor:
-        """[A], the tokens that such a level names; -1 names the roots. What lies beyond a text counts for nothing."""
+        """[A], the tokens that a level predicts (-1: the roots); places beyond a text have no weight."""
         return batch.tokens.index_select(0, (self.places + 2 + level).clamp(max=len(batch.tokens) - 1))
 
     def tokens_of(self, batch: Batch) -> Tensor:
-        """[A, K], the tokens that all levels name."""
+        """[A, K], the tokens that all levels predict."""
         return torch.stack([self.tokens_at(batch, level) for level in range(self.reached.shape[1])], dim=1)
 
     def states_before(self, batch: Batch) -> Tensor:
-        """[A, K, H], the target's states from which the tokens that the levels name follow."""
+        """[A, K, H], the target's states that predict the tokens of the levels."""
         true, levels = batch.select_taps((-1,))[:, 0], self.reached.shape[1]
         ahead = self.places[:, None] + torch.arange(1, 1 + levels, device=true.device)
         return true[ahead.clamp(max=len(batch.tokens) - 1)]
 
     def weights(self, decay: float | None) -> Tensor:
-        """[A, K], what each level of each block counts: e^(-level / decay) where it is reached; their sum is 1."""
+        """[A, K], the weight of each level of each block: e^(-level / decay) where it is reached; they sum to 1."""
         weights = self.reached.float()
         if decay is not None:
             weights = weights * torch.exp(-torch.arange(weights.shape[1], device=weights.device) / decay)

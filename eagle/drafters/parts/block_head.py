@@ -1,4 +1,4 @@
-"""Heads that read slots in blocks: one forward guesses as many tokens as a block has slots."""
+"""Heads that read slots in blocks: one forward guesses one token for each slot of a block."""
 
 # S supervised slots, A blocks of k slots, N slots of all texts, H width, V vocabulary
 
@@ -30,8 +30,8 @@ from eagle.target.cache import SlotCache
 class BlockHead(TrainableDrafter):
     """Slot i reads state i of the target and token i + 1, and guesses state i + k, whose logits name token i + k + 1.
 
-    The last k slots of a text are a block: they see one another and all before, so that together they guess the k
-    tokens behind the root. The next block reads these tokens and states in place of the target's.
+    The last k slots of a text are a block: they see one another and everything before, and together guess the k tokens
+    after the root. The next block reads these tokens and states in place of the target's.
     """
 
     taps = (-1,)
@@ -41,36 +41,36 @@ class BlockHead(TrainableDrafter):
 
     @abstractmethod
     def enter(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """[.., H], what the Llama block reads of tokens and states."""
+        """[.., H], the Llama block's input from tokens and states."""
 
     @property
     def size(self) -> int:
-        """How many slots a block has."""
+        """The number of slots of a block."""
         return int(self.settings.k)
 
     @property
     def levels(self) -> int:
-        """How many tokens it guesses at most."""
+        """The largest number of tokens that it guesses."""
         return int(self.settings.levels)
 
     @property
     def query_groups(self) -> int:
-        """How many queries share a key."""
+        """The number of query heads that share a key."""
         return self.shape.num_attention_heads // self.shape.num_key_value_heads
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of its weights."""
+        """The dtype of its weights."""
         return next(self.parameters()).dtype
 
     def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
-        """The target's own logits of a state."""
+        """The target's logits of a state."""
         return frozen.logits(state)
 
     # -- blocks of texts ----------------------------------------------------------------------------------------------
 
     def read_text(self, entered: Tensor, tables: Pair, blocks: SlotBlocks) -> tuple[Tensor, Pair]:
-        """[k, A, H], the states of all blocks, and keys and values of all slots, from what these read [N, H]."""
+        """The states [k, A, H] of all blocks, and keys and values of all slots, from their inputs [N, H]."""
         key, value = key_value(self.layers[0], (entered, entered), tables)
         slots, context = blocks.slots.flatten(), (key.contiguous(), value.contiguous())
         at_slots = tables[0].index_select(0, slots), tables[1].index_select(0, slots)
@@ -106,7 +106,7 @@ class BlockHead(TrainableDrafter):
     def draft_levels(
         self, batch: Batch, frozen: TargetHead, levels: int
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-        """Each level's states [S, H], all of them read by the target's LM head."""
+        """Each level's states [S, H], and the target's LM head."""
         size, levels, device = self.size, min(levels, self.levels), batch.tokens.device
         blocks = SlotBlocks.everywhere(batch, size)
         known, positions, _ = text_slots(batch, device)
@@ -132,11 +132,11 @@ class BlockHead(TrainableDrafter):
     # -- drafting -----------------------------------------------------------------------------------------------------
 
     def open(self) -> BlockState:
-        """Texts that are drafted for together."""
+        """The state for several texts drafted together."""
         return BlockState(self)
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
-        """The rows of each forward after the first: a block behind each node of every k-th level."""
+        """The rows of each forward after the first: a block after each node of every k-th level."""
         size = self.size
         return tuple(size * rows for rows in level_rows(budget.within(self.levels))[size - 1 :: size])
 

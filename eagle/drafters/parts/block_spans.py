@@ -1,4 +1,4 @@
-"""Attention of a block of tokens behind some rows of texts: each sees the text up to its row, and its block."""
+"""Attention of a block of tokens after some rows of texts: each token sees the text up to its row, and its block."""
 
 # S wanted rows, B tokens of a block, h heads of queries, k of keys, n rows of a piece, m of its text so far, w width
 
@@ -29,14 +29,14 @@ Pair = tuple[Tensor, Tensor]
 def attend_block(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Pair, *, causal: bool) -> Tensor:
     """[h, S, B, w] from query [h, S, B, w], a text's key and value [k, N, w], and the blocks' own [k, S, B, w].
 
-    With `causal` a token sees of its block the tokens up to itself, else all.
+    With `causal` a token sees the tokens of its block up to itself, otherwise all.
     """
     attend = ATTEND.get(query.device.type, attend_block_flex)
     return attend(query, key, value, spans, own, causal=causal)
 
 
 def attend_block_plain(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Pair, *, causal: bool) -> Tensor:
-    """What `attend_block` computes, by products of pieces of the texts, for CPUs."""
+    """`attend_block` for CPUs, by products of pieces of the texts."""
     return _Plain.apply(query, key, value, *own, spans, causal)
 
 
@@ -50,7 +50,7 @@ def attend_block_flex(
     causal: bool,
     kernel: Any = None,
 ) -> Tensor:
-    """What `attend_block` computes, by one fused kernel over all texts, for accelerators."""
+    """`attend_block` for accelerators, by one fused kernel over all texts."""
     size, keys = query.shape[2], len(key)
     by_row = query.unflatten(0, (keys, -1)).permute(2, 0, 1, 3, 4).contiguous()  # one copy, which both products read
     output, context = read_texts(by_row.flatten(1, 3).transpose(0, 1), key, value, spans, kernel)

@@ -1,4 +1,4 @@
-"""The texts that a semi-autoregressive head drafts for: each forward over a block of slots makes several levels."""
+"""The state of a semi-autoregressive head: each forward over a block of slots gives several levels."""
 
 # B rows of text, T slots, F paths with a block of k slots behind each, K nodes of one level, R of all blocks, H width
 
@@ -22,7 +22,7 @@ from eagle.drafters.parts.text_state import pad_rows, slot_positions
 
 
 class BlockState(HeadState):
-    """Keys and values of many texts, whose last k slots are read together whenever tokens are committed."""
+    """Keys and values of several texts; a text's last k slots are read together whenever tokens are committed."""
 
     head: Any
 
@@ -32,7 +32,7 @@ class BlockState(HeadState):
         self.recent: dict[int, Tensor] = {}  # [up to k - 1, H], what the block reads of each text's last slots
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
-        """A text begins."""
+        """Begin a row."""
         super().admit(row, noise)
         self.recent[row] = torch.empty(0, self.head.shape.hidden_size, dtype=self.dtype, device=self.device)
 
@@ -42,7 +42,7 @@ class BlockState(HeadState):
         self.recent[other] = self.recent[row]
 
     def release(self, row: int) -> None:
-        """A text has ended."""
+        """Release a row."""
         super().release(row)
         del self.recent[row]
 
@@ -73,7 +73,7 @@ class BlockState(HeadState):
         return states.gather(1, index)
 
     def _grow(self, seeds: Sequence[Seed], slots: list[int], hidden: Tensor) -> list[DraftTree]:
-        """The trees of some slots; the root alone where fewer than k tokens are committed."""
+        """The trees of some slots; only the root if fewer than k tokens are committed."""
         most = [self.head.levels if seed.place > self.size else 0 for seed in seeds]
         seeds = [replace(seed, budget=seed.budget.within(end)) for seed, end in zip(seeds, most, strict=True)]
         depth, room = max(seed.budget.depth for seed in seeds), max(self.cache.lengths[slot] for slot in slots)
@@ -91,7 +91,7 @@ class _BlockLevels:
         self.first = hidden[:, None], state.head.logits(hidden[:, None], state.head.frozen[0])
 
     def _begin(self) -> None:
-        """Stand at the roots."""
+        """Start at the roots."""
         self.rows = list(range(len(self.slots)))
         self.states, self.logits = self.first  # of the last block [B, F, k, H] and [B, F, k, V]
         self.owner = torch.zeros(len(self.slots), 1, dtype=torch.long, device=self.states.device)  # [B, K], its path
@@ -99,7 +99,7 @@ class _BlockLevels:
         self.seen = torch.zeros(len(self.slots), 1, 0, dtype=torch.bool, device=self.states.device)  # [B, F, R]
 
     def __call__(self, depth: int, rows: list[int], tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
-        """[B, K, V], the logits behind the nodes of one level; [B, 1, V] where they are the same behind all."""
+        """[B, K, V], the logits after the nodes of one level; [B, 1, V] if they are the same for all nodes."""
         if depth == 1:
             self._begin()
         if rows != self.rows:

@@ -1,4 +1,4 @@
-"""The parts that trained heads are made of: Llama blocks with their own cache, and rotary tables."""
+"""The building blocks of trained heads: Llama blocks with their own cache, and rotary tables."""
 
 # B batch, T tokens, N rows of all texts, H width, w of a head
 
@@ -29,7 +29,7 @@ SHAPE_KEYS = [
 
 
 def head_shape(target_config: Any, **overrides: Any) -> LlamaConfig:
-    """The sizes of a Llama head for a target, of one layer unless more are asked for: engines load no other shape."""
+    """The config of a Llama head for a target, with one layer by default: engines load no other shape."""
     width, heads = target_config.hidden_size, target_config.num_attention_heads
     defaults = {
         "num_key_value_heads": heads,
@@ -43,9 +43,9 @@ def head_shape(target_config: Any, **overrides: Any) -> LlamaConfig:
 
 
 class Cache:
-    """What drafting keeps of one block: keys and values, in a slot for every text, and its matrices side by side.
+    """The cache of one block while drafting: keys and values, one slot a text, and its concatenated matrices.
 
-    All blocks of a head write where one owner aims. The copies of matrices end with the texts: nothing can be stale.
+    All blocks of a head write at their owner's aim. Matrices are copied anew for new texts, so they are never stale.
     """
 
     def __init__(self, owner: SlotCache, block: Block) -> None:
@@ -72,7 +72,7 @@ def _join_biases(*projections: nn.Linear) -> Tensor | None:
 
 
 class Attention(nn.Module):
-    """Llama attention under a mask given as an argument: the mask is the only tree.
+    """Llama attention with the mask as an argument; the tree is given only by the mask.
 
     As a shape says, queries and keys are normed by head (`qk_norm`), and they and values have a bias (`qkv_bias`).
     """
@@ -90,7 +90,7 @@ class Attention(nn.Module):
 
     @torch.no_grad()
     def start_from_keys(self) -> None:
-        """Make every other query twice its key: the row that asks is then the one that matches best."""
+        """Set every other query matrix to twice its key's, so that a token first attends to itself."""
         queries, keys = (part.weight.unflatten(0, (-1, self.width)) for part in (self.q_proj, self.k_proj))
         queries[::2] = 2 * keys.repeat_interleave(len(queries) // len(keys), dim=0)[::2]
 
@@ -115,7 +115,7 @@ class Attention(nn.Module):
         return self.q_norm(query), self.k_norm(key)
 
     def _read_cached(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache) -> Tensor:
-        """[B, T, heads * w], what rows see behind their texts, in few launches.
+        """[B, T, heads * w], attention of rows after their texts, with few kernel launches.
 
         Queries that share a key become rows of one head, so that no keys are repeated; a mask may be for these rows.
         """
@@ -137,7 +137,7 @@ class Attention(nn.Module):
 
 
 class Norm(LlamaRMSNorm):
-    """RMSNorm that keeps its input and one number of each row for the backward pass."""
+    """RMSNorm that saves only its input and one number a row for the backward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., H]."""
@@ -173,7 +173,7 @@ class Block(nn.Module):
         return self.self_attn.q_proj(inputs[0]), inputs[1]
 
     def add_mlp(self, x: Tensor, cache: Cache | None = None) -> Tensor:
-        """x + MLP(norm(x)), of what attention left."""
+        """x + MLP(norm(x)), after attention."""
         norm, mlp = self.post_attention_layernorm, self.mlp
         if cache is not None:
             gate, up = F.linear(norm(x), cache.gate_up).chunk(2, dim=-1)
@@ -185,7 +185,7 @@ class Block(nn.Module):
 
 
 class NormedBlock(Block):
-    """A Llama decoder block, as all behind the first of a head are."""
+    """A Llama decoder block, used for all blocks of a head after the first."""
 
     def __init__(self, shape: Any) -> None:
         super().__init__(shape)
@@ -197,7 +197,7 @@ class NormedBlock(Block):
 
 
 class TwoNormBlock(Block):
-    """EAGLE-3's: attention over token and state side by side, each normed by itself."""
+    """EAGLE-3's block: attention over token and state, concatenated and normed separately."""
 
     def __init__(self, shape: Any, norm_before_residual: bool) -> None:
         super().__init__(shape, 2 * shape.hidden_size)

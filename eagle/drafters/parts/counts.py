@@ -1,4 +1,4 @@
-"""What drafters that are tables of counts share: the tables, their files, and drafting from them."""
+"""Shared by drafters from count tables: the tables, their files, and drafting."""
 
 # V vocabulary, M pairs that occur, K rows
 
@@ -27,7 +27,7 @@ from eagle.target.target import Target
 EXACT = 1 << 53  # above it the doubles of the probs could not hold the counts
 # those of bigrams keep with 0.7 / 1 / 2 / 3 on a target of 25 M parameters 2.07 / 2.08 / 1.97 / 1.90 (12 prompts)
 SHARPNESS = 1.0
-AGAIN = "count with this target, by `python -m data_prep.count_tokens RECIPE --out FOLDER`"
+AGAIN = "count with this target, by `eagle count-tokens RECIPE --out FOLDER`"
 
 Counts = TypeVar("Counts", bound="CountDrafter")
 
@@ -83,7 +83,7 @@ class Tables:
 
 
 def tokenizer_identity(tokenizer: Any) -> str | None:
-    """A checksum of which id means which token, all that counts depend on; None without a tokenizer."""
+    """A checksum of the tokenizer's vocabulary, on which counts depend; None without a tokenizer."""
     if tokenizer is None:
         return None
     known = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
@@ -91,7 +91,7 @@ def tokenizer_identity(tokenizer: Any) -> str | None:
 
 
 def save_tables(folder: str | Path, tables: Tables, kind: str) -> None:
-    """Write the tables, with what they are."""
+    """Write the tables and their description."""
     folder = Path(folder)
     file = folder / "config.json"
     if file.exists() and '"kind"' not in file.read_text(errors="replace"):
@@ -118,7 +118,7 @@ def load_tables(folder: str | Path, kind: str) -> Tables:
 
 
 class CountDrafter(Drafter):
-    """Drafts by the probs that subclasses make of tables of counts."""
+    """Drafts by log-probs that subclasses compute from count tables."""
 
     kind: str
     stored_as = "files"
@@ -155,13 +155,13 @@ class CountDrafter(Drafter):
 
 
 class CountText:
-    """How long a text is, all that drafting from tables of counts depends on beside its last token."""
+    """The length of a text; besides it, drafting needs only the last token."""
 
     def __init__(self, drafter: CountDrafter, noise: Noise | None) -> None:
         self.drafter, self.noise, self.length = drafter, noise, 0
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
-        """A tree of the budget's kind."""
+        """A tree within the budget."""
         self.length += len(update.tokens)
         logits = self.drafter.logits(upload(torch.tensor([update.root]), torch.device(self.drafter.device)))[0]
         return grow(update.root, logits, self._level, budget, self.noise, self.length + 1, sharpness=SHARPNESS)

@@ -27,7 +27,7 @@ Compare = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What probs are compared by; `top` weighs the likeliest `top_k` tokens of the teacher once more."""
+    """How probs are compared; `top` is an additional weight of the teacher's likeliest `top_k` tokens."""
 
     kind: Kind = "cross_entropy"
     weight: float = 1.0
@@ -38,9 +38,9 @@ class Objective:
 
 
 def compare_with(taught: Tensor, objective: Objective, named: Tensor | None = None) -> Compare:
-    """How a student is compared with a teacher's probs [R, V], or with the tokens [R] that are right.
+    """The function that compares a student with a teacher's probs [R, V], or with right tokens [R].
 
-    Tokens that are `named` [R] beside the probs count as the objective says.
+    `named` tokens [R] beside the probs have the weight that the objective gives.
     """
     if not taught.is_floating_point():
         return _likelihood(taught[:, None], objective.weight)
@@ -93,7 +93,7 @@ def _entropy(target_probs: Tensor, objective: Objective) -> Compare:
 
 
 def _overlap(target_probs: Tensor, objective: Objective) -> Compare:
-    """Losses of the overlap sum min(p, q), which is the chance that a token drawn from one is kept by the other."""
+    """Losses of the overlap sum min(p, q), the probability that a drafted token is accepted."""
 
     def compare(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         below = (probs < target_probs).to(probs.dtype)

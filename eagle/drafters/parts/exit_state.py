@@ -1,4 +1,4 @@
-"""A target's first layers as its drafter: they draft behind the keys and values that the target keeps of the texts."""
+"""Drafting with a target's first layers, on the target's own keys and values of the texts."""
 
 # B rows of text, K nodes of one level, R of all levels with the root, D target width, V vocabulary
 
@@ -19,7 +19,7 @@ from eagle.drafters.parts.scoring import Seed
 
 
 def exit_layer(layers: int | None, most: int) -> int:
-    """How many layers draft, of `most` that may: a third of the target's, where nobody says."""
+    """The number of layers that draft, at most `most`; by default a third of the target's."""
     chosen = max(most // 3, 1) if layers is None else layers
     if not 1 <= chosen <= most:
         raise ValueError(f"layers is {layers}, expected 1 to {most}: so many of this target's layers can draft")
@@ -27,9 +27,9 @@ def exit_layer(layers: int | None, most: int) -> int:
 
 
 class ExitDrafter(Drafter):
-    """Drafts with the target's first layers and what makes logits of their states; keeps no keys and values itself.
+    """Drafts with the target's first layers and a head on their output; it has no cache of its own.
 
-    Every draft begins with a forward that reads the root, as what was accepted has been read by the target.
+    Every draft begins with a forward over the root; the target has read the accepted tokens.
     """
 
     reads = Reads(view=True, texts=True)
@@ -42,12 +42,12 @@ class ExitDrafter(Drafter):
         return logits
 
     def bind_target(self, view: Any) -> None:
-        """The layers."""
+        """Take the target's layers."""
         exit_layer(self.layers, len(view))
         self.view = view
 
     def open_with(self, texts: Any) -> ExitState:
-        """Texts that are drafted for together."""
+        """The state for several texts drafted together."""
         view = texts.view
         return ExitState(texts, exit_layer(self.layers, len(view)), lambda hidden: self.exit_logits(hidden, view))
 
@@ -78,7 +78,7 @@ class ExitDrafter(Drafter):
 
 
 class ExitState:
-    """The texts' noise; all else that is known of them the target holds."""
+    """The noise of each text; everything else is in the target's state."""
 
     def __init__(self, texts: Any, layers: int, logits: Callable[[Tensor], Tensor]) -> None:
         self.texts, self.layers, self.logits = texts, layers, logits
@@ -86,15 +86,15 @@ class ExitState:
         self.confirmed: dict[int, int] = {}  # tokens, the root not counted
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
-        """A text begins."""
+        """Begin a row."""
         self.noises[row], self.confirmed[row] = noise, 0
 
     def fork(self, row: int, other: int) -> None:
-        """Rows are the target's own, which has one for each text."""
+        """Nothing to copy: the rows are the target's."""
         raise ValueError("drafts over the target's own rows cannot follow a text that goes on in two ways")
 
     def release(self, row: int) -> None:
-        """A text has ended."""
+        """Release a row."""
         del self.noises[row], self.confirmed[row]
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""The network of EAGLE-1, which HASS trains in another way: one block that continues the target's last features."""
+"""The network of EAGLE-1 and HASS: one block that continues the target's last features."""
 
 # N rows, S supervised slots, K steps, H width
 
@@ -24,7 +24,7 @@ HELD = 512  # tokens of a text at which noise has its full spread
 
 
 class FeatureSettings(BaseModel):
-    """What a recipe may say about any head with this network."""
+    """Settings of any head with this network in a recipe."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     fc_bias: bool = True  # a bias in the layer that joins token and feature; vLLM has none
@@ -57,19 +57,19 @@ class FeatureHead(UnrolledDrafter):
         frozen: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> FeatureHead:
-        """A new head of the target's width."""
+        """A new head with the target's width."""
         sizes = {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
         return cls(settings, head_shape(target_config, **sizes))
 
     @property
     def network(self) -> dict[str, Any]:
-        """One network for all heads that continue the target's last features, whatever trained them."""
+        """One network for all heads that continue the target's last features, however trained."""
         return {"network": "features", **self.further_blocks, **self.further_masks}
 
     # -- one level ----------------------------------------------------------------------------------------------------
 
     def fuse_taps(self, features: Tensor) -> Tensor:
-        """The one tap."""
+        """[N, H], the single tap."""
         return features[..., 0, :]
 
     def first_block(
@@ -79,7 +79,7 @@ class FeatureHead(UnrolledDrafter):
         return self.layers[0](self.fc(torch.cat([embedded, hidden], dim=-1)), rotary, mask, cache)
 
     def project_tokens(self, embedded: Tensor) -> Tensor:
-        """The token's half of what is fused."""
+        """The token's half of the fused input."""
         return F.linear(embedded, self.fc.weight[:, : embedded.shape[-1]], self.fc.bias)
 
     def block_inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
@@ -88,7 +88,7 @@ class FeatureHead(UnrolledDrafter):
         return fused, fused
 
     def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
-        """The target's own logits of the feature."""
+        """The target's logits of the feature."""
         return frozen.logits(state)
 
     # -- training -----------------------------------------------------------------------------------------------------

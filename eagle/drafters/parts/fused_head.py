@@ -20,7 +20,7 @@ from eagle.recipe import Section
 
 
 class FusedSettings(Section):
-    """What a recipe may say about such a network."""
+    """Settings of such a network in a recipe."""
 
     taps: tuple[int, ...] | None = None  # layers whose inputs it reads; by default 2, the middle one, the last but two
     draft_vocab: int | str | None = None  # so many of the most frequent tokens, or a file of data_prep.draft_vocab
@@ -154,6 +154,6 @@ def _draft_vocabulary(asked: int | str | None, supervised: Iterable[Tensor] | No
     if len(t2d) != vocab_size:
         raise ValueError(
             f"{asked} was made for a vocabulary of {len(t2d)}, this target has {vocab_size}: make it again with "
-            "`python -m data_prep.draft_vocab`"
+            "`eagle draft-vocab`"
         )
     return t2d.nonzero()[:, 0]

@@ -1,4 +1,4 @@
-"""The growing of trees: level by level, of a fixed shape or where the drafter finds it likeliest."""
+"""Growing trees level by level, in a fixed shape or along the drafter's likeliest paths."""
 
 # B rows of text, K nodes of one level, R of all levels, C candidates, V vocabulary, D draft vocabulary
 
@@ -108,7 +108,7 @@ def grow_columns(
     sharpness: float = SHARPNESS,
     confidence: Confidence | None = None,
 ) -> list[Grown]:
-    """What `grow_rows` grows, on the device; nothing is read from there.
+    """`grow_rows` without copying the trees from the device.
 
     Rows whose budgets differ in their depth alone grow together, and leave when they are deep enough.
     """
@@ -127,7 +127,7 @@ def grow_columns(
 
 
 def read_trees(seeds: Sequence[Seed], grown: Sequence[Grown]) -> list[DraftTree]:
-    """The tree under each root, its root alone where nothing has grown; in one transfer from the device."""
+    """The tree under each root, read in one transfer from the device; only the root if nothing has grown."""
     trees = [DraftTree.chain([seed.root]) if seed.budget.is_empty else None for seed in seeds]
     for part, columns in zip(grown, to_host([part.columns for part in grown]), strict=True):
         for number, row in enumerate(part.rows):
@@ -136,7 +136,7 @@ def read_trees(seeds: Sequence[Seed], grown: Sequence[Grown]) -> list[DraftTree]
 
 
 def _kind(seed: Seed) -> object:
-    """What rows that grow together have in common: all of a budget but its depth, and whether noise is known."""
+    """The properties shared by rows that grow together: the budget except its depth, and whether noise is given."""
     budget = seed.budget
     shape = budget.nodes, budget.top_k, budget.paths
     return *shape, budget.draw, budget.sharpness, budget.confidence, seed.noise is None
@@ -154,7 +154,7 @@ class _Rows:
         return max(seed.budget.depth for seed in self.seeds)
 
     def split(self, depth: int) -> tuple[list[int], list[int]]:
-        """The numbers of those whose trees end at this depth, and of those that grow on."""
+        """The rows whose trees end at this depth, and the rows that continue."""
         ended = [number for number, seed in enumerate(self.seeds) if seed.budget.depth <= depth]
         return ended, [number for number in range(len(self.rows)) if number not in ended] if ended else []
 
@@ -164,7 +164,7 @@ class _Rows:
         return None if least is None or self.confidence is None else self.confidence(depth, self.rows) >= least
 
     def keep(self, numbers: list[int]) -> None:
-        """Go on with these alone."""
+        """Continue with these rows only."""
         self.rows, self.seeds = [self.rows[n] for n in numbers], [self.seeds[n] for n in numbers]
 
 
@@ -187,7 +187,7 @@ class Grown:
 
 
 def _leave_out(tokens: Tensor, parents: Tensor, **rest: Tensor | None) -> DraftTree:
-    """The tree without the nodes that were left out, whose descendants were too."""
+    """The tree without the removed nodes, whose descendants are removed too."""
     kept = tokens != LEFT_OUT
     if not kept.all():
         nodes, numbers = kept.nonzero()[:, 0], torch.cat([kept.cumsum(0) - 1, torch.tensor([-1])])

@@ -1,4 +1,4 @@
-"""The texts that a trained head drafts for: one forward over what they commit, and one for each level of all trees."""
+"""The state of a trained head: one forward over committed tokens, and one for each level of all trees."""
 
 # B rows of text, K nodes of one level, R of all levels, H width
 
@@ -24,7 +24,7 @@ from eagle.drafters.parts.window import Window
 
 
 class LevelHead(TextHead, Protocol):
-    """What a head is asked for to draft by levels that read states of their own."""
+    """The interface of a head whose levels read their own states."""
 
     capture: Capture | None
 
@@ -34,7 +34,7 @@ class LevelHead(TextHead, Protocol):
         ...
 
     def next_input(self, state: Tensor) -> Tensor:
-        """What the next level reads of a state."""
+        """The next level's input, from a state."""
         ...
 
     def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
@@ -43,7 +43,7 @@ class LevelHead(TextHead, Protocol):
 
 
 class HeadState(TextState):
-    """Texts, and levels that see them as the committed tokens do."""
+    """Texts and their drafts; levels see the text as committed tokens do."""
 
     head: LevelHead
 
@@ -92,7 +92,7 @@ class HeadState(TextState):
         return Grown(slots, columns, plan_parents(budget, columns.shape[2], self.device))
 
     def unlike_slots(self, slots: list[int]) -> list[int]:
-        """Those that need a mask and positions of their own: the first stands for all where all are alike."""
+        """The slots that need their own mask and positions; only the first if all lengths are equal."""
         sizes = {(self.cache.lengths[slot], self.text_length(slot)) for slot in slots}
         return slots[:1] if len(sizes) == 1 else slots
 
@@ -177,5 +177,5 @@ def _are_static(seeds: Sequence[Seed], slots: Sequence[int]) -> bool:
 
 
 def count_unlike(lengths: Sequence[int]) -> int:
-    """How many rows need a mask and positions of their own: one stands for all where lengths are equal."""
+    """The number of different masks and positions needed: one if all lengths are equal."""
     return 1 if min(lengths) == max(lengths) else len(lengths)

@@ -40,7 +40,7 @@ PART = 256  # anchors whose blocks are read at a time where no gradient is wante
 
 
 class InjectedSettings(Section):
-    """What a recipe may say about such a head."""
+    """Settings of such a head in a recipe."""
 
     taps: tuple[int, ...] | None = None  # layers whose inputs it reads; by default five, evenly spread
     blocks: int = Field(5, ge=1)  # transformer blocks that are stacked
@@ -91,7 +91,7 @@ class InjectedHead(TrainableDrafter):
 
     @classmethod
     def for_target(cls, settings: Any, target_config: Any, frozen: Any = None, supervised: Any = None) -> Any:
-        """A new head of the target's width."""
+        """A new head with the target's width."""
         last = target_config.vocab_size - 1
         mask = last if settings.mask_token is None else settings.mask_token
         if not 0 <= mask <= last:
@@ -106,28 +106,28 @@ class InjectedHead(TrainableDrafter):
 
     @property
     def network(self) -> dict[str, Any]:
-        """What it reads, and which token a slot names."""
+        """The network: its taps, and the token that a slot predicts."""
         named = ("taps", "blocks", "slots", "sample_from_anchor", "causal", "qk_norm", "mask_token")
         return {"network": self.settings.kind, **{name: getattr(self.settings, name) for name in named}}
 
     @property
     def first_slot(self) -> int:
-        """The slot that names the token behind the root."""
+        """The slot that predicts the token after the root."""
         return 0 if self.settings.sample_from_anchor else 1
 
     @property
     def levels(self) -> int:
-        """How many tokens it guesses."""
+        """The number of tokens that it guesses."""
         return int(self.settings.slots) - self.first_slot
 
     @property
     def query_groups(self) -> int:
-        """How many queries share a key."""
+        """The number of query heads that share a key."""
         return int(self.shape.num_attention_heads // self.shape.num_key_value_heads)
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of its weights."""
+        """The dtype of its weights."""
         return self.fc.weight.dtype
 
     def fuse_taps(self, features: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class InjectedHead(TrainableDrafter):
         return fused
 
     def embed_slots(self, roots: Tensor, frozen: TargetHead) -> Tensor:
-        """[.., B, H], what the slots behind roots [..] read."""
+        """[.., B, H], the inputs of the slots after roots [..]."""
         tokens = torch.full((*roots.shape, self.settings.slots), self.settings.mask_token, device=roots.device)
         tokens[..., 0] = roots
         return frozen.embed(tokens).to(self.dtype)
@@ -146,7 +146,7 @@ class InjectedHead(TrainableDrafter):
         return frozen.logits(state.flatten(0, -2)).unflatten(0, state.shape[:-1])
 
     def lm_head(self, frozen: TargetHead) -> LanguageHead:
-        """What makes logits of what `read_levels` gives."""
+        """The LM head for the output of `read_levels`."""
         return frozen
 
     def read_levels(self, batch: Batch, anchors: Anchors, states: Tensor, frozen: TargetHead) -> Tensor:
@@ -186,18 +186,18 @@ class InjectedHead(TrainableDrafter):
         return position_tables(self.rotary, like, max(batch.lengths, default=0) + self.settings.slots)
 
     def _run(self, part: Callable[..., Any], *inputs: Any) -> Any:
-        """A part of a block's computation, as it is or compiled."""
+        """Run a part of a block's computation, compiled or not."""
         return run_part(compile_part(part) if self.is_compiled else part, *inputs)
 
     def compile_parts(self) -> None:
-        """Train through compiled parts: what a block computes around attention, which loops over texts."""
+        """Compile the parts of a block around attention, which itself loops over texts."""
         self.is_compiled = True
 
     # -- validation ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def validate(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
-        """Sums of what each tree would have kept, and of how the probs compare, at all supervised slots."""
+        """Validation sums at all supervised slots: tokens that each tree would keep, and agreement of the probs."""
         levels = self.draft_levels(batch, frozen, self.levels)
         return validate_batch(
             batch, [state for state, _ in levels], ([logits for _, logits in levels], frozen.logits), trees
@@ -206,7 +206,7 @@ class InjectedHead(TrainableDrafter):
     def draft_levels(
         self, batch: Batch, frozen: TargetHead, levels: int
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-        """Each level's states [S, D] at all supervised slots, and what makes logits of them."""
+        """Each level's states [S, D] at all supervised slots, and their LM head."""
         anchors, context = Anchors.everywhere(batch, self.levels), self.inject_texts(batch)
         roots = anchors.tokens_at(batch, -1)
         parts, done = [], 0
@@ -221,7 +221,7 @@ class InjectedHead(TrainableDrafter):
     # -- drafting -----------------------------------------------------------------------------------------------------
 
     def open(self) -> InjectedState:
-        """Texts that are drafted for together."""
+        """The state for several texts drafted together."""
         return InjectedState(self)
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What makes logits of hidden states while a head learns."""
+"""LM heads during training: hidden states to logits, and gradients back."""
 
 # D width, V vocabulary, r rank
 
@@ -41,7 +41,7 @@ class OwnHead:
         return logits if self.bias is None else logits.add_(self.bias)
 
     def slope(self, logits: Tensor, hidden: Tensor) -> None:
-        """Nothing lies between the product and the logits."""
+        """None: there is no softcap."""
 
     def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor:
         """[.., D], the gradient at the hidden states from that at their logits."""

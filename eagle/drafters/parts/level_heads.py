@@ -31,10 +31,10 @@ from eagle.drafters.parts.validation import validate_batch
 
 
 class LevelHeads(TrainableDrafter):
-    """A head whose level d names the token d + 2 places behind a state of the target.
+    """A head whose level d predicts the token d + 2 places after a state of the target.
 
-    The state of a level is made from that of the level before and the token between them, which levels that do not
-    depend on one another leave unread. Level 0 reads the root, a token that the target has chosen.
+    The state of a level is computed from that of the level before and the token between them; independent levels do
+    not read the token. Level 0 reads the root, a token chosen by the target.
     """
 
     taps = (-1,)
@@ -45,12 +45,12 @@ class LevelHeads(TrainableDrafter):
 
     @property
     def levels(self) -> int:
-        """How many tokens it guesses."""
+        """The number of tokens that it guesses."""
         return int(self.settings.levels)
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of its weights."""
+        """The dtype of its weights."""
         return next(self.parameters()).dtype
 
     def read_token(self, level: int, state: Tensor, tokens: Tensor, frozen: TargetHead) -> Tensor:
@@ -78,7 +78,7 @@ class LevelHeads(TrainableDrafter):
 
     @property
     def level_weights(self) -> Sequence[float]:
-        """What each level counts in the loss."""
+        """The weight of each level in the loss."""
         return [1.0] * self.levels
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
@@ -101,7 +101,7 @@ class LevelHeads(TrainableDrafter):
     def teacher(
         self, batch: Batch, places: Tensor, frozen: TargetHead
     ) -> tuple[Tensor, LanguageHead | None, Objective]:
-        """What the token behind each slot and its next is learned from, and by which divergence."""
+        """The teacher for the token two places after each slot, and the divergence from it."""
         return choose_teacher(self.settings.loss, batch, places, frozen)
 
     def level_states(self, batch: Batch, frozen: TargetHead) -> tuple[Tensor, list[Tensor]]:
@@ -129,7 +129,7 @@ class LevelHeads(TrainableDrafter):
 
     @torch.no_grad()
     def validate(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
-        """Sums of the loss terms and of what each tree would have kept, over the slots that train."""
+        """Validation sums over the trained slots: loss terms, and tokens that each tree would have kept."""
         levels = self.draft_levels(batch, frozen, self.levels)
         return validate_batch(
             batch, [state for state, _ in levels], ([logits for _, logits in levels], frozen.logits), trees
@@ -145,7 +145,7 @@ class LevelHeads(TrainableDrafter):
     # -- drafting -----------------------------------------------------------------------------------------------------
 
     def open(self) -> Any:
-        """Texts that are drafted for together."""
+        """The state for several texts drafted together."""
         return LevelState(self)
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
@@ -176,7 +176,7 @@ class LevelHeads(TrainableDrafter):
 
 
 class LevelState:
-    """How long the texts are, and their noise: all that is kept of them, as heads read the last state alone."""
+    """Length and noise of the texts; nothing else is needed, because heads read only the last state."""
 
     def __init__(self, head: LevelHeads) -> None:
         self.head = head
@@ -184,15 +184,15 @@ class LevelState:
         self.lengths: dict[int, int] = {}
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
-        """A text begins."""
+        """Begin a row."""
         self.noises[row], self.lengths[row] = noise, 0
 
     def fork(self, row: int, other: int) -> None:
-        """A text goes on in two ways."""
+        """Copy a row to a new one."""
         self.noises[other], self.lengths[other] = self.noises[row], self.lengths[row]
 
     def release(self, row: int) -> None:
-        """A text has ended."""
+        """Release a row."""
         del self.noises[row], self.lengths[row]
 
     @torch.inference_mode()
@@ -226,7 +226,7 @@ class _Levels:
         self.rows, self.state = list(range(len(first))), first  # of the level before
 
     def __call__(self, depth: int, rows: list[int], tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
-        """[B, K, V], the logits behind the nodes of one level; [B, 1, V] where they are the same behind all."""
+        """[B, K, V], the logits after the nodes of one level; [B, 1, V] if they are the same for all nodes."""
         head, (frozen,) = self.head, self.head.frozen
         if depth == 1:
             self.rows, self.state = list(range(len(self.first))), self.first

@@ -1,4 +1,4 @@
-"""Texts whose blocks read masks behind the root: one forward over what was committed and these makes all levels."""
+"""The state of heads with masks after the root: one forward over committed tokens and masks gives all levels."""
 
 # B rows of text, K levels, H width
 

@@ -1,4 +1,4 @@
-"""Heads whose attention reads memories: of a text the target's states, of drafted tokens mixes of the head's own."""
+"""Heads whose attention reads memories: the target's states of a text, and mixes of own states for drafted tokens."""
 
 # N rows, S slots, n blocks, H width, w of a head, k of keys, B texts, T tokens, C columns of memory
 
@@ -44,7 +44,7 @@ class MemoryHead(TrainableDrafter):
 
     @property
     def query_groups(self) -> int:
-        """How many queries share a key."""
+        """The number of query heads that share a key."""
         return int(self.shape.num_attention_heads // self.shape.num_key_value_heads)
 
     def mix_states(self, states: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class MemoryHead(TrainableDrafter):
 
     @torch.no_grad()
     def validate(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
-        """Sums of what each tree would have kept, and of how the probs compare, at all supervised slots."""
+        """Validation sums at all supervised slots: tokens that each tree would keep, and agreement of the probs."""
         steps = max(len(path) for paths in trees.values() for path in paths)
         states = [state for state, _ in self.draft_levels(batch, frozen, steps)]
         return validate_batch(batch, states, ([frozen.logits] * steps, frozen.logits), trees)
@@ -96,14 +96,14 @@ class MemoryHead(TrainableDrafter):
     def draft_levels(
         self, batch: Batch, frozen: TargetHead, levels: int
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-        """Each level's states [S, H], all of them read by the target's LM head."""
+        """Each level's states [S, H], and the target's LM head."""
         spans = replace(text_slots(batch, batch.tokens.device)[2], window=self.settings.window)
         return [(state, frozen.logits) for state in self.unroll(batch, frozen, spans, levels)[1]]
 
     # -- drafting -----------------------------------------------------------------------------------------------------
 
     def open(self) -> MemoryState:
-        """Texts that are drafted for together."""
+        """The state for several texts drafted together."""
         return MemoryState(self, self.settings.window)
 
     def remember(self, memories: Tensor, tables: Pair) -> Tensor:
@@ -132,7 +132,7 @@ class MemoryHead(TrainableDrafter):
         return level_rows(budget)
 
     def unread(self, accepted: int, depth: int) -> int:
-        """The root: accepted tokens pass no block."""
+        """Only the root: accepted tokens pass through no block."""
         return 1
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:

@@ -1,4 +1,4 @@
-"""The texts that a head with memories drafts for: of each, keys and values of as many tokens as it sees."""
+"""The state of a head with memories: for each text, keys and values of the tokens in its window."""
 
 # B texts, N tokens of all, K nodes of one level, R of all levels, C columns of memory, n blocks, k keys of width w
 
@@ -33,7 +33,7 @@ class MemoryState:
         self.memory: dict[int, Tensor] = {}
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
-        """A text begins."""
+        """Begin a row."""
         self.noises[row], self.lengths[row] = noise, 0
 
     def fork(self, row: int, other: int) -> None:
@@ -43,7 +43,7 @@ class MemoryState:
             self.memory[other] = self.memory[row]
 
     def release(self, row: int) -> None:
-        """A text has ended."""
+        """Release a row."""
         del self.noises[row], self.lengths[row]
         self.memory.pop(row, None)
 
@@ -58,7 +58,7 @@ class MemoryState:
         return dict(zip(updates, grow_rows(seeds, levels.first_logits, levels), strict=True))
 
     def _commit(self, updates: Mapping[int, Committed]) -> None:
-        """Remember what the target knows of the committed tokens."""
+        """Add the target's states of the committed tokens to the memory."""
         head, counts = self.head, [len(update.tokens) for update in updates.values()]
         features = torch.cat([update.features for update in updates.values() if update.features is not None])
         features = features.to(head.mix.device, head.mix.dtype)
@@ -108,7 +108,7 @@ class _MemoryLevels:
         self.first_logits = self.head.logits(self.states)[:, 0]
 
     def _begin(self) -> None:
-        """Stand at the roots."""
+        """Start at the roots."""
         self.rows, self.widths = list(range(len(self.first[0]))), list[int]()
         self.memory, self.committed, self.places, self.ends = self.first
 

@@ -1,4 +1,4 @@
-"""The texts that a smaller language model drafts for, in one state of its own."""
+"""The state of a draft model: its own cache of the texts."""
 
 # B rows of text, K nodes of one level, R of all levels, V vocabulary
 
@@ -32,7 +32,7 @@ class ModelState:
         self.levels: dict[int, list[tuple[Tensor, Tensor]]] = {}  # of the last draft: tokens, and what they follow
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
-        """A text begins; it is read when it is first asked for."""
+        """Begin a row; its text is read at the first proposal."""
         self.noises[row], self.confirmed[row], self.levels[row] = noise, 0, []
 
     def fork(self, row: int, other: int) -> None:

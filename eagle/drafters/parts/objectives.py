@@ -30,7 +30,7 @@ AT_ONCE_ELSEWHERE = 1 << 25
 EVEN = 16  # of which a chunk's rows are a multiple
 
 Loss = Literal[Kind, "tokens"]
-"""A divergence from the target's probs, or the text's own next token, whatever the target finds likely."""
+"""A divergence from the target's probs, or "tokens": cross-entropy of the text's next token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ class Named:
 def choose_teacher(
     loss: Loss, batch: Batch, places: Tensor, frozen: LanguageHead
 ) -> tuple[Tensor, LanguageHead | None, Objective]:
-    """What the token two places behind each slot [S] is learned from, and by which divergence.
+    """The teacher for the token two places after each slot [S], and the divergence from it.
 
-    It is the token itself, or the target's state that names it and the LM head that makes logits of it.
+    The teacher is the token itself, or the target's state and LM head that predict it.
     """
     if loss == "tokens":
         return batch.tokens.index_select(0, places + 2), None, Objective()
@@ -60,9 +60,9 @@ def feature_regression(predicted: Tensor, true: Tensor, weights: Tensor) -> Tens
 
 
 def step_weights(places: Tensor, steps: int, in_draft_vocab: Tensor | None = None, decay: float = 1.0) -> Tensor:
-    """[K, S], what row r of each step weighs: of all S slots its part, if a draft that began s slots before reaches it.
+    """[K, S], the weight of row r in step s: decay^s / S if a draft that began s slots earlier reaches it, else 0.
 
-    It does if all slots between are supervised, and `in_draft_vocab` [S] marks them; `decay` is that of a step.
+    It does if all slots between are supervised and marked by `in_draft_vocab` [S].
     """
     reached = [torch.ones_like(places, dtype=torch.bool) if in_draft_vocab is None else in_draft_vocab]
     for step in range(1, steps):

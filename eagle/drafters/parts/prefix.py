@@ -37,7 +37,7 @@ class PrefixHeads(LevelHeads):
 
     @property
     def query_groups(self) -> int:
-        """How many queries share a key."""
+        """The number of query heads that share a key."""
         return self.shape.num_attention_heads // self.shape.num_key_value_heads
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -58,11 +58,11 @@ class PrefixHeads(LevelHeads):
     # -- drafting -----------------------------------------------------------------------------------------------------
 
     def open(self) -> Any:
-        """Texts that are drafted for together."""
+        """The state for several texts drafted together."""
         return PrefixState(self) if self.layers else super().open()
 
     def fuse_taps(self, features: Tensor) -> Tensor:
-        """The one tap."""
+        """[N, H], the single tap."""
         return features[..., 0, :]
 
     def read(

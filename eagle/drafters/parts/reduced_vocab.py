@@ -27,7 +27,7 @@ def save_draft_vocab(path: str | Path, counts: Tensor, size: int, identity: dict
 def load_draft_vocab(path: str | Path, expected: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:
     """`d2t` [D] and `t2d` [V]; refused if made from anything but the expected tokenizer and data."""
     if not Path(path).is_file():
-        raise ValueError(f"no draft vocabulary at {path}: run `python -m data_prep.draft_vocab RECIPE` first")
+        raise ValueError(f"no draft vocabulary at {path}: run `eagle draft-vocab RECIPE` first")
     with safe_open(path, "pt") as file:
         made = json.loads((file.metadata() or {}).get("identity", "{}"))
         for key, value in (expected or {}).items():

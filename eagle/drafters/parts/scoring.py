@@ -1,4 +1,4 @@
-"""How the children of a level are ranked: by the drafter's logits, and by what it knows of the target's noise."""
+"""Rank the children of a level by the drafter's logits and the target's noise."""
 
 # B rows of text, K nodes of one level, V vocabulary, D draft vocabulary
 
@@ -24,7 +24,7 @@ SHARPNESS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    """What a row's tree grows from."""
+    """The start of a row's tree: root, budget, position and noise."""
 
     root: int
     place: int  # the position where the root's children will stand
@@ -34,7 +34,7 @@ class Seed:
 
 @dataclass(frozen=True, slots=True)
 class ChildScorer:
-    """How the children of a level are ranked, and which tokens they are."""
+    """Scores the children of a level and selects their tokens."""
 
     draw: Draw
     drafts: Tensor | None  # [D], of the target's tokens; None for all

@@ -141,7 +141,7 @@ class PathLevels:
         self.first_memory = self.memory
 
     def __call__(self, depth: int, rows: list[int], tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
-        """[B, R, V], the logits behind the nodes of one level; [B, 1, V] where they are the same behind all."""
+        """[B, R, V], the logits after the nodes of one level; [B, 1, V] if they are the same for all nodes."""
         if depth == 1:
             self.rows, self.memory = self.all_rows, self.first_memory
         above = pick_rows(self.memory, [self.rows.index(row) for row in rows])

@@ -140,7 +140,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = (
 
 
 def attend_plain(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = ()) -> Tensor:
-    """What `attend` computes, by products of pieces of the texts, for CPUs."""
+    """`attend` for CPUs, by products of pieces of the texts."""
     return _Plain.apply(query, key, value, spans, *(tensor for pair in own for tensor in pair))
 
 
@@ -148,7 +148,7 @@ ATTEND = {"cpu": attend_plain, "meta": attend_plain}  # elsewhere one fused kern
 
 
 def attend_flex(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = (), kernel: Any = None) -> Tensor:
-    """What `attend` computes, by one fused kernel over all texts, for accelerators; on a CPU it has no gradient."""
+    """`attend` for accelerators, by one fused kernel over all texts; it has no gradient on a CPU."""
     attention: Any = kernel or (flex_attention if query.device.type == "cpu" else compile_flex())
     asked = {"enable_gqa": len(query) != len(key), "return_aux": AuxRequest(lse=True)}
     output, beside = attention(query[None], key[None], value[None], block_mask=spans.block_mask(len(own)), **asked)

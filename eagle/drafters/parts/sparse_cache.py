@@ -1,4 +1,4 @@
-"""Texts that a target drafts for by itself, behind a cache that holds some of their keys and values."""
+"""The state of a target that drafts for itself with a cache of some of the texts' keys and values."""
 
 # B rows of text, T tokens, N observed tokens, K nodes of one level, R of all levels, S held columns, M copied columns
 # X heads of keys, H of queries, D width, V vocabulary
@@ -44,7 +44,7 @@ class SparseState:
         self.noises[row], self.lengths[row], self.copied[row] = noise, 0, 0
 
     def fork(self, row: int, other: int) -> None:
-        """Rows are the target's own, which has one for each text."""
+        """Nothing to copy: the rows are the target's."""
         raise ValueError("drafts over the target's own rows cannot follow a text that goes on in two ways")
 
     def release(self, row: int) -> None:
@@ -116,14 +116,14 @@ class SparseState:
         self.texts.copy_columns(self.cache, moves)
 
     def _begin(self, row: int, slot: int) -> None:
-        """Hold what shall be held of a row's prompt for good; here that is nothing."""
+        """Choose the prompt columns to keep permanently; none here."""
 
     def _held(self, row: int) -> int:
-        """How many columns of a row are held."""
+        """The number of columns held for a row."""
         return min(self.lengths[row], self.budget)
 
     def _new_positions(self, row: int) -> Tensor:
-        """[M], the positions not copied yet that are to be held."""
+        """[M], the positions that still have to be copied."""
         start, end = self.copied[row], self.lengths[row]
         first, latest = range(start, min(end, self.sinks)), range(max(start, self.sinks, end - self.ring), end)
         return torch.tensor([*first, *latest], dtype=torch.long)
@@ -146,14 +146,14 @@ class SparseState:
 
 
 class SnapState(SparseState):
-    """Rows whose prompts are thinned once, to what their last tokens attend to; all that follows a prompt is held."""
+    """Rows whose prompts are reduced once to the columns that their last tokens attend to; all later tokens stay."""
 
     def __init__(self, texts: TargetTexts, budget: int) -> None:
         super().__init__(texts, budget, 0)
         self.skipped: dict[int, int] = {}  # tokens of a prompt that are not held, as many in every head
 
     def release(self, row: int) -> None:
-        """A text has ended."""
+        """Release a row."""
         super().release(row)
         self.skipped.pop(row, None)
 

@@ -1,4 +1,4 @@
-"""Decoder blocks that start as a target's own, copied by the names that they have in Llama-like models."""
+"""Copy decoder blocks from a target, by the tensor names of Llama-like models."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def copy_block(block: nn.Module, weights: Weights, prefix: str, config: Any) -> 
 
 
 def find_tensor(weights: Weights, name: str) -> Tensor | None:
-    """A tensor of the target's, None where it has none of this name."""
+    """A tensor of the target, None if there is none of this name."""
     try:
         return weights(name)
     except (KeyError, ValueError):

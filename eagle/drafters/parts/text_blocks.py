@@ -27,13 +27,13 @@ Pair = tuple[Tensor, Tensor]
 
 
 def run_part(part: Callable[..., Any], *inputs: Any) -> Any:
-    """A part of a block's computation, as it is."""
+    """Run a part of a block's computation uncompiled."""
     return part(*inputs)
 
 
 @cache
 def compile_part(part: Callable[..., Any]) -> Callable[..., Any]:
-    """Such a part, compiled."""
+    """Run a part of a block's computation compiled."""
     return torch.compile(part, dynamic=True)  # else once for every length of a batch
 
 

@@ -1,4 +1,4 @@
-"""Texts whose committed tokens blocks of a head read: keys and values of each in a slot, and the state at its end."""
+"""Texts whose committed tokens are read by a head's blocks: keys and values in slots, and the last states."""
 
 # B rows of text, T new tokens, S columns, L taps, H width
 
@@ -26,7 +26,7 @@ PART = 512  # tokens of a text that blocks with a window read at a time, whose c
 
 
 class TextHead(Protocol):
-    """What a head is asked for to read committed tokens; see `eagle.drafters.parts.unroll.UnrolledDrafter`."""
+    """The interface of a head that reads committed tokens; see `eagle.drafters.parts.unroll.UnrolledDrafter`."""
 
     layers: Any
     rotary: Rotary
@@ -34,7 +34,7 @@ class TextHead(Protocol):
 
     @property
     def query_groups(self) -> int:
-        """How many queries share a key."""
+        """The number of query heads that share a key."""
         ...
 
     def fuse_taps(self, features: Tensor) -> Tensor:
@@ -70,11 +70,11 @@ class TextState:
         self.dropped: dict[int, int] = {}  # by row: how many columns are no longer kept, all of them behind the sinks
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
-        """A text begins."""
+        """Begin a row."""
         self.noises[row], self.dropped[row] = noise, 0
 
     def fork(self, row: int, other: int) -> None:
-        """A text goes on in two ways: the other gets a slot with the same keys and values."""
+        """Copy a row's slot, with its keys and values, to a new row."""
         self.noises[other], self.dropped[other] = self.noises[row], self.dropped[row]
         if row in self.rows:
             self._take_slots([other])
@@ -82,7 +82,7 @@ class TextState:
 
     @torch.inference_mode()
     def release(self, row: int) -> None:
-        """A text has ended: that in the last slot takes its place."""
+        """Release a row; the last slot's text moves to its slot."""
         del self.noises[row], self.dropped[row]
         if row in self.rows:
             slot, last = self.rows.index(row), len(self.rows) - 1
@@ -95,7 +95,7 @@ class TextState:
     # -- slots --------------------------------------------------------------------------------------------------------
 
     def _take_slots(self, rows: Sequence[int]) -> None:
-        """A slot for each row that is asked for the first time."""
+        """Assign a slot to each new row."""
         for row in rows:
             self.rows.append(row)
             self._clear(len(self.rows) - 1)

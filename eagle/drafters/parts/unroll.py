@@ -1,4 +1,4 @@
-"""Heads that read their own states: one unroll trains and validates them, and they draft by the same steps."""
+"""Heads that read their own states: one unroll for training and validation, with the same steps as drafting."""
 
 # B batch, T tokens of a text, N of all texts, S supervised slots, L taps, H width, K rows of one level, V vocabulary
 
@@ -38,7 +38,7 @@ from eagle.drafters.parts.window import Window
 
 @dataclass(frozen=True, slots=True)
 class Unrolled:
-    """What a head makes of a batch: slot i reads state i and token i + 1, and predicts token i + 2."""
+    """A head's states on a batch: slot i reads state i and token i + 1, and predicts token i + 2."""
 
     states: list[Tensor]  # per step [S, H]: in step s a slot predicts the token s places further
     places: Tensor  # [S], of the slots that are supervised, among all tokens
@@ -60,23 +60,23 @@ class UnrolledDrafter(TrainableDrafter):
 
     @property
     def further_blocks(self) -> dict[str, Any]:
-        """Nothing for a head of one block, as engines serve; else how many it has, which is another network."""
+        """The number of blocks if it is more than one, which makes another network; else nothing."""
         return {"blocks": len(self.layers)} if len(self.layers) > 1 else {}
 
     @property
     def further_masks(self) -> dict[str, Any]:
-        """Nothing for a head that sees all of its text; else its window, as plain values."""
+        """The window as plain values; nothing for a head that sees its whole text."""
         return {"window": asdict(self.window)} if self.window is not None else {}
 
     @property
     def window(self) -> Window | None:
-        """What a row sees of its text, in every block; without one, all."""
+        """The window of every block; None if rows see their whole text."""
         window: Window | None = getattr(self.settings, "window", None)
         return window
 
     @property
     def query_groups(self) -> int:
-        """How many queries share a key."""
+        """The number of query heads that share a key."""
         return self.shape.num_attention_heads // self.shape.num_key_value_heads
 
     @abstractmethod
@@ -91,7 +91,7 @@ class UnrolledDrafter(TrainableDrafter):
 
     @abstractmethod
     def project_tokens(self, embedded: Tensor) -> Tensor:
-        """[N, P], all that a level computes of a token alone."""
+        """[N, P], the part of a level's computation that depends only on the token."""
 
     @abstractmethod
     def block_inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
@@ -102,7 +102,7 @@ class UnrolledDrafter(TrainableDrafter):
         """[.., V or D], the logits of states."""
 
     def next_input(self, state: Tensor) -> Tensor:
-        """What the next level reads of a state."""
+        """The next level's input, from a state."""
         return state
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -149,18 +149,18 @@ class UnrolledDrafter(TrainableDrafter):
         return Unrolled(states, places)
 
     def _run(self, part: Callable[..., Any], *inputs: Any) -> Any:
-        """A part of a block's computation, as it is or compiled."""
+        """Run a part of a block's computation, compiled or not."""
         return run_part(compile_part(part) if self.is_compiled else part, *inputs)
 
     def compile_parts(self) -> None:
-        """Train through compiled parts: what a block computes around attention, which loops over texts."""
+        """Compile the parts of a block around attention, which itself loops over texts."""
         self.is_compiled = True
 
     # -- validation ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def validate(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
-        """Sums of the loss terms and of what each tree would have kept, over the slots that train."""
+        """Validation sums over the trained slots: loss terms, and tokens that each tree would have kept."""
         steps = max(len(path) for paths in trees.values() for path in paths)
         states = self.level_states(batch, frozen, steps)
         student = [lambda state: self._on_all_tokens(self.logits(state, frozen))] * len(states)
@@ -169,7 +169,7 @@ class UnrolledDrafter(TrainableDrafter):
     def draft_levels(
         self, batch: Batch, frozen: TargetHead, levels: int
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-        """Each level's states [S, H], all of them read by one LM head."""
+        """Each level's states [S, H], and their common LM head."""
         return [(state, lambda state: self.logits(state, frozen)) for state in self.level_states(batch, frozen, levels)]
 
     def level_states(self, batch: Batch, frozen: TargetHead, levels: int) -> list[Tensor]:
@@ -187,7 +187,7 @@ class UnrolledDrafter(TrainableDrafter):
     # -- drafting -----------------------------------------------------------------------------------------------------
 
     def open(self) -> DraftState:
-        """Texts that are drafted for together."""
+        """The state for several texts drafted together."""
         return HeadState(self, self.window)
 
     def states(self, tokens: Tensor, hidden: Tensor, start: int, frozen: TargetHead) -> Tensor:

@@ -1,4 +1,4 @@
-"""How well a head guesses, found from texts alone: no decoding, and every slot counts."""
+"""Validation of a head on texts, without decoding: every slot counts."""
 
 # T tokens of one text, S slots counted, D width, V vocabulary, K steps
 
@@ -93,7 +93,7 @@ def figures(sums: dict[str, Tensor]) -> dict[str, float]:
 
 
 def chain_rates(means: dict[str, float]) -> list[float]:
-    """How often a chain is kept up to each level, from `figures`; nothing where they hold no chain."""
+    """The rate at which a chain is accepted up to each level, from `figures`; empty without a chain."""
     names = [f"chain/{depth}" for depth in range(1, len(means) + 1)]
     return list(accumulate((means[name] for name in names if name in means), mul))
 
@@ -104,7 +104,7 @@ def _rows(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
 
 
 def _rank(student: Logits, states: Tensor, wanted: Tensor) -> Tensor:
-    """How many tokens the student finds likelier than the one that is wanted."""
+    """The number of tokens that the student ranks above the wanted one."""
     logits = student(states)
     return (logits > logits.gather(1, wanted[:, None])).sum(-1)
 

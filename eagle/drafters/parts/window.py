@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Window:
-    """What a row sees: its text's first `sinks` rows, and the `recent` rows up to itself, those drafted included.
+    """A row sees its text's first `sinks` rows and the `recent` rows up to itself, drafted ones included.
 
     Rows keep their positions. A row that was drafted is never a sink.
     """

@@ -1,0 +1,185 @@
+"""The command finds its stages and recipes, and a wheel holds all of them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from data_prep.dataset_card import dataset_card
+from eagle.__main__ import VERBS, Verb, main
+from eagle.command.launcher import launcher_options
+from eagle.recipe import Recipe
+from eagle.shipped import RECIPES, STAGES, find_recipe, recipe_names
+from eval.compare_plan import Comparison
+
+ROOT = Path(__file__).parent.parent
+LESS = "data.limit=24 data.max_length=96 regenerate.max_new_tokens=8 regenerate.keep_truncated=true train.batch_size=4 "
+LESS += "train.max_steps=4 eval.count=2 eval.max_new_tokens=8"
+TARGET = "--target runs/tiny/target"
+PIPELINE = [  # from nothing to a head in the layout of an engine
+    "tiny-target --steps 30",
+    f"prepare tiny/eagle1 {LESS} --count 1",
+    f"extract tiny/eagle1 {LESS}",
+    f"train tiny/eagle1 {LESS} --check",
+    f"train tiny/eagle1 {LESS}",
+    f"measure tiny/eagle1 {LESS}",
+    f"lossless tiny/eagle1 {LESS}",
+    "report runs/tiny/eagle1/results.jsonl",
+    f"export runs/tiny/eagle1/head {TARGET} --to vllm runs/tiny/vllm",
+    f"inspect runs/tiny/vllm {TARGET}",
+    "card runs/tiny/eagle1/head",
+    "card runs/tiny/features",
+]
+
+
+@pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
+def test_a_verb_names_a_function_that_exists(verb: Verb) -> None:
+    """Read from the source, as importing all of them takes long."""
+    tree = ast.parse((STAGES / f"{verb.module.replace('.', '/')}.py").read_text())
+    assert verb.function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_help_comes_at_once() -> None:
+    """`eagle --help` names every verb and imports no torch; neither do the recipes and the help of training."""
+    asks = [["--help"], ["recipes"], ["train", "--help"], ["--version"]]
+    code = f"""
+import sys
+from eagle.__main__ import main
+for argv in {asks}:
+    try:
+        main(argv)
+    except SystemExit as ended:
+        assert not ended.code
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert all(f"  {verb} " in done.stdout for verb in VERBS) and "  tiny/eagle1 " in done.stdout
+
+
+def test_every_recipe_has_a_name() -> None:
+    """Names stand for the files of the package, from any folder."""
+    assert {find_recipe(name) for name in recipe_names()} == set(RECIPES.glob("*/*.yaml"))
+
+
+def test_a_name_is_found_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe, a comparison with its base, the path of a checkout; a real file wins; a wrong name gets near ones."""
+    monkeypatch.chdir(tmp_path)
+    assert Recipe.load("tiny/eagle1") == Recipe.load("recipes/tiny/eagle1.yaml") == Recipe.load("tiny/eagle1.yaml")
+    assert Comparison.load("compare/tiny").recipe.target == Recipe.load("tiny/eagle1").target
+    with pytest.raises(ValueError, match=r"such as .*tiny/medusa"):
+        Recipe.load("tiny/medusas")
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny/eagle1").write_text((RECIPES / "tiny/hass.yaml").read_text())
+    assert Recipe.load("tiny/eagle1").drafter.kind == "hass"
+
+
+def test_a_recipe_is_copied_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--copy` writes what is printed without it, and overwrites nothing."""
+    main(["recipes", "tiny/eagle1"])
+    shown, copy = capsys.readouterr().out, tmp_path / "mine/one.yaml"
+    main(["recipes", "tiny/eagle1", "--copy", str(copy)])
+    assert copy.read_text() == shown == (RECIPES / "tiny/eagle1.yaml").read_text()
+    with pytest.raises(SystemExit):
+        main(["recipes", "tiny/eagle1", "--copy", str(copy)])
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_the_launcher_gets_its_options_and_the_stage_the_rest() -> None:
+    """Several processes start with the shipped settings of DDP; without options nothing is added."""
+    ddp, zero = (RECIPES / f"accelerate/{name}.yaml" for name in ("ddp", "zero3"))
+    assert launcher_options(["r.yaml", "train.lr=1"]) == ([], ["r.yaml", "train.lr=1"])
+    options, rest = launcher_options(["r.yaml", "--processes", "8", "train.lr=1"])
+    assert (options, rest) == (["--num_processes=8", f"--config_file={ddp}"], ["r.yaml", "train.lr=1"])
+    assert launcher_options(["--config_file", "zero3", "r.yaml"]) == ([f"--config_file={zero}"], ["r.yaml"])
+    with pytest.raises(ValueError, match="no recipe at nowhere"):
+        launcher_options(["--config_file", "nowhere", "r.yaml"])
+
+
+def test_a_card_of_conversations_tells_whose_answers_they_are(tmp_path: Path) -> None:
+    """The model with its revision, the counts, how to load them; without the note beside them no card is made."""
+    path = tmp_path / "answers.jsonl"
+    path.write_text("".join(json.dumps({"finish_reasons": ends}) + "\n" for ends in (["stop"], ["stop", "length"])))
+    with pytest.raises(ValueError, match=r"answers\.jsonl\.settings beside it"):
+        dataset_card(path, "me/answers")
+    note = {"target": {"path": "org/model", "revision": "abc"}, "sampling": {"seed": 3}, "data": {"source": "f00"}}
+    Path(f"{path}.settings").write_text(json.dumps(note))
+    card = dataset_card(path, "me/answers")
+    assert yaml.safe_load(card.split("---")[1])["base_model"] == "org/model"
+    for text in (
+        "`org/model`, revision `abc`",
+        "conversations: 2",
+        "answers: 3",
+        "cut off: 1",
+        '("me/answers"',
+        "## Licence",
+    ):
+        assert text in card
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an sdist of this checkout, and the wheel that comes of it."""
+    folder = tmp_path_factory.mktemp("built")
+    subprocess.run([sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT)], check=True)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_wheel_holds_the_stages_inside_the_package(built: Path) -> None:
+    """Nothing but `eagle` at the top; every source file and every recipe; also from the sdist."""
+    (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"eagle", "eagle_heads"}
+    packed = {path.relative_to(ROOT).as_posix() for path in (ROOT / "eagle").rglob("*.py")}
+    for room in ("data_prep", "eval", "recipes"):
+        files = [path for ending in ("py", "yaml", "css") for path in (ROOT / room).rglob(f"*.{ending}")]
+        packed |= {f"eagle/stages/{path.relative_to(ROOT).as_posix()}" for path in files}
+    assert packed | {"eagle/py.typed"} <= names
+    with tarfile.open(sdist) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", "LICENSE", "CITATION.cff", "constraints.txt"} <= inside
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_installed_wheel_goes_from_nothing_to_an_export(built: Path, tmp_path: Path) -> None:
+    """In an empty folder, with an environment that does not know this checkout: every stage by its verb."""
+    environment, work = tmp_path / "environment", tmp_path / "work"
+    work.mkdir()
+    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+    python, eagle = environment / "bin/python", environment / "bin/eagle"
+    pip = [python, "-m", "pip", "install", "--quiet", "--no-deps", *built.glob("*.whl")]
+    subprocess.run(pip, check=True)
+    (site,) = environment.glob("lib/python*/site-packages")
+    # the dependencies of this environment; .pth files in there, such as that of an editable install, are not read
+    (site / "dependencies.pth").write_text("\n".join([sysconfig.get_path("purelib"), *shared_dependencies()]))
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    clean |= {"OMP_NUM_THREADS": "1"}
+    ask = [python, "-c", "import eagle; print(eagle.__file__)"]
+    said = subprocess.run(ask, cwd=work, env=clean, capture_output=True, text=True, check=True).stdout
+    assert Path(said.strip()).is_relative_to(site)
+    for line in PIPELINE:
+        done = subprocess.run([eagle, *line.split()], cwd=work, env=clean, capture_output=True, text=True)
+        assert done.returncode == 0, f"eagle {line}\n{done.stdout}{done.stderr}"
+    assert (work / "runs/tiny/vllm/model.safetensors").is_file()
+    assert "conversations were kept" in (work / "runs/tiny/features/README.md").read_text()
+    (work / "mine.py").write_text("from eagle import Target\n\nreveal_type(Target.load)\n")
+    typed = [sys.executable, "-m", "mypy", "--python-executable", python, "mine.py"]
+    said = subprocess.run(typed, cwd=work, env=clean, capture_output=True, text=True).stdout
+    assert "-> eagle.target.target.Target" in said, said
+
+
+def shared_dependencies() -> list[str]:
+    """Folders of packages that this environment borrows from another by a .pth file, this checkout not among them."""
+    return [path for path in sys.path if path.endswith("site-packages") and path != sysconfig.get_path("purelib")]
