@@ -42,7 +42,7 @@ class LastSeenText:
 def main() -> None:
     """Decode with the new drafter, and check that the text is the model's own."""
     target = load_target(sys.argv[1] if len(sys.argv) == 2 else TARGET)
-    prompt = encode(target, "Tell me about foxes.")
+    prompt = encode(target, "How do I sort the names in Python?")
     trace = generate(target, LastSeen(), prompt, budget=Budget(nodes=3, depth=3, top_k=1), max_new_tokens=96)
     plain = generate(target, load_drafter("none", target), prompt, max_new_tokens=96)
 
