@@ -51,6 +51,10 @@ OTHERS = {
 NOT_RUN = {
     "eagle demo": "takes minutes, and has a test of its own",
     "--server": "needs a server that drafts",
+    "16k": "needs long prompts of the reader's",
+    "train.init=runs/model": "needs a head that another guide trains",
+    "make_long": "trains a target for minutes",
+    "tiny/long": "needs that target",
     "HEAD": "stands for any head",
     "mymethod": "needs a method that the reader writes",
 }
