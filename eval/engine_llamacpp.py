@@ -21,7 +21,7 @@ KINDS = {  # by a head's architecture
     "Qwen3DSparkModel": "draft-dspark",
     "Glm4MoeForCausalLM": "draft-mtp",
 }
-# the converter takes GLM's own vocabularies alone, and these models have a Llama's
+# the converter takes GLM's own vocabularies alone, and eval/engine_families.py writes models with a Llama's
 CONVERT_GLM = """
 import runpy, sys
 source = sys.argv[1]
@@ -43,7 +43,8 @@ TOTALS = re.compile(r"n_drafted = (\d+)\s.*?n_accept\s+= (\d+)\s", re.DOTALL)
 def convert(model: str, out: Path, dtype: str, *more: str) -> Path:
     """Convert a model to one GGUF file, unless it is there."""
     if not out.is_file():
-        script = ["-c", CONVERT_GLM, str(SOURCE)] if read_kind(model) == "draft-mtp" else [str(SOURCE / CONVERTER)]
+        is_written = read_kind(model) == "draft-mtp" and (Path(model) / "tokenizer.model").is_file()
+        script = ["-c", CONVERT_GLM, str(SOURCE)] if is_written else [str(SOURCE / CONVERTER)]
         command = [sys.executable, *script, model, *more]
         kind = {"float32": "f32", "bfloat16": "bf16"}[dtype]
         subprocess.run([*command, "--outtype", kind, "--outfile", str(out)], check=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -106,16 +107,26 @@ def test_a_guide_runs_from_its_first_command_to_its_last(
     page: Path, tiny_target_dir: Path, tiny_target: Target, tmp_path: Path
 ) -> None:
     """Every command that needs no GPU, no server and no network runs, on the tiny model and less data."""
-    make_checkout(tmp_path, tiny_target_dir, tiny_target)
+    shutil.copytree(tiny_target_dir, tmp_path / "tiny")
+    make_checkout(tmp_path, tmp_path / "tiny", tiny_target)
     give_the_readers_files(tmp_path, tiny_target)
     for name, text in written_files(page).items():
         (tmp_path / name).write_text(text)
-    programs = [["-m", *words_here(line, tmp_path)] for line in commands(page) if not reason_not_to_run(line)]
-    programs += [["-c", text.replace(HUB, "my/model")] for text in blocks(page, "python") if "Drafter" not in text]
-    for program in programs:
-        done = subprocess.run([sys.executable, *program], cwd=tmp_path, timeout=900, capture_output=True, text=True)
-        fine = (0, 1) if program[2] == "doctor" and "verdict:" in done.stdout else (0,)  # 1 says that a head is broken
-        assert done.returncode in fine, f"{page.name}: {shlex.join(program)}\n{done.stdout}{done.stderr}"
+    for line in commands(page):
+        if line == "eagle demo":  # which leaves a store of features, too
+            run(["-m", *words_here("eagle extract tiny/eagle1", tmp_path)], tmp_path)
+        elif not reason_not_to_run(line):
+            run(["-m", *words_here(line, tmp_path)], tmp_path)
+    for text in blocks(page, "python"):
+        if "Drafter" not in text:  # a method that the reader writes
+            run(["-c", text.replace(HUB, "my/model")], tmp_path)
+
+
+def run(program: list[str], folder: Path) -> None:
+    """Run a program to its end; a doctor may call a head broken, which is status 1."""
+    done = subprocess.run([sys.executable, *program], cwd=folder, timeout=900, capture_output=True, text=True)
+    fine = done.returncode == 0 or ("doctor" in program and "verdict:" in done.stdout)
+    assert fine, f"{shlex.join(program)}\n{done.stdout}{done.stderr}"
 
 
 def give_the_readers_files(folder: Path, target: Target) -> None:

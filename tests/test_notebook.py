@@ -14,6 +14,7 @@ from eagle.core.trace import GREEN, Cycle
 from eagle.core.tree import DraftTree
 from eagle.data.examples import Example
 from eagle.data.store import FeatureStore
+from eagle.markup import readable
 from eval.page_parts import ReportData
 from eval.results import read_results
 
@@ -76,7 +77,7 @@ def test_an_answer_shows_what_was_accepted(tiny_target: Target) -> None:
     shown = Shown(trace._repr_html_())
     kept = sum(min(len(cycle.kept), cycle.committed) for cycle in trace.cycles)
     tau = sum(cycle.committed for cycle in trace.cycles) / len(trace.cycles)
-    assert "".join(shown.texts[:-1]) == trace.text
+    assert "".join(shown.texts[:-1]) == readable(trace.text)
     assert shown.texts[-1] == (
         f"{len(trace.tokens)} tokens, {kept} of them accepted drafts (green); "
         f"{len(trace.cycles)} target forwards after the prompt's, τ = {tau:.2f}"

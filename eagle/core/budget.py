@@ -41,7 +41,7 @@ class Budget:
         if self.draw == "sampled" and self.paths is None:
             raise ValueError(
                 "Budget.draw is 'sampled', which needs a fixed shape: children kept for being likely do not follow the "
-                "law that they were drawn from; use Budget.fixed(paths, 'sampled'), for a chain with chain_paths"
+                "probs that they were drawn from; use Budget.fixed(paths, 'sampled'), for a chain with chain_paths"
             )
         known = {(), *(self.paths or ())}
         for path in known - {()}:

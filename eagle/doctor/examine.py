@@ -30,7 +30,7 @@ from eagle.formats.foreign import Finding, inspect, read_head
 from eagle.log import progress
 from eagle.target.target import Target
 
-LEVELS = 3  # of the chain that is judged
+LEVELS = 3  # of the chain that is examined
 CHOOSING = 3  # a third of the texts chooses what is confirmed on the others
 CANDIDATES = 3  # that are confirmed
 ROUNDS = 3  # two faults at once are both named; the third round says that there is no more

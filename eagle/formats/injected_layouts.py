@@ -36,7 +36,7 @@ def levels_of(drafter: TrainableDrafter) -> int:
 def qwen3_config(drafter: TrainableDrafter, target_config: Any, **more: Any) -> Config:
     """The config of the blocks, which are Qwen3's, for any reader."""
     blocks = drafter.shape.num_hidden_layers
-    told = {
+    entries = {
         "model_type": "qwen3",
         "layer_types": ["full_attention"] * blocks,
         "use_sliding_window": False,
@@ -45,13 +45,13 @@ def qwen3_config(drafter: TrainableDrafter, target_config: Any, **more: Any) -> 
         "num_target_layers": target_config.num_hidden_layers,
         "block_size": drafter.settings.slots,
     }
-    return llama_config(drafter, target_config, **told, **more)
+    return llama_config(drafter, target_config, **entries, **more)
 
 
 def nest_config(architecture: str, drafter: TrainableDrafter, target_config: Any, **more: Any) -> Config:
     """Everything under `dflash_config`, as z-lab and SpecForge have it."""
-    told = {"mask_token_id": mask_of(drafter), "target_layer_ids": outputs_of(drafter)}
-    return qwen3_config(drafter, target_config, architectures=[architecture], dflash_config={**told, **more})
+    entries = {"mask_token_id": mask_of(drafter), "target_layer_ids": outputs_of(drafter)}
+    return qwen3_config(drafter, target_config, architectures=[architecture], dflash_config={**entries, **more})
 
 
 def zlab_config(drafter: TrainableDrafter, target_config: Any) -> Config:
@@ -76,23 +76,23 @@ def read_markov(drafter: TrainableDrafter) -> Config:
 
 def deepspec_config(drafter: TrainableDrafter, target_config: Any) -> Config:
     """DeepSpec's flat config; without a Markov head it is what DeepSpec calls DFlash."""
-    told = {"mask_token_id": mask_of(drafter), "target_layer_ids": outputs_of(drafter)}
-    told |= {"num_anchors": drafter.settings.anchors, **read_markov(drafter)}
-    told["dspark_bonus_anchor"] = not told["sample_from_anchor"]  # by which vLLM knows it
+    entries = {"mask_token_id": mask_of(drafter), "target_layer_ids": outputs_of(drafter)}
+    entries |= {"num_anchors": drafter.settings.anchors, **read_markov(drafter)}
+    entries["dspark_bonus_anchor"] = not entries["sample_from_anchor"]  # by which vLLM knows it
     if drafter.settings.causal:
-        told["is_causal"] = True
-    return qwen3_config(drafter, target_config, architectures=["Qwen3DSparkModel"], **told)
+        entries["is_causal"] = True
+    return qwen3_config(drafter, target_config, architectures=["Qwen3DSparkModel"], **entries)
 
 
 def specforge_config(drafter: TrainableDrafter, target_config: Any) -> Config:
     """SpecForge's config of DSpark."""
-    shape, told = drafter.shape, read_markov(drafter)
+    shape, entries = drafter.shape, read_markov(drafter)
     more = {
         "projector_type": "dspark",
         "attention_mode": "mha" if shape.num_key_value_heads == shape.num_attention_heads else "gqa",
-        "confidence_head_alpha": float(told["enable_confidence_head"]),
+        "confidence_head_alpha": float(entries["enable_confidence_head"]),
     }
-    return nest_config("DSparkDraftModel", drafter, target_config, **more, **told)
+    return nest_config("DSparkDraftModel", drafter, target_config, **more, **entries)
 
 
 def domino_config(drafter: TrainableDrafter, target_config: Any) -> Config:

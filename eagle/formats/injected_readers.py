@@ -123,24 +123,24 @@ class InjectedReader(LevelReader):
     def _read_anchor(self, head: HeadFolder) -> bool:
         """Whether the first slot predicts a token; by default as in the layout's own code, with a note."""
         keys, nested, shift = head.keys, head.nested, head.nested.flag("shift_label")
-        said = _first(keys.flag("sample_from_anchor"), nested.flag("sample_from_anchor"))
+        stated = _first(keys.flag("sample_from_anchor"), nested.flag("sample_from_anchor"))
         bonus = keys.flag("dspark_bonus_anchor")
-        if None not in (said, bonus) and said == bonus:
-            head.problem(f"config.json: sample_from_anchor and dspark_bonus_anchor are both {said}", "Correct one")
+        if None not in (stated, bonus) and stated == bonus:
+            head.problem(f"config.json: sample_from_anchor and dspark_bonus_anchor are both {stated}", "Correct one")
         if head.kind == "a Domino head":
-            if None not in (said, shift) and said != shift:
+            if None not in (stated, shift) and stated != shift:
                 head.problem(
-                    f"config.json: sample_from_anchor is {said} and shift_label {shift}", "Correct one of them"
+                    f"config.json: sample_from_anchor is {stated} and shift_label {shift}", "Correct one of them"
                 )
-            said = _first(shift, said)
+            stated = _first(shift, stated)
             name, usual = "shift_label", False
         else:
             name = "sample_from_anchor"
             # z-lab's DFlash and that of speculators fill places in; DSpark names what comes behind each
             usual = head.layout == DEEPSPEC or head.kind == "a DSpark head"
-        if said is None:
+        if stated is None:
             head.notes.append(f"no {name}: {str(usual).lower()}, as {head.layout} takes it")
-        return bool(_first(said, usual))
+        return bool(_first(stated, usual))
 
     def _read_mask(self, head: HeadFolder) -> int:
         """The mask token, which only the config gives."""
@@ -159,7 +159,7 @@ class InjectedReader(LevelReader):
         places = (head.keys, head.nested)
         ranks = [rank for part in places if (rank := part.token("markov_rank")) is not None]
         kinds = [kind for part in places if (kind := part.text("markov_head_type")) is not None]
-        told = [flag for part in places if (flag := part.flag("enable_confidence_head")) is not None]
+        flags = [flag for part in places if (flag := part.flag("enable_confidence_head")) is not None]
         for part in places:
             part.taken |= {"confidence_head_with_markov", "emb_dim", "gru_hidden_dim"}
         markov, rank, further = "none", 1, {}
@@ -175,7 +175,7 @@ class InjectedReader(LevelReader):
         if markov == "none" and any(ranks):
             head.problem(f"config.json: markov_rank is {max(ranks)}, and {MARKOV} is missing", "Copy it again")
         confident = CONFIDENCE in head.names
-        if told and told[0] and not confident:
+        if flags and flags[0] and not confident:
             head.problem(f"config.json: enable_confidence_head is true, and {CONFIDENCE} is missing", "Copy it again")
         return {"markov": markov, "rank": rank, "confidence": confident, **further}
 

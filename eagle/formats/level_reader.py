@@ -81,22 +81,22 @@ def count_parts(head: HeadFolder, pattern: str) -> int:
     return len({found[1] for name in head.names if (found := re.match(pattern, name))})
 
 
-def compare_count(head: HeadFolder, said: int | None, found: int, what: str) -> int:
+def compare_count(head: HeadFolder, stated: int | None, found: int, what: str) -> int:
     """The count found in the file; a note if the config states another one."""
-    if said is not None and said > found:
-        head.problem(f"config.json says {said} {what}, the file holds {found}", "Copy it again")
-    elif said not in (None, found):
-        head.notes.append(f"config.json says {said} {what}, the file holds {found}, which are read")
+    if stated is not None and stated > found:
+        head.problem(f"config.json says {stated} {what}, the file holds {found}", "Copy it again")
+    elif stated not in (None, found):
+        head.notes.append(f"config.json says {stated} {what}, the file holds {found}, which are read")
     return found
 
 
 def read_sides(head: HeadFolder, target: TargetFiles | None, width: str, rows: str) -> None:
     """Width and vocabulary, by the tensors that have them, else as the config or the target says."""
     for key, name, side in (("hidden_size", width, 1), ("vocab_size", rows, 0)):
-        said, entry = head.keys.size(key), head.entry(name)
+        stated, entry = head.keys.size(key), head.entry(name)
         found = entry.shape[side] if entry and len(entry.shape) == 2 else None
-        compare_size(head, key, said, found)
-        size = found or said or (target and (target.width if key == "hidden_size" else target.vocab_size))
+        compare_size(head, key, stated, found)
+        size = found or stated or (target and (target.width if key == "hidden_size" else target.vocab_size))
         if not size:
             head.problem(
                 f"no {key} in config.json, and no tensor tells it", "Name the target with --target", fatal=False
@@ -104,7 +104,7 @@ def read_sides(head: HeadFolder, target: TargetFiles | None, width: str, rows: s
         head.shape[key] = size or 1
 
 
-def compare_size(head: HeadFolder, key: str, said: Any, found: int | None) -> None:
+def compare_size(head: HeadFolder, key: str, stated: Any, found: int | None) -> None:
     """Note a size in the config that differs from the tensors'."""
-    if None not in (said, found) and said != found:
-        head.problem(f"config.json: {key} is {short(said)}, the tensors have {found}", "Copy both files again")
+    if None not in (stated, found) and stated != found:
+        head.problem(f"config.json: {key} is {short(stated)}, the tensors have {found}", "Copy both files again")

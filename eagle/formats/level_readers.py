@@ -131,8 +131,8 @@ class HydraReader(LevelReader):
         """The target's, but for the base of its rotary positions, which that code never looked at."""
         shape = super().read_shape(head, target)
         if head.settings["prefix"] and shape.rope_parameters["rope_theta"] != USUAL_THETA:
-            told = f"rope_theta of the prefix layer: {USUAL_THETA:g} for every target there"
-            head.notes += [told] if told not in head.notes else []
+            note = f"rope_theta of the prefix layer: {USUAL_THETA:g} for every target there"
+            head.notes += [note] if note not in head.notes else []
             shape.rope_parameters = {**shape.rope_parameters, "rope_theta": USUAL_THETA}
         return shape
 
@@ -142,12 +142,12 @@ class SpeculatorReader(LevelReader):
 
     def _is_tied(self, head: HeadFolder) -> bool:
         """Whether levels share tensors: as the config says, else where a file holds fewer than it has levels."""
-        said = head.keys.flag("tie_weights")
+        stated = head.keys.flag("tie_weights")
         counts = {len([name for name in head.tensors.stored if f"{part}." in name]) for part in ("emb", "proj", "head")}
-        return bool(said) if said is not None else len(counts) > 1
+        return bool(stated) if stated is not None else len(counts) > 1
 
     def rename(self, head: HeadFolder, name: str, ours: str) -> str:
-        """Of tensors that are tied one is kept, under the first level that has it."""
+        """Keep one of several tied tensors, under the first level that has it."""
         part, level, kind = ours.split(".")
         first = min(int(level), 1 if part == "proj" else 0)
         return f"{part}.{first}.{kind}" if self._is_tied(head) else ours
@@ -157,14 +157,14 @@ class SpeculatorReader(LevelReader):
         keys, tied = head.keys, self._is_tied(head)
         keys.taken |= {"top_k_tokens_per_head", "n_candidates", "num_lookahead_tokens", "emb_dim", "inner_dim"}
         read_sides(head, target, "proj.0.weight", "head.0.weight")
-        entry, said = head.entry("proj.0.weight"), keys.size("n_predict")
+        entry, n_predict = head.entry("proj.0.weight"), keys.size("n_predict")
         inner, width = entry.shape if entry and len(entry.shape) == 2 else (1, None)
         compare_size(head, "emb_dim", keys.values.get("emb_dim"), width)
         stated = keys.values.get("inner_dim")
         compare_size(head, "inner_dim", width if stated == 0 else stated, inner)
-        if said is not None and said > MOST:
-            head.problem(f"config.json: n_predict is {said}, expected at most {MOST}", "Correct it")
-            said = None
+        if n_predict is not None and n_predict > MOST:
+            head.problem(f"config.json: n_predict is {n_predict}, expected at most {MOST}", "Correct it")
+            n_predict = None
         found = len(
             {name.split(".")[-2] for name in head.tensors.stored if re.search(r"(emb|head|ln|proj)\.\d+\.", name)}
         )
@@ -172,7 +172,7 @@ class SpeculatorReader(LevelReader):
             if keys.flag(name) is None:
                 head.notes.append(f"no {name}: {str(default).lower()}")
         return {
-            "levels": (said or found) if tied else compare_count(head, said, found, "levels"),
+            "levels": (n_predict or found) if tied else compare_count(head, n_predict, found, "levels"),
             "inner_dim": inner,
             "tie_weights": tied,
             "scale_input": bool(keys.flag("scale_input")),

@@ -58,8 +58,8 @@ class MtpLayout(NetworkLayout):
         layer = str(target_config.num_hidden_layers)
         spelling = {ours: theirs.replace("L.", f"{layer}.") for ours, theirs in self.names.items()}
         dtype = str(next(drafter.parameters()).dtype).removeprefix("torch.")
-        told = {"num_nextn_predict_layers": 1, "torch_dtype": dtype, "tie_word_embeddings": False}
-        return Layout({**target_config.to_dict(), **told}, rename(tensors, spelling), self.serve)
+        extra = {"num_nextn_predict_layers": 1, "torch_dtype": dtype, "tie_word_embeddings": False}
+        return Layout({**target_config.to_dict(), **extra}, rename(tensors, spelling), self.serve)
 
     def _copies(self, drafter: TrainableDrafter, engine: str) -> dict[str, Tensor]:
         """The target's tensors that the layer holds as copies."""

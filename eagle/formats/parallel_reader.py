@@ -35,9 +35,9 @@ class ParallelReader(LevelReader):
         """EAGLE-3's switches, and the mask token, for which there is no default."""
         keys, nested = head.keys, head.nested
         read_sizes(head)
-        said = keys.size("draft_vocab_size")
+        stated = keys.size("draft_vocab_size")
         vocab_size, entry = head.shape["vocab_size"], head.entry("lm_head.weight")
-        head.draft_vocab_size = said or (entry.shape[0] if entry and len(entry.shape) == 2 else vocab_size)
+        head.draft_vocab_size = stated or (entry.shape[0] if entry and len(entry.shape) == 2 else vocab_size)
         if head.draft_vocab_size > vocab_size:
             head.problem(f"config.json: draft_vocab_size is {head.draft_vocab_size} of {vocab_size}", fatal=False)
             head.draft_vocab_size = vocab_size

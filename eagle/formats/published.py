@@ -37,7 +37,7 @@ model = MedusaModelLlama.from_pretrained("HEAD")
 ```
 
 The first class makes five heads whatever the config says: one that is missing stays random, and costs acceptance at its
-place alone. Both draw "typically" at a temperature above 0, which is not the target's law.
+place alone. Both draw "typically" at a temperature above 0, which is not the target's distribution.
 
 Its heads say here what they say there; generation by that code was not run by this project."""
         )
@@ -54,7 +54,7 @@ from hydra.model.hydra_model import HydraModel  # of zankner/Hydra
 model = HydraModel.from_pretrained("HEAD", base_model="TARGET")
 ```
 
-At a temperature above 0 it accepts "typically", which is not the target's law.
+At a temperature above 0 it accepts "typically", which is not the target's distribution.
 
 Its heads say here what they say there; generation by that code was not run by this project."""
         )

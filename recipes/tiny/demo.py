@@ -124,9 +124,9 @@ STAGES = [
     ),
     Stage(
         "See it at work",
-        "Words in green were guessed by the head and accepted; the others were written by the model itself.",
+        "Words in green were guessed by the head and accepted. The model itself wrote the others.",
         8,
-        ["-m", "eagle", "generate", HEAD, QUESTION, "--target", TARGET],
+        ["-m", "eagle", "generate", HEAD, QUESTION, "--target", TARGET, "--compare"],
     ),
 ]
 

@@ -19,6 +19,7 @@ from eagle.core.drafter import Committed
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts.blocks import rotary_tables
 from eval.engine_builds import holds
+from eval.engine_families import FAMILIES, write_model
 from eval.engine_openvino import count_drafts
 from eval.engine_reference import READINGS, Job, Rule, decode_as_engine, same_counts, sum_rows
 from eval.engines import Comparison, compare_engine, merge_rows, read_prompts, row_of, table
@@ -30,7 +31,7 @@ MATRIX = [
     *((engine, head) for engine in ("openvino", "llamacpp") for head in ("eagle3-full", "eagle3")),
 ]
 BLOCKS = [("vllm", "peagle"), *((engine, head) for engine in ("vllm", "llamacpp") for head in ("dflash", "dspark"))]
-FAMILIES = [*(("vllm", family) for family in ("mimo", "glm", "deepseek")), ("llamacpp", "glm")]  # of MTP layers
+MTP = [*(("vllm", family) for family in FAMILIES), ("llamacpp", "glm")]
 CHAIN, TREE = Budget(3, 3, 1), Budget(10, 4, 4)
 LEAST = {"medusa": 1.4, "peagle": 1.4, "dflash": 1.4, "dspark": 1.4}  # acceptance length of no idle head; of others 2
 
@@ -99,7 +100,7 @@ def test_an_engine_guesses_the_blocks_that_this_decoder_guesses(
 
 @pytest.mark.engine
 @pytest.mark.parametrize("depth", [3, 7])
-@pytest.mark.parametrize(("engine", "family"), FAMILIES)
+@pytest.mark.parametrize(("engine", "family"), MTP)
 def test_an_engine_goes_on_from_an_mtp_layer_as_its_rule_says(
     engine: str, family: str, depth: int, prove: Prove
 ) -> None:
@@ -343,6 +344,27 @@ def test_a_reading_is_that_of_whole_forwards(tiny_target_dir: Path) -> None:
         assert drafts == [draft_naively(head, target, prompt[:-1], prompt[-1], reads) for prompt in prompts]
         usual = [draft_naively(head, target, prompt[:-1], prompt[-1], ()) for prompt in prompts]
         assert (drafts == usual) == (not reads), reads
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_of_a_family_holds_target_and_head(family: str, tiny_target_dir: Path, tmp_path: Path) -> None:
+    """Every tensor of the target is there as it was, or as both of two equal experts, and so is the layer's."""
+    target = Target.load(tiny_target_dir / "target", dtype=torch.float32)
+    head: Any = DRAFTERS["mtp"].for_target(settings_of({"kind": "mtp"}, "test"), target.config).bind(target.head)
+    write_model(head, target.config, tiny_target_dir / "target", family, tmp_path / "model")
+    tensors, config = (
+        load_file(tmp_path / "model/model.safetensors"),
+        json.loads((tmp_path / "model/config.json").read_text()),
+    )
+    for name, tensor in load_file(tiny_target_dir / "target/model.safetensors").items():
+        names = [name] if name in tensors else [name.replace("mlp.", f"mlp.experts.{expert}.") for expert in (0, 1)]
+        assert all(torch.equal(tensors[each], tensor) for each in names), name
+    (projection,) = [
+        tensor for name, tensor in tensors.items() if name.endswith(("eh_proj.weight", "input_proj.weight"))
+    ]
+    token, state = head.eh_proj.weight.chunk(2, dim=1)
+    assert torch.equal(projection, torch.cat([state, token] if family == "mimo" else [token, state], dim=1))
+    assert config["num_nextn_predict_layers"] == 1
 
 
 def test_steps_are_counted_up_to_the_limit() -> None:

@@ -211,12 +211,12 @@ def _loss_and_grad_(
         rows = slice(first, first + few)
         right = taught[rows].softmax(-1, dtype=wide) if taught.is_floating_point() else taught[rows]
         compare = compare_with(right, objective, None if named is None else named.tokens[rows])
-        for step, said in enumerate(logits):
-            student = said[rows].to(wide)
+        for step, step_logits in enumerate(logits):
+            student = step_logits[rows].to(wide)
             probs = student.softmax(-1)
             if named is not None:
                 named.overlaps[step, rows] = torch.minimum(probs, right).sum(-1)
-            losses[step, rows], said[rows] = compare(student, probs)
+            losses[step, rows], step_logits[rows] = compare(student, probs)
             del probs  # before the next step's are made
     return losses
 
