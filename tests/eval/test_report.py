@@ -70,7 +70,7 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("measurements/drafters.md", "sparse_kv.json", sparse_table),
         ("measurements/long-context.md", "compare_window.json", comparison_table),
         ("measurements/goodput.md", "goodput_batches.json", goodput_table),
-        ("compare.md", "compare_tiny.json", comparison_table),
+        ("measurements/methods.md", "compare_tiny.json", comparison_table),
         ("beam-search.md", "beam_search.json", beam_table),
         ("recipes.md", "memory.json", memory_table),
         ("recipes.md", "cards.json", card_table),
