@@ -86,7 +86,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("drafter")
     parser.add_argument("--target", required=True)
-    parser.add_argument("--prompt", default="What does shutil.copy do?")
+    parser.add_argument("--prompt", default="What do you know about otters?")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--out", type=Path, default=Path("tree.svg"))
     args = parser.parse_args(argv)
