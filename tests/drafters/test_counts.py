@@ -90,7 +90,7 @@ def test_tables_of_other_tokens_are_refused(tiny_target: Target, tmp_path: Path)
     """Both sizes and both tokenizers are named; a tokenizer that is not known is not held against the tables."""
     size, own = tiny_target.vocab_size, tokenizer_identity(tiny_target.tokenizer)
     BigramDrafter(some_tables(V)).save(tmp_path)
-    with pytest.raises(ValueError, match=f"is for {V} different tokens, the target has {size}.*count_tokens"):
+    with pytest.raises(ValueError, match=f"is for {V} different tokens, the target has {size}.*eagle count-tokens"):
         BigramDrafter.load(tmp_path, tiny_target)
     BigramDrafter(replace(some_tables(size), tokenizer="another")).save(tmp_path)
     with pytest.raises(ValueError, match=f"the tokens of tokenizer another, the target's is {own}"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from time import process_time
@@ -268,7 +269,9 @@ def test_the_command_says_what_pays_and_writes_it(
     said = capsys.readouterr().out
     head = Path(next(part for part in tuned if part.startswith("train.out=")).removeprefix("train.out=")) / "head"
     assert "does not pay on this machine" in said and "num_speculative_tokens = 1" in said
-    assert "the choice has 100.0% of it" in said and "break-even" in said
+    found = re.search(r"the choice has ([0-9.]+)% of it", said)
+    # a shape that gains less than the margin is not worth drafting
+    assert found and float(found[1]) > 100 / tune.MARGIN and "break-even" in said
     assert "policy, chains of 0 to 2: modelled speed-up" in said
     assert load_drafter(head, tiny_target).budget == NOT_DRAFTING
 
