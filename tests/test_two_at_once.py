@@ -34,7 +34,8 @@ ROOT = Path(__file__).parent.parent
 UMASK = 0o027  # that of no usual user: what another umask or a library's own mode has left is seen
 PROGRAM = """
 import json, os, runpy, sys
-import data_prep.count_tokens, data_prep.regenerate, eagle.__main__, eval.lossless, eval.tune, recipes.train_eagle
+import data_prep.count_tokens, data_prep.regenerate, eagle.command.generate, eagle.command.ship
+import eval.lossless, eval.tune, recipes.train_eagle
 
 for command, logs in json.load(sys.stdin):  # forked, so that both begin at once with everything imported
     children = []
