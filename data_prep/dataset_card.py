@@ -44,14 +44,15 @@ def conversations_card(path: Path, settings: dict[str, Any], name: str) -> str:
 def store_card(folder: Path, name: str) -> str:
     """Whose features these are, of which layers, and how many tokens."""
     store = FeatureStore(folder, partial=True)
-    made, target = store.index["made"], store.index["made"].get("target", {"path": "unknown"})
+    origin = store.index["made"]
+    target = origin.get("target", {"path": "unknown"})
     tokens = sum(store.index["shard_tokens"])
-    counts = made.get("conversations")
+    counts = origin.get("conversations")
     sections = [
         describe_target(target, "Hidden features of"),
-        f"{len(store):,} examples, {tokens:,} tokens, {len(store.index['shard_tokens'])} shards; inputs of the layers "
-        f"{', '.join(map(str, store.taps))} (-1: the state behind the last), width {made['width']}, as {store.dtype}. "
-        + (count_conversations(counts) if counts else ""),
+        f"{len(store):,} examples, {tokens:,} tokens, {len(store.index['shard_tokens'])} shards; inputs of the "
+        f"layers {', '.join(map(str, store.taps))} (-1: the state behind the last), width {origin['width']}, "
+        f"as {store.dtype}. " + (count_conversations(counts) if counts else ""),
         load_with('from eagle.data.store import FeatureStore\n\nstore = FeatureStore("FOLDER")'),
         f"## Identity\n\nTraining refuses features of anything else.\n\n"
         f"```json\n{json.dumps(store.identity, indent=2)}\n```",

@@ -9,7 +9,7 @@ from importlib import import_module
 
 import yaml
 
-from eagle.shipped import RECIPES, find_recipe
+from eagle.shipped import DEMO, RECIPES, find_recipe
 
 TRAIN, TRAIN_JOINTLY = RECIPES / "train_eagle.py", RECIPES / "train_medusa2.py"
 USAGE = """\
@@ -69,6 +69,6 @@ def train(argv: list[str]) -> None:
     if "--check" in rest:
         run_here("recipes.train_eagle", rest)
         return
-    recipe = rest[0] if rest and "=" not in rest[0] else "tiny/demo"
+    recipe = rest[0] if rest and "=" not in rest[0] else DEMO
     is_joint = "joint" in yaml.safe_load(find_recipe(recipe).read_text()) and "joint=null" not in rest
     launch_script(options, [str(TRAIN_JOINTLY if is_joint else TRAIN), *rest])

@@ -19,11 +19,11 @@ from rich.table import Table
 
 from eagle.device import choose_threads
 from eagle.log import script
+from eagle.shipped import DEMO as RECIPE
 from eagle.shipped import RECIPES
 from eval.figures import format_number
 from eval.results import ACCEPTANCE_LENGTH, CPU_SPEED_UP, SPEED_UP, TOKENS_PER_SECOND, Results, read_results
 
-RECIPE = "recipes/tiny/demo.yaml"
 TARGET, HEAD, DATA = "runs/demo/target", "runs/demo/eagle1/head", "runs/demo/data"
 RESULTS, CERTIFICATE = "runs/demo/eagle1/results.jsonl", "runs/demo/eagle1/lossless.json"
 MASKS, REPORT, EXPORTED = "runs/demo/mask.html", "runs/demo/report.html", "runs/demo/vllm"

@@ -6,7 +6,6 @@ import argparse
 import hashlib
 import json
 import random
-import tempfile
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 
 from eagle.device import fastest_dtype
-from eagle.disk import apply_umask, lock_folder
 from eagle.log import script
 from recipes.tiny import make_target as tiny
 from recipes.tiny import stories
@@ -24,18 +22,9 @@ STEPS, CONVERSATIONS, HELD_OUT = 150, 3000, 24
 
 def make_demo_target(out: str | Path = "runs/demo", steps: int = STEPS) -> dict[str, Any]:
     """Write `target/`, `data/` and `target_report.json` to `out`, unless they are there; returns the report."""
-    out, code = Path(out), Path(str(stories.__file__)).read_bytes()
+    code = Path(str(stories.__file__)).read_bytes()
     settings = {"steps": steps, "stories": hashlib.sha256(code).hexdigest()[:16], "made_with": tiny.list_versions()}
-    if report := tiny.read_report(out, settings):
-        print(f"{out / 'target'} is already there, made with the same settings")
-        return report
-    with lock_folder(out), tempfile.TemporaryDirectory(prefix=".unfinished-", dir=out) as name:
-        folder = Path(name)
-        report = {"settings": settings, **build(folder, steps)}
-        (folder / "target_report.json").write_text(json.dumps(report, indent=2) + "\n")
-        apply_umask(folder)
-        tiny.publish(folder, out)
-    return report
+    return tiny.make_once(Path(out), settings, lambda folder: build(folder, steps))
 
 
 def build(folder: Path, steps: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import random
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import distributions
 from itertools import islice, takewhile
@@ -85,16 +85,21 @@ def make_target(
     out: str | Path = "runs/tiny", steps: int = STEPS, seed: int = 0, max_conversations: int | None = None
 ) -> dict[str, Any]:
     """Write `target/`, `data/` and `target_report.json` to `out`, unless they are there; returns the report."""
-    out = Path(out)
     settings = {"steps": steps, "seed": seed, "max_conversations": max_conversations, "made_with": list_versions()}
+    return make_once(Path(out), settings, lambda folder: build(folder, steps, seed, max_conversations))
+
+
+def make_once(out: Path, settings: dict[str, Any], build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """Publish in `out` what `build` makes in a folder, unless it is there with these settings; returns the report."""
     if report := read_report(out, settings):
         print(f"{out / 'target'} is already there, made with the same settings")
         return report
-    with lock_folder(out), tempfile.TemporaryDirectory(prefix=".unfinished-", dir=out) as folder:
-        report = {"settings": settings, **build(Path(folder), steps, seed, max_conversations)}
-        (Path(folder) / "target_report.json").write_text(json.dumps(report, indent=2) + "\n")
-        apply_umask(Path(folder))
-        publish(Path(folder), out)
+    with lock_folder(out), tempfile.TemporaryDirectory(prefix=".unfinished-", dir=out) as name:
+        folder = Path(name)
+        report = {"settings": settings, **build(folder)}
+        (folder / "target_report.json").write_text(json.dumps(report, indent=2) + "\n")
+        apply_umask(folder)
+        publish(folder, out)
     return report
 
 
