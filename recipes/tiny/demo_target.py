@@ -16,6 +16,7 @@ from eagle.device import fastest_dtype
 from eagle.log import script
 from recipes.tiny import make_target as tiny
 from recipes.tiny import stories
+from recipes.tiny.train_target import train
 
 STEPS, CONVERSATIONS, HELD_OUT = 150, 3000, 24
 
@@ -24,10 +25,10 @@ def make_demo_target(out: str | Path = "runs/demo", steps: int = STEPS) -> dict[
     """Write `target/`, `data/` and `target_report.json` to `out`, unless they are there; returns the report."""
     code = Path(str(stories.__file__)).read_bytes()
     settings = {"steps": steps, "stories": hashlib.sha256(code).hexdigest()[:16], "made_with": tiny.list_versions()}
-    return tiny.make_once(Path(out), settings, lambda folder: build(folder, steps))
+    return tiny.make_once(Path(out), settings, lambda folder, begun: build(folder, begun, steps))
 
 
-def build(folder: Path, steps: int) -> dict[str, Any]:
+def build(folder: Path, begun: Path, steps: int) -> dict[str, Any]:
     """Make conversations, tokenizer and model in `folder`; returns the figures of the report."""
     asked: dict[str, tiny.Record] = {}
     for record in islice(stories.make_conversations(seed=1), HELD_OUT):  # a question that is drawn twice counts once
@@ -43,7 +44,7 @@ def build(folder: Path, steps: int) -> dict[str, Any]:
     rows, held_out_rows = (tiny.pack_conversations(records, tokenizer) for records in (training, held_out))
     torch.manual_seed(0)
     model = tiny.new_model(tokenizer)
-    tiny.train(model, rows, steps, seed=0, bf16=fastest_dtype("cpu") == torch.bfloat16)
+    train(model, rows, steps, seed=0, bf16=fastest_dtype("cpu") == torch.bfloat16, begun=begun)
     model.save_pretrained(folder / "target")
     return {
         "perplexity": tiny.perplexity(model, held_out_rows),

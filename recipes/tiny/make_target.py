@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from sentencepiece import SentencePieceTrainer
 from torch.nn.functional import cross_entropy
-from tqdm.auto import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LlamaTokenizer
 
 from data_prep import docstrings
@@ -32,9 +31,10 @@ from eagle.device import fastest_dtype
 from eagle.disk import apply_umask, lock_folder
 from eagle.log import script
 from eval.results import ends_in_loop
+from recipes.tiny import train_target
+from recipes.tiny.train_target import BATCH, train
 
-STEPS, BATCH, WINDOW, WARMUP = 400, 4, 512, 40
-MATRIX_LR, LR, WEIGHT_DECAY = 0.02, 2.5e-2, 0.1
+STEPS, WINDOW = 400, 512
 PROMPT_EVERY, NEW_TOKENS = 13, 160  # of the greedy answers whose loops are counted
 SYSTEM, SYSTEM_EVERY = "You answer questions about Python's libraries.", 8
 END, SPECIAL = "<|end|>", ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
@@ -86,26 +86,33 @@ def make_target(
 ) -> dict[str, Any]:
     """Write `target/`, `data/` and `target_report.json` to `out`, unless they are there; returns the report."""
     settings = {"steps": steps, "seed": seed, "max_conversations": max_conversations, "made_with": list_versions()}
-    return make_once(Path(out), settings, lambda folder: build(folder, steps, seed, max_conversations))
+    return make_once(Path(out), settings, lambda folder, begun: build(folder, begun, steps, seed, max_conversations))
 
 
-def make_once(out: Path, settings: dict[str, Any], build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """Publish in `out` what `build` makes in a folder, unless it is there with these settings; returns the report."""
+def make_once(out: Path, settings: dict[str, Any], build: Callable[[Path, Path], dict[str, Any]]) -> dict[str, Any]:
+    """Publish in `out` what `build` makes in a folder, unless it is there with these settings; returns the report.
+
+    `build` also gets a file for its training state: it outlives a run that is stopped, and is of these settings alone.
+    """
     if report := read_report(out, settings):
         print(f"{out / 'target'} is already there, made with the same settings")
         return report
+    key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
     with lock_folder(out), tempfile.TemporaryDirectory(prefix=".unfinished-", dir=out) as name:
-        folder = Path(name)
-        report = {"settings": settings, **build(folder)}
+        folder, begun = Path(name), out / f".training-{key}.pt"
+        report = {"settings": settings, **build(folder, begun)}
         (folder / "target_report.json").write_text(json.dumps(report, indent=2) + "\n")
         apply_umask(folder)
         publish(folder, out)
+        for path in out.glob(".training-*.pt"):
+            path.unlink()
     return report
 
 
 def list_versions() -> dict[str, str]:
     """What decides the weights beside the settings: a hash of this code, and versions of the packages it uses."""
-    code = b"".join(Path(file).read_bytes() for file in (__file__, str(docstrings.__file__)))
+    files = (__file__, str(train_target.__file__), str(docstrings.__file__))
+    code = b"".join(Path(file).read_bytes() for file in files)
     installed = {package.name: package.version for package in distributions()}
     packages = [*docstrings.PACKAGES, "transformers", "tokenizers", "sentencepiece"]
     versions = {package: installed.get(package, "not installed") for package in packages}
@@ -130,7 +137,7 @@ def publish(folder: Path, out: Path) -> None:
         os.replace(folder / name, out / name)
 
 
-def build(folder: Path, steps: int, seed: int, max_conversations: int | None) -> dict[str, Any]:
+def build(folder: Path, begun: Path, steps: int, seed: int, max_conversations: int | None) -> dict[str, Any]:
     """Make corpus, tokenizer and model in `folder`; returns the figures of the report."""
     seconds: dict[str, dict[str, float]] = {}
     with phase(seconds, "corpus"):
@@ -146,7 +153,7 @@ def build(folder: Path, steps: int, seed: int, max_conversations: int | None) ->
     with phase(seconds, "training"):
         torch.manual_seed(seed)
         model, bf16 = new_model(tokenizer), fastest_dtype("cpu") == torch.bfloat16
-        train(model, train_rows, steps, seed, bf16)
+        train(model, train_rows, steps, seed, bf16, begun)
         model.save_pretrained(folder / "target")
     with phase(seconds, "measuring"):
         answers = greedy_answers(model, tokenizer, splits["heldout"])
@@ -220,38 +227,6 @@ def new_model(tokenizer: Any) -> Any:
     ids["eos_token_id"] = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(END)]
     model.generation_config = GenerationConfig(**ids)
     return model
-
-
-def optimizers(model: Any) -> list[Any]:
-    """Muon for the matrices inside the layers, which learn much faster with it, and AdamW for all else."""
-    matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
-    inside = {id(weight) for weight in matrices}
-    others = [weight for weight in model.parameters() if id(weight) not in inside]
-    return [
-        torch.optim.Muon(matrices, lr=MATRIX_LR, weight_decay=WEIGHT_DECAY),
-        torch.optim.AdamW(others, lr=LR, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY, fused=True),
-    ]
-
-
-def train(model: Any, rows: torch.Tensor, steps: int, seed: int, bf16: bool) -> None:
-    """Train in place on every token, each row once an epoch, with warmup and linear decay to zero."""
-    rates = [min((step + 1) / WARMUP, (steps - step) / max(1, steps - WARMUP)) for step in range(steps + 1)]
-    steppers = optimizers(model)
-    steppers += [torch.optim.lr_scheduler.LambdaLR(optimizer, rates.__getitem__) for optimizer in steppers]
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.cat([torch.randperm(len(rows), generator=generator) for _ in range(steps * BATCH // len(rows) + 1)])
-    for row_ids in (bar := tqdm(order[: steps * BATCH].split(BATCH), desc="training", unit="step")):
-        batch = rows[row_ids]
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
-            logits = model(input_ids=batch, use_cache=False).logits
-        loss = cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for stepper in steppers:
-            stepper.step()
-        model.zero_grad()
-        bar.set_postfix(loss=f"{loss.item():.2f}", refresh=False)
-    model.eval()
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,19 @@ from typing import Any
 import pytest
 import torch
 from sentencepiece import SentencePieceProcessor
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from data_prep.docstrings import C_MODULES, call_answer, docstring_conversations, extract_prose, parse_source
-from recipes.tiny.make_target import END, SPECIAL, make_target, new_model, pack_conversations, read_report, train
+from recipes.tiny.make_target import (
+    END,
+    SPECIAL,
+    make_once,
+    make_target,
+    new_model,
+    pack_conversations,
+    read_report,
+)
+from recipes.tiny.train_target import SAVE_EVERY, train
 
 ODD = [
     "",
@@ -148,18 +158,69 @@ def test_a_finished_target_is_kept_and_an_unfinished_one_is_not(tiny_target_dir:
 
 
 @pytest.mark.slow
-def test_the_same_seed_gives_the_same_weights(tiny_target_dir: Path, tokenizer: Any) -> None:
+def test_the_same_seed_gives_the_same_weights(tiny_target_dir: Path, tokenizer: Any, tmp_path: Path) -> None:
     rows = pack_conversations(records(tiny_target_dir, "train"), tokenizer)
 
     def trained(seed: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(seed)
         model = new_model(tokenizer)
-        train(model, rows, 3, seed, bf16=True)
+        train(model, rows, 3, seed, bf16=True, begun=tmp_path / "begun.pt")
         return model.state_dict()
 
     once, again, other = trained(0), trained(0), trained(1)
     assert all(torch.equal(once[name], again[name]) for name in once)
     assert not torch.equal(once["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_a_training_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    """Stopped at any step and begun again, the weights are those of a run that was not stopped."""
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=40, **sizes)
+    rows = torch.randint(40, (10, 12), generator=torch.Generator().manual_seed(0))
+    steps = 2 * SAVE_EVERY + 3
+
+    def trained(begun: Path, stop: int | None = None) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model, forwards = LlamaForCausalLM(config), iter(range(steps))
+
+        def interrupt(*_: Any) -> None:
+            if next(forwards) == stop:
+                raise KeyboardInterrupt
+
+        model.register_forward_pre_hook(interrupt)
+        train(model, rows, steps, seed=0, bf16=False, begun=begun)
+        return model.state_dict()
+
+    whole = trained(tmp_path / "whole.pt")
+    for stop in (3, SAVE_EVERY + 5, 2):  # of a run that the second leaves to the third
+        with pytest.raises(KeyboardInterrupt):
+            trained(tmp_path / "stopped.pt", stop)
+    resumed = trained(tmp_path / "stopped.pt")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_the_state_of_a_stopped_build_is_kept_for_its_settings_alone(tmp_path: Path) -> None:
+    """A build that is stopped finds its file again; other settings find none; what is published leaves none."""
+    seen: list[tuple[str, bool]] = []
+
+    def build(folder: Path, begun: Path, stop: bool) -> dict[str, Any]:
+        seen.append((begun.name, begun.is_file()))
+        begun.write_text("state")
+        if stop:
+            raise KeyboardInterrupt
+        (folder / "target").mkdir()
+        (folder / "data").mkdir()
+        for split in ("train", "heldout"):
+            (folder / "data" / f"{split}.jsonl").write_text("")
+        return {}
+
+    for settings in ({"steps": 1}, {"steps": 1}, {"steps": 2}):
+        with pytest.raises(KeyboardInterrupt):
+            make_once(tmp_path, settings, partial(build, stop=True))
+    make_once(tmp_path, {"steps": 1}, partial(build, stop=False))
+    assert [was_there for _, was_there in seen] == [False, True, False, True]
+    assert seen[0][0] == seen[1][0] == seen[3][0] != seen[2][0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "target", "target_report.json"]
 
 
 @pytest.mark.slow
