@@ -8,7 +8,7 @@ READY := $(VENV)/ready
 
 .PHONY: demo tiny rehearsal test test-slow test-long test-engines lint format docs clean
 
-demo: $(READY)  ## the whole path in five minutes: a small model, its answers, a head, measurements, an export
+demo: $(READY)  ## the whole path in two to five minutes: a small model, its answers, a head, measurements, an export
 	$(BIN)/python -m recipes.tiny.demo
 
 tiny: runs/tiny/eagle1/head  ## the small model of recipes/tiny with its data, features and an EAGLE-1 head

@@ -22,7 +22,7 @@ class Verb(NamedTuple):
 
 GROUPS = {
     "Start": {
-        "demo": Verb("recipes.tiny.demo", "every stage on a tiny model: minutes on a CPU, no downloads"),
+        "demo": Verb("recipes.tiny.demo", "every stage on a small model: two to five minutes, no downloads"),
         "recipes": Verb("eagle.command.copy_recipe", "list the recipes that come with eagle; copy one"),
         "tiny-target": Verb("recipes.tiny.make_target", "train the tiny model of the recipes in tiny/, with its data"),
     },

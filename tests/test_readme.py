@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from math import ceil, floor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from docs_build.methods_table import methods_table
 from eagle.recipe import Recipe
 from eagle.target.target import Target
 from eval.compare_plan import Comparison
+from eval.results import ACCEPTANCE_LENGTH, SPEED_UP, read_results
 from tests import documents
 from tests.documents import PAGES, ROOT, STAGES, blocks
 
@@ -106,6 +110,48 @@ def test_long_command_exists(page: str, line: str) -> None:
     if words[0] == "accelerate":
         assert words[1] == "launch"
         assert exists(words)
+
+
+def test_the_first_commands_are_those_of_a_fresh_clone() -> None:
+    """One that runs the main job and one that passes the tests; tests/test_fresh_clone.py runs both as they stand."""
+    assert blocks(ROOT / "README.md", "bash")[0].splitlines()[0].startswith("make demo")
+    assert documents.commands(ROOT / "README.md")[:2] == ["make demo", "make test"]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *documents.GUIDES], ids=lambda page: page.name)
+def test_no_page_installs_what_is_not_published(page: Path) -> None:
+    """There is no release: a page that says otherwise leaves every reader with an error."""
+    assert not [line for line in documents.commands(page) if "install eagle-heads" in line]
+
+
+def test_the_demos_minutes_and_figures_are_told_in_one_way() -> None:
+    """Every page has the minutes that were measured, rounded outwards, and the laptop guide has README's figures."""
+    minutes = [run["minutes"] for run in json.loads((ROOT / "docs/results/demo_times.json").read_text())["runs"]]
+    assert (floor(min(minutes)), ceil(max(minutes))) == (2, 5)
+    pages = [
+        "README.md",
+        "docs/index.md",
+        "docs/guides/laptop.md",
+        "recipes/tiny/demo.py",
+        "Makefile",
+        "eagle/README.md",
+    ]
+    assert not [page for page in pages if "two to five minutes" not in " ".join((ROOT / page).read_text().split())]
+    results = read_results(ROOT / "docs/results/demo.jsonl")
+    head = next(group for group in results.groups() if (group.drafter, group.temperature) == ("eagle1", 0))
+    length, gain = (head.estimate(quantity).value for quantity in (ACCEPTANCE_LENGTH, SPEED_UP))
+    assert f"τ {length:.2f} at T = 0 and decoded {gain:.2f} ×" in (ROOT / "docs/guides/laptop.md").read_text()
+
+
+def test_the_table_across_methods_is_that_of_the_result_files() -> None:
+    """README's table is what its command prints."""
+    assert methods_table() in (ROOT / "README.md").read_text()
+
+
+def test_the_text_of_an_index_page_has_no_relative_links() -> None:
+    """They lead nowhere there, nor do pictures."""
+    (name,) = re.findall(r'^readme = "(.*?)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert not re.findall(r"\]\((?!https?:)", (ROOT / name).read_text())
 
 
 @pytest.mark.slow

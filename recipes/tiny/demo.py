@@ -1,4 +1,4 @@
-"""Train, check and export a draft head for a small model, in `runs/demo`: five minutes on a CPU, and no downloads."""
+"""Train, check and export a draft head for a small model, in `runs/demo`: two to five minutes, no downloads."""
 
 from __future__ import annotations
 
@@ -190,8 +190,7 @@ def main(argv: list[str]) -> None:
     """Run all stages, and print the time and the outcome."""
     argparse.ArgumentParser(prog="eagle demo", description=__doc__).parse_args(argv)
     start = perf_counter()
-    minutes = sum(stage.seconds for stage in STAGES) / 60
-    print(f"{ABOUT}\n\n{len(STAGES)} stages, about {minutes:.0f} minutes on two idle cores.", flush=True)
+    print(f"{ABOUT}\n\n{len(STAGES)} stages, two to five minutes on two cores.", flush=True)
     run(STAGES)
     results = read_results(RESULTS)
     print(

@@ -1,0 +1,59 @@
+"""Pin what this environment has installed, as one known-good set: `python -m docs_build.constraints`."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+FILE = Path(__file__).parent.parent / "constraints.txt"
+LOWEST, NEXT = "3.10", "3.11"  # Pythons: the lowest that is supported, and the next
+INTRODUCTION = """\
+# One known-good set, written by `python -m docs_build.constraints`; pyproject.toml holds the ranges.
+# On a machine with a GPU, torch comes with its GPU build.
+"""
+
+
+def list_requirements(package: str, extras: set[str]) -> list[Requirement]:
+    """What an installed package requires with these extras, on this machine."""
+    requirements = map(Requirement, distribution(package).requires or ())
+    environments = [{"extra": extra} for extra in {"", *extras}]
+    return [
+        requirement
+        for requirement in requirements
+        if requirement.marker is None or any(requirement.marker.evaluate(some) for some in environments)
+    ]
+
+
+def collect_pins(package: str, extras: set[str]) -> dict[str, str]:
+    """Name -> line of all installed packages that a package with extras needs, directly or not."""
+    pins: dict[str, str] = {}
+    seen, queue = set(), [(package, frozenset(extras))]
+    while queue:
+        name, wanted = queue.pop()
+        if (name, wanted) in seen:
+            continue
+        seen.add((name, wanted))
+        try:
+            metadata = distribution(name).metadata
+        except PackageNotFoundError:  # an alternative that another one provides
+            continue
+        if name != package:
+            version = Version(metadata["Version"]).public
+            needs = SpecifierSet(metadata.get("Requires-Python") or "")
+            marker = "" if needs.contains(f"{LOWEST}.99") else f'; python_version >= "{NEXT}"'
+            pins[name] = f"{name}=={version}{marker}"
+        queue += [
+            (canonicalize_name(part.name), frozenset(part.extras)) for part in list_requirements(name, set(wanted))
+        ]
+    return pins
+
+
+if __name__ == "__main__":
+    pins = collect_pins("eagle-heads", {"dev", "docs"})
+    FILE.write_text(INTRODUCTION + "".join(f"{pins[name]}\n" for name in sorted(pins)))
+    print(f"{FILE}: {len(pins)} packages")
