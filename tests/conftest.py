@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,15 @@ def using(base: Any) -> Callable[[str], Any]:
         return base
 
     return chosen
+
+
+@pytest.fixture
+def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clocks that go on by a second whenever they are read: what is timed takes one, whatever the machine does."""
+    ticks = count()
+    for module in ("costs", "replay"):
+        monkeypatch.setattr(f"eval.{module}.clock_of", lambda _: lambda: float(next(ticks)))
+    monkeypatch.setattr("eagle.core.decoding.perf_counter", lambda: float(next(ticks)))
 
 
 @pytest.fixture
