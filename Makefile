@@ -6,7 +6,7 @@ export GOMP_SPINCOUNT ?= 10000
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo tiny rehearsal test test-slow test-long test-engines lint format docs clean
+.PHONY: demo tiny rehearsal test test-slow test-long test-elsewhere test-engines lint format docs clean
 
 demo: $(READY)  ## the whole path in two to five minutes: a small model, its answers, a head, measurements, an export
 	$(BIN)/python -m recipes.tiny.demo
@@ -24,11 +24,15 @@ JOBS ?= 2  # processes that tests are spread over, each on one thread
 test: $(READY)  ## everything that is fast
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-test-slow: $(READY)  ## what takes longer
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow and not long and not engine"
+test-slow: $(READY)  ## what takes longer, and new cases of what is drawn
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "(slow or hypothesis) and not long and not engine" \
+		--hypothesis-profile=new
 
 test-long: $(READY)  ## what takes minutes: the full target, the rehearsal, every method under ZeRO
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m long
+
+test-elsewhere: $(READY)  ## everything fast as on other machines: other weights, kernels, threads, load, order
+	$(BIN)/python -m tests.elsewhere -n $(JOBS) --dist worksteal
 
 # each in an environment of its own, of the versions that docs/results/engines.json belongs to
 ENGINES ?= build/engines

@@ -37,7 +37,7 @@ def fastest_dtype(device: str) -> torch.dtype:
         return torch.float32
 
 
-def choose_threads(forward: Callable[[], Any], seconds: float = 1.0) -> int:
+def choose_threads(forward: Callable[[], Any], seconds: float = 1.0, clock: Callable[[], float] = perf_counter) -> int:
     """Set torch's number of threads to that which makes a forward fastest; tells and returns that number.
 
     Tries 1, 2, 4, ... up to torch's present number, in turns, for about `seconds`. More threads must be clearly
@@ -46,13 +46,13 @@ def choose_threads(forward: Callable[[], Any], seconds: float = 1.0) -> int:
     most = torch.get_num_threads()
     counts = [count for count in (2**power for power in range(most.bit_length())) if count < most] + [most]
     times: dict[int, list[float]] = {count: [] for count in counts}
-    begin = perf_counter()
-    while len(counts) > 1 and (len(times[most]) < 2 or perf_counter() - begin < seconds):  # the first warms up
+    begin = clock()
+    while len(counts) > 1 and (len(times[most]) < 2 or clock() - begin < seconds):  # the first warms up
         for count in counts:
             torch.set_num_threads(count)
-            start = perf_counter()
+            start = clock()
             forward()
-            times[count].append(perf_counter() - start)
+            times[count].append(clock() - start)
     best = 1
     for count in counts[1:]:
         if median(times[count][1:]) < 0.9 * median(times[best][1:]):

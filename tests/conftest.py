@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from chats import TEMPLATES
-from transformers import AutoTokenizer
+from hypothesis import settings
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from eagle import Target
 from eagle.recipe import Recipe
 from tests.registry import BY_DEFAULT
+from tests.trained import FIXTURE_SEED, fixture_seed
 
 STEPS = 40
+# the fast suite draws the same cases every time; with --hypothesis-profile=new others, and a failure says how to pin it
+settings.register_profile("same", derandomize=True, deadline=None, database=None)
+settings.register_profile("new", derandomize=False, deadline=None, database=None, print_blob=True)
+settings.load_profile("same")
 # cases of the conformance suite that are slow, or long, for methods that share most of their parts with one another
 SLOW_CASES = {
     "test_output_is_the_untouched_models_own": ("top-p",),
@@ -26,24 +36,65 @@ SLOW_CASES = {
 LONG_CASES = {"test_drawn_drafts_have_the_targets_law": ("chain-T=1", "chain-top-p", "published-T=1")}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Another seed of what fixtures train stands for another processor: weights that no test can know."""
+    parser.addoption("--fixture-seed", type=int, default=0, help="seed of all that fixtures train (default: 0)")
+    parser.addoption("--reversed", action="store_true", help="run the last test first")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Both are handed on to processes that tests begin."""
+    os.environ[FIXTURE_SEED] = str(config.getoption("fixture_seed"))
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell begins what runs in its background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.hookimpl(tryfirst=True)  # before marks select
-def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Mark those cases."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
+    """Mark those cases; turn the order round where asked."""
     for item in items:
         if item.path.name == "test_conformance.py" and (call := getattr(item, "callspec", None)):
             name, case = call.params.get("name"), call.id.partition("-")[2]
             for mark, cases in (("slow", SLOW_CASES), ("long", LONG_CASES)):
                 if name in BY_DEFAULT and case in cases.get(item.originalname, ()):
                     item.add_marker(mark)
+    if config.getoption("reversed"):
+        items.reverse()
 
 
 @pytest.fixture(scope="session")
-def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `target/` and `data/`, as `recipes/tiny/make_target.py` leaves it."""
-    from recipes.tiny.make_target import make_target
+def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
+    """A folder with `target/` and `data/`, as `recipes/tiny/make_target.py` leaves it; trained once a processor."""
+    from recipes.tiny import make_target as module
 
-    folder = tmp_path_factory.mktemp("tiny")
-    make_target(folder, steps=STEPS, max_conversations=400)
+    folder, cache = tmp_path_factory.mktemp("tiny"), getattr(pytestconfig, "cache", None)
+    processor = torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA", "all")
+    name = "-".join(("tiny", str(fixture_seed()), torch.__version__, *processor))
+    made = cache.mkdir(name) if cache else tmp_path_factory.mktemp("made")  # for every process, and for later runs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "fastest_dtype", lambda _: torch.float32)  # else a race of timings
+        module.make_target(made, steps=STEPS, seed=fixture_seed(), max_conversations=400)
+    shutil.copytree(made, folder, dirs_exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def mixing_target_dir(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of random weights so large that each of its tokens depends on all that it has read; nothing is learned.
+
+    A fault in what it reads changes its answers whatever a training run came to, and T = 1 has many likely tokens.
+    """
+    folder = tmp_path_factory.mktemp("mixing") / "target"
+    shutil.copytree(tiny_target_dir / "target", folder)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "head_dim": 32}
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, **shape), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.normal_(std=0.3, generator=generator)
+        model.lm_head.weight *= 0.8
+    model.save_pretrained(folder)
     return folder
 
 
@@ -71,10 +122,23 @@ def using(base: Any) -> Callable[[str], Any]:
 
 
 @pytest.fixture
+def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clocks that go on by a second whenever they are read: what is timed takes one, whatever the machine does."""
+    ticks = count()
+    for module in ("costs", "replay"):
+        monkeypatch.setattr(f"eval.{module}.clock_of", lambda _: lambda: float(next(ticks)))
+    monkeypatch.setattr("eagle.core.decoding.perf_counter", lambda: float(next(ticks)))
+
+
+@pytest.fixture
 def recipe(tiny_target_dir: Path, tmp_path: Path) -> Recipe:
     """The tiny recipe over three short records of its own."""
     turns = [[("human", "Who?"), ("gpt", text)] for text in ("One <b>&</b>.", "日本語 😀 ü \u202b שלום", "Three.")]
     lines = [{"conversations": [{"from": role, "value": said} for role, said in record]} for record in turns]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    where = [f"target.path={tiny_target_dir / 'target'}", f"data.train={tmp_path / 'data.jsonl'}"]
+    where = [
+        f"target.path={tiny_target_dir / 'target'}",
+        f"data.train={tmp_path / 'data.jsonl'}",
+        "target.dtype=float32",
+    ]
     return Recipe.load(Path(__file__).parent.parent / "recipes/tiny/eagle1.yaml", where)

@@ -37,6 +37,7 @@ from eagle.formats.export import EXPORTERS, export
 from eagle.formats.foreign import read_head
 from tests.families import own_answer, own_logits
 from tests.tables import some_tables
+from tests.trained import fixture_seed
 
 TRAINED = [name for name, method in DRAFTERS.items() if issubclass(method, TrainableDrafter)]
 COUNTED = [name for name, method in DRAFTERS.items() if issubclass(method, CountDrafter)]
@@ -58,7 +59,7 @@ ASKED = "What does copy do?"
 
 def new_head(name: str, target: Target) -> Any:
     """An untrained head, the same every time."""
-    torch.manual_seed(0)
+    torch.manual_seed(fixture_seed())
     settings, method = settings_of({"kind": name}, "test"), DRAFTERS[name]
     weights = {"weights": target.tensor} if method.reads.weights else {}
     return method.for_target(settings, target.config, target.head, **weights)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from time import sleep
 
 import pytest
 import torch
@@ -19,9 +18,19 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def forward_of(seconds: Callable[[int], float]) -> Callable[[], None]:
-    """Work that takes so long on so many threads."""
-    return lambda: sleep(seconds(torch.get_num_threads()))
+class Work:
+    """Work that takes so long on so many threads, by a clock of its own."""
+
+    def __init__(self, seconds: Callable[[int], float]) -> None:
+        self.seconds, self.time = seconds, 0.0
+
+    def forward(self) -> None:
+        """What is timed."""
+        self.time += self.seconds(torch.get_num_threads())
+
+    def clock(self) -> float:
+        """The seconds that all work has taken."""
+        return self.time
 
 
 @pytest.mark.parametrize(
@@ -40,7 +49,8 @@ def test_the_fastest_number_of_threads_is_chosen(
 ) -> None:
     """Of work whose time is known for each number; no more threads than torch had; a line tells of it."""
     torch.set_num_threads(most)
-    assert choose_threads(forward_of(seconds), seconds=0.1) == expected
+    work = Work(seconds)
+    assert choose_threads(work.forward, 0.1, work.clock) == expected
     assert torch.get_num_threads() == expected
     assert capsys.readouterr().err.startswith(f"threads: {expected} of {most}, by timing" if most > 1 else "")
 

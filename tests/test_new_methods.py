@@ -297,7 +297,7 @@ def test_validation_counts_what_drafting_keeps(name: str, tiny_target: Target, m
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_tuner_prices_every_draft(name: str, tiny_target: Target) -> None:
+def test_the_tuner_prices_every_draft(name: str, tiny_target: Target, ticking: None) -> None:
     """By bare forwards where there are such, else by the seconds that drafts took; never for free."""
     drafter = conformance.drafter_of(name, tiny_target)
     prompts = [tiny_target.chat(asked) for asked in (conformance.ASKED, "Who?")]

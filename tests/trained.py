@@ -22,7 +22,13 @@ from recipes.train_eagle import main as train
 
 ROOT = Path(__file__).parent.parent
 RECIPE = str(ROOT / "recipes/tiny/eagle1.yaml")
+FIXTURE_SEED = "EAGLE_FIXTURE_SEED"  # pytest's option --fixture-seed, for this process and those that it begins
 SPEEDS = ("tokens_per_second", "memory_gb")
+
+
+def fixture_seed() -> int:
+    """The seed of what fixtures train."""
+    return int(os.environ.get(FIXTURE_SEED, 0))
 
 
 def prepared(target_dir: Path, folder: Path, *drafter: str) -> list[str]:
@@ -40,6 +46,7 @@ def prepared(target_dir: Path, folder: Path, *drafter: str) -> list[str]:
         "train.epochs=2",
         "train.validation=0",
         "train.lr=1e-3",
+        f"train.seed={fixture_seed()}",
         *drafter,
     ]
     extract(list(command))

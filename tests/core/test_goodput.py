@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
@@ -213,25 +212,35 @@ def test_replaying_learns_what_decoding_does(tiny_target: Target) -> None:
 
 
 class Slow(PlantedTrees):
-    """Takes two milliseconds for a level, and says at most three."""
+    """Takes two milliseconds for a level, by a clock of its own, and says at most three."""
+
+    def __init__(self, text: list[int]) -> None:
+        super().__init__(text)
+        self.clock = 0.0
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """A chain that was long in the making."""
-        time.sleep(0.002 * budget.depth)
+        self.clock += 0.002 * budget.depth
         self.read += len(update.tokens)
         right = self.text[self.read + 1 :][: min(3, budget.depth)]
         return DraftTree.chain([update.root, *right])
 
 
-def test_costs_are_measured() -> None:
+def test_costs_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafting takes what it was made to take; what was never proposed is read as what comes next to it."""
     target, prompt = Target(build("llama")), random_tokens(20, seed=3)
     told = own_answer(target.model, prompt, 40)
-    policy = Goodput.measure(target, Slow(prompt + told), prompt, Budget.fixed(chain_paths(5)), max_new_tokens=40)
-    steps = [after - before for before, after in zip(policy.draft, policy.draft[1:], strict=False)]
-    assert all(level * 0.002 <= seconds < level * 0.002 + 0.01 for level, seconds in enumerate(policy.draft))
-    assert sum(steps) >= 0.0099
-    assert min(policy.read) > 0 and policy.read[3] == policy.read[4] == policy.read[5]
+    slow = Slow(prompt + told)
+
+    def tick(*seen: Any) -> None:
+        slow.clock += 0.5 + 0.1 * seen[2].last_hidden_state.shape[1]
+
+    target.model.base_model.register_forward_hook(tick)
+    monkeypatch.setattr("eagle.core.decoding.perf_counter", lambda: slow.clock)
+    policy = Goodput.measure(target, slow, prompt, Budget.fixed(chain_paths(5)), max_new_tokens=40)
+    assert policy.draft == pytest.approx([0.002 * level for level in range(6)])
+    assert policy.read[:4] == pytest.approx([0.6, 0.7, 0.8, 0.9])
+    assert policy.read[3] == policy.read[4] == policy.read[5]
     assert Goodput.measure(target, Slow(prompt + told), prompt, max_new_tokens=40).budget.depth == 8
     with pytest.raises(ValueError, match="raise max_new_tokens, which is 6"):
         Goodput.measure(target, Slow(prompt + told), prompt, max_new_tokens=6)

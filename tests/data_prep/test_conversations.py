@@ -16,9 +16,7 @@ from data_prep.conversations import Tally, main, read_conversations
 from tests.data_prep.test_records import record, turns, wrong_with
 
 MESSY = Path(__file__).parents[3] / "shared/data/messy"
-FUZZ = settings(
-    max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+FUZZ = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 CUT = "the file ends in the middle of a record"
 
 

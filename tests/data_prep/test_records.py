@@ -345,7 +345,7 @@ def test_any_value_is_a_conversation_or_a_reason() -> None:
     kept = []
 
     @given(st.sampled_from([CHAT, CHAT, ANY, st.dictionaries(FIELDS, ANY)]).flatmap(lambda values: values))
-    @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     def fuzz(values: Any) -> None:
         for answered in (True, False):
             try:

@@ -23,6 +23,7 @@ from eagle.doctor.wiring import Wiring
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts.validation import figures
 from tests.families import build, random_tokens
+from tests.trained import fixture_seed
 
 LEVELS = 4
 KINDS: dict[str, dict[str, Any]] = {
@@ -46,7 +47,7 @@ def texts(target: Target) -> Batch:
 
 def trained(target: Target, texts: Batch, kind: str, steps: int) -> Any:
     """A head that has seen nothing but these texts."""
-    torch.manual_seed(0)
+    torch.manual_seed(fixture_seed())
     settings = settings_of(KINDS[kind], "here")
     head = DRAFTERS[settings.kind].for_target(settings, target.config, target.head, [texts.tokens]).train()
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)

@@ -25,6 +25,7 @@ from eagle.formats.checkpoint import save_head, save_pretrained
 from eagle.recipe import Section
 from tests.families import build, random_tokens
 from tests.registry import BY_DEFAULT
+from tests.trained import fixture_seed
 
 
 class SeveralSettings(Section):
@@ -77,7 +78,7 @@ def texts(target: Target) -> Batch:
 
 def train(target: Target, texts: Batch, *taps: int) -> SeveralHeads:
     """A head that knows these texts by heart."""
-    torch.manual_seed(0)
+    torch.manual_seed(fixture_seed())
     head = SeveralHeads(SeveralSettings(taps=taps), head_shape(target.config))
     optimizer = torch.optim.AdamW(head.parameters(), lr=5e-3)
     places, probs = texts.loss_mask.nonzero()[:, 0], target.head.logits(texts.select_taps((-1,))[:, 0]).softmax(-1)
@@ -141,7 +142,7 @@ def test_a_registered_head_is_opened(head: SeveralHeads, tmp_path: Path, monkeyp
 
 def learned(name: str, target: Target, texts: Batch, steps: int) -> Any:
     """A head of the project's own after so many steps on these texts."""
-    torch.manual_seed(0)
+    torch.manual_seed(fixture_seed())
     head = DRAFTERS[name].for_target(settings_of({"kind": name}, "test"), target.config, target.head).train()
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
     for _ in range(steps):

@@ -18,6 +18,7 @@ from eagle.drafters.eagle3 import Eagle3
 from eagle.drafters.none import NoDrafter
 from eagle.drafters.parts.reduced_vocab import load_draft_vocab
 from tests.naive_unroll import sayable_ids
+from tests.trained import fixture_seed
 from tests.unrolled_heads import draft_vocab
 
 SAYABLE = 300
@@ -162,7 +163,7 @@ def learned(target: Target, updates: int, **settings: Any) -> float:
     prompt = target.chat("How do I sort a list in Python?")
     answer = generate(target, NoDrafter(), prompt, max_new_tokens=49, stop=[]).tokens
     text = torch.tensor(prompt + answer)
-    torch.manual_seed(0)
+    torch.manual_seed(fixture_seed())
     head = Eagle3.for_target(Eagle3.Settings(**settings), target.config, target.head).train()
     live = LiveFeatures(target, [Example(text, torch.arange(len(text)) >= len(prompt))], {
         "taps": list(taps_of(head.settings, target.config)), "dtype": "float32"

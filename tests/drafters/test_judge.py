@@ -19,6 +19,7 @@ from eagle.drafters.none import NoDrafter
 from eagle.drafters.parts import text_blocks
 from eagle.drafters.parts.validation import figures, validate_text
 from tests.families import VOCAB_SIZE, build, random_tokens
+from tests.trained import fixture_seed
 
 TREES = {"chain": chain_paths(4), "tree": PUBLISHED_TREE}
 NEW_TOKENS = 48
@@ -55,7 +56,7 @@ def answered(target: Target, texts: list[list[int]]) -> Batch:
 @pytest.fixture(scope="module")
 def head(target: Target, answered: Batch) -> Eagle1:
     """A head that has learned a little."""
-    torch.manual_seed(0)
+    torch.manual_seed(fixture_seed())
     head = Eagle1.for_target(Eagle1.Settings(), target.config).train()
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
     for _ in range(100):

@@ -46,7 +46,7 @@ class Rows:
         self.target, self.head = [], []
         self.hooks = [
             target.model.base_model.register_forward_hook(
-                lambda *seen: self.target.append(seen[2].last_hidden_state.shape[1])
+                lambda *seen: self.target.append(seen[2].last_hidden_state.shape[:2].numel())
             ),
             head.fc.register_forward_hook(lambda *seen: self.head.append(seen[2].shape[1])),
         ]
@@ -168,19 +168,21 @@ def test_a_bare_draft_is_the_heads_forward(target: Target, head: Eagle1, size: i
     torch.testing.assert_close(run(), target.head.logits(states)[-scored:])
 
 
-def test_what_is_measured_is_a_table_of_seconds(target: Target, head: Eagle1) -> None:
-    """Contexts that the model has no positions for are shortened; many rows cost more than one."""
+def test_what_is_measured_is_a_table_of_seconds(target: Target, head: Eagle1, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts that the model has no positions for are shortened; by a clock that ticks with every row read."""
     longest = target.max_positions
-    costs = bare_costs(target, head, (16, 10**6), (192, 1), rounds=3)
-    assert costs.contexts == (16, longest - 192) and costs.sizes == (1, 192)
-    for table in (costs.target, costs.first, costs.level):
-        assert len(table) == 2 and all(0 < row[0] < row[1] for row in table)
-    assert bare_costs(target, NoDrafter(), (16,), (1,), rounds=1).level is None
-    batches = bare_costs(
-        target, head, (16, 24, 32), (1,), rounds=3, batch_sizes=(16, 1, 2), batch_tokens=(1, 8)
-    ).batches
-    assert [(batch.texts, batch.contexts, batch.sizes) for batch in batches] == [(n, (16, 32), (1, 8)) for n in (2, 16)]
-    assert batches[0].target[1][1] < batches[1].target[1][1] and batches[0].level is None
+    with Rows(target, head) as rows:
+        monkeypatch.setattr("eval.costs.clock_of", lambda _: lambda: sum(rows.target) + 1000 * sum(rows.head))
+        costs = bare_costs(target, head, (16, 10**6), (192, 1), rounds=3)
+        assert costs.contexts == (16, longest - 192) and costs.sizes == (1, 192)
+        assert costs.target == ((1, 192),) * 2
+        assert costs.first == costs.level == ((1000, 192_000),) * 2
+        assert bare_costs(target, NoDrafter(), (16,), (1,), rounds=1).level is None
+        batches = bare_costs(
+            target, head, (16, 24, 32), (1,), rounds=3, batch_sizes=(16, 1, 2), batch_tokens=(1, 8)
+        ).batches
+    found = [(batch.texts, batch.contexts, batch.sizes, batch.target, batch.level) for batch in batches]
+    assert found == [(n, (16, 32), (1, 8), ((n, 8 * n),) * 2, None) for n in (2, 16)]
 
 
 def test_a_bare_read_of_a_batch_is_the_readers_forward(target: Target) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LogitsProcessorList, TemperatureLogitsWarper
+from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList, TemperatureLogitsWarper
 
 from eagle import Target
 from eagle.core import decoding
@@ -39,10 +39,20 @@ def command(tiny_target_dir: Path, tiny_target: Target, tmp_path: Path) -> list[
     return [
         str(ROOT / "recipes/tiny/eagle1.yaml"),
         f"target.path={tiny_target_dir / 'target'}",
+        "target.dtype=float32",
         f"train.out={tmp_path / 'run'}",
         f"eval.prompts={tmp_path / 'asked.jsonl'}",
         f"eval.max_new_tokens={NEW}",
     ]
+
+
+@pytest.fixture
+def mixing_command(command: list[str], mixing_target_dir: Path, tmp_path: Path) -> list[str]:
+    """The same questions to a target whose answers any fault changes, and an untrained head of it."""
+    torch.manual_seed(3)
+    config = AutoConfig.from_pretrained(mixing_target_dir)
+    save_head(tmp_path / "run/head", Eagle1.for_target(Eagle1.Settings(), config), "", {})
+    return [*command, f"target.path={mixing_target_dir}"]
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +158,7 @@ def noise_of_the_next_place(patch: pytest.MonkeyPatch) -> None:
 )
 def test_a_planted_fault_is_named(
     fault: Callable[[pytest.MonkeyPatch], None],
-    command: list[str],
+    mixing_command: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -156,7 +166,7 @@ def test_a_planted_fault_is_named(
     """Output differs: the place, both tokens and a gap far above rounding are said, and the status is one."""
     fault(monkeypatch)
     with pytest.raises(SystemExit, match="the output of a drafter is not the model's own"):
-        main([*command, "eval.max_new_tokens=24", "eval.drafters={eagle1: {}}"])
+        main([*mixing_command, "eval.max_new_tokens=24", "eval.drafters={eagle1: {}}"])
     verdicts = json.loads((tmp_path / "run/lossless.json").read_text())["verdicts"]
     by_name = {(one["drafter"], one["temperature"]): one for one in verdicts}
     assert by_name["none", 0]["lossless"] and by_name["none", 1]["lossless"]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from eagle import Target, Trace, generate
 from eagle.core.budget import Budget
@@ -281,15 +282,19 @@ def test_sampled_drafts_do_not_claim_to_be_identical(small: Recipe) -> None:
     assert {row["identical"] for row in rows if row["drafter"] == "none" or row["temperature"] == 0} == {True}
 
 
-@pytest.mark.slow
-def test_a_wrong_answer_is_not_identical(small: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_answer_is_not_identical(
+    small: Recipe, mixing_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A planted fault, of which plain decoding has nothing: the last drafted node stays in the cache."""
+    config = AutoConfig.from_pretrained(mixing_target_dir)
+    save_head(tmp_path / "run/head", Eagle1.for_target(Eagle1.Settings(), config), "", {})
+    mixing = small.model_copy(update={"target": small.target.model_copy(update={"path": str(mixing_target_dir)})})
 
     def keep(state: TargetState, paths: Mapping[int, Sequence[int]]) -> None:
         tokens = {row: state.trees[row].tokens[list(path)].tolist() for row, path in paths.items()}
         state.keep_columns({row: [*path[:-1], len(state.trees[row]) - 1] for row, path in paths.items()}, tokens)
 
     monkeypatch.setattr(TargetState, "keep", keep)
-    _, rows = lines_of(measure(with_eval(small, max_new_tokens=24, temperatures=[0]), "small.yaml"))
+    _, rows = lines_of(measure(with_eval(mixing, max_new_tokens=24, temperatures=[0]), "small.yaml"))
     identical = {name: {row["identical"] for row in rows if row["drafter"] == name} for name in ("none", "tree")}
     assert identical["none"] == {True} and False in identical["tree"]

@@ -6,7 +6,6 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from time import process_time
 from typing import Any
 from unittest.mock import ANY
 
@@ -177,13 +176,21 @@ def test_the_search_is_within_three_percent_of_trying_everything(
 
 
 class BusyDrafter(NgramDrafter):
-    """Prompt lookup that computes for a while before every draft."""
+    """Prompt lookup that takes its time for every draft, by a clock of its own."""
 
     SECONDS = 0.002
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = 0.0
 
     def begin(self, noise: Noise | None = None) -> NgramText:
         """An empty text."""
         return BusyText(self)
+
+    def read_clock(self) -> float:
+        """The seconds that all drafts took."""
+        return self.clock
 
 
 class BusyText(NgramText):
@@ -191,22 +198,24 @@ class BusyText(NgramText):
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """The same tree, later."""
-        end = process_time() + BusyDrafter.SECONDS
-        while process_time() < end:
-            pass
+        self.drafter.clock += BusyDrafter.SECONDS
         return super().propose(update, budget)
 
 
 @pytest.mark.parametrize("seconds_of_a_forward", [1.0, 1e-4])
-def test_a_drafter_that_is_no_head_pays_for_its_drafts(target: Target, seconds_of_a_forward: float) -> None:
+def test_a_drafter_that_is_no_head_pays_for_its_drafts(
+    target: Target, seconds_of_a_forward: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What its drafts took is in the modelled seconds, the break-even and the verdict; a dear target hides it."""
     costs = Costs((0,), SIZES, ((seconds_of_a_forward,) * 4,))
     loops, budget = [Answer("", [1, 2, 3] * 10, 9, None, Sampling(), 21)] * 3, chain(3)
-    tuning = Tuning(target, BusyDrafter(), loops, costs)
+    drafter = BusyDrafter()
+    monkeypatch.setattr("eval.replay.clock_of", lambda _: drafter.read_clock)
+    tuning = Tuning(target, drafter, loops, costs)
     trial = tuning.trial(budget)
     asked = trial.cycles - len(loops)  # at least: the last cycle of an answer may have no room for a draft
     drafting = trial.seconds - trial.cycles * seconds_of_a_forward
-    assert BusyDrafter.SECONDS * asked <= drafting < 10 * BusyDrafter.SECONDS * trial.cycles
+    assert 0.999 * BusyDrafter.SECONDS * asked <= drafting <= 1.001 * BusyDrafter.SECONDS * trial.cycles
     assert tuning.break_even(budget) == pytest.approx(trial.seconds / trial.cycles / seconds_of_a_forward)
     best = search(tuning, [chain(1), budget], note=lambda _: None)
     pays = tune.verdict(tuning, best)[0] != NOT_DRAFTING
@@ -214,7 +223,7 @@ def test_a_drafter_that_is_no_head_pays_for_its_drafts(target: Target, seconds_o
 
 
 @pytest.mark.parametrize("kind", ["draft_model", "bigram", "suffix,ngram"])
-def test_every_kind_of_drafter_has_a_price(target: Target, answers: list[Answer], kind: str, tmp_path: Path) -> None:
+def test_every_kind_of_drafter_has_a_price(target: Target, answers: list[Answer], kind: str, ticking: None) -> None:
     """A draft model, a table and a list: none drafts for nothing."""
     if kind == "draft_model":
         torch.manual_seed(0)
@@ -254,7 +263,11 @@ def tuned(recipe: Recipe, tiny_target: Target, head: Eagle1, tmp_path: Path) -> 
 
 
 def test_the_command_says_what_pays_and_writes_it(
-    tuned: list[str], tiny_target: Target, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tuned: list[str],
+    tiny_target: Target,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    ticking: None,
 ) -> None:
     """An untrained head does not pay: the command says so, and what it writes is what the head is loaded with."""
     for name, few in (

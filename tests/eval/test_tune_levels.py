@@ -21,6 +21,7 @@ from eval.replay import Answer, answer
 from eval.tune import Tuning, acceptance_by_rank, chain, fixed, search
 from tests.families import build, random_tokens
 from tests.registry import LEVEL_HEADS
+from tests.trained import fixture_seed
 
 LEVELS = 3
 BUDGETS = [chain(2), chain(8), Budget(8, 4, 3), Budget.fixed(PUBLISHED_TREE), Budget(0, 0, 0)]
@@ -42,7 +43,7 @@ def answers(target: Target) -> list[Answer]:
 
 def new_head(name: str, target: Target, **settings: Any) -> Any:
     """An untrained head, ready to draft."""
-    torch.manual_seed(0)
+    torch.manual_seed(fixture_seed())
     section = settings_of({"kind": name, "levels": LEVELS, **settings}, "test")
     return DRAFTERS[name].for_target(section, target.config, target.head).eval().bind(target.head)
 

@@ -10,6 +10,7 @@ from eagle.data.examples import Example, collate
 from eagle.data.features import LiveFeatures
 from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.none import NoDrafter
+from tests.trained import fixture_seed
 
 ASKED = [
     "What does copy do?",
@@ -36,7 +37,7 @@ def test_a_chain_of_four_is_nearly_always_right_on_what_was_learned(tiny_target:
     live = LiveFeatures(tiny_target, examples, {"taps": [-1], "dtype": "float32"})
     batch = collate(live.read(range(len(examples))), live.taps)
 
-    torch.manual_seed(0)
+    torch.manual_seed(fixture_seed())
     head = Eagle1.for_target(Eagle1.Settings(noise=0.0), tiny_target.config).train()
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3, betas=(0.9, 0.95))
     for step in range(STEPS):
