@@ -31,6 +31,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no norms by head": {"qk_norm": False, "blocks": 1},
     "published": {"loss": "tokens"},
     "d_pace": {"loss": "tokens", "d_pace": True},
+    "d_pace, by places": {"loss": "tokens", "d_pace": True, "divisor": "reached"},
+    "each level by its own": {"divisor": "levels"},
+    "by anchors": {"divisor": "slots"},
+    "by places": {"divisor": "reached"},
     "even": {"loss": "tokens", "decay": None, "causal": True, "sample_from_anchor": True},
 }
 
