@@ -83,7 +83,8 @@ class InjectedHead(TrainableDrafter):
     def taps_for(cls, settings: Any, target_config: Any) -> tuple[int, ...]:
         """The taps of the settings, else the published ones; all layers but the first of a shallow target."""
         layers = target_config.num_hidden_layers
-        usual = [round(2 + number * (layers - 4) / 4) for number in range(5)] if layers > 7 else range(1, layers)
+        # halves are rounded before the one is added: the published code counts a layer's output, a tap the next input
+        usual = [1 + round(1 + number * (layers - 4) / 4) for number in range(5)] if layers > 7 else range(1, layers)
         taps = settings.taps or tuple(usual) or (0,)
         if len(set(taps)) < len(taps) or not all(-1 <= tap < layers for tap in taps):
             raise ValueError(
