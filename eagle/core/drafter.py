@@ -179,6 +179,7 @@ class TrainableDrafter(nn.Module, Drafter):
 
     teacher_taps: tuple[int, ...] = (-1,)
     stored_as = "head"
+    counts_by_forward = False  # whether only `forward(batch, frozen, count=True)` knows its divisor, as "divisor"
     Settings: type  # what a recipe may say about it
 
     def __init__(self, settings: Any, shape: Any) -> None:

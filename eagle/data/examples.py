@@ -117,6 +117,7 @@ class Features(Protocol):
     taps: tuple[int, ...]
     identity: dict[str, Any]
     together: bool  # whether all processes must read at once, each equally often
+    sampled: bool  # whether loss masks are other than `mask` says, and known of what was read alone
 
     def __len__(self) -> int: ...
 

@@ -35,8 +35,13 @@ class DFlash(InjectedHead):
         """The weight of each level in the loss; with `d_pace` every anchor has its own."""
         return [1.0] * self.levels if self.settings.d_pace else super().level_weights
 
-    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """The loss of all levels, at blocks after anchors drawn from each text."""
+    @property
+    def counts_by_forward(self) -> bool:  # type: ignore[override]
+        """Whether its divisor depends on the head's states."""
+        return bool(self.settings.d_pace and self.settings.divisor == "weights")
+
+    def forward(self, batch: Batch, frozen: TargetHead, count: bool = False) -> dict[str, Tensor]:
+        """The loss of all levels, at blocks after anchors drawn from each text; or what it is divided by."""
         settings, anchors = self.settings, Anchors.drawn(batch, self.levels, self.settings.anchors)
         context, roots = self.inject_texts(batch), anchors.tokens_at(batch, -1)
         states = self.read_blocks(batch, frozen, context, anchors.spans, roots)
@@ -44,7 +49,9 @@ class DFlash(InjectedHead):
         weights = anchors.reached * self.level_shares(batch)
         if settings.d_pace:
             paces = pace_levels(states, tokens, anchors.reached, frozen)
-            weights = paces / paces.sum().clamp(min=1e-9) if settings.divisor == "weights" else paces * weights
+            if count:
+                return {"divisor": paces.sum()}
+            weights = paces / self.pace_divisor(batch, paces) if self.counts_by_forward else paces * weights
         taught, teacher, objective = tokens, None, Objective()
         if settings.loss != "tokens":
             true, last = batch.select_taps((-1,))[:, 0], len(batch.tokens) - 1
@@ -60,6 +67,10 @@ class DFlash(InjectedHead):
             frozen.weight.dtype,
         )
         return {"total": total}
+
+    def pace_divisor(self, batch: Batch, paces: Tensor) -> Tensor | float:
+        """The sum of the weights [A, K] over the whole step."""
+        return max(batch.divisors[0], 1e-9) if batch.divisors else paces.sum().clamp(min=1e-9)
 
 
 @torch.no_grad()
