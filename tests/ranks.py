@@ -92,6 +92,7 @@ class MadeFeatures:
     taps: tuple[int, ...]
     identity: dict[str, Any] = field(default_factory=lambda: {"made": "up"})
     together: bool = False
+    sampled: bool = False
     reads: list[list[int]] = field(default_factory=list)
 
     def __len__(self) -> int:

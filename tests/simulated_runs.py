@@ -136,7 +136,7 @@ class Impatient(NgramDrafter):
 class Stored:
     """Features in memory, as a store would give them."""
 
-    together = False
+    together = sampled = False
 
     def __init__(self, live: LiveFeatures) -> None:
         self.taps, self.identity, self.examples = live.taps, live.identity, live.read(range(len(live)))
@@ -181,7 +181,7 @@ def train(
     run = _Run(accelerator, recipe, network, target.head, features, None, "none")
     if plant:
         run.model.register_forward_hook(lambda model, given, losses: losses["total"].item() and None)
-    batches = run._batches()
+    batches: Any = run.dealer.batches(0, run.pins)
     reduced = torch.autocast(device.type, torch.bfloat16, enabled=settings.get("dtype") == "bfloat16")
     with watch() as crossed, reduced:
         for number in range(3):

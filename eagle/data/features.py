@@ -57,6 +57,8 @@ def compute_features(target: Target, texts: Sequence[Tensor], taps: tuple[int, .
 class LiveFeatures:
     """Features computed when they are read, equal to those that `extract` stores."""
 
+    sampled = False
+
     def __init__(
         self, target: Target, examples: Sequence[Example], identity: dict[str, Any], batch_tokens: int | None = None
     ) -> None:

@@ -27,6 +27,8 @@ class OnPolicyFeatures(LiveFeatures):
     answer and its tokens, so a run can be resumed. In evaluation mode the conversations are those of the data.
     """
 
+    sampled = True
+
     def __init__(self, live: LiveFeatures, head: Any) -> None:
         super().__init__(live.target, live.examples, live.identity, live.slots)
         self.head = head

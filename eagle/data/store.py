@@ -95,7 +95,7 @@ class FeatureStore:
     The folder may also hold the target's embedding and LM head: `head.safetensors` and `config.json`.
     """
 
-    together = False
+    together = sampled = False
 
     def __init__(self, folder: str | Path, expected: dict[str, Any] | None = None, *, partial: bool = False) -> None:
         self.folder = Path(folder)

@@ -4,11 +4,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -20,6 +19,7 @@ from eagle.drafters.parts.feature_head import add_noise
 from eagle.drafters.parts.objectives import ROWS, distillation_loss, feature_regression
 from eagle.drafters.parts.slot_blocks import SlotBlocks
 from eagle.drafters.parts.text_blocks import position_tables, text_slots
+from eagle.drafters.parts.text_dropout import TextDropout
 from eagle.recipe import Section
 
 
@@ -80,10 +80,10 @@ class Falcon(BlockHead):
         """The network's name and its number of slots a block."""
         return {"network": "falcon", "k": self.settings.k}
 
-    def enter(self, embedded: Tensor, hidden: Tensor, dropout: float = 0.0) -> Tensor:
+    def enter(self, embedded: Tensor, hidden: Tensor, drop: Callable[[Tensor], Tensor] = lambda state: state) -> Tensor:
         """[.., H], both gates, with dropout between them."""
         first, second = self.gates
-        entered: Tensor = second(F.dropout(first(torch.cat([embedded, hidden], dim=-1)), dropout))
+        entered: Tensor = second(drop(first(torch.cat([embedded, hidden], dim=-1))))
         return entered
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -114,9 +114,11 @@ class Falcon(BlockHead):
         true, counted = features.index_select(0, answers), blocks.reached
         tables = position_tables(self.rotary, features, max(batch.lengths, default=0))(positions)
 
+        counts = [max(length - 2, 0) for length in batch.lengths]
+        drop = TextDropout(settings.dropout if self.training else 0.0, batch.seeds, counts, features.device)
+
         def read(tokens: Tensor, hidden: Tensor) -> Tensor:
-            dropout = settings.dropout if self.training else 0.0
-            entered = self.enter(frozen.embed(tokens).to(hidden.dtype), hidden, dropout)
+            entered = self.enter(frozen.embed(tokens).to(hidden.dtype), hidden, drop)
             return self.read_text(entered, tables, blocks)[0].flatten(0, 1)
 
         if self.training and settings.noise:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from eagle.core.drafter import TargetHead
 from eagle.data.examples import Batch
 from eagle.drafters.parts.blocks import head_shape
-from eagle.drafters.parts.level_heads import Loss
+from eagle.drafters.parts.level_heads import LevelSettings, Loss
 from eagle.drafters.parts.objectives import LanguageHead, OwnHead, align_steps, feature_regression
 from eagle.drafters.parts.prefix import PrefixHeads
-from eagle.recipe import Section
+from eagle.drafters.parts.text_dropout import TextDropout
 
 
-class HydraSettings(Section):
+class HydraSettings(LevelSettings):
     """Settings of the heads in a recipe."""
 
     kind: Literal["hydra"] = "hydra"
@@ -88,10 +88,10 @@ class Hydra(PrefixHeads):
         """[.., (level + 2) H], the state with one more embedding."""
         return torch.cat([state, frozen.embed(tokens).to(state.dtype)], dim=-1)
 
-    def hidden(self, level: int, state: Tensor, dropout: float = 0.0) -> Tensor:
+    def hidden(self, level: int, state: Tensor, drop: Callable[[Tensor], Tensor] = lambda state: state) -> Tensor:
         """[.., H], the output of the level's blocks."""
         for block in self.blocks[level]:
-            state = block(F.dropout(state, dropout))
+            state = block(drop(state))
         return state
 
     def lm_heads(self, frozen: TargetHead) -> Sequence[LanguageHead]:
@@ -100,13 +100,15 @@ class Hydra(PrefixHeads):
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
         """The distillation loss of all levels, plus the regression loss if it has a weight."""
-        settings, dropout = self.settings, self.settings.dropout if self.training else 0.0
+        settings = self.settings
         places, states = self.read_levels(batch, frozen)
-        hidden = [self.hidden(level, state, dropout) for level, state in enumerate(states)]
-        losses = self.distill(batch, frozen, places, [F.dropout(state, dropout) for state in hidden])
+        slots = [int(mask.sum()) for mask in batch.masks]
+        drop = TextDropout(settings.dropout if self.training else 0.0, batch.seeds, slots, places.device)
+        hidden = [self.hidden(level, state, drop) for level, state in enumerate(states)]
+        losses = self.distill(batch, frozen, places, [drop(state) for state in hidden])
         if settings.regression:
             true = batch.select_taps((-1,))[:, 0].index_select(0, places + 1)
-            regression = feature_regression(align_steps(hidden), true, self.slot_weights(places))
+            regression = feature_regression(align_steps(hidden), true, self.slot_weights(batch, places))
             losses["total"] = losses["total"] + settings.regression * regression
             losses["regression"] = regression.detach()
         return losses

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,14 @@ from eagle.device import upload
 from eagle.drafters.parts.objectives import distillation_loss
 from eagle.recipe import JointSection
 from eagle.target.loading import add_adapter
+
+
+class StepPart(NamedTuple):
+    """What a part of a step has to know of it."""
+
+    seeds: tuple[int, ...] | None  # of its texts
+    divisors: tuple[float, ...] | None  # of the heads, over the whole step
+    share: float  # of the step's supervised slots
 
 
 class Joint(nn.Module):
@@ -35,11 +43,14 @@ class Joint(nn.Module):
         self.register_state_dict_post_hook(_drop_frozen)
         self.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.clear())
 
-    def forward(self, examples: Sequence[Example], heads: float) -> dict[str, Tensor]:
-        """The target's loss plus `heads` times that of the heads, as means over the supervised slots."""
+    def forward(self, examples: Sequence[Example], heads: float, part: StepPart | None = None) -> dict[str, Tensor]:
+        """The target's loss plus `heads` times that of the heads: of whole steps, or what a part counts in its step."""
+        part = part or StepPart(None, None, 1.0)
         batch, before = self.read(examples, compare=self.settings.loss == "kl")
-        target = self.target_loss(batch, before)
-        losses = self.head(batch, self.frozen)
+        target = part.share * self.target_loss(batch, before)
+        batch = replace(batch, seeds=part.seeds or batch.seeds, divisors=part.divisors)
+        share = part.share if part.divisors is None else float(part.share > 0)
+        losses = {name: share * loss for name, loss in self.head(batch, self.frozen).items()}
         total = losses.pop("total")
         return {"total": target + heads * total, "target": target, "heads": total, **losses}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial, reduce
 from importlib.metadata import version
 from math import isfinite
@@ -21,13 +21,14 @@ from torch import Tensor
 from eagle import __version__
 from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.core.tree import PUBLISHED_TREE, chain_paths
-from eagle.data.examples import Batch, Features, collate, run_ahead, trim_mask
+from eagle.data.examples import Batch, Features, trim_mask
 from eagle.device import PINNED
 from eagle.disk import lock_folder
 from eagle.drafters.parts.validation import add_sums, figures
 from eagle.formats.checkpoint import save_head
 from eagle.log import Metrics, interrupted_by_user, memory_gb, progress
 from eagle.recipe import Recipe
+from eagle.training.dealing import Dealer
 from eagle.training.plan import Plan, gate_mask
 from eagle.training.resume import DISK_FAULTS, Checkpoints
 from eagle.training.sharded import gather, prepare_sharded, shard_head
@@ -84,6 +85,8 @@ class _Run:
             f"{self.plan.unusable} left out because nothing in them is supervised; {len(self.plan)} steps"
         )
         self.head = self.head.to(accelerator.device).train()
+        self.pins = accelerator.device.type in PINNED
+        self.dealer = Dealer(self.head, self.features, self.plan, accelerator.process_index, accelerator.num_processes)
         if settings.compile:
             self.head.compile_parts()
         self.deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
@@ -100,7 +103,7 @@ class _Run:
         self.step = self.skipped = 0
         self.best = float("-inf")
         self.window: list[tuple[int, Tensor]] = []  # steps since the last log, with norm, tokens and losses
-        self.parts: list[tuple[int, list[int], Tensor]] = []  # this process's parts since the last log, with their loss
+        self.parts: list[tuple[int, Sequence[int], Tensor]] = []  # of this process since the last log
         self.loss_names: list[str] = []
         self.metrics: Metrics | None = None
 
@@ -112,7 +115,7 @@ class _Run:
         if self.accelerator.is_main_process:
             options: dict[str, Any] = {"project": self.settings.wandb, "config": self.recipe.model_dump(mode="json")}
             self.metrics = Metrics(self.out / "metrics.jsonl", before=self.step, **options)
-        batches = self._batches()
+        batches = self.dealer.batches(self.step, self.pins)
         self.note = ""
         self.log_time = perf_counter()
         bar = {"show": self.accelerator.is_main_process, "done": self.step, "note": lambda: self.note}
@@ -138,23 +141,30 @@ class _Run:
         accelerator = self.accelerator
         for group in self.prepared.param_groups:
             group["lr"] = self.plan.lr(number)
-        parts = self._parts(number)
-        weights = self.plan.weights(number, parts)
-        torch.manual_seed(self.settings.seed + number)  # for heads that draw without a text's own seed
         tokens = 0
         sums = torch.zeros((), device=accelerator.device)
-        for part in range(accelerator.process_index, len(parts), accelerator.num_processes):
-            batch = next(batches)
+        torch.manual_seed(self.settings.seed + number)  # for texts that are sampled now
+        for texts, batch, share in self.dealer.deal(number, batches, self._count, self._add_up):
+            torch.manual_seed(self.settings.seed + number)  # what has no text's seed is drawn alike in all parts
             with accelerator.accumulate(self.model):
                 losses = self.model(batch.to(accelerator.device), self.frozen)
                 # processes are averaged over, accumulated parts too
-                accelerator.backward(losses["total"] * (weights[part] * len(parts)))
+                accelerator.backward(losses["total"] * (share * self.dealer.count))
             self.loss_names = list(losses)
-            self.parts.append((number, parts[part], losses["total"].detach()))
+            self.parts.append((number, texts, losses["total"].detach()))
             tokens += len(batch.tokens)
-            sums = sums + torch.stack([loss.detach().float() for loss in losses.values()]) * weights[part]
+            sums = sums + torch.stack([loss.detach().float() for loss in losses.values()]) * share
         norm = self._update().to(sums.device) / accelerator.num_processes  # the same on all; the log sums them
         self.window.append((number, torch.cat([norm[None], sums.new_full((1,), tokens), sums])))
+
+    @torch.no_grad()
+    def _count(self, batch: Batch) -> Tensor:
+        """The divisor of a batch that only the head's forward knows."""
+        return self.model(batch.to(self.accelerator.device), self.frozen, count=True)["divisor"]
+
+    def _add_up(self, counts: Tensor) -> Tensor:
+        """Counts summed over all processes."""
+        return self.accelerator.reduce(counts.to(self.accelerator.device), "sum")
 
     def _update(self) -> Tensor:
         """Clip the gradients and, if they are finite, step; returns their norm."""
@@ -175,28 +185,6 @@ class _Run:
 
     def _trainable_weights(self) -> list[Tensor]:
         return [weight for weight in self.head.parameters() if weight.requires_grad]
-
-    def _parts(self, number: int) -> list[list[int]]:
-        return self.plan.parts(number, self.accelerator.num_processes * self.settings.accumulation)
-
-    def _batches(self) -> Iterator[Batch]:
-        """This process's batches from the current step on, loaded ahead by a thread."""
-        rank, count = self.accelerator.process_index, self.accelerator.num_processes
-        jobs = (
-            partial(self._load, part, self.plan.seeds(number, part), self.settings.gate, number / len(self.plan))
-            for number in range(self.step, len(self.plan))
-            for part in self._parts(number)[rank::count]
-        )
-        # a sharded target reads on all processes together, and must not do so while gradients are exchanged
-        return (job() for job in jobs) if self.features.together else run_ahead(jobs)
-
-    def _load(
-        self, indices: Sequence[int], seeds: Sequence[int] = (), gate: str = "predicted", progress: float = 0.0
-    ) -> Batch:
-        examples = self.features.read(indices)
-        examples = [replace(example, loss_mask=gate_mask(example.loss_mask, gate)) for example in examples]
-        batch = replace(collate(examples, self.features.taps, seeds), progress=progress)
-        return batch.pin_memory() if self.accelerator.device.type in PINNED else batch
 
     def print(self, line: str) -> None:
         """Print a line on the main process."""
@@ -267,11 +255,11 @@ class _Run:
         """This process's share of the validation sums; all processes read the same number of batches."""
         indices, device, sums = self.plan.validation, self.accelerator.device, dict[str, Tensor]()
         # as many texts as a step's part, so that what trains on a card is validated there
-        size = -(-self.settings.batch_size // (self.accelerator.num_processes * self.settings.accumulation))
+        size = -(-self.settings.batch_size // self.dealer.count)
         groups = [indices[start : start + size] for start in range(0, len(indices), size)]
         for first in range(0, len(groups), self.accelerator.num_processes):
             number = first + self.accelerator.process_index
-            batch = self._load(groups[min(number, len(groups) - 1)])  # ungated, whatever train.gate is
+            batch = self.dealer.load(groups[min(number, len(groups) - 1)], pin=self.pins)
             if number < len(groups):
                 with torch.autocast(device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"):
                     batch_sums = head.validate(batch.to(device), self.frozen, TREES)

@@ -24,7 +24,8 @@ from eagle.drafters.parts.validation import add_sums, figures
 from eagle.formats.checkpoint import save_head
 from eagle.log import Metrics, interrupted_by_user, memory_gb, progress
 from eagle.recipe import JointSection, Recipe
-from eagle.training.joint import Joint, heads_weight
+from eagle.training.dealing import Dealer
+from eagle.training.joint import Joint, StepPart, heads_weight
 from eagle.training.plan import Plan
 from eagle.training.resume import Checkpoints
 from eagle.training.train import FREE, LOG_EVERY, TREES
@@ -66,6 +67,7 @@ class _JointRun:
         self.out = Path(section.out)
         self.plan = Plan([_supervised(self.features, index) for index in range(len(self.features))], section)
         frozen = target.head.cast(getattr(torch, section.dtype))
+        self.dealer = Dealer(self.head, self.features, self.plan, accelerator.process_index, accelerator.num_processes)
         self.joint = Joint(target.model, self.head.to(accelerator.device), frozen, self.settings).train()
         groups = self.joint.groups(section.lr)
         self.trained = [part for group in groups for part in group["params"]]
@@ -116,13 +118,15 @@ class _JointRun:
         parts = self.plan.parts(number, accelerator.num_processes * self.recipe.train.accumulation)
         weights = self.plan.weights(number, parts)
         torch.manual_seed(self.recipe.train.seed + number)  # dropout is the same in a run that goes on
+        divisors = self.dealer.divisors_of(number)
         heads, sums = heads_weight(self.settings, number, len(self.plan)), dict[str, Tensor]()
         for part in range(accelerator.process_index, len(parts), accelerator.num_processes):
             with accelerator.accumulate(self.model):
-                losses = self.model([self.features.examples[index] for index in parts[part]], heads)
+                about = StepPart(tuple(self.plan.seeds(number, parts[part])), divisors, weights[part])
+                losses = self.model([self.features.examples[index] for index in parts[part]], heads, about)
                 # processes are averaged over, accumulated parts too
-                accelerator.backward(losses["total"] * (weights[part] * len(parts)))
-            sums = add_sums(sums, {name: loss.detach().double() * weights[part] for name, loss in losses.items()})
+                accelerator.backward(losses["total"] * len(parts))
+            sums = add_sums(sums, {name: loss.detach().double() for name, loss in losses.items()})
         norm = torch.nn.utils.clip_grad_norm_(self.trained, self.recipe.train.clip)
         # a fused optimizer skips the update where this is 1, without a synchronisation with the host
         self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import pytest
 import test_conformance as conformance
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from trained import equal, prepared, rows, run
 
@@ -24,6 +23,7 @@ from eagle.drafters import DRAFTERS
 from eagle.drafters.hydra import Hydra, HydraSettings
 from eagle.drafters.parts import prefix, spans, text_state
 from eagle.drafters.parts.level_heads import LevelHeads
+from eagle.drafters.parts.text_dropout import TextDropout
 from tests import naive_hydra
 from tests.drafters.test_many_texts import BUDGETS, SAMPLINGS, Text, play
 from tests.naive_hydra import level_hidden, level_logits, prefix_states
@@ -273,13 +273,12 @@ def test_rows_are_as_each_alone(kind: str, sampling: str) -> None:
 
 
 def test_dropout_is_that_of_the_seed_and_of_training_alone() -> None:
-    """Of numbers in front of blocks and LM heads: another loss for another seed, and none where nothing is learned."""
+    """Of numbers in front of blocks and LM heads: another loss for another text's seed, and none while not training."""
     head, frozen = new_head("hydra++", dropout=0.3), frozen_head(FP64)
     batch = collate(texts_of(SPANS, FP64), TAPS)
 
     def loss(seed: int) -> float:
-        torch.manual_seed(seed)
-        return float(head(batch, frozen)["total"].detach())
+        return float(head(replace(batch, seeds=(seed, *batch.seeds[1:])), frozen)["total"].detach())
 
     assert loss(3) == loss(3) != loss(4)
     whole = head.validate(batch, frozen, conformance.TREES)
@@ -292,7 +291,7 @@ def test_dropout_stands_in_front_of_every_block_and_lm_head(layers: int, monkeyp
     """By the widths of what is dropped from: a level's concatenation, then the target's width."""
     head, frozen = new_head("deep", layers=layers, dropout=0.5, regression=0.0), frozen_head(FP64)
     widths: list[int] = []
-    monkeypatch.setattr(F, "dropout", lambda state, share: widths.append(state.shape[-1]) or state)
+    monkeypatch.setattr(TextDropout, "__call__", lambda drop, state: widths.append(state.shape[-1]) or state)
     head(collate(texts_of(ONE, FP64), TAPS), frozen)
     wide = [48 * (level + 2) for level in range(3)]
     assert sorted(widths) == sorted(wide + 3 * layers * [48])
