@@ -15,6 +15,7 @@ from torch import Tensor
 from eagle.core.drafter import TargetHead
 from eagle.data.examples import Example
 from tests.drafters.test_objectives_kinds import FORMULAS
+from tests.naive_divisors import Term, divide_terms
 from tests.naive_unroll import turned
 
 Weights = Mapping[str, Tensor]
@@ -92,15 +93,16 @@ def weigh_levels(settings: Any, probs: Tensor) -> Tensor:
 
 
 def naive_loss(head: Any, weights: Weights, anchors: Iterable[Anchor], frozen: TargetHead) -> Tensor:
-    """The mean over all levels of all blocks, each by its weight; the last tap is what the teacher reads."""
-    settings, losses, counts = head.settings, list[Tensor](), list[Tensor]()
+    """The loss of all levels of all blocks, each by its weight; the last tap is what the teacher reads."""
+    settings, terms, begins = head.settings, list[Term](), 0
     for text, root, reached in anchors:
         assert text.features is not None
         features, named = text.features[:root, : len(settings.taps)], slice(root + 1, root + 1 + reached)
         states = level_states(head, weights, features, text.tokens[root], frozen)[:reached]
         q, p = frozen.logits(states).softmax(-1), frozen.logits(text.features[root : root + reached, -1]).softmax(-1)
         likely = q[range(reached), text.tokens[named]]
-        losses.append(-likely.log() if settings.loss == "tokens" else FORMULAS[settings.loss](p, q))
-        counts.append(weigh_levels(settings, likely))
-    every = torch.cat(counts)
-    return (torch.cat(losses) * every).sum() / every.sum()
+        losses = -likely.log() if settings.loss == "tokens" else FORMULAS[settings.loss](p, q)
+        levels = zip(weigh_levels(settings, likely), losses, strict=True)
+        terms += [(0, level, weight, loss) for level, (weight, loss) in enumerate(levels)]
+        begins += 1
+    return divide_terms(settings.divisor, terms, [begins])

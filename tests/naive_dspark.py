@@ -12,6 +12,7 @@ from torch import Tensor
 
 from eagle.core.drafter import TargetHead
 from eagle.data.examples import Batch
+from tests.naive_divisors import Term, divide_terms
 
 
 def rms(x: Tensor, norm: Any) -> Tensor:
@@ -92,12 +93,13 @@ def divergence(settings: Any, logits: Tensor, p: Tensor, token: int) -> Tensor:
 
 def naive_loss(head: Any, batch: Batch, frozen: TargetHead) -> Tensor:
     """The loss of blocks behind every supervised token but the last of its run."""
-    settings, total, weighed, begin = head.settings, torch.zeros(()), 0.0, 0
+    settings, terms, anchors, begin = head.settings, list[Term](), 0, 0
     for length in batch.lengths:
         part = slice(begin, begin + length)
         tokens, mask, begin = batch.tokens[part].tolist(), batch.loss_mask[part].tolist(), begin + length
         features, true = batch.select_taps(head.taps)[part], batch.select_taps((-1,))[part, 0]
         for place in [place for place in range(2, length) if mask[place]]:
+            anchors += 1
             states = block_states(head, features[: place - 1], tokens[place - 1], frozen)
             known = (tokens + [0] * len(states))[place - 1 : place - 1 + len(states)]
             plain = frozen.logits(states)
@@ -120,5 +122,5 @@ def naive_loss(head: Any, batch: Batch, frozen: TargetHead) -> Tensor:
                         read = torch.cat([state, head.markov_head.markov_w1.weight[known[level]]])
                     odds = torch.sigmoid(head.confidence_head.proj(read)[0])
                     loss = loss - kept * odds.log() - (1 - kept) * (1 - odds).log()
-                total, weighed = total + weight * loss, weighed + weight
-    return total / weighed
+                terms.append((0, level, weight, loss))
+    return divide_terms(settings.divisor, terms, [anchors])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from eagle.core.drafter import TargetHead
 from eagle.data.examples import Example
+from tests.naive_divisors import Term, divide_terms
 from tests.naive_unroll import fused, law_loss, rms, sayable_ids, turned
 
 Weights = Mapping[str, Tensor]
@@ -75,21 +76,17 @@ def loss(
     frozen: TargetHead,
     counts: Sequence[Tensor],
 ) -> Tensor:
-    """Each text's mean over its supervised slots and their masks, so many behind each, by what is supervised of it.
+    """The loss of the supervised slots and their masks, so many behind each.
 
     Features are the taps and, last, what the teacher reads. What cannot be drafted counts nothing.
     """
-    ids, total = sayable_ids(weights, frozen.weight.shape[0]), torch.zeros(())
-    slots = sum(int(text.loss_mask[2:].sum()) for text in texts)
-    for text, masks in zip(texts, counts, strict=True):
-        losses = []
+    ids, terms = sayable_ids(weights, frozen.weight.shape[0]), list[Term]()
+    for number, (text, masks) in enumerate(zip(texts, counts, strict=True)):
         for anchor in text.loss_mask[2:].nonzero()[:, 0].tolist():
             known = text.tokens, text.features[:, :-1]
             logits = anchor_logits(weights, settings, shape, known, frozen, anchor, int(masks[anchor]))
             for depth, own in enumerate(logits):
                 wanted = frozen.logits(text.features[anchor + 1 + depth, -1])[ids]
                 counted = bool(torch.isin(text.tokens[anchor + 2 + depth], ids))
-                losses.append(law_loss(settings.loss, wanted, own) * counted)
-        if losses:
-            total = total + int(text.loss_mask[2:].sum()) / slots * torch.stack(losses).mean()
-    return total
+                terms.append((number, depth, 1, law_loss(settings.loss, wanted, own) * counted))
+    return divide_terms(settings.divisor, terms, [int(text.loss_mask[2:].sum()) for text in texts])

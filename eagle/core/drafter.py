@@ -24,19 +24,15 @@ class Noise(Protocol):
     @property
     def temperature(self) -> float:
         """Above 0."""
-        ...
 
     def __call__(self, positions: list[int]) -> Tensor:
         """[P, V], what the target adds to its logits when it chooses the tokens standing there."""
-        ...
 
     def own(self, rows: int) -> Tensor:
         """[rows, V], noise of the same kind that the target never sees, and new in every call."""
-        ...
 
     def filter_logits(self, logits: Tensor) -> Tensor:
         """[K, V], the logits, far lower where a target with these logits would not sample: nothing is left."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +70,6 @@ class DraftText(Protocol):
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """A tree rooted at `update.root`, of at most `budget.nodes` further nodes."""
-        ...
 
 
 class DraftState(Protocol):
@@ -82,19 +77,15 @@ class DraftState(Protocol):
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
         """Begin a text in a row; `noise` is the target's sampling noise (None if it is greedy)."""
-        ...
 
     def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
         """A tree for each row, rooted at its update's root, with at most its budget's nodes."""
-        ...
 
     def fork(self, row: int, other: int) -> None:
         """Copy the state of `row` to a new row `other`."""
-        ...
 
     def release(self, row: int) -> None:
         """Release a row."""
-        ...
 
 
 class Drafter:
@@ -231,15 +222,17 @@ class TrainableDrafter(nn.Module, Drafter):
         """Compile the head's parts for training with `torch.compile`; results are the same up to rounding."""
         raise ValueError(f"{type(self).__name__} has no parts to compile: leave train.compile out")
 
+    def divisors(self, masks: Sequence[Tensor], seeds: Sequence[int]) -> tuple[float, ...] | None:
+        """What `forward` divides by, summed over texts; None if it is a mean over their supervised slots."""
+        return None
+
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
         """Loss terms: "total" is minimised, the rest is logged."""
         raise NotImplementedError(f"{type(self).__name__} does not define its loss: write forward(batch, frozen)")
 
     def validate(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
         """Validation sums, added up over batches and processes; drafters/parts/validation.py makes figures of them."""
-        raise NotImplementedError(
-            f"{type(self).__name__} cannot be validated: write validate(batch, frozen, trees), see parts/validation.py"
-        )
+        raise NotImplementedError(f"{type(self).__name__} cannot be validated: write validate, see parts/validation.py")
 
     def draft_levels(
         self, batch: Batch, frozen: TargetHead, levels: int

@@ -37,11 +37,17 @@ class Batch:
     taps: tuple[int, ...]  # which target state each of the L is
     seeds: tuple[int, ...]  # random seed of each text
     progress: float = 0.0  # how much of the training is done, from 0 to 1
+    divisors: tuple[float, ...] | None = None  # of the step that this is a part of, as the head's `divisors` sum them
 
     @property
     def slots(self) -> int:
         """The number of supervised tokens."""
         return int(self.loss_mask.sum())
+
+    @property
+    def masks(self) -> tuple[Tensor, ...]:
+        """The loss mask of each text."""
+        return self.loss_mask.split(self.lengths)
 
     def select_taps(self, taps: tuple[int, ...]) -> Tensor:
         """[N, len(taps), D], the features of these taps."""

@@ -15,19 +15,17 @@ from torch import Tensor, nn
 from eagle.core.drafter import TargetHead
 from eagle.data.examples import Batch
 from eagle.drafters.parts.blocks import head_shape
-from eagle.drafters.parts.level_heads import LevelHeads, Loss
-from eagle.drafters.parts.objectives import LanguageHead, align_steps, distillation_loss, step_weights
-from eagle.recipe import Section
+from eagle.drafters.parts.level_heads import LevelHeads, LevelSettings
+from eagle.drafters.parts.objectives import LanguageHead, align_steps, distillation_loss
 
 
-class BlockwiseSettings(Section):
+class BlockwiseSettings(LevelSettings):
     """Settings of the head in a recipe."""
 
     kind: Literal["blockwise"] = "blockwise"
     levels: int = Field(4, ge=1)  # levels that are drafted, one token each
     inner_dim: int | None = Field(None, ge=1)  # hidden units of a level; by default those of the target's MLP
     drawn: bool = False  # train one level a step, drawn uniformly
-    loss: Loss = "cross_entropy"  # towards the target's probs, or "tokens": towards the text's own tokens
 
 
 class Blockwise(LevelHeads):
@@ -87,7 +85,7 @@ class Blockwise(LevelHeads):
             return super().forward(batch, frozen)
         level = int(torch.randint(self.levels, (), device="cpu"))  # on the host, which is seeded in every step
         places, hidden = self.level_states(batch, frozen)
-        weights = self.levels * step_weights(places, level + 1)[level:]
+        weights = self.levels * self.slot_weights(batch, places)[level : level + 1]
         teacher, teacher_head, objective = self.teacher(batch, places, frozen)
         student = align_steps(hidden[: level + 1])[level:]
         total, each = distillation_loss(student, teacher, weights, (frozen, teacher_head), objective)

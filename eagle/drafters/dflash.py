@@ -30,15 +30,21 @@ class DFlash(InjectedHead):
 
     Settings = DFlashSettings
 
+    @property
+    def level_weights(self) -> list[float]:
+        """The weight of each level in the loss; with `d_pace` every anchor has its own."""
+        return [1.0] * self.levels if self.settings.d_pace else super().level_weights
+
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
         """The loss of all levels, at blocks after anchors drawn from each text."""
         settings, anchors = self.settings, Anchors.drawn(batch, self.levels, self.settings.anchors)
         context, roots = self.inject_texts(batch), anchors.tokens_at(batch, -1)
         states = self.read_blocks(batch, frozen, context, anchors.spans, roots)
         tokens = torch.stack([anchors.tokens_at(batch, level) for level in range(self.levels)], dim=1)
-        weights = anchors.weights(None if settings.d_pace else settings.decay)
+        weights = anchors.reached * self.level_shares(batch)
         if settings.d_pace:
-            weights = pace_weights(states, tokens, anchors.reached, frozen)
+            paces = pace_levels(states, tokens, anchors.reached, frozen)
+            weights = paces / paces.sum().clamp(min=1e-9) if settings.divisor == "weights" else paces * weights
         taught, teacher, objective = tokens, None, Objective()
         if settings.loss != "tokens":
             true, last = batch.select_taps((-1,))[:, 0], len(batch.tokens) - 1
@@ -57,14 +63,14 @@ class DFlash(InjectedHead):
 
 
 @torch.no_grad()
-def pace_weights(states: Tensor, tokens: Tensor, reached: Tensor, frozen: TargetHead) -> Tensor:
-    """[A, K], D-PACE's weights: the share of a draft's expected length that depends on each level; they sum to 1.
+def pace_levels(states: Tensor, tokens: Tensor, reached: Tensor, frozen: TargetHead) -> Tensor:
+    """[A, K], D-PACE's weights: how much of a draft's expected length depends on each level.
 
     A level is kept with probability s = (1 + p) / 2, where p is its prob of the text's token.
     """
+    wide = torch.promote_types(states.dtype, torch.float32)
     rows = zip(states.flatten(0, 1).split(ROWS), tokens.flatten().split(ROWS), strict=True)
-    probs = [frozen.logits(state).float().softmax(-1).gather(1, named[:, None])[:, 0] for state, named in rows]
+    probs = [frozen.logits(state).softmax(-1, dtype=wide).gather(1, named[:, None])[:, 0] for state, named in rows]
     kept = (0.5 + 0.5 * torch.cat(probs).view(tokens.shape)) * reached
     lengths = kept.cumprod(1)
-    weights = lengths.flip(1).cumsum(1).flip(1) * reached
-    return weights / weights.sum().clamp(min=1e-9)
+    return lengths.flip(1).cumsum(1).flip(1) * reached

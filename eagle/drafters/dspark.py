@@ -103,7 +103,7 @@ class DSpark(InjectedHead):
         anchors = Anchors.drawn(batch, self.levels, self.settings.anchors)
         context, roots = self.inject_texts(batch), anchors.tokens_at(batch, -1)
         states = self.read_blocks(batch, frozen, context, anchors.spans, roots)
-        hidden, weights = self.read_levels(batch, anchors, states, frozen), anchors.weights(self.settings.decay)
+        hidden, weights = self.read_levels(batch, anchors, states, frozen), anchors.reached * self.level_shares(batch)
         total, overlaps = self.compare(batch, anchors, hidden, weights, (self.lm_head(frozen), frozen))
         if self.prefix_gru is not None:  # what it corrects is learned first
             alone, _ = self.compare(batch, anchors, states, weights, (frozen, frozen))

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from eagle.core.drafter import TargetHead
 from eagle.data.examples import Batch
 from eagle.drafters.parts.blocks import head_shape
-from eagle.drafters.parts.level_heads import Loss
+from eagle.drafters.parts.level_heads import LevelSettings, Loss
 from eagle.drafters.parts.objectives import LanguageHead, OwnHead, align_steps, feature_regression
 from eagle.drafters.parts.prefix import PrefixHeads
-from eagle.recipe import Section
 
 
-class HydraSettings(Section):
+class HydraSettings(LevelSettings):
     """Settings of the heads in a recipe."""
 
     kind: Literal["hydra"] = "hydra"
@@ -106,7 +105,7 @@ class Hydra(PrefixHeads):
         losses = self.distill(batch, frozen, places, [F.dropout(state, dropout) for state in hidden])
         if settings.regression:
             true = batch.select_taps((-1,))[:, 0].index_select(0, places + 1)
-            regression = feature_regression(align_steps(hidden), true, self.slot_weights(places))
+            regression = feature_regression(align_steps(hidden), true, self.slot_weights(batch, places))
             losses["total"] = losses["total"] + settings.regression * regression
             losses["regression"] = regression.detach()
         return losses

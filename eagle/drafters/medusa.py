@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from eagle.core.drafter import TargetHead
 from eagle.drafters.parts.blocks import head_shape
-from eagle.drafters.parts.level_heads import LevelHeads, Loss
+from eagle.drafters.parts.level_heads import LevelHeads, LevelSettings
 from eagle.drafters.parts.objectives import LanguageHead, OwnHead
-from eagle.recipe import Section
 
 FALLING = 0.8  # what a level weighs relative to the one before in the published recipes of joint training
 
 
-class MedusaSettings(Section):
+class MedusaSettings(LevelSettings):
     """Settings of the heads in a recipe."""
 
     kind: Literal["medusa"] = "medusa"
@@ -28,7 +27,6 @@ class MedusaSettings(Section):
     layers: int = Field(1, ge=1)  # residual blocks of each level
     lm_head: Literal["own", "target"] = "own"  # a matrix for each level that starts from the target's, or the target's
     weights: Literal["equal", "falling"] = "equal"  # of the levels; "falling" is 0.8, 0.64, ...
-    loss: Loss = "cross_entropy"  # towards the target's probs, or "tokens": towards the text's own tokens
 
 
 class Residual(nn.Linear):

@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from eagle.core.drafter import TargetHead
 from eagle.drafters.parts.blocks import Norm, head_shape
-from eagle.drafters.parts.level_heads import LevelHeads, Loss
+from eagle.drafters.parts.level_heads import LevelHeads, LevelSettings
 from eagle.drafters.parts.objectives import LanguageHead, OwnHead
-from eagle.recipe import Section
 
 EPS = 1e-6  # of all its norms, whatever the target's
 
 
-class MlpSpeculatorSettings(Section):
+class MlpSpeculatorSettings(LevelSettings):
     """Settings of the head in a recipe."""
 
     kind: Literal["mlp_speculator"] = "mlp_speculator"
@@ -30,7 +29,6 @@ class MlpSpeculatorSettings(Section):
     inner_dim: int | None = Field(None, ge=1)  # width of every stage; by default the target's
     tie_weights: bool = False  # share one stage between all levels, except the first projection
     scale_input: bool = False  # norm the target's state first
-    loss: Loss = "cross_entropy"  # towards the target's probs, or "tokens": towards the text's own tokens
 
 
 class ShiftedNorm(Norm):

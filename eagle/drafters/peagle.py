@@ -16,8 +16,9 @@ from eagle.core.budget import Budget
 from eagle.core.drafter import TargetHead
 from eagle.data.examples import Batch
 from eagle.device import upload
+from eagle.drafters.parts.divisors import Divisor, level_shares, sum_divisors
 from eagle.drafters.parts.fused_head import FusedHead, FusedSettings
-from eagle.drafters.parts.mask_rows import MaskRows, draw_masks, supervised_slots, weigh_texts
+from eagle.drafters.parts.mask_rows import MaskRows, draw_masks, draw_text_masks, supervised_slots, weigh_texts
 from eagle.drafters.parts.masked_state import MaskedState
 from eagle.drafters.parts.objectives import Objective, OwnHead, distillation_loss
 from eagle.drafters.parts.text_blocks import (
@@ -41,6 +42,7 @@ class PeagleSettings(FusedSettings):
     keep: float = Field(0.7, gt=0, le=1)  # in training, share of the slots with d masks that get one more
     keep_least: float = Field(0.2, ge=0, le=1)  # lowest share of all slots, at every depth
     mask_token: int | None = None  # the token that mask slots read; by default the last of the vocabulary
+    divisor: Literal["texts", Divisor] = "texts"  # of the loss: each text a mean over its rows, or "reached": all alike
 
 
 class Peagle(FusedHead):
@@ -92,11 +94,11 @@ class Peagle(FusedHead):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """The distillation loss: for each text, a mean over its supervised slots and the masks drawn after them."""
+        """The distillation loss at the supervised slots and the masks drawn after them."""
         settings, device = self.settings, batch.tokens.device
         masks = MaskRows.of(draw_masks(batch, self.levels - 1, settings.keep, settings.keep_least), device)
         places, first, masked = self.read_masks(batch, frozen, masks)
-        weights = upload(weigh_texts(batch, masks), device)
+        weights = self.row_weights(batch, masks, len(first))
         if self.drafts is not None:
             weights = weights * self.t2d[batch.tokens.index_select(0, places + 2)]
         true = batch.select_taps((-1,))[:, 0].index_select(0, places + 1)
@@ -104,6 +106,24 @@ class Peagle(FusedHead):
         heads = OwnHead(self.lm_head.weight), self.narrow_to_draft_vocab(frozen)
         objective, dtype = Objective(settings.loss), frozen.weight.dtype
         return {"total": distillation_loss(student, true, weights[None], heads, objective, dtype)[0]}
+
+    def divisors(self, masks: Sequence[Tensor], seeds: Sequence[int]) -> tuple[float, ...]:
+        """The divisor of all levels, or of each, by the masks that are drawn after the slots of these texts."""
+        settings, depths, reached = self.settings, torch.arange(self.levels), list[Tensor]()
+        for mask, seed in zip(masks, seeds, strict=True):
+            counts = draw_text_masks(mask[2:], seed, self.levels - 1, settings.keep, settings.keep_least)
+            reached.append(counts[mask[2:], None] >= depths)
+        divisor: Divisor = "slots" if settings.divisor == "texts" else settings.divisor
+        return sum_divisors(divisor, torch.cat(reached), [1.0] * self.levels)
+
+    def row_weights(self, batch: Batch, masks: MaskRows, slots: int) -> Tensor:
+        """[S + E], what supervised slots and masks count."""
+        divisors = batch.divisors or self.divisors(batch.masks, batch.seeds)
+        dtype, device = self.fc.weight.dtype, batch.tokens.device
+        if self.settings.divisor == "texts":
+            return upload((weigh_texts(batch, masks) / max(*divisors, 1)).to(dtype), device)
+        shares = level_shares([1.0] * self.levels, divisors, dtype, device)
+        return shares.index_select(0, F.pad(masks.depths, (slots, 0)))
 
     def read_masks(self, batch: Batch, frozen: TargetHead, masks: MaskRows) -> tuple[Tensor, Tensor, Tensor]:
         """Places [S + E] of supervised slots and masks among all tokens, and their states [S, H] and [E, H]."""

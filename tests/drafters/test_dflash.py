@@ -31,6 +31,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no norms by head": {"qk_norm": False, "blocks": 1},
     "published": {"loss": "tokens"},
     "d_pace": {"loss": "tokens", "d_pace": True},
+    "d_pace, by places": {"loss": "tokens", "d_pace": True, "divisor": "reached"},
+    "each level by its own": {"divisor": "levels"},
+    "by anchors": {"divisor": "slots"},
+    "by places": {"divisor": "reached"},
     "even": {"loss": "tokens", "decay": None, "causal": True, "sample_from_anchor": True},
 }
 
@@ -215,10 +219,24 @@ def test_nothing_is_learned_where_nothing_is_supervised(settings: dict[str, Any]
     assert [len(states) for states, _ in head.draft_levels(batch, frozen, 3)] == [0, 0, 0]
 
 
-@pytest.mark.parametrize(("layers", "taps"), [(36, (2, 10, 18, 26, 34)), (28, (2, 8, 14, 20, 26)), (4, (1, 2, 3))])
-def test_taps_are_the_published_ones(layers: int, taps: tuple[int, ...]) -> None:
-    """One behind the layers that public heads name: 1 + i (L - 4) / 4; all of a shallow target."""
-    assert DFlash.taps_for(DFlash.Settings(), LlamaConfig(num_hidden_layers=layers)) == taps
+def published_taps(layers: int) -> list[int]:
+    """The inputs behind the layers 1 + i (L - 4) / 4 that the method's code counts, halves to the even one."""
+    quarters = [4 + number * (layers - 4) for number in range(5)]
+    below = [quarter // 4 for quarter in quarters]
+    rounded = [
+        low + (4 * low + 2 < quarter or (4 * low + 2 == quarter and low % 2))
+        for low, quarter in zip(below, quarters, strict=True)
+    ]
+    return [layer + 1 for layer in rounded]
+
+
+def test_taps_are_the_published_ones() -> None:
+    """Of targets of every depth; of one that is too shallow for five different ones, all but the first."""
+    for layers in range(4, 101):
+        taps = DFlash.taps_for(DFlash.Settings(), LlamaConfig(num_hidden_layers=layers))
+        assert list(taps) == (published_taps(layers) if layers > 7 else [*range(1, layers)]), layers
+    assert [len({*published_taps(layers)}) for layers in (7, 8)] == [4, 5]
+    assert published_taps(36) == [2, 10, 18, 26, 34] and published_taps(30) == [2, 9, 15, 21, 28]
 
 
 @pytest.mark.parametrize(

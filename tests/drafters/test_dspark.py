@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from eagle.drafters import settings_of
 from eagle.drafters.dspark import DSpark
 from eagle.drafters.parts import sequential_bias
 from eagle.drafters.parts.anchors import Anchors
+from eagle.drafters.parts.divisors import Divisor
 from tests.naive_dspark import naive_loss
 
 VOCAB, WIDTH, TAPS = 23, 16, (1, 2, 3)
@@ -67,7 +69,13 @@ def test_the_loss_is_that_of_one_anchor_after_the_other(markov: str) -> None:
     """And its gradients at every weight, whatever is switched on."""
     for confidence, shifted, causal in product((False, True), repeat=3):
         head = new_head(markov=markov, confidence=confidence, sample_from_anchor=shifted, causal=causal)
-        assert apart(head) < 1e-6
+        assert apart(head) < 1e-8
+
+
+@pytest.mark.parametrize("divisor", get_args(Divisor))
+def test_the_loss_is_divided_as_asked(divisor: str) -> None:
+    """By what single anchors and levels add up to."""
+    assert apart(new_head(divisor=divisor)) < 1e-8
 
 
 def shifted(name: str, by: int) -> Any:
@@ -81,15 +89,16 @@ def shifted(name: str, by: int) -> Any:
     return read
 
 
+honest_draw = Anchors.drawn
 honest_read = sequential_bias.MarkovBias.read_token
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "answers are read": (Anchors, "tokens_at", shifted("tokens_at", 1)),
     "probs of the next place": (Anchors, "states_before", shifted("states_before", 1)),
-    "no level counts less": (Anchors, "weights", lambda self, decay: self.reached / self.reached.sum()),
+    "no level counts less": (DSpark, "level_weights", [1.0] * 4),
     "all that is supervised counts": (
         Anchors,
-        "weights",
-        lambda self, decay: torch.exp(-torch.arange(4) / decay).expand(self.reached.shape) / self.reached.sum(),
+        "drawn",
+        lambda *given: replace(honest_draw(*given), reached=torch.ones_like(honest_draw(*given).reached)),
     ),
     "memory forgets": (
         sequential_bias.RecurrentBias,

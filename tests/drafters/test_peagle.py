@@ -33,6 +33,9 @@ FEW = {8: [(2, 8)], 6: [(2, 4), (5, 6)]}
 VARIANTS: dict[str, dict[str, Any]] = {
     "one block": {"blocks": 1},
     "two blocks": {"blocks": 2, "draft_vocab": True, "keep": 1.0, "depths": 4},
+    "all rows alike": {"blocks": 1, "keep": 1.0, "depths": 4, "divisor": "reached"},
+    "each level by its own": {"blocks": 1, "keep": 1.0, "depths": 4, "divisor": "levels"},
+    "by slots": {"blocks": 1, "keep": 1.0, "depths": 4, "divisor": "slots"},
     "four blocks": {"norm_before_residual": True, "loss": "acceptance", "fc_norm": True, "mask_token": 5},
 }
 
@@ -95,7 +98,7 @@ def test_another_loss_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     def every_row_alike(batch: Batch, masks: MaskRows) -> Tensor:
         rows = batch.slots + len(masks.depths)
-        return torch.full((rows,), 1 / rows)
+        return torch.full((rows,), batch.slots / rows)
 
     for home, name, fault in (
         (mask_rows, "attend_block", see_all),

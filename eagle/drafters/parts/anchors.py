@@ -7,11 +7,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from eagle.data.examples import Batch
 from eagle.device import upload
+from eagle.drafters.parts.divisors import reached_levels
 from eagle.drafters.parts.spans import Spans
 
 
@@ -32,16 +32,11 @@ class Anchors:
     def drawn(cls, batch: Batch, levels: int, most: int) -> Anchors:
         """At most `most` supervised slots of each text, drawn by its seed."""
         slots, places, reached, begin = list[Tensor](), list[Tensor](), list[Tensor](), 0
-        masks = [mask[2:] for mask in batch.loss_mask.split(batch.lengths)]
+        masks = [mask[2:] for mask in batch.masks]
         for mask, seed, length in zip(masks, batch.seeds, batch.lengths, strict=True):
-            marked = mask.nonzero()[:, 0]
-            if len(marked) > most:
-                drawn = torch.empty_like(marked, dtype=torch.float64)
-                order = drawn.uniform_(generator=torch.Generator().manual_seed(seed)).argsort()
-                marked = marked[order[:most].sort().values]
-            slots.append(marked)
-            places.append(begin + marked)
-            reached.append(F.pad(mask, (0, levels))[marked[:, None] + torch.arange(levels)].long().cumprod(1).bool())
+            slots.append(draw_anchors(mask, seed, most))
+            places.append(begin + slots[-1])
+            reached.append(reached_levels(mask, slots[-1], levels))
             begin += length
         device = batch.tokens.device
         spans = Spans.at(slots, [len(mask) for mask in masks], device)
@@ -61,9 +56,12 @@ class Anchors:
         ahead = self.places[:, None] + torch.arange(1, 1 + levels, device=true.device)
         return true[ahead.clamp(max=len(batch.tokens) - 1)]
 
-    def weights(self, decay: float | None) -> Tensor:
-        """[A, K], the weight of each level of each block: e^(-level / decay) where it is reached; they sum to 1."""
-        weights = self.reached.float()
-        if decay is not None:
-            weights = weights * torch.exp(-torch.arange(weights.shape[1], device=weights.device) / decay)
-        return weights / weights.sum().clamp(min=1e-9)
+
+def draw_anchors(mask: Tensor, seed: int, most: int) -> Tensor:
+    """[A], at most `most` marked slots of a text's mask, drawn by its seed."""
+    marked = mask.nonzero()[:, 0]
+    if len(marked) <= most:
+        return marked
+    drawn = torch.empty_like(marked, dtype=torch.float64)
+    order = drawn.uniform_(generator=torch.Generator().manual_seed(seed)).argsort()
+    return marked[order[:most].sort().values]

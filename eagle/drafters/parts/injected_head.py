@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from eagle.core.budget import Budget
 from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.core.tree import Paths
 from eagle.data.examples import Batch
-from eagle.drafters.parts.anchors import Anchors
+from eagle.drafters.parts.anchors import Anchors, draw_anchors
 from eagle.drafters.parts.block_spans import attend_block
 from eagle.drafters.parts.blocks import Norm, NormedBlock, Rotary, head_shape
+from eagle.drafters.parts.divisors import Divisor, level_shares, reached_levels, sum_divisors
 from eagle.drafters.parts.growth import level_rows
 from eagle.drafters.parts.initial_weights import Linears, draw_linears
 from eagle.drafters.parts.injected_state import InjectedState, SlotLevels
@@ -54,6 +56,7 @@ class InjectedSettings(Section):
     linears: Linears = "uniform"  # how its linear layers start: as torch draws them, or "normal": N(0, 0.02)
     anchors: int = Field(512, ge=1)  # places of a text from which blocks are trained
     decay: float | None = Field(7.0, gt=0)  # level d has the weight e^(-d / decay) in the loss
+    divisor: Divisor = "weights"  # of the loss: the sum of the weights, or "reached": how many places have one
 
 
 class InjectedHead(TrainableDrafter):
@@ -82,7 +85,8 @@ class InjectedHead(TrainableDrafter):
     def taps_for(cls, settings: Any, target_config: Any) -> tuple[int, ...]:
         """The taps of the settings, else the published ones; all layers but the first of a shallow target."""
         layers = target_config.num_hidden_layers
-        usual = [round(2 + number * (layers - 4) / 4) for number in range(5)] if layers > 7 else range(1, layers)
+        # halves are rounded before the one is added: the published code counts a layer's output, a tap the next input
+        usual = [1 + round(1 + number * (layers - 4) / 4) for number in range(5)] if layers > 7 else range(1, layers)
         taps = settings.taps or tuple(usual) or (0,)
         if len(set(taps)) < len(taps) or not all(-1 <= tap < layers for tap in taps):
             raise ValueError(
@@ -158,6 +162,25 @@ class InjectedHead(TrainableDrafter):
         return states
 
     # -- training -----------------------------------------------------------------------------------------------------
+
+    @property
+    def level_weights(self) -> list[float]:
+        """The weight of each level in the loss."""
+        decay = self.settings.decay
+        return [1.0 if decay is None else math.exp(-level / decay) for level in range(self.levels)]
+
+    def divisors(self, masks: Sequence[Tensor], seeds: Sequence[int]) -> tuple[float, ...]:
+        """The divisor of all levels, or of each, by how far blocks after the anchors of these texts reach."""
+        reached = []
+        for mask, seed in zip(masks, seeds, strict=True):
+            slots = draw_anchors(mask[2:], seed, self.settings.anchors)
+            reached.append(reached_levels(mask[2:], slots, self.levels))
+        return sum_divisors(self.settings.divisor, torch.cat(reached), self.level_weights)
+
+    def level_shares(self, batch: Batch) -> Tensor:
+        """[K], what each level counts at each anchor whose block reaches it."""
+        divisors = batch.divisors or self.divisors(batch.masks, batch.seeds)
+        return level_shares(self.level_weights, divisors, self.dtype, batch.tokens.device)
 
     def inject_texts(self, batch: Batch) -> list[Pair]:
         """Keys and values of every block [k, N, w], of the features of all slots of the texts."""

@@ -16,6 +16,7 @@ from eagle.core.drafter import Committed, Noise, TargetHead, TrainableDrafter
 from eagle.core.tree import DraftTree, Paths
 from eagle.data.examples import Batch
 from eagle.device import pick_rows, upload
+from eagle.drafters.parts.divisors import Divisor, level_shares, reached_levels, sum_divisors
 from eagle.drafters.parts.growth import grow_rows, level_rows
 from eagle.drafters.parts.objectives import (
     LanguageHead,
@@ -23,11 +24,19 @@ from eagle.drafters.parts.objectives import (
     align_steps,
     choose_teacher,
     distillation_loss,
-    step_weights,
+    reached_steps,
 )
 from eagle.drafters.parts.objectives import Loss as Loss
 from eagle.drafters.parts.scoring import Seed
 from eagle.drafters.parts.validation import validate_batch
+from eagle.recipe import Section
+
+
+class LevelSettings(Section):
+    """Settings of all such heads in a recipe."""
+
+    loss: Loss = "cross_entropy"  # towards the target's probs, or "tokens": towards the text's own tokens
+    divisor: Divisor = "slots"  # of the loss: all supervised slots, or "levels": for each level what it reaches
 
 
 class LevelHeads(TrainableDrafter):
@@ -89,14 +98,21 @@ class LevelHeads(TrainableDrafter):
         """The loss of every level, of what its LM head reads at these slots [S, D]."""
         teacher, teacher_head, objective = self.teacher(batch, places, frozen)
         heads, dtype = (self.lm_heads(frozen), teacher_head), frozen.weight.dtype
-        student, weights = align_steps(hidden), self.slot_weights(places)
+        student, weights = align_steps(hidden), self.slot_weights(batch, places)
         total, each = distillation_loss(student, teacher, weights, heads, objective, dtype)
         return {"total": total, **{f"laws/{level}": value for level, value in enumerate(each)}}
 
-    def slot_weights(self, places: Tensor) -> Tensor:
-        """[K, S], what each level counts at each slot, as `step_weights` aligns them."""
-        weights = upload(torch.tensor(self.level_weights), places.device)[:, None]
-        return weights * step_weights(places, self.levels)
+    def divisors(self, masks: Sequence[Tensor], seeds: Sequence[int]) -> tuple[float, ...]:
+        """The divisor of all levels, or of each, by how far drafts from the supervised slots of these texts reach."""
+        slots = [mask[2:] for mask in masks]
+        reached = [reached_levels(mask, mask.nonzero()[:, 0], self.levels) for mask in slots]
+        return sum_divisors(self.settings.divisor, torch.cat(reached), self.level_weights)
+
+    def slot_weights(self, batch: Batch, places: Tensor) -> Tensor:
+        """[K, S], what each level counts at each slot, in the rows of `align_steps`."""
+        divisors = batch.divisors or self.divisors(batch.masks, batch.seeds)
+        shares = level_shares(self.level_weights, divisors, self.dtype, places.device)
+        return reached_steps(places, self.levels) * shares[:, None]
 
     def teacher(
         self, batch: Batch, places: Tensor, frozen: TargetHead

@@ -69,36 +69,39 @@ class MaskRows:
 
 def supervised_slots(batch: Batch) -> list[Tensor]:
     """[T - 2] of each text, whether the token that a slot names is supervised."""
-    return [mask[2:] for mask in batch.loss_mask.split(batch.lengths)]
+    return [mask[2:] for mask in batch.masks]
 
 
 def draw_masks(batch: Batch, most: int, keep: float, least: float) -> list[Tensor]:
-    """[T - 2] of each text, how many masks stand behind each slot: fewer by depth, as the text's seed decides.
+    """[T - 2] of each text, how many masks stand behind each slot."""
+    texts = zip(supervised_slots(batch), batch.seeds, strict=True)
+    return [draw_text_masks(supervised, seed, most, keep, least) for supervised, seed in texts]
+
+
+def draw_text_masks(supervised: Tensor, seed: int, most: int, keep: float, least: float) -> Tensor:
+    """[T - 2], how many masks stand behind each slot of a text: fewer by depth, as its seed decides.
 
     Of n supervised slots n - d would have d masks behind them in one answer; max(keep^d, least) of so many do, drawn
     from those that have d - 1 and whose answer goes on. (COD: conditional drop of tokens.)
     """
-    counts = []
-    for supervised, seed in zip(supervised_slots(batch), batch.seeds, strict=True):
-        draw, inside = torch.Generator().manual_seed(seed), F.pad(supervised, (0, most))
-        drawn = supervised.nonzero()[:, 0]
-        count, slots = torch.zeros_like(supervised, dtype=torch.long), len(drawn)
-        for depth in range(1, most + 1):
-            candidates = drawn[inside[drawn + depth]]
-            wanted = max(int((slots - depth) * max(keep**depth, least)), 0)
-            order = torch.empty_like(candidates).random_(generator=draw).argsort()
-            drawn = candidates[order[:wanted]]
-            count[drawn] = depth
-        counts.append(count)
-    return counts
+    draw, inside = torch.Generator().manual_seed(seed), F.pad(supervised, (0, most))
+    drawn = supervised.nonzero()[:, 0]
+    count, slots = torch.zeros_like(supervised, dtype=torch.long), len(drawn)
+    for depth in range(1, most + 1):
+        candidates = drawn[inside[drawn + depth]]
+        wanted = max(int((slots - depth) * max(keep**depth, least)), 0)
+        order = torch.empty_like(candidates).random_(generator=draw).argsort()
+        drawn = candidates[order[:wanted]]
+        count[drawn] = depth
+    return count
 
 
 def weigh_texts(batch: Batch, masks: MaskRows) -> Tensor:
-    """[S + E], what supervised slots and masks weigh: a text what is supervised of it, each of its rows the same."""
+    """[S + E], what supervised slots and masks weigh: a text as many as it has slots, each of its rows the same."""
     slots = [int(part.sum()) for part in supervised_slots(batch)]
     rows = list(slots)
     for text, count in masks.texts:
         rows[text] += count
-    shares = [count / max(total * sum(slots), 1) for count, total in zip(slots, rows, strict=True)]
+    shares = [count / max(total, 1) for count, total in zip(slots, rows, strict=True)]
     parts = [*enumerate(slots), *masks.texts]
-    return torch.cat([torch.full((count,), shares[text]) for text, count in parts])
+    return torch.cat([torch.full((count,), shares[text], dtype=torch.float64) for text, count in parts])

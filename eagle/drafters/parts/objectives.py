@@ -55,12 +55,19 @@ def choose_teacher(
 
 def feature_regression(predicted: Tensor, true: Tensor, weights: Tensor) -> Tensor:
     """Smooth-L1 (beta 1) of [K, S, D] to [S, D], a mean over the width, and a sum over the rest by weights [K, S]."""
-    losses = F.smooth_l1_loss(predicted.float(), true.float().expand_as(predicted), reduction="none")
+    wide = torch.promote_types(predicted.dtype, torch.float32)
+    losses = F.smooth_l1_loss(predicted.to(wide), true.to(wide).expand_as(predicted), reduction="none")
     return (losses.mean(-1) * weights).sum()
 
 
 def step_weights(places: Tensor, steps: int, in_draft_vocab: Tensor | None = None, decay: float = 1.0) -> Tensor:
-    """[K, S], the weight of row r in step s: decay^s / S if a draft that began s slots earlier reaches it, else 0.
+    """[K, S], the weight of row r in step s: decay^s / S if a draft that began s slots earlier reaches it, else 0."""
+    decays = decay ** torch.arange(steps, device=places.device)
+    return reached_steps(places, steps, in_draft_vocab) * (decays / max(len(places), 1))[:, None]
+
+
+def reached_steps(places: Tensor, steps: int, in_draft_vocab: Tensor | None = None) -> Tensor:
+    """[K, S], whether a draft that began s slots before row r reaches it in step s.
 
     It does if all slots between are supervised and marked by `in_draft_vocab` [S].
     """
@@ -68,8 +75,7 @@ def step_weights(places: Tensor, steps: int, in_draft_vocab: Tensor | None = Non
     for step in range(1, steps):
         moved = places.roll(step)
         reached.append(reached[-1].roll(1) & reached[0] & (places - moved == step))
-    decays = decay ** torch.arange(steps, device=places.device)
-    return torch.stack(reached) * (decays / max(len(places), 1))[:, None]
+    return torch.stack(reached)
 
 
 def align_steps(states: Iterable[Tensor]) -> Tensor:
