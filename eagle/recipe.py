@@ -96,7 +96,7 @@ class TrainSection(Section):
     lr: float = Field(3e-5, gt=0)  # the highest learning rate
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
     weight_decay: float = Field(0.0, ge=0)  # of AdamW
-    clip: float = Field(0.5, gt=0)  # limit on the gradients
+    clip: float = Field(0.5, gt=0)  # limit on the gradients; .inf for none
     clip_by: Literal["norm", "value"] = "norm"  # whether `clip` limits the norm of all gradients, or each value
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # how the learning rate falls after warm-up
     schedule_steps: int | None = Field(None, ge=1)  # steps that the schedule is made for; by default those of the run

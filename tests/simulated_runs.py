@@ -56,7 +56,7 @@ BUDGETS = {
     "drawn": Budget.fixed(PUBLISHED_TREE, "sampled"),
     "drawn chain": Budget.fixed(chain_paths(4), "sampled"),
 }
-LOSSES = ("reverse_kl", "jsd", "tv", "acceptance", "hybrid")
+LOSSES = ("reverse_kl", "jsd", "tv", "acceptance", "hybrid", "likeliest")
 HEADS: dict[str, dict[str, Any]] = {
     "eagle1": {"kind": "eagle1"},
     "eagle1 as published": {"kind": "eagle1", "fc_bias": False, "noise_as_published": True},

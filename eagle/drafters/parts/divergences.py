@@ -13,12 +13,13 @@ from torch import Tensor
 
 TINY = 1e-20  # no logarithm is taken of less: an overlap, and what has no probability, have one
 
-Kind = Literal["cross_entropy", "reverse_kl", "jsd", "tv", "acceptance", "hybrid"]
+Kind = Literal["cross_entropy", "reverse_kl", "jsd", "tv", "acceptance", "hybrid", "likeliest"]
 """Of the teacher's probs p and the student's q, with a = sum min(p, q) what they have in common:
 
 - cross_entropy: -sum p log q, which is KL(p, q) but for what no student changes
 - reverse_kl: KL(q, p); jsd: (KL(p, m) + KL(q, m)) / 2 with m = (p + q) / 2; tv: 1 - a, half the sum of |p - q|
 - acceptance: -log a; hybrid: l KL(p, q) + (1 - l) (1 - a), where l = e^-3a is taken as given, unless `blend` is l
+- likeliest: -log q of the token whose p is highest, which published trainers call "ce"
 """
 
 Compare = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -130,4 +131,10 @@ def _relative(target_probs: Tensor, objective: Objective) -> Compare:
     return compare
 
 
-COMPARE = {"cross_entropy": _entropy, "reverse_kl": _relative, "jsd": _relative}  # others are functions of the overlap
+def _likeliest(target_probs: Tensor, objective: Objective) -> Compare:
+    """Cross-entropy from the teacher's likeliest token alone."""
+    return _likelihood(target_probs.argmax(-1, keepdim=True), objective.weight)
+
+
+# others are functions of the overlap
+COMPARE = {"cross_entropy": _entropy, "reverse_kl": _relative, "jsd": _relative, "likeliest": _likeliest}

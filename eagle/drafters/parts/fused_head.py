@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from eagle.core.drafter import TargetHead
 from eagle.data.examples import most_frequent, token_counts
 from eagle.drafters.parts.blocks import Cache, Norm, NormedBlock, Rotary, TwoNormBlock, head_shape
+from eagle.drafters.parts.initial_weights import Linears, draw_linears
 from eagle.drafters.parts.objectives import Kind
 from eagle.drafters.parts.reduced_vocab import load_draft_vocab
 from eagle.drafters.parts.unroll import UnrolledDrafter
@@ -27,6 +28,7 @@ class FusedSettings(Section):
     lm_head: Literal["target", "random"] = "target"  # what its LM head starts from
     train_lm_head: bool = True  # train its LM head
     queries: Literal["keys", "random"] = "keys"  # what half of them start as: from random, few find their own token
+    linears: Linears = "uniform"  # how its other linear layers start: as torch draws them, or "normal": N(0, 0.02)
     fc_norm: bool = False  # EAGLE-3.1: a norm on each tap
     norm_before_residual: bool = False  # attention is added to the normed state
     loss: Kind = "cross_entropy"  # how far its probs are from the target's
@@ -84,6 +86,7 @@ class FusedHead(UnrolledDrafter):
         drafts = _draft_vocabulary(settings.draft_vocab, supervised, target_config.vocab_size)
         shape = head_shape(target_config, draft_vocab_size=len(drafts), **cls.sizes(settings))
         head = cls(settings.model_copy(update={"taps": cls.taps_for(settings, target_config)}), shape)
+        draw_linears(head, settings.linears)
         if head.drafts is not None:
             head.d2t.copy_(drafts - torch.arange(len(drafts)))
             head.t2d[drafts] = True

@@ -21,6 +21,7 @@ from eagle.drafters.parts.block_spans import attend_block
 from eagle.drafters.parts.blocks import Norm, NormedBlock, Rotary, head_shape
 from eagle.drafters.parts.divisors import Divisor, level_shares, reached_levels, sum_divisors
 from eagle.drafters.parts.growth import level_rows
+from eagle.drafters.parts.initial_weights import Linears, draw_linears
 from eagle.drafters.parts.injected_state import InjectedState, SlotLevels
 from eagle.drafters.parts.objectives import LanguageHead
 from eagle.drafters.parts.scoring import Seed
@@ -52,6 +53,7 @@ class InjectedSettings(Section):
     qk_norm: bool = True  # norm queries and keys by head, as Qwen3 does
     mask_token: int | None = None  # the token that mask slots read; by default the last of the vocabulary
     intermediate_size: int | None = None  # of the MLPs; by default the target's, but for mixtures of experts
+    linears: Linears = "uniform"  # how its linear layers start: as torch draws them, or "normal": N(0, 0.02)
     anchors: int = Field(512, ge=1)  # places of a text from which blocks are trained
     decay: float | None = Field(7.0, gt=0)  # level d has the weight e^(-d / decay) in the loss
     divisor: Divisor = "weights"  # of the loss: the sum of the weights, or "reached": how many places have one
@@ -106,7 +108,9 @@ class InjectedHead(TrainableDrafter):
         sizes = {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
         shape = head_shape(target_config, num_hidden_layers=settings.blocks, qk_norm=settings.qk_norm, **sizes)
         found = {"taps": cls.taps_for(settings, target_config), "mask_token": mask}
-        return cls(settings.model_copy(update=found), shape)
+        head = cls(settings.model_copy(update=found), shape)
+        draw_linears(head, settings.linears)
+        return head
 
     @property
     def network(self) -> dict[str, Any]:
