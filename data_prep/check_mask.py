@@ -108,12 +108,49 @@ def expected_texts(
     before, _, tail = marked.partition(PLACEHOLDER)
     if printed.startswith(before) and not printed.removeprefix(before).removesuffix(tail).strip():
         return ()
-    marks = possible_marks(tail, following.partition(PLACEHOLDER)[2], stop_texts(tokenizer))
+    stops = stop_texts(tokenizer)
+    marks = possible_marks(tail, following.partition(PLACEHOLDER)[2], stops)
     ends = [printed.removesuffix(tail[len(mark) :]) for mark in marks]
+    if not printed.rstrip().endswith((*stops, *(mark.strip() for mark in marks if mark.strip()))):
+        later = mark_of_next_turn(history, turn, tools, tokenizer, data)
+        ends = [printed.rstrip() + later] if later else ends
     # before white space alone nothing else ends an answer
     starts = possible_starts(prompt, printed, before)
     texts = [end[start:].rstrip() if tail.strip() else end[start:] for start in starts for end in ends]
     return tuple(dict.fromkeys(filter(None, texts)))
+
+
+def mark_of_next_turn(
+    history: list[dict[str, Any]], turn: dict[str, Any], tools: Any, tokenizer: Any, data: DataSection
+) -> str:
+    """What is printed behind an answer when another turn follows, up to a stop token, else up to that turn's opening.
+
+    The opening is what the template also prints before a first question.
+    """
+    call = (turn.get("tool_calls") or [{}])[0]
+    reply = {"role": "tool", "content": "And?", "name": call["function"]["name"]} if call else {}
+    reply |= {"tool_call_id": call["id"]} if "id" in call else {}
+    question = {"role": "user", "content": "And?"}
+    for answer in (turn, {"role": "assistant", "content": PLACEHOLDER}):
+        try:
+            printed = print_messages([*history, answer], tools, tokenizer, data).rstrip()
+            longer = print_messages([*history, answer, reply or question], tools, tokenizer, data)
+            opening = print_messages([question], tools, tokenizer, data).rpartition("And?")[0]
+        except Exception:  # a template may raise anything
+            continue
+        if longer.startswith(printed):
+            behind = longer.removeprefix(printed).rpartition("And?")[0]
+            pieces = PIECE.findall(behind)
+            first = next((place for place, piece in enumerate(pieces) if piece.strip()), len(pieces))
+            for place, piece in enumerate(pieces[first:], start=first):
+                if piece in stop_texts(tokenizer):
+                    return "".join(pieces[: place + 1])
+                if len(piece) < 3 or (piece[0], piece[-1]) not in (("<", ">"), ("[", "]")):
+                    break
+            shared = next((size for size in range(len(behind), 0, -1) if opening.endswith(behind[-size:])), 0)
+            mark = behind[: len(behind) - shared].rstrip()
+            return mark if re.fullmatch(r"(\s*(<[^<>\s]+>|\[[^\[\]\s]+\]))+", mark) else ""
+    return ""
 
 
 def possible_starts(prompt: str, printed: str, before: str) -> list[int]:

@@ -49,8 +49,13 @@ def render_answers(
             notes.add("an answer of which the template prints nothing: not learned")
             continue
         notes.update(LEFT_OUT.format(part) for part in missing)
-        if not mark_and_trailer[0]:
-            notes.add("the template prints no end-of-turn mark")
+        mark = mark_and_trailer[0].strip()
+        if not text[:end].endswith((mark,) if mark else tuple(stops)):
+            if stop := stop_of_next_turn(messages[: place + 1], render, stops):
+                text = text[:end].rstrip() + stop
+                end = len(text)
+            elif mark or not mark_and_trailer[0]:
+                notes.add("the template prints no end-of-turn mark")
         spans = texts.pop().spans if texts and text.startswith(texts[-1].text) else []
         texts.append(RenderedText(text, [*spans, (start, end)]))
         last = place
@@ -72,16 +77,23 @@ def render_answer(messages: list[Message], render: Render, notes: set[str]) -> t
     if prompt.startswith(text):
         return text, len(text)
     marked, before = render([*history, placeholder_answer(messages[-1])], False), render(history, False)
-    start = before_special(marked, before_special(prompt, common_length(prompt, marked)))
     shared, content = common_length(prompt, before), marked.find(ANYTHING)
-    if text.startswith(prompt[:start]) and start >= len(prompt[:shared].rstrip()):
+    start = min(common_length(prompt, marked), common_length(prompt, text))
+    start = before_special(text, before_special(marked, before_special(prompt, start)))
+    # a template that opens answers unasked does not show where the turns end: special tokens in pairs belong to none
+    opens_unasked = before == prompt and is_closed(prompt[start:]) and not SPECIAL.sub("", prompt[start:]).strip()
+    if opens_unasked or start >= len(prompt[:shared].rstrip()):
         return move_behind_prompt(prompt, text, start, marked[start:content], notes)
+    specials = [SPECIAL.match(printed, start) for printed in (prompt, text)]
+    differing = ": " + " becomes ".join(repr(special[0]) for special in specials if special) if all(specials) else ""
     # the turns before are printed otherwise once they are answered: take them as they were when it was asked for
     opening = prompt[shared:]
     start = marked.rfind(opening, 0, content) + len(opening)
     repeats_question = str(history[-1]["content"]) in marked[start:content]
     if not opening.strip() or not text.startswith(marked[:start]) or repeats_question:
-        raise Dropped(f"the template prints the turns before message {len(messages)} otherwise once it is answered")
+        raise Dropped(
+            f"the template prints the turns before message {len(messages)} otherwise once it is answered{differing}"
+        )
     notes.add("the turns before an answer are printed otherwise once it is given")
     return prompt + text[start:], len(prompt)
 
@@ -94,7 +106,8 @@ def move_behind_prompt(prompt: str, text: str, start: int, header: str, notes: s
     """
     extra = prompt[start:]
     says_header = bool(header.strip()) and not prompt.endswith(header)
-    if text.startswith(header, start) and is_closed(extra + header * says_header):
+    closed = is_closed(extra + header * says_header) or (extra.strip() and is_closed(extra))
+    if text.startswith(header, start) and closed:
         return prompt + text[start if says_header else start + len(header) :], len(prompt)
     notes.add(f"the generation prompt ends with {extra!r}, which the template prints before no answer")
     return text, start
@@ -131,14 +144,33 @@ def find_end_mark(tail: str, following: str, stops: Sequence[str]) -> str:
     whole = tail.rstrip()
     if following.startswith(whole):
         return whole or tail
-    end = len(tail) - len(tail.lstrip())
-    while (special := SPECIAL.match(tail, end)) and (special[0] in stops or END.search(special[0])):
+    return leading_ends(tail, stops) or tail[: before_special(tail, common_length(tail, following))].rstrip() or whole
+
+
+def leading_ends(text: str, stops: Sequence[str]) -> str:
+    """The special tokens at the beginning of a text that are named as ends, up to the first that is a stop token."""
+    end = len(text) - len(text.lstrip())
+    while (special := SPECIAL.match(text, end)) and (special[0] in stops or END.search(special[0])):
         end = special.end()
         if special[0] in stops:
             break
-    if tail[:end].strip():
-        return tail[:end]
-    return tail[: before_special(tail, common_length(tail, following))].rstrip() or whole
+    return text[:end] if text[:end].strip() else ""
+
+
+def stop_of_next_turn(messages: list[Message], render: Render, stops: Sequence[str]) -> str:
+    """The end mark that the template prints behind the last message only where another turn follows, or nothing."""
+    calls = messages[-1].get("tool_calls")
+    following = {"role": "user", "content": "?"}
+    if calls:
+        following = {"role": "tool", "content": "?", "name": calls[0]["function"]["name"]}
+        following |= {"tool_call_id": calls[0]["id"]} if "id" in calls[0] else {}
+    for answer in (messages[-1], placeholder_answer(messages[-1])):  # a thought may be left out before a question
+        with suppress(Dropped):
+            printed = render([*messages[:-1], answer], False).rstrip()
+            continued = render([*messages[:-1], answer, following], False)
+            if continued.startswith(printed):
+                return leading_ends(continued[len(printed) :], stops)
+    return ""
 
 
 def cut_trailer(text: str, start: int, mark: str, trailer: str) -> tuple[str, int]:
