@@ -6,6 +6,7 @@ from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.engine import Engine
+from eagle.formats.fit import check_fit
 from eagle.formats.layout import Layout, has_attention
 from eagle.formats.llamacpp import LLAMACPP
 from eagle.formats.networks import LANGUAGE_MODEL, network_of
@@ -50,4 +51,5 @@ def write_layout(engine: Engine, drafter: TrainableDrafter, target_config: Any) 
         able = [other.name for other in readers if not other.unread_rotary(drafter.shape)]
         advice = f"export to {' or '.join(able)} (docs/serving.md)" if able else "no exporter has a layout for it"
         raise ValueError(f"{engine.name}: {reason}: {advice}")
+    check_fit(drafter, target_config, f"{engine.name}: the head")
     return engine.layout(drafter, target_config)
