@@ -10,6 +10,7 @@ from eagle.formats.checkpoint import load_head
 from eagle.formats.export import EXPORTERS, export
 from eagle.formats.foreign import import_head, inspect
 from eagle.formats.norm_output import MEANINGS
+from eagle.formats.registry import name_reader
 from eagle.formats.target_files import embedding_dtype
 from eagle.target.target import Target
 
@@ -26,7 +27,7 @@ def run_export(argv: list[str]) -> None:
     # the embedding may be written: in the checkpoint's dtype, not in what is fastest here
     target = Target.load(args.target, dtype=embedding_dtype(args.target), device="cpu")
     export(head.bind(target.head), target.config, args.to, args.out, args.head)
-    print(f"{args.out} is ready for {args.to}; its README.md tells how to serve it")
+    print(f"{args.out} is ready for {name_reader(args.to, head)}; its README.md tells how to serve it")
 
 
 def run_import(argv: list[str]) -> None:

@@ -26,6 +26,7 @@ from eagle.disk import write_tensors, write_text
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.several import FirstOf
 from eagle.formats.card import model_card
+from eagle.formats.fit import check_fit
 from eagle.target.target import Target
 
 ON_HUB = ("config.json", "model.safetensors", "recipe.yaml", "provenance.json", "README.md")
@@ -234,10 +235,5 @@ def _load_one(name: str, target: Target, revision: str | None, options: dict[str
     if (method := _method_for(folder)) is not None:
         return method.load(folder, target)
     head = in_dtype(from_pretrained(folder, revision).to(target.device), target.model.dtype)
-    made_for, got = ((shape.hidden_size, shape.vocab_size) for shape in (head.shape, target.config))
-    if (head.taps or head.reads.texts) and made_for != got:
-        raise ValueError(
-            f"{folder} was made for a target of width {made_for[0]} and {made_for[1]} tokens, this one has {got[0]} "
-            f"and {got[1]}: load the target that its recipe.yaml names"
-        )
+    check_fit(head, target.config, str(folder))
     return head.bind(target.head)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
@@ -15,6 +16,7 @@ from eagle.data.identity import fingerprint
 from eagle.disk import lock_path
 from eagle.formats.checkpoint import load_head, save_head
 from eagle.formats.files import folder_at, read_json, weight_files
+from eagle.formats.fit import check_fit
 from eagle.formats.foreign_head import convert_head
 from eagle.formats.foreign_levels import convert_levels, lint_levels, read_levels
 from eagle.formats.head_folder import OWN, UNKNOWN, Finding, HeadFolder
@@ -60,6 +62,11 @@ def inspect(folder: str | Path, target: str | None = None) -> Inspection:
         kind = _kind_of_unreadable(path)
         return Inspection(str(folder), kind, UNKNOWN, {}, (Finding(str(error), fix="Copy or export it again"),))
     findings = lint_levels(head) if head.guesses_levels else lint(head, target_files)
+    if _has_own_network(head):
+        try:
+            _load_own(head.path, target)
+        except ValueError as error:
+            findings = [Finding(str(error), fix="Copy it again, or name its target"), *findings]
     return Inspection(
         str(folder), describe_kind(head), head.layout, list_facts(head), tuple(findings), tuple(head.notes)
     )
@@ -85,10 +92,28 @@ def _convert(
 def read_head(folder: str | Path, target: str | None = None, taps: tuple[int, ...] | None = None) -> TrainableDrafter:
     """The head of a checkpoint; ValueError with all that is missing, unknown or without counterpart here."""
     stored = read_folder(folder_at(folder))
-    if stored.layout == OWN and stored.network is None:  # of a method that engines do not know: as it was saved
-        return load_head(stored.path)
+    if _has_own_network(stored):
+        return _load_own(stored.path, target)
     target_files = _read_target(target)
     return _convert(_read(stored.path, target_files), target_files, taps)[0]
+
+
+def _has_own_network(head: HeadFolder) -> bool:
+    """Whether it is a head of this project that no layout of EAGLE's describes: it is read as it was saved."""
+    return head.layout == OWN and head.network is None
+
+
+def _load_own(path: Path, target: str | None) -> TrainableDrafter:
+    """A head of this project; ValueError if its files do not fit each other, or the target whose states it reads."""
+    head = load_head(path)
+    if target is None or not head.taps:
+        return head
+    try:
+        config = TargetFiles.read(target).config
+    except (OSError, ValueError):  # whoever loads the target says what is wrong with it
+        return head
+    check_fit(head, SimpleNamespace(**config), str(path))
+    return head
 
 
 def import_head(

@@ -34,6 +34,10 @@ def read_levels(head: HeadFolder, target: TargetFiles | None) -> None:
         ours = f"{head.shape['hidden_size']} wide with {head.shape['vocab_size']} tokens"
         theirs = f"{target.width} wide with {target.vocab_size}"
         head.problem(f"the head is for a target {ours}, {target.path} is {theirs}", "Name the right target")
+    layers = reader.target_layers(head)
+    if target and layers not in (None, target.layers):
+        what = f"the head is for a target of {layers} layers, {target.path} has {target.layers}"
+        head.problem(what, "Name the right target")
     _check_tensors(head, reader, target)
     head.problems += [Finding(f"config.json: {wrong}", fix="Correct it") for wrong in dict.fromkeys(head.keys.wrong)]
     sections = {id(section): section for section in (head.keys, head.block, head.nested)}.values()

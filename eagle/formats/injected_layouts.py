@@ -169,7 +169,14 @@ class InjectedLayout(NetworkLayout):
         tensors = reorder_taps(tensors_of(drafter), order)
         if self.copies:
             tensors |= {EMBEDDING: embedding_of(drafter, engine), OUTPUT: output_of(drafter, engine)}
-        return Layout(style(drafter, target_config), tensors, self.serve, deepest=levels_of(drafter), at_once=True)
+        return Layout(
+            style(drafter, target_config),
+            tensors,
+            self.serve,
+            deepest=levels_of(drafter),
+            at_once=True,
+            whole=not drafter.settings.causal,  # each slot reads the masks of all
+        )
 
     def _choose_style(self, settings: Any, engine: str) -> Style:
         """The config style for these settings; ValueError if readers would take the head for something else."""

@@ -186,6 +186,10 @@ class InjectedReader(LevelReader):
             head.notes.append("no pure_draft_prefix_len: 0, as SpecForge takes it")
         return {"gru_size": _size(head, "prefix_gru.weight_hh_l0", 1), "unbiased": unbiased or 0}
 
+    def target_layers(self, head: HeadFolder) -> int | None:
+        """That which the head's own code would take its usual taps of."""
+        return head.block.size("num_target_layers") or head.keys.size("num_target_layers")
+
     def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
         """Those of the config, of so many blocks with norms of queries and keys."""
         return head_shape(SimpleNamespace(**head.shape), num_hidden_layers=head.settings["blocks"], qk_norm=True)

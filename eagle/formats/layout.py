@@ -25,6 +25,7 @@ class Layout:
     file: str = "model.safetensors"  # of the weights; one that torch.save writes by any other ending
     deepest: int | None = None  # the longest chain that can be drafted with it
     at_once: bool = False  # whether one forward drafts all of it
+    whole: bool = False  # whether it guesses otherwise where fewer tokens are asked for
 
 
 def llama_config(drafter: TrainableDrafter, target_config: Any, **more: Any) -> dict[str, Any]:

@@ -48,6 +48,10 @@ class LevelReader:
         """The head's settings as a recipe would state them, from tensors and config."""
         raise NotImplementedError
 
+    def target_layers(self, head: HeadFolder) -> int | None:
+        """The number of the target's layers, where the config tells it."""
+        return None
+
     def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
         """The sizes of the head, or of the target where they do not matter to the head."""
         width, vocab_size = head.shape["hidden_size"], head.shape["vocab_size"]

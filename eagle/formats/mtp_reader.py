@@ -72,6 +72,11 @@ class MtpReader(LevelReader):
             part.taken |= part.values.keys()
         return {"hidden_first": head.layout == MIMO}
 
+    def target_layers(self, head: HeadFolder) -> int | None:
+        """The layers in front of it, of the model whose config it has; one layer is the head's own."""
+        layers = head.keys.size("num_hidden_layers") if "num_nextn_predict_layers" in head.config else None
+        return None if layers == 1 else layers
+
     def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
         """Those of the config; norms by head and biases where there are such tensors."""
         kinds = {name: f"layers.0.self_attn.{part}" in head.names for name, part in PARTS.items()}

@@ -29,6 +29,7 @@ class NetworkLayout:
 
     serve: str  # Markdown, in which HEAD, TARGET and DEPTH stand for themselves
     architectures: tuple[str, ...] = ()
+    until: str = ""  # the last version of the engine that reads it, where a later one does not
     blocks: int = 1  # the most that a head may have: none of several was run in any engine
     slides: bool = False  # whether it reads a window without sinks from layer_types
     finish: Callable[[Layout, TrainableDrafter, Any], Layout] | None = None  # what this engine alone needs

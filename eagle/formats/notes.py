@@ -26,9 +26,11 @@ def write_notes(
     """The texts of README.md and provenance.json; `head` is where the drafter came from, `target` its target's path."""
     recipe = _read_mapping(head / "recipe.yaml", lambda text: yaml.safe_load(text) or {}) if head else {}
     provenance = _read_mapping(head / "provenance.json", json.loads) if head else {}
-    shares = chain_rates(provenance.get("validation", {}))
+    shares = chain_rates(provenance.get("validation", {}))[: layout.deepest]  # validation counts levels that it lacks
     depth, why = _choose_depth(drafter, shares)
-    if layout.deepest is not None and (depth > layout.deepest or (layout.at_once and why == UNMEASURED)):
+    if layout.deepest is not None and layout.whole:
+        depth, why = layout.deepest, "as many as it was trained to guess at once; asked for fewer, it guesses otherwise"
+    elif layout.deepest is not None and (depth > layout.deepest or (layout.at_once and why == UNMEASURED)):
         depth, why = layout.deepest, "as many as the head guesses"
     trained_on = _section(recipe, "target").get("path", "unknown")
     trained_on = "" if trained_on == "unknown" else trained_on  # as an import writes

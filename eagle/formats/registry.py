@@ -6,6 +6,7 @@ from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.engine import Engine
+from eagle.formats.fit import check_fit
 from eagle.formats.layout import Layout, has_attention
 from eagle.formats.llamacpp import LLAMACPP
 from eagle.formats.networks import LANGUAGE_MODEL, network_of
@@ -41,7 +42,7 @@ def write_layout(engine: Engine, drafter: TrainableDrafter, target_config: Any) 
     """The head in an engine's layout; ValueError names what it would serve badly and the engines that fit."""
     network = network_of(drafter)
     if network not in engine.networks:
-        named = " or ".join(other.name for other in ENGINES if network in other.networks)
+        named = " or ".join(name_reader(other.name, drafter) for other in ENGINES if network in other.networks)
         usual = f"export to {named} (docs/serving.md)" if named else "no exporter has one (docs/serving.md)"
         advice = "; ".join([*filter(None, [engine.past.get(network)]), ADVICE.get(network, usual)])
         raise ValueError(f"{engine.name}: {engine.unknown.format(kind=drafter.settings.kind, advice=advice)}")
@@ -50,4 +51,12 @@ def write_layout(engine: Engine, drafter: TrainableDrafter, target_config: Any) 
         able = [other.name for other in readers if not other.unread_rotary(drafter.shape)]
         advice = f"export to {' or '.join(able)} (docs/serving.md)" if able else "no exporter has a layout for it"
         raise ValueError(f"{engine.name}: {reason}: {advice}")
+    check_fit(drafter, target_config, f"{engine.name}: the head")
     return engine.layout(drafter, target_config)
+
+
+def name_reader(engine: str, drafter: TrainableDrafter) -> str:
+    """An engine by its name, with the last version that reads such a head where a later one does not."""
+    networks = next((known.networks for known in ENGINES if known.name == engine), {})
+    layout = networks.get(network_of(drafter))
+    return f"{engine} (up to {layout.until})" if layout and layout.until else engine

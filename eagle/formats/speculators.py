@@ -11,34 +11,23 @@ from eagle.formats.injected_layouts import DFLASH, DSPARK, SPECULATORS_STYLES, I
 from eagle.formats.layout import Layout, rotary_of
 from eagle.formats.networks import FUSED, SWITCHES, FusedLayout, add_embedding
 from eagle.formats.parallel_layouts import PEAGLE, ParallelLayout
-from eagle.formats.vllm import ON_CPU
+from eagle.formats.vllm import explain_serving
 
 DEPTH = 3  # which the config wants to be told; a server may be told otherwise
 HEAD_KEYS = (*SWITCHES, "draft_vocab_size", "eagle_aux_hidden_state_layer_ids")
 MASK = "mask_token_id"
 SPECULATOR = {"eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator"}
-SERVE = """```sh
-vllm serve TARGET --speculative-config '{"method": "eagle3", "model": "HEAD", "num_speculative_tokens": DEPTH}'
-```
-
-The folder is one of `speculators` 0.9.0 (`SpeculatorModel.from_pretrained`), which vLLM 0.32.0 and llama.cpp's
+FOLDER = "The folder is one of `speculators` 0.9.0 (`SpeculatorModel.from_pretrained`), "
+CHAINS = f"""{FOLDER}which vLLM 0.32.0 and llama.cpp's
 converter read too. The loader of `speculators` was run with this layout; vLLM and llama.cpp were not run with it, but
-with layouts of their own.""" + ON_CPU.replace("METHOD", "eagle3")
-
-PARALLEL = """```sh
-vllm serve TARGET --speculative-config '{"method": "eagle3", "model": "HEAD", "num_speculative_tokens": DEPTH,
-    "parallel_drafting": true}'
-```
-
-The folder is one of `speculators` 0.9.0 (`SpeculatorModel.from_pretrained`), whose loader was run with this layout.
+with layouts of their own."""
+PARALLEL = f"""{FOLDER}whose loader was run with this layout.
 vLLM 0.32.0 reads it too, by its V1 model runner; it was not run."""
-BLOCKS = """```sh
-vllm serve TARGET --speculative-config '{"method": "METHOD", "model": "HEAD", "num_speculative_tokens": DEPTH}'
-```
-
-The folder is one of `speculators` 0.9.0 (`SpeculatorModel.from_pretrained`), whose loader was run with this layout.
+BLOCKS = f"""{FOLDER}whose loader was run with this layout.
 vLLM 0.32.0 reads it too, but for blocks without a Markov head whose first slot names a token, and for Markov heads that
 are gated or recurrent; SGLang refuses DSpark's folders of this layout. Neither was run."""
+SERVE = explain_serving("eagle3", CHAINS)
+SERVE_PARALLEL = explain_serving("eagle3", PARALLEL, more='"parallel_drafting": true', cpu=False)
 
 
 def _nest_block(layout: Layout, drafter: TrainableDrafter, target_config: Any) -> Layout:
@@ -72,9 +61,11 @@ SPECULATORS = Engine(
     title="speculators",
     networks={
         FUSED: FusedLayout(SERVE, switches=SWITCHES, reads_embedding=True, finish=_nest_block),
-        PEAGLE: ParallelLayout(PARALLEL, switches=("norm_before_residual",), reads_embedding=True, finish=_nest_block),
-        DFLASH: InjectedLayout(BLOCKS.replace("METHOD", "dflash"), styles=SPECULATORS_STYLES),
-        DSPARK: InjectedLayout(BLOCKS.replace("METHOD", "dspark"), styles=SPECULATORS_STYLES),
+        PEAGLE: ParallelLayout(
+            SERVE_PARALLEL, switches=("norm_before_residual",), reads_embedding=True, finish=_nest_block
+        ),
+        DFLASH: InjectedLayout(explain_serving("dflash", BLOCKS, cpu=False), styles=SPECULATORS_STYLES),
+        DSPARK: InjectedLayout(explain_serving("dspark", BLOCKS, cpu=False), styles=SPECULATORS_STYLES),
     },
     scalings=(*SCALINGS, "dynamic"),  # as vLLM, which reads it
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle.__main__ import main
+from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.checkpoint import load_head, save_head
-from eagle.formats.export import export
+from eagle.formats.export import EXPORTERS, export
 from eagle.formats.foreign import import_head
 from eagle.target.target import Target
 from tests import foreign_heads as made
@@ -59,10 +62,12 @@ def test_what_was_not_run_is_said(engine: str, work: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("engine", ["vllm", "speculators", "portable"])
 def test_vllm_on_a_cpu(engine: str, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory for its cache, the module that starts it, and the precision, which would be bf16."""
+    """Memory for its cache, and the precision, which would be bf16; the command is otherwise the same."""
     said = readme(work, engine, monkeypatch)
-    for part in ("VLLM_CPU_KVCACHE_SPACE=", "python -m vllm.entrypoints.openai.api_server --model ", "--dtype float32"):
-        assert part in said, part
+    plain, on_cpu = [shlex.split(command) for command in re.findall(r"```sh\n([^`]*vllm serve[^`]*)```", said)][:2]
+    assert on_cpu[0].startswith("VLLM_CPU_KVCACHE_SPACE=")
+    assert [word for word in on_cpu[1:] if word not in ("--dtype", "float32", "\n")] == plain
+    assert "--dtype float32" in said and "api_server" not in said
 
 
 def test_nothing_is_claimed_of_an_imported_head(tmp_path: Path) -> None:
@@ -90,3 +95,92 @@ def test_a_recipe_that_does_not_speak_of_templates(work: Path, tmp_path: Path) -
         )
         said = (tmp_path / "out/README.md").read_text()
         assert "the target’s own" not in said and "Unknown" in said
+
+
+KINDS: dict[str, tuple[dict[str, Any], int]] = {  # settings, and how long a draft is asked for
+    "eagle1": ({}, 2),
+    "eagle3": ({"draft_vocab": 30}, 2),
+    "medusa": ({"levels": 3}, 2),
+    "peagle": ({"depths": 6}, 2),
+    "dflash": ({"slots": 6}, 5),
+    "dspark": ({"slots": 7}, 7),
+    "mlp_speculator": ({"levels": 3}, 2),
+    "hydra": ({"levels": 3}, 2),
+    "falcon": ({}, 2),
+    "mtp": ({}, 2),
+}
+RATES = [0.6, 0.5, 0.2, 0.1]  # of levels, which make chains of two the best: 0.6, 0.3, 0.06, 0.006
+METHODS = {kind: kind for kind in ("eagle3", "medusa", "dflash", "dspark", "mtp")} | {
+    "eagle1": "eagle",
+    "peagle": "eagle3",
+}
+
+
+@pytest.fixture(scope="module")
+def target(work: Path) -> Target:
+    """The target of all of them."""
+    return Target.load(work / "target", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def heads(work: Path, target: Target) -> Path:
+    """A head of each kind, whose validation counted chains of four."""
+    validation = {f"chain/{level}": rate for level, rate in enumerate(RATES, start=1)}
+    for kind, (more, _) in KINDS.items():
+        settings, method = settings_of({"kind": kind, **more}, "test"), DRAFTERS[kind]
+        weights = {"weights": target.tensor} if method.reads.weights else {}
+        head = method.for_target(settings, target.config, target.head, [torch.arange(40)], **weights)
+        save_head(work / kind, head, f"target: {{path: {work / 'target'}}}\n", {"validation": validation})
+    return work
+
+
+def export_kind(kind: str, engine: str, heads: Path, target: Target, out: Path) -> str:
+    """The README of an export; "" where the engine reads no such head."""
+    try:
+        export(load_head(heads / kind).bind(target.head), target.config, engine, out, heads / kind)
+    except ValueError:
+        return ""
+    return (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_command_of_any_export_holds_a_placeholder(kind: str, heads: Path, target: Target, tmp_path: Path) -> None:
+    """Of any kind of head for any engine; what is asked of vLLM is JSON, with the method's own name."""
+    written = {engine: export_kind(kind, engine, heads, target, tmp_path / engine) for engine in EXPORTERS}
+    assert any(written.values())
+    for engine, said in written.items():
+        code = "\n".join(said.split("```")[1::2])
+        assert not re.search(r"\b(TARGET|HEAD|DEPTH|NODES|METHOD|LAYERS|MORE|EAGLE3)\b", code.replace("EAGLE3 \\", ""))
+        asked = [json.loads(found) for found in re.findall(r"--speculative-config '([^']*)'", said)]
+        assert {one["method"] for one in asked} <= {METHODS.get(kind)}
+        assert all(one.get("parallel_drafting", False) == (kind == "peagle") for one in asked)
+        assert len({json.dumps(one) for one in asked}) <= 1
+        assert bool(asked) == (engine in ("vllm", "speculators", "portable") and bool(said))
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_the_draft_length_is_that_of_the_head(kind: str, heads: Path, target: Target, tmp_path: Path) -> None:
+    """Blocks guess otherwise where they are shorter than trained; of chains nothing is told of levels that are none."""
+    for engine in ("vllm", "llamacpp", "speculators"):
+        if not (said := export_kind(kind, engine, heads, target, tmp_path / engine)):
+            continue
+        length = KINDS[kind][1]
+        assert f"{length} tokens: " in said
+        if "num_speculative_tokens" in said:
+            assert set(re.findall(r'"num_speculative_tokens": (\d+)', said)) == {str(length)}
+        most = KINDS[kind][0].get("levels", len(RATES))
+        assert f"chains of {most}: " in said
+        rates = json.loads((tmp_path / engine / "provenance.json").read_text())["acceptance"]["per_position"]
+        assert len(rates) == most
+
+
+def test_a_version_that_drops_a_method_is_named(
+    heads: Path, target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the verb, by the README, and where another engine's refusal names the readers."""
+    main(["export", str(heads / "medusa"), "--target", str(heads / "target"), "--to", "vllm", str(tmp_path / "out")])
+    assert "is ready for vllm (up to 0.32.0); " in capsys.readouterr().out
+    said = (tmp_path / "out/README.md").read_text()
+    assert "0.32.0 is the last that reads Medusa" in said and "0.33.0" in said
+    with pytest.raises(ValueError, match=r"sglang: no layout .*export to vllm \(up to 0.32.0\) or medusa"):
+        EXPORTERS["sglang"](load_head(heads / "medusa"), target.config)

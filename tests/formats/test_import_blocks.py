@@ -21,11 +21,17 @@ H, V = made.H, made.V
 FUZZ = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
+def write_target_of(config: dict[str, Any], folder: Path) -> str:
+    """A target as deep as the config of an MTP layer says, and as usual for other heads."""
+    deep = {"num_hidden_layers": config["num_hidden_layers"]} if "num_nextn_predict_layers" in config else {}
+    return made.write_target(folder / "target", **deep)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_tensor_is_read(name: str, tmp_path: Path) -> None:
     """Each is one of the head's to the bit, or is told to be left out."""
     (config, held), layout, expected = LAYOUTS[name]
-    target, folder = made.write_target(tmp_path / "target"), made.write(tmp_path / "theirs", (config, held))
+    target, folder = write_target_of(config, tmp_path), made.write(tmp_path / "theirs", (config, held))
     found = inspect(folder, target)
     assert not found.fatal and found.layout == layout, found
     told = import_head(folder, tmp_path / "ours", target)
@@ -148,7 +154,7 @@ def test_a_spoilt_head_is_refused(head: str, spoil: Any, words: str, tmp_path: P
     (config, held), _, _ = LAYOUTS[head]
     config, held = json.loads(json.dumps(config)), {name: tensor.clone() for name, tensor in held.items()}
     spoil(config, held)
-    target, folder = made.write_target(tmp_path / "target"), made.write(tmp_path / "head", (config, held))
+    target, folder = write_target_of(config, tmp_path), made.write(tmp_path / "head", (config, held))
     with pytest.raises(ValueError, match=re.escape(words)):
         read_head(folder, target)
     assert words in str(inspect(folder, target))
