@@ -88,15 +88,6 @@ def prepare_store(recipe: Recipe, folder: Path, expected: dict[str, Any], repair
         store = check_shards(folder)
         print(store.describe_absent() if store.absent else f"nothing is broken in {folder}")
         store.discard(list(store.absent))
-    if target is None and recipe.target.dtype == "auto":
-        store = FeatureStore(folder, partial=True)
-        stored = store.identity["target"]["dtype"]
-        auto = str(fastest_dtype(best_device())).removeprefix("torch.")
-        if store.absent and stored != auto:  # the store was begun on another machine
-            raise ValueError(
-                f"{folder} was begun in target.dtype {stored}, and auto is {auto} on this machine: set "
-                f"target.dtype={stored} to go on, or point features.store at another folder"
-            )
     return target
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+from functools import partial
 from importlib import import_module
 from typing import NamedTuple
 
 from eagle import __version__
+from eagle.log import script
 from eagle.shipped import STAGES
 
 
@@ -53,13 +55,16 @@ GROUPS = {
     },
 }
 VERBS = {name: verb for group in GROUPS.values() for name, verb in group.items()}
+LIGHT = {"recipes"}  # verbs that need no torch
+VERDICTS = {"inspect", "doctor"}  # whose status 1 says that a checkpoint is broken
+HELP = {"-h", "--help"}
 USAGE = "usage: eagle VERB [arguments]      `eagle VERB --help` tells the arguments of one"
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the verb with the arguments that follow it."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
-    if name in ("-h", "--help"):
+    if name in HELP:
         sys.exit(print(overview()))
     if not name:
         print(overview(), file=sys.stderr)
@@ -69,10 +74,10 @@ def main(argv: list[str] | None = None) -> None:
     if name not in VERBS:
         near = difflib.get_close_matches(name, VERBS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(VERBS)}"
-        print(f"{USAGE}\neagle: there is no verb {name}: {hint}", file=sys.stderr)
+        print(f"{USAGE}\nerror: there is no verb {name}: {hint}", file=sys.stderr)
         sys.exit(2)
     reach_stages()
-    run_verb(name, VERBS[name], rest)
+    script(partial(run_verb, name, VERBS[name]), rest, status=2 if name in VERDICTS else 1)
 
 
 def overview() -> str:
@@ -94,18 +99,13 @@ def reach_stages() -> None:
 
 
 def run_verb(name: str, verb: Verb, argv: list[str]) -> None:
-    """Run a stage, or a verb of the package itself, whose errors end it with status 2."""
-    if not verb.module.startswith("eagle."):
-        import_module("eagle.command.launcher").run_stage(verb.module, argv)
-        return
-    try:
+    """Run a stage, here or on several processes, or a verb of the package itself."""
+    if "torch" not in sys.modules and not HELP & set(argv) and name not in LIGHT:
+        print(f"eagle {name}: importing torch and transformers, a few seconds ...", file=sys.stderr, flush=True)
+    if verb.module.startswith("eagle."):
         getattr(import_module(verb.module), verb.function)(argv)
-    except ValueError as error:
-        print(f"eagle: {error}", file=sys.stderr)
-        sys.exit(2)  # 1 says that a checkpoint is broken
-    except KeyboardInterrupt:
-        with import_module("eagle.log").interrupted_by_user(lambda: "give the same command again"):
-            raise
+    else:
+        import_module("eagle.command.launcher").run_stage(name, verb.module, argv)
 
 
 if __name__ == "__main__":

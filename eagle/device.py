@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from time import perf_counter
-from timeit import repeat
 from typing import Any
 
 import torch
@@ -22,19 +20,27 @@ def best_device() -> str:
     return accelerator.type if accelerator else "cpu"
 
 
-@cache
 def fastest_dtype(device: str) -> torch.dtype:
-    """bf16 where a matrix product in it is clearly faster than in fp32, timed once per process."""
-
-    def seconds(dtype: torch.dtype) -> float:
-        left = torch.ones(64, 1024, dtype=dtype, device=device)
-        right = torch.ones(1024, 1024, dtype=dtype, device=device)
-        return min(repeat(lambda: (left @ right).sum().item(), number=1, repeat=5))  # `item` waits for the device
-
+    """bf16 where the device multiplies it by instructions of its own, else fp32: the same in every process."""
+    if device == "cpu":
+        return torch.bfloat16 if multiplies_bf16(cpu_capabilities()) else torch.float32
+    if device == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     try:
-        return torch.bfloat16 if seconds(torch.bfloat16) < 0.8 * seconds(torch.float32) else torch.float32
+        torch.ones(2, 2, dtype=torch.bfloat16, device=device) @ torch.ones(2, 2, dtype=torch.bfloat16, device=device)
     except (RuntimeError, TypeError):  # a device without bf16
         return torch.float32
+    return torch.bfloat16
+
+
+def multiplies_bf16(capabilities: Mapping[str, Any]) -> bool:
+    """Whether a processor of these capabilities multiplies in bf16; what only converts it is slower than fp32."""
+    return any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16"))
+
+
+def cpu_capabilities() -> Mapping[str, Any]:
+    """What this processor can do, as far as torch's kernels are let use it; {} from a torch that does not tell."""
+    return torch.cpu.get_capabilities() if torch.ops.mkldnn._is_mkldnn_bf16_supported() else {}
 
 
 def choose_threads(forward: Callable[[], Any], seconds: float = 1.0, clock: Callable[[], float] = perf_counter) -> int:

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 LOCK = ".lock"
+ATTEMPTS = 1000  # at a lock whose folder other runs make and remove
 
 
 @contextmanager
@@ -59,28 +60,37 @@ def _hold_lock(lock: Path, what: Path, hold: bool) -> Iterator[None]:
 
 def _acquire(lock: Path, what: Path) -> TextIO | None:
     """The lock file, locked by this process; None, with a warning, where the filesystem has no locks."""
-    while True:
+    fault: OSError | None = None
+    for _ in range(ATTEMPTS):
         try:
             lock.parent.mkdir(parents=True, exist_ok=True)
-            file = lock.open("a+", encoding="utf-8")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                raise ValueError(
-                    f"another run is writing {what} ({file.read() or 'it began just now'}): wait for its end, stop it, "
-                    "or write somewhere else"
-                ) from None
-            if lock.exists() and os.path.samestat(os.fstat(file.fileno()), lock.stat()):
-                break
-            file.close()  # of a run that has ended, and removed it
-        except FileNotFoundError:  # a folder that another run has just removed, as it was empty
-            continue
+            if file := _lock_file(lock, what):
+                return file
+        except FileNotFoundError as error:  # another run has just removed the folder, empty; or none can be made there
+            fault = error
         except OSError as error:  # read-only, or a network's filesystem without locks
             if not lock.parent.is_dir():
                 raise ValueError(f"{what} cannot be written: {error}") from None
             print(f"no lock on {what} ({error.strerror}): start no second run that writes it", file=sys.stderr)
             return None
+    reason = fault or "other runs begin and end there without a pause"
+    raise ValueError(f"{what} cannot be written: {reason}. Name a folder on a disk that can be written")
+
+
+def _lock_file(path: Path, what: Path) -> TextIO | None:
+    """Open and lock the file; None if a run that has ended removed it meanwhile."""
+    file = path.open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise ValueError(
+            f"another run is writing {what} ({file.read() or 'it began just now'}): wait for its end, stop it, "
+            "or write somewhere else"
+        ) from None
+    if not (path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())):
+        file.close()
+        return None
     file.truncate(0)
     file.write(f"process {os.getpid()} on {platform.node()}, since {datetime.now():%Y-%m-%d %H:%M}")
     file.flush()

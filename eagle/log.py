@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from traceback import walk_tb
+from types import FrameType
 from typing import Any, TextIO, TypeVar
 
-import torch
+import yaml
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -31,18 +33,87 @@ Item = TypeVar("Item")
 WANDB_SECONDS = 10
 OURS = {"eagle", "data_prep", "eval", "recipes", "__main__"}
 STOPPED_BY_SIGINT = 130  # the exit status that shells give to Ctrl-C
+MESSAGES = "EAGLE_MESSAGES"  # the folder in which each process that `eagle` launched leaves its last sentence
+LOADERS = {"transformers", "huggingface_hub", "peft", "tokenizers"}  # whose errors in LOADING are of what they load
+LOADING = {"from_pretrained", "snapshot_download", "cached_files"}
+LOADED = ("pretrained_model_name_or_path", "repo_id", "path_or_repo_id", "model_id")  # as they call it
+ADVICE = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room, or name a folder on another disk"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change its permissions, or name another one"),
+    errno.ENOENT: "check the path",
+    errno.EISDIR: "it is a folder: name a file",
+    errno.ENOTDIR: "a part of it is a file: name a folder",
+}
 
 
-def script(main: Callable[[list[str]], None]) -> None:
-    """Run a script's `main`; a ValueError of this project ends it with its message instead of a traceback."""
+def script(main: Callable[[list[str]], Any], argv: list[str] | None = None, status: int = 1) -> None:
+    """Run a command's `main`; what its user can mend ends it in a sentence and this status, Ctrl-C in one and 130."""
     try:
         with interrupted_by_user(lambda: "give the same command again"):
-            main(sys.argv[1:])
-    except ValueError as error:
-        *_, (frame, _) = walk_tb(error.__traceback__)
-        if frame.f_globals["__name__"].split(".")[0] not in OURS:  # a bug, not a message
+            main(sys.argv[1:] if argv is None else argv)
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader, as `head`, has seen enough
+        with suppress(OSError, ValueError):  # an output that is no file
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        sentence = describe_error(error)
+        if sentence is None:  # a bug, not a message
             raise
-        sys.exit(f"error: {error}")
+        if not leave_message(sentence):
+            print(f"error: {sentence}", file=sys.stderr, flush=True)
+        sys.exit(status)
+
+
+def describe_error(error: Exception) -> str | None:
+    """A sentence on what a user can mend: what was got, what is expected, what to do; None for a bug."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    if isinstance(error, ValueError) and _room_of(frames[-1]) in OURS:
+        return str(error)
+    if loading := [frame for frame in frames if frame.f_code.co_name in LOADING and _room_of(frame) in LOADERS]:
+        return _describe_loading(error, loading[0])
+    if isinstance(error, OSError) and error.errno is not None:
+        advice = ADVICE.get(error.errno, "mend that, and give the same command again")
+        return f"{error.filename or 'the disk'}: {error.strerror}: {advice}"
+    if type(error).__name__ == "SafetensorError":
+        return f"a safetensors file cannot be read or written: {error}; is it cut off, or the disk full? Make it anew"
+    if isinstance(error, yaml.YAMLError):
+        return f"this is no YAML: {' '.join(str(error).split())}"
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return f"out of memory: {first_line(error)}. Lower batch_size or max_length, or raise train.accumulation"
+    return str(error) if isinstance(error, ConnectionError) else None
+
+
+def _describe_loading(error: Exception, frame: FrameType) -> str:
+    """A sentence on what a library of models could not load: the outermost of its frames tells what."""
+    name = str(next((frame.f_locals[key] for key in LOADED if frame.f_locals.get(key)), "what was named"))
+    if name.startswith(("/", ".", "~")) and not Path(name).exists():
+        return f"no folder at {name}: expected a model that save_pretrained wrote, or a hub id; check the path"
+    reason = first_line(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}, {error}"
+    return (
+        f"{name} cannot be loaded: {first_line(reason)} Expected a folder that save_pretrained wrote, whole and of a "
+        "model that transformers knows, or a hub id that this machine can reach: check the name and its files"
+    )
+
+
+def first_line(error: object) -> str:
+    """The first line of an error's text, as a sentence."""
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__).strip()
+    return line if line.endswith((".", "!", "?")) else f"{line}."
+
+
+def _room_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).split(".")[0]
+
+
+def leave_message(sentence: str) -> bool:
+    """Leave what ends this process to the launcher, which tells it once for all; False where none of ours waits."""
+    if not (folder := os.environ.get(MESSAGES)):
+        return False
+    with suppress(OSError):
+        (Path(folder) / os.environ.get("RANK", "0")).write_text(sentence)
+        return True
+    return False
 
 
 @contextmanager
@@ -53,7 +124,9 @@ def interrupted_by_user(hint: Callable[[], str]) -> Iterator[None]:
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a launcher sends it once more
         if os.environ.get("RANK", "0") == "0":
-            print(f"\nstopped; {hint()}", file=sys.stderr, flush=True)
+            sentence = f"stopped; {hint()}"
+            leave_message(sentence)
+            print(f"\n{sentence}", file=sys.stderr, flush=True)
         sys.exit(STOPPED_BY_SIGINT)
 
 
@@ -91,6 +164,8 @@ def progress(
 
 def memory_gb() -> float:
     """Peak memory of this process in GB, on the accelerator where it has one."""
+    import torch  # which takes seconds, and a line of progress nothing of it
+
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6

@@ -26,7 +26,9 @@ class TargetSection(Section):
 
     path: str  # a folder or a hub id
     revision: str | None = None  # a branch, tag or commit of the hub id
-    dtype: str = "auto"  # float32, bfloat16 or float16; "auto" takes what is fastest on the device
+    dtype: str = (
+        "auto"  # float32, bfloat16 or float16; "auto" is bfloat16 where the device multiplies in it, else float32
+    )
     trust_remote_code: bool = False  # run modeling code that the checkpoint brings
     adapter: str | None = None  # a LoRA adapter, merged into the model at load
     device_map: str | None = None  # "auto" spreads a target that no single device holds

@@ -1,17 +1,14 @@
-"""Start a stage on one process or several: here, or by accelerate's launcher."""
+"""Start a stage: in this process, or on several by accelerate's launcher once its recipe was read."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from importlib import import_module
 
-import yaml
+from eagle.recipe import Recipe, command_line
+from eagle.shipped import DEMO, find_recipe
 
-from eagle.shipped import DEMO, RECIPES, find_recipe
-
-TRAIN, TRAIN_JOINTLY = RECIPES / "train_eagle.py", RECIPES / "train_medusa2.py"
 USAGE = """\
   --processes N        how many share the work, one a GPU
   --config_file FILE   settings of accelerate: a file, or ddp, zero2, zero3, two_machines; with N the default is ddp
@@ -19,15 +16,19 @@ USAGE = """\
 
 
 def launcher_options(argv: list[str]) -> tuple[list[str], list[str]]:
-    """The options that accelerate's launcher gets, none where it is not asked for, and the arguments of the stage."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    """What accelerate's launcher gets, nothing where one process needs no launcher, and the arguments of the stage."""
+    parser = argparse.ArgumentParser(prog="eagle", add_help=False, allow_abbrev=False)
     parser.add_argument("--processes", "--num_processes", dest="num_processes", type=int)
     parser.add_argument("--config_file")
     for name in ("--machine_rank", "--main_process_ip", "--main_process_port"):
         parser.add_argument(name)
     args, rest = parser.parse_known_args(argv)
+    if args.num_processes is not None and args.num_processes < 1:
+        raise ValueError(f"--processes is {args.num_processes}, expected how many share the work: 1 or more")
     if args.config_file is None and args.num_processes is not None:
         args.config_file = "ddp"
+    if args.config_file == "ddp" and args.num_processes == 1:
+        return [], rest
     if args.config_file in ("ddp", "zero2", "zero3", "two_machines"):
         args.config_file = f"accelerate/{args.config_file}"
     if args.config_file is not None:
@@ -35,40 +36,42 @@ def launcher_options(argv: list[str]) -> tuple[list[str], list[str]]:
     return [f"--{name}={value}" for name, value in vars(args).items() if value is not None], rest
 
 
-def launch_script(options: list[str], program: list[str]) -> None:
-    """Become accelerate's launcher, which starts the program on every process."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", *options, *program]
-    sys.stdout.flush()
-    os.execv(sys.executable, command)
-
-
-def run_here(module: str, argv: list[str]) -> None:
-    """Run the stage of this module in this process."""
-    from eagle.log import script  # which imports torch, and takes seconds
-
-    sys.argv[1:] = argv
-    script(import_module(module).main)
-
-
-def run_stage(module: str, argv: list[str]) -> None:
+def run_stage(name: str, module: str, argv: list[str]) -> None:
     """Run a stage in this process, or on as many as the options ask for."""
     options, rest = launcher_options(argv)
-    if options and not {"-h", "--help"} & set(argv):
-        launch_script(options, ["-m", module, *rest])
-    run_here(module, rest)
+    if not options or {"-h", "--help"} & set(argv):
+        sys.argv[1:] = rest
+        import_module(module).main(rest)
+        return
+    check_recipe(rest)
+    # which imports torch and accelerate, and takes seconds
+    import_module("eagle.training.launch").launch_processes(options, ["-m", "eagle", name, *rest])
+
+
+def check_recipe(argv: list[str]) -> None:
+    """Read the recipe, its drafter's settings and the target's config once, instead of failing on every process."""
+    parser = command_line("eagle", None)
+    args, _ = parser.parse_known_intermixed_args(argv if argv and "=" not in argv[0] else [DEMO, *argv])
+    recipe = Recipe.load(args.recipe, [word for word in args.overrides if "=" in word])
+    import_module("eagle.drafters").settings_of(recipe.drafter.model_dump(), args.recipe)
+    target = recipe.target
+    read_config = import_module("eagle.target.borrowed").target_config
+    read_config(target.path, target.revision, trust_remote_code=target.trust_remote_code)
 
 
 def train(argv: list[str]) -> None:
     """Train the head of a recipe; a recipe with a section `joint` trains its target too."""
     if {"-h", "--help"} & set(argv):
         print(f"usage: eagle train [RECIPE] [key=value ...] [--check] [options]\n\n{train.__doc__}\n")
-        sys.exit(
-            print(f"  --check              try every stage on two batches, tell memory and hours, and stop\n{USAGE}")
-        )
-    options, rest = launcher_options(argv)
-    if "--check" in rest:
-        run_here("recipes.train_eagle", rest)
-        return
-    recipe = rest[0] if rest and "=" not in rest[0] else DEMO
-    is_joint = "joint" in yaml.safe_load(find_recipe(recipe).read_text()) and "joint=null" not in rest
-    launch_script(options, [str(TRAIN_JOINTLY if is_joint else TRAIN), *rest])
+        print(f"  --check              try every stage on two batches, tell memory and hours, and stop\n{USAGE}")
+        sys.exit()
+    if "--check" in argv:
+        argv = launcher_options(argv)[1]
+    is_joint = "--check" not in argv and trains_jointly(launcher_options(argv)[1])
+    run_stage("train", "recipes.train_medusa2" if is_joint else "recipes.train_eagle", argv)
+
+
+def trains_jointly(argv: list[str]) -> bool:
+    """Whether a recipe with these overrides trains its target too."""
+    recipe = argv[0] if argv and "=" not in argv[0] else DEMO
+    return Recipe.load(recipe, [word for word in argv[1:] if "=" in word]).joint is not None

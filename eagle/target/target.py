@@ -64,7 +64,7 @@ class Target:
         trust_remote_code: bool = False,
         adapter: str | None = None,
     ) -> Target:
-        """Load a target from a folder or a hub id; dtype "auto" is bf16 only if it is faster on this device."""
+        """Load a target from a folder or a hub id; dtype "auto" is bf16 where the device multiplies in it."""
         device = best_device() if device == "auto" else device
         dtype = fastest_dtype(device) if dtype == "auto" else parse_dtype(dtype)
         source = {"revision": revision, "trust_remote_code": trust_remote_code}

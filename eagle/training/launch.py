@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
+import sys
 from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
+from accelerate.commands.launch import launch_command, launch_command_parser
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from eagle.device import best_device, fastest_dtype
+from eagle.log import MESSAGES, STOPPED_BY_SIGINT
 from eagle.recipe import Recipe, TrainSection
 
 LAUNCH_HINT = (
@@ -48,6 +57,37 @@ def launch(settings: TrainSection) -> Accelerator:
         engine["torch_autocast"] = {"enabled": bf16, "dtype": "bfloat16", "lower_precision_safe_modules": []}
         engine["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True  # at each validation
     return accelerator
+
+
+def launch_processes(options: list[str], program: list[str]) -> None:
+    """Run a program on several processes by accelerate's launcher; how it ends is told once, without a traceback."""
+    args = launch_command_parser().parse_args([*options, *program])
+    logging.disable()  # what the launchers add to what their processes have said
+    with TemporaryDirectory() as folder:
+        os.environ[MESSAGES] = folder
+        try:
+            launch_command(args)
+        except ChildFailedError as failed:
+            told = sorted((path for path in Path(folder).iterdir()), key=lambda path: int(path.name))
+            end_as_the_first(failed.get_first_failure(), [path.read_text() for path in told])
+        except SignalException as ended:
+            if ended.sigval == signal.SIGINT and not any(Path(folder).iterdir()):
+                raise KeyboardInterrupt from None  # before the first process could tell what is kept
+            sys.exit(128 + ended.sigval)
+
+
+def end_as_the_first(failure: tuple[int, ProcessFailure], messages: list[str]) -> None:
+    """End this process as that which failed first: with the sentences of all, each once, or with its status."""
+    rank, status = failure[0], failure[1].exitcode
+    if status == STOPPED_BY_SIGINT:
+        sys.exit(status)
+    if messages:
+        raise ValueError("\n".join(dict.fromkeys(messages)))
+    if status < 0:
+        name, hint = signal.Signals(-status).name, "; so a system ends what takes too much memory"
+        raise ValueError(f"process {rank} was ended by {name}{hint if status == -signal.SIGKILL else ''}")
+    print(f"error: process {rank} failed: what it printed says why", file=sys.stderr)
+    sys.exit(status)
 
 
 def resolve_dtype(recipe: Recipe) -> Recipe:

@@ -46,7 +46,6 @@ QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # a model this small is loaded at once
     "PYTHONWARNINGS": "ignore",
 }
-LAUNCH = "-m accelerate.commands.launch --num_processes=1 --num_machines=1 --mixed_precision=no --dynamo_backend=no"
 
 
 class Stage(NamedTuple):
@@ -94,7 +93,7 @@ STAGES = [
         "One transformer layer, which predicts the next hidden state from the last one and the token after it.\n"
         f"In: the hidden states. Out: {HEAD}",
         45,
-        [*LAUNCH.split(), str(RECIPES / "train_eagle.py"), RECIPE],
+        [str(RECIPES / "train_eagle.py"), RECIPE],
     ),
     Stage(
         "Measure it",

@@ -214,4 +214,4 @@ def test_the_command_tells_by_its_exit_status(tmp_path: Path, capsys: pytest.Cap
     assert broken.value.code == 1 and "verdict: broken: fc.weight is missing" in capsys.readouterr().out
     with pytest.raises(SystemExit) as misused:
         main(["doctor", str(head), "--target", str(target), "--prompts", str(tmp_path / "none.jsonl")])
-    assert misused.value.code == 2 and "eagle: no prompts at" in capsys.readouterr().err
+    assert misused.value.code == 2 and "error: no prompts at" in capsys.readouterr().err
