@@ -32,6 +32,7 @@ from eagle.target.target import Target
 RECIPE = "recipes/tiny/eagle3.yaml"
 TAPS = (0, 1, 2, 4, 5, 7, 8, 9, -1)  # all that any head below reads
 TEXTS, WARMUP, CLIP = 3, 0.05, 0.5  # texts of a batch; of the steps; norm of the gradient
+EARLY = 50  # steps after which a head is under-trained, and not broken
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # logits of head and target [S, V], the text's tokens [S] -> [S]
 
 
@@ -111,6 +112,15 @@ TUNING = {
     "eagle3-decayed": Training(E3, "soft", weight_decay=1.0, dropout=0.1),
     "eagle3-single": Training(E3, "hard", unroll=1),
 }
+FIVE = {"taps": (2, 4, 5, 7, 8)}
+BLOCKS, MTP = {"kind": "dspark", "blocks": 2, "rank": 64, **FIVE}, {"kind": "mtp", "start": "last_block"}
+OTHER_TUNING = {  # kinds of other families, with their own losses
+    "medusa-probs": Training({"kind": "medusa", "levels": 4}),
+    "peagle-own": Training({"kind": "peagle", "blocks": 2, "depths": 4, "draft_vocab": 512}),
+    "dflash-tokens": Training({"kind": "dflash", "blocks": 2, "slots": 6, "loss": "tokens", **FIVE}),
+    "dspark-own": Training(BLOCKS),
+    "mtp-tokens": Training({**MTP, "loss": "tokens"}, lr=1e-3),
+}
 AGAIN = ("eagle1-hard", "eagle3-hard", "eagle3-speculators", "eagle3.1-hard")
 REPORTED = {
     "eagle1": Training(E1, steps=600, lr=1e-3),
@@ -128,6 +138,13 @@ REPORTED = {
     "eagle3-focal": Training({**E3, "draft_vocab": 1024, "taps": (1, 4, 8)}, "focal", decay=0.6),
     "eagle3.1-variation": Training({**NORMED, "draft_vocab": None}, "variation", lr=1e-3),
     "eagle3-long": Training({**E3, "train_lm_head": False}, "text", steps=350, answers=60, weight_decay=0.1),
+}
+OTHER_REPORTED = {
+    "medusa-tokens": Training({"kind": "medusa", "levels": 3, "loss": "tokens"}, lr=2e-3),
+    "peagle-gated": Training({"kind": "peagle", "blocks": 3, "depths": 5, "norm_before_residual": True}, lr=2e-3),
+    "dflash-probs": Training({"kind": "dflash", "blocks": 3, "slots": 5, "taps": (1, 4, 8)}),
+    "dspark-anchored": Training({**BLOCKS, "slots": 5, "sample_from_anchor": False, "confidence": False}, lr=2e-3),
+    "mtp-random": Training({**MTP, "start": "random", "steps": 2}),
 }
 
 
@@ -169,11 +186,13 @@ def sum_losses(head: Any, batch: Batch, training: Training, frozen: TargetHead) 
     return total
 
 
-def train(name: str, training: Training, target: Target, examples: list[Example], seed: int) -> Any:
-    """Train a healthy head in this way."""
+def train(name: str, training: Training, target: Target, examples: list[Example], seed: int, out: Path) -> None:
+    """Train a healthy head in this way and save it, the first time while it is still under-trained."""
     torch.manual_seed(seed)
     settings, supervised = settings_of(training.head, name), [example.tokens[example.loss_mask] for example in examples]
-    head = DRAFTERS[settings.kind].for_target(settings, target.config, target.head, supervised).train()
+    kind = DRAFTERS[settings.kind]
+    borrowed = {"weights": target.tensor} if kind.reads.weights else {}
+    head = kind.for_target(settings, target.config, target.head, supervised, **borrowed).train()
     weights, decay = [weight for weight in head.parameters() if weight.requires_grad], training.weight_decay
     optimizer = torch.optim.AdamW(weights, lr=training.lr, betas=(0.9, 0.95), weight_decay=decay, fused=True)
     taps = tuple(dict.fromkeys((*head.taps, -1)))
@@ -188,8 +207,10 @@ def train(name: str, training: Training, target: Target, examples: list[Example]
         torch.nn.utils.clip_grad_norm_(weights, CLIP)
         optimizer.step()
         optimizer.zero_grad()
+        if step + 1 == EARLY:
+            save_pretrained(head, out / f"{name}-early")
     print(f"{name}: loss {loss.item():.3f}", flush=True)
-    return head.eval()
+    save_pretrained(head.eval(), out / name)
 
 
 def main(argv: list[str]) -> None:
@@ -199,16 +220,17 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--runs", default="runs/tiny", help="where the target and its data are")
     parser.add_argument("--set", choices=["tuning", "reported"], required=True)
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--only", nargs="*", help="names of those to train; by default all of the set")
     args = parser.parse_args(argv)
     target = Target.load(f"{args.runs}/target", dtype="float32")
     examples: dict[str, list[Example]] = {}
-    for number, (name, training) in enumerate((TUNING if args.set == "tuning" else REPORTED).items()):
-        if not (args.out / name / "config.json").is_file():
+    trainings = {**TUNING, **OTHER_TUNING} if args.set == "tuning" else {**REPORTED, **OTHER_REPORTED}
+    for number, (name, training) in enumerate(trainings.items()):
+        if name in (args.only or trainings) and not (args.out / name / "config.json").is_file():
             if training.texts not in examples:
                 paths = [f"target.path={args.runs}/target", f"data.train={args.runs}/data/{training.texts}.jsonl"]
                 examples[training.texts] = read_features(target, Recipe.load(RECIPE, paths))
-            head = train(name, training, target, examples[training.texts], args.seed * 100 + number)
-            save_pretrained(head, args.out / name)
+            train(name, training, target, examples[training.texts], args.seed * 100 + number, args.out)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle.core.budget import Budget
+from eagle.core.network_parts import Parts
 from eagle.core.tree import DraftTree, Paths
 from eagle.data.examples import Batch
 from eagle.device import in_dtype
@@ -200,6 +201,11 @@ class TrainableDrafter(nn.Module, Drafter):
         """
         return {"network": self.settings.kind}
 
+    @property
+    def parts(self) -> Parts:
+        """The parts that only this network has; those of blocks, norms and numbered stacks are known by their names."""
+        return Parts()
+
     @classmethod
     def for_target(
         cls,
@@ -235,9 +241,7 @@ class TrainableDrafter(nn.Module, Drafter):
         """Validation sums, added up over batches and processes; drafters/parts/validation.py makes figures of them."""
         raise NotImplementedError(f"{type(self).__name__} cannot be validated: write validate, see parts/validation.py")
 
-    def draft_levels(
-        self, batch: Batch, frozen: TargetHead, levels: int
-    ) -> Iterable[tuple[Tensor, Callable[[Tensor], Tensor]]]:
+    def draft_levels(self, batch: Batch, frozen: TargetHead, levels: int) -> Iterable[tuple[Tensor, Any]]:
         """For each level of a chain, the states [S, ..] at all supervised slots and the head that gives logits."""
         raise NotImplementedError(f"{type(self).__name__} cannot be examined: write draft_levels, see parts/unroll.py")
 
@@ -270,12 +274,9 @@ class TargetHead:
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """The target's logits from the LM head's input, in the weights' dtype; `out` is memory to write them to."""
         hidden = hidden.to(self.weight.dtype)
-        if out is None:
-            logits = self.output(hidden)
-        else:
-            logits = torch.matmul(hidden, self.weight.T, out=out)
-            if (bias := getattr(self.output, "bias", None)) is not None:
-                logits += bias
+        logits = self.output(hidden) if out is None else torch.matmul(hidden, self.weight.T, out=out)
+        if out is not None and (bias := getattr(self.output, "bias", None)) is not None:
+            logits += bias
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         if self.softcap is not None:

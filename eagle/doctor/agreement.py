@@ -13,6 +13,7 @@ from torch import Tensor
 
 from eagle.core.drafter import TargetHead
 from eagle.data.examples import Batch
+from eagle.doctor.cycles import expect_accepted, visit_slots
 from eagle.doctor.wiring import Logits, Wiring, draft_ids
 
 ROWS = 128  # of logits held at once
@@ -28,6 +29,7 @@ class Agreement:
     is_greedy: Tensor  # [S], whether the text goes on as the greedy target would
     text_ids: Tensor  # [S], the text of each slot
     places: Tensor  # [S], tokens of its text before the one that a slot names first
+    drawn_kept: Tensor  # [K, S], how often a drawn draft is accepted where the target chose the text's token
     recurrent: bool = True  # whether later levels read what the head has drafted
 
     def between(self, start: int, end: int | None = None) -> Agreement:
@@ -72,6 +74,36 @@ class Agreement:
         """[M, 2, K], for each text the number of slots that reach a level and that pass it."""
         both = torch.stack([self.reached, self.reached & self.hits]).double()  # [2, K, S]
         return self._sum_by_text(both).movedim(-1, 0)
+
+    @cached_property
+    def drawn_cycles(self) -> tuple[Tensor, Tensor]:
+        """[M] tokens and [M] cycles of each text when it is decoded with chains of K drafts drawn from the probs."""
+        return self._count_cycles(self.drawn_kept, self.overlap)
+
+    @cached_property
+    def greedy_cycles(self) -> tuple[Tensor, Tensor]:
+        """[M] tokens and [M] cycles with chains of K likeliest tokens, kept where the greedy target agrees.
+
+        On a greedy answer this is decoding itself; on a drawn one it goes on along the text.
+        """
+        return self._count_cycles(self.hits.double(), self.hits.double())
+
+    def _count_cycles(self, kept: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+        cycles = visit_slots(kept, self.in_text, self.text_ids)
+        tokens = cycles * (1 + expect_accepted(kept, expected, self.in_text))
+        return self._sum_by_text(tokens), self._sum_by_text(cycles)
+
+    @property
+    def decoded_tau(self) -> float:
+        """The acceptance length of greedy decoding with chains of K drafts."""
+        tokens, cycles = self.greedy_cycles
+        return float(tokens.sum() / cycles.sum())
+
+    @property
+    def drawn_tau(self) -> float:
+        """The acceptance length of decoding with drawn drafts."""
+        tokens, cycles = self.drawn_cycles
+        return float(tokens.sum() / cycles.sum())
 
     def drawn_lengths(self) -> Tensor:
         """[M], each text's mean acceptance length of chains drawn from the head's probs."""
@@ -123,24 +155,35 @@ def measure(wiring: Wiring, batch: Batch, target: TargetHead, levels: int) -> Ag
     columns: list[list[Tensor]] = []
     for level, (states, logits) in enumerate(wiring.draft_levels(batch, levels)):
         place = slots + 1 + level
-        in_text = (place + 1 < count) & (owner[(place + 1).clamp(max=count - 1)] == text_ids)
-        parts = zip(states.split(ROWS), true[place.clamp(max=count - 1)].split(ROWS), strict=True)
-        rows = torch.cat([_compare_probs(*part, logits, target, drafts) for part in parts])
-        columns.append([*rows.unbind(1), in_text])
-    overlap, hits, choices, in_text = (torch.stack(column).cpu() for column in zip(*columns, strict=True))
+        following = (place + 1).clamp(max=count - 1)
+        in_text = (place + 1 < count) & (owner[following] == text_ids)
+        rows = (states, true[place.clamp(max=count - 1)], batch.tokens.to(device)[following])
+        parts = zip(*(column.split(ROWS) for column in rows), strict=True)
+        compared = torch.cat([_compare_probs(*part, logits, target, drafts) for part in parts])
+        columns.append([*compared.unbind(1), in_text])
+    overlap, kept, hits, choices, in_text = (torch.stack(column).cpu() for column in zip(*columns, strict=True))
     is_greedy = choices[0].long() == batch.tokens[(slots + 2).clamp(max=count - 1)].cpu()
     starts = torch.tensor([0, *accumulate(batch.lengths)])[text_ids.cpu()]
-    places = slots.cpu() + 2 - starts
-    return Agreement(overlap.double(), hits.bool(), in_text.bool(), is_greedy, text_ids.cpu(), places, wiring.recurrent)
+    rows = is_greedy, text_ids.cpu(), slots.cpu() + 2 - starts
+    return Agreement(overlap, hits.bool(), in_text.bool(), *rows, kept, wiring.recurrent)
 
 
-def _compare_probs(states: Tensor, true: Tensor, logits: Logits, target: TargetHead, drafts: Tensor | None) -> Tensor:
-    """[n, 3]: overlap, whether the likeliest tokens agree, and the target's likeliest token."""
+def _compare_probs(
+    states: Tensor, true: Tensor, tokens: Tensor, logits: Logits, target: TargetHead, drafts: Tensor | None
+) -> Tensor:
+    """[n, 4]: overlap, min(1, q / p) of the text's token, whether the likeliest tokens agree, and the target's."""
     target_probs = target.logits(true).float().softmax(-1)
     probs = logits(states).float().softmax(-1)
     choice, guess = target_probs.argmax(-1), probs.argmax(-1)
-    if drafts is not None:
+    p = target_probs.gather(1, tokens[:, None])[:, 0]
+    if drafts is None:
+        q, common = probs.gather(1, tokens[:, None])[:, 0], target_probs
+    else:
         drafts = drafts.clamp(0, target_probs.shape[-1] - 1)
-        target_probs, guess = target_probs[:, drafts], drafts[guess]
-    overlap = torch.minimum(probs, target_probs).sum(-1)
-    return torch.stack([overlap, guess == choice, choice], dim=1).double()
+        row = torch.full((target_probs.shape[-1],), -1, device=drafts.device)
+        row[drafts] = torch.arange(len(drafts), device=drafts.device)
+        q = torch.where(row[tokens] >= 0, probs.gather(1, row[tokens].clamp(min=0)[:, None])[:, 0], 0.0)
+        common, guess = target_probs[:, drafts], drafts[guess]
+    overlap = torch.minimum(probs, common).sum(-1)
+    kept = (q / p.clamp(min=1e-30)).clamp(max=1.0)
+    return torch.stack([part.double() for part in (overlap, kept, guess == choice, choice)], dim=1)

@@ -68,7 +68,22 @@ def set_rope(names: list[str], values: dict[str, Any]) -> Change:
     return on_head(edit)
 
 
-def set_switch(name: str, value: bool) -> Change:
+def swap_rows(one: str, other: str, starts: tuple[int, int], count: int) -> Change:
+    """A change that exchanges so many rows of two matrices, each from its own start on."""
+
+    def edit(head: Any) -> None:
+        first, second = (
+            head.get_parameter(name).data[start : start + count]
+            for name, start in zip((one, other), starts, strict=True)
+        )
+        kept = first.clone()
+        first.copy_(second)
+        second.copy_(kept)
+
+    return on_head(edit)
+
+
+def set_setting(name: str, value: Any) -> Change:
     """A change of a setting, in the head and in every part that copied it."""
 
     def edit(head: Any) -> None:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
 import yaml
 
-from eagle.core.drafter import TrainableDrafter
+from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.data.examples import Batch
 from eagle.device import in_dtype
 from eagle.doctor.agreement import Agreement, measure
 from eagle.doctor.contexts import examine_contexts
+from eagle.doctor.own_embedding import borrow_embedding
 from eagle.doctor.own_token import own_token_shares
-from eagle.doctor.probes import Probe, list_missing, list_probes
+from eagle.doctor.probes import Probe, list_missing, list_probes, list_removals
 from eagle.doctor.server import read_server
 from eagle.doctor.texts import answer_prompts, count_chains, read_prompts, render_prompts, select_texts, split_texts
 from eagle.doctor.verdict import Diagnosis, Effect, decide
@@ -30,9 +33,11 @@ from eagle.formats.foreign import Finding, inspect, read_head
 from eagle.log import progress
 from eagle.target.target import Target
 
-LEVELS = 3  # of the chain that is examined
+LEVELS = 3  # of the chain that is examined; of a head that guesses several at once all
+MOST_LEVELS = 8
 CHOOSING = 3  # a third of the texts chooses what is confirmed on the others
-CANDIDATES = 3  # that are confirmed
+GLANCE = 4  # a quarter of those tells which changes are looked at on all of them
+LIKELY, CANDIDATES = 12, 3  # that are looked at, and that are confirmed
 ROUNDS = 3  # two faults at once are both named; the third round says that there is no more
 
 
@@ -44,10 +49,10 @@ def examine(folder: str | Path, target_path: str, prompts: str | None = None, se
         return refusal
     findings = inspect(folder, target_path).findings
     target, template_kwargs = Target.load(target_path), _read_template_kwargs(folder)
-    drafter = drafter.to(target.device)
+    drafter, frozen = drafter.to(target.device), borrow_embedding(folder, target)
     prompt_tokens = render_prompts(target, asked, **template_kwargs)
     texts = answer_prompts(target, prompt_tokens)
-    diagnosis = diagnose(drafter, target, texts, [finding for finding in findings if finding.fatal])
+    diagnosis = diagnose(drafter, target, texts, [finding for finding in findings if finding.fatal], frozen)
     assert diagnosis.figures is not None
     notes = [*map(str, findings), *try_templates(drafter, target, asked, template_kwargs, diagnosis.figures)]
     if expected := _read_expected(folder):
@@ -77,40 +82,98 @@ def open_head(folder: str | Path, target_path: str) -> tuple[Any, Diagnosis | No
     return in_dtype(head, dtypes.most_common(1)[0][0] if dtypes else torch.float32), None  # engines compute in it
 
 
-def diagnose(head: TrainableDrafter, target: Target, texts: Batch, fatal: Sequence[Finding] = ()) -> Diagnosis:
-    """Find single changes that raise the head's acceptance, one after the other, until none does.
+def diagnose(
+    head: TrainableDrafter,
+    target: Target,
+    texts: Batch,
+    fatal: Sequence[Finding] = (),
+    frozen: TargetHead | None = None,
+) -> Diagnosis:
+    """Find single changes that raise the head's acceptance in decoding, one after the other, until none does.
 
-    Changes are chosen on some of the texts and confirmed on the others.
+    Changes are chosen on some of the texts and confirmed on the others. `frozen` is what the head borrows where it is
+    served, the target's own by default; `fatal` are findings of `inspect`, of which those that no draft refutes count.
     """
-    wiring, faults = Wiring(head.eval(), target.head), list[Effect]()
+    wiring, faults = Wiring(head.eval(), frozen or target.head, levels=count_levels(head)), list[Effect]()
     wiring = replace(wiring, recurrent=wiring.reads_drafts(select_texts(texts, 0, 1)))
     notes = [f"does not apply to this head: {', '.join(list_missing(wiring, target))}"]
-    figures, (choosing, confirming) = measure(wiring, texts, target.head, LEVELS), split_texts(texts, CHOOSING)
+    figures, (choosing, confirming) = measure_timed(wiring, target, texts), split_texts(texts, CHOOSING)
     for _ in range(ROUNDS):
-        tried = try_changes(wiring, list_probes(wiring, target), choosing, target)
+        tried = search_changes(wiring, target, choosing)
         likely = try_changes(wiring, [effect.probe for effect in tried[:CANDIDATES]], confirming, target)
         if not likely[0].is_sure:
             break
         faults.append(likely[0])
         wiring = likely[0].probe.change(wiring)
     tried = [*likely, *tried[CANDIDATES:]]
-    if idle := [effect.probe.fault for effect in tried if effect.is_none]:
-        notes.append(f"without any effect on what it guesses: {'; '.join(idle)}")
-    elsewhere = [finding.what for finding in fatal if "target" in finding.what and "rope" not in finding.what]
-    verdict = decide(figures, faults, elsewhere, _norm_shift(head))
+    idle = try_changes(wiring, list_removals(wiring, target), texts, target) if not faults else []
+    faults += [effect for effect in idle if effect.is_idle]
+    if same := [effect.probe.fault for effect in tried if effect.is_none]:
+        notes.append(f"without any effect on what it guesses: {'; '.join(same)}")
+    stands, refuted = weigh_findings(fatal, tried)
+    notes += refuted
+    verdict = decide(figures, faults, stands, _norm_shift(head))
     fading, contexts = examine_contexts(wiring, target, texts, LEVELS)
     verdict = verdict if fading is None else f"{verdict}; {fading}"
     notes += contexts
+    if wiring.frozen is not target.head:
+        other = measure(replace(wiring, frozen=target.head), texts, target.head, wiring.levels)
+        notes.append(
+            "its folder brings an embedding that is not the target's: all figures are with it, as engines read it; "
+            f"with the target's greedy τ is {other.decoded_tau:.3f}, with drawn drafts {other.drawn_tau:.3f}"
+        )
     nearest = tuple(effect for effect in tried if not effect.is_none)
     return Diagnosis(verdict, tuple(faults), figures, nearest, (*_describe(head, target, texts), *notes))
 
 
+def count_levels(head: TrainableDrafter) -> int:
+    """The number of levels that are examined."""
+    return LEVELS if head.parts.levels is None else min(head.parts.levels, MOST_LEVELS)
+
+
+def measure_timed(wiring: Wiring, target: Target, texts: Batch) -> Agreement:
+    """The head's agreement, and on the screen a forecast of how long its examination takes."""
+    start = perf_counter()
+    figures = measure(wiring, texts, target.head, wiring.levels)
+    seconds, count = perf_counter() - start, len(list_probes(wiring, target))
+    whole = (count / (CHOOSING * GLANCE) + min(count, LIKELY) / CHOOSING + CANDIDATES) * seconds
+    what = f"{count} single changes on {len(texts.lengths)} answers"
+    print(f"{what}: about {whole:.0f} s, and as much again for each fault", file=sys.stderr, flush=True)
+    return figures
+
+
+def search_changes(wiring: Wiring, target: Target, texts: Batch) -> list[Effect]:
+    """The effects of all single changes, best first; those that look promising on a part of the texts stand in front.
+
+    What does nothing at all on that part is not looked at again.
+    """
+    glance = select_texts(texts, 0, max(len(texts.lengths) // GLANCE, min(len(texts.lengths), CANDIDATES)))
+    tried = try_changes(wiring, list_probes(wiring, target), glance, target)
+    likely = [effect.probe for effect in tried if not effect.is_none][:LIKELY]
+    others = [effect for effect in tried if effect.probe not in likely]
+    return [*try_changes(wiring, likely, texts, target), *others]
+
+
 def try_changes(wiring: Wiring, probes: Sequence[Probe], texts: Batch, target: Target) -> list[Effect]:
     """The effect of every single change on these texts, best first."""
-    before = measure(wiring, texts, target.head, LEVELS)
-    shown = progress(probes, "single changes", len(probes))
-    effects = [Effect(probe, before, measure(probe.change(wiring), texts, target.head, LEVELS)) for probe in shown]
-    return sorted(effects, key=lambda effect: -min(effect.shares))  # what flattens the head's probs raises only one
+    before = measure(wiring, texts, target.head, wiring.levels)
+    shown = progress(probes, f"changes on {len(texts.lengths)} answers", len(probes))
+    effects = [
+        Effect(probe, before, measure(probe.change(wiring), texts, target.head, wiring.levels)) for probe in shown
+    ]
+    return sorted(effects, key=lambda effect: -effect.least)
+
+
+def weigh_findings(fatal: Sequence[Finding], tried: Sequence[Effect]) -> tuple[list[str], list[str]]:
+    """The findings of `inspect` that count, and a note where drafts refute the one that drafts can refute."""
+    stands, refuted = list[str](), list[str]()
+    as_target = next((effect for effect in tried if effect.probe.kind == "rope"), None)
+    for what in (finding.what for finding in fatal):
+        if what.startswith("rope_theta") and as_target is not None and as_target.is_harmful:
+            refuted.append(f"{what}, which is no fault here: with the target's it drafts worse; {as_target}")
+        else:
+            stands.append(what)
+    return stands, refuted
 
 
 def try_templates(
@@ -125,11 +188,11 @@ def try_templates(
     for other in others:
         prompts = render_prompts(target, asked, **other)
         if prompts != usual:
-            after = measure(Wiring(head, target.head), answer_prompts(target, prompts), target.head, LEVELS)
-            drawn, drawn_after = (float(agreement.drawn_lengths().mean()) for agreement in (figures, after))
+            after = measure(Wiring(head, target.head), answer_prompts(target, prompts), target.head, len(figures.hits))
             notes.append(
-                f"prompts rendered with {json.dumps(other)} instead of {json.dumps(trained)}: τ {figures.tau:.3f} "
-                f"becomes {after.tau:.3f}, drawn drafts {drawn:.3f} becomes {drawn_after:.3f}"
+                f"prompts rendered with {json.dumps(other)} instead of {json.dumps(trained)}: τ "
+                f"{figures.decoded_tau:.3f} becomes {after.decoded_tau:.3f}, drawn drafts {figures.drawn_tau:.3f} "
+                f"becomes {after.drawn_tau:.3f}"
             )
     return notes
 

@@ -5,10 +5,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations, permutations, product
+from itertools import combinations, product
 from typing import Any
 
 import torch
@@ -18,12 +18,21 @@ from eagle.doctor.changes import (
     Change,
     map_tensors,
     on_head,
-    reorder_blocks,
     reorder_rows,
     set_rope,
-    set_switch,
+    set_setting,
     set_taps,
     swap_tensors,
+)
+from eagle.doctor.part_probes import (
+    Found,
+    probe_alike,
+    probe_branches,
+    probe_halves,
+    probe_numbered_parts,
+    probe_rows,
+    probe_tap_order,
+    probe_tokens,
 )
 from eagle.doctor.wiring import Wiring, draft_ids, find_tensors
 from eagle.drafters.parts.blocks import Rotary
@@ -44,9 +53,6 @@ class Probe:
     change: Change
 
 
-Found = Iterator[tuple[str, str, Change]]  # kind, fault and change
-
-
 def list_probes(wiring: Wiring, target: Target) -> list[Probe]:
     """All single changes that apply to this head."""
     return [Probe(*probe) for check in CHECKS for probe in check(wiring.head, wiring, target)]
@@ -56,6 +62,11 @@ def list_missing(wiring: Wiring, target: Target) -> list[str]:
     """The probes that do not apply to this head."""
     checks = [check for check in CHECKS if next(check(wiring.head, wiring, target), None) is None]
     return [check.__name__.removeprefix("probe_").replace("_", " ") for check in checks]
+
+
+def list_removals(wiring: Wiring, target: Target) -> list[Probe]:
+    """The removal of each part that adds to a residual stream."""
+    return [Probe(*probe) for probe in probe_branches(wiring.head, wiring, target)]
 
 
 # -- what it reads of the target --------------------------------------------------------------------------------------
@@ -91,9 +102,12 @@ def probe_positions(head: Any, wiring: Wiring, target: Target) -> Found:
             yield "position", f"trained with the {what} one place earlier than it is given", change
 
 
-def probe_embedding_scale(head: Any, wiring: Wiring, target: Target) -> Found:
+def probe_embedding(head: Any, wiring: Wiring, target: Target) -> Found:
     usual, scale = target.head.embed_scale, target.head.scale
-    if scale != 1.0:
+    if wiring.frozen.embedding is not target.head.embedding:
+        change = lambda wiring: replace(wiring, frozen=target.head)  # noqa: E731
+        yield "embedding", "its folder's embed_tokens are not the target's, with which it drafts better", change
+    elif scale != 1.0:
         as_target = wiring.frozen.embed_scale != usual
         other = usual if as_target else usual / scale
         fault = f"trained {'with' if as_target else 'without'} the target's embedding scale of {scale:g}"
@@ -104,39 +118,9 @@ def probe_embedding_scale(head: Any, wiring: Wiring, target: Target) -> Found:
 # -- how its parts are put together -----------------------------------------------------------------------------------
 
 
-def probe_fc_order(head: Any, wiring: Wiring, target: Target) -> Found:
-    count, names = len(head.taps), find_tensors(head, "fc.weight")
-    if count < 2 or not names:
-        return
-    usual = tuple(range(count))
-    for order in permutations(usual) if count <= 3 else _exchange_two(count):
-        if order != usual:
-            change = map_tensors(names, partial(reorder_blocks, order=order))
-            yield "fc order", f"the blocks of fc stand in the order {list(order)} of the layers", change
-
-
-def _exchange_two(count: int) -> Iterator[tuple[int, ...]]:
-    """All orders with two items swapped, and the reversed order."""
-    for first, second in combinations(range(count), 2):
-        order = list(range(count))
-        order[first], order[second] = second, first
-        yield tuple(order)
-    yield tuple(reversed(range(count)))
-
-
 def probe_fc_bias(head: Any, wiring: Wiring, target: Target) -> Found:
     if names := find_tensors(head, "fc.bias"):
         yield "fc.bias", "fc.bias is added, but was not there in training", map_tensors(names, torch.zeros_like)
-
-
-def probe_halves(head: Any, wiring: Wiring, target: Target) -> Found:
-    wide = 2 * head.shape.hidden_size
-    for what, endings in (("fc takes", ["fc"]), ("q, k and v take", [PROJECTIONS[part] for part in "qkv"])):
-        names = [name for ending in endings for name in find_tensors(head, f"{ending}.weight")]
-        names = [name for name in names if head.get_parameter(name).shape[1] == wide]
-        if names and (what != "fc takes" or len(head.taps) == 1):  # else fc takes two states
-            fault = f"{what} [state; embedding], expected [embedding; state]"
-            yield "halves", fault, map_tensors(names, partial(reorder_blocks, order=(1, 0)))
 
 
 def probe_norms(head: Any, wiring: Wiring, target: Target) -> Found:
@@ -156,7 +140,7 @@ def probe_norms(head: Any, wiring: Wiring, target: Target) -> Found:
 def probe_switches(head: Any, wiring: Wiring, target: Target) -> Found:
     for name, value in head.network.items():
         if value is True or value is False:
-            yield name, f"{name} is {value}, expected {not value}", set_switch(name, not value)
+            yield name, f"{name} is {value}, expected {not value}", set_setting(name, not value)
 
 
 def probe_rope(head: Any, wiring: Wiring, target: Target) -> Found:
@@ -205,25 +189,6 @@ def probe_square_matrices(head: Any, wiring: Wiring, target: Target) -> Found:
         yield "transposed", f"{part} is transposed", map_tensors(names, lambda matrix: matrix.T.contiguous())
 
 
-def probe_numbered_parts(head: Any, wiring: Wiring, target: Target) -> Found:
-    # blocks of a stack, or a part for each level; norms are asked about one by one
-    shapes: dict[tuple[str, str], dict[str, torch.Size]] = {}
-    for name, tensor in head.named_parameters():
-        if numbered := re.match(r"(.*?)\.(\d+)\.(.*)", name):
-            shapes.setdefault((numbered[1], numbered[2]), {})[numbered[3]] = tensor.shape
-    alike: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {}  # by numbers and stack, the pairs of tensors
-    for ((stack, first), parts), ((other, second), others) in combinations(shapes.items(), 2):
-        if stack == other and parts == others:
-            pairs = [(f"{stack}.{first}.{part}", f"{stack}.{second}.{part}") for part in parts]
-            alike.setdefault((first, second), {})[stack] = pairs
-            if max(map(len, parts.values())) > 1:
-                yield "numbered parts", f"{stack}.{first} and {stack}.{second} are swapped", swap_tensors(pairs)
-    for (first, second), stacks in alike.items():
-        if len(stacks) > 1:
-            fault = f"{first} and {second} are swapped in all of {', '.join(stacks)}"
-            yield "numbered parts", fault, swap_tensors([pair for pairs in stacks.values() for pair in pairs])
-
-
 # -- what it says -----------------------------------------------------------------------------------------------------
 
 
@@ -267,14 +232,17 @@ def probe_precision(head: Any, wiring: Wiring, target: Target) -> Found:
 CHECKS: tuple[Callable[[Any, Wiring, Target], Found], ...] = (
     probe_layer_ids,
     probe_positions,
-    probe_embedding_scale,
-    probe_fc_order,
+    probe_embedding,
+    probe_tap_order,
     probe_fc_bias,
     probe_halves,
+    probe_alike,
+    probe_tokens,
     probe_norms,
     probe_switches,
     probe_rope,
     probe_projections,
+    probe_rows,
     probe_square_matrices,
     probe_numbered_parts,
     probe_lm_head,

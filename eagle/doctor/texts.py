@@ -23,6 +23,7 @@ from eagle.log import progress
 from eagle.target.target import Target
 
 NEW_TOKENS = 96  # of an answer
+TOGETHER = 16  # answers that are written side by side
 TEMPERATURES = (0.0, *[1.0] * 11)  # of the answers to each prompt; greedy ones repeat themselves
 ENOUGH_TOKENS = 5760  # of all answers, after which none is asked for again: twelve prompts, five full answers each
 PROMPTS = (
@@ -95,20 +96,23 @@ def answer_prompts(
 ) -> Batch:
     """The target's answers with its states of all layers: one text for every prompt and temperature.
 
-    No further temperature is begun once the answers have `enough` tokens. Every third prompt comes first and the texts
-    of a prompt are adjacent, so that the first third has other prompts than the rest.
+    All prompts are answered side by side. No further temperature is begun once the answers have `enough` tokens.
+    Every third prompt comes first and the texts of a prompt are adjacent, so that the first third has other prompts
+    than the rest.
     """
-    jobs = [(prompt, heat, number) for heat in temperatures for number, prompt in enumerate(prompts)]
     examples: list[tuple[int, Example]] = []
     total = 0
-    for prompt, heat, number in progress(jobs, "the target's answers", len(jobs)):
-        if number == 0 and enough is not None and total >= enough:
+    for heat in progress(temperatures, "the target's answers", len(temperatures), unit="rounds"):
+        if enough is not None and total >= enough:
             break
-        sampling = Sampling(heat, request=len(examples))
-        answer = generate(target, DRAFTERS["none"](), list(prompt), sampling=sampling, max_new_tokens=new_tokens).tokens
-        text = torch.tensor([*prompt, *answer])
-        examples.append((number, Example(text, torch.arange(len(text)) >= len(prompt), read_states(target, text))))
-        total += len(answer)
+        samplings = [Sampling(heat, request=len(examples) + number) for number in range(len(prompts))]
+        rows = [list(prompt) for prompt in prompts]
+        options = {"sampling": samplings, "max_new_tokens": new_tokens, "batch_size": TOGETHER}
+        traces = generate(target, DRAFTERS["none"](), rows, **options)
+        for number, (prompt, trace) in enumerate(zip(prompts, traces, strict=True)):
+            text = torch.tensor([*prompt, *trace.tokens])
+            examples.append((number, Example(text, torch.arange(len(text)) >= len(prompt), read_states(target, text))))
+            total += len(trace.tokens)
     target.forget()
     examples.sort(key=lambda pair: (pair[0] % 3, pair[0]))
     answered = [example for _, example in examples if example.loss_mask[2:].any()]

@@ -1,6 +1,6 @@
 """The doctor's verdict: effects of single changes, and the diagnosis with its figures."""
 
-# K levels, M texts, N resamplings
+# K levels, M texts
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from eagle.doctor.agreement import Agreement, chain_lengths
+from eagle.doctor.agreement import Agreement
 from eagle.doctor.probes import GUESS, Probe
 
-RESAMPLED = 1000  # times, for an interval
+Cycles = tuple[Tensor, Tensor]  # tokens and cycles of each text
 SURE, SURE_GREEDY = 4.0, 2.5  # standard errors over texts that had no part in choosing the change
 LEAST = 0.004  # of what drawn drafts add to the acceptance length
 LEAST_GREEDY = 0.04  # of what greedy ones add; no change of fourteen healthy heads brought more than a third of it
 LEAST_GUESSED = 0.06  # along a rope's theta nothing is sharp: heads trained on short texts lie on a slope
 ABLE = 0.35  # of level 1; below, a head stands at no optimum, and accidents of some percent are usual
 LEAST_ELSE, ABLE_ELSE = 0.25, 0.1
+LEAST_WORTH = 0.01  # of what drafts add: what a block's attention and MLP are worth at the least
 HEALTHY = 0.5  # of level 1
 FALLEN = 0.6  # of what later levels would add, were they given the target's states
 HELD = 0.8  # of that; heads that were trained on their own states stand at 0.84 to 1.03
@@ -29,36 +30,72 @@ MOVED = 0.01  # of norms, which start at 1: after some twenty steps
 
 
 @dataclass(frozen=True)
+class Gain:
+    """What a change adds to the acceptance length of decoding, with its standard error over texts."""
+
+    before: float
+    after: float
+    error: float
+
+    @classmethod
+    def between(cls, before: Cycles, after: Cycles) -> Gain:
+        """From tokens and cycles of each text; the error is that of a difference of ratios, paired by text."""
+        lengths = [float(tokens.sum() / cycles.sum()) for tokens, cycles in (before, after)]
+        parts = [
+            (tokens - length * cycles) / cycles.mean()
+            for length, (tokens, cycles) in zip(lengths, (before, after), strict=True)
+        ]
+        spread = float((parts[1] - parts[0]).std()) if len(parts[0]) > 1 else 0.0
+        return cls(*lengths, spread / len(parts[0]) ** 0.5)
+
+    @property
+    def share(self) -> float:
+        """The gain relative to the tokens that drafts added before."""
+        return (self.after - self.before) / max(self.before - 1, 1e-9)
+
+    @property
+    def errors(self) -> float:
+        """The number of standard errors by which the gain exceeds zero."""
+        return (self.after - self.before) / max(self.error, 1e-12)
+
+    def __str__(self) -> str:
+        low, high = (self.after - self.before + sign * 1.96 * self.error for sign in (-1, 1))
+        interval = f"{low:+.3f} to {high:+.3f}, {self.errors:.1f} standard errors"
+        return f"{self.before:.3f} -> {self.after:.3f} ({interval})"
+
+
+@dataclass(frozen=True)
 class Effect:
-    """The effect of one change on the acceptance of chains, paired by text."""
+    """The effect of one change on the acceptance of decoded cycles of chains, paired by text."""
 
     probe: Probe
     before: Agreement
     after: Agreement
 
     @cached_property
-    def drawn(self) -> tuple[Tensor, Tensor]:
-        """[M] each, acceptance lengths before and after, drafts drawn from the head's probs."""
-        return self.before.drawn_lengths(), self.after.drawn_lengths()
+    def drawn(self) -> Gain:
+        """The gain where drafts are drawn from the head's probs."""
+        return Gain.between(self.before.drawn_cycles, self.after.drawn_cycles)
 
     @cached_property
-    def greedy(self) -> tuple[Tensor, Tensor]:
-        """[M] each, acceptance lengths of greedy drafts before and after, read along the texts."""
-        return self.before.greedy_lengths(), self.after.greedy_lengths()
+    def greedy(self) -> Gain:
+        """The gain where drafts are the head's likeliest tokens."""
+        return Gain.between(self.before.greedy_cycles, self.after.greedy_cycles)
 
     @property
-    def shares(self) -> tuple[float, float]:
-        """The gains of drawn and greedy drafts, relative to the tokens that drafts added before."""
-        pairs = ((float(before.mean()), float(after.mean())) for before, after in (self.drawn, self.greedy))
-        drawn, greedy = ((after - before) / max(before - 1, 1e-9) for before, after in pairs)
-        return drawn, greedy
+    def least(self) -> float:
+        """The smaller of both gains, as a share of the drafted tokens: what flattens probs raises only one."""
+        return min(self.drawn.share, self.greedy.share)
 
     @property
-    def errors(self) -> tuple[float, float]:
-        """The number of standard errors by which these gains exceed zero."""
-        gains = (lengths[1] - lengths[0] for lengths in (self.drawn, self.greedy))
-        drawn, greedy = (float(gain.mean() / (gain.std() / len(gain) ** 0.5).clamp(min=1e-12)) for gain in gains)
-        return drawn, greedy
+    def is_harmful(self) -> bool:
+        """Whether the head drafts worse with the change, beyond doubt."""
+        return self.drawn.errors <= -SURE and self.greedy.errors <= -SURE_GREEDY
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a part that the change removes does no good to a head that can draft."""
+        return self.before.rates()[0] >= ABLE and min(self.drawn.share, self.greedy.share) >= -LEAST_WORTH
 
     @property
     def is_none(self) -> bool:
@@ -75,31 +112,17 @@ class Effect:
     @property
     def is_sure(self) -> bool:
         """Whether this was the fault; greedy drafts must gain too, as flatter probs alone raise drawn ones."""
-        drawn, greedy = self.shares
         right_after = self.after.rates()[0]
         least, least_greedy = LEAST, LEAST_GUESSED if self.probe.kind == GUESS else LEAST_GREEDY
         if right_after < ABLE:
             least = least_greedy = LEAST_ELSE
-        sure = self.errors[0] >= SURE and self.errors[1] >= SURE_GREEDY and self.after.tau > self.before.tau
-        enough = drawn >= least and greedy >= least_greedy and right_after >= ABLE_ELSE
+        sure = self.drawn.errors >= SURE and self.greedy.errors >= SURE_GREEDY
+        enough = self.drawn.share >= least and self.greedy.share >= least_greedy and right_after >= ABLE_ELSE
         return sure and enough and not self.only_eases
 
-    def intervals(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """95 % intervals of the gains in τ and in drawn drafts, over resampled texts."""
-        count = len(self.drawn[0])
-        again = torch.randint(count, (RESAMPLED, count), generator=torch.Generator().manual_seed(0))
-        before, after = (chain_lengths(agreement.counts()[again].sum(1)) for agreement in (self.before, self.after))
-        gains = (after - before, (self.drawn[1] - self.drawn[0])[again].mean(1))
-        tau, drawn = ((float(gain.quantile(0.025)), float(gain.quantile(0.975))) for gain in gains)
-        return tau, drawn
-
     def __str__(self) -> str:
-        lengths = (self.before.tau, self.after.tau), [float(length.mean()) for length in self.drawn]
-        parts = [
-            f"{what} {before:.3f} -> {after:.3f} ({low:+.3f} to {high:+.3f})"
-            for what, (before, after), (low, high) in zip(("τ", "drawn drafts"), lengths, self.intervals(), strict=True)
-        ]
-        return f"{self.probe.fault}: {', '.join(parts)}, {self.errors[1]:.1f} and {self.errors[0]:.1f} standard errors"
+        gains = (f"{what} {gain}" for what, gain in (("τ", self.greedy), ("drawn drafts", self.drawn)))
+        return f"{self.probe.fault}: {', '.join(gains)}"
 
 
 @dataclass(frozen=True)
@@ -128,10 +151,21 @@ class Diagnosis:
                 *(f"  {fault}" for fault in self.faults),
             ]
         if self.tried:
-            further = "further " if self.faults else ""
-            what = f"{len(self.tried)} {further}single changes, of which none helps; the nearest:"
-            lines += ["", what, *(f"  {effect}" for effect in self.tried[:3])]
+            lines += ["", describe_tried(self.tried, bool(self.faults)), *(f"  {effect}" for effect in self.tried[:3])]
         return "\n".join([*lines, "", *(f"- {note}" for note in self.notes)]).rstrip()
+
+
+def describe_tried(tried: Sequence[Effect], has_faults: bool) -> str:
+    """What became of the changes that are no fault, as the list below it shows them."""
+    what = f"{len(tried)} {'further ' if has_faults else ''}single changes"
+    gains = [effect for effect in tried if effect.least > 0 and effect.drawn.errors >= SURE]
+    if not gains:
+        return f"{what}, of which none helps; the nearest:"
+    most = max(effect.least for effect in gains)
+    return (
+        f"{what}, of which {len(gains)} help by up to {most:.1%} of the drafted tokens, less than the "
+        f"{LEAST_GREEDY:.1%} that makes a fault; the nearest:"
+    )
 
 
 def describe_levels(figures: Agreement) -> list[str]:
@@ -145,19 +179,22 @@ def describe_levels(figures: Agreement) -> list[str]:
         shared = float(overlap[in_text].mean()) if in_text.any() else 0.0
         lines.append(f"  {level:5}   {rate:8.3f}   {forced:28.3f}   {shared:20.3f}")
     chain = f"  acceptance length of a chain of {len(figures.hits)}"
-    return [*lines, f"{chain}: greedy τ {figures.tau:.3f}, drawn drafts {float(figures.drawn_lengths().mean()):.3f}"]
+    return [*lines, f"{chain}: greedy τ {figures.decoded_tau:.3f}, drawn drafts {figures.drawn_tau:.3f}"]
 
 
-def decide(figures: Agreement, faults: Sequence[Effect], elsewhere: Sequence[str], moved: float) -> str:
-    """The verdict; `elsewhere`: why it is another target's head, `moved`: how far its norms are from their start."""
+def decide(figures: Agreement, faults: Sequence[Effect], fatal: Sequence[str], moved: float) -> str:
+    """The verdict; `fatal`: what `inspect` finds in the files, `moved`: how far its norms are from their start."""
     rates = figures.rates()
-    summary = f"level 1 names the target's token in {rates[0]:.0%} of the places, τ {figures.tau:.2f}"
-    broken = f"broken: {'; '.join(effect.probe.fault for effect in faults)}"
+    elsewhere = [what for what in fatal if "target" in what and "rope" not in what]
+    has_rope = any(effect.probe.kind.endswith("rope") for effect in faults)
+    in_files = [what for what in fatal if what not in elsewhere and not (has_rope and what.startswith("rope"))]
+    summary = f"level 1 names the target's token in {rates[0]:.0%} of the places, τ {figures.decoded_tau:.2f}"
+    broken = f"broken: {'; '.join([*(effect.probe.fault for effect in faults), *in_files])}"
     if faults and faults[-1].after.rates()[0] >= ABLE:
         return broken
     if elsewhere and rates[0] < HEALTHY:
         return f"made for another target: {summary}"
-    if faults:
+    if faults or in_files:
         return broken
     if rates[0] < LOST and moved > MOVED:
         return (
@@ -171,4 +208,4 @@ def decide(figures: Agreement, faults: Sequence[Effect], elsewhere: Sequence[str
         )
     if rates[0] >= HEALTHY:
         return f"healthy: {summary}"
-    return f"under-trained: {summary}, and no single change helps"
+    return f"under-trained: {summary}, and no single change mends it"

@@ -27,6 +27,7 @@ class Wiring:
     state_back: int = 0  # and the state
     window: int | None = None  # the latest tokens of a text, if the head is to see no others
     recurrent: bool = True  # whether a level reads the token that the level before has drafted
+    levels: int = 3  # of the chain that is examined
 
     def draft_levels(self, batch: Batch, count: int) -> list[tuple[Tensor, Logits]]:
         """For each level, the states [S, ..] at all supervised slots and the head that gives logits."""

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -12,6 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from eagle.core.drafter import TargetHead
+from eagle.core.network_parts import Parts
 from eagle.data.examples import Batch
 from eagle.drafters.parts.anchors import Anchors
 from eagle.drafters.parts.injected_head import InjectedHead, InjectedSettings
@@ -66,6 +68,12 @@ class DSpark(InjectedHead):
         """The network: its taps, the token that a slot names, and how levels depend on earlier tokens."""
         named = ("markov", "confidence", *(("unbiased",) if self.settings.markov == "domino" else ()))
         return super().network | {name: getattr(self.settings, name) for name in named}
+
+    @property
+    def parts(self) -> Parts:
+        """Those of a block head, and the tables of its Markov correction."""
+        tables = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+        return replace(super().parts, alike=(tables,) if self.markov_head is not None else ())
 
     @property
     def bias(self) -> SequentialBias | None:

@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from eagle.core.drafter import Reads, TargetHead
+from eagle.core.network_parts import Parts
 from eagle.data.examples import Batch
 from eagle.drafters.parts.blocks import Cache, Norm, NormedBlock, Rotary, head_shape
 from eagle.drafters.parts.objectives import Loss, align_steps, choose_teacher, distillation_loss, step_weights
@@ -76,6 +77,11 @@ class Mtp(UnrolledDrafter):
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
         self.layers = nn.ModuleList([NormedBlock(shape)])
         self.rotary = Rotary(shape)
+
+    @property
+    def parts(self) -> Parts:
+        """One matrix over embedding and state."""
+        return Parts(halves=(("eh_proj.weight",),))
 
     @classmethod
     def for_target(

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from eagle.core.budget import Budget
 from eagle.core.drafter import TargetHead
+from eagle.core.network_parts import Parts
 from eagle.data.examples import Batch
 from eagle.device import upload
 from eagle.drafters.parts.divisors import Divisor, level_shares, sum_divisors
@@ -81,6 +83,12 @@ class Peagle(FusedHead):
         """The network: its taps, the place of its norms, and its mask token."""
         named = ("taps", "norm_before_residual", "blocks", "mask_token")
         return {"network": "peagle", **{name: getattr(self.settings, name) for name in named}}
+
+    @property
+    def parts(self) -> Parts:
+        """Those of EAGLE-3's network, the mask token, and the state of masks by tap."""
+        parts = super().parts
+        return replace(parts, by_tap=(*parts.by_tap, "mask_hidden"), tokens=("mask_token",), levels=self.levels)
 
     @property
     def levels(self) -> int:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from eagle.core.drafter import TargetHead
+from eagle.core.network_parts import Parts
 from eagle.data.examples import Batch
 from eagle.drafters.parts.blocks import Block, Cache, NormedBlock, Rotary, head_shape
 from eagle.drafters.parts.objectives import Objective, align_steps, distillation_loss, feature_regression, step_weights
@@ -48,6 +49,11 @@ class FeatureHead(UnrolledDrafter):
         further = [NormedBlock(shape) for _ in range(1, shape.num_hidden_layers)]
         self.layers = nn.ModuleList([Block(shape), *further])
         self.rotary = Rotary(shape)
+
+    @property
+    def parts(self) -> Parts:
+        """One matrix over embedding and state."""
+        return Parts(halves=(("fc.weight",),))
 
     @classmethod
     def for_target(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle.core.drafter import TargetHead
+from eagle.core.network_parts import Parts
 from eagle.data.examples import most_frequent, token_counts
 from eagle.drafters.parts.blocks import Cache, Norm, NormedBlock, Rotary, TwoNormBlock, head_shape
 from eagle.drafters.parts.initial_weights import Linears, draw_linears
@@ -60,6 +61,12 @@ class FusedHead(UnrolledDrafter):
             self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
         self.rotary = Rotary(shape)
         self.cut: tuple[TargetHead, ...] = ()  # the target's head and its rows of those tokens, no part of this one
+
+    @property
+    def parts(self) -> Parts:
+        """A matrix and norms by tap, and queries, keys and values of the first block over embedding and state."""
+        halves = tuple(f"layers.0.self_attn.{part}_proj.weight" for part in "qkv")
+        return Parts(by_tap=("fc.weight", *(("fc_norm",) if self.fc_norm else ())), halves=(halves,))
 
     @classmethod
     def taps_for(cls, settings: Any, target_config: Any) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from eagle.core.budget import Budget
 from eagle.core.drafter import TargetHead, TrainableDrafter
+from eagle.core.network_parts import Parts
 from eagle.core.tree import Paths
 from eagle.data.examples import Batch
 from eagle.drafters.parts.anchors import Anchors, draw_anchors
@@ -117,6 +118,11 @@ class InjectedHead(TrainableDrafter):
         """The network: its taps, and the token that a slot predicts."""
         named = ("taps", "blocks", "slots", "sample_from_anchor", "causal", "qk_norm", "mask_token")
         return {"network": self.settings.kind, **{name: getattr(self.settings, name) for name in named}}
+
+    @property
+    def parts(self) -> Parts:
+        """A matrix by tap, and the mask token."""
+        return Parts(by_tap=("fc.weight",), tokens=("mask_token",), levels=self.levels)
 
     @property
     def first_slot(self) -> int:

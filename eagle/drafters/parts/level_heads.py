@@ -13,6 +13,7 @@ from torch import Tensor
 
 from eagle.core.budget import Budget
 from eagle.core.drafter import Committed, Noise, TargetHead, TrainableDrafter
+from eagle.core.network_parts import Parts
 from eagle.core.tree import DraftTree, Paths
 from eagle.data.examples import Batch
 from eagle.device import pick_rows, upload
@@ -56,6 +57,11 @@ class LevelHeads(TrainableDrafter):
     def levels(self) -> int:
         """The number of tokens that it guesses."""
         return int(self.settings.levels)
+
+    @property
+    def parts(self) -> Parts:
+        """Its levels alone."""
+        return Parts(levels=self.levels)
 
     @property
     def dtype(self) -> torch.dtype:
