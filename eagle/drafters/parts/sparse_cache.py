@@ -139,7 +139,7 @@ class SparseState:
         held = torch.arange(most).repeat(len(rows), 1)
         for row, places in zip(rows, held, strict=True):
             end = self.lengths[row]
-            latest = torch.arange(max(end - self.ring, self.sinks), end)
+            latest = torch.arange(max(end - self.ring, min(self.sinks, end)), end)  # none while the sinks fill
             places[self._columns(row, latest)] = latest
             places[self._held(row)] = end
         return held
