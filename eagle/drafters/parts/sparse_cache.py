@@ -52,6 +52,7 @@ class SparseState:
         del self.noises[row], self.lengths[row], self.copied[row]
         if row in self.rows:
             slot, last = self.rows.index(row), len(self.rows) - 1
+            self.cache.clear(slot)
             self.cache.swap(slot, last)
             self.rows[slot] = self.rows[last]
             self.rows.pop()
