@@ -60,7 +60,7 @@ def ours(target: Target, drafter: Drafter, texts: Sequence[Text], size: int, bud
     start = process_time()
     options = {"max_new_tokens": [count for _, count in texts], "stop": [], "batch_size": size, "budget": budget}
     traces = generate(target, drafter, [prompt for prompt, _ in texts], **options)
-    return process_time() - start, [trace.tokens for trace in traces]
+    return process_time() - start, [trace.checked().tokens for trace in traces]
 
 
 def compare(model: Any, target: Target, waves: Sequence[list[Text]], size: int) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def record(
 ) -> dict[str, list[Answer]]:
     """The target's answers to prompts, with each drafter's chains and how much of them is accepted."""
     traces = generate(target, NoDrafter(), prompts, max_new_tokens=new_tokens, batch_size=len(prompts))
-    pairs = [(trace.prompt, trace.tokens) for trace in traces if len(trace.tokens) > 1]
+    pairs = [(trace.prompt, trace.tokens) for trace in traces if len(trace.checked().tokens) > 1]
     return {name: [draft_everywhere(target, one, *pair) for pair in pairs] for name, one in drafters.items()}
 
 

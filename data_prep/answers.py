@@ -95,6 +95,9 @@ class Local:
                 for number, _ in decoding.step():
                     if asked[number][2].finish != "running":
                         name, dialogue, trace = asked.pop(number)
+                        if trace.error is not None:  # of this conversation alone
+                            yield name, f"{type(trace.error).__name__}: {trace.error}"
+                            continue
                         yield from ask(name, dialogue, self._answer(trace))
         finally:
             decoding.close()

@@ -135,6 +135,7 @@ def _decode(job: Job, prompt: list[int], target: Target, drafter: Drafter, rule:
     )
     while len(trace.tokens) < limit and not set(trace.tokens[known:]) & set(rule.stops):
         decoding.step()
+        trace.checked()
     decoding.close()
     ends = accumulate((cycle.committed for cycle in trace.cycles), initial=1)
     steps = [trace.tokens[start:end] for start, end in pairwise(ends)]

@@ -239,7 +239,7 @@ def _decode(
         samplings = [answer.choose.sampling for _, answer in answers]
         prompts = [answer.prompt for _, answer in answers]
         for trace in generate(target, measured.drafter, prompts, sampling=samplings, **options):
-            yield trace.tokens
+            yield trace.checked().tokens
 
 
 def main(argv: list[str]) -> None:

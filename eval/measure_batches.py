@@ -102,6 +102,7 @@ class Batches:
     def _row(self, text: Text) -> Row:
         """The row of an answer that has ended."""
         measurement, case = self.measurement, text.case
+        text.trace.checked()
         about = {**measurement.describe(self.name, case, text.turn), "batch_size": self.batch_size}
         row = batch_row_of(text.trace, text.share, text.cpu_share, text.latency, self.session)
         plain = row if self.name == "none" else measurement.answers(case, text.turn, self.batch_size)["none"]
@@ -147,8 +148,11 @@ def _warm_up(measurement: Measurement, measured: MeasuredDrafter, batch_size: in
     section, prompt = measurement.recipe.eval, measurement.first_prompt()
     sampling, limit = Sampling(max(section.temperatures)), min(WARM_UP, section.max_new_tokens)
     decoding = open_decoding(measurement, measured, batch_size)
-    for number in range(batch_size):
-        decoding.add(number, prompt, sampling, limit, Trace([]))
+    traces = [Trace([]) for _ in range(batch_size)]
+    for number, trace in enumerate(traces):
+        decoding.add(number, prompt, sampling, limit, trace)
     while not decoding.is_done:
         decoding.step()
     decoding.close()
+    for trace in traces:
+        trace.checked()

@@ -71,6 +71,8 @@ def _time_batch(
         if len(turns.levels) > needed:
             break
     steps.close()
+    for trace in traces:
+        trace.checked()
     draft, read = _sort_seconds(traces, turns.levels)
     if len(draft) <= budget.depth:
         raise ValueError(

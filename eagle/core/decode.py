@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -95,14 +96,31 @@ def stream(
     except ValueError:
         decoding.close()
         raise
-    return _write(decoding, alone=rows is None)
+    return _write(decoding, traces, alone=rows is None)
 
 
-def _write(decoding: Decoding, *, alone: bool) -> Iterator[Any]:
-    """Yield the tokens of each step, with their prompt's number if there are several."""
+def _write(decoding: Decoding, traces: list[Trace], *, alone: bool) -> Iterator[Any]:
+    """Yield the tokens of each step, with their prompt's number if there are several.
+
+    A single prompt's error is raised. Of several prompts, errors stay on their traces and are counted in a warning; the
+    first is raised if every prompt has one.
+    """
     try:
         while not decoding.is_done:
             for number, new in decoding.step():
-                yield new if alone else (number, new)
+                if alone:
+                    traces[0].checked()
+                if new:
+                    yield new if alone else (number, new)
     finally:
         decoding.close()
+    failed = [number for number, trace in enumerate(traces) if trace.error is not None]
+    if failed and len(failed) == len(traces):
+        traces[0].checked()
+    if failed:
+        error = traces[failed[0]].error
+        warnings.warn(
+            f"{len(failed)} of {len(traces)} texts ended with an error, see trace.error; prompt {failed[0]}: {error!r}",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -3,58 +3,33 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from eagle.core.budget import Budget, Draw, Policy
+from eagle.core.budget import Budget, Policy
+from eagle.core.decoding_row import Row, check_confidence, check_draw, check_length, check_trace, find_budget
 from eagle.core.drafter import Committed, Drafter
+from eagle.core.row_drafts import RowDrafts
+from eagle.core.row_errors import FATAL, RowErrors
 from eagle.core.stops import Stops
 from eagle.core.trace import Cycle, Trace
-from eagle.core.tree import DraftTree, TargetOutput
+from eagle.core.tree import DraftTree, TargetOutput, check_draft
 from eagle.core.verify import Choose, Sampling, verify_rows
 from eagle.target.target import Target
 
 PROMPT_TOKENS = 256  # read in one forward while other texts wait for their next tokens
 
 
-@dataclass(slots=True)
-class Row:
-    """A text that waits to be decoded or is being decoded."""
-
-    number: int
-    trace: Trace
-    sampling: Sampling
-    stops: Stops
-    limit: int
-    choose: Choose
-    first: int | None = None  # the token after the prompt, where it is known
-    draw: Draw | None = None  # how its drafts are drawn, the same in the whole text
-    pending: list[Committed] = field(default_factory=list)  # since the drafter was asked last
-
-    @property
-    def left(self) -> int:
-        """Draft levels that could still be committed before the answer's token limit."""
-        return self.limit - len(self.trace.tokens) - 1
-
-    def commit(self, new: list[int]) -> list[int]:
-        """Append the new tokens that belong to the answer, and set `trace.finish` if it has ended."""
-        trace = self.trace
-        new = new[: self.limit - len(trace.tokens)]
-        end, trace.stop_string = self.stops.first_end(trace.tokens, new)
-        new = new[:end]
-        trace.tokens += new
-        if end is not None:
-            trace.finish = "stop"
-        elif len(trace.tokens) == self.limit:
-            trace.finish = "length"
-        return new
-
-
 class Decoding:
-    """Texts decoded side by side, up to `batch_size` at once: `add` prompts, then `step` until `is_done`."""
+    """Texts decoded side by side, up to `batch_size` at once: `add` prompts, then `step` until `is_done`.
+
+    An error that only one text causes ends that text: its trace's `finish` is "error", and its `error` says which.
+    """
 
     def __init__(
         self,
@@ -75,7 +50,10 @@ class Decoding:
         if drafter.reads.view:
             drafter.bind_target(target.view())
         self.state = target.open(drafter.taps, max_tokens_in_cache)
-        self.drafts = drafter.open_with(self.state.lend()) if drafter.reads.texts else drafter.open()
+        reads_texts = drafter.reads.texts
+        self.drafts = RowDrafts(
+            (lambda: drafter.open_with(self.state.lend())) if reads_texts else drafter.open, self._whole_update
+        )
 
     @property
     def is_done(self) -> bool:
@@ -98,7 +76,8 @@ class Decoding:
         """
         target = self.target
         target.check_prompt(prompt)
-        _check_length(target, len(prompt), limit)
+        check_length(target, len(prompt), limit)
+        check_trace(trace, [row.trace for row in (*self.waiting, *self.rows.values())])
         self.state.check_room(self._columns(prompt, limit))
         if stop is None:
             stop = [token for token in target.stop_tokens if 0 <= token < target.vocab_size]
@@ -109,28 +88,52 @@ class Decoding:
         self.waiting.append(Row(number, trace, sampling, stops, limit, choose, first, draw))
 
     def step(self) -> list[tuple[int, list[int]]]:
-        """Run one step; returns new tokens by prompt: the first one of prompts read now, else a cycle's tokens."""
+        """Run one step; returns new tokens by prompt: the first one of prompts read now, else a cycle's tokens.
+
+        A text that an error has ended comes with no tokens.
+        """
         self._admit()
-        writing = [row for row in self.rows.values() if row.pending or row.trace.cycles]
+        writing = [row for row in self.rows.values() if row.is_running and (row.pending or row.trace.cycles)]
         new = self._read_prompts(PROMPT_TOKENS if writing else None) if self.state.prompts else []
         if writing:
             new += self._cycle(writing)
-        for number, _ in new:
-            if self.rows[number].trace.finish != "running":
-                del self.rows[number]
-                self.state.release(number)
-                self.drafts.release(number)
-        return new
+        told = {number for number, _ in new}
+        ended = [row for row in self.rows.values() if not row.is_running]
+        for row in ended:
+            self._release(row)
+        return new + [(row.number, []) for row in ended if row.number not in told]
 
     def close(self) -> None:
         """Return the target's state, and release texts that are not finished."""
-        for number in self.rows:
-            self.drafts.release(number)
-        self.rows.clear()
+        for row in [*self.rows.values()]:
+            self._release(row)
         self.target.close(self.state)
 
     def _columns(self, prompt: list[int], limit: int) -> int:
         return len(prompt) + limit + self.budget.nodes + 1
+
+    @contextmanager
+    def _fail_alone(self, row: Row) -> Iterator[None]:
+        """A context in which an error ends this row and no other."""
+        try:
+            yield
+        except FATAL:
+            raise
+        except Exception as error:
+            row.fail(error)
+
+    def _release(self, row: Row) -> None:
+        """Release an admitted row."""
+        del self.rows[row.number]
+        failed = row.trace.error is not None
+        self.state.release(row.number, wipe=failed)
+        with self._fail_alone(row):
+            self.drafts.release(row.number, failed=failed)
+
+    def _whole_update(self, number: int, update: Committed) -> Committed:
+        """A row's update for a drafter that has read nothing of its text."""
+        features = self.state.features_at(number, range(self.state.length(number)))
+        return replace(update, tokens=torch.tensor(self.state.text(number)), features=features)
 
     def _admit(self) -> None:
         """Admit waiting prompts while there is room."""
@@ -140,17 +143,19 @@ class Decoding:
             if not self.state.fits(self._columns(prompt, row.limit)):
                 return
             self.state.admit(row.number, prompt, row.limit + self.budget.nodes + 1)
-            self.drafts.admit(row.number, row.choose.offer(target.vocab_size, target.device))
             self.rows[row.number] = self.waiting.popleft()
+            with self._fail_alone(row):
+                self.drafts.admit(row.number, row.choose.offer(target.vocab_size, target.device))
 
     def _read_prompts(self, most: int | None) -> list[tuple[int, list[int]]]:
         """Read further in the prompts of the latest rows; returns the first token of each prompt read to its end."""
         new = []
         for number, output in self.state.read_prompts(most).items():
             row = self.rows[number]
-            update = output.commit(row.choose)
-            row.pending = [update if row.first is None else replace(update, root=row.first)]
-            new.append((number, row.commit([row.pending[0].root])))
+            with self._fail_alone(row):
+                update = output.commit(row.choose)
+                row.pending = [update if row.first is None else replace(update, root=row.first)]
+                new.append((number, row.commit([row.pending[0].root])))
         return new
 
     def _cycle(self, rows: list[Row]) -> list[tuple[int, list[int]]]:
@@ -159,55 +164,92 @@ class Decoding:
         clock.start()
         trees = self._propose(rows)
         clock.lap("draft")
+        if not trees:
+            return []
         outputs = state.read(trees)
         clock.lap("target")
-        verified = verify_rows([(outputs[row.number], row.choose) for row in rows])
+        paths = self._verify([row for row in rows if row.number in trees], outputs)
         clock.lap("verify")
-        state.keep({row.number: path for row, (path, _) in zip(rows, verified, strict=True)})
-        new = [
-            self._commit(row, outputs[row.number], path, root) for row, (path, root) in zip(rows, verified, strict=True)
-        ]
+        state.keep({number: path for number, (path, _) in paths.items()})
+        new: list[tuple[int, list[int]]] = []
+        for number, (path, root) in paths.items():
+            with self._fail_alone(self.rows[number]):
+                new.append((number, self._commit(self.rows[number], outputs[number], path, root)))
         clock.lap("other")
         cycles = {}
-        for row, tokens, (path, _) in zip(rows, new, verified, strict=True):
-            tree, context = trees[row.number], outputs[row.number].positions[0] - 1
-            shape = replace(tree, laws=None)
-            cycle = Cycle(shape, tuple(path[1:]), len(tokens), context, clock.seconds, self.cycles, len(rows))
-            row.trace.cycles.append(cycle)
-            cycles[row.number] = cycle
+        for number, tokens in new:
+            shape, context = replace(trees[number], laws=None), outputs[number].positions[0] - 1
+            kept = tuple(paths[number][0][1:])
+            cycles[number] = Cycle(shape, kept, len(tokens), context, clock.seconds, self.cycles, len(trees))
+            self.rows[number].trace.cycles.append(cycles[number])
         self.cycles += 1
-        self._learn(cycles)
-        return [(row.number, tokens) for row, tokens in zip(rows, new, strict=True)]
+        if cycles:
+            self._learn(cycles)
+        return new
 
     def _propose(self, rows: list[Row]) -> dict[int, DraftTree]:
-        """A tree for each row; the root alone if nothing is to be drafted."""
-        budgets = self._budgets({row.number: self.state.levels(row.number, row.left) for row in rows})
+        """A tree for each row whose drafts do not fail; the root alone if nothing is to be drafted."""
+        levels = {row.number: self.state.levels(row.number, row.left) for row in rows}
+        budgets, asked = self._budgets(levels), list[Row]()
         for row in rows:
-            row.draw = _check_draw(row.draw, budgets[row.number].draw)
-            _check_confidence(budgets[row.number], self.drafter)
-        asked = [row for row in rows if not budgets[row.number].is_empty]
-        trees = {row.number: DraftTree.chain([row.pending[-1].root]) for row in rows}
+            with self._fail_alone(row):
+                budget = find_budget(budgets, row.number)
+                row.draw = check_draw(row.draw, budget.draw)
+                check_confidence(budget, self.drafter)
+                asked += [] if budget.is_empty else [row]
+        trees = {row.number: DraftTree.chain([row.pending[-1].root]) for row in rows if row.is_running}
         if asked:
             updates = {row.number: Committed.join(row.pending) for row in asked}
-            trees |= self.drafts.propose(updates, {row.number: budgets[row.number] for row in asked})
+            proposed, errors = self.drafts.propose(updates, {row.number: budgets[row.number] for row in asked})
             for row in asked:
                 row.pending = []
-        return trees
+                trees.pop(row.number)
+                with self._fail_alone(row):
+                    if row.number in errors:
+                        raise errors[row.number]
+                    root, depth = updates[row.number].root, levels[row.number]
+                    trees[row.number] = check_draft(proposed.get(row.number), root, depth, self.target.vocab_size)
+        for number in [*trees]:
+            with self._fail_alone(self.rows[number]):
+                self.state.check_tree(number, trees[number])
+        return {number: tree for number, tree in trees.items() if self.rows[number].is_running}
+
+    def _verify(self, rows: list[Row], outputs: dict[int, TargetOutput]) -> dict[int, tuple[list[int], int]]:
+        """The accepted path of each row, and the token after it."""
+        try:
+            verified = dict(enumerate(verify_rows([(outputs[row.number], row.choose) for row in rows])))
+        except RowErrors as failed:
+            verified = failed.trees
+            for place, error in failed.errors.items():
+                rows[place].fail(error)
+        except FATAL:
+            raise
+        except Exception as error:
+            if len(rows) > 1:
+                raise
+            rows[0].fail(error)
+            return {}
+        return {rows[place].number: result for place, result in verified.items()}
 
     def _budgets(self, levels: dict[int, int]) -> dict[int, Budget]:
         """The budget of each row, limited to its number of levels."""
         share = getattr(self.budget, "share", None)
         if callable(share):
             return share(levels, {number: self.state.length(number) for number in levels})
-        return {number: self.budget.within(depth) for number, depth in levels.items()}
+        budgets = dict[int, Budget]()
+        for number, depth in levels.items():
+            with self._fail_alone(self.rows[number]):
+                budgets[number] = self.budget.within(depth)
+        return budgets
 
     def _learn(self, cycles: dict[int, Cycle]) -> None:
         """Pass the outcomes of the cycles to a policy."""
         if (learn_rows := getattr(self.budget, "learn_rows", None)) is not None:
             learn_rows(cycles)
         elif (learn := getattr(self.budget, "learn", None)) is not None:
-            for cycle in cycles.values():
-                learn(cycle)
+            for number, cycle in cycles.items():
+                with self._fail_alone(self.rows[number]):
+                    learn(cycle)
 
     def _commit(self, row: Row, output: TargetOutput, path: list[int], root: int) -> list[int]:
         """Commit an accepted path; returns the new tokens of the answer, and prepares the drafter's next update."""
@@ -218,30 +260,6 @@ class Decoding:
             last = tree, output.likeliest(choices) if drawn else row.choose.rank_tokens(output, choices)
         row.pending.append(Committed(tree.tokens[path], output.features_at(path), root, *last))
         return row.commit([*row.pending[-1].tokens.tolist()[1:], root])
-
-
-def _check_draw(draw: Draw | None, asked: Draw) -> Draw:
-    """The budget's `draw`; it must not change between cycles, or the verification rule would depend on drafts."""
-    if draw is None and asked == "sampled":
-        raise ValueError(
-            "this policy asks for drafts that are 'sampled' without saying so beforehand: give it an attribute "
-            "draw = 'sampled', and the same in all its budgets"
-        )
-    if draw not in (None, asked):
-        raise ValueError(
-            f"the policy asks for draw {asked!r}, expected {draw!r} in the whole request: a change that depends on "
-            "what was drawn would bias the output; keep one draw per policy"
-        )
-    return asked
-
-
-def _check_confidence(budget: Budget, drafter: Drafter) -> None:
-    """Refuse a budget with a confidence threshold if the drafter gives no confidence."""
-    if budget.confidence is not None and not drafter.rates_nodes:
-        raise ValueError(
-            f"Budget.confidence is {budget.confidence}, and {type(drafter).__name__} cannot tell how likely a node is "
-            "kept: leave it out, or draft with a head that learned to tell"
-        )
 
 
 class _Clock:
@@ -266,11 +284,3 @@ class _Clock:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         return perf_counter()
-
-
-def _check_length(target: Target, prompt: int, new: int) -> None:
-    if target.max_positions is not None and prompt + new > target.max_positions:
-        raise ValueError(
-            f"{prompt} prompt tokens and {new} new ones exceed the model's {target.max_positions} positions: "
-            f"lower max_new_tokens to {max(target.max_positions - prompt, 0)} or shorten the prompt"
-        )

@@ -1,4 +1,4 @@
-"""The protocol of drafting methods: their inputs, their outputs, and what they borrow from the target."""
+"""The protocol of drafting methods: their inputs and their outputs."""
 
 # A committed tokens, N nodes, C choices, L taps, D target width, K rows, P positions, V vocabulary
 
@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from eagle.core.budget import Budget
 from eagle.core.network_parts import Parts
+from eagle.core.row_errors import run_rows
+from eagle.core.target_head import TargetHead as TargetHead
 from eagle.core.tree import DraftTree, Paths
 from eagle.data.examples import Batch
-from eagle.device import in_dtype
 
 
 class Noise(Protocol):
@@ -162,8 +163,8 @@ class EachText:
         self.texts[row] = self.drafter.begin(noise)
 
     def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
-        """A tree for each row, one after the other."""
-        return {row: self.texts[row].propose(update, budgets[row]) for row, update in updates.items()}
+        """A tree for each row, one after the other; `RowErrors` if only some rows fail."""
+        return run_rows(updates, lambda row: self.texts[row].propose(updates[row], budgets[row]))
 
     def fork(self, row: int, other: int) -> None:
         """Copy the row's text to `other`; the drafter itself is shared."""
@@ -244,72 +245,3 @@ class TrainableDrafter(nn.Module, Drafter):
     def draft_levels(self, batch: Batch, frozen: TargetHead, levels: int) -> Iterable[tuple[Tensor, Any]]:
         """For each level of a chain, the states [S, ..] at all supervised slots and the head that gives logits."""
         raise NotImplementedError(f"{type(self).__name__} cannot be examined: write draft_levels, see parts/unroll.py")
-
-
-@dataclass(frozen=True, slots=True)
-class TargetHead:
-    """The target's frozen embedding and LM head, which drafters borrow."""
-
-    embedding: nn.Module
-    output: nn.Module
-    embed_scale: float = 1.0
-    logit_scale: float = 1.0
-    softcap: float | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TargetHead:
-        """Return itself, so that a copied head shares the target."""
-        return self
-
-    @property
-    def scale(self) -> float:
-        """The factor on the rows of the embedding matrix, including the module's own (Gemma)."""
-        factor = torch.as_tensor(getattr(self.embedding, "embed_scale", 1.0))
-        return self.embed_scale * factor.to(self.embedding.get_parameter("weight").dtype).item()
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Token embeddings as the target's first layer sees them, without learned positions."""
-        embedded = self.embedding(tokens)
-        return embedded if self.embed_scale == 1.0 else embedded * self.embed_scale
-
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """The target's logits from the LM head's input, in the weights' dtype; `out` is memory to write them to."""
-        hidden = hidden.to(self.weight.dtype)
-        logits = self.output(hidden) if out is None else torch.matmul(hidden, self.weight.T, out=out)
-        if out is not None and (bias := getattr(self.output, "bias", None)) is not None:
-            logits += bias
-        if self.logit_scale != 1.0:
-            logits = logits * self.logit_scale
-        if self.softcap is not None:
-            logits = (logits / self.softcap).tanh() * self.softcap
-        return logits
-
-    def slope(self, logits: Tensor, hidden: Tensor) -> Tensor | None:
-        """[.., V], the derivative of the logits by the values before the softcap; None without a softcap."""
-        return None if self.softcap is None else 1 - (logits / self.softcap) ** 2
-
-    def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor:
-        """[.., D], the gradient at the hidden states from that at the logits, which is overwritten (softcap undone)."""
-        gradient = gradient if slope is None else gradient.mul_(slope)
-        hidden = gradient.to(self.weight.dtype) @ self.weight
-        return hidden if self.logit_scale == 1.0 else hidden * self.logit_scale
-
-    def narrow(self, tokens: Tensor | slice) -> TargetHead:
-        """A head for a subset of the vocabulary; a slice of the matrix is not copied."""
-        bias, rows = getattr(self.output, "bias", None), self.weight[tokens]
-        output = nn.Linear(rows.shape[1], rows.shape[0], bias=bias is not None, device="meta")
-        output.weight = nn.Parameter(rows, requires_grad=False)
-        if bias is not None:
-            output.bias = nn.Parameter(bias[tokens], requires_grad=False)
-        return replace(self, output=output)
-
-    def cast(self, dtype: torch.dtype) -> TargetHead:
-        """This head in another precision: itself if it has it, else a copy."""
-        if self.weight.dtype == dtype:
-            return self
-        embedding, output = (in_dtype(copy.deepcopy(module), dtype) for module in (self.embedding, self.output))
-        return replace(self, embedding=embedding, output=output)
-
-    @property
-    def weight(self) -> Tensor:
-        """[V, D], the LM head's matrix."""
-        return self.output.get_parameter("weight")

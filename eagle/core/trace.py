@@ -64,9 +64,16 @@ class Trace:
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
     cycles: list[Cycle] = field(default_factory=list)
-    finish: str = "running"  # "stop" or "length" at the end
+    finish: str = "running"  # at the end "stop", "length", or "error"
     tokenizer: Any = field(default=None, repr=False)
     stop_string: str | None = None
+    error: Exception | None = field(default=None, compare=False)  # that ended this text alone, among several
+
+    def checked(self) -> Trace:
+        """This trace; raises the error that ended it, if there is one."""
+        if self.error is not None:
+            raise self.error
+        return self
 
     @property
     def acceptance_length(self) -> float:

@@ -135,6 +135,31 @@ class DraftTree:
         return children
 
 
+def check_draft(tree: object, root: int, levels: int, vocab_size: int) -> DraftTree:
+    """The tree; ValueError for what is no draft after the token `root`, of at most `levels` levels."""
+    if not isinstance(tree, DraftTree):
+        got = "no tree" if tree is None else f"a {type(tree).__name__}"
+        raise ValueError(
+            f"the drafter proposed {got}, expected a DraftTree: DraftTree.chain([update.root]) drafts nothing"
+        )
+    tokens = tree.tokens.tolist()
+    if tokens[0] != root:
+        raise ValueError(
+            f"the draft's root is token {tokens[0]}, expected {root}, the last token of the text: begin the tree with "
+            "update.root"
+        )
+    if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
+        raise ValueError(f"the draft holds token ids {wrong[:5]}, expected 0..{vocab_size - 1}: leave others out")
+    if len(tree) > levels and (depth := max(tree.depths())) > levels:
+        raise ValueError(f"the draft has {depth} levels, expected at most {levels}: draft within budget.depth")
+    if tree.laws is not None and tree.laws.shape != (len(tokens), vocab_size):
+        raise ValueError(
+            f"the draft's laws are {list(tree.laws.shape)}, expected the probs of {vocab_size} tokens for each of "
+            f"{len(tokens)} nodes"
+        )
+    return tree
+
+
 def stack_trees(trees: Sequence[DraftTree]) -> tuple[Tensor, Tensor | None]:
     """Tokens [B, N] and attention masks [B, N, N] (None for chains); padding attends only to itself and is unseen."""
     count, chains = max(map(len, trees)), all(tree.is_chain for tree in trees)

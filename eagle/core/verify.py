@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from eagle.core.noise import Noise, mix64
+from eagle.core.offer import Offer
+from eagle.core.row_errors import run_rows
 from eagle.core.sampling import Sampling, penalise, warp
 from eagle.core.tree import DraftTree, TargetOutput
 from eagle.core.typical import walk_typically
@@ -22,6 +24,7 @@ from eagle.device import pick_rows, to_host, upload
 Coin = Callable[[float], bool]
 Pick = Callable[[Tensor], int]
 Probs = Callable[[int], Tensor]  # node -> [V], the target's probs of the token after it
+NAN = -1  # in place of a token chosen by logits that are nan
 COUNTING = Lock()  # of uses: two threads that counted alike would toss the same coins
 
 
@@ -57,12 +60,14 @@ class Choose:
         return random.Random(mix64(mix64(self.private_seed) ^ self.sampling.request))
 
     def __call__(self, output: TargetOutput, nodes: Sequence[int]) -> list[int]:
-        """The tokens chosen after `nodes`."""
+        """The tokens chosen after `nodes`; `NAN` where the target's logits are nan."""
         return to_host([self.pick_tokens(output, nodes)])[0].tolist()
 
     def pick_tokens(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
-        """[len(nodes)], the tokens chosen after `nodes`, on the device of the logits."""
-        return self._scores(output, nodes).argmax(-1)
+        """[len(nodes)], the tokens chosen after `nodes`, on the device of the logits; `NAN` where these are nan."""
+        scores = self._scores(output, nodes)
+        tokens = scores.argmax(-1, keepdim=True)  # a nan, where there is one
+        return tokens.masked_fill_(scores.gather(-1, tokens).isnan(), NAN)[:, 0]
 
     def rank_tokens(self, output: TargetOutput, count: int) -> Tensor:
         """[N, count], the target's best tokens after every node, its choice first."""
@@ -99,11 +104,11 @@ class Choose:
         return self.dice.random() < probability
 
     def pick(self, probs: Tensor) -> int:
-        """Sample a token from probs [V]."""
+        """Sample a token from probs [V]; `NAN` if they are nan."""
         cumulative = probs.cumsum(-1)
         token = torch.searchsorted(cumulative, self.dice.random() * cumulative[-1:], right=True)
         last = len(probs) - 1 - (probs.flip(0) > 0).int().argmax()
-        return int(to_host([torch.minimum(token, last)])[0])
+        return int(to_host([torch.minimum(token, last).masked_fill_(cumulative[-1:].isnan(), NAN)])[0])
 
     def _penalised_logits(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
         """[len(nodes), V], logits after the repetition penalty, in fp32 or fp64."""
@@ -114,45 +119,6 @@ class Choose:
             return logits
         rows = [penalise(row, output.prefix(node), penalty) for row, node in zip(logits, nodes, strict=True)]
         return torch.stack(rows)
-
-
-class Offer:
-    """The sampling noise and filters that a drafter may use (`eagle.core.drafter.Noise`), in units of plain logits."""
-
-    def __init__(self, choose: Choose, vocab_size: int, device: torch.device) -> None:
-        self.choose = choose
-        self.temperature = choose.sampling.temperature
-        self.vocab_size = vocab_size
-        self.device = device
-        self.drawn = 0  # rows of private noise
-
-    @cached_property
-    def private(self) -> Noise:
-        """Noise for drafting only: drafts that shared verification's coins would bias the output."""
-        return Noise(mix64(self.choose.private_seed), self.choose.sampling.request)
-
-    def __call__(self, positions: list[int]) -> Tensor:
-        """[P, V], the noise that the target adds to its logits when it chooses the tokens at these positions."""
-        assert self.choose.noise is not None
-        return self.choose.noise(positions, self.vocab_size, self.device) * self.temperature
-
-    def own(self, rows: int) -> Tensor:
-        """[rows, V], new noise in every call, which the target never uses."""
-        # counted, not by position: the noise at a position may have caused it to be drafted again
-        first, self.drawn = self.drawn, self.drawn + rows
-        self.private.forget(first)
-        return self.private(range(first, self.drawn), self.vocab_size, self.device) * self.temperature
-
-    def filter_logits(self, logits: Tensor) -> Tensor:
-        """[K, V], the logits, minus 1000 for tokens that the target's top-k, top-p or min-p removes."""
-        sampling = self.choose.sampling
-        if sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0:
-            return logits
-        # sorting whole vocabularies at all nodes would cost more than a small head
-        best = logits.topk(min(256, logits.shape[-1]))
-        outside = torch.ones_like(logits, dtype=torch.bool)
-        outside.scatter_(1, best.indices, warp(best.values, sampling).isinf())
-        return torch.where(outside, logits - 1000, logits)
 
 
 def walk(tree: DraftTree, choices: Sequence[int] | dict[int, int]) -> list[int]:
@@ -167,9 +133,16 @@ def walk(tree: DraftTree, choices: Sequence[int] | dict[int, int]) -> list[int]:
 
 def verify(output: TargetOutput, choose: Choose, choices: Sequence[int] | None = None) -> tuple[list[int], int]:
     """The accepted path and the target's token after it; `choices` are the target's after all nodes, if known."""
-    tree, sampling = output.tree, choose.sampling
     if choose.noise is not None:
         choose.noise.forget(output.positions[0])
+    path, root = _apply_rule(output, choose, choices)
+    check_choice(root, output, path[-1])
+    return path, root
+
+
+def _apply_rule(output: TargetOutput, choose: Choose, choices: Sequence[int] | None = None) -> tuple[list[int], int]:
+    """`verify` by the rule that the tree and the sampling ask for."""
+    tree, sampling = output.tree, choose.sampling
     if sampling.typical is not None:
         path = walk_typically(tree, partial(choose.probs_after, output), sampling.typical)
         return path, choose(output, path[-1:])[0]
@@ -186,14 +159,26 @@ def verify(output: TargetOutput, choose: Choose, choices: Sequence[int] | None =
     return path, known[path[-1]]
 
 
+def check_choice(token: int, output: TargetOutput, node: int) -> None:
+    """Refuse a token that was chosen by logits that are nan."""
+    if token == NAN:
+        raise ValueError(
+            f"the target's logits are nan after {output.positions[node]} tokens: its states overflow in "
+            f"{str(output.logits.dtype).removeprefix('torch.')}, or its weights are damaged; load it in float32 to see"
+        )
+
+
 def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[int], int]]:
-    """`verify` for several texts; their choices are copied from the device all at once."""
-    if len(rows) == 1:
-        return [verify(*rows[0])]
-    at_once = [pair for pair in rows if _is_walked(*pair) and not _is_lazy(pair[0])]
-    tokens = [choose.pick_tokens(output, range(len(output.tree))) for output, choose in at_once]
-    known = {id(pair[0]): chosen.tolist() for pair, chosen in zip(at_once, to_host(tokens), strict=True)}
-    return [verify(output, choose, known.get(id(output))) for output, choose in rows]
+    """`verify` for several texts; their choices are copied from the device all at once.
+
+    `RowErrors`, by place, if only some of them fail.
+    """
+    known: dict[int, list[int]] = {}
+    if len(rows) > 1:
+        at_once = {place: pair for place, pair in enumerate(rows) if _is_walked(*pair) and not _is_lazy(pair[0])}
+        tokens = [choose.pick_tokens(output, range(len(output.tree))) for output, choose in at_once.values()]
+        known = {place: chosen.tolist() for place, chosen in zip(at_once, to_host(tokens), strict=True)}
+    return [*run_rows(range(len(rows)), lambda place: verify(*rows[place], known.get(place))).values()]
 
 
 def _is_walked(output: TargetOutput, choose: Choose) -> bool:
@@ -235,6 +220,8 @@ def sample_tree(
             mass = remainder.sum()
             numbers = torch.stack([residual[tokens[child]], draft_probs[tokens[child]], mass])
             target_prob, draft_prob, remains = to_host([numbers])[0].unbind()
+            if target_prob.isnan():
+                return path, NAN
             if not draft_prob > 0:
                 break  # the draft's probs have underflowed, for this sibling and for later ones
             # nothing remains only if both distributions are equal and rounding alone kept the odds below one
@@ -272,6 +259,8 @@ def sample_block(tree: DraftTree, target_probs: Probs, coin: Coin, pick: Pick) -
         weights.append((weights[-1] * target[node - 1][token] / draft[node][token]).clamp(max=1))
     masses = [remainder.sum() for remainder in remainders]
     mass, weight = to_host([torch.stack([*masses, *weights])])[0].split([last, last + 1])
+    if mass.isnan().any():
+        return [0], NAN
     for node in range(last, 0, -1):
         if node == last:
             odds = weight[last]
@@ -293,6 +282,8 @@ def walk_leniently(tree: DraftTree, target_probs: Probs, lenience: float) -> tup
         probs, nodes = target_probs(path[-1]), children[path[-1]]
         drafted = upload(torch.tensor([tokens[node] for node in nodes], dtype=torch.long), probs.device)
         best, *drafted_probs = to_host([torch.cat([probs.amax(0, keepdim=True), probs[drafted]])])[0].tolist()
+        if best != best:
+            return path, NAN
         if not nodes or max(drafted_probs) < lenience * best:
             return path, int(to_host([probs.argmax()])[0])
         path.append(nodes[drafted_probs.index(max(drafted_probs))])

@@ -73,7 +73,7 @@ def sample_answers(
     texts = [prompt.tolist() for prompt in prompts]
     limits = [min(limit, model.room(text)) for limit, text in zip(limits, texts, strict=True)]
     traces = generate(model, NoDrafter(), texts, max_new_tokens=limits, batch_size=len(texts), **options)
-    return [torch.tensor(trace.tokens) for trace in traces]
+    return [torch.tensor(trace.checked().tokens) for trace in traces]
 
 
 def _choose_answer(loss_mask: Tensor, draw: int) -> tuple[int, int]:

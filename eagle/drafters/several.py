@@ -10,6 +10,7 @@ import torch
 
 from eagle.core.budget import Budget
 from eagle.core.drafter import Committed, Drafter, DraftState, Noise, Reads
+from eagle.core.row_errors import RowErrors
 from eagle.core.tree import DraftTree
 from eagle.device import upload
 
@@ -78,17 +79,25 @@ class SeveralState:
     def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
         """Each row's first tree with more than a root; a drafter that is not asked gets its updates later."""
         several, trees = self.several, {row: DraftTree.chain([update.root]) for row, update in updates.items()}
+        errors: dict[int, Exception] = {}
         for number, (drafter, places) in enumerate(zip(several.drafters, several.places, strict=True)):
             for row, update in updates.items():
                 self.pending[row][number].append(_restrict(update, places, drafter.reads.choices))
         for number, state in enumerate(self.states):
-            rows = [row for row, tree in trees.items() if len(tree) == 1]
+            rows = [row for row, tree in trees.items() if isinstance(tree, DraftTree) and len(tree) == 1]
+            rows = [row for row in rows if row not in errors]  # what is no tree is refused later
             if not rows:
                 break
             asked = {row: Committed.join(self.pending[row][number]) for row in rows}
             for row in rows:
                 self.pending[row][number] = []
-            trees |= state.propose(asked, {row: budgets[row] for row in rows})
+            try:
+                trees |= state.propose(asked, {row: budgets[row] for row in rows})
+            except RowErrors as failed:
+                trees |= failed.trees
+                errors |= failed.errors
+        if errors:
+            raise RowErrors({row: tree for row, tree in trees.items() if row not in errors}, errors)
         return trees
 
 

@@ -161,6 +161,15 @@ class SlotCache:
             self.lengths[one], self.lengths[other] = self.lengths[other], self.lengths[one]
 
     @torch.inference_mode()
+    def clear(self, slot: int) -> None:
+        """Empty a slot and fill it with zeros: a mask hides what a text left there, but not what is no number."""
+        for buffer in (rows.buffer for rows in self.buffers):
+            if slot < len(buffer):
+                buffer[slot].zero_()
+        if slot < len(self.lengths):
+            self.lengths[slot] = 0
+
+    @torch.inference_mode()
     def copy(self, slot: int, other: int) -> None:
         """Copy the committed columns of a slot into another slot."""
         length = self.lengths[slot]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eagle.core.drafter import Committed
 from eagle.core.tree import TargetOutput
-from eagle.core.verify import Choose
+from eagle.core.verify import Choose, check_choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,4 +24,6 @@ class PromptOutput:
 
     def commit(self, choose: Choose) -> Committed:
         """The prompt as a `Committed`, with the token chosen after it."""
-        return Committed(torch.tensor(self.tokens), self.features, choose(self.output, [0])[0])
+        (root,) = choose(self.output, [0])
+        check_choice(root, self.output, 0)
+        return Committed(torch.tensor(self.tokens), self.features, root)

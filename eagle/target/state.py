@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -79,9 +80,12 @@ class TargetState:
             pass
         return outputs[row].commit(choose)
 
-    def release(self, row: int) -> None:
-        """Release a row: its slot becomes free and keeps its text until it is reused."""
+    def release(self, row: int, *, wipe: bool = False) -> None:
+        """Release a row: its slot becomes free and keeps its text until it is reused, or nothing after `wipe`."""
         slot = self.rows.index(row)
+        if wipe:  # a later text's mask hides what a slot holds, but not a nan
+            self.cache.clear(slot)
+            self.texts[slot] = []
         del self.needs[row]
         self.prompts.pop(row, None)
         if slot < self.written:  # the last row that is written takes its place, and the last that waits that one's
@@ -181,10 +185,8 @@ class TargetState:
         slots, sizes = [self.rows.index(row) for row in rows], [len(tokens[row]) for row in rows]
         starts, count = [self.cache.lengths[slot] for slot in slots], max(sizes)
         for row, start, size in zip(rows, starts, sizes, strict=True):
-            if (
-                row not in self.prompts
-            ):  # what they share with another text was read with the frequencies that they have
-                self._check_border(start, start + size)
+            if row not in self.prompts:  # what they share with another text was read with the frequencies they have
+                self.target.check_growth(start, start + size)
         padded = torch.tensor([[*tokens[row], *[0] * (count - len(tokens[row]))] for row in rows])
         steps = torch.arange(count).expand(len(rows), -1)
         # padding stands where the last token does: the model may have no later position
@@ -214,7 +216,7 @@ class TargetState:
         places = []
         for start, (_, tree) in zip(starts, trees, strict=True):
             places.append([start + depth for depth in tree.depths()])
-            self._check_border(start, max(places[-1]) + 1)
+            self.target.check_growth(start, max(places[-1]) + 1)
         tokens, seen = stack_trees([tree for _, tree in trees])
         padded = [own + own[:1] * (count - len(own)) for own in places]  # padding stands where the root does
         hidden, states = self._forward(slots, tokens, torch.tensor(padded), seen)
@@ -289,6 +291,17 @@ class TargetState:
         """A row's committed tokens."""
         return self.texts[self.rows.index(row)]
 
+    def check_tree(self, row: int, tree: DraftTree) -> None:
+        """Refuse a tree that the row has no space for, or that crosses longrope's switch of frequencies."""
+        start = self.length(row)
+        if start <= self.target.border < sys.maxsize:
+            self.target.check_growth(start, start + max(tree.depths()) + 1)
+        if self.max_tokens is not None and start + len(tree) > self.needs[row]:
+            raise ValueError(
+                f"the draft has {len(tree) - 1} nodes, and the cache's limit leaves {self.needs[row] - start - 1}: "
+                "draft within budget.nodes, or raise max_tokens_in_cache"
+            )
+
     def levels(self, row: int, wanted: int) -> int:
         """The number of wanted draft levels that fit; no draft may cross longrope's switch of frequencies."""
         start, border = self.length(row), self.target.border
@@ -299,15 +312,6 @@ class TargetState:
         alone = [row for row in rows if self.target.is_alone(self.length(row))]
         together = [row for row in rows if row not in alone]
         return [[row] for row in alone] + ([together] if together else [])
-
-    def _check_border(self, start: int, end: int) -> None:
-        border, kind = self.target.border, self.target.config.model_type
-        if 0 < start <= border < end:  # one set of frequencies must read the whole text
-            raise ValueError(
-                f"{kind} reads texts of more than {border} tokens with other rotary frequencies throughout, and so "
-                f"cannot grow from {start} tokens to {end}: keep prompt and max_new_tokens within {border} together, "
-                "or begin with a prompt that is longer than that"
-            )
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:

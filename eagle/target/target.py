@@ -186,6 +186,15 @@ class Target:
             ends.append(int(self.border) + 1)  # the last token is not read
         return max(min(ends) - len(prompt), 0)
 
+    def check_growth(self, start: int, end: int) -> None:
+        """Refuse a text that grows from `start` tokens to `end` across a switch of rotary frequencies."""
+        if 0 < start <= self.border < end:  # one set of frequencies must read the whole text
+            raise ValueError(
+                f"{self.config.model_type} reads texts of more than {self.border} tokens with other rotary frequencies "
+                f"throughout, and so cannot grow from {start} tokens to {end}: keep prompt and max_new_tokens within "
+                f"{self.border} together, or begin with a prompt that is longer than that"
+            )
+
     @torch.no_grad()
     def features(self, tokens: Tensor, taps: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """[B, T, L, D], tapped states of right-padded tokens [B, T], by one plain forward without a cache."""

@@ -258,3 +258,18 @@ def test_costs_are_those_of_what_is_held(model: Any) -> None:
     for context in (3, 200):
         assert drafter.probe(context, 2, 1)().shape == (1, 1, 96)
     assert SparseKv().probe(3, 2, 1) is None
+
+
+@pytest.mark.parametrize(("budget", "sinks"), [(3, 2), (6, 4), (12, 4), (5, 0)])
+@pytest.mark.parametrize("name", ["mistral-sliding", "qwen2-sliding"])
+def test_short_prompts_draft_behind_windows(name: str, budget: int, sinks: int) -> None:
+    """Prompts shorter than the sinks, alone and side by side, are the untouched model's own answers."""
+    model = build(name)
+    target, drafter = Target(copy.deepcopy(model)), SparseKv(budget, sinks)
+    lengths = tuple(range(1, 9))
+    prompts = [random_tokens(length, seed=length) for length in lengths]
+    together = decode(target, drafter, lengths, max_new_tokens=8)
+    for prompt, trace in zip(prompts, together, strict=True):
+        alone = generate(target, drafter, prompt, budget=CHAIN, max_new_tokens=8, stop=[])
+        assert alone.tokens == trace.tokens == own_choices(model, prompt, trace.tokens)
+        assert alone.cycles == trace.cycles

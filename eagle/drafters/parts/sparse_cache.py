@@ -52,6 +52,7 @@ class SparseState:
         del self.noises[row], self.lengths[row], self.copied[row]
         if row in self.rows:
             slot, last = self.rows.index(row), len(self.rows) - 1
+            self.cache.clear(slot)
             self.cache.swap(slot, last)
             self.rows[slot] = self.rows[last]
             self.rows.pop()
@@ -139,7 +140,7 @@ class SparseState:
         held = torch.arange(most).repeat(len(rows), 1)
         for row, places in zip(rows, held, strict=True):
             end = self.lengths[row]
-            latest = torch.arange(max(end - self.ring, self.sinks), end)
+            latest = torch.arange(max(end - self.ring, min(self.sinks, end)), end)  # none while the sinks fill
             places[self._columns(row, latest)] = latest
             places[self._held(row)] = end
         return held

@@ -86,7 +86,7 @@ class TextState:
         del self.noises[row], self.dropped[row]
         if row in self.rows:
             slot, last = self.rows.index(row), len(self.rows) - 1
-            self._clear(slot)
+            self.cache.clear(slot)
             self.cache.swap(slot, last)
             self.rows[slot] = self.rows[last]
             self.rows.pop()
@@ -98,17 +98,9 @@ class TextState:
         """Assign a slot to each new row."""
         for row in rows:
             self.rows.append(row)
-            self._clear(len(self.rows) - 1)
+            self.cache.clear(len(self.rows) - 1)
         if rows:
             self._reserve()
-
-    def _clear(self, slot: int) -> None:
-        """Zeros in a slot: a mask hides what a text left there, but not infinities among it."""
-        for buffer in (rows.buffer for rows in self.cache.buffers):
-            if slot < len(buffer):
-                buffer[slot].zero_()
-        if slot < len(self.cache.lengths):
-            self.cache.lengths[slot] = 0
 
     def _reserve(self) -> None:
         """Room for the rows in use, half as long again as the longest; what is far more is given back."""

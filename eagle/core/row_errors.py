@@ -1,0 +1,37 @@
+"""Errors of one text among several, which end that text alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+FATAL = (MemoryError, torch.OutOfMemoryError)  # of the machine, whichever text met them
+
+
+class RowErrors(Exception):
+    """Raised by a drafter's state for several texts if only some of them failed: the other texts' trees are kept."""
+
+    def __init__(self, trees: Mapping[int, Any], errors: Mapping[int, Exception]) -> None:
+        self.trees, self.errors = dict(trees), dict(errors)
+        named = "; ".join(f"row {row}: {error!r:.200}" for row, error in self.errors.items())
+        super().__init__(f"{len(self.errors)} of {len(self.trees) + len(self.errors)} drafts failed: {named}")
+
+
+def run_rows(rows: Iterable[int], run: Callable[[int], Result]) -> dict[int, Result]:
+    """The results of `run` by row; `RowErrors` if some rows fail, the error itself if there is one row."""
+    results, errors = dict[int, Result](), dict[int, Exception]()
+    for row in rows:
+        try:
+            results[row] = run(row)
+        except FATAL:
+            raise
+        except Exception as error:
+            errors[row] = error
+    if len(errors) == 1 and not results:
+        raise next(iter(errors.values()))
+    if errors:
+        raise RowErrors(results, errors)
+    return results
