@@ -30,7 +30,7 @@ def make_fixture_target(folder: Path, seed: int) -> None:
 
 
 def train_target(folder: Path, seed: int) -> None:
-    """Train it in fp32: which dtype is the fastest here is decided by a race of timings."""
+    """Train it in fp32, whatever is the fastest on this processor."""
     fastest_dtype, tiny.fastest_dtype = tiny.fastest_dtype, lambda _: torch.float32
     try:
         tiny.make_target(folder, STEPS, seed, CONVERSATIONS)
