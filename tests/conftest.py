@@ -19,10 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from eagle import Target
 from eagle.recipe import Recipe
+from tests.fixture_target import make_fixture_target
 from tests.registry import BY_DEFAULT
 from tests.trained import FIXTURE_SEED, fixture_seed
 
-STEPS = 40
 # the fast suite draws the same cases every time; with --hypothesis-profile=new others, and a failure says how to pin it
 settings.register_profile("same", derandomize=True, deadline=None, database=None)
 settings.register_profile("new", derandomize=False, deadline=None, database=None, print_blob=True)
@@ -49,6 +49,12 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before fixtures
+def pytest_runtest_setup() -> None:
+    """What a test draws without a seed does not depend on the tests before it."""
+    torch.manual_seed(0)
+
+
 @pytest.hookimpl(tryfirst=True)  # before marks select
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
     """Mark those cases; turn the order round where asked."""
@@ -64,17 +70,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> No
 
 @pytest.fixture(scope="session")
 def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
-    """A folder with `target/` and `data/`, as `recipes/tiny/make_target.py` leaves it; trained once a processor."""
-    from recipes.tiny import make_target as module
-
+    """A folder with `target/` and `data/`, as `recipes/tiny/make_target.py` leaves it."""
     folder, cache = tmp_path_factory.mktemp("tiny"), getattr(pytestconfig, "cache", None)
-    processor = torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA", "all")
-    name = "-".join(("tiny", str(fixture_seed()), torch.__version__, *processor))
-    made = cache.mkdir(name) if cache else tmp_path_factory.mktemp("made")  # for every process, and for later runs
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "fastest_dtype", lambda _: torch.float32)  # else a race of timings
-        module.make_target(made, steps=STEPS, seed=fixture_seed(), max_conversations=400)
-    shutil.copytree(made, folder, dirs_exist_ok=True)
+    made = cache.mkdir(f"tiny-{fixture_seed()}-{torch.__version__}") if cache else folder
+    make_fixture_target(made, fixture_seed())
+    if made != folder:
+        shutil.copytree(made, folder, dirs_exist_ok=True)
     return folder
 
 

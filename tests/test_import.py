@@ -9,22 +9,13 @@ import pytest
 
 import eagle
 
-TIMED = """
-import time, torch, transformers
-begun = time.process_time()
-import eagle
-print(time.process_time() - begun)
-"""
+HEAVY = {"datasets", "deepspeed", "pandas", "pyarrow", "wandb"}
 
 
 @pytest.mark.slow
-def test_import_takes_under_a_second_and_a_half() -> None:
-    """Beyond what torch and transformers take; deepspeed and wandb stay out."""
-    done = subprocess.run([sys.executable, "-c", TIMED], capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 1.5
-    use = (
-        "import sys, eagle; [getattr(eagle, n) for n in eagle.__all__]; print({*sys.modules} & {'wandb', 'deepspeed'})"
-    )
+def test_import_loads_no_heavy_package() -> None:
+    """Not even with every public name."""
+    use = f"import sys, eagle; [getattr(eagle, n) for n in eagle.__all__]; print({{*sys.modules}} & {HEAVY})"
     assert subprocess.run([sys.executable, "-c", use], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 

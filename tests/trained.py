@@ -23,6 +23,7 @@ from recipes.train_eagle import main as train
 ROOT = Path(__file__).parent.parent
 RECIPE = str(ROOT / "recipes/tiny/eagle1.yaml")
 FIXTURE_SEED = "EAGLE_FIXTURE_SEED"  # pytest's option --fixture-seed, for this process and those that it begins
+BUSY = 8  # times as long as on an idle machine: a time limit ends what hangs, and tells nothing of speed
 SPEEDS = ("tokens_per_second", "memory_gb")
 
 
@@ -108,12 +109,15 @@ def launched(config: str, *arguments: str, processes: int = 2) -> list[str]:
 
 
 def finished(command: Sequence[str], *, seconds: int = 150, **env: str) -> subprocess.CompletedProcess[str]:
-    """A command that has ended, with all that it said; after its time its whole group is killed."""
+    """A command that has ended, with all that it said; its whole group is killed where it hangs.
+
+    The seconds are those of an idle machine, at most.
+    """
     given = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, env=given, cwd=ROOT, start_new_session=True, **pipes) as started:
         try:
-            said, _ = started.communicate(timeout=seconds)
+            said, _ = started.communicate(timeout=BUSY * seconds)
         except BaseException:
             os.killpg(started.pid, signal.SIGKILL)
             raise

@@ -306,7 +306,7 @@ def test_two_processes_share_the_prompts(small: Recipe, tmp_path: Path) -> None:
     parts = [part_of(path, rank) for rank in (0, 1)]
     started = start(command, tmp_path / "log")
     try:
-        wait_for(lambda: all(part.exists() and part.read_bytes().count(b"\n") > 5 for part in parts), 120)
+        wait_for(lambda: all(part.exists() and part.read_bytes().count(b"\n") > 5 for part in parts), 900)
     finally:
         os.killpg(started, signal.SIGKILL)
         os.waitpid(started, 0)
