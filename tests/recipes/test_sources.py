@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from eagle.drafters import settings_of
@@ -210,3 +211,15 @@ def test_the_first_stage_of_medusa_2_is_the_published_one() -> None:
     assert {key for key, value in same if found.get(key) != value} == {"lr", "clip"} | {
         key for key in joint if key.startswith("joint.")
     }
+
+
+@pytest.mark.parametrize("clip_by", ["norm", "value"])
+def test_without_a_limit_gradients_stay_as_they_are(clip_by: str) -> None:
+    """As a recipe writes it, and torch's own clipping takes it."""
+    settings = Recipe.load(ROOT / "tiny/eagle1.yaml", ["train.clip=.inf", f"train.clip_by={clip_by}"]).train
+    weight = torch.nn.Parameter(torch.zeros(5))
+    weight.grad = torch.tensor([1e15, -3.0, 0.0, 1e-30, 7.0])
+    before = weight.grad.clone()
+    clip = torch.nn.utils.clip_grad_value_ if clip_by == "value" else torch.nn.utils.clip_grad_norm_
+    clip([weight], settings.clip)
+    assert torch.equal(weight.grad, before)
