@@ -15,6 +15,7 @@ from eagle.formats.checkpoint import load_drafter
 from eagle.recipe import RegenerateSection
 from eagle.target.target import Target
 
+TRUNCATED, FILTERED = "length", "content_filter"  # why an answer ended, if not by itself
 DRAFTED = 64  # tokens that are drafted in a cycle of all conversations, where the drafter is tuned to nothing else
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from threading import Lock
@@ -15,8 +15,10 @@ from typing import Any
 from urllib.error import HTTPError
 
 from data_prep.answers import Answer, Dialogue, Outcome, Prompt
-from data_prep.records import BROKEN_OFF, FILTERED
+from data_prep.records import says_something
+from data_prep.replies import OddReply, answer_in, first_choice, models_in, whole_number
 from data_prep.sampler_check import CAUSE, LIKELIEST, PROBE_TOKENS, PROBES, SamplerCheck
+from data_prep.workers import run_in_threads
 from eagle.core.noise import mix64
 from eagle.recipe import RegenerateSection, TargetSection
 
@@ -48,9 +50,10 @@ class Endpoint:
         self.kwargs = {"chat_template_kwargs": template_kwargs} if template_kwargs else {}
         self.sampler: SamplerCheck | None = None
         self.patience, self.streak, self.lock = max(20, 2 * section.in_flight), 0, Lock()
+        self.empty: int | None = 0  # answers so far, as long as each is empty
         entry = self._find_model(target)
         self.model: str = entry["id"]
-        self.positions: int | None = entry.get("max_model_len")
+        self.positions = whole_number(entry.get("max_model_len"))
 
     def check_tokenizer(self, ids: list[int]) -> None:
         """Refuse a server that reads the probe as another number of tokens than our tokenizer."""
@@ -58,7 +61,7 @@ class Endpoint:
             _, usage = self._ask(Prompt(PROBE, None, ids, 1, 0))
         except ConnectionError as error:
             raise ValueError(f"no answer to the probe conversation from {error}: see the server's log") from None
-        counted = usage.get("prompt_tokens")
+        counted = whole_number(usage.get("prompt_tokens"))
         if counted != len(ids):
             raise ValueError(
                 f"{self.url} reads the probe conversation as {counted} tokens, the recipe's tokenizer and template as "
@@ -77,25 +80,19 @@ class Endpoint:
         sampler.tells_probs = bool(sampler.draws)
         if not sampler.tells_probs:
             print(f"{self.url} tells no probabilities: its answers are searched for broken characters alone")
-        with ThreadPoolExecutor(self.at_once) as pool:
-            try:
-                replies = list(pool.map(lambda prompt: self._ask(prompt, likeliest=sampler.tells_probs), prompts))
-            except ConnectionError as error:
-                raise ValueError(f"no answer to the probe conversation from {error}: see the server's log") from None
-        faults = [sampler.add(choice, PROBE) for choice, _ in replies]
+        try:
+            asked = run_in_threads(iter(prompts), partial(self._ask, likeliest=sampler.tells_probs), self.at_once)
+            faults = [sampler.add(choice, PROBE) for _, (choice, _) in asked]
+        except ConnectionError as error:
+            raise ValueError(f"no answer to the probe conversation from {error}: see the server's log") from None
         if fault := faults[-1]:
             raise ValueError(f"{self.url} does not sample from its model: {fault}. {CAUSE}")
         self.sampler = sampler
 
     def run(self, dialogues: Iterator[tuple[str, Dialogue]]) -> Iterator[Outcome]:
         """The outcome of every conversation, as they end."""
-        pool = ThreadPoolExecutor(self.at_once)
-        try:
-            futures = {pool.submit(self._finish, dialogue): name for name, dialogue in dialogues}
-            for future in as_completed(futures):
-                yield futures.pop(future), future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+        outcomes = run_in_threads(dialogues, lambda named: self._finish(named[1]), self.at_once)
+        return ((name, outcome) for (name, _), outcome in outcomes)
 
     def _finish(self, dialogue: Dialogue) -> dict[str, Any] | str:
         if self.streak >= self.patience:
@@ -115,19 +112,20 @@ class Endpoint:
 
     def _answer(self, prompt: Prompt) -> Answer:
         choice, usage = self._ask(prompt, likeliest=self.sampler is not None and self.sampler.is_due())
-        message, finish = choice["message"], str(choice.get("finish_reason"))
-        if finish in BROKEN_OFF and finish != FILTERED:
-            raise ConnectionError(f"{self.url} broke an answer off: finish_reason {finish}")
+        answer = self._read(answer_in, choice, usage)
         if self.sampler and (fault := self.sampler.add(choice, prompt.messages)):
             raise ValueError(
                 f"{self.url} does not sample from its model any more: {fault}. What was written before stays; the last "
                 f"of it may be as wrong: remove {self.section.out}.parts to have all asked for again. {CAUSE}"
             )
-        reasoning = message.get("reasoning_content") or message.get("reasoning")
-        parts = {"reasoning_content": reasoning, "tool_calls": message.get("tool_calls")}
-        answer = {"role": "assistant", "content": message.get("content") or ""}
-        answer |= {key: part for key, part in parts.items() if part}
-        return Answer(answer, finish, usage.get("completion_tokens", 0))
+        if self.empty is not None:
+            self.empty = None if says_something(answer.message) else self.empty + 1
+        if self.empty == self.patience:
+            raise ValueError(
+                f"{self.url} gave {self.empty} answers, all empty: see how it answers by hand, correct it, and remove "
+                f"{self.section.out}.parts to have all asked for again"
+            )
+        return answer
 
     def _ask(self, prompt: Prompt, *, likeliest: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
         """The first choice of the server's reply, with the likeliest tokens at each place if wanted, and its usage."""
@@ -143,27 +141,28 @@ class Endpoint:
             **self.kwargs,
             **({"logprobs": True, "top_logprobs": LIKELIEST} if likeliest else {}),
         }
-        reply = self._post("/chat/completions", request)
+        return self._read(first_choice, self._post("/chat/completions", request))
+
+    def _read(self, read: Callable[..., Any], *reply: Any) -> Any:
+        """What is read in a reply; an odd one is a failure of this server, and of one conversation alone."""
         try:
-            choice = reply["choices"][0]
-            choice["message"].get("content")
-            return choice, reply.get("usage") or {}
-        except (KeyError, IndexError, TypeError, AttributeError):
-            raise ConnectionError(f"{self.url} sent no answer: {str(reply)[:200]}") from None
+            return read(*reply)
+        except OddReply as error:
+            raise ConnectionError(f"{self.url} {error}") from None
 
     def _find_model(self, target: TargetSection) -> dict[str, Any]:
         """The server's entry for the recipe's target."""
         path = target.adapter or target.path
         names = {path, Path(path).name, str(Path(path).resolve())}
         try:
-            models = self._post("/models").get("data") or []
+            models = self._read(models_in, self._post("/models"))
         except ConnectionError as error:
             raise ValueError(
                 f"no answer from {error}: start a server of {path} there, correct regenerate.endpoint, or leave it out "
                 "to decode here"
             ) from None
         for model in models:
-            if names & {model.get("id"), model.get("root")}:
+            if model["id"] in names or model.get("root") in list(names):
                 return model
         raise ValueError(
             f"{self.url} serves {[model.get('id') for model in models]}, expected {path} or {Path(path).name}: start "
@@ -184,7 +183,7 @@ class Endpoint:
                     reason += f" {error.read(200).decode(errors='replace')}"
                 if error.code < 500 and error.code != 429:
                     break
-            except (OSError, HTTPException, ValueError) as error:
+            except (OSError, HTTPException, ValueError, RecursionError) as error:
                 reason = f"{type(error).__name__}: {error}"
             if wait is not None:
                 time.sleep(wait)

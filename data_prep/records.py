@@ -7,13 +7,12 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from data_prep.marks import is_truncated, medium_in, unfinished_reason, weight_of
 from data_prep.turns import (
     ASSISTANT,
-    MARKS,
     SYSTEM,
     TOOL,
     USER,
-    WEIGHTS,
     Dropped,
     check_media,
     check_wanted,
@@ -33,12 +32,6 @@ ROLES = {
     **dict.fromkeys(("system", "developer"), SYSTEM),
     **dict.fromkeys(("observation", "tool", "function", "tool_response", "tool_result", "ipython"), TOOL),
 }
-PLACEHOLDER = re.compile(  # at an edge of the text or of a line, and no element that is closed again
-    r"(?:^[ \t]*<(image|video|audio)>|<(image|video|audio)>[ \t]*$)(?![\s\S]*</(?:image|video|audio)>)", re.MULTILINE
-)
-TRUNCATED = ("length", "max_tokens")
-FILTERED = "content_filter"
-BROKEN_OFF = ("abort", "aborted", "cancelled", "error", FILTERED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +70,11 @@ def _messages_of(turns: list[Any], notes: set[str], answered: bool) -> list[dict
     messages: list[dict[str, Any]] = []
     for place, turn in enumerate(turns):
         message = message_of(turn)
-        role, finish = message["role"], first_of(turn, "finish_reason", "stop_reason")
-        finish = finish.lower() if isinstance(finish, str) else None
+        role, finish = message["role"], unfinished_reason(turn)
         is_answer = role == ASSISTANT
-        broken_off = is_answer and finish in BROKEN_OFF
-        if is_answer and answered and finish in TRUNCATED:
+        truncated = finish is not None and is_truncated(finish)
+        broken_off = is_answer and finish is not None and not truncated
+        if is_answer and answered and truncated:
             notes.add("a truncated answer is not learned")
             message["weight"] = 0
         elif is_answer and answered and message.get("weight") == 0:
@@ -154,11 +147,11 @@ def message_of(turn: Any) -> dict[str, Any]:
         raise Dropped("a turn without a role" if speaker is None else f"unknown role {describe(speaker)!r}")
     check_media(turn)
     content = first_of(turn, "value", "content", "text")
-    text, reasoning, calls = ("", "", _calls(content, "function_call")) if speaker in CALLS else _parts(content)
-    if role == USER and (placeholder := PLACEHOLDER.search(text)):
-        raise Dropped(f"a placeholder in the text: {placeholder[0].strip()}")
+    text, reasoning, calls = ("", "", calls_of(content, "function_call")) if speaker in CALLS else parts_of(content)
+    if medium := medium_in(text, asked=role == USER):
+        raise Dropped(f"a placeholder in the text: {describe(medium)}")
     reasoning += _text(first_of(turn, "reasoning_content", "reasoning", "thinking"), "reasoning_content")
-    calls += _calls(first_of(turn, "tool_calls", "function_call") or [], "tool_calls")
+    calls += calls_of(first_of(turn, "tool_calls", "function_call") or [], "tool_calls")
     if role != ASSISTANT and (reasoning or calls):
         raise Dropped(f"reasoning or tool calls in a turn of the {role}")
     message = {"role": role, "content": text, "reasoning_content": reasoning, "tool_calls": calls}
@@ -182,7 +175,7 @@ def tools_of(tools: Any) -> list[dict[str, Any]] | None:
     return [_tool(parse_json(tool, "a tool that is")) for tool in tools]
 
 
-def _parts(content: Any) -> tuple[str, str, list[dict[str, Any]]]:
+def parts_of(content: Any) -> tuple[str, str, list[dict[str, Any]]]:
     """The text, the reasoning and the tool calls in a content."""
     if not isinstance(content, list):
         return _text(content, "content"), "", []
@@ -194,13 +187,13 @@ def _parts(content: Any) -> tuple[str, str, list[dict[str, Any]]]:
         elif kind in ("reasoning", "thinking"):
             reasoning += _text(first_of(part, "text", "value", kind), "a reasoning part")
         elif kind == "tool_call":
-            calls += _calls(first_of(part, "value", "tool_call") or part, "tool_call")
+            calls += calls_of(first_of(part, "value", "tool_call") or part, "tool_call")
         else:
             raise Dropped(f"content that is not text: {describe(kind)}")
     return text, reasoning, calls
 
 
-def _calls(value: Any, name: str) -> list[dict[str, Any]]:
+def calls_of(value: Any, name: str) -> list[dict[str, Any]]:
     """The tool calls in JSON text, in one object or in a list of them."""
     calls = parse_json(value, f"{name} that is")
     return [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
@@ -230,13 +223,11 @@ def _check_name(function: Any, kind: str) -> dict[str, Any]:
 
 def _weight(turn: dict[str, Any]) -> dict[str, int]:
     """A weight of 0 where any mark excludes the answer from the loss."""
-    marks = {key: turn[key] for key in MARKS if turn.get(key) is not None}
-    for key in WEIGHTS:
-        if marks.get(key, 0) not in (0, 1):
-            raise Dropped(f"{key} that is neither 0 nor 1")
-    if any(mark == 0 for mark in marks.values()):
-        return {"weight": 0}
-    return {"weight": 1} if "weight" in marks else {}
+    try:
+        weight = weight_of(turn)
+    except ValueError as error:
+        raise Dropped(str(error)) from None
+    return {} if weight is None else {"weight": weight}
 
 
 def _text(value: Any, name: str) -> str:

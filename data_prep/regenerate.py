@@ -14,11 +14,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from data_prep.answers import Dialogue, Local, Prompt
+from data_prep.answers import FILTERED, TRUNCATED, Dialogue, Local, Prompt
 from data_prep.conversations import Tally, read_conversations
 from data_prep.endpoint import PROBE, Endpoint
 from data_prep.parts import begin, is_whole, join_parts, open_part, read_parts
-from data_prep.records import FILTERED, Conversation, says_something
+from data_prep.records import Conversation, says_something
 from data_prep.sampler_check import is_broken
 from data_prep.tokens import load_tokenizer
 from eagle.data.features import world
@@ -91,7 +91,7 @@ def converse(name: str, conversation: Conversation, reader: Reader, section: Reg
             kind = "an answer that the server filtered" if answer.finish == FILTERED else "an empty answer"
             notes.add(f"cut at {kind}")
             break
-        truncated = answer.finish == "length"
+        truncated = answer.finish == TRUNCATED
         broken = is_broken(answer.message["content"], answer.finish, messages)
         unlearned = broken or (truncated and not section.keep_truncated)
         messages.append({**answer.message, **({"weight": 0} if unlearned else {})})
@@ -271,6 +271,11 @@ def conclude(out: Path, names: list[str], without_failed: bool) -> None:
         sys.exit(
             f"{missing} of {len(names)} conversations failed: run the same command again to try these alone, "
             "or with --without-failed to finish without them"
+        )
+    if not any(json.loads(line)["record"] for line in lines.values()):
+        sys.exit(
+            f"no conversation has an answer, for the reasons counted above: nothing is written to {out}. Correct what "
+            f"answers, and remove {out}.parts to have all asked for again"
         )
     join_parts(out, names)
     print(f"the answers are in {out}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from math import exp, sqrt
+from math import exp, inf, sqrt
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -47,10 +47,16 @@ def draws_of(tokens: Sequence[dict[str, Any]], vocab_size: int, temperature: flo
     return Draws(len(tokens), hits, expected, variance, nll)
 
 
-def has_probs(token: dict[str, Any]) -> bool:
-    """Whether a token came with numbers; JSON has none for the logarithm of zero."""
-    listed = [token, *(token.get("top_logprobs") or [])]
-    return len(listed) > 1 and all(isinstance(entry.get("logprob"), int | float) for entry in listed)
+def has_probs(token: Any) -> bool:
+    """Whether a token came with logarithms of probabilities; JSON has none for that of zero."""
+    likeliest = token.get("top_logprobs") if isinstance(token, dict) else None
+    listed = [token, *likeliest] if isinstance(likeliest, list) else []
+    return len(listed) > 1 and all(isinstance(entry, dict) and is_logprob(entry.get("logprob")) for entry in listed)
+
+
+def is_logprob(value: Any) -> bool:
+    """Whether a value may be the logarithm of a probability, but for rounding."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -inf < value < 1e-2
 
 
 def likeliest_mass(probs: list[float], vocab_size: int, temperature: float) -> float:
@@ -88,9 +94,10 @@ class SamplerCheck:
 
     def add(self, choice: dict[str, Any], history: Sequence[dict[str, Any]]) -> str | None:
         """Add one choice of a chat completion, and return what is wrong with the latest ones together."""
-        tokens = (choice.get("logprobs") or {}).get("content") or []
+        logprobs = choice.get("logprobs")
+        tokens = logprobs.get("content") if isinstance(logprobs, dict) else None
         with self.lock:
-            if tokens := [token for token in tokens if has_probs(token)]:
+            if tokens := [token for token in (tokens if isinstance(tokens, list) else []) if has_probs(token)]:
                 self.draws.append(draws_of(tokens, self.vocab_size, self.temperature))
             text = str((choice.get("message") or {}).get("content") or "")
             self.broken.append(is_broken(text, str(choice.get("finish_reason")), history))

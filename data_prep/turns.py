@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
+from data_prep.marks import FINISHES, WEIGHTS, excluding_mark, media_key, unfinished_reason, with_names
+
 USER, ASSISTANT, SYSTEM, TOOL = "user", "assistant", "system", "tool"
 LISTS = ("conversations", "messages", "conversation")  # lists of turns: ShareGPT, OpenAI, LMSYS and WildChat
 ANSWERS = {  # where a record of one question has its answer
@@ -16,10 +18,6 @@ ANSWERS = {  # where a record of one question has its answer
     "question": ("answer", "response"),
     "query": ("response", "answer"),
 }
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-WEIGHTS = ("weight", "loss_weight", "loss_scale")  # 0: not learned; any other number but 1 is refused
-MARKS = (*WEIGHTS, "train", "training", "loss", "label")  # 0 or false: not learned
-
 SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair, which no valid text holds
 
 
@@ -51,26 +49,26 @@ def turns_of(record: dict[str, Any], notes: set[str]) -> list[Any]:
     if not turns:
         raise Dropped("no turns")
     turns = _with_chosen_answer(turns, record.get("chosen"), notes)
-    finish = record.get("finish_reason")
-    if finish is not None and isinstance(turns[-1], dict):
-        turns = [*turns[:-1], {"finish_reason": finish, **turns[-1]}]
+    for key, marks in with_names(record, WEIGHTS):
+        if isinstance(marks, list):
+            turns = _with_marks(turns, key, marks)
+    finish = unfinished_reason(record)
+    if finish is not None and isinstance(turns[-1], dict) and not any(with_names(turns[-1], FINISHES)):
+        turns = [*turns[:-1], {**turns[-1], "finish_reason": finish}]
     system = first_of(record, "system", "system_prompt")
     return [{"role": SYSTEM, "content": system}, *turns] if system else turns
 
 
 def check_wanted(record: dict[str, Any]) -> None:
     """Refuse a record that is marked as not to be learned; a label of 0 may stand for a class of any kind."""
-    for key in MARKS:
-        if record.get(key) is False or (key in WEIGHTS and record.get(key) == 0):
-            raise Dropped(f"marked as not to be learned: {key}")
+    if key := excluding_mark(record):
+        raise Dropped(f"marked as not to be learned: {describe(key)}")
 
 
 def check_media(values: dict[str, Any]) -> None:
     """Refuse a record or a turn that has images, videos or sound beside its text."""
-    for key in MEDIA:
-        media = values.get(key)
-        if any(media) if isinstance(media, list) else media:
-            raise Dropped(f"{key} beside the text")
+    if key := media_key(values):
+        raise Dropped(f"{describe(key)} beside the text")
 
 
 def parse_json(value: Any, name: str) -> Any:
@@ -173,6 +171,13 @@ def _with_chosen_answer(turns: list[Any], chosen: Any, notes: set[str]) -> list[
         return chosen
     ends_empty = isinstance(turns[-1], dict) and "content" in turns[-1] and turns[-1]["content"] is None
     return [*(turns[:-1] if ends_empty else turns), *chosen]
+
+
+def _with_marks(turns: list[Any], key: str, marks: list[Any]) -> list[Any]:
+    """The turns, each with its mark of a list that stands beside them."""
+    if len(marks) != len(turns) or not all(isinstance(turn, dict) for turn in turns):
+        raise Dropped(f"{describe(key)} that is not one mark for each turn")
+    return [{key: mark, **turn} for turn, mark in zip(turns, marks, strict=True)]
 
 
 def _is_list_of(value: Any, kind: type) -> bool:
