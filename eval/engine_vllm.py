@@ -27,6 +27,7 @@ READS = {  # what an MTP layer reads there: `Rule.reads` of engine_reference.py
     "Glm4MoeForCausalLM": ("blank_first", "raw_states"),  # glm4_moe_mtp.py norms for the logits alone
     "DeepseekV3ForCausalLM": ("blank_first",),  # deepseek_mtp.py
 }
+LAST = {"medusa": "0.32"}  # versions, of methods that later ones have not
 MASKS = ("mask_token_id", "pard_token", "ptd_token_id")  # of heads that draft all places by one forward
 
 
@@ -42,6 +43,14 @@ def read_method(config: dict[str, Any]) -> dict[str, Any]:
     method = METHODS.get(config["architectures"][0], "eagle")
     parallel = method == "eagle3" and any(name in config for name in MASKS)
     return {"method": method, **({"parallel_drafting": True} if parallel else {})}
+
+
+def check_version(method: str, version: str) -> None:
+    """Refuse a version that has no such method any more."""
+    numbers = tuple(int(part) for part in version.split(".")[:2])
+    last = LAST.get(method)
+    if last is not None and numbers > tuple(map(int, last.split("."))):
+        sys.exit(f"vLLM {version} serves no {method} heads, {last} is the last that does: name such an environment")
 
 
 def interpret_kernels() -> None:
@@ -85,6 +94,7 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
         os.environ["VLLM_MLA_DISABLE"] = "1"  # no latent attention: the layer is a Llama's
     import vllm
 
+    check_version(head["method"], vllm.__version__)
     norm_each_layer()
     llm = vllm.LLM(
         model=job["head"] if head["method"] == "mtp" else job["target"],  # a folder that holds both

@@ -196,7 +196,7 @@ def test_messages_of_the_guides_are_the_projects_own() -> None:
         "eagle export runs/head --target my/model --to vllm runs/vllm",
         "python -m data_prep.inspect_mask recipes/tiny/eagle1.yaml --count 3",
         "accelerate launch --num_processes 2 recipes/train_eagle.py recipes/tiny/eagle1.yaml --check",
-        "VLLM_CPU_KVCACHE_SPACE=4 vllm serve my/model --dtype float32",
+        "VLLM_CPU_KVCACHE_SPACE=4 python -m vllm.entrypoints.openai.api_server --model my/model",
     ],
 )
 def test_a_right_command_is_accepted(line: str, tmp_path: Path) -> None:

