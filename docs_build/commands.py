@@ -7,11 +7,10 @@ import io
 import os
 import sys
 from contextlib import redirect_stderr, redirect_stdout
-from pathlib import Path
 
-from eagle.__main__ import GROUPS, main, overview
+from eagle.__main__ import GROUPS, VERBS, overview, run_verb
+from eagle.shipped import HELP_PAGE as PAGE
 
-PAGE = Path(__file__).parent.parent / "docs/reference/cli.md"
 INTRODUCTION = """# Command line
 
 <!-- written by `python -m docs_build.commands` from what `--help` prints -->
@@ -23,12 +22,12 @@ the package: `eagle recipes` lists them. `key=value` replaces a value of the rec
 
 
 def print_help(verb: str) -> str:
-    """What `eagle VERB --help` prints, on lines of at most 98 characters."""
+    """What `eagle VERB --help` prints, by its own parser, for a terminal of 80 columns."""
     out = io.StringIO()
-    os.environ["COLUMNS"] = "100"
+    os.environ["COLUMNS"] = "80"
     with redirect_stdout(out), redirect_stderr(out):
         try:
-            main([verb, "--help"])
+            run_verb(verb, VERBS[verb], ["--help"])
         except SystemExit as ended:
             if ended.code:
                 raise ValueError(f"eagle {verb} --help ended with {ended.code}: {out.getvalue()}") from None

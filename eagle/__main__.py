@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 from functools import partial
 from importlib import import_module
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 from eagle import __version__
 from eagle.log import script
-from eagle.shipped import STAGES
+from eagle.shipped import HELP_PAGE, STAGES
 
 
 class Verb(NamedTuple):
@@ -76,6 +77,8 @@ def main(argv: list[str] | None = None) -> None:
         hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(VERBS)}"
         print(f"{USAGE}\nerror: there is no verb {name}: {hint}", file=sys.stderr)
         sys.exit(2)
+    if HELP & set(rest) and (text := printed_help(name)):
+        sys.exit(print(text))
     reach_stages()
     script(partial(run_verb, name, VERBS[name]), rest, status=2 if name in VERDICTS else 1)
 
@@ -87,6 +90,14 @@ def overview() -> str:
         lines += [f"\n{title}:", *(f"  {name:<14}{verb.about}" for name, verb in group.items())]
     lines.append("\ntrain, prepare, extract, measure and lossless take --processes N: see `eagle train --help`.")
     return "\n".join(lines)
+
+
+def printed_help(verb: str) -> str | None:
+    """What `--help` of a verb prints, from the page that is made of it: its module imports torch for seconds."""
+    if not HELP_PAGE.is_file():
+        return None
+    found = re.search(rf"^### eagle {verb}\n.*?^```text\n(.*?)\n```$", HELP_PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    return found[1] if found else None
 
 
 def reach_stages() -> None:

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -120,6 +121,10 @@ def replacing(path: str | Path) -> Iterator[Path]:
         yield part
         part.chmod(mode)
         os.replace(part, path)
+    except OSError as error:
+        if error.filename in (None, str(part)):  # a full disk names no file
+            error.filename = str(path)
+        raise
     finally:
         part.unlink(missing_ok=True)
 
@@ -142,10 +147,23 @@ def write_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[s
     """Write a safetensors file atomically, or what torch.save writes where the name ends in .pt or .bin."""
     tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
     with replacing(path) as part:
-        if Path(path).suffix in (".pt", ".bin"):
-            torch.save(tensors, part)
-        else:
-            save_file(tensors, part, metadata)
+        try:
+            if Path(path).suffix in (".pt", ".bin"):
+                torch.save(tensors, part)
+            else:
+                save_file(tensors, part, metadata)
+        except (SafetensorError, RuntimeError) as error:  # of both, on a full disk
+            raise ValueError(f"{path} cannot be written: {error}. Make room, or name a folder elsewhere") from error
+
+
+@contextmanager
+def open_tensors(path: str | Path) -> Iterator[Any]:
+    """A safetensors file, opened to be read; one that is cut off, or none, is refused by its name."""
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no whole safetensors file: {error}. Make or fetch it anew") from None
 
 
 def apply_umask(folder: Path) -> None:

@@ -7,6 +7,7 @@ import copy
 import difflib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
@@ -26,9 +27,7 @@ class TargetSection(Section):
 
     path: str  # a folder or a hub id
     revision: str | None = None  # a branch, tag or commit of the hub id
-    dtype: str = (
-        "auto"  # float32, bfloat16 or float16; "auto" is bfloat16 where the device multiplies in it, else float32
-    )
+    dtype: str = "auto"  # float32, bfloat16 or float16; "auto" is bfloat16 where the device multiplies in it
     trust_remote_code: bool = False  # run modeling code that the checkpoint brings
     adapter: str | None = None  # a LoRA adapter, merged into the model at load
     device_map: str | None = None  # "auto" spreads a target that no single device holds
@@ -184,7 +183,7 @@ class Recipe(Section):
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         """A recipe from a file, or from one that comes with eagle; another target moves its files to its own folder."""
-        values = yaml.safe_load(find_recipe(path).read_text())
+        values = read_yaml(find_recipe(path))
         original = copy.deepcopy(values)
         for override in overrides:
             lay_over(values, override)
@@ -199,6 +198,19 @@ class Recipe(Section):
     def dump(self) -> str:
         """The recipe as YAML, with every default."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The sections of a YAML file; what is no YAML, or no sections, is refused by file and line."""
+    with path.open("rb") as file:  # which names the file in errors
+        try:
+            values = yaml.safe_load(file)
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        got = "an empty file" if values is None else f"a {type(values).__name__}"
+        raise ValueError(f"{path} holds {got}, expected keys and values, as `eagle recipes tiny/eagle1` prints them")
+    return values
 
 
 def command_line(program: str, about: str | None) -> argparse.ArgumentParser:
@@ -220,13 +232,20 @@ def parse_section(model: type[BaseModel], values: Any, source: str) -> Any:
 def _explain(model: type[BaseModel], mistake: Any, source: str) -> str:
     path = ".".join(map(str, mistake["loc"]))
     if mistake["type"] != "extra_forbidden":
-        return f"{source}: {path}: got {mistake['input']!r}; {mistake['msg']}"
+        return f"{source}: {path}: got {_shorten(mistake['input'])}; {mistake['msg']}"
     owner: Any = model
     for key in mistake["loc"][:-1]:
         owner = _type_of_key(owner, key)
     known = ", ".join(owner.model_fields)
     near = _nearest_key(str(mistake["loc"][-1]), owner.model_fields)
     return f"{source}: unknown key {path}{f': did you mean {near}? Known' if near else '. Known'} here are {known}"
+
+
+def _shorten(value: Any) -> str:
+    """A value as an error shows it: a section by its keys alone."""
+    if isinstance(value, dict):
+        return f"the keys {', '.join(map(str, value)) or 'of an empty section'}"
+    return "nothing" if value is None else shorten(repr(value), 80, placeholder=" ...")
 
 
 # keys of other trainers that resemble a wrong key here
@@ -286,4 +305,8 @@ def lay_over(values: dict[str, Any], override: str) -> None:
         values = values.setdefault(parent, {})
         if not isinstance(values, dict):
             raise ValueError(f"override {override!r}: {parent} holds a value, not a section")
-    values[last] = yaml.safe_load(value)
+    try:
+        values[last] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", None) or error
+        raise ValueError(f"override {override!r}: its value is no YAML: {problem}; quote it") from None

@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parent
 # the folder that holds data_prep, eval and recipes: inside an installed package, beside that of a checkout
 STAGES = PACKAGE / "stages" if (PACKAGE / "stages").is_dir() else PACKAGE.parent
 RECIPES = STAGES / "recipes"
+HELP_PAGE = STAGES / "docs/reference/cli.md"  # the output of `--help` of every verb
 DEMO = "recipes/tiny/demo.yaml"  # what training runs where no recipe is named
 
 

@@ -11,14 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import Field
 
 from eagle.core.budget import Budget
 from eagle.data.identity import fingerprint
 from eagle.drafters import settings_of
 from eagle.formats.checkpoint import check_options
-from eagle.recipe import BudgetSection, Recipe, Section, lay_over, parse_section
+from eagle.recipe import BudgetSection, Recipe, Section, lay_over, parse_section, read_yaml
 from eagle.shipped import find_recipe
 from eagle.training.launch import resolve_dtype
 from eagle.training.train import FREE
@@ -223,7 +222,4 @@ def digest_of(*parts: Any) -> str:
 def _read_yaml(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
-    values = yaml.safe_load(find_recipe(path).read_text())
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} holds {type(values).__name__}, expected keys and values")
-    return values
+    return read_yaml(find_recipe(path))

@@ -50,8 +50,8 @@ def test_a_verb_names_a_function_that_exists(verb: Verb) -> None:
 
 
 def test_help_comes_at_once() -> None:
-    """`eagle --help` names every verb and imports no torch; neither do the recipes and the help of training."""
-    asks = [["--help"], ["recipes"], ["train", "--help"], ["--version"]]
+    """`eagle --help` names every verb and imports no torch; neither do the recipes, a typo, and the help of any verb."""
+    asks = [["--help"], ["recipes"], ["--version"], ["extarct"], *([verb, "--help"] for verb in VERBS)]
     code = f"""
 import sys
 from eagle.__main__ import main
@@ -59,7 +59,7 @@ for argv in {asks}:
     try:
         main(argv)
     except SystemExit as ended:
-        assert not ended.code
+        assert ended.code == 2 if argv == ["extarct"] else not ended.code
 assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
 
 from eagle.core.drafter import TargetHead
-from eagle.disk import sha256, write_tensors, write_whole
+from eagle.disk import open_tensors, sha256, write_tensors, write_whole
 
 HEAD, CONFIG = "head.safetensors", "config.json"
 SCALES = ("embed_scale", "logit_scale", "softcap")
@@ -83,7 +82,7 @@ def save_borrowed(folder: str | Path, head: TargetHead, config: Any) -> dict[str
 
 def load_borrowed(folder: str | Path, device: str = "cpu") -> Borrowed:
     """Read what `save_borrowed` wrote into a folder."""
-    with safe_open(Path(folder) / HEAD, "pt") as file:
+    with open_tensors(Path(folder) / HEAD) as file:
         tensors = {name: file.get_tensor(name).to(device) for name in file.keys()}  # noqa: SIM118, it is no dict
         scales = json.loads(file.metadata()["scales"])
     return Borrowed(AutoConfig.from_pretrained(folder), _build_head(tensors, scales))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -27,7 +27,13 @@ def load_model(path: str | Path, dtype: torch.dtype, adapter: str | None = None,
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True, **source)
     except OSError as error:
-        raise ValueError(f"no model at {path}: expected a folder of save_pretrained, or a hub id") from error
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"no model at {path}: expected a folder of save_pretrained, or a hub id: {reason}") from error
+    except SafetensorError as error:
+        torn = ", ".join(sorted(file.name for file in Path(path).glob("*.safetensors") if not _is_whole(file)))
+        raise ValueError(
+            f"{path} holds weights that cannot be read: {torn or error}; fetch or write it anew"
+        ) from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise
@@ -35,6 +41,15 @@ def load_model(path: str | Path, dtype: torch.dtype, adapter: str | None = None,
     model, report = loaded
     check_weights(path, model, report)
     return model if adapter is None else merge_adapter(model, adapter)
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether a safetensors file has a header, and all the bytes that it tells of."""
+    try:
+        with safe_open(file, "pt"):
+            return True
+    except (SafetensorError, OSError):
+        return False
 
 
 def check_weights(path: str | Path, model: Any, report: dict[str, Any]) -> None:

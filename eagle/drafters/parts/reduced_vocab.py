@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from eagle.data.examples import most_frequent
-from eagle.disk import write_tensors
+from eagle.disk import open_tensors, write_tensors
 
 
 def save_draft_vocab(path: str | Path, counts: Tensor, size: int, identity: dict[str, Any]) -> None:
@@ -28,7 +27,7 @@ def load_draft_vocab(path: str | Path, expected: dict[str, Any] | None = None) -
     """`d2t` [D] and `t2d` [V]; refused if made from anything but the expected tokenizer and data."""
     if not Path(path).is_file():
         raise ValueError(f"no draft vocabulary at {path}: run `eagle draft-vocab RECIPE` first")
-    with safe_open(path, "pt") as file:
+    with open_tensors(path) as file:
         made = json.loads((file.metadata() or {}).get("identity", "{}"))
         for key, value in (expected or {}).items():
             if made.get(key) != value:
