@@ -30,9 +30,11 @@ class TargetState:
     their last text. The caller chooses a row's number.
     """
 
-    def __init__(self, target: Any, taps: tuple[int, ...] = (), max_tokens: int | None = None) -> None:
+    def __init__(
+        self, target: Any, taps: tuple[int, ...] = (), max_tokens: int | None = None, mark: Any = None
+    ) -> None:
         target.check_taps(taps)
-        self.target, self.taps, self.max_tokens = target, taps, max_tokens
+        self.target, self.taps, self.max_tokens, self.mark = target, taps, max_tokens, mark  # the weights' `WeightMark`
         self.cache = TreeCache(len(target.layers))
         self.texts: list[list[int]] = [[]]  # of every slot
         self.rows: list[int] = []  # in the first slots

@@ -26,6 +26,7 @@ from eagle.target.loading import check_model, load_model, parse_dtype, read_spar
 from eagle.target.reader import TreeReader
 from eagle.target.state import TargetState
 from eagle.target.view import TargetView
+from eagle.target.weight_mark import WeightMark
 
 
 class Target:
@@ -47,6 +48,7 @@ class Target:
         self.viewed: TargetView | None = None
         self.draws = Counter[tuple[int, int]]()  # uses of private random numbers, by seed and request
         self.spare: TargetState | None = None
+        self.weight_mark = WeightMark(model)
 
     def __reduce__(self) -> Any:
         """Copy without locks and open texts, which cannot be copied."""
@@ -155,18 +157,22 @@ class Target:
         """
         with self.lock:
             spare, self.spare = self.spare, None
-        if spare is not None and spare.taps == taps and max_tokens is None:
+        mark = self.weight_mark.read()
+        if spare is not None and spare.taps == taps and max_tokens is None and spare.mark == mark:
             return spare
-        return TargetState(self, taps, max_tokens)
+        return TargetState(self, taps, max_tokens, mark)
 
     def close(self, state: TargetState) -> None:
-        """Close a state; the text of a state with a single row is kept for the next one."""
+        """Close a state; the text of a state with a single row is kept for the next one, while the weights stay."""
         state.clear()
-        if len(state.texts) == 1 and state.max_tokens is None:
+        if len(state.texts) == 1 and state.max_tokens is None and state.mark is not None:
             self.spare = state
 
     def forget(self) -> None:
-        """Drop the text kept from the last closed state; call it after changing the model's weights."""
+        """Drop the text kept from the last closed state.
+
+        Changed weights drop it by themselves, except changes through `weight.data`, which leave no trace.
+        """
         self.spare = None
 
     def cache_bytes(self, tokens: int, taps: tuple[int, ...] = ()) -> int:

@@ -110,14 +110,69 @@ def test_forget_reads_the_whole_prompt_again(target: Target) -> None:
     assert counts == [len(PROMPT)]
 
 
-def test_forget_follows_a_change_of_weights(target: Target) -> None:
-    """A target reads with the model's weights as they are, but keeps what it has read until it is told."""
+def write_data(weight: Any) -> None:
+    """Through `.data`, of which no version tells."""
+    weight.data *= -1
+
+
+def put_another(weight: Any) -> None:
+    """Other values in other memory."""
+    weight.data = -weight.data
+
+
+@torch.no_grad()
+def write_in_place(weight: Any) -> None:
+    """As an optimizer does."""
+    weight *= -1
+
+
+@torch.inference_mode()
+def write_in_inference(weight: Any) -> None:
+    """Without autograd."""
+    weight.neg_()
+
+
+@pytest.mark.parametrize("change", [write_in_place, put_another, write_in_inference, write_data])
+def test_changed_weights_are_noticed(change: Callable[[Any], None], target: Target) -> None:
+    """What was read with other weights is read again; writing through `.data` has to be told."""
     options: dict[str, Any] = {"max_new_tokens": 12, "stop": []}
-    generate(target, NoDrafter(), PROMPT, **options)
+    for sign in range(3):  # at any time, and back again
+        generate(target, NoDrafter(), PROMPT, **options)
+        change(target.model.base_model.layers[0].mlp.up_proj.weight)
+        if change is write_data:
+            target.forget()
+        expected = own_answer(target.model, PROMPT, 12)
+        assert generate(target, NoDrafter(), PROMPT, **options).tokens == expected, sign
+    with counting(target) as counts:
+        generate(target, NoDrafter(), PROMPT, max_new_tokens=1, stop=[])
+    assert counts == [1]  # and what was read with these is not
+
+
+def test_loaded_weights_are_noticed(target: Target) -> None:
+    """A state dict is loaded in place, and a parameter may be replaced."""
+    other = build("llama")
     with torch.no_grad():
-        target.model.base_model.layers[0].mlp.up_proj.weight *= -1
-    target.forget()
-    assert generate(target, NoDrafter(), PROMPT, **options).tokens == own_answer(target.model, PROMPT, 12)
+        for weight in other.parameters():
+            weight.neg_()
+    generate(target, NoDrafter(), PROMPT, max_new_tokens=12, stop=[])
+    target.model.load_state_dict(other.state_dict())
+    expected = own_answer(other, PROMPT, 12)
+    assert generate(target, NoDrafter(), PROMPT, max_new_tokens=12, stop=[]).tokens == expected
+    layer = target.model.base_model.layers[1].mlp.down_proj
+    layer.weight = torch.nn.Parameter(-layer.weight, requires_grad=False)
+    expected = own_answer(target.model, PROMPT, 12)
+    assert generate(target, NoDrafter(), PROMPT, max_new_tokens=12, stop=[]).tokens == expected
+
+
+def test_weights_without_versions_are_read_anew() -> None:
+    """Tensors made in inference mode count no changes: no text is kept from one answer to the next."""
+    with torch.inference_mode():
+        model = build("llama")
+    target = Target(model)
+    for _ in range(2):
+        assert generate(target, NoDrafter(), PROMPT, max_new_tokens=6, stop=[]).tokens == own_answer(model, PROMPT, 6)
+        with torch.inference_mode():
+            model.base_model.layers[0].mlp.up_proj.weight.neg_()
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma3", "gpt2"])
