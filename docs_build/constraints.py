@@ -44,7 +44,7 @@ def collect_pins(package: str, extras: set[str]) -> dict[str, str]:
             continue
         if name != package:
             version = Version(metadata["Version"]).public
-            needs = SpecifierSet(metadata.get("Requires-Python") or "")
+            needs = SpecifierSet(str(metadata.json.get("requires_python", "")))
             marker = "" if needs.contains(f"{LOWEST}.99") else f'; python_version >= "{NEXT}"'
             pins[name] = f"{name}=={version}{marker}"
         queue += [
