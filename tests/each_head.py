@@ -8,6 +8,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,15 +20,23 @@ from eagle.recipe import DrafterSection, Recipe
 from eagle.training.first_head import first_head
 from eagle.training.launch import launch, splits_weights
 from eagle.training.train import train
+from tests.registry import TRAINED
 
-HEADS = {
-    "eagle1": {"kind": "eagle1"},
+BLOCKS = {"blocks": 1, "slots": 4, "anchors": 8}  # fewer anchors than a text has slots
+CHOSEN = {
     "hass": {"kind": "hass", "steps": 2},
     "draft_model": {"kind": "draft_model", "layers": 1},
     "own": {"kind": "draft_model", "layers": 1, "samples": "own"},
-    "medusa": {"kind": "medusa"},
+    "dflash": {"kind": "dflash", **BLOCKS},
+    "pace": {"kind": "dflash", **BLOCKS, "loss": "tokens", "d_pace": True},
+    "dspark": {"kind": "dspark", **BLOCKS, "rank": 8},
+    "peagle": {"kind": "peagle", "blocks": 1, "depths": 4, "divisor": "reached"},
+    "levels": {"kind": "medusa", "divisor": "levels"},
+    "hydra": {"kind": "hydra", "levels": 3, "prefix": True, "dropout": 0.2, "regression": 0.1},
+    "blockwise": {"kind": "blockwise", "inner_dim": 32, "drawn": True},
     "eagle3": {"kind": "eagle3", "steps": 3, "draft_vocab": 200, "fc_norm": True},
 }
+HEADS: dict[str, dict[str, Any]] = {name: {"kind": name} for name in TRAINED if name not in CHOSEN} | CHOSEN
 
 
 def main(argv: list[str]) -> None:

@@ -18,8 +18,21 @@ from eagle.core.tree import Paths
 from eagle.data.examples import Batch, Example, collate
 from eagle.device import upload
 from eagle.drafters.parts.objectives import distillation_loss
+from eagle.drafters.parts.text_dropout import TextDropout
 from eagle.recipe import JointSection
 from eagle.target.loading import add_adapter
+
+
+class AdapterDropout(nn.Dropout):
+    """An adapter's dropout: of padded texts [B, T, ..] as their seeds decide, of other rows at random."""
+
+    texts: TextDropout | None = None  # of the batch that is read
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, ..]."""
+        if self.texts is None or not self.training or x.ndim != 3 or len(x) != len(self.texts.counts):
+            return super().forward(x)
+        return self.texts.drop_padded(x)
 
 
 class StepPart(NamedTuple):
@@ -38,6 +51,7 @@ class Joint(nn.Module):
         if {*head.taps, *head.teacher_taps} != {-1}:
             raise ValueError(f"these heads read taps {head.taps} of the target, expected -1 alone, its LM head's input")
         self.adapted = add_adapter(model, settings.rank, settings.alpha, settings.dropout)
+        self.dropouts = _replace_dropouts(self.adapted)
         self.head, self.frozen, self.settings = head, frozen, settings
         self.body = (model.base_model,)  # in a tuple, as it is a part of `adapted` already
         self.register_state_dict_post_hook(_drop_frozen)
@@ -46,6 +60,10 @@ class Joint(nn.Module):
     def forward(self, examples: Sequence[Example], heads: float, part: StepPart | None = None) -> dict[str, Tensor]:
         """The target's loss plus `heads` times that of the heads: of whole steps, or what a part counts in its step."""
         part = part or StepPart(None, None, 1.0)
+        counts, device = [len(example.tokens) for example in examples], self.frozen.weight.device
+        texts = part.seeds and TextDropout(self.settings.dropout, part.seeds, counts, device)
+        for dropout in self.dropouts:
+            dropout.texts = texts or None
         batch, before = self.read(examples, compare=self.settings.loss == "kl")
         target = part.share * self.target_loss(batch, before)
         batch = replace(batch, seeds=part.seeds or batch.seeds, divisors=part.divisors)
@@ -106,6 +124,16 @@ class Joint(nn.Module):
     def merge(self) -> Any:
         """The new target: the model with its adapters merged into its weights."""
         return self.adapted.merge_and_unload()
+
+
+def _replace_dropouts(adapted: nn.Module) -> tuple[AdapterDropout, ...]:
+    """Give the adapters dropouts that know texts."""
+    for layer in adapted.modules():
+        dropouts: Any = getattr(layer, "lora_dropout", {})
+        for name, part in dropouts.items():
+            if isinstance(part, nn.Dropout):  # else there is none
+                dropouts[name] = AdapterDropout(part.p)
+    return tuple(part for part in adapted.modules() if isinstance(part, AdapterDropout))
 
 
 def heads_weight(settings: JointSection, step: int, steps: int) -> float:

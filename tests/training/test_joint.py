@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from eagle import Target
 from eagle.core.drafter import TrainableDrafter
@@ -17,9 +17,10 @@ from eagle.core.tree import chain_paths
 from eagle.data.examples import Example
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts import objectives
-from eagle.recipe import JointSection
+from eagle.recipe import JointSection, TrainSection
 from eagle.training import joint
-from eagle.training.joint import Joint, heads_weight
+from eagle.training.joint import AdapterDropout, Joint, StepPart, heads_weight
+from eagle.training.plan import Plan
 from tests.families import build, random_tokens
 
 pytest.importorskip("peft", reason="peft is not installed")
@@ -34,13 +35,13 @@ def examples() -> list[Example]:
     return [Example(text, torch.tensor(mask).bool()) for text, mask in zip(texts, MASKS, strict=True)]
 
 
-def new_joint(loss: str, *, moved: bool = True, **fields: Any) -> Joint:
+def new_joint(loss: str, *, moved: bool = True, dropout: float = 0.0, **fields: Any) -> Joint:
     """A small random target in fp64 with a head; `moved`, both are away from where they begin."""
     target = Target(build("llama", torch.float64))
     torch.manual_seed(0)
     settings = settings_of({**PUBLISHED, **fields}, "test")
     head = DRAFTERS["medusa"].for_target(settings, target.config, target.head).double()
-    made = Joint(target.model, head, target.head, JointSection(loss=loss, rank=4, dropout=0.0))
+    made = Joint(target.model, head, target.head, JointSection(loss=loss, rank=4, dropout=dropout))
     if moved:
         for name, part in made.named_parameters():
             if part.requires_grad:
@@ -97,6 +98,45 @@ def largest_difference(made: Joint) -> float:
 def test_loss_and_gradients_are_those_of_a_naive_loop(loss: str) -> None:
     """At adapters, residual blocks and LM heads, in fp64."""
     assert largest_difference(new_joint(loss)) < 1e-6  # weights of slots and levels are fp32
+
+
+PLACES = {"whole": [[0, 1]], "parts": [[0], [1]], "with one twice": [[1], [0], [0]]}
+
+
+def dealt(made: Joint, parts: list[list[int]]) -> dict[str, Tensor]:
+    """Losses and gradients of a step in parts, as the loop weighs them; what is read twice counts once."""
+    plan = Plan([int(example.loss_mask[2:].sum()) for example in examples()], TrainSection(out="none", validation=0))
+    divisors = made.head.divisors([example.loss_mask for example in examples()], [5, 6])
+    sums: dict[str, Tensor] = {}
+    for texts, share in zip(parts, plan.weights(0, parts), strict=True):
+        torch.manual_seed(0)
+        losses = made(
+            [examples()[text] for text in texts], 0.3, StepPart(tuple(5 + text for text in texts), divisors, share)
+        )
+        found = {**losses, **gradients(made, losses["total"])}
+        sums = {name: sums.get(name, 0) + value.detach() for name, value in found.items()}
+    return sums
+
+
+def parts_apart(**fields: Any) -> float:
+    """Of losses and gradients of a step in parts from the whole one's, relative to each."""
+    made = new_joint(fields.pop("loss", "kl"), dropout=0.2, **fields).train()
+    whole, *others = (dealt(made, parts) for parts in PLACES.values())
+    pairs = [(whole[name], other[name]) for other in others for name in whole]
+    return max(float((one - other).norm() / one.norm()) for one, other in pairs)
+
+
+@pytest.mark.parametrize("loss", ["kl", "tokens"])
+@pytest.mark.parametrize("divisor", ["slots", "levels"])
+def test_a_step_is_the_same_in_any_parts(divisor: str, loss: str) -> None:
+    """At the target's adapters, with their dropout, and at the heads, in fp64."""
+    assert parts_apart(divisor=divisor, loss=loss) < 1e-10
+
+
+def test_dropout_by_part_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: what is dropped does not follow from the texts' seeds."""
+    monkeypatch.setattr(AdapterDropout, "forward", nn.Dropout.forward)
+    assert parts_apart() > 1e-4
 
 
 def reverse(objective: Any) -> Callable[..., Any]:

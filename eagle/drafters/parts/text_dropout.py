@@ -24,6 +24,14 @@ class TextDropout:
         if not self.share:
             return rows
         kept = torch.empty(rows.shape, device=rows.device)
-        for part, generator in zip(kept.split(self.counts), self.generators, strict=True):
+        return self._drop(rows, kept, kept.split(self.counts))
+
+    def drop_padded(self, rows: Tensor) -> Tensor:
+        """[B, T, ..], a text in each row; what lies behind it is kept."""
+        kept = torch.ones(rows.shape, device=rows.device)
+        return self._drop(rows, kept, [row[:count] for row, count in zip(kept, self.counts, strict=True)])
+
+    def _drop(self, rows: Tensor, kept: Tensor, texts: Sequence[Tensor]) -> Tensor:
+        for part, generator in zip(texts, self.generators, strict=True):
             part.bernoulli_(1 - self.share, generator=generator)
         return rows * kept.div_(1 - self.share).to(rows.dtype)
