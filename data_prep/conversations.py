@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 
-from data_prep.json_records import Numbered, json_records
+from data_prep.json_records import Numbered, json_records, place_of_damage
 from data_prep.records import Conversation, conversation_of
-from data_prep.turns import Dropped
+from data_prep.turns import Damaged, Dropped
 from eagle.log import script
 
 JSON = (".json", ".jsonl", ".ndjson")
@@ -23,6 +23,7 @@ SPLITS = {  # the words that name a split in a file's name, as the hub reads the
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
+MOST_DAMAGED = 0.01  # share of a file's lines that may be damaged; one line may always, as a killed writer leaves it
 MAX_PLACES = 3  # records named for each reason
 
 
@@ -34,6 +35,9 @@ class Tally:
     dropped: Counter[str] = field(default_factory=Counter)
     noted: Counter[str] = field(default_factory=Counter)
     places: dict[str, list[str]] = field(default_factory=dict)  # reason -> where its first few dropped records are
+    broken: list[str] = field(
+        default_factory=list, compare=False
+    )  # what is wrong with files that are damaged beyond a few lines
 
     def drop(self, reason: str, place: str) -> None:
         """Count a dropped record, and remember its place if it is among the first for this reason."""
@@ -68,15 +72,43 @@ def read_conversations(
     split: str = "train",
     revision: str | None = None,
     answered: bool = True,
+    allow_broken: bool = False,
 ) -> Iterator[Conversation]:
     """The conversations of a file, a folder of files or a hub dataset, counted in `tally` as they are read.
 
-    With `answered=False` questions alone will do: their answers are yet to come.
+    With `answered=False` questions alone will do: their answers are yet to come. A file that is damaged beyond a few
+    lines is an error, unless `allow_broken`.
     """
     tally = Tally() if tally is None else tally
     files = read_records(source, split, revision)
-    lists = (_convert(name, records, tally, strict, answered) for name, records in files)
+    lists = (
+        _convert(name, _watch(name, records, tally, allow_broken), tally, strict, answered) for name, records in files
+    )
     return islice(chain.from_iterable(lists), limit)
+
+
+def _watch(name: str, records: Numbered, tally: Tally, allow_broken: bool) -> Numbered:
+    """The records of a file; an error, or a word in the tally, where more of it is damaged than a few lines."""
+    number, damaged = 0, list[tuple[int, Damaged]]()
+    for number, record in records:
+        yield number, record
+        if isinstance(record, Damaged):
+            damaged.append((number, record))
+            if not record.of_one_line and len(damaged) == 1:
+                line = place_of_damage(Path(name))
+                _refuse(f"{name} is damaged{line}, at its record {number}: {record}", tally, allow_broken)
+    if len(damaged) > max(1, MOST_DAMAGED * number) and damaged[0][1].of_one_line:
+        first = f"the first is line {damaged[0][0]}: {damaged[0][1]}"
+        _refuse(f"{len(damaged)} of {number} lines of {name} are damaged, {first}", tally, allow_broken)
+
+
+def _refuse(damage: str, tally: Tally, allow_broken: bool) -> None:
+    """An error that names the damage, or where it is allowed a word in the tally."""
+    if not allow_broken:
+        raise ValueError(
+            f"{damage}. Write or load the file again, or set data.allow_broken=true to go on with what can be read"
+        )
+    tally.broken.append(damage)
 
 
 def _convert(name: str, records: Numbered, tally: Tally, strict: bool, answered: bool) -> Iterator[Conversation]:
@@ -170,7 +202,8 @@ def _table_records(path: Path) -> Numbered:
         for number, record in enumerate(load_dataset(kind, data_files=str(path), split="train", streaming=True), 1):
             yield number, record
     except Exception as error:  # each format has errors of its own for damage
-        yield number + 1, Dropped(f"the rest of the {kind} file cannot be read: {type(error).__name__}")
+        reason = f"the rest of the {kind} file cannot be read: {type(error).__name__}"
+        yield number + 1, Damaged(reason, of_one_line=False)
 
 
 def main(argv: list[str]) -> None:
@@ -179,11 +212,13 @@ def main(argv: list[str]) -> None:
     parser.add_argument("source", metavar="SOURCE", help="a file, a folder of files, or a hub dataset")
     parser.add_argument("--strict", action="store_true", help="take the first record that would be dropped as an error")
     args, tally = parser.parse_args(argv), Tally()
-    for _ in read_conversations(args.source, tally, strict=args.strict):
+    for _ in read_conversations(args.source, tally, strict=args.strict, allow_broken=True):
         pass
     print(tally.table())
     if tally.dropped:
         print("\nThe first that were dropped, by file and line (or number of the record):", *tally.where(), sep="\n")
+    if tally.broken:
+        raise SystemExit("\n".join(["", *tally.broken, "no stage reads such files without data.allow_broken=true"]))
 
 
 if __name__ == "__main__":

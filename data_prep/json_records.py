@@ -12,10 +12,11 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, cast
 
-from data_prep.turns import ANSWERS, SURROGATE, Dropped, first_of, layout_of
+from data_prep.turns import ANSWERS, SURROGATE, Damaged, Dropped, first_of, layout_of
 
 PIECE = 1 << 12  # bytes read at once: what was unzipped in the same step as damage is lost
 HEAD = 1 << 20  # bytes looked at to tell lines from other JSON
+LARGE = 1 << 30  # bytes of a file that is not read a second time for the line of its damage
 VALUE = re.compile(r"[^\s,\[\]\ufeff]")
 OBJECT = re.compile(r'\{\s*(?:\Z|"[^"]{0,99}(?:\Z|"\s*(?:\Z|:)))')  # with its first key, as far as the text goes
 DECODER = json.JSONDecoder()
@@ -29,11 +30,26 @@ def json_records(path: Path) -> Numbered:
     number, broken = 0, list[Dropped]()
     pieces = _read_pieces(path, broken)
     head = b"".join(islice(pieces, HEAD // PIECE))
-    read = _read_lines if _has_lines(head) else _read_stream
-    for number, record in read(chain([head], pieces)):
-        if not (broken and isinstance(record, Dropped) and str(record) == CUT):
+    has_lines = _has_lines(head)
+    for number, record in (_read_lines if has_lines else _read_stream)(chain([head], pieces)):
+        if not isinstance(record, Dropped):
             yield number, record
-    yield from ((number + 1, reason) for reason in broken)
+        elif not (broken and str(record) == CUT):
+            yield number, Damaged(str(record), of_one_line=has_lines)
+    yield from ((number + 1, Damaged(str(reason), of_one_line=False)) for reason in broken)
+
+
+def place_of_damage(path: Path) -> str:
+    """Where JSON that is no lines is damaged, as far as that is easily found; nothing else."""
+    try:
+        text = path.read_bytes() if path.stat().st_size < LARGE else b""
+        json.loads(text.decode(errors="replace"))
+    except ValueError as error:
+        at = getattr(error, "pos", 0)
+        return f" at line {getattr(error, 'lineno', 1)}" if at and "Extra data" not in str(error) else ""
+    except RecursionError:
+        pass
+    return ""
 
 
 def _read_pieces(path: Path, broken: list[Dropped]) -> Iterator[bytes]:

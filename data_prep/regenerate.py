@@ -242,9 +242,8 @@ def regenerate(recipe: Recipe, section: RegenerateSection, args: argparse.Namesp
     if is_whole(out, settings):
         return say(f"{out} is whole already, with the same settings: nothing to do")
     tally = Tally()
-    read = read_conversations(
-        source.train, tally, limit=source.limit, split=source.split, revision=source.revision, answered=False
-    )
+    options = {key: getattr(source, key) for key in ("limit", "split", "revision", "allow_broken")}
+    read = read_conversations(source.train, tally, answered=False, **options)
     jobs = list(make_names_unique(read))
     say("\n".join([tally.table(), *tally.where()]))
     answerer, reader = make_answerer(recipe, section)

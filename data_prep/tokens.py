@@ -79,9 +79,8 @@ def tokenize_each(
     data, regenerated = recipe.data, recipe.regenerate
     if regenerated and data.train == regenerated.out and not Path(data.train).exists():
         raise ValueError(f"{data.train} is not there: run `eagle regenerate RECIPE` first, which makes it")
-    conversations = list(
-        read_conversations(data.train, tally, limit=data.limit, strict=strict, split=data.split, revision=data.revision)
-    )
+    options = {"limit": data.limit, "split": data.split, "revision": data.revision, "allow_broken": data.allow_broken}
+    conversations = list(read_conversations(data.train, tally, strict=strict, **options))
     for conversation in progress(conversations, "tokenise", len(conversations)):
         dropped_before = tally.dropped.copy()
         examples = examples_of(conversation, tokenizer, data, tally)

@@ -25,6 +25,14 @@ class Dropped(Exception):
     """The reason for which a record gives no conversation."""
 
 
+class Damaged(Dropped):
+    """Text that cannot be read; where it is more than a line of its own, nobody knows how many records it held."""
+
+    def __init__(self, reason: str, *, of_one_line: bool) -> None:
+        super().__init__(reason)
+        self.of_one_line = of_one_line
+
+
 def layout_of(record: Any) -> str | None:
     """The key that holds the turns or the question, if the record has one that is known."""
     if not isinstance(record, dict):

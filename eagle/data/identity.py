@@ -18,7 +18,7 @@ WEIGHTS = ("*.safetensors", "*.bin")
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model")
 LONG = 5_000_000_000  # bytes, from which on a progress bar is shown
 TEMPLATE = ("chat_template*", "tokenizer_config.json")
-MASK_RULES = 2  # version of the rules by which answers are masked; features of other versions are refused
+MASK_RULES = 3  # version of the rules by which answers are masked; features of other versions are refused
 
 
 def identity(recipe: Recipe, taps: tuple[int, ...]) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def data_identity(recipe: Recipe) -> dict[str, Any]:
         "template": fingerprint([Path(data.template)] if data.template else own_template),
         "data": {
             "source": fingerprint(_files(Path(data.train))) if Path(data.train).exists() else data.train,
-            **data.model_dump(mode="json", exclude={"train", "heldout", "template"}),
+            **data.model_dump(mode="json", exclude={"train", "heldout", "template", "allow_broken"}),
         },
     }
 

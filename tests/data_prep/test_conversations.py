@@ -29,7 +29,7 @@ def read(folder: Path, content: bytes, name: str = "x.jsonl") -> tuple[list[str]
     """Ids of what is kept of a file, and the tally."""
     tally, path = Tally(), folder / name
     path.write_bytes(content)
-    return [conversation.id for conversation in read_conversations(path, tally)], tally
+    return [conversation.id for conversation in read_conversations(path, tally, allow_broken=True)], tally
 
 
 ODD = ["a \u2028 \u2029 \x85 \x0c", "\u200f\u0627\u0644 \U0001f600", "{{name}} <|im_end|> <think>", "a\u0000 <b>\t"]
@@ -156,7 +156,7 @@ def test_a_folder_is_its_files_by_name(tmp_path: Path) -> None:
     parquet.write_table(pa.Table.from_pylist([B, {**C, "tools": None}]), tmp_path / "d.parquet")
     (tmp_path / "e.parquet").write_bytes((tmp_path / "d.parquet").read_bytes()[:-20])
     tally = Tally()
-    names = [conversation.id for conversation in read_conversations(tmp_path, tally)]
+    names = [conversation.id for conversation in read_conversations(tmp_path, tally, allow_broken=True)]
     assert names == ["a", "b.jsonl:1", "c.csv:1", "b", "c"]
     assert dict(tally.dropped) == {
         "no answer": 1,
