@@ -59,7 +59,7 @@ def inspect(folder: str | Path, target: str | None = None) -> Inspection:
     except ValueError as error:
         kind = _kind_of_unreadable(path)
         return Inspection(str(folder), kind, UNKNOWN, {}, (Finding(str(error), fix="Copy or export it again"),))
-    findings = lint_levels(head) if head.guesses_levels else lint(head, target_files)
+    findings = lint_levels(head, target_files) if head.guesses_levels else lint(head, target_files)
     return Inspection(
         str(folder), describe_kind(head), head.layout, list_facts(head), tuple(findings), tuple(head.notes)
     )
