@@ -1,58 +1,50 @@
-"""Ways to spoil an exported head: those known to be silent in some engine, and random ones."""
+"""Ways to spoil the files of a head as conversions do: each alone, for every kind of head that has such a part."""
+
+# H width, w of an attention head
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import permutations
 from typing import Any
 
 import torch
 from torch import Tensor
 
-SIBLING = "the head of a sibling target"
-IDS = "eagle_aux_hidden_state_layer_ids"
-NORMS = ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm")
-Edit = Callable[[dict[str, Any], dict[str, Tensor]], None]  # of an exported head's config and tensors
+Config, Tensors = dict[str, Any], dict[str, Tensor]
+Edit = Callable[[Config, Tensors], None]  # of the config and the tensors in a head's folder
+IDS = ("eagle_aux_hidden_state_layer_ids", "target_layer_ids")
+EAGLE1, EAGLE3, PEAGLE, BLOCKS, MEDUSA, MTP = "eagle1", "eagle3", "peagle", "dspark", "medusa", "mtp"
+WITH_BLOCK, WITH_TAPS = (EAGLE1, EAGLE3, PEAGLE, BLOCKS, MTP), (EAGLE3, PEAGLE, BLOCKS)
 
 
 @dataclass(frozen=True)
-class Case:
-    """A head to spoil, how, and by which words the fault is named."""
+class Break:
+    """One way to spoil a head, and some of the words that name it."""
 
-    fault: str
-    kind: str
+    what: str
+    kinds: tuple[str, ...]  # of heads that have such a part
     edit: Edit
-    named: tuple[str, ...]  # all of them must appear in the finding
+    names: tuple[str, ...]  # any of them names the fault
 
 
 # -- edits ------------------------------------------------------------------------------------------------------------
 
 
-def keep_all(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Leave the export as it is."""
+def sections(config: Config) -> list[Config]:
+    """The config and all that is nested in it."""
+    return [config, *(inner for value in config.values() if isinstance(value, dict) for inner in sections(value))]
 
 
-def remove(*names: str) -> Edit:
-    """Leave tensors out."""
+def change_keys(names: tuple[str, ...], function: Callable[[Any], Any]) -> Edit:
+    """Put a function of a key's value in its place, wherever the config has it."""
 
-    def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        for name in names:
-            tensors.pop(name)
+    def edit(config: Config, tensors: Tensors) -> None:
+        for section in sections(config):
+            section.update({name: function(section[name]) for name in names if section.get(name) is not None})
 
     return edit
-
-
-def add(name: str, make: Callable[[dict[str, Any], dict[str, Tensor]], Tensor]) -> Edit:
-    """Put a tensor in, or another in its place."""
-    return lambda config, tensors: tensors.update({name: make(config, tensors)})
-
-
-def change_key(name: str, make: Callable[[Any], Any]) -> Edit:
-    """Write another value into the config."""
-    return lambda config, tensors: config.update({name: make(config.get(name))})
 
 
 def change(pattern: str, function: Callable[[Tensor], Tensor]) -> Edit:
@@ -62,42 +54,48 @@ def change(pattern: str, function: Callable[[Tensor], Tensor]) -> Edit:
     )
 
 
-def rename(pattern: str, by: str) -> Edit:
-    """Write all tensors under other names."""
+def swap(first: str, second: str, rows: float = 1.0) -> Edit:
+    """Exchange tensors whose names differ by these words, or a share of their rows."""
 
-    def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        for name in list(tensors):
-            tensors[re.sub(pattern, by, name)] = tensors.pop(name)
-
-    return edit
-
-
-def swap(*names: str) -> Edit:
-    """Put two tensors in each other's place."""
-    first, second = (f"{name}.weight" for name in names)
-    return lambda config, tensors: tensors.update({first: tensors[second], second: tensors[first]})
-
-
-def order_blocks(order: tuple[int, ...]) -> Edit:
-    """Put the blocks of `fc` into another order."""
-    return change(r"^fc\.weight", lambda matrix: torch.cat([matrix.chunk(len(order), 1)[place] for place in order], 1))
-
-
-def interleave_queries(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Put the rows of queries that stood in halves in turns."""
-    split = (-1, 2, config["head_dim"] // 2)  # [heads, half, w / 2, H]
-    change(r"q_proj", lambda matrix: matrix.unflatten(0, split).transpose(1, 2).flatten(0, 2))(config, tensors)
-
-
-def move_layers(shift: int, place: int | None = None) -> Edit:
-    """Move the layer ids, or one of them, in both places of the config."""
-
-    def edit(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        for section in (config, config["eagle_config"]):
-            ids = [layer + shift * (place in (None, number)) for number, layer in enumerate(section.pop(IDS))]
-            section.update({IDS: ids} if min(ids) >= 0 else {})  # no output stands in front of the first layer's
+    def edit(config: Config, tensors: Tensors) -> None:
+        for name in [name for name in tensors if re.search(first, name)]:
+            other = re.sub(first, second, name)
+            if other in tensors and tensors[other].shape == tensors[name].shape:
+                count = int(len(tensors[name]) * rows)
+                ours, theirs = tensors[name].clone(), tensors[other].clone()
+                tensors[name] = torch.cat([theirs[:count], ours[count:]])
+                tensors[other] = torch.cat([ours[:count], theirs[count:]])
 
     return edit
+
+
+def turn(values: list[int]) -> list[int]:
+    """The values, the last one first."""
+    return [*values[-1:], *values[:-1]]
+
+
+def reverse_blocks(config: Config, tensors: Tensors) -> None:
+    """Put the columns of `fc` in the reversed order of the layers."""
+    count = max(len(section[name]) for section in sections(config) for name in IDS if name in section)
+    change(r"^fc\.weight", lambda matrix: torch.cat(matrix.chunk(count, 1)[::-1], 1))(config, tensors)
+
+
+def swap_halves(config: Config, tensors: Tensors) -> None:
+    """Exchange the columns for the embedding with those for the state."""
+    width = next(tensor.shape[0] for name, tensor in tensors.items() if re.search(r"(^|\.)norm\.weight|fc\.w", name))
+    names = [name for name, tensor in tensors.items() if tensor.dim() == 2 and tensor.shape[1] == 2 * width]
+    first = [name for name in names if re.search(r"eh_proj|[qkv]_proj|^fc\.", name)]
+    tensors.update({name: torch.cat(tensors[name].chunk(2, dim=1)[::-1], dim=1) for name in first})
+
+
+def randomise(matrix: Tensor) -> Tensor:
+    """A normal matrix of the same size and spread."""
+    return torch.randn(matrix.shape, generator=torch.Generator().manual_seed(matrix.shape[0])) * matrix.std()
+
+
+def interleave(matrix: Tensor, width: int = 64) -> Tensor:
+    """The matrix with the rows of each attention head, which stood in halves, in turns."""
+    return matrix.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def shuffle(matrix: Tensor) -> Tensor:
@@ -105,85 +103,62 @@ def shuffle(matrix: Tensor) -> Tensor:
     return matrix[torch.randperm(len(matrix), generator=torch.Generator().manual_seed(0))]
 
 
-HALVES = change(r"self_attn\.[qkv]_proj", lambda matrix: torch.cat(matrix.chunk(2, dim=1)[::-1], dim=1))
+def swap_levels(pattern: str) -> Edit:
+    """Exchange what belongs to the first level and to the second."""
+    return swap(rf"^({pattern})\.0\.", r"\1.1.")
 
 
-# -- cases ------------------------------------------------------------------------------------------------------------
+def set_theta(function: Callable[[float], float]) -> Edit:
+    """Another theta of the rotary embedding."""
+    return change_keys(("rope_theta",), function)
 
 
-def known_cases() -> list[Case]:
-    """Faults that some engine is known to accept without an error."""
-    ids = add("d2t", lambda config, tensors: tensors["d2t"] + torch.arange(len(tensors["d2t"])))
-    zeros = add("d2t", lambda config, tensors: torch.zeros(config["vocab_size"], dtype=torch.long))
-    bias = add("fc.bias", lambda config, tensors: torch.full((config["hidden_size"],), 0.1))
-    norm = add("layers.0.input_layernorm.weight", lambda config, tensors: torch.ones(config["hidden_size"]))
-    prefix, plain = rename("^(?=fc|midlayer|norm|lm_head)", "model."), rename("^midlayer", "layers.0")
-    residual, full, halves = "norm_before_residual", "eagle3-full", "[state; embedding]"
-    rows: list[tuple[str, str, Edit, str]] = [
-        ("`model.` in front of the names", "eagle3", prefix, "`model.`"),
-        ("fc.weight missing", "eagle3", remove("fc.weight"), "fc.weight is missing"),
-        ("fc's blocks in wrong layer order", "eagle3", order_blocks((2, 1, 0)), "blocks of fc"),
-        ("[state; embedding] in attention", full, HALVES, f"take {halves}"),
-        ("d2t holds ids, not offsets", "eagle3", ids, "d2t holds"),
-        ("d2t missing with a draft vocabulary", "eagle3", remove("d2t", "t2d"), "d2t is missing"),
-        ("d2t present with the full vocabulary", full, zeros, "d2t is there although"),
-        ("norm_before_residual wrong", "eagle3", change_key(residual, lambda on: not on), residual),
-        ("layer ids one too high", full, move_layers(1), "are 1 too high"),
-        ("layer ids one too low", "eagle3", move_layers(-1), "are 1 too low"),
-        ("layers.0 for OpenVINO", "eagle3", plain, "layers.0: OpenVINO"),
-        ("lm_head missing", full, remove("lm_head.weight"), "lm_head.weight is missing"),
-        ("fc.bias in EAGLE-3", "eagle3", bias, "fc.bias"),
-        ("fc.bias in EAGLE-1", "eagle1", bias, "fc.bias"),
-        ("EAGLE-1 with an input norm", "eagle1", norm, "input_layernorm"),
-        ("EAGLE-1, fc's halves swapped", "eagle1", order_blocks((1, 0)), f"takes {halves}"),
-        ("HASS, fc's halves swapped", "hass", order_blocks((1, 0)), f"takes {halves}"),
-    ]
-    return [Case(fault, kind, edit, (words,)) for fault, kind, edit, words in rows]
+def set_rows(config: Config, tensors: Tensors) -> None:
+    """Put the embedding of a target that was trained on into the folder."""
+    rows = tensors["embed_tokens.weight"]
+    noise = torch.randn(rows.shape, generator=torch.Generator().manual_seed(0))
+    tensors["embed_tokens.weight"] = rows + rows.std() * noise
 
 
-def draw_cases(seed: int) -> list[Case]:
-    """Six faults with random details."""
-    chance = random.Random(seed)
-    orders, fused = [*permutations(range(3))][1:], ["eagle3", "eagle3-full", "eagle3.1"]
-    order, shift, (first, second) = chance.choice(orders), chance.choice((2, -2)), chance.sample(NORMS, 2)
-    singles = {
-        "blocks of fc": order_blocks(chance.choice(orders)),
-        "take [state; embedding]": HALVES,
-        "2 too low": move_layers(-2),
-        "norm_before_residual": change_key("norm_before_residual", lambda on: not on),
-    }
-    both = tuple(chance.sample(list(singles), 2))
+# -- breaks -----------------------------------------------------------------------------------------------------------
 
-    def spoil_twice(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        for name in both:
-            singles[name](config, tensors)
-
-    amount = f"are 2 too {'high' if shift > 0 else 'low'}"
-    theta = change_key("rope_theta", lambda value: value * 10)
-    return [
-        Case(f"fc's blocks as {order}", chance.choice(fused), order_blocks(order), ("blocks of fc",)),
-        Case(f"layer ids {amount[4:]}", chance.choice(fused), move_layers(shift), (amount,)),
-        Case("rope theta × 10", chance.choice(["eagle1", *fused]), theta, ("rope",)),
-        Case(f"{first} and {second} swapped", chance.choice(fused), swap(first, second), ("are swapped",)),
-        Case(f"two faults: {both[0]}, {both[1]}", chance.choice(fused), spoil_twice, both),
-        Case(SIBLING, chance.choice(["eagle1", *fused]), keep_all, ("another target",)),
-    ]
-
-
-def later_cases() -> list[Case]:
-    """Faults that the doctor's first probes did not know, and two known ones, on heads that other losses trained."""
-    gate, up, interleaved = "mlp.gate_proj", "mlp.up_proj", "rows of q are not interleaved"
-    gate_up = f"{gate} and {up} are swapped"
-    one_high = add("d2t", lambda config, tensors: tensors["d2t"] + 1)
-    transposed = change(r"o_proj\.weight", lambda matrix: matrix.T)
-    rows: list[tuple[str, str, Edit, str]] = [
-        ("d2t one too high", "eagle3-speculators-2", one_high, "d2t"),
-        ("queries alone interleaved", "eagle1-hard-2", interleave_queries, interleaved),
-        ("first layer id 2 too high", "eagle3", move_layers(2, place=0), "layer id "),
-        ("norms' gains less 1", "eagle3.1-hard-2", change("norm", lambda gain: gain - 1), "offsets from 1"),
-        ("LM head's rows in another order", "eagle3-reverse", change(r"lm_head\.weight", shuffle), "LM head"),
-        ("o_proj transposed", "eagle3-hard-2", transposed, "o_proj is transposed"),
-        ("queries alone interleaved", "eagle3-hard-2", interleave_queries, interleaved),
-        ("gate_proj and up_proj swapped", "eagle3-focal", swap(f"midlayer.{gate}", f"midlayer.{up}"), gate_up),
-    ]
-    return [Case(fault, head, edit, (words,)) for fault, head, edit, words in rows]
+TAP_WORDS, HALF_WORDS = ("blocks of fc", "out of order", "not in order", "disagree"), ("takes [", "take [")
+ROPE_WORDS, LAYER_WORDS = ("rope",), ("layer id",)
+GATE, UP = r"mlp\.gate_proj", "mlp.up_proj"
+FIRST = r"(?:layers\.0|midlayer)\.mlp\."
+BREAKS = (
+    Break("the columns of fc in reversed order", WITH_TAPS, reverse_blocks, TAP_WORDS),
+    Break("layer ids in another order", WITH_TAPS, change_keys(IDS, turn), TAP_WORDS),
+    Break("layer ids one too high", WITH_TAPS, change_keys(IDS, lambda ids: [layer + 1 for layer in ids]), LAYER_WORDS),
+    Break("layer ids one too low", WITH_TAPS, change_keys(IDS, lambda ids: [layer - 1 for layer in ids]), LAYER_WORDS),
+    Break("halves for embedding and state swapped", (EAGLE1, EAGLE3, PEAGLE, MTP), swap_halves, HALF_WORDS),
+    Break("half of q swapped with k", WITH_BLOCK, swap("q_proj", "k_proj", 0.5), ("q_proj",)),
+    Break("k and v swapped", WITH_BLOCK, swap("k_proj", "v_proj"), ("k_proj and",)),
+    Break("gate and up swapped", WITH_BLOCK, swap(GATE, UP), ("mlp.gate_proj and",)),
+    Break("an MLP of random weights", WITH_BLOCK, change(FIRST, randomise), ("the MLP",)),
+    Break("rope theta 100", WITH_BLOCK, set_theta(lambda theta: 100.0), ROPE_WORDS),
+    Break("rope theta ten times higher", WITH_BLOCK, set_theta(lambda theta: theta * 10), ROPE_WORDS),
+    Break("rows of queries interleaved", WITH_BLOCK, change("q_proj", interleave), ("interleaved", "in halves")),
+    Break("two norms of the block swapped", WITH_BLOCK, swap("post_attention_layernorm", "input_layernorm"), ("norm",)),
+    Break("gains of norms less 1", WITH_BLOCK, change("norm", lambda gain: gain - 1), ("offsets from 1",)),
+    Break("o_proj transposed", WITH_BLOCK, change("o_proj", lambda matrix: matrix.T), ("o_proj is transposed",)),
+    Break(
+        "norm_before_residual negated",
+        (EAGLE3, PEAGLE),
+        change_keys(("norm_before_residual",), lambda on: not on),
+        ("norm_before_residual",),
+    ),
+    Break("d2t one too high", (EAGLE3,), change("^d2t$", lambda offsets: offsets + 1), ("d2t",)),
+    Break("rows of the LM head shuffled", (EAGLE3, PEAGLE, MEDUSA), change("lm_head", shuffle), ("LM head",)),
+    Break("another mask token", (PEAGLE, BLOCKS), change_keys(("mask_token_id",), lambda _: 17), ("mask_token",)),
+    Break("Markov tables swapped", (BLOCKS,), swap("markov_w1", "markov_w2"), ("markov_w1 and",)),
+    Break(
+        "sample_from_anchor negated",
+        (BLOCKS,),
+        change_keys(("sample_from_anchor", "dspark_bonus_anchor"), lambda on: not on),
+        ("sample_from_anchor",),
+    ),
+    Break("two levels swapped", (MEDUSA,), swap_levels("blocks|lm_heads"), ("0 and 1 are swapped",)),
+    Break("blocks of two levels swapped", (MEDUSA,), swap_levels("blocks"), ("blocks.0 and blocks.1",)),
+    Break("the embedding of another target", (EAGLE3,), set_rows, ("embed_tokens", "another target")),
+)

@@ -14,9 +14,10 @@ from torch import Tensor
 from eagle.core.drafter import TargetHead
 from eagle.data.examples import Batch
 from eagle.doctor.cycles import expect_accepted, visit_slots
-from eagle.doctor.wiring import Logits, Wiring, draft_ids
+from eagle.doctor.wiring import Wiring, draft_ids
 
 ROWS = 128  # of logits held at once
+MOST_KEPT = 2**27  # probs of the target, half a gigabyte
 
 
 @dataclass(frozen=True)
@@ -145,44 +146,61 @@ def _look_ahead(values: Tensor, places: int) -> Tensor:
     return later
 
 
+class Reference:
+    """The target's probs after the tokens of some texts, computed once for all changes where they fit in memory."""
+
+    @torch.no_grad()
+    def __init__(self, batch: Batch, target: TargetHead) -> None:
+        self.target, self.true = target, batch.select_taps((-1,))[:, 0]
+        fits = len(self.true) * len(target.weight) <= MOST_KEPT
+        self.kept = torch.cat([self._compute(part) for part in self.true.split(ROWS)]) if fits else None
+
+    def probs(self, places: Tensor) -> Tensor:
+        """[n, V], the probs of the token after each place [n]."""
+        return self._compute(self.true[places]) if self.kept is None else self.kept[places]
+
+    def _compute(self, hidden: Tensor) -> Tensor:
+        return self.target.logits(hidden).float().softmax(-1)
+
+
 @torch.no_grad()
-def measure(wiring: Wiring, batch: Batch, target: TargetHead, levels: int) -> Agreement:
+def measure(
+    wiring: Wiring, batch: Batch, target: TargetHead, levels: int, reference: Reference | None = None
+) -> Agreement:
     """Run the head at every supervised slot of the texts, each level on the states that it drafts from."""
-    device, count = batch.tokens.device, len(batch.tokens)
+    reference = reference or Reference(batch, target)
+    device, count, tokens = batch.tokens.device, len(batch.tokens), batch.tokens
     slots = batch.loss_mask.nonzero()[:, 0].to(device) - 2
     owner = torch.repeat_interleave(torch.arange(len(batch.lengths)), torch.tensor(batch.lengths)).to(device)
-    true, text_ids, drafts = batch.select_taps((-1,))[:, 0], owner[slots], draft_ids(wiring.head)
+    text_ids, drafts = owner[slots], draft_ids(wiring.head)
     columns: list[list[Tensor]] = []
     for level, (states, logits) in enumerate(wiring.draft_levels(batch, levels)):
         place = slots + 1 + level
         following = (place + 1).clamp(max=count - 1)
         in_text = (place + 1 < count) & (owner[following] == text_ids)
-        rows = (states, true[place.clamp(max=count - 1)], batch.tokens.to(device)[following])
-        parts = zip(*(column.split(ROWS) for column in rows), strict=True)
-        compared = torch.cat([_compare_probs(*part, logits, target, drafts) for part in parts])
-        columns.append([*compared.unbind(1), in_text])
+        parts = zip(*(part.split(ROWS) for part in (states, place.clamp(max=count - 1), following)), strict=True)
+        rows = [_compare_probs(logits(part), reference.probs(at), tokens[after], drafts) for part, at, after in parts]
+        columns.append([*torch.cat(rows).unbind(1), in_text])
     overlap, kept, hits, choices, in_text = (torch.stack(column).cpu() for column in zip(*columns, strict=True))
-    is_greedy = choices[0].long() == batch.tokens[(slots + 2).clamp(max=count - 1)].cpu()
+    is_greedy = choices[0].long() == tokens[(slots + 2).clamp(max=count - 1)].cpu()
     starts = torch.tensor([0, *accumulate(batch.lengths)])[text_ids.cpu()]
-    rows = is_greedy, text_ids.cpu(), slots.cpu() + 2 - starts
-    return Agreement(overlap, hits.bool(), in_text.bool(), *rows, kept, wiring.recurrent)
+    own = is_greedy, text_ids.cpu(), slots.cpu() + 2 - starts
+    return Agreement(overlap, hits.bool(), in_text.bool(), *own, kept, wiring.recurrent)
 
 
-def _compare_probs(
-    states: Tensor, true: Tensor, tokens: Tensor, logits: Logits, target: TargetHead, drafts: Tensor | None
-) -> Tensor:
+def _compare_probs(logits: Tensor, target_probs: Tensor, tokens: Tensor, drafts: Tensor | None) -> Tensor:
     """[n, 4]: overlap, min(1, q / p) of the text's token, whether the likeliest tokens agree, and the target's."""
-    target_probs = target.logits(true).float().softmax(-1)
-    probs = logits(states).float().softmax(-1)
+    probs = logits.float().softmax(-1)
     choice, guess = target_probs.argmax(-1), probs.argmax(-1)
-    p = target_probs.gather(1, tokens[:, None])[:, 0]
+    p, common = target_probs.gather(1, tokens[:, None])[:, 0], target_probs
     if drafts is None:
-        q, common = probs.gather(1, tokens[:, None])[:, 0], target_probs
+        q = probs.gather(1, tokens[:, None])[:, 0]
     else:
         drafts = drafts.clamp(0, target_probs.shape[-1] - 1)
         row = torch.full((target_probs.shape[-1],), -1, device=drafts.device)
         row[drafts] = torch.arange(len(drafts), device=drafts.device)
-        q = torch.where(row[tokens] >= 0, probs.gather(1, row[tokens].clamp(min=0)[:, None])[:, 0], 0.0)
+        row = row[tokens]
+        q = torch.where(row >= 0, probs.gather(1, row.clamp(min=0)[:, None])[:, 0], 0.0)
         common, guess = target_probs[:, drafts], drafts[guess]
     overlap = torch.minimum(probs, common).sum(-1)
     kept = (q / p.clamp(min=1e-30)).clamp(max=1.0)

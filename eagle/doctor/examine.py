@@ -19,7 +19,7 @@ import yaml
 from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.data.examples import Batch
 from eagle.device import in_dtype
-from eagle.doctor.agreement import Agreement, measure
+from eagle.doctor.agreement import Agreement, Reference, measure
 from eagle.doctor.contexts import examine_contexts
 from eagle.doctor.own_embedding import borrow_embedding
 from eagle.doctor.own_token import own_token_shares
@@ -156,11 +156,11 @@ def search_changes(wiring: Wiring, target: Target, texts: Batch) -> list[Effect]
 
 def try_changes(wiring: Wiring, probes: Sequence[Probe], texts: Batch, target: Target) -> list[Effect]:
     """The effect of every single change on these texts, best first."""
-    before = measure(wiring, texts, target.head, wiring.levels)
+    reference = Reference(texts, target.head)
+    before = measure(wiring, texts, target.head, wiring.levels, reference)
     shown = progress(probes, f"changes on {len(texts.lengths)} answers", len(probes))
-    effects = [
-        Effect(probe, before, measure(probe.change(wiring), texts, target.head, wiring.levels)) for probe in shown
-    ]
+    after = (measure(probe.change(wiring), texts, target.head, wiring.levels, reference) for probe in shown)
+    effects = [Effect(probe, before, agreement) for probe, agreement in zip(probes, after, strict=True)]
     return sorted(effects, key=lambda effect: -effect.least)
 
 

@@ -127,6 +127,9 @@ def probe_norms(head: Any, wiring: Wiring, target: Target) -> Found:
     gains = [name for name, part in head.named_parameters() if part.shape == (head.shape.hidden_size,)]
     names = [name.removesuffix(".weight") for name in gains if name.endswith(".weight")]
     for first, second in combinations(names, 2):
+        blocks = {found[0] for name in (first, second) if (found := re.match(r"layers\.\d+\.", name))}
+        if len(blocks) > 1:
+            continue  # other than whole blocks, no conversion mixes two of them up
         change = swap_tensors([(f"{first}.weight", f"{second}.weight")])
         yield "norms", f"{first} and {second} are swapped", change
     for name in names:

@@ -16,12 +16,12 @@ from eagle.doctor.probes import GUESS, Probe
 
 Cycles = tuple[Tensor, Tensor]  # tokens and cycles of each text
 SURE, SURE_GREEDY = 4.0, 2.5  # standard errors over texts that had no part in choosing the change
-LEAST = 0.004  # of what drawn drafts add to the acceptance length
-LEAST_GREEDY = 0.04  # of what greedy ones add; no change of fourteen healthy heads brought more than a third of it
+LEAST = 0.005  # of what drawn drafts add to the acceptance length
+LEAST_GREEDY = 0.015  # of what greedy ones add; no change of the healthy heads it was chosen on brought both
 LEAST_GUESSED = 0.06  # along a rope's theta nothing is sharp: heads trained on short texts lie on a slope
 ABLE = 0.35  # of level 1; below, a head stands at no optimum, and accidents of some percent are usual
-LEAST_ELSE, ABLE_ELSE = 0.25, 0.1
-LEAST_WORTH = 0.01  # of what drafts add: what a block's attention and MLP are worth at the least
+LEAST_ELSE, ABLE_ELSE = 0.15, 0.1
+LEAST_WORTH = 0.01  # of what drafts add; a block's attention and MLP were worth 0.04 and more in healthy heads
 HEALTHY = 0.5  # of level 1
 FALLEN = 0.6  # of what later levels would add, were they given the target's states
 HELD = 0.8  # of that; heads that were trained on their own states stand at 0.84 to 1.03

@@ -61,7 +61,7 @@ def inspect(folder: str | Path, target: str | None = None) -> Inspection:
     except ValueError as error:
         kind = _kind_of_unreadable(path)
         return Inspection(str(folder), kind, UNKNOWN, {}, (Finding(str(error), fix="Copy or export it again"),))
-    findings = lint_levels(head) if head.guesses_levels else lint(head, target_files)
+    findings = lint_levels(head, target_files) if head.guesses_levels else lint(head, target_files)
     if _has_own_network(head):
         try:
             _load_own(head.path, target)

@@ -13,7 +13,7 @@ from eagle.drafters import DRAFTERS
 from eagle.formats.head_folder import Finding, HeadFolder
 from eagle.formats.level_reader import OUTPUT, LevelReader
 from eagle.formats.level_readers import READERS
-from eagle.formats.lint import strike
+from eagle.formats.lint import check_masked, strike
 from eagle.formats.target_files import TargetFiles, count_differing_rows
 from eagle.formats.vllm import VLLM
 
@@ -151,9 +151,9 @@ def convert_levels(head: HeadFolder, target: TargetFiles | None) -> tuple[Traina
     return drafter, notes
 
 
-def lint_levels(head: HeadFolder) -> list[Finding]:
+def lint_levels(head: HeadFolder, target: TargetFiles | None = None) -> list[Finding]:
     """All faults of such a checkpoint, and what engines read differently."""
-    findings = [*head.problems]
+    findings = [*head.problems, *check_masked(head, target)]
     if head.unknown_keys:
         findings.append(Finding(f"unknown keys of config.json: {', '.join(head.unknown_keys):.400}", (), False))
     for trap, words in READERS[head.kind].list_traps(head):

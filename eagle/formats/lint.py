@@ -224,6 +224,17 @@ def check_origin(head: HeadFolder, target: TargetFiles | None) -> Findings:
             yield strike(traps.OTHER_TARGET, fatal=is_fatal, part=part, stated=made_for[part], theirs=identity[part])
 
 
+def check_masked(head: HeadFolder, target: TargetFiles | None) -> Findings:
+    """Check what heads that draft several tokens at once say of their taps and their mask token."""
+    taps, token = head.settings.get("taps"), head.settings.get("mask_token")
+    if taps and list(taps) != sorted(taps):
+        yield strike(traps.TAPS_UNSORTED, ids=list(taps))
+    if token is not None and target and token < target.vocab_size - 1:
+        ordinary = target.ordinary_tokens()
+        if token in ordinary:
+            yield strike(traps.ORDINARY_MASK, token=f"{token} ({ordinary[token]!r})")
+
+
 SERVED_ONLY = (check_names, check_layer_ids, check_norms, check_biases)  # of no matter to a head that no engine reads
 CHECKS = (
     *SERVED_ONLY[:2],

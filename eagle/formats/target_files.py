@@ -51,6 +51,17 @@ class TargetFiles:
         tensors = read_tensors(folder, most=None)
         return cls(path, layers, width, vocab_size, positions, rope, bool(tied), keys.values, tensors)
 
+    def ordinary_tokens(self) -> dict[int, str]:
+        """The tokens that texts are made of, without special ones; empty where no tokenizer.json tells."""
+        try:
+            folder = folder_at(folder_of(self.path, None, ("*.json",)))
+            tokenizer = read_json(folder, "tokenizer.json")
+            pieces = tokenizer["model"]["vocab"]
+            special = {token["id"] for token in tokenizer.get("added_tokens", [])}
+            return {number: piece for piece, number in pieces.items() if number not in special}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # only asked for a hint
+            return {}
+
     def matrix(self, names: tuple[str, ...]) -> Tensor | None:
         """Its embedding or its LM head, [V, H]."""
         matching = [name for name in self.tensors.stored if name.endswith(names)]

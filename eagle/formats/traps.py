@@ -89,6 +89,15 @@ ANCHOR_UNSAID = Trap(
     "Write it, or export again",
 )
 
+ORDINARY_MASK = Hint(
+    "mask_token is {token}, an ordinary token of the target: trainers take one that no text has",
+    "Compare it with the run that made the head; `eagle doctor` tries others",
+)
+TAPS_UNSORTED = Hint(
+    "layer ids {ids} are not in order, as all known trainers have them",
+    "Compare them with the run that made the head; `eagle doctor` tries other orders",
+)
+
 TIED = Trap("tie_word_embeddings is true: some readers take the embedding for the LM head", "Set it to false")
 LAYER_COUNT = Trap("num_hidden_layers is {layers!r:.30}, and there is one layer", "Write 1")
 DTYPE = Hint("config.json says {dtype!r:.30}, the weights are in {stored}: readers round them", "Write their dtype")

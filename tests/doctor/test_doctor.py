@@ -18,7 +18,7 @@ from eagle.doctor.agreement import Agreement, chain_length, measure
 from eagle.doctor.examine import diagnose
 from eagle.doctor.probes import Probe, list_probes
 from eagle.doctor.texts import answer_prompts, every_tap, read_states, split_texts
-from eagle.doctor.verdict import Effect
+from eagle.doctor.verdict import Effect, Gain
 from eagle.doctor.wiring import Wiring
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts.validation import figures
@@ -221,19 +221,32 @@ def test_an_effect_is_paired_by_text(heads: dict[str, Any], target: Target, text
     """No change is no gain; the interval holds the gain, and far more narrowly than the texts differ."""
     before = measure(Wiring(heads["eagle3"], target.head), texts, target.head, LEVELS)
     none = compare("none", "none", before, before)
-    assert (none.shares, none.errors, none.intervals()[0], none.is_sure) == ((0, 0), (0, 0), (0, 0), False)
+    assert (none.least, none.drawn.errors, none.greedy.error, none.is_sure) == (0, 0, 0, False)
     better = replace(before, overlap=before.overlap * 1.02)
     some = compare("some", "some", before, better)
-    _, (low, high) = some.intervals()
-    assert low < float((some.drawn[1] - some.drawn[0]).mean()) < high
-    assert high - low < 0.2 * float(before.drawn_lengths().std())
+    tokens, cycles = before.drawn_cycles
+    assert some.drawn.before == pytest.approx(float(tokens.sum() / cycles.sum())) and some.drawn.errors > 3
+    assert some.drawn.error < 0.2 * float((tokens / cycles).std())
+
+
+def test_the_error_of_a_gain_is_that_of_drawing_texts_again() -> None:
+    """A difference of two ratios, beside the spread over many draws of as many texts."""
+    chance = torch.Generator().manual_seed(0)
+    cycles = 10 + 20 * torch.rand(80, generator=chance, dtype=torch.double)
+    tokens = cycles * (2 + 0.3 * torch.randn(80, generator=chance, dtype=torch.double))
+    after = tokens * (1.05 + 0.05 * torch.randn(80, generator=chance, dtype=torch.double)), cycles
+    gain = Gain.between((tokens, cycles), after)
+    drawn = torch.randint(80, (4000, 80), generator=chance)
+    lengths = [part[0][drawn].sum(1) / part[1][drawn].sum(1) for part in ((tokens, cycles), after)]
+    assert gain.error == pytest.approx(float((lengths[1] - lengths[0]).std()), rel=0.06)
 
 
 def by_hand(hits: Tensor, overlap: float, texts: int) -> Agreement:
     """A head of two levels that is right where `hits` [2, S] says so, in texts of equal length that all go on."""
     there, owner = torch.ones_like(hits), torch.arange(hits.shape[1]) * texts // hits.shape[1]
     jitter = 0.01 * torch.rand(hits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.double)
-    return Agreement(overlap + jitter, hits, there, there[0], owner, torch.arange(hits.shape[1]))
+    kept = (overlap + jitter).clamp(max=1)
+    return Agreement(overlap + jitter, hits, there, there[0], owner, torch.arange(hits.shape[1]), kept)
 
 
 def test_what_raises_drawn_drafts_alone_is_no_fault() -> None:
@@ -243,7 +256,7 @@ def test_what_raises_drawn_drafts_alone_is_no_fault() -> None:
     flat, flatter = (replace(one, overlap=one.overlap + 0.2) for one in (before, worse))
     for changed in (flat, flatter):
         said = compare("projections", "gate and up are swapped", before, changed)
-        assert said.errors[0] > 10 and said.shares[0] > 0.3 and not said.is_sure
+        assert said.drawn.errors > 10 and said.drawn.share > 0.3 and not said.is_sure
     assert compare("projections", "k and v are swapped", before, replace(mended, overlap=flat.overlap)).is_sure
     assert not compare("projections", "k and v are swapped", before, mended).is_sure  # right more often by chance alone
 
@@ -255,7 +268,7 @@ def test_a_head_that_never_saw_its_own_states_is_not_mended_by_easing_them() -> 
     sure = [
         compare("norm_output", "is off", weak, replace(after, overlap=after.overlap + 0.2)) for after in (eased, mended)
     ]
-    assert [(one.errors[1] > 3, one.only_eases, one.is_sure) for one in sure] == [
+    assert [(one.greedy.errors > 3, one.only_eases, one.is_sure) for one in sure] == [
         (True, True, False),
         (True, False, True),
     ]
