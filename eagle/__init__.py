@@ -29,6 +29,11 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    """The public names, and what every module has."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """A public name from its home, on first use: transformers' modeling code takes seconds to import."""
     if name not in _HOMES:

@@ -20,6 +20,22 @@ def best_device() -> str:
     return accelerator.type if accelerator else "cpu"
 
 
+def check_device(name: Any) -> str:
+    """The name of a device that is there; "auto" is the best one."""
+    if isinstance(name, torch.device):
+        name = str(name)
+    try:
+        device = torch.device(best_device() if name == "auto" else name)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device is {name!r}, expected 'auto', 'cpu', 'cuda' or another of torch's") from None
+    backends = {"cuda": torch.cuda, "xpu": torch.xpu, "mps": torch.mps}
+    if device.type in backends and (device.index or 0) >= (count := backends[device.type].device_count()):
+        raise ValueError(
+            f"device is {name!r}, and torch {torch.__version__} sees {count} of its kind: use 'auto' or 'cpu'"
+        )
+    return str(device)
+
+
 def fastest_dtype(device: str) -> torch.dtype:
     """bf16 where the device multiplies it by instructions of its own, else fp32: the same in every process."""
     if device == "cpu":

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from numbers import Real
 from typing import Any
 
 from eagle.core.budget import Budget
 from eagle.core.drafter import Drafter
 from eagle.core.sampling import Sampling, to_int, whole
 from eagle.core.trace import Trace
+from eagle.core.tree import chain_paths
 
 ONE_PROMPT = "one prompt at a time"
 
@@ -33,12 +36,31 @@ def check_call(target: Any, drafter: Any, sampling: Any, budget: Any) -> None:
     is_policy = hasattr(budget, "within") and hasattr(budget, "nodes")
     if budget is not None and not isinstance(budget, Budget) and not is_policy:
         raise ValueError(f"budget is {_describe(budget)}, expected a Budget or a policy: as Budget(nodes=8, depth=4)")
+    check_rule(sampling, drafter.budget or Budget() if budget is None else budget, drafter)
     bound = [head.weight.shape for head in drafter.frozen]
     if bound and bound[0] != target.head.weight.shape:
         raise ValueError(
             f"the head is bound to a target of {bound[0][0]} tokens and width {bound[0][1]}, this one has "
             f"{target.head.weight.shape[0]} and {target.head.weight.shape[1]}: load_drafter(folder, target) binds it"
         )
+
+
+def check_rule(sampling: Sampling, budget: Any, drafter: Drafter) -> None:
+    """Refuse a rule of verification that these drafts cannot be verified by."""
+    if (confidence := getattr(budget, "confidence", None)) is not None and not drafter.rates_nodes:
+        raise ValueError(
+            f"Budget.confidence is {confidence}, and {type(drafter).__name__} cannot tell how likely a node is kept: "
+            "leave it out, or draft with a head that learned to tell"
+        )
+    if getattr(budget, "draw", None) != "sampled":
+        return
+    if sampling.typical is not None:
+        raise ValueError(
+            "Sampling.typical asks the target alone, and Budget.draw is 'sampled': use Budget(draw='likeliest')"
+        )
+    paths = getattr(budget, "paths", None)
+    if sampling.rule == "block" and paths is not None and sorted(paths) != sorted(chain_paths(len(paths))):
+        raise ValueError("block verification is defined for chains: got a tree with branches; use rule='token'")
 
 
 def refuse_options(unknown: Iterable[str], known: Iterable[str]) -> None:
@@ -74,7 +96,32 @@ def list_traces(traces: Any, count: int) -> list[Trace]:
     if not isinstance(traces, (list, tuple)) or len(traces) != count:
         got = f"holds {len(traces)}" if isinstance(traces, (list, tuple)) else f"is {_describe(traces)}"
         raise ValueError(f"trace {got}, expected a list of {count}, one for each prompt")
+    if wrong := [trace for trace in traces if not isinstance(trace, Trace)]:
+        raise ValueError(f"trace is {_describe(wrong[0])}, expected a new Trace() for each prompt")
+    if len({id(trace) for trace in traces}) < count:
+        raise ValueError("one trace is given for several prompts, expected one for each: [Trace() for _ in prompts]")
+    for trace in traces:
+        check_unused(trace)
     return list(traces)
+
+
+def check_unused(trace: Trace) -> None:
+    """Refuse a trace that records an answer already."""
+    if trace.tokens or trace.cycles or trace.finish != "running":
+        raise ValueError(f"the trace records an answer of {len(trace.tokens)} tokens already: pass a new Trace()")
+
+
+def boolean(name: str, value: Any) -> bool:
+    """The value; ValueError if it is neither True nor False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {_describe(value)}, expected True or False")
+    return value
+
+
+def check_policy(policy: Any, samplings: Sequence[Sampling], texts: int) -> None:
+    """Refuse a policy that cannot decide for these samplings, or for so many texts at a time."""
+    if (check := getattr(policy, "check_request", None)) is not None:
+        check(samplings, texts)
 
 
 def positive_int(name: str, value: Any) -> int:
@@ -83,6 +130,22 @@ def positive_int(name: str, value: Any) -> int:
     if number < 1:
         raise ValueError(f"{name} is {number}, expected 1 or more")
     return number
+
+
+def positive_ints(name: str, values: Any) -> tuple[int, ...]:
+    """Several values as ints; ValueError for none, or below 1."""
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} is {_describe(values)}, expected whole numbers in a list, as (1, 4)")
+    if not (numbers := tuple(positive_int(name, value) for value in values)):
+        raise ValueError(f"{name} is empty, expected whole numbers, as (1, 4)")
+    return numbers
+
+
+def number(name: str, value: Any) -> float:
+    """The value as a float; ValueError if it is not a finite number."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        raise ValueError(f"{name} is {_describe(value)}, expected a finite number")
+    return float(value)
 
 
 def prompt_rows(prompt: Any, batch_size: int | None = None) -> list[list[int]] | None:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from heapq import nlargest
@@ -12,7 +13,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from eagle.core.arguments import check_call, positive_int, token_ids
+from eagle.core.arguments import check_call, number, positive_int, token_ids
 from eagle.core.beam_state import BeamState, EarlyStopping
 from eagle.core.budget import Budget
 from eagle.core.drafter import Committed, Drafter
@@ -26,6 +27,7 @@ from eagle.target.target import Target
 Processor = Callable[[Tensor, Tensor], Tensor]
 """Tokens [W, T] and log-probs [W, V] -> log-probs, as a LogitsProcessor of transformers."""
 
+MOST_LOG = 80.0  # of a power of a length, by which scores in fp32 are divided
 ROW = 0  # of the target's state: the text that all beams share
 
 
@@ -78,8 +80,8 @@ def beam_search(
     if stop is None:
         stop = [token for token in target.stop_tokens if 0 <= token < target.vocab_size]
     stops = Stops(stop, target.tokenizer, target.vocab_size)
-    state = BeamState(beams, stops, limit, float(length_penalty), early_stopping)
-    search = _Search(target, drafter, tokens, state, tuple(processors), budget)
+    state = BeamState(beams, stops, limit, check_penalty(length_penalty, limit), early_stopping)
+    search = _Search(target, drafter, tokens, state, check_processors(processors), budget)
     try:
         search.run()
     finally:
@@ -103,6 +105,27 @@ def _check_options(drafter: Drafter, beams: int, early_stopping: Any, returned: 
             f"{type(drafter).__name__} drafts behind the target's own text, which all beams share: pass a drafter "
             "that does without"
         )
+
+
+def check_penalty(value: Any, limit: int) -> float:
+    """The length penalty as a float, if scores of `limit` tokens can be divided by it."""
+    penalty = number("length_penalty", value)
+    if abs(penalty) * math.log(limit) > MOST_LOG:
+        raise ValueError(
+            f"length_penalty is {penalty:g}, and {limit} tokens to that power are no float32: expected at most "
+            f"{MOST_LOG / math.log(limit):.1f} either way"
+        )
+    return penalty
+
+
+def check_processors(processors: Any) -> tuple[Processor, ...]:
+    """The processors as a tuple; ValueError for what cannot be called."""
+    if isinstance(processors, str) or not isinstance(processors, Iterable):
+        raise ValueError(f"processors is {processors!r}, expected a list of functions of tokens and log-probs")
+    listed = tuple(processors)
+    if wrong := [processor for processor in listed if not callable(processor)]:
+        raise ValueError(f"processors holds {wrong[0]!r}, expected functions of tokens [W, T] and log-probs [W, V]")
+    return listed
 
 
 class _Search:
@@ -226,14 +249,23 @@ class _Search:
         """Log-probs [W, V] after the running beams, with the processors applied."""
         texts = upload(torch.tensor([[*self.prompt, *text] for text in self.beams.texts]), log_probs.device)
         for process in self.processors:
-            log_probs = process(texts, log_probs)
+            before, log_probs = log_probs.shape, process(texts, log_probs)
+            if not isinstance(log_probs, Tensor) or log_probs.shape != before:
+                got = f"shape {list(log_probs.shape)}" if isinstance(log_probs, Tensor) else type(log_probs).__name__
+                raise ValueError(
+                    f"the processor {getattr(process, '__name__', type(process).__name__)} gave {got}, expected "
+                    f"log-probs {list(before)}"
+                )
         return log_probs
 
     def _rank(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         """The log-probs [N, C] of the likeliest tokens, and these tokens [N, C], on the host after one transfer."""
         best = log_probs.topk(min(self.beams.count, log_probs.shape[-1]))
         (packed,) = to_host([torch.stack([best.indices, best.values.view(torch.int32).long()])])
-        return packed[1].int().view(torch.float32), packed[0]
+        values = packed[1].int().view(torch.float32)
+        if values.isnan().any():
+            raise ValueError("log-probs are nan: the target's logits are, or a processor made them so")
+        return values, packed[0]
 
     def _part(self, origins: list[int]) -> None:
         """Update the drafter's rows for beams that continue from `origins`; rows fork if several beams do."""

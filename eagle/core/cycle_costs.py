@@ -31,13 +31,17 @@ class CycleCosts:
 
     def at(self, texts: int, context: int) -> CostTable:
         """The costs of a cycle of `texts` texts, the longest of which has `context` tokens."""
+        self.check_texts(texts)
+        return _table(self, texts, context // STEP * STEP if len(self.contexts) > 1 else 0)
+
+    def check_texts(self, texts: int) -> None:
+        """Refuse more texts at a time than the costs can be told of."""
         largest = self.batch_sizes[-1]
         if texts > largest and len(self.batch_sizes) == 1:
             raise ValueError(
                 f"the policy knows what {largest} text{'s' * (largest > 1)} at a time cost{'s' * (largest == 1)}, got "
                 f"{texts} side by side: measure more with Goodput.measure(target, drafter, prompts, batch_sizes=(1, 4))"
             )
-        return _table(self, texts, context // STEP * STEP if len(self.contexts) > 1 else 0)
 
 
 @dataclass(frozen=True)

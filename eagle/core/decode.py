@@ -5,10 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
+
+from torch import Tensor
 
 from eagle.core.arguments import (
+    boolean,
     check_call,
+    check_policy,
     list_traces,
     list_values,
     positive_int,
@@ -19,29 +23,159 @@ from eagle.core.arguments import (
 from eagle.core.budget import Budget, Policy
 from eagle.core.decoding import Decoding
 from eagle.core.drafter import Drafter
+from eagle.core.new_tokens import NewTokens, SpokenText
+from eagle.core.stops import stop_strings
 from eagle.core.trace import Trace
 from eagle.core.verify import Sampling
 from eagle.target.target import Target
 
+Stop = int | str | Sequence[int | str] | Tensor | None
 TOGETHER = 16  # prompts that are written side by side, where the call does not say how many
 OPTIONS = ("sampling", "max_new_tokens", "stop", "budget", "timing", "trace", "batch_size", "max_tokens_in_cache")
 
 
-def generate(target: Target, drafter: Drafter, prompt: Any, **options: Any) -> Any:
+@overload
+def generate(
+    target: Target,
+    drafter: Drafter,
+    prompt: Sequence[int],
+    *,
+    sampling: Sampling | None = None,
+    max_new_tokens: int = 128,
+    stop: Stop = None,
+    budget: Budget | Policy | None = None,
+    timing: bool = False,
+    trace: Trace | None = None,
+    batch_size: None = None,
+    max_tokens_in_cache: int | None = None,
+) -> Trace: ...
+
+
+@overload
+def generate(
+    target: Target,
+    drafter: Drafter,
+    prompt: Sequence[Sequence[int]] | Sequence[Tensor],
+    *,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    max_new_tokens: int | Sequence[int] = 128,
+    stop: Stop = None,
+    budget: Budget | Policy | None = None,
+    timing: bool = False,
+    trace: Sequence[Trace] | None = None,
+    batch_size: int | None = None,
+    max_tokens_in_cache: int | None = None,
+) -> list[Trace]: ...
+
+
+@overload
+def generate(
+    target: Target,
+    drafter: Drafter,
+    prompt: Any,
+    *,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    max_new_tokens: int | Sequence[int] = 128,
+    stop: Stop = None,
+    budget: Budget | Policy | None = None,
+    timing: bool = False,
+    trace: Trace | Sequence[Trace] | None = None,
+    batch_size: int | None = None,
+    max_tokens_in_cache: int | None = None,
+) -> Any: ...
+
+
+def generate(
+    target: Target,
+    drafter: Drafter,
+    prompt: Any,
+    *,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    max_new_tokens: int | Sequence[int] = 128,
+    stop: Stop = None,
+    budget: Budget | Policy | None = None,
+    timing: bool = False,
+    trace: Any = None,
+    batch_size: int | None = None,
+    max_tokens_in_cache: int | None = None,
+    **unknown: Any,
+) -> Any:
     """The target's answer to a prompt as a `Trace`, accelerated by `drafter`; the options are those of `stream`.
 
-    Several prompts, or any list with a `batch_size`, give a list of traces in the prompts' order.
+    Several prompts, or any list with a `batch_size`, give a list of traces in the prompts' order. An error that ends
+    one of several texts stays on its trace, `trace.error`; a warning counts them. If all texts end so, or the only one,
+    the error is raised.
     """
-    rows = prompt_rows(prompt, options.get("batch_size"))
-    if rows is None:
-        trace = options.get("trace") or Trace([])
-        for _ in stream(target, drafter, prompt, **{**options, "trace": trace}):
-            pass
-        return trace
-    traces = list_traces(options.get("trace"), len(rows))
-    for _ in stream(target, drafter, rows, **{"batch_size": TOGETHER, **options, "trace": traces}):
+    refuse_options(unknown, OPTIONS)
+    rows = prompt_rows(prompt, batch_size)
+    traces = list_traces([trace] if rows is None and trace is not None else trace, 1 if rows is None else len(rows))
+    pieces: Any = stream(
+        target,
+        drafter,
+        prompt if rows is None else rows,
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        budget=budget,
+        timing=timing,
+        trace=traces[0] if rows is None else traces,
+        batch_size=TOGETHER if batch_size is None and rows is not None else batch_size,
+        max_tokens_in_cache=max_tokens_in_cache,
+    )
+    for _ in pieces:
         pass
-    return traces
+    return traces[0] if rows is None else traces
+
+
+@overload
+def stream(
+    target: Target,
+    drafter: Drafter,
+    prompt: Sequence[int],
+    *,
+    sampling: Sampling | None = None,
+    max_new_tokens: int = 128,
+    stop: Stop = None,
+    budget: Budget | Policy | None = None,
+    timing: bool = False,
+    trace: Trace | None = None,
+    batch_size: None = None,
+    max_tokens_in_cache: int | None = None,
+) -> Iterator[NewTokens]: ...
+
+
+@overload
+def stream(
+    target: Target,
+    drafter: Drafter,
+    prompt: Sequence[Sequence[int]] | Sequence[Tensor],
+    *,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    max_new_tokens: int | Sequence[int] = 128,
+    stop: Stop = None,
+    budget: Budget | Policy | None = None,
+    timing: bool = False,
+    trace: Sequence[Trace] | None = None,
+    batch_size: int | None = None,
+    max_tokens_in_cache: int | None = None,
+) -> Iterator[tuple[int, NewTokens]]: ...
+
+
+@overload
+def stream(
+    target: Target,
+    drafter: Drafter,
+    prompt: Any,
+    *,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    max_new_tokens: int | Sequence[int] = 128,
+    stop: Stop = None,
+    budget: Budget | Policy | None = None,
+    timing: bool = False,
+    trace: Trace | Sequence[Trace] | None = None,
+    batch_size: int | None = None,
+    max_tokens_in_cache: int | None = None,
+) -> Iterator[Any]: ...
 
 
 def stream(
@@ -51,7 +185,7 @@ def stream(
     *,
     sampling: Sampling | Sequence[Sampling] | None = None,
     max_new_tokens: int | Sequence[int] = 128,
-    stop: Any = None,
+    stop: Stop = None,
     budget: Budget | Policy | None = None,
     timing: bool = False,
     trace: Any = None,
@@ -59,7 +193,7 @@ def stream(
     max_tokens_in_cache: int | None = None,
     **unknown: Any,
 ) -> Iterator[Any]:
-    """Yield new tokens as they are committed; with several prompts, pairs (prompt's number, new tokens).
+    """Yield new tokens as they are committed, a list with a `text`; with several prompts, pairs (number, new tokens).
 
     The prompt is token ids in a list, tensor or array, or a tokenizer's output. `stop` is a token id, a string, or
     several; None means the target's stop tokens, an empty list none.
@@ -67,7 +201,7 @@ def stream(
     Up to `batch_size` prompts are decoded side by side, as far as their texts and drafts fit in
     `max_tokens_in_cache`, padded to the longest; a prompt begins when an earlier one has ended. `sampling` and
     `max_new_tokens` are one value for all prompts or one for each. With one sampling for all, each prompt gets the next
-    request number, so that each has its own noise.
+    request number, so that each has its own noise. `trace` is an empty `Trace` to write to, or one for each prompt.
     """
     refuse_options(unknown, OPTIONS)
     rows = prompt_rows(prompt, batch_size)
@@ -76,18 +210,14 @@ def stream(
     limits = list_values("max_new_tokens", max_new_tokens, len(prompts))
     for row_sampling in samplings or [Sampling()]:
         check_call(target, drafter, row_sampling, budget)
+    timing = boolean("timing", timing)
     if not isinstance(sampling, (list, tuple)):
         samplings = [replace(shared, request=shared.request + number) for number, shared in enumerate(samplings)]
     traces = list_traces([trace] if rows is None and trace is not None else trace, len(prompts))
     most = None if max_tokens_in_cache is None else positive_int("max_tokens_in_cache", max_tokens_in_cache)
-    decoding = Decoding(
-        target,
-        drafter,
-        budget=budget,
-        batch_size=1 if rows is None else positive_int("batch_size", TOGETHER if batch_size is None else batch_size),
-        max_tokens_in_cache=most,
-        timing=timing,
-    )
+    size = 1 if rows is None else positive_int("batch_size", TOGETHER if batch_size is None else batch_size)
+    check_policy(budget, samplings, 1 if most is not None else min(size, len(prompts)))
+    decoding = Decoding(target, drafter, budget=budget, batch_size=size, max_tokens_in_cache=most, timing=timing)
     try:
         for number, (row, row_sampling, limit, written) in enumerate(
             zip(prompts, samplings, limits, traces, strict=True)
@@ -96,21 +226,23 @@ def stream(
     except ValueError:
         decoding.close()
         raise
-    return _write(decoding, traces, alone=rows is None)
+    return _write(decoding, traces, stop_strings(stop), alone=rows is None)
 
 
-def _write(decoding: Decoding, traces: list[Trace], *, alone: bool) -> Iterator[Any]:
+def _write(decoding: Decoding, traces: list[Trace], strings: list[str], *, alone: bool) -> Iterator[Any]:
     """Yield the tokens of each step, with their prompt's number if there are several.
 
     A single prompt's error is raised. Of several prompts, errors stay on their traces and are counted in a warning; the
     first is raised if every prompt has one.
     """
+    spoken = [SpokenText(trace, strings) for trace in traces]
     try:
         while not decoding.is_done:
-            for number, new in decoding.step():
+            for number, tokens in decoding.step():
                 if alone:
                     traces[0].checked()
-                if new:
+                if tokens:
+                    new = spoken[number].add(tokens)
                     yield new if alone else (number, new)
     finally:
         decoding.close()

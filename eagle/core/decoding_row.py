@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from eagle.core.arguments import check_unused
 from eagle.core.budget import Budget, Draw
 from eagle.core.drafter import Committed, Drafter
 from eagle.core.stops import Stops
@@ -57,10 +58,9 @@ class Row:
 
 def check_trace(trace: Trace, others: Iterable[Trace]) -> None:
     """Refuse a trace that holds an answer, or that another text is written to."""
-    if trace.tokens or trace.cycles or trace.finish != "running" or any(trace is other for other in others):
-        raise ValueError(
-            "a trace records one answer, and this one has one already: pass a new Trace([]) for each prompt"
-        )
+    check_unused(trace)
+    if any(trace is other for other in others):
+        raise ValueError("one trace is given for several prompts, expected a new Trace() for each")
 
 
 def find_budget(budgets: Mapping[int, Budget], number: int) -> Budget:

@@ -7,11 +7,12 @@ from typing import Any
 
 from eagle.core.acceptance import LEAST, Acceptance, Average
 from eagle.core.allocate import Batch
-from eagle.core.arguments import prompt_rows, token_ids
+from eagle.core.arguments import positive_ints, prompt_rows, token_ids
 from eagle.core.budget import Budget, Draw
 from eagle.core.cycle_costs import CycleCosts
 from eagle.core.cycle_times import time_cycles
 from eagle.core.drafter import Drafter
+from eagle.core.sampling import Sampling, whole
 from eagle.core.trace import Cycle
 from eagle.core.tree import chain_paths
 from eagle.target.target import Target
@@ -117,13 +118,26 @@ class Goodput:
         """
         rows = prompt_rows(prompt, None)
         prompts = [token_ids(prompt)] if rows is None else rows
-        sizes = batch_sizes or ((1,) if rows is None else BATCH_SIZES)
+        sizes: tuple[int, ...] = (1,) if rows is None else BATCH_SIZES
+        sizes = sizes if batch_sizes is None else positive_ints("batch_sizes", batch_sizes)
+        contexts = positive_ints("contexts", contexts) if contexts else ()
+        max_nodes = None if max_nodes is None else whole("max_nodes", max_nodes)
+        if not prompts:
+            raise ValueError("the prompts are an empty list, expected at least one")
         tuned = drafter.budget if isinstance(drafter, Drafter) else None  # `stream` refuses what is no drafter
         budget = budget or tuned or Budget.fixed(chain_paths(8))
         costs = time_cycles(target, drafter, prompts, budget, sizes, contexts, options)
         return cls.of_costs(costs, budget, max_nodes=max_nodes)
 
     measured = measure  # its name in earlier releases
+
+    def check_request(self, samplings: Sequence[Sampling], texts: int) -> None:
+        """Refuse a lossy rule, of which its rates of acceptance say nothing, and more texts than were measured."""
+        if any(sampling.typical is not None for sampling in samplings):
+            raise ValueError(
+                "the policy forecasts exact verification, and Sampling.typical is lossy: leave one of them out"
+            )
+        self.costs.check_texts(texts)
 
     def forecast(self, texts: int = 1, context: int | None = None) -> list[tuple[float, float]]:
         """(expected tokens, expected seconds) of a cycle by the number of levels that each of so many texts drafts."""

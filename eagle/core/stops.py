@@ -32,6 +32,11 @@ class Stops:
         return end, None
 
 
+def stop_strings(stop: Any) -> list[str]:
+    """The stop strings among stops of any kind."""
+    return [] if stop is None else [item for item in _as_items(stop) if isinstance(item, str)]
+
+
 def _as_items(stop: Any) -> Iterable[Any]:
     """The items of a list, tensor or array; a string or number is one item."""
     if isinstance(stop, str) or (hasattr(type(stop), "__index__") and getattr(stop, "ndim", 0) == 0):

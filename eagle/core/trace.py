@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import exp
+from textwrap import shorten
 from typing import Any
 
 from eagle.core.spelling import Spelling
@@ -57,17 +58,25 @@ class Cycle:
         return [(min(exp(scores[child] - scores[parent]), 1.0), child in self.kept) for parent, child in edges]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Trace:
     """The record of one generation: its tokens, its cycles and why it ended."""
 
-    prompt: list[int]
+    prompt: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     cycles: list[Cycle] = field(default_factory=list)
     finish: str = "running"  # at the end "stop", "length", or "error"
     tokenizer: Any = field(default=None, repr=False)
     stop_string: str | None = None
     error: Exception | None = field(default=None, compare=False)  # that ended this text alone, among several
+
+    def __repr__(self) -> str:
+        parts = [f"{len(self.prompt)} prompt tokens", f"{len(self.tokens)} tokens", f"{len(self.cycles)} cycles"]
+        parts += [f"τ = {self.acceptance_length:.2f}"] if self.cycles else []
+        parts.append(self.finish if self.error is None else f"error {self.error!r:.60}")
+        if self.tokenizer is not None and self.tokens:
+            parts.append(repr(shorten(self.text, 60, placeholder=" …")))
+        return f"Trace({', '.join(parts)})"
 
     def checked(self) -> Trace:
         """This trace; raises the error that ended it, if there is one."""
@@ -83,10 +92,14 @@ class Trace:
     @property
     def text(self) -> str:
         """The answer as text, up to a stop string."""
-        if self.tokenizer is None:
-            raise ValueError("this target has no tokenizer, so the trace has no text: read trace.tokens")
-        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        text = self.need_tokenizer().decode(self.tokens, skip_special_tokens=True)
         return text.partition(self.stop_string)[0] if self.stop_string else text
+
+    def need_tokenizer(self) -> Any:
+        """The target's tokenizer; ValueError if it has none."""
+        if self.tokenizer is None:
+            raise ValueError("this target has no tokenizer, so the answer has no text: read its tokens")
+        return self.tokenizer
 
     @property
     def drafted(self) -> list[bool]:

@@ -40,6 +40,11 @@ def borrow_head(model: Any, config: Any, tokens: Tensor, states: Tensor) -> Targ
         logit_scale=getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1),
         softcap=getattr(config, "final_logit_softcapping", None),
     )
+    if states.shape[-1] != head.weight.shape[1]:
+        raise ValueError(
+            f"{config.model_type} hands states of width {states.shape[-1]} to an LM head of width "
+            f"{head.weight.shape[1]}: it transforms states in between, so its LM head cannot be borrowed"
+        )
     if not is_close(head.logits(states[:, 1]), model(input_ids=tokens, use_cache=False).logits[0]):
         raise ValueError(
             f"the logits of {config.model_type} are not head(hidden) with the scale and soft cap of its config: "

@@ -135,6 +135,8 @@ def check_model(model: Any) -> None:
     if not hasattr(model, "get_output_embeddings") or not hasattr(model, "base_model"):
         raise ValueError(f"Target takes a model of transformers, got {type(model).__name__}: load one with Target.load")
     name, output = type(model).__name__, model.get_output_embeddings()
+    if getattr(model.config, "return_dict", True) is False:
+        raise ValueError(f"{name}.config.return_dict is False, expected True: outputs are read by their names")
     if model.base_model is model and output is not None:
         raise ValueError(f"{name} keeps no base model apart from its LM head: the states between them cannot be read")
     if output is None:

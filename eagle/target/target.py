@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from eagle.core.sampling import refuse_fields
 from eagle.core.verify import Choose, Sampling
-from eagle.device import best_device, fastest_dtype, in_dtype
+from eagle.device import best_device, check_device, fastest_dtype, in_dtype
 from eagle.target.attention import Masks, rope_border
 from eagle.target.borrowed import borrow_head
 from eagle.target.loading import check_model, load_model, parse_dtype, read_spare_tensor, tokenizer_of
@@ -50,6 +50,13 @@ class Target:
         self.spare: TargetState | None = None
         self.weight_mark = WeightMark(model)
 
+    def __repr__(self) -> str:
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return (
+            f"Target({type(self.model).__name__}, {len(self.layers)} layers of width {self.config.hidden_size}, "
+            f"{self.vocab_size} tokens, {dtype} on {self.device})"
+        )
+
     def __reduce__(self) -> Any:
         """Copy without locks and open texts, which cannot be copied."""
         return Target, (self.model, self.tokenizer)
@@ -67,7 +74,7 @@ class Target:
         adapter: str | None = None,
     ) -> Target:
         """Load a target from a folder or a hub id; dtype "auto" is bf16 where the device multiplies in it."""
-        device = best_device() if device == "auto" else device
+        device = check_device(device)
         dtype = fastest_dtype(device) if dtype == "auto" else parse_dtype(dtype)
         source = {"revision": revision, "trust_remote_code": trust_remote_code}
         model = load_model(path, dtype, adapter, device_map=device_map, **source)

@@ -267,7 +267,11 @@ def _fill_plan(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScore
     for depth, rung in enumerate(rungs):
         scores, probs = scorer.score(rows.seeds, depth, logits)
         best = scorer.best(scores, rung.best)[1].expand(-1, asked, -1)
-        assert best.shape[2] == rung.best, f"{best.shape[2]} tokens cannot fill a shape of rank {rung.best - 1}"
+        if best.shape[2] != rung.best:
+            raise ValueError(
+                f"the budget's fixed tree holds a child of rank {rung.best - 1}, and the drafter knows "
+                f"{best.shape[2]} tokens: take ranks below that"
+            )
         chosen = best.flatten(1).index_select(1, rung.children)
         if (sure := rows.is_sure(depth)) is not None:
             goes_on = (sure.expand(-1, asked) if goes_on is None else sure & goes_on).index_select(1, rung.rows)
