@@ -33,6 +33,7 @@ from eval.measure import main as measure
 from recipes.train_eagle import main as train
 from tests.documents import FENCE
 from tests.drafters.test_judge import TREES, batch_of, counted_by_drafting
+from tests.families import build, random_tokens
 from tests.recipes import test_recipes
 
 PAGE = Path(__file__).parent.parent / "docs/adding-a-method.md"
@@ -135,21 +136,22 @@ def test_the_example_keeps_to_the_rules_of_its_places(
     test_recipes.test_recipe_parses_and_survives_a_round_trip(tmp_path / f"recipes/tiny/{KIND}.yaml", tmp_path)
 
 
-def test_the_example_is_judged_by_the_steps_that_it_drafts_by(registered: type[Any], tiny_target: Target) -> None:
-    """Slot by slot with real trees, to the last count, on what the target says itself."""
-    prompts = [tiny_target.chat(asked) for asked in (conformance.ASKED, "Why is the sky blue?")]
-    none = load_drafter("none", tiny_target)
-    texts = [one + generate(tiny_target, none, one, max_new_tokens=24, stop=[]).tokens for one in prompts]
+def test_the_example_is_judged_by_the_steps_that_it_drafts_by(registered: type[Any]) -> None:
+    """Slot by slot with real trees, to the last count, on what a random target says itself."""
+    target = Target(build("llama"))
+    prompts = [random_tokens(12, seed) for seed in range(2)]
+    none = load_drafter("none", target)
+    texts = [one + generate(target, none, one, max_new_tokens=24, stop=[]).tokens for one in prompts]
     masks = [torch.arange(len(text)) >= len(text) - 24 for text in texts]
-    told, head = batch_of(tiny_target, texts, masks), conformance.new_head(KIND, tiny_target)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3)
-    for _ in range(30):
+    told, head = batch_of(target, texts, masks), conformance.new_head(KIND, target)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
+    for _ in range(100):
         optimizer.zero_grad()
-        head(told, tiny_target.head)["total"].backward()
+        head(told, target.head)["total"].backward()
         optimizer.step()
-    sums = head.bind(tiny_target.head).validate(told, tiny_target.head, TREES)
+    sums = head.bind(target.head).validate(told, target.head, TREES)
     for name, paths in TREES.items():
-        counts = counted_by_drafting(head, tiny_target, told, paths)
+        counts = counted_by_drafting(head, target, told, paths)
         assert {kind: sums[f"{name}/{kind}"].tolist() for kind in counts} == counts
         assert min(counts["accepted"][:2]) > 0  # there was something to count
 

@@ -40,7 +40,7 @@ from eval.replay import answer
 from eval.tune import NOT_DRAFTING, Tuning, chain
 from recipes.forecast import empty_head, token_flops, training_bytes
 from tests.drafters.test_judge import TREES, batch_of, counted_by_drafting
-from tests.families import own_logits
+from tests.families import build, own_logits, random_tokens
 
 BUDGETS = [Budget(8, 4, 3), Budget.fixed(PUBLISHED_TREE), Budget(0, 0, 0)]
 
@@ -260,28 +260,30 @@ def test_what_is_trained_is_learned_saved_and_loaded(
     conformance.test_save_and_load_give_the_same_proposal(name, tiny_target, tmp_path)
 
 
-def learned(name: str, tiny_target: Target) -> tuple[Any, Batch]:
-    """A head that has learned a little of the target's own answers, and these."""
-    prompts = [tiny_target.chat(asked) for asked in (conformance.ASKED, "Why is the sky blue?")]
-    none = load_drafter("none", tiny_target)
-    texts = [prompt + generate(tiny_target, none, prompt, max_new_tokens=24, stop=[]).tokens for prompt in prompts]
-    given = batch_of(tiny_target, texts, [torch.arange(len(text)) >= len(text) - 24 for text in texts])
-    head = conformance.new_head(name, tiny_target)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3)
-    for _ in range(30):
+def learned(
+    name: str, target: Target, prompts: list[list[int]], steps: int = 30, lr: float = 1e-3
+) -> tuple[Any, Batch]:
+    """A head that has learned the target's own answers to the prompts, and these."""
+    none = load_drafter("none", target)
+    texts = [prompt + generate(target, none, prompt, max_new_tokens=24, stop=[]).tokens for prompt in prompts]
+    given = batch_of(target, texts, [torch.arange(len(text)) >= len(text) - 24 for text in texts])
+    head = conformance.new_head(name, target)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=lr)
+    for _ in range(steps):
         optimizer.zero_grad()
-        head(given, tiny_target.head)["total"].backward()
+        head(given, target.head)["total"].backward()
         optimizer.step()
-    return head.bind(tiny_target.head), given
+    return head.bind(target.head), given
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_validation_counts_what_drafting_keeps(name: str, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validation_counts_what_drafting_keeps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slot by slot with real trees, to the last count; planted: a second block that sees nothing of the first."""
-    head, given = learned(name, tiny_target)
-    sums = head.validate(given, tiny_target.head, TREES)
+    target = Target(build("llama"))  # random, so that no training decides whether there is something to count
+    head, given = learned(name, target, [random_tokens(12, seed) for seed in range(2)], 100, 1e-2)
+    sums = head.validate(given, target.head, TREES)
     for tree, paths in TREES.items():
-        counts = counted_by_drafting(head, tiny_target, given, paths)
+        counts = counted_by_drafting(head, target, given, paths)
         assert {kind: sums[f"{tree}/{kind}"].tolist() for kind in counts} == counts
         assert min(counts["accepted"][:2]) > 0  # there was something to count
     if name == "two_blocks":
@@ -292,7 +294,7 @@ def test_validation_counts_what_drafting_keeps(name: str, tiny_target: Target, m
             return found * (len(spans.rows) < spans.count)  # nothing where all slots are read
 
         monkeypatch.setattr(text_blocks, "attend", blind)
-        wrong = head.validate(given, tiny_target.head, TREES)
+        wrong = head.validate(given, target.head, TREES)
         assert any(wrong[key].tolist() != sums[key].tolist() for key in sums if "/" in key)
 
 
@@ -328,8 +330,8 @@ def test_a_run_is_forecast(name: str, tiny_target: Target) -> None:
 @pytest.mark.parametrize("name", TRAINED)
 def test_the_doctor_examines_a_head(name: str, tiny_target: Target) -> None:
     """Levels that say what the target says are no fault of theirs; what does not apply to a head is named."""
-    head, _ = learned(name, tiny_target)
     prompts = [tiny_target.chat(asked) for asked in (conformance.ASKED, "Why is the sky blue?", "Who?")]
+    head, _ = learned(name, tiny_target, prompts[:2])
     texts = answer_prompts(tiny_target, prompts, 24, (0.0,))
     diagnosis = diagnose(head, tiny_target, texts)
     expected = figures(head.validate(texts, tiny_target.head, {"chain": chain_paths(3)}))

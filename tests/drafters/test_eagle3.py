@@ -17,6 +17,7 @@ from eagle.data.features import LiveFeatures, taps_of
 from eagle.drafters.eagle3 import Eagle3
 from eagle.drafters.none import NoDrafter
 from eagle.drafters.parts.reduced_vocab import load_draft_vocab
+from tests.families import build, random_tokens
 from tests.naive_unroll import sayable_ids
 from tests.trained import fixture_seed
 from tests.unrolled_heads import draft_vocab
@@ -158,9 +159,9 @@ def test_a_vocabulary_that_cannot_be_is_refused(vocab_file: Path, tmp_path: Path
 # -- learning ---------------------------------------------------------------------------------------------------------
 
 
-def learned(target: Target, updates: int, **settings: Any) -> float:
-    """The acceptance length of a chain of five on the one conversation that a head was trained on."""
-    prompt = target.chat("How do I sort a list in Python?")
+def learned(updates: int, **settings: Any) -> float:
+    """The acceptance length of a chain of five on a random model's answer, which is no loop, after training on it."""
+    target, prompt = Target(build("llama")), random_tokens(12, seed=1)
     answer = generate(target, NoDrafter(), prompt, max_new_tokens=49, stop=[]).tokens
     text = torch.tensor(prompt + answer)
     torch.manual_seed(fixture_seed())
@@ -169,9 +170,9 @@ def learned(target: Target, updates: int, **settings: Any) -> float:
         "taps": list(taps_of(head.settings, target.config)), "dtype": "float32"
     })  # fmt: skip
     batch = collate(live.read([0]), live.taps)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2, betas=(0.9, 0.95))
     for update in range(updates):
-        optimizer.param_groups[0]["lr"] = 3e-3 * (1 - update / updates)
+        optimizer.param_groups[0]["lr"] = 1e-2 * (1 - update / updates)
         optimizer.zero_grad()
         head(batch, target.head)["total"].backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 0.5)
@@ -181,14 +182,14 @@ def learned(target: Target, updates: int, **settings: Any) -> float:
     return trace.acceptance_length
 
 
-def test_one_conversation_is_learned_by_heart(tiny_target: Target) -> None:
+def test_one_conversation_is_learned_by_heart() -> None:
     """More than four tokens a step where six are the most there can be; nothing is right that was not learned."""
-    assert learned(tiny_target, 50, steps=5) > 4
-    assert learned(tiny_target, 1, steps=5) < 2
+    assert learned(150, steps=5) > 4
+    assert learned(1, steps=5) < 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["acceptance", "hybrid"])
-def test_one_conversation_is_learned_by_losses_that_aim_at_acceptance(tiny_target: Target, loss: str) -> None:
+def test_one_conversation_is_learned_by_losses_that_aim_at_acceptance(loss: str) -> None:
     """With the norms of 3.1."""
-    assert learned(tiny_target, 60, steps=5, loss=loss, fc_norm=True, norm_output=True) > 4
+    assert learned(150, steps=5, loss=loss, fc_norm=True, norm_output=True) > 4
