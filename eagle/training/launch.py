@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from inspect import signature
 from typing import Any
+from warnings import filterwarnings
 
 import torch
-from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
+from torch.nn.parallel import DistributedDataParallel
 
 from eagle.device import best_device, fastest_dtype
 from eagle.recipe import Recipe, TrainSection
-from eagle.training.data_parallel import DataParallel, quiet_deepspeed
 
 LAUNCH_HINT = (
     "launch with `eagle train RECIPE --processes N`, which is `accelerate launch --config_file "
@@ -31,14 +33,14 @@ def launch(settings: TrainSection) -> Accelerator:
     # a rank may load or decode for long while the others wait
     group = InitProcessGroupKwargs(backend="gloo" if cpu else None, timeout=timedelta(days=1))
     if zero:
-        quiet_deepspeed(cpu)
+        _quiet_deepspeed(cpu)
     accelerator = Accelerator(
         cpu=cpu and not zero,  # either mistake on a CPU would silently drop the ranks or ZeRO
         mixed_precision="bf16" if bf16 and not zero else "no",  # DeepSpeed would hold the weights in bf16 too
         gradient_accumulation_steps=settings.accumulation,
         kwargs_handlers=[group] if launched else [],
     )
-    accelerator.ddp_handler = DataParallel() if launched else None
+    accelerator.ddp_handler = _DataParallel() if launched else None
     _check_processes(accelerator, settings, zero)
     if zero:
         plugin = accelerator.state.deepspeed_plugin
@@ -66,6 +68,23 @@ def splits_weights(accelerator: Accelerator, settings: TrainSection) -> bool:
     """Whether every process holds a part of the head's weights, as under ZeRO-3."""
     engine = accelerator.state.deepspeed_plugin
     return settings.shard_head or (engine is not None and engine.zero_stage == 3)
+
+
+class _DataParallel(DistributedDataParallelKwargs):
+    """How DDP runs: without sending buffers, which are constants, and with gradients as views of what is sent."""
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The arguments by the names that this torch has: of the old one newer versions warn."""
+        known = signature(DistributedDataParallel).parameters
+        name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        return {name: False, "gradient_as_bucket_view": True}
+
+
+def _quiet_deepspeed(cpu: bool) -> None:
+    """Spare the user warnings that DeepSpeed causes: of a CPU that is meant, and of names that torch has replaced."""
+    if cpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
 
 def _refuse_other_settings(settings: TrainSection) -> None:
