@@ -240,7 +240,9 @@ class TrainableDrafter(nn.Module, Drafter):
 
     def validate(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
         """Validation sums, added up over batches and processes; drafters/parts/validation.py makes figures of them."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be validated: write validate, see parts/validation.py")
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot be validated: write validate(batch, frozen, trees), see parts/validation.py"
+        )
 
     def draft_levels(self, batch: Batch, frozen: TargetHead, levels: int) -> Iterable[tuple[Tensor, Any]]:
         """For each level of a chain, the states [S, ..] at all supervised slots and the head that gives logits."""

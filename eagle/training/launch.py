@@ -7,15 +7,18 @@ import os
 import signal
 import sys
 from datetime import timedelta
+from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from warnings import filterwarnings
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.nn.parallel import DistributedDataParallel
 
 from eagle.device import best_device, fastest_dtype
 from eagle.log import MESSAGES, STOPPED_BY_SIGINT
@@ -38,14 +41,15 @@ def launch(settings: TrainSection) -> Accelerator:
     bf16 = settings.dtype == "bfloat16"
     # a rank may load or decode for long while the others wait
     group = InitProcessGroupKwargs(backend="gloo" if cpu else None, timeout=timedelta(days=1))
-    # buffers are constants; a gradient that is a view of what is sent lies in memory once
-    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    if zero:
+        _quiet_deepspeed(cpu)
     accelerator = Accelerator(
         cpu=cpu and not zero,  # either mistake on a CPU would silently drop the ranks or ZeRO
         mixed_precision="bf16" if bf16 and not zero else "no",  # DeepSpeed would hold the weights in bf16 too
         gradient_accumulation_steps=settings.accumulation,
-        kwargs_handlers=[group, ddp] if launched else [],
+        kwargs_handlers=[group] if launched else [],
     )
+    accelerator.ddp_handler = _DataParallel() if launched else None
     _check_processes(accelerator, settings, zero)
     if zero:
         plugin = accelerator.state.deepspeed_plugin
@@ -104,6 +108,23 @@ def splits_weights(accelerator: Accelerator, settings: TrainSection) -> bool:
     """Whether every process holds a part of the head's weights, as under ZeRO-3."""
     engine = accelerator.state.deepspeed_plugin
     return settings.shard_head or (engine is not None and engine.zero_stage == 3)
+
+
+class _DataParallel(DistributedDataParallelKwargs):
+    """How DDP runs: without sending buffers, which are constants, and with gradients as views of what is sent."""
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The arguments by the names that this torch has: of the old one newer versions warn."""
+        known = signature(DistributedDataParallel).parameters
+        name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        return {name: False, "gradient_as_bucket_view": True}
+
+
+def _quiet_deepspeed(cpu: bool) -> None:
+    """Spare the user warnings that DeepSpeed causes: of a CPU that is meant, and of names that torch has replaced."""
+    if cpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
 
 def _refuse_other_settings(settings: TrainSection) -> None:

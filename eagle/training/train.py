@@ -160,7 +160,11 @@ class _Run:
     @torch.no_grad()
     def _count(self, batch: Batch) -> Tensor:
         """The divisor of a batch that only the head's forward knows."""
-        return self.model(batch.to(self.accelerator.device), self.frozen, count=True)["divisor"]
+        device = self.accelerator.device
+        head = self._whole_head() if self.deepspeed else self.model  # ZeRO-3 runs no forward without its backward
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"):
+            divisor: Tensor = head(batch.to(device), self.frozen, count=True)["divisor"]
+        return divisor
 
     def _add_up(self, counts: Tensor) -> Tensor:
         """Counts summed over all processes."""

@@ -70,6 +70,7 @@ def test_every_head_learns_the_same_under_every_launcher(
         asked = launched(config, *command(tiny_target_dir, tmp_path, dtype, names), processes=3)
         done = finished(asked, seconds=PATIENCE)
         assert done.returncode == 0, done.stdout
+        assert not [line for line in done.stdout.splitlines() if "Warning" in line]
     else:
         done = finished(launched(config, *command(tiny_target_dir, tmp_path, dtype, names, "kill")), seconds=PATIENCE)
         assert done.returncode != 0 and not (tmp_path / "eagle3/last").exists(), done.stdout

@@ -141,7 +141,7 @@ class Norm(LlamaRMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., H]."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and x.dtype == self.weight.dtype:  # of two dtypes torch warns, and has no kernel
             return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)  # one launch
         return RMSNorm.apply(x, self.weight, self.variance_epsilon)
 
