@@ -64,6 +64,7 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("measurements/heads.md", "compare_heads_chat.json", comparison_table),
         ("measurements/blocks.md", "compare_blocks.json", comparison_table),
         ("measurements/blocks.md", "compare_blocks_chat.json", comparison_table),
+        ("papers.md", "compare_sources.json", comparison_table),
         ("measurements/blocks.md", "draft_time.json", draft_table),
         ("measurements/blocks.md", "block_speed.json", block_table),
         ("measurements/drafters.md", "compare_self.json", comparison_table),
