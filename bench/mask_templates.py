@@ -66,7 +66,8 @@ def truth(conversation: Conversation, tokenizer: Any, mark: str) -> Iterator[tup
         around, behind = marked.split(MARKER)
         # what surrounds a marker surrounds the answer, but for white space that the template trims
         body = finished.removeprefix(around).removesuffix(behind)
-        if finished != around + body + behind or not behind.startswith(mark):
+        # of a mark that is printed only where another turn follows there is nothing at the end
+        if finished != around + body + behind or not (behind.startswith(mark) or not behind.strip()):
             yield "the template prints something else around this answer", False
             continue
         # where the prompt of serving is no beginning of this text, it ends so that the content comes next

@@ -40,10 +40,10 @@ MARKS: dict[str, tuple[str, ...]] = {
     "<|message_sep|>": ("ik_llama.cpp/GigaChat3.1-10B-A1.8B",),
     "<|return|>": ("ik_llama.cpp/openai-gpt-oss-120b",),
     "\n<|end|>\n" + EOS: ("ik_llama.cpp/unsloth-Apriel-1.5",),
+    "\n<|end|>": ("ik_llama.cpp/Apriel-1.6-15b-Thinker-fixed",),  # where another turn follows
     "\n\n": ("ik_llama.cpp/llama-cpp-rwkv-world",),
     "": (  # the next turn's first token is their stop token, or nothing is
-        *("chujiezheng_compact/falcon-instruct", "ik_llama.cpp/Apriel-1.6-15b-Thinker-fixed"),
-        *("ik_llama.cpp/GLM-4.6", "ik_llama.cpp/GLM-5.2"),
+        *("chujiezheng_compact/falcon-instruct", "ik_llama.cpp/GLM-4.6", "ik_llama.cpp/GLM-5.2"),
     ),
 }
 MARK_OF = {name: mark for mark, names in MARKS.items() for name in names}

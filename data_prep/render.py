@@ -164,7 +164,7 @@ def stop_of_next_turn(messages: list[Message], render: Render, stops: Sequence[s
     if calls:
         following = {"role": "tool", "content": "?", "name": calls[0]["function"]["name"]}
         following |= {"tool_call_id": calls[0]["id"]} if "id" in calls[0] else {}
-    for answer in (messages[-1], placeholder_answer(messages[-1])):  # a thought may be left out before a question
+    for answer in (messages[-1], {"role": "assistant", "content": ANYTHING}):  # a thought may be left out later
         with suppress(Dropped):
             printed = render([*messages[:-1], answer], False).rstrip()
             continued = render([*messages[:-1], answer, following], False)

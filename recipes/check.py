@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from data_prep.conversations import Tally, read_conversations
+from data_prep.conversations import Tally
 from data_prep.tokens import load_tokenizer, tokenize_each
 from eagle.core.budget import Budget
 from eagle.core.decode import generate
@@ -36,6 +36,7 @@ from recipes.forecast import (
     TFLOPS,
     card_bytes,
     conversations_of,
+    count_conversations,
     empty_head,
     forecast,
     parameters,
@@ -44,19 +45,18 @@ from recipes.forecast import (
 )
 
 STEPS = 2
+FEW = 8  # texts of a step on a CPU, where 128 take minutes: the rate is the same
 
 
 def check(recipe: Recipe) -> None:
     """Every stage on a little data, each with its time; what is wrong in one of them ends it with a message."""
     settings = settings_of(recipe.drafter.model_dump(), "recipe")
+    planned, recipe = recipe, with_head_that_is_there(with_data_that_is_there(recipe))
+    is_local = Path(recipe.data.train).exists()  # else what is known comes before what is fetched
+    count = say_conversations(recipe) if is_local else None
     with stage("forecast"):
-        fits = say_forecast(recipe)
-    recipe = with_head_that_is_there(with_data_that_is_there(recipe))
-    with stage("conversations"):
-        data = recipe.data
-        found = read_conversations(data.train, limit=data.limit, split=data.split, revision=data.revision)
-        count = sum(1 for _ in found)
-        say(f"{count:,} in {data.train}")
+        fits = say_forecast(planned, count)
+    count = say_conversations(recipe) if count is None else count
     with stage("tokens and masks"):
         examples, read = first_examples(recipe)
         lengths = [len(example.tokens) for example in examples]
@@ -67,12 +67,17 @@ def check(recipe: Recipe) -> None:
     with stage("target"):
         target = load_target(recipe)
         say(f"{parameters(target.model) / 1e9:.3f} B parameters on {target.device} in {target.model.dtype}")
+    with stage("memory"):
+        sizes = sizes_of_config(target.config)
+        memory = card_bytes(recipe, empty_head(settings, sizes.config), sizes, 1, target.model.dtype.itemsize)
+        say(f"{memory / GB:,.2f} GB of memory while training in one process, where texts are as long as they may be")
     with stage("features") as timed:
         made = identity(recipe, taps_of(settings, target.config))
         live = LiveFeatures(target, examples, made, recipe.features.batch_tokens)
-        size = recipe.train.batch_size
+        size = texts_at_once(recipe, target.device.type)
+        say(f"of {STEPS} steps of {size} texts, of {recipe.train.batch_size} in a batch")
         batches = [collate(live.read(range(at, at + size)), live.taps) for at in range(0, STEPS * size, size)]
-    extracting = sum(lengths) / timed["seconds"]
+    extracting = sum(lengths[: STEPS * size]) / timed["seconds"]
     with stage("loss and update"):
         torch.manual_seed(recipe.train.seed)
         head: Any = first_head(recipe, settings, target, live).to(target.device)
@@ -96,7 +101,21 @@ def check(recipe: Recipe) -> None:
         say(line)
 
 
-def say_forecast(recipe: Recipe) -> bool:
+def say_conversations(recipe: Recipe) -> int:
+    """How many conversations there are."""
+    with stage("conversations"):
+        count = count_conversations(recipe.data, recipe.data.train)
+        say(f"{count:,} in {recipe.data.train}")
+    return count
+
+
+def texts_at_once(recipe: Recipe, device: str) -> int:
+    """The texts of a step that is timed: those that one process holds at once, and few of them on a CPU."""
+    texts = -(-recipe.train.batch_size // ((recipe.train.processes or 1) * recipe.train.accumulation))
+    return min(texts, FEW) if device == "cpu" else texts
+
+
+def say_forecast(recipe: Recipe, count: int | None) -> bool:
     """What the target's config tells before anything is loaded; whether this machine can hold the target."""
     try:
         sizes = sizes_of(recipe.target.path, recipe.target.revision)
@@ -104,7 +123,7 @@ def say_forecast(recipe: Recipe) -> bool:
         say(f"none, as the config of {recipe.target.path} cannot be read: {str(error).splitlines()[0]}")
         return True
     try:
-        count = conversations_of(recipe)
+        count = count or conversations_of(recipe)
     except ValueError:
         count = 1_000
         say("for 1,000 conversations, as how many there are is not known before they are read")
@@ -215,8 +234,6 @@ def measured_run(
     yield f"the whole run: {tokens:,} tokens, {settings.epochs} epochs; one process of this machine needs"
     if features.store:
         yield f"  {disk / GB:,.2f} GB of disk for the features, {tokens / extracting / 3600:,.2f} h to make them"
-    memory = card_bytes(recipe, empty_head(head.settings, sizes.config), sizes, 1, target.model.dtype.itemsize)
-    yield f"  {memory / GB:,.2f} GB of memory while training, where texts are as long as they may be"
     each_epoch = tokens / training + (0 if features.store else tokens / extracting)
     yield f"  {settings.epochs * each_epoch / 3600:,.2f} h to train; divide by the number of processes"
 

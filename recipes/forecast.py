@@ -6,19 +6,21 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig
 
+from data_prep.conversations import read_conversations
 from eagle.core.drafter import TrainableDrafter
 from eagle.data.examples import MAX_PENDING
 from eagle.data.features import BATCH_TOKENS, taps_of
 from eagle.data.shards import token_bytes
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.log import script
-from eagle.recipe import Recipe
+from eagle.recipe import DataSection, Recipe
 from eagle.shipped import RECIPES, STAGES
 from recipes.footprint import EmptyRun, Footprint, empty_target_head
 
@@ -217,11 +219,19 @@ def sizes_of_config(config: Any) -> Sizes:
 
 
 def conversations_of(recipe: Recipe) -> int:
-    """How many conversations there are, as far as that is known without reading them."""
+    """How many conversations there are, as far as that is known without fetching them."""
     source = recipe.regenerate.source if recipe.regenerate else recipe.data.train
+    if Path(source).exists():
+        return count_conversations(recipe.data, source, answered=recipe.regenerate is None)
     if recipe.data.limit or source in CONVERSATIONS:
         return recipe.data.limit or CONVERSATIONS[source]
     raise ValueError(f"how many conversations {source} holds is not known: give --conversations N")
+
+
+def count_conversations(data: DataSection, source: str, *, answered: bool = True) -> int:
+    """How many conversations a source holds, by reading it."""
+    options = {key: getattr(data, key) for key in ("limit", "split", "revision", "allow_broken")}
+    return sum(1 for _ in read_conversations(source, answered=answered, **options))
 
 
 def table(rows: dict[str, Forecast]) -> str:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from data_prep.conversations import read_conversations
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.checkpoint import save_head
 from eagle.recipe import Recipe
 from eagle.target.target import Target
 from recipes.check import check
-from recipes.forecast import reading_bytes, sizes_of_config
+from recipes.forecast import conversations_of, reading_bytes, sizes_of_config
 from tests.registry import BY_DEFAULT
 
 
@@ -144,3 +145,28 @@ def test_a_target_without_weights_is_forecast_all_the_same(
         check(with_data(tiny_target_dir, tmp_path, "data.limit=40", f"target.path={bare}"))
     said = capsys.readouterr().out
     assert "on each of 8 cards that train" in said and "the forecast above needs its config alone" in said
+
+
+def test_a_local_file_is_counted_before_the_forecast(
+    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What can be read is no guess; a whole batch of 128 is not computed to know how fast a text is."""
+    recipe = with_data(tiny_target_dir, tmp_path, "train.batch_size=64", "train.processes=1")
+    check(recipe)
+    said = capsys.readouterr().out
+    count = sum(1 for _ in read_conversations(recipe.data.train))
+    assert said.startswith("conversations ...") and f"{count:,} in {recipe.data.train}" in said
+    assert "not known" not in said and said.index("GB of memory while training") < said.index("features ...")
+    assert "2 steps of 8 texts, of 64 in a batch" in said
+
+
+def test_a_forecast_counts_a_local_file(tiny_target_dir: Path, tmp_path: Path) -> None:
+    """The source of answers to come, or the data; a limit holds."""
+    data = tiny_target_dir / "data/train.jsonl"
+    count = sum(1 for _ in read_conversations(data))
+    assert conversations_of(with_data(tiny_target_dir, tmp_path)) == count > 7
+    assert conversations_of(with_data(tiny_target_dir, tmp_path, "data.limit=7")) == 7
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"prompt": "Who?"}\n' * 3)
+    again = f'regenerate={{"source": "{questions}", "out": "out.jsonl"}}'
+    assert conversations_of(with_data(tiny_target_dir, tmp_path, again)) == 3
