@@ -266,7 +266,10 @@ def _map_pickle(path: Path, shown: Path) -> dict[str, Tensor]:
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # of many kinds: code in the pickle, a torn file, sizes that nothing holds
         reason = _shorten(error)
-        raise ValueError(f"{shown} cannot be read as weights alone (torch.load, weights_only=True): {reason}") from None
+        raise ValueError(
+            f"{shown} cannot be read as weights alone (torch.load, weights_only=True): {reason}; expected names and "
+            "plain tensors: save it again, or as safetensors"
+        ) from None
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 

@@ -102,7 +102,7 @@ def _load_weights(head: HeadFolder, target: TargetFiles | None, notes: list[str]
             _compare_borrowed(head, name, target, borrowed[name], notes)
         else:
             weights[name] = head.load(name)
-            if weights[name].is_floating_point() and not bool(weights[name].isfinite().all()):
+            if weights[name].is_floating_point() and not bool(weights[name].float().isfinite().all()):
                 raise ValueError(f"{head.names[name]} holds numbers that are not finite: take an earlier checkpoint")
     bias = weights.get("fc.bias")
     if bias is not None and not bool(bias.any()):
@@ -129,6 +129,8 @@ def _compare_borrowed(
         notes.append(f"{left_out}; not compared{why}")
         return
     ours = head.load(name)
+    if not ours.is_floating_point():
+        raise ValueError(f"{stored} is in {ours.dtype}, expected plain weights: copy it again")
     if ours.shape != theirs.shape:
         raise ValueError(f"{stored} is {list(ours.shape)}, the target's is {list(theirs.shape)}: another target?")
     differing = count_differing_rows(ours, theirs)

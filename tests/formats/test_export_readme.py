@@ -13,11 +13,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle.__main__ import main
+from eagle.core.budget import Budget
+from eagle.core.drafter import Committed
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.checkpoint import load_head, save_head
 from eagle.formats.export import EXPORTERS, export
 from eagle.formats.foreign import import_head
 from eagle.target.target import Target
+from eval.engine_reference import fit_block
 from tests import foreign_heads as made
 from tests.formats.test_export_verb import write_head, write_target
 
@@ -184,3 +187,35 @@ def test_a_version_that_drops_a_method_is_named(
     assert "0.32.0 is the last that reads Medusa" in said and "0.33.0" in said
     with pytest.raises(ValueError, match=r"sglang: no layout .*export to vllm \(up to 0.32.0\) or medusa"):
         EXPORTERS["sglang"](load_head(heads / "medusa"), target.config)
+
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "peagle": {"kind": "peagle", "depths": 6},
+    "dflash": {"kind": "dflash", "slots": 7, "blocks": 2},
+    "causal dflash": {"kind": "dflash", "slots": 7, "blocks": 2, "causal": True},
+    "dspark": {"kind": "dspark", "slots": 6, "blocks": 2},
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@torch.no_grad()
+def test_a_layout_says_whether_shorter_drafts_are_others(name: str, target: Target) -> None:
+    """Engines read as many slots as they are asked for: two guesses are six's first where none reads later ones."""
+    torch.manual_seed(0)
+    settings = settings_of(BLOCKS[name], "test")
+    head: Any = DRAFTERS[settings.kind].for_target(settings, target.config, target.head, [torch.arange(40)])
+    for weight in head.parameters():
+        weight.add_(torch.randn_like(weight), alpha=0.3)
+    layout = EXPORTERS["vllm"](head.bind(target.head), target.config)
+    drafts = []
+    for depth in (6, 2):
+        fit_block(head, depth)
+        drafts.append([])
+        for prompt in torch.randint(0, 48, (24, 9), generator=torch.Generator().manual_seed(1)):
+            state = head.open()
+            state.admit(0)
+            update = Committed(prompt[:-1], target.features(prompt[None, :-1], head.taps)[0], int(prompt[-1]))
+            tree = state.propose({0: update}, {0: Budget(depth, depth, 1)})[0]
+            drafts[-1].append(tree.tokens[1:3].tolist())
+    assert layout.whole == (drafts[0] != drafts[1])
+    assert layout.whole == (name in ("dflash", "dspark"))
