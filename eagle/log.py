@@ -27,9 +27,11 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 from rich.text import Text
 
 Item = TypeVar("Item")
+WIDE = 100  # columns of a terminal that has room for a bar
 WANDB_SECONDS = 10
 OURS = {"eagle", "data_prep", "eval", "recipes", "__main__"}
 STOPPED_BY_SIGINT = 130  # the exit status that shells give to Ctrl-C
@@ -56,17 +58,19 @@ def script(main: Callable[[list[str]], Any], argv: list[str] | None = None, stat
         with suppress(OSError, ValueError):  # an output that is no file
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         sentence = describe_error(error)
-        if sentence is None:  # a bug, not a message
+        if sentence is None:  # a bug, not a message; or an end with a status
             raise
         if not leave_message(sentence):
             print(f"error: {sentence}", file=sys.stderr, flush=True)
         sys.exit(status)
 
 
-def describe_error(error: Exception) -> str | None:
+def describe_error(error: BaseException) -> str | None:
     """A sentence on what a user can mend: what was got, what is expected, what to do; None for a bug."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, str) else None
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     if isinstance(error, ValueError) and _room_of(frames[-1]) in OURS:
         return str(error)
@@ -84,7 +88,7 @@ def describe_error(error: Exception) -> str | None:
     return str(error) if isinstance(error, ConnectionError) else None
 
 
-def _describe_loading(error: Exception, frame: FrameType) -> str:
+def _describe_loading(error: BaseException, frame: FrameType) -> str:
     """A sentence on what a library of models could not load: the outermost of its frames tells what."""
     name = str(next((frame.f_locals[key] for key in LOADED if frame.f_locals.get(key)), "what was named"))
     if name.startswith(("/", ".", "~")) and not Path(name).exists():
@@ -134,7 +138,7 @@ class Rate(ProgressColumn):
     """A progress column with the items per second."""
 
     def __init__(self, unit: str) -> None:
-        super().__init__()
+        super().__init__(Column(no_wrap=True))
         self.unit = unit
 
     def render(self, task: Task) -> Text:
@@ -154,8 +158,10 @@ def progress(
     note: Callable[[], str] = str,
 ) -> Iterator[Item]:
     """Yield the items while showing a progress bar, in which an item counts for its size."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Rate(unit), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not show) as bar:
+    console = Console(stderr=True)
+    bar_column = (BarColumn(),) if console.width >= WIDE else ()  # beside words and figures it would wrap the line
+    columns = (TextColumn("{task.description}"), *bar_column, MofNCompleteColumn(), Rate(unit), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not show) as bar:
         task = bar.add_task(what, total=total, completed=done)
         for item in items:
             yield item

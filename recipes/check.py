@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 from time import perf_counter
 from typing import Any
 
@@ -31,7 +33,6 @@ from eagle.recipe import Recipe
 from eagle.target.target import Target
 from eagle.training.first_head import first_head
 from recipes.forecast import (
-    CARDS,
     GB,
     TFLOPS,
     card_bytes,
@@ -90,12 +91,8 @@ def check(recipe: Recipe) -> None:
         check_decoding(target, head, examples[0])
     with stage("export"), tempfile.TemporaryDirectory() as folder:
         head.bind(target.head)  # some layouts hold the target's embedding, and all say so of a scaled one
-        for engine in EXPORTERS:
-            try:
-                export(head, target.config, engine, folder)
-                say(f"{engine}: ready")
-            except ValueError as error:
-                say(f"not for {engine}: {error}")
+        for line in describe_exports(head, target.config, folder):
+            say(line)
     tokens = round(count * sum(lengths) / read)
     for line in measured_run(recipe, head, target, tokens, extracting, training):
         say(line)
@@ -115,6 +112,20 @@ def texts_at_once(recipe: Recipe, device: str) -> int:
     return min(texts, FEW) if device == "cpu" else texts
 
 
+def describe_exports(head: Any, config: Any, folder: str) -> Iterator[str]:
+    """The engines that the head is ready for, and a line of those that refuse it for the same reason."""
+    ready, refusals = [], defaultdict(list)
+    for engine in EXPORTERS:
+        try:
+            export(head, config, engine, folder)
+            ready.append(engine)
+        except ValueError as error:
+            reason = str(error).removeprefix(f"{engine}: ").replace(engine, "it")
+            refusals[shorten(reason, 110, placeholder=" ...")].append(engine)
+    yield f"ready for {', '.join(ready) or 'no engine'}"
+    yield from (f"not for {', '.join(engines)}: {reason}" for reason, engines in refusals.items())
+
+
 def say_forecast(recipe: Recipe, count: int | None) -> bool:
     """What the target's config tells before anything is loaded; whether this machine can hold the target."""
     try:
@@ -127,10 +138,11 @@ def say_forecast(recipe: Recipe, count: int | None) -> bool:
     except ValueError:
         count = 1_000
         say("for 1,000 conversations, as how many there are is not known before they are read")
-    cards = recipe.train.processes or CARDS
+    cards = recipe.train.processes or devices_here()
     run = forecast(recipe, sizes, count, cards)
     disk = f"{run.features / GB:,.2f} GB of disk for features" if run.features else "no disk for features"
-    say(f"{run.memory / GB:,.2f} GB on each of {cards} cards that train, {disk}")
+    where = f"each of {cards} cards that train" if cards > 1 else "the card, or CPU, that trains"
+    say(f"{run.memory / GB:,.2f} GB on {where}, {disk}")
     say(f"{run.extract_hours:,.1f} card hours for features, {run.train_hours:,.1f} to train, at {TFLOPS:.0f} TFLOP/s")
     room = memory_here()
     if fits := run.target <= room:
@@ -140,6 +152,11 @@ def say_forecast(recipe: Recipe, count: int | None) -> bool:
         "not checked here. Give the command again where it fits"
     )
     return fits
+
+
+def devices_here() -> int:
+    """The accelerators of this machine; 1 for its CPU."""
+    return max(torch.accelerator.device_count(), 1) if torch.accelerator.is_available() else 1
 
 
 def memory_here() -> int:

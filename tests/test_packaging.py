@@ -50,7 +50,7 @@ def test_a_verb_names_a_function_that_exists(verb: Verb) -> None:
 
 
 def test_help_comes_at_once() -> None:
-    """`eagle --help` names every verb and imports no torch; neither do recipes, a typo, any verb's help."""
+    """`eagle --help` names every verb and imports no torch; nor do the recipes, a typo, and the help of a verb."""
     asks = [["--help"], ["recipes"], ["--version"], ["extarct"], *([verb, "--help"] for verb in VERBS)]
     code = f"""
 import sys

@@ -66,7 +66,9 @@ def train(argv: list[str]) -> None:
         print(f"  --check              try every stage on two batches, tell memory and hours, and stop\n{USAGE}")
         sys.exit()
     if "--check" in argv:
-        argv = launcher_options(argv)[1]
+        options, argv = launcher_options(argv)
+        count = [word.replace("--num_processes", "train.processes") for word in options if "num_processes" in word]
+        argv += count if not any(word.startswith("train.processes=") for word in argv) else []
     is_joint = "--check" not in argv and trains_jointly(launcher_options(argv)[1])
     run_stage("train", "recipes.train_medusa2" if is_joint else "recipes.train_eagle", argv)
 

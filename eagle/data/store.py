@@ -31,6 +31,14 @@ from eagle.data.shards import (
 from eagle.disk import sha256, write_tensors, write_whole
 from eagle.markup import table
 
+FINGERPRINTS = {  # fields of an identity that are fingerprints, and of which files
+    "target.weights": "the target's weights (*.safetensors or *.bin)",
+    "target.config": "the target's config.json",
+    "target.adapter": "the adapter's weights and adapter_config.json",
+    "tokenizer": "the target's tokenizer (tokenizer*, vocab*, merges.txt, *.model and the like)",
+    "template": "the chat template (data.template, or the target's chat_template* and tokenizer_config.json)",
+    "data.source": "the files of data.train",
+}
 Plan = list[list[list[int]]]  # shards of batches of example numbers
 
 
@@ -65,6 +73,12 @@ def differences(got: Any, expected: Any, name: str = "") -> Iterator[tuple[str, 
             yield from differences(got.get(key), expected.get(key), f"{name}.{key}" if name else key)
     elif got != expected:
         yield name, got, expected
+
+
+def describe_difference(name: str, got: Any, needed: Any) -> str:
+    """What a store has and a run needs, with the files that a fingerprint was taken of."""
+    files = f" as the fingerprint of {FINGERPRINTS[name]}" if name in FINGERPRINTS else ""
+    return f"the store has {got!r}, this run needs {needed!r}{files}"
 
 
 class Absent(ValueError):
@@ -146,7 +160,7 @@ class FeatureStore:
     def expect(self, identity: dict[str, Any]) -> None:
         """Refuse a store of another identity, naming every difference."""
         wrong = [
-            f"{name}: the store has {got!r}, this run needs {needed!r}"
+            f"{name}: {describe_difference(name, got, needed)}"
             for name, got, needed in differences(self.identity, identity)
             # a store may have more taps than needed, and any precision where the recipe leaves it open
             if not (name == "taps" and set(needed) <= set(got)) and (name, needed) != ("target.dtype", "auto")

@@ -317,7 +317,10 @@ def test_a_second_extraction_of_the_same_shards_spoils_nothing(
     ("change", "named"),
     [
         ({"tokenizer": "u"}, "tokenizer: the store has 't', this run needs 'u'"),
-        ({"target": {"weights": "v", "dtype": "float32"}}, "target.weights: the store has 'w', this run needs 'v'"),
+        (
+            {"target": {"weights": "v", "dtype": "float32"}},
+            "target.weights: the store has 'w', this run needs 'v' as the fingerprint of the target's weights",
+        ),
         ({"dtype": "bfloat16"}, "dtype"),
         ({"taps": [0, 4, -1]}, "taps"),
     ],

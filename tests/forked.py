@@ -1,0 +1,101 @@
+"""Commands of `eagle` in processes of their own that need not import anything: forked from one that has."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).parent.parent
+# reads {argv, folder, log, room, stop} as JSON, answers with the status; `room` limits the bytes of a file, as a full
+# disk does, also for root; `stop` is when Ctrl-C comes, in seconds
+PROGRAM = """
+import json, os, resource, signal, sys, threading, time, traceback
+import huggingface_hub, torch
+import data_prep.prepare, data_prep.extract, data_prep.draft_vocab, data_prep.count_tokens, data_prep.dataset_card
+import eval.measure, eval.report, eval.compare, eval.tune, eval.lossless, recipes.forecast, recipes.train_eagle
+import eagle.command.generate, eagle.command.ship, eagle.command.write_card, eagle.command.launcher
+from eagle.__main__ import main
+torch.set_num_threads(1)
+huggingface_hub.constants.HF_HUB_OFFLINE = True  # names of no model would be asked for, with pauses
+
+def run(job):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
+    signal.alarm(120)
+    os.chdir(job["folder"])
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    if job["room"] is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (job["room"], job["room"]))
+    if job["stop"] is not None:
+        signal.setitimer(signal.ITIMER_REAL, job["stop"])
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    try:
+        main(job["argv"])
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        status = 99
+    sys.stdout.flush()
+    os._exit(status)
+
+for line in sys.stdin:
+    if not (pid := os.fork()):
+        run(json.loads(line))
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+@dataclass
+class Ended:
+    """A command that has ended: its words, its status, and what it printed, a progress bar's last state alone."""
+
+    argv: list[str]
+    status: int
+    output: str
+
+    def __str__(self) -> str:
+        return f"$ eagle {' '.join(self.argv)}\n{self.output.rstrip()}\n[status {self.status}]\n"
+
+
+class Server:
+    """Runs commands one after another; every one is added to the file that EAGLE_TRANSCRIPT names."""
+
+    def __init__(self, folder: Path) -> None:
+        self.log = folder / "forked.log"
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+        self.process: Any = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+
+    def run(self, argv: list[str], folder: Path, room: int | None = None, stop: float | None = None) -> Ended:
+        """A command in this folder."""
+        job = {"argv": argv, "folder": str(folder), "log": str(self.log), "room": room, "stop": stop}
+        stdin: IO[str] = self.process.stdin
+        stdin.write(json.dumps(job) + "\n")
+        stdin.flush()
+        status = int(self.process.stdout.readline())
+        ended = Ended(argv, status, self.log.read_text(errors="replace"))
+        if transcript := os.environ.get("EAGLE_TRANSCRIPT"):
+            with open(transcript, "a") as file:
+                file.write(f"{ended}\n")
+        return ended
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.stdin.close()
+        self.process.wait()
