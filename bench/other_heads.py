@@ -143,8 +143,10 @@ OTHER_REPORTED = {
     "medusa-tokens": Training({"kind": "medusa", "levels": 3, "loss": "tokens"}, lr=2e-3),
     "peagle-gated": Training({"kind": "peagle", "blocks": 3, "depths": 5, "norm_before_residual": True}, lr=2e-3),
     "dflash-probs": Training({"kind": "dflash", "blocks": 3, "slots": 5, "taps": (1, 4, 8)}),
-    "dspark-anchored": Training({**BLOCKS, "slots": 5, "sample_from_anchor": False, "confidence": False}, lr=2e-3),
-    "mtp-random": Training({**MTP, "start": "random", "steps": 2}),
+    "dspark-anchored": Training(
+        {**BLOCKS, "slots": 5, "sample_from_anchor": False, "confidence": False}, lr=2e-3, steps=120
+    ),
+    "mtp-random": Training({**MTP, "start": "random", "steps": 2}, steps=150),
 }
 
 
