@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -32,7 +33,7 @@ from eagle.log import script
 from eagle.target.target import Target
 
 SPOILT = {  # kind: name of the head, and the layout that it is written in; no engine's where there is none
-    EAGLE1: ("eagle1-smoothed", "vllm"),
+    EAGLE1: ("eagle1-smoothed", "sglang"),
     EAGLE3: ("eagle3-text-512", "speculators"),
     PEAGLE: ("peagle-gated", "speculators"),
     BLOCKS: ("dspark-anchored", "vllm"),
@@ -88,40 +89,69 @@ def spoil(folder: Path, edit: Any) -> None:
     save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
 
 
-def describe(diagnosis: Diagnosis) -> Row:
-    """The verdict and the acceptance in decoded cycles."""
-    figures = diagnosis.figures
-    tau = None if figures is None else [round(figures.decoded_tau, 4), round(figures.drawn_tau, 4)]
-    return {"doctor": diagnosis.verdict, "broken": diagnosis.broken, "tau": tau}
+class Rows:
+    """What is known of one job, row by row in a file, so that a job that was ended goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.known: list[Row] = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+    def add(self, key: Row, examine: Callable[[], Diagnosis]) -> Row:
+        """The row of this key; the verdict and the acceptance in decoded cycles, greedy and drawn, if it is new."""
+        for row in self.known:
+            if key.items() <= row.items():
+                return row
+        diagnosis = examine()
+        figures = diagnosis.figures
+        tau = None if figures is None else [round(figures.decoded_tau, 4), round(figures.drawn_tau, 4)]
+        row = {**key, "doctor": diagnosis.verdict, "broken": diagnosis.broken, "tau": tau}
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        return row
 
 
-def try_break(fault: Break, kind: str, heads: Path, asked: Asked, out: Path, whole: Row) -> Row:
-    """Whether the doctor names a fault, and what the fault costs of what drafts add."""
+def try_break(fault: Break, kind: str, heads: Path, asked: Asked, out: Path) -> Diagnosis:
+    """The diagnosis of a head with this fault."""
     name, layout = SPOILT[kind]
     spoil(write_head(heads / name, layout, asked.target, out), fault.edit)
-    row = describe(look(out, asked))
-    is_named = row["broken"] and any(words in row["doctor"] for words in fault.names)
-    pairs = zip(row["tau"] or (), whole["tau"], strict=False)
-    costs = [round((before - after) / (before - 1), 3) for after, before in pairs]
-    print(f"{fault.what} | {kind} | {'named' if is_named else 'NOT NAMED'} {costs} | {row['doctor']}", flush=True)
-    return {"break": fault.what, "head": kind, "named": is_named, "costs": costs or None, **row}
+    return look(out, asked)
 
 
-def try_kind(kind: str, heads: Path, asked: Asked, out: Path) -> list[Row]:
+def is_named(row: Row, fault: Break) -> bool:
+    """Whether the verdict names the fault."""
+    return bool(row["broken"]) and any(words in row["doctor"] for words in fault.names)
+
+
+def find_costs(row: Row, whole: Row) -> list[float]:
+    """The share of the drafted tokens that is lost in decoding, greedy and with drawn drafts."""
+    return [(before - after) / (before - 1) for after, before in zip(row["tau"] or (), whole["tau"], strict=False)]
+
+
+def describe_cell(row: Row, whole: Row, fault: Break) -> str:
+    """Named or not, and the costs; a folder that cannot be read drafts nothing."""
+    costs = " ".join(f"{cost:.0%}" for cost in find_costs(row, whole)) or "refused"
+    return f"{'named' if is_named(row, fault) else '**another**' if row['broken'] else '**no**'}, {costs}"
+
+
+def try_kind(kind: str, heads: Path, asked: Asked, out: Path, rows: Rows) -> None:
     """All breaks of one head, the whole one first."""
     name, layout = SPOILT[kind]
-    whole = {"break": None, "head": kind, **describe(look(write_head(heads / name, layout, asked.target, out), asked))}
-    print(f"whole | {kind} | {whole['doctor']}", flush=True)
-    return [whole, *(try_break(fault, kind, heads, asked, out, whole) for fault in BREAKS if kind in fault.kinds)]
+    whole = rows.add(
+        {"break": None, "head": kind}, lambda: look(write_head(heads / name, layout, asked.target, out), asked)
+    )
+    for fault in BREAKS:
+        if kind in fault.kinds:
+            row = rows.add(
+                {"break": fault.what, "head": kind}, lambda fault=fault: try_break(fault, kind, heads, asked, out)
+            )
+            print(f"{fault.what} | {kind} | {describe_cell(row, whole, fault)} | {row['doctor']}", flush=True)
 
 
-def try_healthy(heads: Path, asked: Asked, out: Path) -> list[Row]:
+def try_healthy(heads: Path, asked: Asked, out: Path, rows: Rows) -> None:
     """What the doctor says of heads that nobody has spoilt."""
-    rows = []
     for folder in (*sorted(file.parent for file in heads.glob("*/config.json")), *save_untrained(asked, out)):
-        rows.append({"head": folder.name, **describe(look(folder, asked))})
-        print(f"healthy | {folder.name} | {'CALLED BROKEN' * rows[-1]['broken']} | {rows[-1]['doctor']}", flush=True)
-    return rows
+        row = rows.add({"head": folder.name}, lambda folder=folder: look(folder, asked))
+        print(f"healthy | {folder.name} | {'CALLED BROKEN' * row['broken']} | {row['doctor']}", flush=True)
 
 
 def save_untrained(asked: Asked, out: Path) -> list[Path]:
@@ -137,24 +167,19 @@ def save_untrained(asked: Asked, out: Path) -> list[Path]:
 
 def table(results: dict[str, Any]) -> str:
     """What is named of each head and what it costs, and what is said of healthy heads, as Markdown."""
-    lines = [f"| fault | {' | '.join(SPOILT)} |", "|---|" + "---|" * len(SPOILT)]
+    kinds = [kind for kind in SPOILT if kind in results["whole"]]
+    lines = [f"| fault | {' | '.join(kinds)} |", "|---|" + "---|" * len(kinds)]
     cells = {(row["break"], row["head"]): row for row in results["faults"]}
     for fault in BREAKS:
-        lines.append(
-            f"| {fault.what} | {' | '.join(_describe_cell(cells.get((fault.what, kind))) for kind in SPOILT)} |"
-        )
+        row = [
+            describe_cell(cells[fault.what, kind], results["whole"][kind], fault)
+            if (fault.what, kind) in cells
+            else "–"
+            for kind in kinds
+        ]
+        lines.append(f"| {fault.what} | {' | '.join(row)} |")
     lines += ["", "| head that nobody has spoilt | the doctor says |", "|---|---|"]
-    lines += [f"| {row['head']} | {row['doctor']} |" for row in results["healthy_heads"]]
-    about = ", ".join(f"{key} {results[key]}" for key in ("answers", "places", "torch", "date", "commit"))
-    return "\n".join([*lines, "", f"<sub>{about}</sub>"])
-
-
-def _describe_cell(row: Row | None) -> str:
-    """Named or not, and the cost of greedy and of drawn drafts."""
-    if row is None:
-        return "–"
-    costs = "refused" if row["costs"] is None else " ".join(f"{cost:.0%}" for cost in row["costs"])
-    return f"{'named' if row['named'] else '**broken**' if row['broken'] else '**no**'}, {costs}"
+    return "\n".join([*lines, *(f"| {row['head']} | {row['doctor']} |" for row in results["healthy_heads"])])
 
 
 def main(argv: list[str]) -> None:
@@ -166,39 +191,45 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--jobs", nargs="*", default=[*SPOILT, HEALTHY])
     parser.add_argument("--tokens", type=int, default=1300, help="of the target's answers, at the least")
     parser.add_argument("--tuned-on", default="", help="what the thresholds were chosen with")
-    parser.add_argument("--out", type=Path, default=Path("docs/results/broken_heads.json"))
+    parser.add_argument("--out", type=Path, help="where to write the results of all jobs")
     args = parser.parse_args(argv)
     args.rows.mkdir(parents=True, exist_ok=True)
     target = Target.load(args.target, dtype="float32")
-    texts = answer_prompts(target, render_prompts(target, read_prompts(None)), enough=args.tokens)
-    asked = Asked(args.target, target, texts)
+    kept = args.rows / "answers.pt"
+    if not kept.is_file():
+        prompts = render_prompts(target, read_prompts(None))
+        torch.save(answer_prompts(target, prompts, enough=args.tokens), kept)
+    asked = Asked(args.target, target, torch.load(kept, weights_only=False))
     for job in args.jobs:
-        if not (args.rows / f"{job}.json").is_file():
-            with TemporaryDirectory() as work:
-                folder = Path(work)
-                examined = args.heads, asked, folder / "head"
-                rows = try_healthy(*examined) if job == HEALTHY else try_kind(job, *examined)
-            (args.rows / f"{job}.json").write_text(json.dumps(rows))
-    files = {job: args.rows / f"{job}.json" for job in (*SPOILT, HEALTHY)}
-    if not all(file.is_file() for file in files.values()):
-        return
-    rows = {job: json.loads(file.read_text()) for job, file in files.items()}
-    broken = [row for kind in SPOILT for row in rows[kind] if row["break"]]
-    foreign = [{**rows[kind][0], "head": f"{SPOILT[kind][0]}, in another's layout"} for kind in SPOILT]
-    healthy = [*rows[HEALTHY], *foreign]
-    results = {
-        **made_on(target=Path(args.target).name, answers=len(texts.lengths), places=texts.slots),
+        with TemporaryDirectory() as work:
+            examined = args.heads, asked, Path(work) / "head", Rows(args.rows / f"{job}.jsonl")
+            try_healthy(*examined) if job == HEALTHY else try_kind(job, *examined)
+    if args.out:
+        results = gather(args.rows, asked) | {"thresholds_tuned_on": args.tuned_on}
+        args.out.write_text(json.dumps(results, indent=2) + "\n")
+        print(table(results))
+
+
+def gather(rows: Path, asked: Asked) -> dict[str, Any]:
+    """All that is known, with counts."""
+    spoilt = [row for kind in SPOILT for row in Rows(rows / f"{kind}.jsonl").known]
+    whole, broken = ({row["head"]: row for row in spoilt if not row["break"]}, [row for row in spoilt if row["break"]])
+    foreign = [{**row, "head": f"{SPOILT[kind][0]}, in another's layout"} for kind, row in whole.items()]
+    healthy = [*Rows(rows / f"{HEALTHY}.jsonl").known, *foreign]
+    faults = {fault.what: fault for fault in BREAKS}
+    for row in broken:
+        row |= {"named": is_named(row, faults[row["break"]]), "costs": find_costs(row, whole[row["head"]]) or None}
+    return {
+        **made_on(target=Path(asked.path).name, answers=len(asked.texts.lengths), places=asked.texts.slots),
         "named": sum(row["named"] for row in broken),
         "called_broken": sum(row["broken"] for row in broken),
         "broken": len(broken),
         "falsely_called_broken": sum(row["broken"] for row in healthy),
         "healthy": len(healthy),
-        "thresholds_tuned_on": args.tuned_on,
+        "whole": whole,
         "faults": broken,
         "healthy_heads": healthy,
     }
-    args.out.write_text(json.dumps(results, indent=2) + "\n")
-    print(table(results))
 
 
 if __name__ == "__main__":

@@ -140,11 +140,13 @@ REPORTED = {
     "eagle3-long": Training({**E3, "train_lm_head": False}, "text", steps=350, answers=60, weight_decay=0.1),
 }
 OTHER_REPORTED = {
-    "medusa-tokens": Training({"kind": "medusa", "levels": 3, "loss": "tokens"}, lr=2e-3),
+    "medusa-tokens": Training({"kind": "medusa", "levels": 3, "loss": "tokens"}, lr=2e-3, steps=500),
     "peagle-gated": Training({"kind": "peagle", "blocks": 3, "depths": 5, "norm_before_residual": True}, lr=2e-3),
     "dflash-probs": Training({"kind": "dflash", "blocks": 3, "slots": 5, "taps": (1, 4, 8)}),
-    "dspark-anchored": Training({**BLOCKS, "slots": 5, "sample_from_anchor": False, "confidence": False}, lr=2e-3),
-    "mtp-random": Training({**MTP, "start": "random", "steps": 2}),
+    "dspark-anchored": Training(
+        {**BLOCKS, "slots": 5, "sample_from_anchor": False, "confidence": False}, lr=2e-3, steps=120
+    ),
+    "mtp-random": Training({**MTP, "start": "random", "steps": 2}, steps=150),
 }
 
 

@@ -61,7 +61,7 @@ WRONG: dict[str, list[list[str]]] = {
     "bench/batch_speed.py": [["--model", GONE, "--chats", GONE]],
     "bench/beam_search.py": [[MISSING], [MISSING, "no override"]],
     "bench/block_speed.py": [[GONE, "--methods", "unknown"], [GONE, "--dtypes", "fp64"]],
-    "bench/broken_heads.py": [["--target", GONE, "--sibling", GONE], ["--sibling", GONE, "--heads", GONE]],
+    "bench/broken_heads.py": [["--target", GONE, "--heads", GONE], ["--heads", GONE, "--rows", GONE, "--tokens", "few"]],
     "bench/curves.py": [[GONE], [GONE, "--unknown"]],
     "bench/decode_speed.py": [["--rounds", "few"]],
     "bench/demo_times.py": [["--threads", "few"]],

@@ -199,9 +199,11 @@ def probe_lm_head(head: Any, wiring: Wiring, target: Target) -> Found:
     rows, drafts = target.head.weight.data * target.head.logit_scale, draft_ids(head)
     if drafts is not None:
         rows = rows[drafts.clamp(0, len(rows) - 1).to(rows.device)]
-    names = [name for name in find_tensors(head, "lm_head.weight") if head.get_parameter(name).shape == rows.shape]
+    tables = {name for pair in head.parts.alike for name in pair}
+    names = [name for name, part in head.named_parameters() if part.shape == rows.shape and name not in tables]
     if names:
-        fault = "its LM head fits worse than the target's own rows: it is missing, or another's"
+        what = "its LM head fits" if len(names) == 1 else "its LM heads fit"
+        fault = f"{what} worse than the target's own rows: it is missing, or another's"
         yield "lm_head", fault, map_tensors(names, lambda matrix: rows.to(matrix))
 
 

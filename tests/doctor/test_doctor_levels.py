@@ -102,7 +102,7 @@ def test_a_head_of_another_network_is_examined(head: SeveralHeads, target: Targe
     assert diagnosis.verdict.startswith("healthy: level 1 names") and not diagnosis.faults
     assert any("blocks.0 and blocks.1 are swapped" in effect.probe.fault for effect in diagnosis.tried)
     (missing,) = (note for note in diagnosis.notes if note.startswith("does not apply to this head"))
-    absent = ("fc order", "fc bias", "halves", "norms", "switches", "rope", "projections", "lm head", "d2t")
+    absent = ("tap order", "fc bias", "halves", "alike", "tokens", "norms", "switches", "rope", "lm head", "d2t")
     assert all(name in missing for name in absent) and "layer ids" not in missing
     assert "without any effect on what it guesses: trained with the token one place earlier" in str(diagnosis)
 
