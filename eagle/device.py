@@ -26,7 +26,7 @@ def check_device(name: Any) -> str:
         name = str(name)
     try:
         device = torch.device(best_device() if name == "auto" else name)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError):
         raise ValueError(f"device is {name!r}, expected 'auto', 'cpu', 'cuda' or another of torch's") from None
     backends = {"cuda": torch.cuda, "xpu": torch.xpu, "mps": torch.mps}
     if device.type in backends and (device.index or 0) >= (count := backends[device.type].device_count()):

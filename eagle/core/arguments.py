@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from numbers import Real
 from typing import Any
 
 from eagle.core.budget import Budget
@@ -141,13 +139,6 @@ def positive_ints(name: str, values: Any) -> tuple[int, ...]:
     return numbers
 
 
-def number(name: str, value: Any) -> float:
-    """The value as a float; ValueError if it is not a finite number."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise ValueError(f"{name} is {_describe(value)}, expected a finite number")
-    return float(value)
-
-
 def prompt_rows(prompt: Any, batch_size: int | None = None) -> list[list[int]] | None:
     """Several prompts (or any with a `batch_size`) as lists of ints; None for a single prompt.
 
@@ -191,7 +182,7 @@ def token_ids(prompt: Any) -> list[int]:
         if (shape := tuple(prompt.shape))[:-1] not in ((), (1,)) or shape == ():
             raise ValueError(f"{ONE_PROMPT}: got a tensor of shape {shape}, expected [T] or [1, T]")
         prompt = prompt.reshape(-1).tolist()
-    if not isinstance(prompt, Iterable):
+    if not isinstance(prompt, Iterable) or isinstance(prompt, (set, frozenset)):  # which has no order
         raise ValueError(f"the prompt is {_describe(prompt)}, expected token ids in a list or a tensor [T] or [1, T]")
     items = list(prompt)
     if items and (isinstance(items[0], (list, tuple)) or getattr(items[0], "ndim", 0) > 0):

@@ -13,10 +13,11 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from eagle.core.arguments import check_call, number, positive_int, token_ids
+from eagle.core.arguments import check_call, positive_int, token_ids
 from eagle.core.beam_state import BeamState, EarlyStopping
 from eagle.core.budget import Budget
 from eagle.core.drafter import Committed, Drafter
+from eagle.core.sampling import number
 from eagle.core.stops import Stops
 from eagle.core.tree import DraftTree
 from eagle.core.trie import Trie

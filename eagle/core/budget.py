@@ -6,7 +6,7 @@ import operator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, get_args
 
-from eagle.core.sampling import whole
+from eagle.core.sampling import number, whole
 from eagle.core.tree import Paths
 
 Draw = Literal["noise", "likeliest", "sampled"]
@@ -32,6 +32,9 @@ class Budget:
                 raise ValueError(f"Budget.{name} is {getattr(self, name)}, expected 0 or more")
         if self.paths is not None:
             object.__setattr__(self, "paths", _as_paths(self.paths))
+        for name in ("sharpness", "confidence"):
+            if getattr(self, name) is not None:
+                number(f"Budget.{name}", getattr(self, name))
         if self.sharpness is not None and not self.sharpness > 0:
             raise ValueError(f"Budget.sharpness is {self.sharpness!r}, expected a number above 0; 1 is EAGLE-2's rule")
         if self.confidence is not None and not 0 <= self.confidence <= 1:
@@ -79,6 +82,8 @@ class Budget:
 def _as_paths(paths: Any) -> Paths:
     """Paths from any nested sequence of ranks."""
     try:
+        if isinstance(paths, (str, bytes)):
+            raise TypeError
         return tuple(tuple(map(operator.index, path)) for path in paths)
     except TypeError:
         raise ValueError(

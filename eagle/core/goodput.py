@@ -12,7 +12,7 @@ from eagle.core.budget import Budget, Draw
 from eagle.core.cycle_costs import CycleCosts
 from eagle.core.cycle_times import time_cycles
 from eagle.core.drafter import Drafter
-from eagle.core.sampling import Sampling, whole
+from eagle.core.sampling import Sampling, number, whole
 from eagle.core.trace import Cycle
 from eagle.core.tree import chain_paths
 from eagle.target.target import Target
@@ -47,8 +47,14 @@ class Goodput:
         costs: CycleCosts | None = None,
     ) -> None:
         for name, seconds in {"draft": draft, "read": read}.items():
-            if not isinstance(seconds, Sequence) or isinstance(seconds, str):
+            if not isinstance(seconds, Sequence) or isinstance(seconds, (str, bytes)):
                 raise ValueError(f"{name} is {seconds!r}, expected a list of seconds of 0, 1, 2, ... levels: {HINT}")
+            for figure in seconds:
+                number(f"a figure of {name}", figure)
+        share, memory = number("share", share), number("memory", memory)
+        max_nodes = None if max_nodes is None else whole("max_nodes", max_nodes)
+        if not isinstance(costs, (CycleCosts, type(None))):
+            raise ValueError(f"costs is {costs!r:.60}, expected CycleCosts, as Goodput.measure makes them")
         if not isinstance(budget, (Budget, type(None))):
             raise ValueError(f"budget is {budget!r}, expected a Budget: as Budget(nodes=8, depth=4)")
         self.budget = budget or Budget.fixed(chain_paths(len(draft) - 1))

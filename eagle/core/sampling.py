@@ -41,7 +41,11 @@ OFF |= {"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0, "pen
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the target samples: transformers' warpers in transformers' order, and the seed of its noise."""
+    """How the target samples: transformers' warpers in transformers' order, and the seed of its noise.
+
+    Drafting keeps the target's distribution, except with `typical` (typical acceptance, by its epsilon and delta) or
+    with a `lenience` below 1: both are LOSSY, and the output then depends on the drafter.
+    """
 
     temperature: float = 0.0  # 0 takes the likeliest token
     top_k: int = 0  # sample from so many of the likeliest tokens; 0 from all
@@ -59,7 +63,7 @@ class Sampling:
         for name in ("top_k", "seed", "request"):
             object.__setattr__(self, name, whole(f"Sampling.{name}", getattr(self, name)))
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "lenience"):
-            if not isinstance(value := getattr(self, name), Real):
+            if isinstance(value := getattr(self, name), bool) or not isinstance(value, Real):
                 raise ValueError(f"Sampling.{name} is {value!r}, expected a number")
         for name, holds, expected in (
             ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more"),
@@ -86,6 +90,9 @@ class Sampling:
     @classmethod
     def from_processors(cls, processors: Iterable[Any], **fields: Any) -> Sampling:
         """The sampling that equals a list of transformers' logits processors; ValueError for unsupported ones."""
+        if isinstance(processors, (str, bytes)) or not isinstance(processors, Iterable):
+            raise ValueError(f"processors is {processors!r}, expected a list of transformers' logits processors")
+        processors = list(processors)
         known = {
             "RepetitionPenaltyLogitsProcessor": ("repetition_penalty", "penalty"),
             "TemperatureLogitsWarper": ("temperature", "temperature"),
@@ -152,6 +159,13 @@ def whole(name: str, value: Any) -> int:
     if (number := to_int(value)) is None:
         raise ValueError(f"{name} is {value!r}, expected a whole number")
     return number
+
+
+def number(name: str, value: Any) -> float:
+    """The value, if it is a finite number; ValueError for others."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        raise ValueError(f"{name} is {value!r:.60}, expected a finite number")
+    return float(value)
 
 
 def refuse_fields(config: Any) -> None:

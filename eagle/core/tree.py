@@ -58,6 +58,11 @@ class DraftTree:
     likelihoods: Tensor | None = None  # [N], the drafter's log-probability of each node's path; 0 at the root
 
     def __post_init__(self) -> None:
+        for name in ("tokens", "parents"):
+            _check_rows(name, getattr(self, name), 1, "whole numbers")
+        for name, dims in (("laws", 2), ("likelihoods", 1)):
+            if getattr(self, name) is not None:
+                _check_rows(name, getattr(self, name), dims, "numbers")
         tokens, parents = self.tokens.tolist(), self.parents.tolist()
         if not tokens or len(tokens) != len(parents):
             raise ValueError(f"a tree needs one parent per token and a root: got {len(tokens)} and {len(parents)}")
@@ -74,6 +79,8 @@ class DraftTree:
             seen.add((parent, token))
         if self.laws is not None and len(self.laws) != len(tokens):
             raise ValueError(f"laws hold one row per node: got {len(self.laws)}, expected {len(tokens)}")
+        if self.likelihoods is not None and len(self.likelihoods) != len(tokens):
+            raise ValueError(f"likelihoods hold one per node: got {len(self.likelihoods)}, expected {len(tokens)}")
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -133,6 +140,13 @@ class DraftTree:
         for node, parent in enumerate(self.parents.tolist()[1:], start=1):
             children[parent].append(node)
         return children
+
+
+def _check_rows(name: str, value: object, dims: int, kind: str) -> None:
+    """Refuse what is no tensor with so many dimensions, or holds other numbers."""
+    if not isinstance(value, Tensor) or value.dim() != dims or (kind == "whole numbers" and value.is_floating_point()):
+        got = f"a {value.dtype} tensor {list(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.60}"
+        raise ValueError(f"DraftTree.{name} is {got}, expected a tensor of {kind} with {dims} dimensions")
 
 
 def check_draft(tree: object, root: int, levels: int, vocab_size: int) -> DraftTree:

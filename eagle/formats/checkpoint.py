@@ -225,7 +225,10 @@ def _load_one(name: str, target: Target, revision: str | None, options: dict[str
     """One drafter by its name, folder or hub id."""
     free = _methods_without_files()
     if name in free:
-        return free[name](**options)
+        try:
+            return free[name](**options)
+        except TypeError as error:
+            raise ValueError(f"{name}: an option of {options} is of a wrong type: {error}") from None
     folder = Path(name)
     if not folder.is_dir() and name.count("/") != 1:
         raise ValueError(

@@ -74,6 +74,8 @@ class Target:
         adapter: str | None = None,
     ) -> Target:
         """Load a target from a folder or a hub id; dtype "auto" is bf16 where the device multiplies in it."""
+        if not isinstance(path, (str, Path)) or not str(path):
+            raise ValueError(f"Target.load got the path {path!r:.60}, expected a folder of save_pretrained or a hub id")
         device = check_device(device)
         dtype = fastest_dtype(device) if dtype == "auto" else parse_dtype(dtype)
         source = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -143,6 +145,8 @@ class Target:
         """Token ids of a conversation, or of one user message, with the generation prompt."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise ValueError("this target has no chat template: pass token ids, or load a tokenizer that has one")
+        if not isinstance(messages, (str, list)) or not all(isinstance(turn, (str, dict)) for turn in messages):
+            raise ValueError(f"messages is {messages!r:.60}, expected a text, or a list of dicts with role and content")
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         kwargs = {"add_generation_prompt": True, "return_dict": False, **template_kwargs}

