@@ -137,7 +137,7 @@ RECIPES: dict[str, tuple[str, Values]] = {
     "qwen3-8b/eagle3": ("EAGLE-3", OURS_3),
     "qwen3-8b/hass": ("HASS", OURS_HASS),
     "qwen3-8b/dflash": ("SpecForge's DFlash", {"batch_size": 16, "linears": "uniform"}),
-    "qwen3-8b/dspark": ("DeepSpec", {"linears": "uniform"}),
+    "qwen3-8b/dspark": ("DeepSpec", {}),
     "qwen3-30b-a3b/eagle1": ("EAGLE", {**OURS_1, "lr": 5e-5, "intermediate_size": 6144}),
     "qwen3-30b-a3b/eagle3": ("EAGLE-3", {**OURS_3, "lr": 1e-4, "intermediate_size": 6144}),
     "qwen3-30b-a3b/eagle3.1": (
