@@ -79,7 +79,7 @@ def tokenize_each(
     data, regenerated = recipe.data, recipe.regenerate
     if regenerated and data.train == regenerated.out and not Path(data.train).exists():
         raise ValueError(f"{data.train} is not there: run `eagle regenerate RECIPE` first, which makes it")
-    options = {"limit": data.limit, "split": data.split, "revision": data.revision, "allow_broken": data.allow_broken}
+    options = {key: getattr(data, key) for key in ("limit", "split", "revision", "allow_broken")}
     conversations = list(read_conversations(data.train, tally, strict=strict, **options))
     for conversation in progress(conversations, "tokenise", len(conversations)):
         dropped_before = tally.dropped.copy()

@@ -158,7 +158,7 @@ def test_a_local_file_is_counted_before_the_forecast(
     tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What can be read is no guess; a whole batch of 128 is not computed to know how fast a text is."""
-    recipe = with_data(tiny_target_dir, tmp_path, "train.batch_size=64", "train.processes=1")
+    recipe = with_data(tiny_target_dir, tmp_path, "data.limit=null", "train.batch_size=64", "train.processes=1")
     check(recipe)
     said = capsys.readouterr().out
     count = sum(1 for _ in read_conversations(recipe.data.train))
@@ -171,7 +171,7 @@ def test_a_forecast_counts_a_local_file(tiny_target_dir: Path, tmp_path: Path) -
     """The source of answers to come, or the data; a limit holds."""
     data = tiny_target_dir / "data/train.jsonl"
     count = sum(1 for _ in read_conversations(data))
-    assert conversations_of(with_data(tiny_target_dir, tmp_path)) == count > 7
+    assert conversations_of(with_data(tiny_target_dir, tmp_path, "data.limit=null")) == count > 7
     assert conversations_of(with_data(tiny_target_dir, tmp_path, "data.limit=7")) == 7
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"prompt": "Who?"}\n' * 3)
