@@ -29,7 +29,7 @@ def write_notes(
     shares = chain_rates(provenance.get("validation", {}))[: layout.deepest]  # validation counts levels that it lacks
     depth, why = _choose_depth(drafter, shares)
     if layout.deepest is not None and layout.whole:
-        depth, why = layout.deepest, "as many as it was trained to guess at once; asked for fewer, it guesses otherwise"
+        depth, why = layout.deepest, "as many as the head guesses at once; asked for fewer, it guesses otherwise"
     elif layout.deepest is not None and (depth > layout.deepest or (layout.at_once and why == UNMEASURED)):
         depth, why = layout.deepest, "as many as the head guesses"
     trained_on = _section(recipe, "target").get("path", "unknown")
