@@ -58,7 +58,7 @@ def torn(path: Path, text: str = "\x00\x01") -> Path:
 def test_a_fault_of_the_input_is_a_sentence(fail: Callable[[Path], Any], sentence: str, tmp_path: Path) -> None:
     """With the file, and what to do."""
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(Exception, match=".") as raised:
+    with pytest.raises(Exception, match=r".") as raised:
         fail(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("eagle.log.OURS", {"eagle", "data_prep", "eval", "recipes", "test_sentences", "tests"})
