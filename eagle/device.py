@@ -56,7 +56,9 @@ def multiplies_bf16(capabilities: Mapping[str, Any]) -> bool:
 
 def cpu_capabilities() -> Mapping[str, Any]:
     """What this processor can do, as far as torch's kernels are let use it; {} from a torch that does not tell."""
-    return torch.cpu.get_capabilities() if torch.ops.mkldnn._is_mkldnn_bf16_supported() else {}
+    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        return {}
+    return getattr(torch.cpu, "get_capabilities", dict)()
 
 
 def choose_threads(forward: Callable[[], Any], seconds: float = 1.0, clock: Callable[[], float] = perf_counter) -> int:

@@ -44,6 +44,7 @@ ADVICE = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change its permissions, or name another one"),
     errno.ENOENT: "check the path",
     errno.EISDIR: "it is a folder: name a file",
+    errno.EEXIST: "a file is where a folder should be: name another one",
     errno.ENOTDIR: "a part of it is a file: name a folder",
 }
 

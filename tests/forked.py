@@ -23,13 +23,12 @@ from eagle.__main__ import main
 torch.set_num_threads(1)
 huggingface_hub.constants.HF_HUB_OFFLINE = True  # names of no model would be asked for, with pauses
 
-def run(job):
+def run(job, out):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
     signal.alarm(120)
     os.chdir(job["folder"])
-    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    os.dup2(out, 1)  # a pipe, which no limit on files cuts off
+    os.dup2(out, 2)
     if job["room"] is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["room"], job["room"]))
     if job["stop"] is not None:
@@ -49,8 +48,13 @@ def run(job):
     os._exit(status)
 
 for line in sys.stdin:
+    job, (reader, writer) = json.loads(line), os.pipe()
     if not (pid := os.fork()):
-        run(json.loads(line))
+        os.close(reader)
+        run(job, writer)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as printed, open(job["log"], "wb") as log:
+        log.write(printed.read())
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 

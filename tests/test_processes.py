@@ -104,15 +104,27 @@ def test_a_process_that_is_killed_is_named(trained_by: Callable[..., Command], t
     assert status == 1 and "was ended by SIGKILL; so a system ends what takes too much memory" in output, output
 
 
-def test_a_bug_shows_its_traceback_and_no_other(trained_by: Callable[..., Command], tmp_path: Path) -> None:
-    """That of the process which met it."""
-    fault = "import eagle.training.train as train\ndef fail(*_): raise KeyError('planted')\ntrain._Run = fail\n"
-    fault = f"import sys\nif 'eagle' in sys.orig_argv:\n    {fault.replace(chr(10), chr(10) + '    ')}"
-    (tmp_path / "fault").mkdir()
-    (tmp_path / "fault/sitecustomize.py").write_text(fault)
-    os.environ["PYTHONPATH"] = str(tmp_path / "fault")
-    try:
-        status, output = trained_by("--processes", "2", "train.epochs=2").ended()
-    finally:
-        del os.environ["PYTHONPATH"]
-    assert status == 1 and "KeyError: 'planted'" in output and "error: process " in output, output
+LAUNCH = """
+from eagle.log import script
+from eagle.shipped import RECIPES
+from eagle.training.launch import launch_processes
+options = ["--num_processes=2", f"--config_file={RECIPES}/accelerate/ddp.yaml"]
+script(lambda _: launch_processes(options, ["program.py"]), [])
+"""
+PROGRAMS = {
+    "raise KeyError('planted')": ["KeyError: 'planted'", "error: process 1 failed: what it printed says why"],
+    "os.kill(os.getpid(), signal.SIGKILL)": ["error: process 1 was ended by SIGKILL; so a system ends what takes too"],
+    "from eagle.log import script; script(lambda _: exit('no data'), [])": ["error: no data"],
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_one_of_two_processes_fails(program: str, tmp_path: Path) -> None:
+    """A bug shows its own traceback; a kill is named; a sentence is told."""
+    (tmp_path / "program.py").write_text(f"import os, signal\nif os.environ['RANK'] == '1':\n    {program}\n")
+    command = [sys.executable, "-c", LAUNCH]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE)
+    lines = [line for line in done.stderr.splitlines() if not line.startswith((" ", "Traceback"))]
+    assert (done.returncode, lines[-len(PROGRAMS[program]) :]) == (1, lines) and len(lines) == len(PROGRAMS[program])
+    for line, expected in zip(lines, PROGRAMS[program], strict=True):
+        assert line.startswith(expected), done.stderr

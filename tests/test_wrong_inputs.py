@@ -42,13 +42,13 @@ PLAIN = {
 }
 # what is wrong with a recipe: its text, made from the right one
 RECIPES = {
-    "a syntax error": lambda text: text.replace("target:", "target: [", 1),
+    "a syntax error": lambda text: re.sub("(?m)^target:", "target: [", text),
     "a tab": lambda text: text + "\n\teval: 3\n",
     "an empty file": lambda text: "",
     "a list": lambda text: "- one\n- two\n",
     "no text": lambda text: b"\x80\x81\xff\x00" * 9,
     "an empty section": lambda text: re.sub(r"train:\n(  .*\n)+", "train:\n", text),
-    "an unknown key": lambda text: text.replace("target:", "taget:", 1),
+    "an unknown key": lambda text: re.sub("(?m)^target:", "taget:", text),
     "a wrong type": lambda text: re.sub(r"max_length: \d+", "max_length: many", text),
 }
 OVERRIDES = {
@@ -103,10 +103,10 @@ def parts(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     shutil.copytree(tiny_target_dir / "target", folder / "target")
     torch.manual_seed(0)
     head = Eagle1.for_target(Eagle1.Settings(fc_bias=False), Target.load(folder / "target", dtype="float32").config)
-    save_head(folder / "head", head, "no: recipe", {})
     text = (ROOT / "recipes/tiny/eagle1.yaml").read_text()
     text = text.replace("runs/tiny/target", str(folder / "target"))
     (folder / "recipe.yaml").write_text(text.replace("runs/tiny/data", str(tiny_target_dir / "data")))
+    save_head(folder / "head", head, (folder / "recipe.yaml").read_text(), {})
     (folder / "EMPTY").mkdir()
     (folder / "BINARY").write_bytes(bytes(range(256)) * 9)
     (folder / "NOTHING.jsonl").touch()

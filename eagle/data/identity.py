@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
 
 from eagle.disk import sha256
 from eagle.log import progress
@@ -102,7 +103,10 @@ def folder_of(path: str, revision: str | None, patterns: tuple[str, ...]) -> Pat
     """The local folder of a model, downloading the files that match if it is a hub id."""
     if Path(path).is_dir():
         return Path(path)
-    return Path(snapshot_download(path, revision=revision, allow_patterns=list(patterns)))
+    try:
+        return Path(snapshot_download(path, revision=revision, allow_patterns=list(patterns)))
+    except HFValidationError:
+        raise ValueError(f"no model at {path}: expected a folder that is there, or a hub id as owner/name") from None
 
 
 def _files(source: Path) -> list[Path]:

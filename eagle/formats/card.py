@@ -22,6 +22,8 @@ def model_card(folder: Path, name: str) -> str:
         )
     recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
     provenance = json.loads((folder / "provenance.json").read_text())
+    if not isinstance(recipe, dict) or not {"target", "drafter", "data", "train"} <= recipe.keys():
+        raise ValueError(f"{folder / 'recipe.yaml'} is no recipe of this project, of which its card is made")
     target, kind, revision = recipe["target"]["path"], recipe["drafter"]["kind"], recipe["target"].get("revision")
     at_revision = f" at revision `{revision}`" if revision else ""
     sections = [

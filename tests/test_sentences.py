@@ -1,0 +1,96 @@
+"""What a user can mend ends a command in a sentence; a bug keeps its traceback."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from eagle.disk import open_tensors, write_text
+from eagle.log import describe_error, progress, script
+from eagle.recipe import Recipe
+
+
+def write_to_full_disk(path: Path) -> None:
+    """As the system refuses it: without the name of a file."""
+    from eagle.disk import replacing
+
+    with replacing(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def torn(path: Path, text: str = "\x00\x01") -> Path:
+    """A file that is no safetensors file, no YAML and no config."""
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("fail", "sentence"),
+    [
+        (lambda folder: (folder / "nothing").read_text(), r"nothing: No such file or directory: check the path"),
+        (lambda folder: folder.read_text(), r"Is a directory: it is a folder: name a file"),
+        (
+            lambda folder: write_text(torn(folder / "file") / "x", ""),
+            r"File exists: a file is where a folder should be",
+        ),
+        (lambda folder: write_to_full_disk(folder / "x.html"), r"x\.html: No space left on device: make room, or"),
+        (lambda folder: load_file(torn(folder / "x.safetensors")), "a safetensors file cannot be read"),
+        (lambda folder: open_tensors(torn(folder / "y.safetensors")).__enter__(), r"y\.safetensors is no whole safe"),
+        (lambda folder: AutoConfig.from_pretrained(folder / "gone"), r"no folder at .*gone: expected a model"),
+        (lambda folder: AutoConfig.from_pretrained(folder), r".* cannot be loaded: .* Expected a folder that save_p"),
+        (lambda folder: Recipe.load(torn(folder / "r.yaml", "target: [\n")), r"r\.yaml is no YAML: .*line 2"),
+        (lambda folder: Recipe.load(torn(folder / "r.yaml", "")), r"r\.yaml holds an empty file, expected keys"),
+        (lambda folder: Recipe.load("tiny/eagle1", ["train.lr=[1"]), r"override 'train\.lr=\[1': its value is no YAML"),
+        (lambda folder: Recipe.load("tiny/eagle1", ["train=null"]), r"tiny/eagle1: train: got nothing; "),
+        (lambda folder: Recipe.load("tiny/eagle1", ["train={lr: 1}"]), r"train\.out: got the keys lr; Field required"),
+    ],
+)
+def test_a_fault_of_the_input_is_a_sentence(fail: Callable[[Path], Any], sentence: str, tmp_path: Path) -> None:
+    """With the file, and what to do."""
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(Exception, match=r".") as raised:
+        fail(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eagle.log.OURS", {"eagle", "data_prep", "eval", "recipes", "test_sentences", "tests"})
+
+        told = describe_error(raised.value)
+    assert told is not None and re.search(sentence, told), told
+
+
+@pytest.mark.parametrize("fail", [lambda _: json.loads("{"), lambda _: {}["a key"], lambda _: "a" + 1])  # type: ignore
+def test_a_bug_keeps_its_traceback(fail: Callable[[list[str]], Any]) -> None:
+    """Of the standard library's checks, and of Python's."""
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        script(fail, [])
+
+
+def test_a_status_is_kept_and_a_text_gets_the_prefix(capsys: pytest.CaptureFixture[str]) -> None:
+    """What ends a command by itself."""
+    for code, status, printed in ((3, 3, ""), ("nothing to learn from", 1, "error: nothing to learn from\n")):
+        with pytest.raises(SystemExit) as ended:
+            script(lambda _, code=code: (_ for _ in ()).throw(SystemExit(code)), [])
+        assert (ended.value.code, capsys.readouterr().err) == (status, printed)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_bar_stays_on_one_line(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beside the words that training adds."""
+    out = io.StringIO()
+    made = Console(file=out, width=width, force_terminal=True)
+    monkeypatch.setattr("eagle.log.Console", lambda **_: made)
+    note = "loss 1.240, 3,560 tokens/s, 1.1 GB"
+    for _ in progress(range(3), "train", 3, unit="steps", note=lambda: note):
+        pass
+    last = out.getvalue().split("\x1b[?25h")[0].strip().splitlines()
+    assert note in last[-1] and len([line for line in last if "steps/s" in line]) >= 1
+    assert not any(line.strip() in ("steps/s", "0:00:00") for line in last), last
