@@ -60,7 +60,10 @@ WRONG: dict[str, list[list[str]]] = {
     "bench/batch_speed.py": [["--model", GONE, "--chats", GONE]],
     "bench/beam_search.py": [[MISSING], [MISSING, "no override"]],
     "bench/block_speed.py": [[GONE, "--methods", "unknown"], [GONE, "--dtypes", "fp64"]],
-    "bench/broken_heads.py": [["--target", GONE, "--heads", GONE], ["--heads", GONE, "--rows", GONE, "--tokens", "few"]],
+    "bench/broken_heads.py": [
+        ["--target", GONE, "--heads", GONE],
+        ["--heads", GONE, "--rows", GONE, "--tokens", "few"],
+    ],
     "bench/curves.py": [[GONE], [GONE, "--unknown"]],
     "bench/decode_speed.py": [["--rounds", "few"]],
     "bench/demo_times.py": [["--threads", "few"]],

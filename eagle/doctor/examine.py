@@ -107,7 +107,7 @@ def diagnose(
         wiring = likely[0].probe.change(wiring)
     tried = [*likely, *tried[CANDIDATES:]]
     idle = try_changes(wiring, list_removals(wiring, target), texts, target) if not faults else []
-    faults += [effect for effect in idle if effect.is_idle]
+    faults += [effect for effect in idle if effect.is_idle or effect.is_sure]
     if same := [effect.probe.fault for effect in tried if effect.is_none]:
         notes.append(f"without any effect on what it guesses: {'; '.join(same)}")
     stands, refuted = weigh_findings(fatal, tried)
