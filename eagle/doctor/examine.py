@@ -26,7 +26,7 @@ from eagle.doctor.own_token import own_token_shares
 from eagle.doctor.probes import Probe, list_missing, list_probes, list_removals
 from eagle.doctor.server import read_server
 from eagle.doctor.texts import answer_prompts, count_chains, read_prompts, render_prompts, select_texts, split_texts
-from eagle.doctor.verdict import Diagnosis, Effect, decide
+from eagle.doctor.verdict import LOST, MOVED, Diagnosis, Effect, decide
 from eagle.doctor.wiring import Wiring, draft_ids, find_tensors
 from eagle.formats.files import folder_at, read_json, read_tensors
 from eagle.formats.foreign import Finding, inspect, read_head
@@ -101,7 +101,7 @@ def diagnose(
     for _ in range(ROUNDS):
         tried = search_changes(wiring, target, choosing)
         likely = try_changes(wiring, [effect.probe for effect in tried[:CANDIDATES]], confirming, target)
-        if not likely[0].is_sure:
+        if not likely[0].is_sure or _is_untrained(head, figures):
             break
         faults.append(likely[0])
         wiring = likely[0].probe.change(wiring)
@@ -195,6 +195,12 @@ def try_templates(
                 f"becomes {after.drawn_tau:.3f}"
             )
     return notes
+
+
+def _is_untrained(head: Any, figures: Agreement) -> bool:
+    """Whether a head knows nothing and its norms stand where training starts: what helps it is chance."""
+    has_norms = any(part.dim() == 1 and "norm" in name for name, part in head.named_parameters())
+    return has_norms and figures.rates()[0] < LOST and _norm_shift(head) <= MOVED
 
 
 def _norm_shift(head: Any) -> float:
