@@ -128,9 +128,9 @@ def find_costs(row: Row, whole: Row) -> list[float]:
 
 
 def describe_cell(row: Row, whole: Row, fault: Break) -> str:
-    """Named or not, and the costs; a folder that cannot be read drafts nothing."""
+    """Named, called broken by another name, or neither, and the costs; what cannot be read drafts nothing."""
     costs = " ".join(f"{cost:.0%}" for cost in find_costs(row, whole)) or "refused"
-    return f"{'named' if is_named(row, fault) else '**another**' if row['broken'] else '**no**'}, {costs}"
+    return f"{'named' if is_named(row, fault) else 'called broken' if row['broken'] else '**no**'}, {costs}"
 
 
 def try_kind(kind: str, heads: Path, asked: Asked, out: Path, rows: Rows) -> None:

@@ -139,7 +139,9 @@ BREAKS = (
     Break("rope theta 100", WITH_BLOCK, set_theta(lambda theta: 100.0), ROPE_WORDS),
     Break("rope theta ten times higher", WITH_BLOCK, set_theta(lambda theta: theta * 10), ROPE_WORDS),
     Break("rows of queries interleaved", WITH_BLOCK, change("q_proj", interleave), ("interleaved", "in halves")),
-    Break("two norms of the block swapped", WITH_BLOCK, swap("post_attention_layernorm", "input_layernorm"), ("norm",)),
+    Break(
+        "two norms of the block swapped", WITH_BLOCK[1:], swap("post_attention_layernorm", "input_layernorm"), ("norm",)
+    ),
     Break("gains of norms less 1", WITH_BLOCK, change("norm", lambda gain: gain - 1), ("offsets from 1",)),
     Break("o_proj transposed", WITH_BLOCK, change("o_proj", lambda matrix: matrix.T), ("o_proj is transposed",)),
     Break(

@@ -26,7 +26,7 @@ from eagle.doctor.own_token import own_token_shares
 from eagle.doctor.probes import Probe, list_missing, list_probes, list_removals
 from eagle.doctor.server import read_server
 from eagle.doctor.texts import answer_prompts, count_chains, read_prompts, render_prompts, select_texts, split_texts
-from eagle.doctor.verdict import Diagnosis, Effect, decide
+from eagle.doctor.verdict import LOST, MOVED, Diagnosis, Effect, decide
 from eagle.doctor.wiring import Wiring, draft_ids, find_tensors
 from eagle.formats.files import folder_at, read_json, read_tensors
 from eagle.formats.foreign import Finding, inspect, read_head
@@ -101,13 +101,13 @@ def diagnose(
     for _ in range(ROUNDS):
         tried = search_changes(wiring, target, choosing)
         likely = try_changes(wiring, [effect.probe for effect in tried[:CANDIDATES]], confirming, target)
-        if not likely[0].is_sure:
+        if not likely[0].is_sure or _is_untrained(head, figures):
             break
         faults.append(likely[0])
         wiring = likely[0].probe.change(wiring)
     tried = [*likely, *tried[CANDIDATES:]]
     idle = try_changes(wiring, list_removals(wiring, target), texts, target) if not faults else []
-    faults += [effect for effect in idle if effect.is_idle]
+    faults += [effect for effect in idle if effect.is_idle or effect.is_sure]
     if same := [effect.probe.fault for effect in tried if effect.is_none]:
         notes.append(f"without any effect on what it guesses: {'; '.join(same)}")
     stands, refuted = weigh_findings(fatal, tried)
@@ -195,6 +195,12 @@ def try_templates(
                 f"becomes {after.drawn_tau:.3f}"
             )
     return notes
+
+
+def _is_untrained(head: Any, figures: Agreement) -> bool:
+    """Whether a head knows nothing and its norms stand where training starts: what helps it is chance."""
+    has_norms = any(part.dim() == 1 and "norm" in name for name, part in head.named_parameters())
+    return has_norms and figures.rates()[0] < LOST and _norm_shift(head) <= MOVED
 
 
 def _norm_shift(head: Any) -> float:

@@ -46,7 +46,7 @@ class Gain:
             for length, (tokens, cycles) in zip(lengths, (before, after), strict=True)
         ]
         spread = float((parts[1] - parts[0]).std()) if len(parts[0]) > 1 else 0.0
-        return cls(*lengths, spread / len(parts[0]) ** 0.5)
+        return cls(lengths[0], lengths[1], spread / len(parts[0]) ** 0.5)
 
     @property
     def share(self) -> float:
