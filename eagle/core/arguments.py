@@ -53,9 +53,7 @@ def check_rule(sampling: Sampling, budget: Any, drafter: Drafter) -> None:
     if getattr(budget, "draw", None) != "sampled":
         return
     if sampling.typical is not None:
-        raise ValueError(
-            "Sampling.typical asks the target alone, and Budget.draw is 'sampled': use Budget(draw='likeliest')"
-        )
+        raise ValueError("typical acceptance asks the target alone: got sampled drafts, use Budget(draw='likeliest')")
     paths = getattr(budget, "paths", None)
     if sampling.rule == "block" and paths is not None and sorted(paths) != sorted(chain_paths(len(paths))):
         raise ValueError("block verification is defined for chains: got a tree with branches; use rule='token'")

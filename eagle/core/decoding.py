@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -199,6 +200,7 @@ class Decoding:
                 asked += [] if budget.is_empty else [row]
         trees = {row.number: DraftTree.chain([row.pending[-1].root]) for row in rows if row.is_running}
         if asked:
+            positions = self.target.max_positions or sys.maxsize
             updates = {row.number: Committed.join(row.pending) for row in asked}
             proposed, errors = self.drafts.propose(updates, {row.number: budgets[row.number] for row in asked})
             for row in asked:
@@ -207,8 +209,8 @@ class Decoding:
                 with self._fail_alone(row):
                     if row.number in errors:
                         raise errors[row.number]
-                    root, depth = updates[row.number].root, levels[row.number]
-                    trees[row.number] = check_draft(proposed.get(row.number), root, depth, self.target.vocab_size)
+                    root, most = updates[row.number].root, positions - self.state.length(row.number) - 1
+                    trees[row.number] = check_draft(proposed.get(row.number), root, most, self.target.vocab_size)
         for number in [*trees]:
             with self._fail_alone(self.rows[number]):
                 self.state.check_tree(number, trees[number])

@@ -98,7 +98,7 @@ class Trace:
     def need_tokenizer(self) -> Any:
         """The target's tokenizer; ValueError if it has none."""
         if self.tokenizer is None:
-            raise ValueError("this target has no tokenizer, so the answer has no text: read its tokens")
+            raise ValueError("this target has no tokenizer, so the trace has no text: read trace.tokens")
         return self.tokenizer
 
     @property

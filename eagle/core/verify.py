@@ -24,7 +24,7 @@ from eagle.device import pick_rows, to_host, upload
 Coin = Callable[[float], bool]
 Pick = Callable[[Tensor], int]
 Probs = Callable[[int], Tensor]  # node -> [V], the target's probs of the token after it
-NAN = -1  # in place of a token chosen by logits that are nan
+NAN = -(2**40)  # in place of a token chosen by logits that are nan
 COUNTING = Lock()  # of uses: two threads that counted alike would toss the same coins
 
 

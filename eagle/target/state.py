@@ -286,7 +286,7 @@ class TargetState:
         return tapped[-1], states
 
     def length(self, row: int) -> int:
-        """A row's committed tokens."""
+        """The number of a row's committed tokens."""
         return self.cache.lengths[self.rows.index(row)]
 
     def text(self, row: int) -> list[int]:

@@ -10,7 +10,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from eagle import Target, generate, load_drafter
+import eagle
+from eagle import Target, generate, load_drafter, stream
+from eagle.core.new_tokens import NewTokens
 from eagle.core.spelling import Spelling
 from eagle.core.trace import Trace
 from tests.families import PlantedTrees, build, own_answer, random_tokens
@@ -111,3 +113,18 @@ def test_streamed_bytes_of_published_tokenizers_are_the_wholes_text(name: str) -
     tokenizer = AutoTokenizer.from_pretrained(PUBLISHED / name)
     names = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     check(tokenizer, [place for place, name in enumerate(names) if name.startswith("<0x") or len(name) <= 2], 400)
+
+
+def test_streamed_tokens_have_their_text(target: Target) -> None:
+    """Together it is the trace's, without the stop string; the tokens are lists as ever, and prints are short."""
+    text, drafter = target.tokenizer.decode(ANSWER), PlantedTrees(PROMPT + ANSWER)
+    for first in (8, 11):
+        trace, pieces = Trace(), list[NewTokens]()
+        for new in stream(target, drafter, PROMPT, max_new_tokens=24, stop=[text[first : first + 5]], trace=trace):
+            assert isinstance(new, list) and new == [*new]
+            pieces.append(new)
+        assert sum(pieces, []) == trace.tokens  # noqa: RUF017
+        assert "".join(new.text for new in pieces) == trace.text == text[: text.index(text[first : first + 5])]
+        assert repr(trace).startswith("Trace(20 prompt tokens, ") and "stop" in repr(trace) and len(repr(trace)) < 160
+    assert "LlamaForCausalLM, 4 layers of width 32, 96 tokens, float32 on cpu" in repr(target)
+    assert {"generate", "stream", "Target"} <= set(dir(eagle))
