@@ -107,8 +107,8 @@ def answer_prompts(
             break
         samplings = [Sampling(heat, request=len(examples) + number) for number in range(len(prompts))]
         rows = [list(prompt) for prompt in prompts]
-        options = {"sampling": samplings, "max_new_tokens": new_tokens, "batch_size": TOGETHER}
-        traces = generate(target, DRAFTERS["none"](), rows, **options)
+        none = DRAFTERS["none"]()
+        traces = generate(target, none, rows, sampling=samplings, max_new_tokens=new_tokens, batch_size=TOGETHER)
         for number, (prompt, trace) in enumerate(zip(prompts, traces, strict=True)):
             text = torch.tensor([*prompt, *trace.tokens])
             examples.append((number, Example(text, torch.arange(len(text)) >= len(prompt), read_states(target, text))))
