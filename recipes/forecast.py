@@ -220,9 +220,10 @@ def sizes_of_config(config: Any) -> Sizes:
 
 def conversations_of(recipe: Recipe) -> int:
     """How many conversations there are, as far as that is known without fetching them."""
-    source = recipe.regenerate.source if recipe.regenerate else recipe.data.train
+    again = None if Path(recipe.data.train).exists() else recipe.regenerate
+    source = again.source if again else recipe.data.train
     if Path(source).exists():
-        return count_conversations(recipe.data, source, answered=recipe.regenerate is None)
+        return count_conversations(recipe.data, source, answered=again is None)
     if recipe.data.limit or source in CONVERSATIONS:
         return recipe.data.limit or CONVERSATIONS[source]
     raise ValueError(f"how many conversations {source} holds is not known: give --conversations N")

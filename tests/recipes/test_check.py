@@ -176,4 +176,4 @@ def test_a_forecast_counts_a_local_file(tiny_target_dir: Path, tmp_path: Path) -
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"prompt": "Who?"}\n' * 3)
     again = f'regenerate={{"source": "{questions}", "out": "out.jsonl"}}'
-    assert conversations_of(with_data(tiny_target_dir, tmp_path, again)) == 3
+    assert conversations_of(with_data(tiny_target_dir, tmp_path, again, "data.train=out.jsonl")) == 3
