@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
-from eagle import Budget, Sampling, Target, Trace, generate, load_drafter, stream
+from eagle import Budget, Sampling, Target, Trace, beam_search, generate, load_drafter, stream
 from eagle.core.goodput import Goodput
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.ngram import NgramDrafter
@@ -133,6 +133,33 @@ CALLS: dict[str, tuple[Callable[[Target], Any], str]] = {
     ),
     "levels": (lambda t: Goodput([0, 1], [1, 1], 8), r"budget is 8, expected a Budget"),
     "measured": (lambda t: Goodput.measure(NONE, t, PROMPT), r"the drafter stands where the target belongs"),
+    "shared trace": (
+        lambda t: generate(t, NONE, [PROMPT] * 2, trace=[Trace([])] * 2),
+        r"one trace is given for several prompts, expected one for each",
+    ),
+    "used trace": (
+        lambda t: generate(t, NONE, PROMPT, trace=generate(t, NONE, PROMPT, max_new_tokens=2)),
+        r"the trace records an answer of 2 tokens already: pass a new Trace\(\)",
+    ),
+    "lossy policy": (
+        lambda t: stream(t, NONE, PROMPT, sampling=Sampling(1.0, typical=(0.09, 0.3)), budget=Goodput([0, 1], [1, 1])),
+        r"the policy forecasts exact verification, and Sampling\.typical is lossy",
+    ),
+    "lossy and drawn": (
+        lambda t: stream(
+            t, NONE, PROMPT, sampling=Sampling(1.0, typical=(0.09, 0.3)), budget=Budget.fixed(((0,),), "sampled")
+        ),
+        r"got sampled drafts, use Budget\(draw='likeliest'\)",
+    ),
+    "wide": (
+        lambda t: generate(t, head_for(t).bind(t.head), PROMPT, budget=Budget.fixed(((VOCAB_SIZE,),))),
+        r"child of rank 96, and the drafter knows 96 tokens",
+    ),
+    "penalty": (
+        lambda t: beam_search(t, NONE, PROMPT, length_penalty=1000.0),
+        r"length_penalty is 1000, and 128 tokens",
+    ),
+    "device": (lambda t: Target.load("x", device="cuda:99"), r"device is .cuda:99., and torch .* of its kind"),
     "chunked": (lambda t: Goodput.measure(t, "ngram", PROMPT), r"the drafter is 'ngram', expected a Drafter"),
 }
 
