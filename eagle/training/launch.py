@@ -67,6 +67,8 @@ def launch_processes(options: list[str], program: list[str]) -> None:
     """Run a program on several processes by accelerate's launcher; how it ends is told once, without a traceback."""
     args = launch_command_parser().parse_args([*options, *program])
     logging.disable()  # what the launchers add to what their processes have said
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # accelerate imports DeepSpeed, which warns of a CPU otherwise
     with TemporaryDirectory() as folder:
         os.environ[MESSAGES] = folder
         try:
