@@ -84,6 +84,7 @@ OTHERS: dict[str, Callable[[Target], Any]] = {
     "captured": captured,
     "window": lambda target: head_of(target, "eagle3", window={"sinks": 2, "recent": 8}),
     "memory without window": lambda target: head_of(target, "spire", window=None),
+    "prefix": lambda target: head_of(target, "hydra", prefix=True),
     "three blocks": lambda target: head_of(target, "dflash", blocks=3, slots=6),
     "recent": lambda target: SparseKv(100),
     "snap": lambda target: SparseKv(100, 0, "snap"),
