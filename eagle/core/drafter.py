@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,13 @@ class Reads:
     view: bool = False  # the target's layers, to draft with: they come by `bind_target`
     texts: bool = False  # keys and values of the texts that are written: they come by `open_with`
     weights: bool = False  # the target's tensors by name when a head is made: `for_target` gets them as `weights`
+
+
+class ColumnBytes(NamedTuple):
+    """Bytes of one token in the target."""
+
+    cached: int  # of its keys and values in all layers
+    tapped: int  # of its state at one tap
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +140,13 @@ class Drafter:
     def unread(self, accepted: int, depth: int) -> int:
         """Rows read by the next draft's first forward, after `accepted` tokens of a tree of `depth` levels."""
         return accepted + 1
+
+    def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
+        """Bytes that its state comes to keep of a text of so many tokens, a draft's included; `column` is the target's.
+
+        It tells of tensors with columns for a text, not of weights or of what a draft computes and forgets.
+        """
+        return 0
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Any] | None:
         """A function to time: one forward of `rows` rows after `context` tokens, the last `scored` with logits."""

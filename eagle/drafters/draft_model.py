@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import TargetHead, TrainableDrafter
+from eagle.core.drafter import ColumnBytes, TargetHead, TrainableDrafter
 from eagle.core.tree import Paths
 from eagle.data.examples import Batch
 from eagle.device import upload
@@ -27,7 +27,7 @@ from eagle.drafters.parts.growth import level_rows
 from eagle.drafters.parts.model_state import ModelState
 from eagle.drafters.parts.objectives import Kind, Objective, OwnHead, distillation_loss
 from eagle.drafters.parts.validation import validate_batch
-from eagle.target.cache import NoCache, TreeCache
+from eagle.target.cache import NoCache, TreeCache, with_room
 from eagle.target.loading import load_model, tokenizer_of
 from eagle.target.target import Target
 
@@ -158,6 +158,10 @@ class DraftModel(TrainableDrafter):
     def unread(self, accepted: int, depth: int) -> int:
         """The root, plus an accepted leaf of the last level, which drafting did not read; the rest is in the cache."""
         return 1 + (accepted == depth > 0)
+
+    def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
+        """The model's own cache."""
+        return self.own[0].cache_bytes(with_room(tokens))
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
         """A function to time: the model's forward of `rows` rows after `context` tokens, in a separate cache."""

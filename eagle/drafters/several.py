@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import Committed, Drafter, DraftState, Noise, Reads
+from eagle.core.drafter import ColumnBytes, Committed, Drafter, DraftState, Noise, Reads
 from eagle.core.row_errors import RowErrors
 from eagle.core.tree import DraftTree
 from eagle.device import upload
+
+TOKEN = torch.long.itemsize
 
 
 class FirstOf(Drafter):
@@ -43,6 +45,11 @@ class FirstOf(Drafter):
         """A state with one state of each drafter; those that read the target's texts get them."""
         states = [drafter.open_with(texts) if drafter.reads.texts else drafter.open() for drafter in self.drafters]
         return SeveralState(self, states)
+
+    def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
+        """What all keep, and the tokens and features that wait until a drafter after the first is asked."""
+        waiting = sum(TOKEN + len(drafter.taps) * column.tapped for drafter in self.drafters[1:])
+        return tokens * waiting + sum(drafter.kept_bytes(tokens, column) for drafter in self.drafters)
 
     def bind_target(self, view: Any) -> None:
         """Pass the view to the drafters that read one."""

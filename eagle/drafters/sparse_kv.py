@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import Drafter, Reads
+from eagle.core.drafter import ColumnBytes, Drafter, Reads
 from eagle.drafters.parts.growth import level_rows
 from eagle.drafters.parts.sparse_cache import OBSERVED, SnapState, SparseState
+from eagle.target.cache import with_room
 
 Select = Literal["recent", "snap"]
 
@@ -57,6 +58,12 @@ class SparseKv(Drafter):
     def unread(self, accepted: int, depth: int) -> int:
         """Only the root: accepted columns are copied from the target's cache."""
         return 1
+
+    def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
+        """The target's columns that are held, the root's and a draft's; "snap" holds all that follow the prompt."""
+        drafted = 1 + sum(self.forwards(self.budget or Budget()))
+        held = tokens if self.select == "snap" else min(tokens, self.columns + drafted)
+        return with_room(held) * column.cached
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor] | None:
         """A function to time: the target's forward of `rows` rows after the kept columns; None before it is bound."""

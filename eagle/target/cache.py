@@ -16,6 +16,11 @@ from eagle.device import pick_rows, upload
 LEAST = 64  # columns of a first allocation
 
 
+def with_room(columns: int) -> int:
+    """The columns allocated for so many: half as many again, for a text that grows."""
+    return max(columns + columns // 2, LEAST)
+
+
 class Rows:
     """One buffer [slots, X, columns, D] of a cache; X and D are those of the first write."""
 
@@ -98,7 +103,7 @@ class SlotCache:
         """Slots and columns to allocate for texts up to this column."""
         slots, columns = self.reserved
         held = max(columns, self.sizes[1])
-        return max(slots, len(self.lengths)), held if held >= end else max(end + end // 2, LEAST)
+        return max(slots, len(self.lengths)), held if held >= end else with_room(end)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -181,10 +186,7 @@ class SlotCache:
 
     @torch.inference_mode()
     def reserve(self, slots: int, columns: int, most: int | None = None) -> None:
-        """Reserve space for this many slots and columns.
-
-        Existing space is kept up to twice the need, and at most `most` in slots times columns.
-        """
+        """Reserve so many slots and columns; what is held stays up to twice that, or to `most` slots times columns."""
         held = self.sizes
         sizes = max(slots, held[0]), max(columns, held[1])
         if sizes[0] * sizes[1] > (2 * max(slots * columns, LEAST) if most is None else most):

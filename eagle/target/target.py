@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from eagle.core.arguments import positive_int
+from eagle.core.drafter import ColumnBytes, Drafter
 from eagle.core.sampling import refuse_fields
 from eagle.core.verify import Choose, Sampling
 from eagle.device import best_device, check_device, fastest_dtype, in_dtype
@@ -186,11 +188,22 @@ class Target:
         """
         self.spare = None
 
-    def cache_bytes(self, tokens: int, taps: tuple[int, ...] = ()) -> int:
-        """Bytes of a cache with this many tokens, such as `max_tokens_in_cache`."""
-        state = TargetState(self, taps)
+    def cache_bytes(
+        self, tokens: int, taps: tuple[int, ...] = (), drafter: Drafter | None = None, texts: int = 1
+    ) -> int:
+        """Bytes of a cache with this many tokens, such as `max_tokens_in_cache`, and of what a drafter keeps of them.
+
+        `texts` share the tokens: a drafter may keep only a part of a long one. Without `taps` they are the drafter's.
+        """
+        texts = positive_int("texts", texts)
+        state = TargetState(self, taps or (() if drafter is None else drafter.taps))
         state.begin([0], Choose(Sampling()))
-        return tokens * state.cache.column_bytes
+        column, held = state.cache.column_bytes, state.cache.tapped.buffer
+        if drafter is None:
+            return tokens * column
+        tapped = held.shape[3] * held.element_size()
+        kept = drafter.kept_bytes(-(-tokens // texts), ColumnBytes(column - held.shape[1] * tapped, tapped))
+        return tokens * column + texts * kept
 
     def is_alone(self, length: int) -> bool:
         """Whether a text of this length must be read alone; beside others its positions or masks would be wrong."""

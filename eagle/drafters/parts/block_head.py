@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import TargetHead, TrainableDrafter
+from eagle.core.drafter import ColumnBytes, TargetHead, TrainableDrafter
 from eagle.core.tree import Paths
 from eagle.data.examples import Batch
 from eagle.drafters.parts.block_state import BlockState
@@ -23,6 +23,7 @@ from eagle.drafters.parts.growth import level_rows
 from eagle.drafters.parts.slot_blocks import SlotBlocks, drafted_mask
 from eagle.drafters.parts.spans import Own, attend
 from eagle.drafters.parts.text_blocks import Pair, add_rows, key_value, position_tables, query_and_residual, text_slots
+from eagle.drafters.parts.text_state import text_bytes
 from eagle.drafters.parts.validation import validate_batch
 from eagle.target.cache import SlotCache
 
@@ -143,6 +144,12 @@ class BlockHead(TrainableDrafter):
     def unread(self, accepted: int, depth: int) -> int:
         """The accepted tokens, the root, and the last slots once more, as the block has k."""
         return accepted + self.size
+
+    def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
+        """Keys and values, and what the block reads of the last slots."""
+        weight = self.layers[0].mlp.up_proj.weight
+        recent: int = (self.size - 1) * self.shape.hidden_size * weight.element_size()
+        return text_bytes(self.layers, tokens) + recent
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
         """A forward of so many rows behind so much text, the last `scored` and at least a block made into logits."""

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import TargetHead, TrainableDrafter
+from eagle.core.drafter import ColumnBytes, TargetHead, TrainableDrafter
 from eagle.core.network_parts import Parts
 from eagle.core.tree import Paths
 from eagle.data.examples import Batch
@@ -37,6 +37,7 @@ from eagle.drafters.parts.text_blocks import (
     run_part,
     text_slots,
 )
+from eagle.drafters.parts.text_state import text_bytes
 from eagle.drafters.parts.validation import validate_batch
 from eagle.recipe import Section
 
@@ -264,6 +265,10 @@ class InjectedHead(TrainableDrafter):
     def unread(self, accepted: int, depth: int) -> int:
         """The accepted tokens and the root, whose features become keys and values, and a block."""
         return accepted + 1 + int(self.settings.slots)
+
+    def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
+        """Keys and values of every block, those of the slots behind the text too."""
+        return text_bytes(self.layers, tokens + int(self.settings.slots))
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Any]:
         """Keys and values of what is more than a block, and a block behind so much text, with its logits.

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import TargetHead, TrainableDrafter
+from eagle.core.drafter import ColumnBytes, TargetHead, TrainableDrafter
 from eagle.core.tree import Paths
 from eagle.data.examples import Batch
 from eagle.drafters.parts.blocks import Norm, NormedBlock, Rotary, rotary_tables
@@ -134,6 +134,13 @@ class MemoryHead(TrainableDrafter):
     def unread(self, accepted: int, depth: int) -> int:
         """Only the root: accepted tokens pass through no block."""
         return 1
+
+    def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
+        """The memories of every block, of a text or of what its window shows."""
+        window, shape = self.settings.window, self.shape
+        seen = tokens if window is None else min(tokens, window.sinks + window.recent)
+        width = 2 * shape.num_key_value_heads * shape.head_dim * self.mix.element_size()
+        return int(seen * len(self.layers) * width)
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
         """A level of so many rows behind so much text, or as much of it as is seen."""

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import Committed, TargetHead
+from eagle.core.drafter import ColumnBytes, Committed, TargetHead
 from eagle.core.tree import DraftTree
 from eagle.data.examples import Batch
 from eagle.drafters.parts.blocks import Cache, Norm, NormedBlock, Rotary
 from eagle.drafters.parts.level_heads import LevelHeads, grow_levels
 from eagle.drafters.parts.text_blocks import Pair, position_tables, probe_read, read_context, read_rows, text_slots
-from eagle.drafters.parts.text_state import TextState
+from eagle.drafters.parts.text_state import TextState, text_bytes
 
 
 class PrefixHeads(LevelHeads):
@@ -79,6 +79,10 @@ class PrefixHeads(LevelHeads):
             hidden = block(hidden, tables, mask, cache)
         normed: Tensor = self.norm(hidden)
         return normed
+
+    def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
+        """Keys and values of every block, nothing without blocks."""
+        return text_bytes(self.layers, tokens)
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Any]:
         """A level at so many nodes; the first one behind blocks that read so many tokens."""

@@ -18,7 +18,7 @@ from eagle.device import upload
 from eagle.drafters.parts.blocks import Cache, Rotary, rotary_tables
 from eagle.drafters.parts.scoring import Seed
 from eagle.drafters.parts.window import Window
-from eagle.target.cache import SlotCache
+from eagle.target.cache import SlotCache, with_room
 
 SHORT = 16  # tokens up to which rows are read together, however different in number
 MOST = 4096  # tokens of one forward, padding included, unless a row alone has more
@@ -197,6 +197,12 @@ class TextState:
             return None
         places = slot_positions(starts, counts, self.device)
         return causal_mask(places, max(starts) + max(counts), self.dtype, self.window)
+
+
+def text_bytes(layers: Any, columns: int) -> int:
+    """Bytes of a slot with keys and values of so many columns in these blocks, and with its room to grow."""
+    projections = [part for block in layers for part in (block.self_attn.k_proj, block.self_attn.v_proj)]
+    return with_room(columns) * sum(len(part.weight) * part.weight.element_size() for part in projections)
 
 
 def split_update(update: Committed, count: int) -> tuple[Committed, Committed]:

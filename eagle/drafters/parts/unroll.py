@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import DraftState, TargetHead, TrainableDrafter
+from eagle.core.drafter import ColumnBytes, DraftState, TargetHead, TrainableDrafter
 from eagle.core.tree import Paths
 from eagle.data.examples import Batch
 from eagle.drafters.parts.blocks import Cache, Rotary, rotary_tables
 from eagle.drafters.parts.growth import level_rows
 from eagle.drafters.parts.head_state import HeadState
-from eagle.drafters.parts.static_loop import Capture
+from eagle.drafters.parts.static_loop import Capture, text_room
 from eagle.drafters.parts.text_blocks import (
     Pair,
     compile_part,
@@ -31,7 +31,7 @@ from eagle.drafters.parts.text_blocks import (
     run_part,
     text_slots,
 )
-from eagle.drafters.parts.text_state import causal_mask
+from eagle.drafters.parts.text_state import PART, causal_mask, text_bytes
 from eagle.drafters.parts.validation import validate_batch
 from eagle.drafters.parts.window import Window
 
@@ -216,6 +216,14 @@ class UnrolledDrafter(TrainableDrafter):
     def forwards(self, budget: Budget) -> tuple[int, ...]:
         """The rows of each level of the tree after the first."""
         return level_rows(budget)
+
+    def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
+        """Keys and values of every block, with a window of the columns before it drops any."""
+        if self.window is not None:
+            tokens = min(tokens, self.window.most + PART)
+        if self.capture is not None:  # drafts lie behind the room that texts are given
+            tokens = text_room(tokens) + sum(self.forwards(self.budget or Budget()))
+        return text_bytes(self.layers, tokens)
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
         """The head's own forward of so many rows behind so much text, the last `scored` of them made into logits."""
