@@ -60,7 +60,7 @@ SMALL_LENGTHS = (256, 256)
 class Texts:
     """Features in memory, of texts whose last tokens are supervised."""
 
-    together, identity = True, {}  # read in this thread
+    together, sampled, identity = True, False, {}  # read in this thread
 
     def __init__(self, run: EmptyRun, lengths: Sequence[int], supervised: float) -> None:
         batch = run.batch(lengths, supervised)
@@ -94,11 +94,13 @@ def run_loop(head: Any, config: Any, lengths: Sequence[int], supervised: float, 
     )
     empty = EmptyRun(head, config, PRECISION[recipe.train.dtype])
     empty.head.to = lambda *_, **__: empty.head  # type: ignore[method-assign]  # without numbers it cannot move
-    run = _Run(accelerator, recipe, empty.head, empty.frozen, Texts(empty, lengths, supervised), None, "")
-    batches = run._batches()
-    for number in range(2):
-        run._advance(number, batches)
-    AcceleratorState._reset_state(reset_partial_state=True)  # another run in this process may differ
+    try:
+        run = _Run(accelerator, recipe, empty.head, empty.frozen, Texts(empty, lengths, supervised), None, "")
+        batches: Any = run.dealer.batches(0)
+        for number in range(2):
+            run._advance(number, batches)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)  # another run in this process may differ
 
 
 class Watched(TorchDispatchMode):

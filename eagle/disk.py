@@ -20,6 +20,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 LOCK = ".lock"
+
+
+class DiskError(ValueError):
+    """What a disk refuses, in words."""
+
+
 ATTEMPTS = 1000  # at a lock whose folder other runs make and remove
 
 
@@ -153,7 +159,7 @@ def write_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[s
             else:
                 save_file(tensors, part, metadata)
         except (SafetensorError, RuntimeError) as error:  # of both, on a full disk
-            raise ValueError(f"{path} cannot be written: {error}. Make room, or name a folder elsewhere") from error
+            raise DiskError(f"{path} cannot be written: {error}. Make room, or name a folder elsewhere") from error
 
 
 @contextmanager

@@ -118,6 +118,8 @@ class Bench:
             while coming and (dice is None or decoding.is_done or dice.random() < 0.4):
                 add(decoding, coming.pop(0), traces)
             emitted = decoding.step()
+            for trace in traces:
+                trace.checked()
             assert all(tokens for _, tokens in emitted)
             assert len(decoding.rows) <= batch_size and (most is None or allocated(decoding) <= most)
         decoding.close()

@@ -39,6 +39,7 @@ OTHERS = {
     "git": "downloads the repository",
     "make": "makes an environment first",
     "cd": "changes the reader's folder",
+    "source": "sets the reader's shell",
     "export": "sets the reader's shell",
     "vllm": "needs vLLM and a GPU",
     "nvidia-smi": "needs a GPU",

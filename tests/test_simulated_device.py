@@ -127,7 +127,7 @@ def test_planted_waits_are_seen(fast: dict[str, Any]) -> None:
     """The loss read in every step, and a value of the features in every cycle."""
     training, decoding = fast["train eagle1, planted"], fast["decode planted, greedy, grown"]
     assert waits(training) == {"train._advance": 3}
-    assert waits(decoding)["drafter.propose"] >= decoding["steps"] - 1  # the last cycle drafts nothing
+    assert waits(decoding)["row_errors.run_rows"] >= decoding["steps"] - 1  # the last cycle drafts nothing
     for line in (training, decoding):
         with pytest.raises(AssertionError):
             check_run(line["name"].replace("planted", ""), line)

@@ -59,7 +59,8 @@ class DraftTree:
 
     def __post_init__(self) -> None:
         for name in ("tokens", "parents"):
-            _check_rows(name, getattr(self, name), 1, "whole numbers")
+            if not (isinstance(values := getattr(self, name), Tensor) and values.shape == (0,)):  # torch makes it float
+                _check_rows(name, values, 1, "whole numbers")
         for name, dims in (("laws", 2), ("likelihoods", 1)):
             if getattr(self, name) is not None:
                 _check_rows(name, getattr(self, name), dims, "numbers")

@@ -14,12 +14,12 @@ from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 
 from eagle.data.store import differences
-from eagle.disk import apply_umask, sha256, write_whole
+from eagle.disk import DiskError, apply_umask, sha256, write_whole
 
 MARK = "complete.json"
 WHOLE = "model.safetensors"  # all weights, beside all moments: read by any number of processes
 MAKE_ROOM = "Make room on the disk, and give the same command again"
-DISK_FAULTS = (OSError, RuntimeError, SafetensorError)  # what the writers raise on a full disk
+DISK_FAULTS = (OSError, RuntimeError, SafetensorError, DiskError)  # what the writers raise on a full disk
 
 
 class Checkpoints:

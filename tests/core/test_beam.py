@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -295,7 +295,9 @@ def test_the_shared_text_is_stored_once_and_two_searches_do_not_mix() -> None:
     first = beam_search(target, drafter, [1, 2, 3, 1, 2], **options)
     assert target.spare is not None and target.spare.cache.sizes[0] == 1
     beam_search(target, drafter, [1, 2, 7], **options)
-    assert beam_search(target, drafter, [1, 2, 3, 1, 2], **options) == first
+    again = beam_search(target, drafter, [1, 2, 3, 1, 2], **options)
+    # less of the prompt is read anew, which may round otherwise
+    assert replace(again, scores=first.scores) == first and again.scores == pytest.approx(first.scores, abs=1e-5)
 
 
 class Letters:
