@@ -117,5 +117,5 @@ def media_key(values: dict[str, Any]) -> str | None:
 
 def medium_in(text: str, *, asked: bool) -> str | None:
     """The token in a text that stands for a medium; in a question (`asked`) at the edges of lines also a tag."""
-    found = SPECIAL_MEDIUM.search(text) or (PLACEHOLDER.search(text) if asked else None)
-    return found[0].strip() if found else None
+    token = SPECIAL_MEDIUM.search(text) or (PLACEHOLDER.search(text) if asked else None)
+    return token[0].strip() if token else None

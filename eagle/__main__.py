@@ -96,8 +96,8 @@ def printed_help(verb: str) -> str | None:
     """What `--help` of a verb prints, from the page that is made of it: its module imports torch for seconds."""
     if not HELP_PAGE.is_file():
         return None
-    found = re.search(rf"^### eagle {verb}\n.*?^```text\n(.*?)\n```$", HELP_PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    return found[1] if found else None
+    text = re.search(rf"^### eagle {verb}\n.*?^```text\n(.*?)\n```$", HELP_PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    return text[1] if text else None
 
 
 def reach_stages() -> None:

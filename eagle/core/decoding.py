@@ -98,11 +98,11 @@ class Decoding:
         new = self._read_prompts(PROMPT_TOKENS if writing else None) if self.state.prompts else []
         if writing:
             new += self._cycle(writing)
-        told = {number for number, _ in new}
+        listed = {number for number, _ in new}
         ended = [row for row in self.rows.values() if not row.is_running]
         for row in ended:
             self._release(row)
-        return new + [(row.number, []) for row in ended if row.number not in told]
+        return new + [(row.number, []) for row in ended if row.number not in listed]
 
     def close(self) -> None:
         """Return the target's state, and release texts that are not finished."""

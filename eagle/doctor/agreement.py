@@ -184,8 +184,8 @@ def measure(
     overlap, kept, hits, choices, in_text = (torch.stack(column).cpu() for column in zip(*columns, strict=True))
     is_greedy = choices[0].long() == tokens[(slots + 2).clamp(max=count - 1)].cpu()
     starts = torch.tensor([0, *accumulate(batch.lengths)])[text_ids.cpu()]
-    own = is_greedy, text_ids.cpu(), slots.cpu() + 2 - starts
-    return Agreement(overlap, hits.bool(), in_text.bool(), *own, kept, wiring.recurrent)
+    places = is_greedy, text_ids.cpu(), slots.cpu() + 2 - starts
+    return Agreement(overlap, hits.bool(), in_text.bool(), *places, kept, wiring.recurrent)
 
 
 def _compare_probs(logits: Tensor, target_probs: Tensor, tokens: Tensor, drafts: Tensor | None) -> Tensor:

@@ -12,11 +12,11 @@ def check_fit(head: TrainableDrafter, target: Any, name: str) -> None:
     if not (head.taps or head.reads.texts):  # a language model of its own, which reads nothing but tokens
         return
     advice = "name the target that its recipe.yaml names"
-    sizes, found = ((shape.hidden_size, shape.vocab_size) for shape in (head.shape, target))
-    if sizes != found:
+    head_sizes, sizes = ((shape.hidden_size, shape.vocab_size) for shape in (head.shape, target))
+    if head_sizes != sizes:
         raise ValueError(
-            f"{name} was made for a target of width {sizes[0]} and {sizes[1]} tokens, this one has {found[0]} and "
-            f"{found[1]}: {advice}"
+            f"{name} was made for a target of width {head_sizes[0]} and {head_sizes[1]} tokens, this one has "
+            f"{sizes[0]} and {sizes[1]}: {advice}"
         )
     if (deepest := max(head.taps, default=-1)) >= target.num_hidden_layers:
         raise ValueError(

@@ -74,8 +74,8 @@ def launch_processes(options: list[str], program: list[str]) -> None:
         try:
             launch_command(args)
         except ChildFailedError as failed:
-            told = sorted((path for path in Path(folder).iterdir()), key=lambda path: int(path.name))
-            end_as_the_first(failed.get_first_failure(), [path.read_text() for path in told])
+            files = sorted(Path(folder).iterdir(), key=lambda path: int(path.name))
+            end_as_the_first(failed.get_first_failure(), [path.read_text() for path in files])
         except SignalException as ended:
             if ended.sigval == signal.SIGINT and not any(Path(folder).iterdir()):
                 raise KeyboardInterrupt from None  # before the first process could tell what is kept
