@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -124,15 +125,38 @@ def leave_message(sentence: str) -> bool:
 @contextmanager
 def interrupted_by_user(hint: Callable[[], str]) -> Iterator[None]:
     """Ctrl-C in the block ends the program with `stopped; HINT` and status 130; nested, the inner hint counts."""
+    received: list[int] = []
     try:
-        yield
-    except KeyboardInterrupt:
+        with _note_interrupts(received):
+            yield
+    except (KeyboardInterrupt, Exception) as error:
+        if not received and not isinstance(error, KeyboardInterrupt):
+            raise
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a launcher sends it once more
         if os.environ.get("RANK", "0") == "0":
             sentence = f"stopped; {hint()}"
             leave_message(sentence)
             print(f"\n{sentence}", file=sys.stderr, flush=True)
         sys.exit(STOPPED_BY_SIGINT)
+
+
+@contextmanager
+def _note_interrupts(received: list[int]) -> Iterator[None]:
+    """Note each Ctrl-C of the block, as what is raised inside an import may come out of it as another error."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 class Rate(ProgressColumn):

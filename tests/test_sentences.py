@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,3 +95,26 @@ def test_a_bar_stays_on_one_line(width: int, monkeypatch: pytest.MonkeyPatch) ->
     last = out.getvalue().split("\x1b[?25h")[0].strip().splitlines()
     assert note in last[-1] and len([line for line in last if "steps/s" in line]) >= 1
     assert not any(line.strip() in ("steps/s", "0:00:00") for line in last), last
+
+
+def test_ctrl_c_is_no_bug_where_an_import_makes_another_error_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same error without Ctrl-C stays one; the handler is the interpreter's again."""
+
+    def import_badly(argv: list[str]) -> None:
+        try:
+            if argv:
+                signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            pass
+        raise ModuleNotFoundError("planted")
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(ModuleNotFoundError):
+            script(import_badly, [])
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        with pytest.raises(SystemExit) as ended:
+            script(import_badly, ["interrupted"])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended.value.code == 130 and "stopped; give the same command again" in capsys.readouterr().err

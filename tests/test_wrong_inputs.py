@@ -49,7 +49,7 @@ RECIPES = {
     "no text": lambda text: b"\x80\x81\xff\x00" * 9,
     "an empty section": lambda text: re.sub(r"train:\n(  .*\n)+", "train:\n", text),
     "an unknown key": lambda text: re.sub("(?m)^target:", "taget:", text),
-    "a wrong type": lambda text: re.sub(r"max_length: \d+", "max_length: many", text),
+    "a wrong type": lambda text: re.sub(r"lr: \S+", "lr: many", text),
 }
 OVERRIDES = {
     "an unknown method": "drafter.kind=eagel1",
@@ -84,6 +84,11 @@ MODELS = {
     "a file for a folder": lambda folder: (shutil.rmtree(folder), folder.write_text("no folder")),
     "an empty folder": lambda folder: (shutil.rmtree(folder), folder.mkdir()),
     "nothing": lambda folder: shutil.rmtree(folder),
+}
+HEADS = {
+    **MODELS,
+    "a config of wrong types": lambda folder: set_in(folder / "config.json", shape={"hidden_size": "wide"}),
+    "a config of another kind": lambda folder: set_in(folder / "config.json", settings={"kind": "none"}),
 }
 TOKENIZERS = {"a tokenizer that is cut off": lambda folder: cut(next(folder.glob("tokenizer.json")))}
 
@@ -183,10 +188,10 @@ def test_a_wrong_target(wrong: str, server: Server, work: Path) -> None:
         refused(server.run(argv, work), or_works=True)
 
 
-@pytest.mark.parametrize("wrong", MODELS)
+@pytest.mark.parametrize("wrong", HEADS)
 def test_a_wrong_head(wrong: str, server: Server, work: Path) -> None:
     """For every verb that reads one."""
-    MODELS[wrong](work / "head")
+    HEADS[wrong](work / "head")
     measured = [
         by_recipe(verb, "recipe.yaml", "eval.drafters={mine: {head: head}}") for verb in ("measure", "lossless")
     ]
