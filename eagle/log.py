@@ -37,6 +37,7 @@ WANDB_SECONDS = 10
 OURS = {"eagle", "data_prep", "eval", "recipes", "__main__"}
 STOPPED_BY_SIGINT = 130  # the exit status that shells give to Ctrl-C
 MESSAGES = "EAGLE_MESSAGES"  # the folder in which each process that `eagle` launched leaves its last sentence
+LOST = ("Connection reset by peer", "Connection closed by peer", "remote process exited")  # in gloo's and NCCL's words
 LOADERS = {"transformers", "huggingface_hub", "peft", "tokenizers"}  # whose errors in LOADING are of what they load
 LOADING = {"from_pretrained", "snapshot_download", "cached_files"}
 LOADED = ("pretrained_model_name_or_path", "repo_id", "path_or_repo_id", "model_id")  # as they call it
@@ -61,12 +62,19 @@ def script(main: Callable[[list[str]], Any], argv: list[str] | None = None, stat
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (Exception, SystemExit) as error:
+        if MESSAGES in os.environ and has_lost_others(error):
+            sys.exit(status)  # the launcher tells which process was the first to end, and how
         sentence = describe_error(error)
         if sentence is None:  # a bug, not a message; or an end with a status
             raise
         if not leave_message(sentence):
             print(f"error: {sentence}", file=sys.stderr, flush=True)
         sys.exit(status)
+
+
+def has_lost_others(error: BaseException) -> bool:
+    """Whether a collective operation failed because another process has ended."""
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in LOST)
 
 
 def describe_error(error: BaseException) -> str | None:
@@ -87,6 +95,8 @@ def describe_error(error: BaseException) -> str | None:
         return f"this is no YAML: {' '.join(str(error).split())}"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return f"out of memory: {first_line(error)}. Lower batch_size or max_length, or raise train.accumulation"
+    if has_lost_others(error):
+        return f"another process of this run has ended, which says why: {first_line(error)}"
     return str(error) if isinstance(error, ConnectionError) else None
 
 
