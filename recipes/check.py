@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
@@ -120,7 +121,8 @@ def describe_exports(head: Any, config: Any, folder: str) -> Iterator[str]:
             export(head, config, engine, folder)
             ready.append(engine)
         except ValueError as error:
-            reason = str(error).removeprefix(f"{engine}: ").replace(engine, "it")
+            text = str(error).removeprefix(f"{engine}: ")
+            reason = re.sub(rf"(?<![`\w]){engine}\b(?!-)", "it", text)  # but in the names of programs
             refusals[shorten(reason, 110, placeholder=" ...")].append(engine)
     yield f"ready for {', '.join(ready) or 'no engine'}"
     yield from (f"not for {', '.join(engines)}: {reason}" for reason, engines in refusals.items())

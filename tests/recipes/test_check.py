@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.checkpoint import save_head
 from eagle.recipe import Recipe
 from eagle.target.target import Target
-from recipes.check import check
+from recipes.check import check, describe_exports
 from recipes.forecast import conversations_of, reading_bytes, sizes_of_config
 from tests.registry import BY_DEFAULT
 
@@ -177,3 +178,11 @@ def test_a_forecast_counts_a_local_file(tiny_target_dir: Path, tmp_path: Path) -
     questions.write_text('{"prompt": "Who?"}\n' * 3)
     again = f'regenerate={{"source": "{questions}", "out": "out.jsonl"}}'
     assert conversations_of(with_data(tiny_target_dir, tmp_path, again, "data.train=out.jsonl")) == 3
+
+
+def test_refusals_keep_the_names_of_programs(tiny_target: Target, tmp_path: Path) -> None:
+    """Engines that refuse a head for one reason share a line; `trtllm-build` is no engine."""
+    head: Any = DRAFTERS["medusa"].for_target(settings_of({"kind": "medusa"}, "test"), tiny_target.config)
+    lines = list(describe_exports(head.bind(tiny_target.head), tiny_target.config, str(tmp_path)))
+    assert any("not for" in line and "`trtllm-build`" in line for line in lines)
+    assert not any("it-" in line for line in lines) and len(lines) < 6
