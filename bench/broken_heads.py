@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from bench.machine import made_on
 from bench.spoilt_heads import BLOCKS, BREAKS, EAGLE1, EAGLE3, MEDUSA, MTP, PEAGLE, Break
-from eagle.data.examples import Batch
+from eagle.core.examples import Batch
 from eagle.doctor import Diagnosis, diagnose
 from eagle.doctor.examine import open_head
 from eagle.doctor.own_embedding import borrow_embedding

@@ -12,7 +12,7 @@ from eagle.disk import write_text
 from eagle.log import script
 from eagle.markup import Html, html, tag
 from eagle.shipped import commit
-from eval.figures import Scale
+from eval.result_files.figures import Scale
 
 ROOT = Path(__file__).parents[1]
 KEPT, IMAGES = ROOT / "docs/results/curves.json", ROOT / "docs/images"

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from bench.machine import made_on, markdown, take_turns, write_results
 from eagle import Budget, DraftTree, Sampling, Target, generate, stream
 from eagle.core.drafter import Committed, Drafter, Noise
-from eagle.drafters.ngram import NgramDrafter
+from eagle.drafters.lookup.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
 from eagle.log import script
 

@@ -17,8 +17,8 @@ from typing import Any
 from eagle.disk import write_text
 from eagle.log import script
 from eagle.shipped import commit
-from eval.figures import format_number
-from eval.results import ACCEPTANCE_LENGTH, CPU_SPEED_UP, SPEED_UP, read_results
+from eval.result_files.figures import format_number
+from eval.result_files.results import ACCEPTANCE_LENGTH, CPU_SPEED_UP, SPEED_UP, read_results
 from recipes.tiny.demo import RESULTS
 
 KEPT = Path(__file__).parents[1] / "docs/results/demo_times.json"

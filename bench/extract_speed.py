@@ -22,7 +22,7 @@ import torch
 from bench.machine import made_on, markdown, take_turns, write_results
 from data_prep.tokens import load_tokenizer, tokenize_data
 from eagle import Target
-from eagle.data.examples import Example
+from eagle.core.examples import Example
 from eagle.data.features import extract
 from eagle.data.shards import pack_features, unpack_features
 from eagle.data.store import FeatureStore, make_batches, plan_shards

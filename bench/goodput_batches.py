@@ -26,11 +26,11 @@ import torch
 
 from bench.machine import made_on, markdown, write_results
 from eagle import Budget, Target, generate, load_drafter
-from eagle.core.cycle_costs import CycleCosts
 from eagle.core.drafter import Committed, Drafter
-from eagle.core.goodput import BATCH_SIZES, Goodput
 from eagle.core.trace import Cycle
 from eagle.core.tree import DraftTree, chain_paths
+from eagle.decoding.cycle_costs import CycleCosts
+from eagle.decoding.goodput import BATCH_SIZES, Goodput
 from eagle.drafters.none import NoDrafter
 from eagle.log import progress, script
 from eagle.target.state import TargetState

@@ -20,10 +20,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.machine import made_on, markdown, write_results
 from eagle import Budget, Sampling, Target
-from eagle.core.decoding import Decoding
 from eagle.core.drafter import Committed
 from eagle.core.trace import Trace
 from eagle.core.tree import PUBLISHED_TREE, chain_paths
+from eagle.decoding.loop import Decoding
 from eagle.drafters import DRAFTERS
 from eagle.log import script
 

@@ -12,7 +12,15 @@ from typing import Any
 from bench.machine import markdown, write_results
 from eagle.log import script
 from eval.costs import Costs
-from eval.results import ACCEPTANCE_LENGTH, MODELLED_SPEED_UP, Group, Results, count_cycles, cycles, read_results
+from eval.result_files.results import (
+    ACCEPTANCE_LENGTH,
+    MODELLED_SPEED_UP,
+    Group,
+    Results,
+    count_cycles,
+    cycles,
+    read_results,
+)
 
 OUT = Path("docs/results/lookahead.json")
 ABOUT = ("dtype", "new_tokens", "machine", "torch", "transformers", "commit", "count", "date")

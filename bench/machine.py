@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from eagle.shipped import commit
-from eval.results import device_name
+from eval.result_files.results import device_name
 
 T = TypeVar("T")
 

@@ -25,11 +25,11 @@ from transformers import AutoTokenizer
 
 from bench.machine import made_on, markdown, write_results
 from bench.template_marks import hand_mark
+from data_prep.chats.records import ROLES, Conversation
 from data_prep.check_mask import unlike_served
 from data_prep.conversations import Tally, read_conversations
-from data_prep.records import ROLES, Conversation
 from data_prep.tokens import examples_of
-from eagle.data.examples import Example
+from eagle.core.examples import Example
 from eagle.log import progress, script
 from eagle.recipe import DataSection
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
 from bench.machine import made_on, markdown, write_results
-from eagle.data.examples import Example
+from eagle.core.examples import Example
 from eagle.drafters import settings_of
 from eagle.drafters.parts import objectives
 from eagle.log import script

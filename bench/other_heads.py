@@ -22,7 +22,7 @@ from torch import Tensor
 
 from data_prep.tokens import load_tokenizer, tokenize_data
 from eagle.core.drafter import TargetHead
-from eagle.data.examples import Batch, Example, collate
+from eagle.core.examples import Batch, Example, collate
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.checkpoint import save_pretrained
 from eagle.log import progress, script

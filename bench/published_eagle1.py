@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eagle.data.examples import Example
+from eagle.core.examples import Example
 
 Padded = tuple[Tensor, Tensor, Tensor, Tensor]  # tokens [B, T], features [B, T, D], loss mask [B, T], lengths [B]
 

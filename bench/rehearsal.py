@@ -24,7 +24,7 @@ from bench.machine import made_on, markdown, write_results
 from bench.rehearsal_stages import PROMPTS, QUESTION, SIZES, compare_heads, make_target, write_conversations
 from eagle.formats.export import EXPORTERS
 from eagle.log import script
-from eval.results import ACCEPTANCE_LENGTH, read_results
+from eval.result_files.results import ACCEPTANCE_LENGTH, read_results
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results/rehearsal.json"

@@ -13,7 +13,7 @@ from tokenizers.models import BPE
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from eagle.core.decode import generate
+from eagle.decoding.decode import generate
 from eagle.formats.checkpoint import load_drafter, load_head
 from eagle.target.target import Target
 from recipes.tiny.make_target import END, SPECIAL, TEMPLATE

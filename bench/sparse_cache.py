@@ -24,7 +24,7 @@ from eagle import Budget, Sampling, Target, generate, load_drafter
 from eagle.core.tree import chain_paths
 from eagle.log import progress, script
 from eval.costs import bare_costs
-from eval.statistics import estimate
+from eval.result_files.statistics import estimate
 
 CHAINS, BUDGETS, SELECTS = (3, 7), (64, 128, 256, 512), ("recent", "snap")
 SHORTEST = 1000  # tokens of a prompt

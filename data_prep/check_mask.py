@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby, zip_longest
 from typing import Any
 
-from data_prep.records import Conversation
+from data_prep.chats.records import Conversation
 from data_prep.tokens import stop_texts
-from eagle.data.examples import Example
+from eagle.core.examples import Example
 from eagle.recipe import DataSection
 
 PLACEHOLDER = "\ue001answer\ue001"

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 
-from data_prep.json_records import Numbered, json_records, place_of_damage
-from data_prep.records import Conversation, conversation_of
-from data_prep.turns import Damaged, Dropped
+from data_prep.chats.json_records import Numbered, json_records, place_of_damage
+from data_prep.chats.records import Conversation, conversation_of
+from data_prep.chats.turns import Damaged, Dropped
 from eagle.log import script
 
 JSON = (".json", ".jsonl", ".ndjson")

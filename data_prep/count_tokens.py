@@ -16,7 +16,7 @@ from data_prep.conversations import Tally
 from data_prep.draft_vocab import vocab_size_of
 from data_prep.tokens import encode, load_tokenizer, tokenize_each
 from eagle.disk import lock_folder
-from eagle.drafters.parts.counts import Tables, save_tables, tokenizer_identity
+from eagle.drafters.lookup.counts import Tables, save_tables, tokenizer_identity
 from eagle.log import progress, script
 from eagle.recipe import Recipe, command_line
 

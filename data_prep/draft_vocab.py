@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from data_prep.tokens import load_tokenizer, tokenize_data
-from eagle.data.examples import Example, most_frequent, token_counts
+from eagle.core.examples import Example, most_frequent, token_counts
 from eagle.data.identity import data_identity, folder_of
-from eagle.drafters.parts.reduced_vocab import save_draft_vocab
+from eagle.drafters.recurrent.reduced_vocab import save_draft_vocab
 from eagle.log import script
 from eagle.recipe import Recipe, TargetSection, command_line
 

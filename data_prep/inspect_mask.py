@@ -14,7 +14,7 @@ from rich.text import Text
 from data_prep.check_mask import faults, runs_of, unlike_served
 from data_prep.conversations import Tally
 from data_prep.tokens import load_tokenizer, tokenize_each
-from eagle.data.examples import Example
+from eagle.core.examples import Example
 from eagle.disk import write_text
 from eagle.log import script
 from eagle.recipe import Recipe, command_line

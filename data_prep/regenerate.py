@@ -14,12 +14,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from data_prep.answers import FILTERED, TRUNCATED, Dialogue, Local, Prompt
+from data_prep.chats.records import Conversation, says_something
 from data_prep.conversations import Tally, read_conversations
-from data_prep.endpoint import PROBE, Endpoint
 from data_prep.parts import begin, is_whole, join_parts, open_part, read_parts
-from data_prep.records import Conversation, says_something
-from data_prep.sampler_check import is_broken
+from data_prep.servers.answers import FILTERED, TRUNCATED, Dialogue, Local, Prompt
+from data_prep.servers.endpoint import PROBE, Endpoint
+from data_prep.servers.sampler_check import is_broken
 from data_prep.tokens import load_tokenizer
 from eagle.data.features import world
 from eagle.data.identity import data_identity

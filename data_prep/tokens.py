@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from data_prep.chats.records import Conversation
+from data_prep.chats.render import RenderedText, render_answers
+from data_prep.chats.turns import SURROGATE, Dropped
 from data_prep.conversations import Tally, read_conversations
-from data_prep.records import Conversation
-from data_prep.render import RenderedText, render_answers
-from data_prep.turns import SURROGATE, Dropped
-from eagle.data.examples import Example
+from eagle.core.examples import Example
 from eagle.data.identity import stop_ids
 from eagle.log import progress
 from eagle.recipe import DataSection, Recipe

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from eagle.core.drafter import TrainableDrafter
 from eagle.drafters import DRAFTERS
 from eagle.recipe import BudgetSection, MeasuredSection, Recipe
-from eval.compare_plan import ArmSection, ComparisonSection
+from eval.comparison.compare_plan import ArmSection, ComparisonSection
 
 PAGE = Path(__file__).parent.parent / "docs/reference/recipes.md"
 INTRODUCTION = """# Recipe keys

@@ -4,12 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from eagle.core.beam import beam_search
     from eagle.core.budget import Budget
-    from eagle.core.decode import generate, stream
     from eagle.core.trace import Trace
     from eagle.core.tree import DraftTree
     from eagle.core.verify import Sampling
+    from eagle.decoding.beam import beam_search
+    from eagle.decoding.decode import generate, stream
     from eagle.formats.checkpoint import load_drafter
     from eagle.target.target import Target
 
@@ -18,8 +18,8 @@ __version__ = "0.1.0.dev0"
 __all__ = ["Budget", "DraftTree", "Sampling", "Target", "Trace", "beam_search", "generate", "load_drafter", "stream"]
 
 _HOMES = {
-    **dict.fromkeys(("generate", "stream"), "eagle.core.decode"),
-    "beam_search": "eagle.core.beam",
+    **dict.fromkeys(("generate", "stream"), "eagle.decoding.decode"),
+    "beam_search": "eagle.decoding.beam",
     "Budget": "eagle.core.budget",
     "DraftTree": "eagle.core.tree",
     "Sampling": "eagle.core.verify",

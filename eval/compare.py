@@ -25,12 +25,12 @@ from eagle.device import best_device
 from eagle.disk import lock_folder, write_text
 from eagle.log import interrupted_by_user, progress, script
 from eagle.shipped import commit
-from eval.compare_decode import Decoder
-from eval.compare_plan import Comparison
-from eval.compare_rows import Rows
-from eval.compare_table import ComparisonTable, markdown
-from eval.compare_train import is_trained, store_features, train_arm
-from eval.results import device_name
+from eval.comparison.compare_decode import Decoder
+from eval.comparison.compare_plan import Comparison
+from eval.comparison.compare_rows import Rows
+from eval.comparison.compare_table import ComparisonTable, markdown
+from eval.comparison.compare_train import is_trained, store_features, train_arm
+from eval.result_files.results import device_name
 
 GOES_ON = "what is trained and measured is kept, and the same command goes on"
 

@@ -8,8 +8,8 @@ from itertools import accumulate
 from pathlib import Path
 
 from eagle.core.budget import Budget
-from eagle.core.decode import generate
 from eagle.core.tree import DraftTree
+from eagle.decoding.decode import generate
 from eagle.disk import write_text
 from eagle.formats.checkpoint import load_drafter
 from eagle.log import script

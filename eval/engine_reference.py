@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from eagle.core.budget import Budget
-from eagle.core.decoding import Decoding
 from eagle.core.drafter import Committed, Drafter
 from eagle.core.trace import Trace
 from eagle.core.verify import Sampling
+from eagle.decoding.loop import Decoding
 from eagle.formats.checkpoint import load_drafter
 from eagle.target.target import Target
 

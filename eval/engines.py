@@ -32,7 +32,7 @@ from eagle.target.target import Target
 from eval.engine_builds import VERSIONS, build_environment, python_of
 from eval.engine_families import FAMILIES, write_model
 from eval.engine_reference import Job, Row, Rule, decode_as_engine, same_counts, same_text, sum_rows
-from eval.results import device_name
+from eval.result_files.results import device_name
 
 NEAR = 0.01  # how far acceptance lengths may differ where sums are rounded
 # one process and one thread; nothing fetched, nothing reported

@@ -17,8 +17,8 @@ import torch
 from data_prep.tokens import load_tokenizer
 from eagle.core.budget import Budget, Policy
 from eagle.core.drafter import Drafter
-from eagle.core.goodput import BATCH_SIZES, Goodput
 from eagle.data.identity import fingerprint, folder_of, target_identity
+from eagle.decoding.goodput import BATCH_SIZES, Goodput
 from eagle.device import best_device, choose_threads
 from eagle.drafters import DRAFTERS
 from eagle.formats.checkpoint import load_drafter
@@ -26,7 +26,7 @@ from eagle.recipe import BudgetSection, MeasuredSection, Recipe
 from eagle.shipped import commit
 from eagle.target.target import Target
 from eval.prompts import Question, encode_prompt, question_sets
-from eval.results import device_name
+from eval.result_files.results import device_name
 
 HEAD = ("config.json", "model.safetensors")
 POLICY_PROMPTS = 16  # on which the costs of a policy are measured

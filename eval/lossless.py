@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle.core.decode import generate
 from eagle.core.tree import DraftTree, TargetOutput
 from eagle.core.verify import Choose
+from eagle.decoding.decode import generate
 from eagle.disk import write_text
 from eagle.log import progress, script
 from eagle.recipe import Recipe, command_line

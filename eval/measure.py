@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 
-from eagle.core.decode import generate
 from eagle.core.drafter import Drafter
 from eagle.core.trace import Trace
 from eagle.core.verify import Sampling
+from eagle.decoding.decode import generate
 from eagle.disk import lock_path
 from eagle.log import interrupted_by_user, progress, script
 from eagle.recipe import Recipe, command_line
 from eagle.target.target import Target
-from eval.answer_rows import Row, row_of
 from eval.costs import SIZES, bare_costs
 from eval.load_run import (
     MeasuredDrafter,
@@ -34,7 +33,8 @@ from eval.measurement import Measurement
 from eval.processes import ALONE, Processes
 from eval.prompts import Case, encode_prompt, questions
 from eval.report import markdown
-from eval.write_results import ResultsWriter, merge_parts, part_of, read_stored
+from eval.result_files.answer_rows import Row, row_of
+from eval.result_files.write_results import ResultsWriter, merge_parts, part_of, read_stored
 
 WARM_UP = 16  # tokens of a generation that is not counted
 

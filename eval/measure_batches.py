@@ -9,13 +9,13 @@ from itertools import groupby
 from time import perf_counter, process_time
 from typing import Any
 
-from eagle.core.decoding import Decoding
 from eagle.core.trace import Trace
 from eagle.core.verify import Sampling
-from eval.answer_rows import Row, batch_row_of
+from eagle.decoding.loop import Decoding
 from eval.load_run import MeasuredDrafter
 from eval.measurement import Measurement
 from eval.prompts import Case
+from eval.result_files.answer_rows import Row, batch_row_of
 
 WARM_UP = 4  # tokens of each text of a batch that is not counted
 

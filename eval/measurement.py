@@ -8,11 +8,11 @@ from typing import Any
 
 from eagle.recipe import Recipe
 from eagle.target.target import Target
-from eval.answer_rows import Row
 from eval.load_run import MeasuredDrafter
 from eval.processes import ALONE, Processes
 from eval.prompts import KEY_NAMES, Case, Question, cases, encode_prompt
-from eval.write_results import ResultsWriter
+from eval.result_files.answer_rows import Row
+from eval.result_files.write_results import ResultsWriter
 
 IN_PIECES = 2  # questions of each set whose answers are also kept in pieces
 

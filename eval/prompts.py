@@ -10,9 +10,9 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from data_prep.chats.records import conversation_of, says_something
+from data_prep.chats.turns import Dropped
 from data_prep.conversations import read_records
-from data_prep.records import conversation_of, says_something
-from data_prep.turns import Dropped
 from eagle.core.verify import Sampling
 from eagle.recipe import Recipe
 from eagle.target.target import Target

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from eagle.core.budget import Budget, Policy
-from eagle.core.decode import generate
 from eagle.core.drafter import Committed, Drafter
 from eagle.core.trace import Cycle
 from eagle.core.tree import DraftTree
 from eagle.core.verify import Choose, Sampling, walk
+from eagle.decoding.decode import generate
 from eagle.drafters.none import NoDrafter
 from eagle.target.target import Target
 from eval.costs import clock_of

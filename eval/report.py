@@ -9,15 +9,15 @@ from pathlib import Path
 from eagle.disk import write_text
 from eagle.log import script
 from eagle.markup import Html, html, tag
-from eval.buckets import EVERY, Buckets, several_buckets
-from eval.figures import format_number
-from eval.page_accepted import by_bucket, by_task, calibration, lengths, nodes, positions
-from eval.page_batches import batches, texts_in_a_step
-from eval.page_evidence import answers, losslessness, provenance
-from eval.page_parts import ReportData, fewest_at_a_time
-from eval.page_speed import comparison, describe_output, headline, speed_by_task, time_split, verdicts
-from eval.page_theory import theory
-from eval.results import (
+from eval.page.page_accepted import by_bucket, by_task, calibration, lengths, nodes, positions
+from eval.page.page_batches import batches, texts_in_a_step
+from eval.page.page_evidence import answers, losslessness, provenance
+from eval.page.page_parts import ReportData, fewest_at_a_time
+from eval.page.page_speed import comparison, describe_output, headline, speed_by_task, time_split, verdicts
+from eval.page.page_theory import theory
+from eval.result_files.buckets import EVERY, Buckets, several_buckets
+from eval.result_files.figures import format_number
+from eval.result_files.results import (
     ACCEPTANCE_LENGTH,
     CPU_SPEED_UP,
     LATENCY,
@@ -56,7 +56,7 @@ def page(paths: Sequence[str | Path]) -> str:
     parts = {name: draw(report) for name, (_, draw) in SECTIONS.items()}
     links = [tag("a", SECTIONS[name][0], href=f"#{name}") for name, part in parts.items() if part]
     body = tag("main", _top(report, links), list(parts.values()))
-    style = Html(Path(__file__).with_name("page.css").read_text(encoding="utf-8"))
+    style = Html((Path(__file__).parent / "page/page.css").read_text(encoding="utf-8"))
     head = [
         tag("meta", charset="utf-8"),
         tag("meta", http_equiv="Content-Security-Policy", content=POLICY),

@@ -7,10 +7,10 @@ from statistics import fmean
 from typing import Any
 
 from eagle.core.budget import Budget
-from eagle.core.cycle_costs import CycleCosts
 from eagle.core.drafter import Drafter
-from eagle.core.goodput import Goodput
 from eagle.core.trace import Cycle
+from eagle.decoding.cycle_costs import CycleCosts
+from eagle.decoding.goodput import Goodput
 from eagle.target.target import Target
 from eval.costs import Costs
 from eval.replay import Answer, record_cycles, replay

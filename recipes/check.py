@@ -19,12 +19,12 @@ import torch
 from data_prep.conversations import Tally
 from data_prep.tokens import load_tokenizer, tokenize_each
 from eagle.core.budget import Budget
-from eagle.core.decode import generate
 from eagle.core.drafter import TrainableDrafter
-from eagle.data.examples import Batch, Example, collate
+from eagle.core.examples import Batch, Example, collate
 from eagle.data.features import LiveFeatures, taps_of
 from eagle.data.identity import identity
 from eagle.data.shards import token_bytes
+from eagle.decoding.decode import generate
 from eagle.device import in_dtype
 from eagle.drafters import settings_of
 from eagle.drafters.none import NoDrafter

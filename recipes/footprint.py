@@ -19,10 +19,11 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from eagle.core.drafter import TargetHead, TrainableDrafter
+from eagle.core.examples import Batch
 from eagle.core.tree import Paths
-from eagle.data.examples import Batch
-from eagle.drafters.parts import block_spans, objectives, spans
-from eagle.drafters.parts.block_spans import Pair, attend_block_flex
+from eagle.drafters.blocks import block_spans
+from eagle.drafters.blocks.block_spans import Pair, attend_block_flex
+from eagle.drafters.parts import objectives, spans
 from eagle.drafters.parts.spans import Own, Spans, attend_flex
 
 

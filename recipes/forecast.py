@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfi
 
 from data_prep.conversations import read_conversations
 from eagle.core.drafter import TrainableDrafter
-from eagle.data.examples import MAX_PENDING
+from eagle.core.examples import MAX_PENDING
 from eagle.data.features import BATCH_TOKENS, taps_of
 from eagle.data.shards import token_bytes
 from eagle.drafters import DRAFTERS, settings_of

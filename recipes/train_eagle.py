@@ -12,9 +12,9 @@ import torch
 
 from data_prep.tokens import read_examples
 from eagle.core.budget import Budget
-from eagle.core.decode import generate
 from eagle.core.drafter import TrainableDrafter
 from eagle.data.open import follow_head, open_features
+from eagle.decoding.decode import generate
 from eagle.device import in_dtype
 from eagle.drafters import settings_of
 from eagle.log import script

@@ -21,16 +21,16 @@ from transformers import (
 )
 
 from eagle import Budget, Sampling, Target, Trace, generate
-from eagle.core.decoding import Decoding
 from eagle.core.drafter import Committed, Drafter, Noise
 from eagle.core.tree import DraftTree
 from eagle.core.verify import Choose
+from eagle.decoding.loop import Decoding
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.draft_model import DraftModel, DraftModelSettings
-from eagle.drafters.ngram import NgramDrafter
+from eagle.drafters.lookup.ngram import NgramDrafter
+from eagle.drafters.lookup.suffix import SuffixDrafter
 from eagle.drafters.none import NoDrafter
 from eagle.drafters.several import FirstOf
-from eagle.drafters.suffix import SuffixDrafter
 from tests.families import VOCAB_SIZE, build, own_choices, random_tokens
 
 WARPERS = {  # in the order in which transformers applies them

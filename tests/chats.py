@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from data_prep.records import Conversation
+from data_prep.chats.records import Conversation
 from eagle.recipe import DataSection, Recipe
 
 ASK = "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"

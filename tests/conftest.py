@@ -128,7 +128,7 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = count()
     for module in ("costs", "replay"):
         monkeypatch.setattr(f"eval.{module}.clock_of", lambda _: lambda: float(next(ticks)))
-    monkeypatch.setattr("eagle.core.decoding.perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr("eagle.decoding.loop.perf_counter", lambda: float(next(ticks)))
 
 
 @pytest.fixture

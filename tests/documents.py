@@ -20,12 +20,12 @@ from eagle.__main__ import VERBS
 from eagle.command.launcher import launcher_options
 from eagle.drafters import settings_of
 from eagle.drafters.draft_model import DraftModel
-from eagle.drafters.eagle1 import Eagle1
+from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head
 from eagle.recipe import Recipe
 from eagle.shipped import find_recipe
 from eagle.target.target import Target
-from eval.compare_plan import Comparison
+from eval.comparison.compare_plan import Comparison
 from eval.measure import measure
 
 ROOT = Path(__file__).parent.parent

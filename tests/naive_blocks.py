@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle.core.drafter import TargetHead
-from eagle.data.examples import Example
-from tests.drafters.test_objectives_kinds import FORMULAS
+from eagle.core.examples import Example
+from tests.drafters.parts.test_objectives_kinds import FORMULAS
 from tests.naive_divisors import Term, divide_terms
 from tests.naive_unroll import turned
 

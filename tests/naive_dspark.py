@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle.core.drafter import TargetHead
-from eagle.data.examples import Batch
+from eagle.core.examples import Batch
 from tests.naive_divisors import Term, divide_terms
 
 

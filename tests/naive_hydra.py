@@ -14,7 +14,7 @@ from torch.func import functional_call
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from eagle.core.drafter import TargetHead
-from eagle.data.examples import Example
+from eagle.core.examples import Example
 from tests.naive_unroll import anchors_of
 
 Weights = Mapping[str, Tensor]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle.core.drafter import TargetHead
-from eagle.data.examples import Example
+from eagle.core.examples import Example
 from tests.naive_divisors import Term, divide_terms
 from tests.naive_unroll import fused, law_loss, rms, sayable_ids, turned
 

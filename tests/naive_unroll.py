@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle.core.drafter import TargetHead
-from eagle.data.examples import Example
+from eagle.core.examples import Example
 
 Weights = Mapping[str, Tensor]
 Enter = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -19,7 +19,7 @@ from trained import RECIPE, free_port
 from transformers import LlamaConfig
 
 from eagle.core.drafter import TargetHead
-from eagle.data.examples import Example
+from eagle.core.examples import Example
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.recipe import DrafterSection, Recipe
 from eagle.training.launch import launch

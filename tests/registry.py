@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.drafters import DRAFTERS
-from eagle.drafters.parts.level_heads import LevelHeads
+from eagle.drafters.levels.level_heads import LevelHeads
 
 TRAINED = [name for name, method in DRAFTERS.items() if issubclass(method, TrainableDrafter)]
 LEVEL_HEADS = [name for name, method in DRAFTERS.items() if issubclass(method, LevelHeads)]

@@ -22,14 +22,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle import Budget, Sampling, Target, beam_search, generate, load_drafter
 from eagle.core.drafter import TrainableDrafter
+from eagle.core.examples import Example
 from eagle.core.tree import PUBLISHED_TREE, chain_paths
-from eagle.data.examples import Example
 from eagle.data.features import LiveFeatures, extract, taps_of
 from eagle.data.open import follow_head
 from eagle.drafters import DRAFTERS, settings_of
-from eagle.drafters.ngram import NgramDrafter
-from eagle.drafters.parts import block_spans, spans
-from eagle.drafters.parts.counts import CountDrafter
+from eagle.drafters.blocks import block_spans
+from eagle.drafters.lookup.counts import CountDrafter
+from eagle.drafters.lookup.ngram import NgramDrafter
+from eagle.drafters.parts import spans
 from eagle.drafters.several import FirstOf
 from eagle.recipe import TrainSection
 from eagle.training.train import _Run

@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 from eagle import Budget
 from eagle.core.drafter import Committed, TargetHead
-from eagle.data.examples import Batch, Example, collate
+from eagle.core.examples import Batch, Example, collate
 from eagle.drafters import DRAFTERS, settings_of
 from tests.unrolled_heads import SHAPE, SPANS, TAPS, Weights, apart, computed, frozen_head, moved, texts_of
 

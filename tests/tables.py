@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from data_prep.count_tokens import Text, count_texts
-from eagle.drafters.parts.counts import Tables
+from eagle.drafters.lookup.counts import Tables
 
 Naive = tuple[Counter[int], Counter[tuple[int, int]]]
 """How often each token and each pair was said."""

@@ -32,7 +32,7 @@ from eagle.formats.export import EXPORTERS
 from eval.measure import main as measure
 from recipes.train_eagle import main as train
 from tests.documents import FENCE
-from tests.drafters.test_judge import TREES, batch_of, counted_by_drafting
+from tests.drafters.parts.test_judge import TREES, batch_of, counted_by_drafting
 from tests.families import build, random_tokens
 from tests.recipes import test_recipes
 

@@ -25,12 +25,12 @@ from transformers import (
 
 from eagle import Budget, Sampling, Target, Trace, generate, load_drafter, stream
 from eagle.core.drafter import Committed, TrainableDrafter
+from eagle.core.examples import Batch, Example, collate
 from eagle.core.tree import PUBLISHED_TREE, best_tree, chain_paths
 from eagle.core.verify import Choose, warp
-from eagle.data.examples import Batch, Example, collate
 from eagle.data.features import LiveFeatures, taps_of
 from eagle.drafters import DRAFTERS, settings_of
-from eagle.drafters.parts.counts import CountDrafter
+from eagle.drafters.lookup.counts import CountDrafter
 from eagle.drafters.parts.validation import add_sums, figures
 from eagle.formats.checkpoint import load_head, save_head
 from eagle.formats.export import EXPORTERS, export

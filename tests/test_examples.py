@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle.drafters.eagle1 import Eagle1
+from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head
 from eagle.target.target import Target
 

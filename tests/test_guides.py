@@ -16,7 +16,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from eagle.drafters.eagle3 import Eagle3
+from eagle.drafters.recurrent.eagle3 import Eagle3
 from eagle.formats.checkpoint import save_head
 from eagle.formats.export import export
 from eagle.shipped import find_recipe

@@ -19,17 +19,17 @@ from torch import Tensor, nn
 
 from eagle import Budget, Sampling, Target, generate, load_drafter
 from eagle.core.drafter import Committed, Drafter, Noise, Reads, TargetHead, TrainableDrafter
+from eagle.core.examples import Batch
 from eagle.core.tree import PUBLISHED_TREE, DraftTree, Paths, chain_paths
-from eagle.data.examples import Batch
 from eagle.doctor import diagnose
 from eagle.doctor.texts import answer_prompts
 from eagle.drafters import DRAFTERS, settings_of
-from eagle.drafters.hass import Hass, HassSettings
 from eagle.drafters.parts import text_blocks
-from eagle.drafters.parts.blocks import head_shape
+from eagle.drafters.parts.decoder_block import head_shape
 from eagle.drafters.parts.growth import grow
 from eagle.drafters.parts.objectives import OwnHead, align_steps, distillation_loss, step_weights
 from eagle.drafters.parts.validation import figures, validate_batch
+from eagle.drafters.recurrent.hass import Hass, HassSettings
 from eagle.drafters.several import FirstOf
 from eagle.formats.export import EXPORTERS
 from eagle.recipe import Section
@@ -39,7 +39,7 @@ from eval.costs import bare_costs
 from eval.replay import answer
 from eval.tune import NOT_DRAFTING, Tuning, chain
 from recipes.forecast import empty_head, token_flops, training_bytes
-from tests.drafters.test_judge import TREES, batch_of, counted_by_drafting
+from tests.drafters.parts.test_judge import TREES, batch_of, counted_by_drafting
 from tests.families import build, own_logits, random_tokens
 
 BUDGETS = [Budget(8, 4, 3), Budget.fixed(PUBLISHED_TREE), Budget(0, 0, 0)]

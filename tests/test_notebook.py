@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from eagle import Sampling, Target, Trace, generate, load_drafter
+from eagle.core.examples import Example
 from eagle.core.trace import GREEN, Cycle
 from eagle.core.tree import DraftTree
-from eagle.data.examples import Example
 from eagle.data.store import FeatureStore
 from eagle.markup import readable
-from eval.page_parts import ReportData
-from eval.results import read_results
+from eval.page.page_parts import ReportData
+from eval.result_files.results import read_results
 
 
 class Shown(HTMLParser):

@@ -20,7 +20,7 @@ from eagle.__main__ import VERBS, Verb, main
 from eagle.command.launcher import launcher_options
 from eagle.recipe import Recipe
 from eagle.shipped import RECIPES, STAGES, find_recipe, recipe_names
-from eval.compare_plan import Comparison
+from eval.comparison.compare_plan import Comparison
 
 ROOT = Path(__file__).parent.parent
 LESS = "data.limit=24 data.max_length=96 regenerate.max_new_tokens=8 regenerate.keep_truncated=true train.batch_size=4 "

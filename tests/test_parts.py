@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from eagle.core.drafter import TargetHead
-from eagle.data.examples import Batch, Example, trim_mask
+from eagle.core.examples import Batch, Example, trim_mask
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts.divisors import Divisor
 from eagle.drafters.parts.text_dropout import TextDropout

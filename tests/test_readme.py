@@ -17,8 +17,8 @@ import pytest
 from docs_build.methods_table import methods_table
 from eagle.recipe import Recipe
 from eagle.target.target import Target
-from eval.compare_plan import Comparison
-from eval.results import ACCEPTANCE_LENGTH, SPEED_UP, read_results
+from eval.comparison.compare_plan import Comparison
+from eval.result_files.results import ACCEPTANCE_LENGTH, SPEED_UP, read_results
 from tests import documents
 from tests.documents import PAGES, ROOT, STAGES, blocks
 

@@ -23,7 +23,7 @@ from eagle import Target
 from eagle.__main__ import main as eagle
 from eagle.data.store import FeatureStore
 from eagle.disk import lock_folder, lock_path
-from eagle.drafters.eagle1 import Eagle1
+from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head
 from eval.engine_builds import build_environment as build_engine
 from eval.measure import main as measure

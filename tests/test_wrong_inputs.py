@@ -14,7 +14,7 @@ from documents import ROOT, commands
 from forked import Ended, Server
 
 from eagle.__main__ import VERBS
-from eagle.drafters.eagle1 import Eagle1
+from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head
 from eagle.target.target import Target
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from eagle.core.drafter import TargetHead
-from eagle.data.examples import Batch, Example, collate
-from eagle.drafters.eagle3 import Eagle3
-from eagle.drafters.hass import Hass
-from eagle.drafters.parts.reduced_vocab import save_draft_vocab
+from eagle.core.examples import Batch, Example, collate
+from eagle.drafters.recurrent.eagle3 import Eagle3
+from eagle.drafters.recurrent.hass import Hass
+from eagle.drafters.recurrent.reduced_vocab import save_draft_vocab
 from tests import naive_unroll
 
 # four heads in groups of two, together wider than the state; 97 tokens, of which a head may say 70

@@ -10,11 +10,11 @@ from transformers import LlamaConfig
 
 from bench.rivals.serve import Step, Work, serve, update_step
 from eagle.core.drafter import TargetHead, TrainableDrafter
-from eagle.data.examples import Example, collate
+from eagle.core.examples import Example, collate
 from eagle.data.features import taps_of
 from eagle.drafters import DRAFTERS, settings_of
-from eagle.drafters.eagle1 import Eagle1
-from eagle.drafters.eagle3 import Eagle3
+from eagle.drafters.recurrent.eagle1 import Eagle1
+from eagle.drafters.recurrent.eagle3 import Eagle3
 
 
 def random_target_head(work: Work, config: LlamaConfig, dtype: torch.dtype) -> TargetHead:

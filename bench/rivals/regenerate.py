@@ -7,9 +7,9 @@ from time import process_time
 
 import torch
 
-from data_prep.answers import Local
 from data_prep.conversations import read_conversations
 from data_prep.regenerate import Reader, converse, make_names_unique
+from data_prep.servers.answers import Local
 from eagle.recipe import DataSection, RegenerateSection
 from eagle.target.target import Target
 

@@ -12,15 +12,15 @@ from statistics import fmean
 from time import perf_counter
 from typing import Any, TextIO
 
-from eagle.core.beam import beam_search
 from eagle.core.budget import Budget
-from eagle.core.decode import generate, stream
 from eagle.core.drafter import Drafter
-from eagle.core.goodput import Goodput
 from eagle.core.spelling import Spelling
 from eagle.core.trace import Trace
 from eagle.core.typical import PUBLISHED
 from eagle.core.verify import Sampling
+from eagle.decoding.beam import beam_search
+from eagle.decoding.decode import generate, stream
+from eagle.decoding.goodput import Goodput
 from eagle.device import choose_threads
 from eagle.formats.checkpoint import load_drafter
 from eagle.recipe import lay_over

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from eagle.core.budget import Budget
+from eagle.core.examples import Batch
 from eagle.core.network_parts import Parts
 from eagle.core.row_errors import run_rows
 from eagle.core.target_head import TargetHead as TargetHead
 from eagle.core.tree import DraftTree, Paths
-from eagle.data.examples import Batch
 
 
 class Noise(Protocol):
@@ -260,4 +260,6 @@ class TrainableDrafter(nn.Module, Drafter):
 
     def draft_levels(self, batch: Batch, frozen: TargetHead, levels: int) -> Iterable[tuple[Tensor, Any]]:
         """For each level of a chain, the states [S, ..] at all supervised slots and the head that gives logits."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be examined: write draft_levels, see parts/unroll.py")
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot be examined: write draft_levels, see recurrent/unroll.py"
+        )

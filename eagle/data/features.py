@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.data.examples import Example, run_ahead
+from eagle.core.examples import Example, run_ahead
 from eagle.data.shards import ShardWriter, pack_features, token_bytes, unpack_features
 from eagle.data.store import FeatureStore, Plan, make_batches, plan_shards
 from eagle.drafters import DRAFTERS

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle.core.decode import generate
+from eagle.core.examples import Example
 from eagle.core.noise import mix64
 from eagle.core.verify import Sampling
-from eagle.data.examples import Example
 from eagle.data.features import LiveFeatures
+from eagle.decoding.decode import generate
 from eagle.drafters.none import NoDrafter
 from eagle.target.target import Target
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from eagle.data.examples import Example, Features
+from eagle.core.examples import Example, Features
 from eagle.data.features import LiveFeatures, taps_of
 from eagle.data.identity import MASK_RULES, data_identity, identity, in_precision, target_name
 from eagle.data.on_policy import OnPolicyFeatures

@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from eagle.data.examples import Example
+from eagle.core.examples import Example
 from eagle.data.identity import in_precision
 from eagle.data.shards import (
     DTYPES,

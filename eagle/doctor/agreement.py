@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eagle.core.drafter import TargetHead
-from eagle.data.examples import Batch
+from eagle.core.examples import Batch
 from eagle.doctor.cycles import expect_accepted, visit_slots
 from eagle.doctor.wiring import Wiring, draft_ids
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eagle.doctor.wiring import Wiring
-from eagle.drafters.parts.blocks import Rotary
+from eagle.drafters.parts.decoder_block import Rotary
 
 Change = Callable[[Wiring], Wiring]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from eagle.data.examples import Batch
+from eagle.core.examples import Batch
 from eagle.doctor.agreement import Agreement, chain_lengths, measure
 from eagle.doctor.texts import every_tap, read_states
 from eagle.doctor.wiring import Wiring

@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from eagle.core.drafter import TargetHead, TrainableDrafter
-from eagle.data.examples import Batch
+from eagle.core.examples import Batch
 from eagle.device import in_dtype
 from eagle.doctor.agreement import Agreement, Reference, measure
 from eagle.doctor.contexts import examine_contexts

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from eagle.core.budget import Budget
 from eagle.core.drafter import Committed, TargetHead
-from eagle.data.examples import Batch
-from eagle.drafters.parts.blocks import Attention
+from eagle.core.examples import Batch
+from eagle.drafters.parts.decoder_block import Attention
 from eagle.drafters.parts.operations import rotate
 
 

@@ -35,7 +35,7 @@ from eagle.doctor.part_probes import (
     probe_tokens,
 )
 from eagle.doctor.wiring import Wiring, draft_ids, find_tensors
-from eagle.drafters.parts.blocks import Rotary
+from eagle.drafters.parts.decoder_block import Rotary
 from eagle.target.target import Target
 
 THETA = "rope_theta"

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from eagle.core.budget import Budget
-from eagle.core.decode import generate
 from eagle.core.drafter import TrainableDrafter
+from eagle.core.examples import Batch, Example, collate
 from eagle.core.tree import chain_paths
 from eagle.core.verify import Sampling
-from eagle.data.examples import Batch, Example, collate
+from eagle.decoding.decode import generate
 from eagle.drafters import DRAFTERS
 from eagle.log import progress
 from eagle.target.target import Target

@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM
 
 from eagle.core.budget import Budget
 from eagle.core.drafter import ColumnBytes, TargetHead, TrainableDrafter
+from eagle.core.examples import Batch
 from eagle.core.tree import Paths
-from eagle.data.examples import Batch
 from eagle.device import upload
-from eagle.drafters.parts.blocks import head_shape
+from eagle.drafters.model_state import ModelState
+from eagle.drafters.parts.decoder_block import head_shape
 from eagle.drafters.parts.growth import level_rows
-from eagle.drafters.parts.model_state import ModelState
 from eagle.drafters.parts.objectives import Kind, Objective, OwnHead, distillation_loss
 from eagle.drafters.parts.validation import validate_batch
 from eagle.target.cache import NoCache, TreeCache, with_room

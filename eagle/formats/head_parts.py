@@ -12,7 +12,7 @@ import torch
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.drafters import DRAFTERS
-from eagle.drafters.parts.blocks import head_shape
+from eagle.drafters.parts.decoder_block import head_shape
 from eagle.formats.files import TensorEntry
 from eagle.formats.head_folder import OWN, SPECULATORS, HeadFolder
 from eagle.formats.keys import Keys, read_rope, short

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from eagle.drafters.parts.blocks import head_shape
+from eagle.drafters.parts.decoder_block import head_shape
 from eagle.formats import traps
 from eagle.formats.head_folder import SPECULATORS, HeadFolder
 from eagle.formats.head_parts import read_sizes

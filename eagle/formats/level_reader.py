@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from eagle.drafters.parts.blocks import head_shape
+from eagle.drafters.parts.decoder_block import head_shape
 from eagle.formats.head_folder import HeadFolder
 from eagle.formats.keys import short
 from eagle.formats.networks import EMBEDDING

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle.drafters.parts.blocks import head_shape
+from eagle.drafters.parts.decoder_block import head_shape
 from eagle.formats import traps
 from eagle.formats.head_folder import HeadFolder
 from eagle.formats.head_parts import read_sizes

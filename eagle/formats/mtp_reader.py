@@ -6,7 +6,7 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-from eagle.drafters.parts.blocks import head_shape
+from eagle.drafters.parts.decoder_block import head_shape
 from eagle.formats.head_folder import SPECULATORS, HeadFolder
 from eagle.formats.head_parts import name_part, read_sizes
 from eagle.formats.keys import short

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.data.examples import Batch, Features, collate, run_ahead, trim_mask
+from eagle.core.examples import Batch, Features, collate, run_ahead, trim_mask
 from eagle.training.plan import Plan, gate_mask
 
 

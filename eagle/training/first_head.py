@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.data.examples import Features
+from eagle.core.examples import Features
 from eagle.data.store import differences
 from eagle.drafters import DRAFTERS
-from eagle.drafters.parts.reduced_vocab import load_draft_vocab
+from eagle.drafters.recurrent.reduced_vocab import load_draft_vocab
 from eagle.formats.checkpoint import load_head
 from eagle.recipe import Recipe
 from eagle.target.borrowed import Borrowed

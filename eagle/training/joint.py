@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from eagle.core.drafter import TargetHead, TrainableDrafter
+from eagle.core.examples import Batch, Example, collate
 from eagle.core.tree import Paths
-from eagle.data.examples import Batch, Example, collate
 from eagle.device import upload
 from eagle.drafters.parts.objectives import distillation_loss
 from eagle.drafters.parts.text_dropout import TextDropout

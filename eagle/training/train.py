@@ -20,8 +20,8 @@ from torch import Tensor
 
 from eagle import __version__
 from eagle.core.drafter import TargetHead, TrainableDrafter
+from eagle.core.examples import Batch, Features, trim_mask
 from eagle.core.tree import PUBLISHED_TREE, chain_paths
-from eagle.data.examples import Batch, Features, trim_mask
 from eagle.device import PINNED
 from eagle.disk import lock_folder
 from eagle.drafters.parts.validation import add_sums, figures

@@ -21,8 +21,15 @@ from eagle.device import choose_threads
 from eagle.log import script
 from eagle.shipped import DEMO as RECIPE
 from eagle.shipped import RECIPES
-from eval.figures import format_number
-from eval.results import ACCEPTANCE_LENGTH, CPU_SPEED_UP, SPEED_UP, TOKENS_PER_SECOND, Results, read_results
+from eval.result_files.figures import format_number
+from eval.result_files.results import (
+    ACCEPTANCE_LENGTH,
+    CPU_SPEED_UP,
+    SPEED_UP,
+    TOKENS_PER_SECOND,
+    Results,
+    read_results,
+)
 
 TARGET, HEAD, DATA = "runs/demo/target", "runs/demo/eagle1/head", "runs/demo/data"
 RESULTS, CERTIFICATE = "runs/demo/eagle1/results.jsonl", "runs/demo/eagle1/lossless.json"

@@ -26,11 +26,11 @@ from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LlamaTokenizer
 
 from data_prep import docstrings
-from data_prep.records import ROLES
+from data_prep.chats.records import ROLES
 from eagle.device import fastest_dtype
 from eagle.disk import apply_umask, lock_folder
 from eagle.log import script
-from eval.results import ends_in_loop
+from eval.result_files.results import ends_in_loop
 from recipes.tiny import train_target
 from recipes.tiny.train_target import BATCH, train
 

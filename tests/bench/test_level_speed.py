@@ -17,7 +17,7 @@ from bench.rivals.serve import Work
 from bench.train_cost import Sizes
 from bench.train_speed import full, measure
 from eagle.core.drafter import TargetHead
-from eagle.data.examples import Example, collate
+from eagle.core.examples import Example, collate
 from eagle.drafters import DRAFTERS, settings_of
 
 SHAPE = Sizes(vocab=37, width=16, mlp=24, heads=2, key_heads=1, head_width=8).target_config(37)

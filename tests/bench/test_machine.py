@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.machine import made_on, measure_peaks
-from eval.results import device_name
+from eval.result_files.results import device_name
 
 
 def test_a_machine_has_a_name_and_peaks() -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from bench.rehearsal import METHODS, ROOT, Rehearsal, main
 from bench.rehearsal_stages import compare_heads, make_target
-from eagle.drafters.eagle1 import Eagle1
+from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head
 from eagle.formats.export import EXPORTERS
 from eagle.target.target import Target

@@ -12,12 +12,12 @@ import torch
 from transformers import BatchEncoding
 
 from eagle import Budget, Sampling, Target, Trace, beam_search, generate, load_drafter, stream
-from eagle.core.goodput import Goodput
+from eagle.decoding.goodput import Goodput
 from eagle.drafters import DRAFTERS, settings_of
-from eagle.drafters.ngram import NgramDrafter
+from eagle.drafters.lookup.ngram import NgramDrafter
+from eagle.drafters.lookup.suffix import SuffixDrafter
 from eagle.drafters.none import NoDrafter
 from eagle.drafters.several import FirstOf
-from eagle.drafters.suffix import SuffixDrafter
 from eagle.formats.checkpoint import save_pretrained
 from tests.families import VOCAB_SIZE, build, own_answer
 

@@ -13,8 +13,8 @@ import torch
 
 import eagle
 from eagle import Budget, DraftTree, Sampling, Target, beam_search, generate, load_drafter, stream
-from eagle.core.goodput import Goodput
-from eagle.drafters.ngram import NgramDrafter
+from eagle.decoding.goodput import Goodput
+from eagle.drafters.lookup.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
 from tests.families import build
 

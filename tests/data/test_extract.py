@@ -12,7 +12,7 @@ from families import FAMILIES, VOCAB_SIZE, build
 from safetensors.torch import load_file, save_file
 
 from eagle import Target
-from eagle.data.examples import Example
+from eagle.core.examples import Example
 from eagle.data.features import LiveFeatures, batch_slots, compute_features, forecast, plan_extraction, plan_shards
 from eagle.data.identity import identity
 from eagle.recipe import Recipe

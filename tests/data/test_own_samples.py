@@ -14,9 +14,9 @@ from trained import equal, run
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from eagle import Target
+from eagle.core.examples import Example
 from eagle.core.noise import Noise
 from eagle.core.verify import Sampling
-from eagle.data.examples import Example
 from eagle.data.features import LiveFeatures
 from eagle.data.on_policy import OnPolicyFeatures, sample_answers, trained_target
 from eagle.drafters import DRAFTERS, settings_of

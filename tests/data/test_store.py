@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from eagle import Target
-from eagle.data.examples import Example
+from eagle.core.examples import Example
 from eagle.data.features import LiveFeatures, check_room, extract
 from eagle.data.shards import pack_features, unpack_features
 from eagle.data.store import Damaged, FeatureStore, make_batches, plan_shards

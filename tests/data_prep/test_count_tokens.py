@@ -12,9 +12,9 @@ from data_prep import count_tokens
 from data_prep.count_tokens import Text, count_texts
 from data_prep.tokens import load_tokenizer, tokenize_data
 from eagle import Target
-from eagle.drafters.bigram import BigramDrafter
-from eagle.drafters.parts.counts import load_tables
-from eagle.drafters.unigram import UnigramDrafter
+from eagle.drafters.lookup.bigram import BigramDrafter
+from eagle.drafters.lookup.counts import load_tables
+from eagle.drafters.lookup.unigram import UnigramDrafter
 from eagle.recipe import Recipe
 from tests.tables import held, naive, some_text
 

@@ -17,10 +17,10 @@ from transformers import LlamaConfig
 from data_prep import draft_vocab
 from data_prep.draft_vocab import counts_of, coverage
 from data_prep.tokens import load_tokenizer, tokenize_data
-from eagle.data.examples import Example, most_frequent
+from eagle.core.examples import Example, most_frequent
 from eagle.data.identity import data_identity
-from eagle.drafters.eagle3 import Eagle3
-from eagle.drafters.parts.reduced_vocab import load_draft_vocab, save_draft_vocab
+from eagle.drafters.recurrent.eagle3 import Eagle3
+from eagle.drafters.recurrent.reduced_vocab import load_draft_vocab, save_draft_vocab
 from eagle.recipe import Recipe
 from eagle.training.first_head import first_head
 

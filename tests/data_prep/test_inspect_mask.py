@@ -13,13 +13,13 @@ from transformers import AutoTokenizer
 
 from bench.template_marks import hand_mark
 from data_prep import inspect_mask, tokens
+from data_prep.chats.render import render_answers
+from data_prep.chats.turns import Dropped
 from data_prep.check_mask import faults, unlike_served
 from data_prep.conversations import Tally, read_conversations
 from data_prep.inspect_mask import pieces
-from data_prep.render import render_answers
 from data_prep.tokens import examples_of
-from data_prep.turns import Dropped
-from eagle.data.examples import Example
+from eagle.core.examples import Example
 from eagle.recipe import DataSection, Recipe
 
 ROOT = Path(__file__).parents[2]

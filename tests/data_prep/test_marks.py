@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from data_prep.records import conversation_of
-from data_prep.turns import Dropped
+from data_prep.chats.records import conversation_of
+from data_prep.chats.turns import Dropped
 
 QUESTION, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 NOT_LEARNED = "an answer is marked as not to be learned"

@@ -19,18 +19,18 @@ import pytest
 import torch
 
 from data_prep import regenerate
-from data_prep.answers import Answer, Local, Prompt
+from data_prep.chats.records import Conversation
 from data_prep.conversations import read_conversations
-from data_prep.endpoint import PROBE, Endpoint
 from data_prep.parts import begin, is_whole, join_parts
-from data_prep.records import Conversation
 from data_prep.regenerate import Reader, answer_all, converse, main, make_names_unique, table
+from data_prep.servers.answers import Answer, Local, Prompt
+from data_prep.servers.endpoint import PROBE, Endpoint
 from eagle import Target
 from eagle.core.budget import Budget
-from eagle.core.decode import generate
 from eagle.core.noise import Noise
 from eagle.core.tree import chain_paths
 from eagle.core.verify import Sampling
+from eagle.decoding.decode import generate
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.none import NoDrafter
 from eagle.formats.checkpoint import save_head, write_budget

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from chats import TEMPLATES, TWO, chat, section
 
+from data_prep.chats.records import Conversation
+from data_prep.chats.render import find_end_mark
 from data_prep.check_mask import faults
 from data_prep.conversations import Tally
-from data_prep.records import Conversation
-from data_prep.render import find_end_mark
 from data_prep.tokens import STOP_IDS, examples_of, load_tokenizer
 from eagle.recipe import Recipe
 from tests.data_prep.test_tokens import CALL, TOOLS, run_texts

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.endpoint import Endpoint
 from data_prep.regenerate import Reader, converse, main
-from data_prep.replies import OddReply, models_in, whole_number
-from data_prep.sampler_check import SamplerCheck
+from data_prep.servers.endpoint import Endpoint
+from data_prep.servers.replies import OddReply, models_in, whole_number
+from data_prep.servers.sampler_check import SamplerCheck
 from eagle import Target
 from eagle.recipe import DataSection, TargetSection
 from tests.data_prep.test_regenerate import TINY, completion, echo, section_of, serving, talk
@@ -199,7 +199,7 @@ def probe_tokens(target_dir: Path) -> int:
     """How many tokens the probe conversation has."""
     from transformers import AutoTokenizer
 
-    from data_prep.endpoint import PROBE
+    from data_prep.servers.endpoint import PROBE
 
     tokenizer = AutoTokenizer.from_pretrained(target_dir / "target")
     return len(tokenizer.apply_chat_template(PROBE, add_generation_prompt=True, return_dict=False))

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from data_prep import endpoint, sampler_check
 from data_prep.conversations import read_conversations
-from data_prep.endpoint import Endpoint
 from data_prep.regenerate import Reader, converse, main
-from data_prep.sampler_check import DEVIATIONS, EVERY, PROBES, SamplerCheck, draws_of, is_broken
+from data_prep.servers import endpoint, sampler_check
+from data_prep.servers.endpoint import Endpoint
+from data_prep.servers.sampler_check import DEVIATIONS, EVERY, PROBES, SamplerCheck, draws_of, is_broken
 from eagle import Target
 from eagle.recipe import DataSection, RegenerateSection, TargetSection
 from tests.data_prep.test_regenerate import TINY, Reply, completion, run_talk, serving, talk

@@ -11,13 +11,13 @@ import torch
 from chats import TWO, chat, section
 from transformers import AutoTokenizer
 
+from data_prep.chats.records import Conversation
+from data_prep.chats.render import render_answers
+from data_prep.chats.turns import Dropped
 from data_prep.check_mask import faults
 from data_prep.conversations import Tally
-from data_prep.records import Conversation
-from data_prep.render import render_answers
 from data_prep.tokens import STOP_IDS, examples_of
-from data_prep.turns import Dropped
-from eagle.data.examples import Example
+from eagle.core.examples import Example
 from tests.data_prep.test_tokens import CALL, TOOLS, run_texts
 
 REAL = Path(__file__).parents[3] / "shared/data"

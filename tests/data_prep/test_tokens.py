@@ -13,11 +13,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from data_prep import tokens
+from data_prep.chats.records import Conversation
 from data_prep.check_mask import faults
 from data_prep.conversations import Tally
-from data_prep.records import Conversation
 from data_prep.tokens import examples_of, load_tokenizer, tokenize_data
-from eagle.data.examples import Example
+from eagle.core.examples import Example
 from eagle.recipe import Recipe
 
 SPOKEN = {  # what each template makes of answers " One. \n" and "Two.", an example a list

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from eagle import Target
-from eagle.data.examples import Batch
+from eagle.core.examples import Batch
 from eagle.doctor import contexts
 from eagle.doctor.agreement import measure
 from eagle.doctor.contexts import TEXTS, examine_contexts, join_texts
 from eagle.doctor.texts import answer_prompts
 from eagle.doctor.wiring import Wiring, cut_texts
-from eagle.drafters.parts.blocks import Rotary
+from eagle.drafters.parts.decoder_block import Rotary
 from tests.doctor.test_doctor import trained
 from tests.families import build, random_tokens
 

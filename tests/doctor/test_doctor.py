@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from eagle import Target
+from eagle.core.examples import Batch
 from eagle.core.tree import chain_paths
-from eagle.data.examples import Batch
 from eagle.doctor.agreement import Agreement, chain_length, measure
 from eagle.doctor.examine import diagnose
 from eagle.doctor.probes import Probe, list_probes

@@ -15,12 +15,12 @@ from torch.nn.functional import cross_entropy, silu
 
 from eagle import Target
 from eagle.core.drafter import TargetHead, TrainableDrafter
-from eagle.data.examples import Batch
+from eagle.core.examples import Batch
 from eagle.doctor import diagnose
 from eagle.doctor.examine import open_head
 from eagle.doctor.texts import answer_prompts, select_texts
 from eagle.drafters import DRAFTERS, settings_of
-from eagle.drafters.parts.blocks import head_shape
+from eagle.drafters.parts.decoder_block import head_shape
 from eagle.formats.checkpoint import save_head, save_pretrained
 from eagle.recipe import Section
 from tests.families import build, random_tokens

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from eagle import Target
 from eagle.__main__ import main
 from eagle.core.budget import Budget
-from eagle.core.decode import generate
+from eagle.decoding.decode import generate
 from eagle.doctor import ServerCounts, examine, read_server
 from eagle.doctor.agreement import measure
 from eagle.doctor.examine import try_templates

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eagle import Target
-from eagle.data.examples import Batch
+from eagle.core.examples import Batch
 from eagle.doctor.agreement import Agreement
 from eagle.doctor.examine import weigh_findings
 from eagle.doctor.own_embedding import borrow_embedding

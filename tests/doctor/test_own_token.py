@@ -9,9 +9,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from eagle.data.examples import collate
+from eagle.core.examples import collate
 from eagle.doctor.own_token import own_row_shares, own_token_shares
-from eagle.drafters.parts.blocks import Attention
+from eagle.drafters.parts.decoder_block import Attention
 from tests.unrolled_heads import SPANS, TAPS, frozen_head, new_head, texts_of
 
 

@@ -20,8 +20,8 @@ from transformers import (
 
 from eagle import Budget, Sampling, Target, generate, load_drafter
 from eagle.core.drafter import Committed, Drafter, Noise
+from eagle.core.examples import Batch
 from eagle.core.tree import DraftTree, chain_paths
-from eagle.data.examples import Batch
 from eagle.device import in_dtype
 from eagle.doctor import examine
 from eagle.drafters.draft_model import DraftModel, DraftModelSettings, check_vocabulary

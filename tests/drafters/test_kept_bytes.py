@@ -12,14 +12,14 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle import Budget, Sampling, Target, Trace
-from eagle.core.decoding import Decoding
 from eagle.core.drafter import Committed, Drafter
 from eagle.core.tree import DraftTree
+from eagle.decoding.loop import Decoding
 from eagle.drafters import DRAFTERS, settings_of
-from eagle.drafters.parts.counts import Tables
+from eagle.drafters.lookup.counts import Tables
 from eagle.drafters.parts.text_state import PART
+from eagle.drafters.self_speculation.sparse_kv import SparseKv
 from eagle.drafters.several import FirstOf
-from eagle.drafters.sparse_kv import SparseKv
 from tests.batches import own_model
 from tests.families import VOCAB_SIZE, random_tokens
 from tests.registry import TRAINED

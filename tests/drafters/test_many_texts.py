@@ -20,13 +20,14 @@ from eagle.core.tree import DraftTree, chain_paths
 from eagle.core.verify import Choose
 from eagle.drafters import DRAFTERS as REGISTRY
 from eagle.drafters.draft_model import DraftModel, DraftModelSettings
-from eagle.drafters.eagle1 import Eagle1
-from eagle.drafters.ngram import NgramDrafter
-from eagle.drafters.parts import growth, head_state, text_state
-from eagle.drafters.parts.blocks import Rotary, rotary_tables
-from eagle.drafters.parts.head_state import HeadState
-from eagle.drafters.parts.model_state import ModelState
+from eagle.drafters.lookup.ngram import NgramDrafter
+from eagle.drafters.model_state import ModelState
+from eagle.drafters.parts import growth, text_state
+from eagle.drafters.parts.decoder_block import Rotary, rotary_tables
 from eagle.drafters.parts.text_state import split_ragged
+from eagle.drafters.recurrent import head_state
+from eagle.drafters.recurrent.eagle1 import Eagle1
+from eagle.drafters.recurrent.head_state import HeadState
 from eagle.drafters.several import FirstOf
 from tests.registry import BY_DEFAULT
 from tests.unrolled_heads import SHAPE, frozen_head, moved, new_head

@@ -14,11 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle import Budget, Sampling, Target, generate
 from eagle.core.drafter import Committed, Drafter, Noise
-from eagle.core.goodput import Goodput
 from eagle.core.tree import PUBLISHED_TREE, DraftTree, chain_paths
 from eagle.core.verify import Choose, warp
+from eagle.decoding.goodput import Goodput
 from eagle.drafters import DRAFTERS, settings_of
-from eagle.drafters.ngram import NgramDrafter
+from eagle.drafters.lookup.ngram import NgramDrafter
 from eagle.drafters.several import FirstOf
 from tests.families import PlantedTrees, own_answer, own_logits
 

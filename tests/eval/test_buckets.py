@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from eagle import Budget, Target, generate, load_drafter
-from eval.answer_rows import row_of
-from eval.buckets import CONTEXT, ENOUGH, WRITTEN, Buckets, count_context, count_written
 from eval.report import markdown, page
-from eval.results import ACCEPTANCE_LENGTH, Answer, Group, Results
-from eval.statistics import estimate
+from eval.result_files.answer_rows import row_of
+from eval.result_files.buckets import CONTEXT, ENOUGH, WRITTEN, Buckets, count_context, count_written
+from eval.result_files.results import ACCEPTANCE_LENGTH, Answer, Group, Results
+from eval.result_files.statistics import estimate
 
 PROMPTS = (90, 500, 1000, 4000)
 

@@ -18,17 +18,18 @@ from comparisons import small_comparison, written
 from scipy.stats import norm
 from scipy.stats import t as student
 
-from eagle.core.decode import generate
+from eagle.decoding.decode import generate
 from eagle.disk import lock_folder
 from eagle.formats.checkpoint import load_drafter
-from eval import compare, compare_table, compare_train
-from eval.buckets import CONTEXT
+from eval import compare
 from eval.compare import main
-from eval.compare_plan import Comparison
-from eval.compare_rows import Rows
-from eval.compare_table import ComparisonTable, markdown
+from eval.comparison import compare_table, compare_train
+from eval.comparison.compare_plan import Comparison
+from eval.comparison.compare_rows import Rows
+from eval.comparison.compare_table import ComparisonTable, markdown
 from eval.load_run import load_target
 from eval.prompts import cases, encode_prompt, questions
+from eval.result_files.buckets import CONTEXT
 
 ROOT = Path(__file__).parents[2]
 

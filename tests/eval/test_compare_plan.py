@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from comparisons import small_comparison, written
 
-from eval.compare_plan import Comparison, digest_of
+from eval.comparison.compare_plan import Comparison, digest_of
 
 ROOT = Path(__file__).parents[2]
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {

@@ -13,10 +13,10 @@ import torch
 from eagle import Budget, DraftTree, Sampling, Target, generate
 from eagle.core.tree import PUBLISHED_TREE, chain_paths
 from eagle.core.verify import Choose
-from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.none import NoDrafter
-from eval.answer_rows import cycle_of
+from eagle.drafters.recurrent.eagle1 import Eagle1
 from eval.costs import Costs, bare_costs, bare_read
+from eval.result_files.answer_rows import cycle_of
 from tests.families import build, random_tokens
 
 PROMPT = random_tokens(20, seed=3)

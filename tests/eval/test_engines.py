@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from eagle import Budget, Target, generate, load_drafter
 from eagle.core.drafter import Committed
 from eagle.drafters import DRAFTERS, settings_of
-from eagle.drafters.parts.blocks import rotary_tables
+from eagle.drafters.parts.decoder_block import rotary_tables
 from eval.engine_builds import holds
 from eval.engine_families import FAMILIES, write_model
 from eval.engine_openvino import count_drafts

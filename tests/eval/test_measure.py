@@ -18,8 +18,8 @@ from transformers import AutoConfig
 from eagle import Target, Trace, generate
 from eagle.core.budget import Budget
 from eagle.core.tree import chain_paths
-from eagle.drafters.eagle1 import Eagle1
-from eagle.drafters.ngram import NgramDrafter
+from eagle.drafters.lookup.ngram import NgramDrafter
+from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head, write_budget
 from eagle.recipe import Recipe
 from eagle.target.state import TargetState

@@ -18,9 +18,9 @@ from trained import finished, launched
 
 from eagle import Target
 from eagle.core.budget import Budget
-from eagle.core.goodput import Goodput
 from eagle.core.tree import chain_paths
-from eagle.drafters.eagle1 import Eagle1
+from eagle.decoding.goodput import Goodput
+from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head
 from eagle.recipe import Recipe
 from eagle.target.state import TargetState
@@ -28,8 +28,8 @@ from eval.batch_costs import share_batches
 from eval.costs import Costs
 from eval.measure import measure
 from eval.report import markdown, page
-from eval.results import read_results
-from eval.write_results import part_of, read_stored
+from eval.result_files.results import read_results
+from eval.result_files.write_results import part_of, read_stored
 
 TEXTS = ("What does copy do?", "What does chain do?", "How do I sort a list of names by their length?", "Why?")
 SAME = ("tokens", "text", "finish", "digest", "prompt_tokens", "identical", "loops", "task")

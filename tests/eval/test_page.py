@@ -13,14 +13,22 @@ from synthetic import HOSTILE, RATES, answer, pieces, write
 from eagle.core.budget import Budget
 from eagle.markup import Html, html, readable, tag
 from eval.costs import Costs
-from eval.page_accepted import accepted_lengths, bin_confidences, by_position, most_used_nodes
-from eval.page_batches import points_by_size, texts_in_a_step
-from eval.page_parts import ReportData, labels
-from eval.page_speed import mean_milliseconds
-from eval.page_theory import Rates, break_even
+from eval.page.page_accepted import accepted_lengths, bin_confidences, by_position, most_used_nodes
+from eval.page.page_batches import points_by_size, texts_in_a_step
+from eval.page.page_parts import ReportData, labels
+from eval.page.page_speed import mean_milliseconds
+from eval.page.page_theory import Rates, break_even
 from eval.report import SECTIONS, main, markdown, page
-from eval.results import ACCEPTANCE_LENGTH, MODELLED_SPEED_UP, SPEED_UP, Group, count_cycles, cycles, read_results
-from eval.statistics import Row, estimate
+from eval.result_files.results import (
+    ACCEPTANCE_LENGTH,
+    MODELLED_SPEED_UP,
+    SPEED_UP,
+    Group,
+    count_cycles,
+    cycles,
+    read_results,
+)
+from eval.result_files.statistics import Row, estimate
 
 ROOT = Path(__file__).parents[2]
 FIGURES = {

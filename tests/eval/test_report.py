@@ -26,11 +26,11 @@ from bench.rehearsal import table as rehearsal_table
 from bench.sparse_cache import table as sparse_table
 from bench.train_report import eagle1_table as train_table
 from eagle import DraftTree
-from eval.compare_table import markdown as comparison_table
+from eval.comparison.compare_table import markdown as comparison_table
 from eval.draw import svg
 from eval.engines import table as engines_table
 from eval.report import markdown, page
-from eval.results import ACCEPTANCE_LENGTH, SPEED_UP, Results, ends_in_loop
+from eval.result_files.results import ACCEPTANCE_LENGTH, SPEED_UP, Results, ends_in_loop
 from recipes.cards import card_table
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from statistics import NormalDist, mean, quantiles, stdev
 import pytest
 from scipy.stats import t as student
 
-from eval.statistics import Row, _tail, estimate, estimate_difference, interval, ratio
+from eval.result_files.statistics import Row, _tail, estimate, estimate_difference, interval, ratio
 
 
 def conversations(number: int, turns: int, spread: float, seed: int) -> dict[int, list[Row]]:

@@ -13,7 +13,7 @@ import torch
 from eagle import Budget, Target, generate
 from eagle.core.tree import DraftTree, TargetOutput, chain_paths
 from eagle.core.verify import Sampling, sample_tree, walk
-from eagle.drafters.eagle1 import Eagle1
+from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.target.state import TargetState
 from eval.theory import (
     best_gamma,

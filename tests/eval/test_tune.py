@@ -15,20 +15,20 @@ import torch
 from eagle import Budget, DraftTree, Sampling, Target, generate, load_drafter
 from eagle.core.drafter import Committed, Noise
 from eagle.core.tree import PUBLISHED_TREE
-from eagle.drafters.bigram import BigramDrafter
 from eagle.drafters.draft_model import DraftModel
-from eagle.drafters.eagle1 import Eagle1
-from eagle.drafters.ngram import NgramDrafter, NgramText
+from eagle.drafters.lookup.bigram import BigramDrafter
+from eagle.drafters.lookup.ngram import NgramDrafter, NgramText
+from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head, write_budget
 from eagle.recipe import Recipe
 from eval import tune
-from eval.answer_rows import cycle_of
 from eval.costs import Costs, bare_costs
 from eval.prompts import questions
 from eval.replay import Answer, answer, plain, rates_by_rank, record_cycles, replay
+from eval.result_files.answer_rows import cycle_of
 from eval.tune import NOT_DRAFTING, Tuning, chain, search
 from eval.tune_policy import replay_policy
-from tests.drafters.test_eagle1 import head as head  # the untrained head of the suite's tiny target
+from tests.drafters.recurrent.test_eagle1 import head as head  # the untrained head of the suite's tiny target
 from tests.families import build, random_tokens
 from tests.tables import some_tables
 from tests.trained import RECIPE

@@ -10,14 +10,14 @@ import torch
 
 from eagle import Budget, Sampling, Target, generate
 from eagle.core.drafter import Committed
-from eagle.core.goodput import Goodput
+from eagle.core.examples import Batch, Example, collate
 from eagle.core.tree import PUBLISHED_TREE, Paths, best_tree
-from eagle.data.examples import Batch, Example, collate
+from eagle.decoding.goodput import Goodput
 from eagle.drafters import DRAFTERS, settings_of
 from eval import tune
-from eval.answer_rows import cycle_of
 from eval.costs import Costs
 from eval.replay import Answer, answer
+from eval.result_files.answer_rows import cycle_of
 from eval.tune import Tuning, acceptance_by_rank, chain, fixed, search
 from tests.families import build, random_tokens
 from tests.registry import LEVEL_HEADS

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle import Target
-from eagle.data.examples import Example, collate
+from eagle.core.examples import Example, collate
 from eagle.formats.export import export
 from eagle.formats.foreign import read_head
 from tests.formats.rivals.random_head import HeadRequest

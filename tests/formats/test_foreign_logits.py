@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle import Target
-from eagle.data.examples import Example, collate
+from eagle.core.examples import Example, collate
 from eagle.formats.foreign import import_head, read_head
 from tests.formats.rivals.random_head import HeadRequest
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eagle.__main__ import main
 from eagle.core.drafter import TargetHead
-from eagle.data.examples import Example, collate
+from eagle.core.examples import Example, collate
 from eagle.formats.checkpoint import load_head
 from eagle.formats.foreign import import_head, inspect
 from tests import foreign_heads as made

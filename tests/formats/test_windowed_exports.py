@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle.drafters.hass import Hass
 from eagle.drafters.parts.window import Window
+from eagle.drafters.recurrent.hass import Hass
 from eagle.formats.checkpoint import load_head, save_head
 from eagle.formats.export import EXPORTERS, export
 from eagle.formats.foreign import read_head
 from eagle.recipe import Recipe
-from tests.drafters.test_hass import started
+from tests.drafters.recurrent.test_hass import started
 from tests.formats.test_foreign_round_trip import proposals
 from tests.unrolled_heads import NARROW, SHAPE, frozen_head, new_head
 

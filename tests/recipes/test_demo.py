@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from eagle.recipe import Recipe
-from eval.results import read_results
+from eval.result_files.results import read_results
 from recipes.tiny import demo
 from recipes.tiny.demo_target import make_demo_target
 from recipes.tiny.stories import make_conversations

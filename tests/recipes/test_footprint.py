@@ -11,7 +11,8 @@ import torch
 
 from bench.memory import HEADS, LENGTHS, SMALL, TARGETS, allocated_bytes, live_bytes, run_loop
 from eagle.drafters import settings_of
-from eagle.drafters.parts import block_spans, objectives, spans
+from eagle.drafters.blocks import block_spans
+from eagle.drafters.parts import objectives, spans
 from recipes.footprint import EmptyRun, Footprint
 from recipes.forecast import PRECISION, empty_head, learned, sizes_of, training_bytes
 from tests.registry import BY_DEFAULT

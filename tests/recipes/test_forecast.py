@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from eagle.core.drafter import TargetHead
-from eagle.data.examples import Example, collate
+from eagle.core.examples import Example, collate
 from eagle.data.features import taps_of
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.recipe import Recipe

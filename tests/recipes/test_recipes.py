@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, get_linear_schedule_w
 
 from eagle import Target
 from eagle.core.drafter import TrainableDrafter
+from eagle.core.examples import Example, collate
 from eagle.core.tree import PUBLISHED_TREE
-from eagle.data.examples import Example, collate
 from eagle.data.features import taps_of
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.recipe import Recipe

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from eagle import Target
-from eagle.data.examples import Example
+from eagle.core.examples import Example
 from eagle.data.store import Damaged, FeatureStore
 from eagle.target.borrowed import is_local_model, load_borrowed, save_borrowed
 from tests.families import FAMILIES, build, random_tokens

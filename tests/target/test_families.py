@@ -25,7 +25,7 @@ from eagle import Sampling, Target, Trace, generate
 from eagle.core.drafter import Drafter
 from eagle.core.tree import DraftTree
 from eagle.core.verify import Choose
-from eagle.drafters.ngram import NgramDrafter
+from eagle.drafters.lookup.ngram import NgramDrafter
 from eagle.target.cache import TreeCache
 from tests.families import (
     FAMILIES,

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from eagle import Sampling, Target, Trace, generate
-from eagle.core.decoding import Decoding
 from eagle.core.tree import DraftTree
 from eagle.core.verify import Choose
-from eagle.drafters.ngram import NgramDrafter
+from eagle.decoding.loop import Decoding
+from eagle.drafters.lookup.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
 from eagle.target.cache import LEAST
 from tests.batches import Bench, KnowsAnswers, Request, allocated

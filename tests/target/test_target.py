@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from eagle import Sampling, Target, Trace, generate
-from eagle.core.decoding import Decoding
 from eagle.core.tree import DraftTree, TargetOutput
 from eagle.core.verify import Choose
+from eagle.decoding.loop import Decoding
 from eagle.drafters.none import NoDrafter
 from eagle.target.state import TargetState
 from tests.families import COMMON, FAMILIES, VOCAB_SIZE, PlantedTrees, build, own_answer, own_logits, random_tokens

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from eagle.data.examples import collate
+from eagle.core.examples import collate
 from eagle.drafters.draft_model import DraftModel
-from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.parts import text_blocks
+from eagle.drafters.recurrent.eagle1 import Eagle1
 from tests.unrolled_heads import ONE, SHAPE, SPANS, TAPS, frozen_head, moved, new_head, texts_of
 
 TEXTS = [SPANS, ONE, {41: [(3, 40)]}, {12: [(2, 12)], 25: [(9, 24)]}]  # other lengths and numbers of texts in each step

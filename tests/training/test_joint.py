@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from eagle import Target
 from eagle.core.drafter import TrainableDrafter
+from eagle.core.examples import Example
 from eagle.core.tree import chain_paths
-from eagle.data.examples import Example
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts import objectives
 from eagle.recipe import JointSection, TrainSection

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from eagle.data.examples import collate
+from eagle.core.examples import collate
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.recipe import Recipe
 from eagle.shipped import STAGES

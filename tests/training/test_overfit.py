@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from eagle import Budget, Target, generate
-from eagle.data.examples import Example, collate
+from eagle.core.examples import Example, collate
 from eagle.data.features import LiveFeatures
-from eagle.drafters.eagle1 import Eagle1
 from eagle.drafters.none import NoDrafter
+from eagle.drafters.recurrent.eagle1 import Eagle1
 from tests.trained import fixture_seed
 
 ASKED = [

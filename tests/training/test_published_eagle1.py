@@ -12,9 +12,9 @@ from transformers import LlamaConfig
 
 from bench.published_eagle1 import PublishedHead, padded, published_loss, published_optimizer, published_step
 from eagle.core.drafter import TargetHead
-from eagle.data.examples import Batch, Example, collate
-from eagle.drafters.eagle1 import Eagle1
+from eagle.core.examples import Batch, Example, collate
 from eagle.drafters.parts.spans import Spans
+from eagle.drafters.recurrent.eagle1 import Eagle1
 
 # heads of 16 in groups of two; 300 tokens make a text of more than one piece
 SHAPE = LlamaConfig(

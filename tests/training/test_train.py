@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from trained import apart, equal, prepared, rows, run, weights
 
 from eagle import Target
-from eagle.data.examples import Batch, collate
+from eagle.core.examples import Batch, collate
 from eagle.data.store import FeatureStore
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.checkpoint import load_head

@@ -14,7 +14,7 @@ import torch
 from ranks import LENGTHS, MadeFeatures, on_ranks, train_made
 from trained import apart, rows, weights
 
-from eagle.data.examples import Example
+from eagle.core.examples import Example
 from eagle.drafters.parts.objectives import align_steps
 from eagle.formats.checkpoint import load_head
 from eagle.recipe import TrainSection

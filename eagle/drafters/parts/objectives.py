@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle.data.examples import Batch
+from eagle.core.examples import Batch
 from eagle.drafters.parts.divergences import Kind as Kind
 from eagle.drafters.parts.divergences import Objective as Objective
 from eagle.drafters.parts.divergences import compare_with

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle.data.examples import Batch
+from eagle.core.examples import Batch
 from eagle.device import upload
-from eagle.drafters.parts.blocks import Block, Cache, Norm, Rotary, rotary_tables
+from eagle.drafters.parts.decoder_block import Block, Cache, Norm, Rotary, rotary_tables
 from eagle.drafters.parts.growth import level_mask
 from eagle.drafters.parts.operations import rotate
 from eagle.drafters.parts.spans import Spans, attend

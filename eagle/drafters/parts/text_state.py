@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from eagle.core.budget import Budget
 from eagle.core.drafter import Committed, Noise, TargetHead
 from eagle.device import upload
-from eagle.drafters.parts.blocks import Cache, Rotary, rotary_tables
+from eagle.drafters.parts.decoder_block import Cache, Rotary, rotary_tables
 from eagle.drafters.parts.scoring import Seed
 from eagle.drafters.parts.window import Window
 from eagle.target.cache import SlotCache, with_room
@@ -26,7 +26,7 @@ PART = 512  # tokens of a text that blocks with a window read at a time, whose c
 
 
 class TextHead(Protocol):
-    """The interface of a head that reads committed tokens; see `eagle.drafters.parts.unroll.UnrolledDrafter`."""
+    """The interface of a head that reads committed tokens; see `eagle.drafters.recurrent.unroll.UnrolledDrafter`."""
 
     layers: Any
     rotary: Rotary

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle.core.examples import Batch
 from eagle.core.tree import Paths
-from eagle.data.examples import Batch
 
 Logits = Callable[[Tensor], Tensor]
 ROWS = 128  # of logits held at once

@@ -1,0 +1,1 @@
+"""Conversations as people write them, and as templates print them."""

@@ -1,0 +1,236 @@
+"""One record of any known layout -> a conversation as OpenAI writes it, or the reason why there is none."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from data_prep.chats.marks import is_truncated, medium_in, unfinished_reason, weight_of
+from data_prep.chats.turns import (
+    ASSISTANT,
+    SYSTEM,
+    TOOL,
+    USER,
+    Dropped,
+    check_media,
+    check_wanted,
+    describe,
+    first_of,
+    parse_json,
+    turns_of,
+)
+
+IDS = ("id", "conversation_id", "conversation_hash", "uuid", "uid", "prompt_id", "question_id", "message_tree_id")
+VISIBLE = re.compile(r"[^\s\u200b-\u200d\u2060\ufeff]")  # zero-width characters alone are no answer
+CALLS = ("function_call", "tool_call")  # turns whose text is a call
+ROLES = {
+    **dict.fromkeys(("human", "user", "prompter"), USER),
+    **dict.fromkeys(("gpt", "assistant", "ai", "chatgpt", "chatbot", "bot", "model", "bard", "bing"), ASSISTANT),
+    **dict.fromkeys(("claude", *CALLS), ASSISTANT),
+    **dict.fromkeys(("system", "developer"), SYSTEM),
+    **dict.fromkeys(("observation", "tool", "function", "tool_response", "tool_result", "ipython"), TOOL),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages as OpenAI writes them: `role` and `content`; an answer may have tool calls, reasoning and a weight."""
+
+    id: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+
+
+def conversation_of(record: Any, place: str, *, answered: bool = True) -> tuple[Conversation, set[str]]:
+    """The conversation of a record, and notes of what was changed; `place` is its id where the record has none.
+
+    With `answered=False` the answers are yet to come: questions alone will do, and the answers are not checked.
+    """
+    if not isinstance(record, dict):
+        raise Dropped("not an object")
+    notes: set[str] = set()
+    try:
+        turns = turns_of(record, notes)
+        if answered:
+            check_wanted(record)
+        messages = _trim(_messages_of(turns, notes, answered), notes, answered)
+        name = first_of(record, *IDS)
+        name = str(name) if isinstance(name, str | int) and name != "" else place
+        conversation = Conversation(name, messages, tools_of(first_of(record, "tools", "functions")))
+        _check_text(conversation)
+    except RecursionError:
+        raise Dropped("nested too deeply") from None
+    return conversation, notes
+
+
+def _messages_of(turns: list[Any], notes: set[str], answered: bool) -> list[dict[str, Any]]:
+    """The messages up to the first that is empty or broken off; before the first question such are left out."""
+    messages: list[dict[str, Any]] = []
+    for place, turn in enumerate(turns):
+        message = message_of(turn)
+        role, finish = message["role"], unfinished_reason(turn)
+        is_answer = role == ASSISTANT
+        truncated = finish is not None and is_truncated(finish)
+        broken_off = is_answer and finish is not None and not truncated
+        if is_answer and answered and truncated:
+            notes.add("a truncated answer is not learned")
+            message["weight"] = 0
+        elif is_answer and answered and message.get("weight") == 0:
+            notes.add("an answer is marked as not to be learned")
+        if (is_answer and not answered) or (says_something(message) and not broken_off):
+            messages.append(message)
+        elif role == SYSTEM:
+            notes.add("empty system turn removed")
+        elif not any(before["role"] == USER for before in messages):
+            notes.add(f"leading {role} turns cut")
+        else:
+            _check_first_answer(messages, turns[place:], finish if broken_off else None)
+            notes.add(f"cut at an answer that was broken off: {finish}" if broken_off else "cut at an empty turn")
+            break
+    return messages
+
+
+def _check_first_answer(messages: list[dict[str, Any]], cut_turns: list[Any], broken_off: str | None) -> None:
+    """Refuse a conversation of which the cut leaves questions alone, if what is cut away has an answer."""
+    roles = [message["role"] for message in messages]
+    if ASSISTANT in roles[roles.index(USER) :]:
+        return
+    if broken_off:
+        raise Dropped(f"the first answer was broken off: {broken_off}")
+    if any(message["role"] == ASSISTANT and says_something(message) for message in map(message_of, cut_turns)):
+        raise Dropped("an empty turn before the first answer")
+
+
+def _trim(messages: list[dict[str, Any]], notes: set[str], answered: bool) -> list[dict[str, Any]]:
+    """System turns, then from the first question to the last answer; without `answered`, an empty one may be added."""
+    roles = [message["role"] for message in messages]
+    if USER not in roles:
+        if "leading user turns cut" in notes:
+            raise Dropped("every user turn is empty")
+        raise Dropped("no user turn" if ASSISTANT in roles or not answered else "no answer")
+    first = roles.index(USER)
+    last = len(roles) - 1 - roles[::-1].index(USER)
+    if not answered and ASSISTANT not in roles[last:]:
+        messages = [*messages[: last + 1], {"role": ASSISTANT, "content": ""}]
+        roles = [*roles[: last + 1], ASSISTANT]
+    if ASSISTANT not in roles[first:]:
+        raise Dropped("no answer")
+    if any(message["role"] == ASSISTANT and not says_something(message) for message in messages):
+        notes.add("a question without an answer")
+    end = len(roles) - roles[::-1].index(ASSISTANT)
+    notes.update(f"leading {role} turns cut" for role in roles[:first] if role != SYSTEM)
+    if end < len(roles):
+        notes.add("turns after the last answer cut")
+    return [message for message in messages[:first] if message["role"] == SYSTEM] + messages[first:end]
+
+
+def _check_text(conversation: Conversation) -> None:
+    """Refuse what cannot be written as UTF-8 or as JSON: it cannot be tokenised or stored either."""
+    try:
+        json.dumps([conversation.id, conversation.messages, conversation.tools], ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise Dropped("text with lone surrogates") from None
+    except TypeError:
+        raise Dropped("a value that is not JSON") from None
+
+
+def message_of(turn: Any) -> dict[str, Any]:
+    """The turn's role, content, reasoning, tool calls and, where it has one, its weight."""
+    if not isinstance(turn, dict):
+        raise Dropped("a turn that is not an object")
+    speaker = first_of(turn, "from", "role")
+    speaker = speaker.strip().lower() if isinstance(speaker, str) else speaker
+    role = ROLES.get(speaker) if isinstance(speaker, str) else None
+    if role is None:
+        raise Dropped("a turn without a role" if speaker is None else f"unknown role {describe(speaker)!r}")
+    check_media(turn)
+    content = first_of(turn, "value", "content", "text")
+    text, reasoning, calls = ("", "", calls_of(content, "function_call")) if speaker in CALLS else parts_of(content)
+    if medium := medium_in(text, asked=role == USER):
+        raise Dropped(f"a placeholder in the text: {describe(medium)}")
+    reasoning += _text(first_of(turn, "reasoning_content", "reasoning", "thinking"), "reasoning_content")
+    calls += calls_of(first_of(turn, "tool_calls", "function_call") or [], "tool_calls")
+    if role != ASSISTANT and (reasoning or calls):
+        raise Dropped(f"reasoning or tool calls in a turn of the {role}")
+    message = {"role": role, "content": text, "reasoning_content": reasoning, "tool_calls": calls}
+    message.update({key: _text(turn.get(key), key) for key in ("name", "tool_call_id")})
+    message = {key: value for key, value in message.items() if value or key == "content"}
+    return message | _weight(turn) if role == ASSISTANT else message
+
+
+def says_something(message: dict[str, Any]) -> bool:
+    """Whether a message has visible text or tool calls."""
+    return bool(VISIBLE.search(message["content"])) or "tool_calls" in message
+
+
+def tools_of(tools: Any) -> list[dict[str, Any]] | None:
+    """The tools that the assistant may call, each wrapped as OpenAI does."""
+    tools = parse_json(tools or None, "tools that are")
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, list):
+        raise Dropped("tools that are not a list")
+    return [_tool(parse_json(tool, "a tool that is")) for tool in tools]
+
+
+def parts_of(content: Any) -> tuple[str, str, list[dict[str, Any]]]:
+    """The text, the reasoning and the tool calls in a content."""
+    if not isinstance(content, list):
+        return _text(content, "content"), "", []
+    text, reasoning, calls = "", "", []
+    for part in content:
+        kind = part.get("type") or "text" if isinstance(part, dict) else type(part).__name__
+        if kind == "text":
+            text += _text(first_of(part, "text", "value"), "a text part")
+        elif kind in ("reasoning", "thinking"):
+            reasoning += _text(first_of(part, "text", "value", kind), "a reasoning part")
+        elif kind == "tool_call":
+            calls += calls_of(first_of(part, "value", "tool_call") or part, "tool_call")
+        else:
+            raise Dropped(f"content that is not text: {describe(kind)}")
+    return text, reasoning, calls
+
+
+def calls_of(value: Any, name: str) -> list[dict[str, Any]]:
+    """The tool calls in JSON text, in one object or in a list of them."""
+    calls = parse_json(value, f"{name} that is")
+    return [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """One tool call, its arguments as an object, since templates print them as JSON themselves."""
+    function = _check_name((call.get("function") or call) if isinstance(call, dict) else None, "a tool call")
+    arguments = parse_json(first_of(function, "arguments", "parameters") or {}, "tool call arguments that are")
+    if not isinstance(arguments, dict):
+        raise Dropped("tool call arguments that are not an object")
+    call_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**call_id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    wrapped = tool if isinstance(tool, dict) and "function" in tool else {"function": tool}
+    _check_name(wrapped["function"], "a tool")
+    return {"type": "function", **wrapped}
+
+
+def _check_name(function: Any, kind: str) -> dict[str, Any]:
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Dropped(f"{kind} without a name")
+    return function
+
+
+def _weight(turn: dict[str, Any]) -> dict[str, int]:
+    """A weight of 0 where any mark excludes the answer from the loss."""
+    try:
+        weight = weight_of(turn)
+    except ValueError as error:
+        raise Dropped(str(error)) from None
+    return {} if weight is None else {"weight": weight}
+
+
+def _text(value: Any, name: str) -> str:
+    if value is not None and not isinstance(value, str):
+        raise Dropped(f"{name} that is not text: {type(value).__name__}")
+    return value or ""

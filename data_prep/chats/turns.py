@@ -1,0 +1,192 @@
+"""A record of any known layout -> its turns, each still as the dataset spells it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+from data_prep.chats.marks import FINISHES, WEIGHTS, excluding_mark, media_key, unfinished_reason, with_names
+
+USER, ASSISTANT, SYSTEM, TOOL = "user", "assistant", "system", "tool"
+LISTS = ("conversations", "messages", "conversation")  # lists of turns: ShareGPT, OpenAI, LMSYS and WildChat
+ANSWERS = {  # where a record of one question has its answer
+    "instruction": ("output", "response", "completion"),
+    "prompt": ("completion", "response", "output"),
+    "question": ("answer", "response"),
+    "query": ("response", "answer"),
+}
+SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair, which no valid text holds
+
+
+class Dropped(Exception):
+    """The reason for which a record gives no conversation."""
+
+
+class Damaged(Dropped):
+    """Text that cannot be read; where it is more than a line of its own, nobody knows how many records it held."""
+
+    def __init__(self, reason: str, *, of_one_line: bool) -> None:
+        super().__init__(reason)
+        self.of_one_line = of_one_line
+
+
+def layout_of(record: Any) -> str | None:
+    """The key that holds the turns or the question, if the record has one that is known."""
+    if not isinstance(record, dict):
+        return None
+    is_there = {
+        **{key: record.get(key) is not None for key in LISTS},
+        "turns": isinstance(record.get("turns"), list),
+        "data": _is_list_of(record.get("data"), str),
+        **{key: record.get(key) not in (None, "") for key in ANSWERS},
+        "chosen": _is_list_of(record.get("chosen"), dict),
+    }
+    return next((key for key in is_there if is_there[key]), None)
+
+
+def turns_of(record: dict[str, Any], notes: set[str]) -> list[Any]:
+    """The turns of a record, where a question without an answer is followed by an answer without content."""
+    layout = layout_of(record)
+    if layout is None:
+        raise Dropped("unknown layout: keys " + ", ".join(describe(key) for key in sorted(record, key=str)[:6]))
+    check_media(record)
+    turns = _turns_in(layout, record, notes)
+    if not turns:
+        raise Dropped("no turns")
+    turns = _with_chosen_answer(turns, record.get("chosen"), notes)
+    for key, marks in with_names(record, WEIGHTS):
+        if isinstance(marks, list):
+            turns = _with_marks(turns, key, marks)
+    finish = unfinished_reason(record)
+    if finish is not None and isinstance(turns[-1], dict) and not any(with_names(turns[-1], FINISHES)):
+        turns = [*turns[:-1], {**turns[-1], "finish_reason": finish}]
+    system = first_of(record, "system", "system_prompt")
+    return [{"role": SYSTEM, "content": system}, *turns] if system else turns
+
+
+def check_wanted(record: dict[str, Any]) -> None:
+    """Refuse a record that is marked as not to be learned; a label of 0 may stand for a class of any kind."""
+    if key := excluding_mark(record):
+        raise Dropped(f"marked as not to be learned: {describe(key)}")
+
+
+def check_media(values: dict[str, Any]) -> None:
+    """Refuse a record or a turn that has images, videos or sound beside its text."""
+    if key := media_key(values):
+        raise Dropped(f"{describe(key)} beside the text")
+
+
+def parse_json(value: Any, name: str) -> Any:
+    """The value of JSON text; anything but text stays as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        raise Dropped(f"{name} not JSON") from None
+
+
+def first_of(values: dict[str, Any], *keys: str) -> Any:
+    """The value of the first key that has one; a table from Arrow holds None for keys that a record lacks."""
+    return next((values[key] for key in keys if values.get(key) is not None), None)
+
+
+def describe(value: Any) -> str:
+    """A text of the data on one short printable line, or the type of anything else."""
+    return repr(value)[1:-1][:40] if isinstance(value, str) else type(value).__name__
+
+
+def _turns_in(layout: str, record: dict[str, Any], notes: set[str]) -> list[Any]:
+    """The turns that the layout's key holds, in whichever form."""
+    value = record[layout]
+    if layout in LISTS:
+        value = parse_json(value, f"{layout}: text that is")
+        if not isinstance(value, list):
+            raise Dropped(f"{layout}: not a list")
+        return value
+    if layout == "chosen":  # a whole conversation, which `_with_chosen_answer` takes
+        return value
+    if layout == "data":  # UltraChat: user and assistant in turn
+        return _alternate(value)
+    if layout == "turns":
+        return _questions(value)
+    if isinstance(value, dict):
+        return _best_path(value, notes)
+    return _question_and_answer(layout, record)
+
+
+def _questions(values: list[Any]) -> list[Any]:
+    """Texts or turns without roles as questions, an empty answer after each; turns with roles as they are."""
+    if any(isinstance(value, dict) and first_of(value, "role", "from") is not None for value in values):
+        return values
+    texts = [first_of(value, "content", "value") if isinstance(value, dict) else value for value in values]
+    if not all(isinstance(text, str) and text.strip() for text in texts):
+        raise Dropped("turns that are no texts")
+    return _alternate(content for text in texts for content in (text, None))
+
+
+def _alternate(contents: Iterable[Any]) -> list[Any]:
+    """Turns of the user and of the assistant in turn, with these contents."""
+    return [{"role": (USER, ASSISTANT)[place % 2], "content": content} for place, content in enumerate(contents)]
+
+
+def _question_and_answer(layout: str, record: dict[str, Any]) -> list[Any]:
+    """The history of a record of one question, the question with its input or context, and the answer."""
+    question = record[layout]
+    answer = first_of(record, *ANSWERS[layout])
+    history = record.get("history") or []
+    if first_of(record, "choices", "options") is not None:
+        raise Dropped("a question with choices")
+    context = first_of(record, "input", "context") if layout in ("instruction", "question") else None
+    if context:
+        if not isinstance(question, str) or not isinstance(context, str):
+            raise Dropped(f"{layout} or input: not text")
+        question = f"{question}\n\n{context}"
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise Dropped("history: not a list of pairs")
+    if answer is None and "rejected" in record and isinstance(record.get("chosen"), str):
+        answer = record["chosen"]
+    turns = [{"role": USER, "content": question}]
+    if isinstance(question, list):
+        turns = _questions(question)
+        turns = turns if turns is question else turns[:-1]  # the answer that follows takes the place of an empty one
+    answers = answer if _is_list_of(answer, dict) else [{"role": ASSISTANT, "content": answer}]
+    return [*_alternate(chain.from_iterable(history)), *turns, *answers]
+
+
+def _best_path(node: Any, notes: set[str]) -> list[Any]:
+    """The turns from the root of a message tree, following the reply of the best rank."""
+    notes.add("message tree: the best-ranked reply each time")
+    turns: list[Any] = []
+    while isinstance(node, dict):
+        turns.append({key: node.get(key) for key in ("role", "text")})
+        replies = node.get("replies")
+        replies = [reply for reply in replies if isinstance(reply, dict)] if isinstance(replies, list) else []
+        ranks = [reply.get("rank") for reply in replies]
+        ranks = [rank if isinstance(rank, int | float) else float("inf") for rank in ranks]
+        node = replies[ranks.index(min(ranks))] if replies else None
+    return turns
+
+
+def _with_chosen_answer(turns: list[Any], chosen: Any, notes: set[str]) -> list[Any]:
+    """The turns with the preferred answer; `chosen` replaces them where it holds a question too."""
+    chosen = [chosen] if isinstance(chosen, dict) else chosen
+    if not _is_list_of(chosen, dict):
+        return turns
+    notes.add("preference record: the chosen answer is taken")
+    if any(first_of(turn, "role", "from") in (USER, "human") for turn in chosen):
+        return chosen
+    ends_empty = isinstance(turns[-1], dict) and "content" in turns[-1] and turns[-1]["content"] is None
+    return [*(turns[:-1] if ends_empty else turns), *chosen]
+
+
+def _with_marks(turns: list[Any], key: str, marks: list[Any]) -> list[Any]:
+    """The turns, each with its mark of a list that stands beside them."""
+    if len(marks) != len(turns) or not all(isinstance(turn, dict) for turn in turns):
+        raise Dropped(f"{describe(key)} that is not one mark for each turn")
+    return [{key: mark, **turn} for turn, mark in zip(turns, marks, strict=True)]
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, kind) for item in value)

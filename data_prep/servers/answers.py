@@ -1,0 +1,110 @@
+"""Answer prompts with the target itself, many at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+from eagle.core.budget import Budget
+from eagle.core.trace import Trace
+from eagle.core.verify import Sampling
+from eagle.decoding.loop import Decoding
+from eagle.formats.checkpoint import load_drafter
+from eagle.recipe import RegenerateSection
+from eagle.target.target import Target
+
+TRUNCATED, FILTERED = "length", "content_filter"  # why an answer ended, if not by itself
+DRAFTED = 64  # tokens that are drafted in a cycle of all conversations, where the drafter is tuned to nothing else
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A conversation that ends where the target speaks next."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    ids: list[int]  # the tokens of the messages
+    room: int  # tokens that the answer may have
+    request: int  # the key of its randomness
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An assistant's message, why it ended, and its tokens."""
+
+    message: dict[str, Any]
+    finish: str
+    tokens: int
+
+
+# asks for answers in turn, and returns the line of a part
+Dialogue = Generator[Prompt, Answer, dict[str, Any]]
+Outcome = tuple[str, "dict[str, Any] | str"]  # a conversation's id, and its line or the reason for which it failed
+
+
+class Local:
+    """The target itself, `batch_size` conversations side by side: where one ends, the next takes its place."""
+
+    def __init__(self, target: Target, tokenizer: Any, section: RegenerateSection) -> None:
+        self.target, self.tokenizer, self.positions = target, tokenizer, target.max_positions
+        self.sampling = Sampling(temperature=section.temperature, top_p=section.top_p, seed=section.seed)
+        self.at_once, self.max_tokens_in_cache = section.batch_size, section.max_tokens_in_cache
+        try:
+            target.reader.check()
+        except ValueError as error:
+            raise ValueError(f"{error} For its answers serve it, and name regenerate.endpoint.") from None
+        self.drafter = load_drafter(section.drafter, target)
+        nodes = min(max(DRAFTED // self.at_once, 1), 10)
+        # drafts that are drawn by lot would make the noise, and so the answers, depend on who drafts
+        self.budget = replace(self.drafter.budget or Budget(nodes, nodes), draw="noise")
+
+    def run(self, dialogues: Iterator[tuple[str, Dialogue]]) -> Iterator[Outcome]:
+        """The outcome of every conversation, as they end."""
+        decoding = Decoding(
+            self.target,
+            self.drafter,
+            budget=self.budget,
+            batch_size=self.at_once,
+            max_tokens_in_cache=self.max_tokens_in_cache,
+        )
+        numbers, asked = count(), dict[int, tuple[str, Dialogue, Trace]]()
+
+        def ask(name: str, dialogue: Dialogue, answer: Any = None) -> Iterator[Outcome]:
+            """Go on to the conversation's next question; its outcome if there is none."""
+            try:
+                prompt = dialogue.send(answer)
+            except StopIteration as end:
+                yield name, end.value
+                return
+            number, trace = next(numbers), Trace([])
+            sampling = replace(self.sampling, request=prompt.request)
+            try:
+                decoding.add(number, prompt.ids, sampling, min(prompt.room, self.target.room(prompt.ids)), trace)
+            except ValueError as error:  # the cache may not hold it
+                yield name, str(error)
+            else:
+                asked[number] = name, dialogue, trace
+
+        try:
+            while True:
+                while len(asked) < self.at_once and (following := next(dialogues, None)):
+                    yield from ask(*following)
+                if not asked:
+                    return
+                for number, _ in decoding.step():
+                    if asked[number][2].finish != "running":
+                        name, dialogue, trace = asked.pop(number)
+                        if trace.error is not None:  # of this conversation alone
+                            yield name, f"{type(trace.error).__name__}: {trace.error}"
+                            continue
+                        yield from ask(name, dialogue, self._answer(trace))
+        finally:
+            decoding.close()
+
+    def _answer(self, trace: Trace) -> Answer:
+        """The message of a text that has ended, without its stop token."""
+        spoken = trace.tokens[: len(trace.tokens) - (trace.finish == "stop")]
+        text = self.tokenizer.decode(spoken, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return Answer({"role": "assistant", "content": text}, trace.finish, len(trace.tokens))

@@ -1,0 +1,236 @@
+"""Adaptive draft length: each cycle uses the depths with the most expected tokens per second over all texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from eagle.core.arguments import positive_ints, prompt_rows, token_ids
+from eagle.core.budget import Budget, Draw
+from eagle.core.drafter import Drafter
+from eagle.core.sampling import Sampling, number, whole
+from eagle.core.trace import Cycle
+from eagle.core.tree import chain_paths
+from eagle.decoding.acceptance import LEAST, Acceptance, Average
+from eagle.decoding.allocate import Batch
+from eagle.decoding.cycle_costs import CycleCosts
+from eagle.decoding.cycle_times import time_cycles
+from eagle.target.target import Target
+
+BATCH_SIZES = (1, 2, 4, 8, 16)
+ONLY = 0  # the number of a text by itself
+HINT = "measure them with Goodput.measure(target, drafter, prompt, budget)"
+
+
+class Goodput:
+    """A policy, used in place of a `Budget`, that drafts the number of levels (or none) with the best speed.
+
+    The rule is SmartSpec's (Liu et al. 2024, arXiv 2406.14066): maximise expected tokens per expected second of a
+    cycle, from the cost of cycles and the recent rates at which each level was proposed and accepted, over all texts
+    and for each. At most `share` of the time explores deeper levels: one more, and another as long as all explored ones
+    are accepted. Statistics carry over from one request to the next.
+
+    `draft[n]` and `read[n]` are the seconds of drafting n levels and of the rest of such a cycle, for one text; for
+    several texts see `of_costs`. `memory` is the number of cycles over which averages are taken,
+    `max_nodes` the most draft nodes of all texts in one forward.
+    """
+
+    def __init__(
+        self,
+        draft: Sequence[float],
+        read: Sequence[float],
+        budget: Budget | None = None,
+        *,
+        share: float = 0.005,
+        memory: float = 100.0,
+        max_nodes: int | None = None,
+        costs: CycleCosts | None = None,
+    ) -> None:
+        for name, seconds in {"draft": draft, "read": read}.items():
+            if not isinstance(seconds, Sequence) or isinstance(seconds, (str, bytes)):
+                raise ValueError(f"{name} is {seconds!r}, expected a list of seconds of 0, 1, 2, ... levels: {HINT}")
+            for figure in seconds:
+                number(f"a figure of {name}", figure)
+        share, memory = number("share", share), number("memory", memory)
+        max_nodes = None if max_nodes is None else whole("max_nodes", max_nodes)
+        if not isinstance(costs, (CycleCosts, type(None))):
+            raise ValueError(f"costs is {costs!r:.60}, expected CycleCosts, as Goodput.measure makes them")
+        if not isinstance(budget, (Budget, type(None))):
+            raise ValueError(f"budget is {budget!r}, expected a Budget: as Budget(nodes=8, depth=4)")
+        self.budget = budget or Budget.fixed(chain_paths(len(draft) - 1))
+        self.nodes, depth = self.budget.nodes, self.budget.depth
+        for name, seconds in {"draft": draft, "read": read}.items():
+            if len(seconds) != depth + 1 or min(seconds) < 0:
+                raise ValueError(
+                    f"{name} holds {len(seconds)} figures from {min(seconds, default=0)} on, expected the seconds of "
+                    f"0 to {depth} levels: {HINT}"
+                )
+        if not (read[0] > 0 and 0 <= share <= 1 and memory >= LEAST):
+            raise ValueError(
+                f"expected seconds to read the root, a share of 0 to 1, a memory of {LEAST:g} or more; got {read[0]}, "
+                f"{share}, {memory}"
+            )
+        if max_nodes is not None and max_nodes < 0:
+            raise ValueError(f"max_nodes is {max_nodes}, expected 0 or more draft nodes of all texts, or None")
+        self.draft, self.read, self.max_nodes = list(draft), list(read), max_nodes
+        self.costs = costs or CycleCosts.of_one(draft, read)
+        self.exploration, self.memory = share, memory
+        self.nodes_at = [_count_nodes(self.budget, level) for level in range(depth + 1)]
+        self.acceptance = Acceptance(depth, memory)
+        self.spent = self.explored = 0.0  # seconds
+        self.asked: dict[int, int] = {}  # levels of each text in this cycle
+        self.context = 0  # of the longest text
+        self.tried = 0  # the deepest level that was ever asked for
+        self.step = 1  # levels beyond the best that are explored next
+        self.exploring = False
+
+    @property
+    def draw(self) -> Draw:
+        """How children are drawn, the same in all its budgets."""
+        return self.budget.draw
+
+    @property
+    def proposed(self) -> list[Average]:
+        """How often each level was proposed when it was asked for, by all texts."""
+        return self.acceptance.all.proposed
+
+    @property
+    def accepted(self) -> list[Average]:
+        """How often each level was accepted when it was asked for and the one above was accepted, by all texts."""
+        return self.acceptance.all.accepted
+
+    @classmethod
+    def of_costs(cls, costs: CycleCosts, budget: Budget, **options: Any) -> Goodput:
+        """A policy with these costs; the options are those of the class."""
+        return cls(costs.draft[0][0], costs.read[0][0], budget, costs=costs, **options)
+
+    @classmethod
+    def measure(
+        cls,
+        target: Target,
+        drafter: Drafter,
+        prompt: Any,
+        budget: Budget | None = None,
+        batch_sizes: Sequence[int] | None = None,
+        contexts: Sequence[int] = (),
+        max_nodes: int | None = None,
+        **options: Any,
+    ) -> Goodput:
+        """A policy with costs measured in short generations that alternate between all draft depths.
+
+        With several prompts, batches of 1, 2, 4, 8 and 16 texts (or `batch_sizes`) are measured, and the prompts take
+        turns. With `contexts` the prompts are repeated or cut to these lengths. The options are those of `generate`.
+        The budget defaults to the drafter's, else a chain of eight. Depths that were not measured are interpolated.
+        """
+        rows = prompt_rows(prompt, None)
+        prompts = [token_ids(prompt)] if rows is None else rows
+        sizes: tuple[int, ...] = (1,) if rows is None else BATCH_SIZES
+        sizes = sizes if batch_sizes is None else positive_ints("batch_sizes", batch_sizes)
+        contexts = positive_ints("contexts", contexts) if contexts else ()
+        max_nodes = None if max_nodes is None else whole("max_nodes", max_nodes)
+        if not prompts:
+            raise ValueError("the prompts are an empty list, expected at least one")
+        tuned = drafter.budget if isinstance(drafter, Drafter) else None  # `stream` refuses what is no drafter
+        budget = budget or tuned or Budget.fixed(chain_paths(8))
+        costs = time_cycles(target, drafter, prompts, budget, sizes, contexts, options)
+        return cls.of_costs(costs, budget, max_nodes=max_nodes)
+
+    measured = measure  # its name in earlier releases
+
+    def check_request(self, samplings: Sequence[Sampling], texts: int) -> None:
+        """Refuse a lossy rule, of which its rates of acceptance say nothing, and more texts than were measured."""
+        if any(sampling.typical is not None for sampling in samplings):
+            raise ValueError(
+                "the policy forecasts exact verification, and Sampling.typical is lossy: leave one of them out"
+            )
+        self.costs.check_texts(texts)
+
+    def forecast(self, texts: int = 1, context: int | None = None) -> list[tuple[float, float]]:
+        """(expected tokens, expected seconds) of a cycle by the number of levels that each of so many texts drafts."""
+        batch = self._batch(range(-texts, 0), self.context if context is None else context)
+        depths = [[level] * texts for level in range(self.budget.depth + 1)]
+        return [(batch.tokens(levels), batch.seconds(levels)) for levels in depths]
+
+    def share(self, levels: Mapping[int, int], contexts: Mapping[int, int]) -> dict[int, Budget]:
+        """The next cycle's budget of each text, at most `levels[row]` deep."""
+        self.acceptance.keep_only(contexts)
+        return self._share(levels, max(contexts.values()))
+
+    def within(self, levels: int) -> Budget:
+        """The next cycle's budget of one text, at most `levels` deep."""
+        return self._share({ONLY: levels}, self.context)[ONLY]
+
+    def learn_rows(self, cycles: Mapping[int, Cycle]) -> None:
+        """Update the rates of the requested levels and of these texts."""
+        depths = {row: min(cycle.depth, self.asked[row]) for row, cycle in cycles.items()}
+        self.context = max(cycle.context for cycle in cycles.values())
+        costs = self.costs.at(len(cycles), self.context)
+        self.spent += costs.drafting([self.asked[row] for row in cycles]) + costs.read[max(depths.values())]
+        if self.exploring:
+            deepest = max(self.asked.values())
+            reached = any(self.asked[row] == deepest <= cycle.accepted for row, cycle in cycles.items())
+            self.step = self.step + 1 if reached else 1
+        for row, cycle in cycles.items():
+            self.acceptance.learn(row, self.asked[row], cycle, depths[row])
+
+    def learn(self, cycle: Cycle) -> None:
+        """Update the rates after a cycle of one text."""
+        self.learn_rows({ONLY: cycle})
+
+    def _share(self, levels: Mapping[int, int], context: int) -> dict[int, Budget]:
+        """Choose each text's depth: usually the best one, sometimes a deeper one to explore."""
+        batch = self._batch(levels, context)
+        limits = [max(min(limit, self.budget.depth), 0) for limit in levels.values()]
+        best = self._best(batch, limits)
+        deepest = min(max(best) + self.step, self.budget.depth)
+        deeper = [max(depth, min(deepest, limit)) for depth, limit in zip(best, limits, strict=True)]
+        extra = batch.seconds(deeper) - batch.seconds(best)  # the most that it can lose, for it accepts no less
+        fits = max(best) < deepest <= max(limits) and self._fits(deeper)
+        self.exploring = fits and self.explored + extra <= self.exploration * self.spent
+        if self.exploring:
+            self.explored += extra
+        self.asked = dict(zip(levels, deeper if self.exploring else best, strict=True))
+        self.tried = max(self.tried, *self.asked.values())
+        return {row: self.budget.within(depth) for row, depth in self.asked.items()}
+
+    def _batch(self, rows: Any, context: int) -> Batch:
+        return Batch(self.acceptance.forecasts(rows), self.costs.at(len(rows), context))
+
+    def _best(self, batch: Batch, limits: list[int]) -> list[int]:
+        """The depths with the most expected tokens per second, within the limit on nodes."""
+        # all is hoped for of levels never tried, which is dear for a batch: it goes about twice as deep at a time
+        most = self.budget.depth if len(limits) == 1 else min(2 * self.tried + 1, self.budget.depth)
+        best = batch.best_levels(limits, most)
+        if self.max_nodes is None or self._fits(best):
+            return best
+        every = [batch.best_levels(limits, deepest) for deepest in range(max(best) + 1)]
+        return max((batch.trim(levels, self.nodes_at, self.max_nodes) for levels in every), key=batch.speed)
+
+    def _fits(self, levels: Sequence[int]) -> bool:
+        return self.max_nodes is None or sum(self.nodes_at[depth] for depth in levels) <= self.max_nodes
+
+
+def goodput_budget(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    budget: Budget | None = None,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+    **options: Any,
+) -> Goodput:
+    """A policy for prompts decoded in batches of these sizes, with costs at short and at long contexts."""
+    lengths, room = [len(prompt) for prompt in prompts], options.get("max_new_tokens", 256)
+    longest = max(max(lengths), min(lengths) + room)
+    if target.max_positions is not None:
+        longest = min(longest, target.max_positions - room)
+    contexts = sorted({min(min(lengths), longest), longest})
+    return Goodput.measure(target, drafter, [list(p) for p in prompts], budget, batch_sizes, contexts, **options)
+
+
+def _count_nodes(budget: Budget, levels: int) -> int:
+    """The maximum number of nodes of a tree with `levels` levels."""
+    if levels == 0:
+        return 0
+    if budget.paths is not None:
+        return sum(len(path) <= levels for path in budget.paths)
+    return min(budget.nodes, sum(budget.top_k**level for level in range(1, levels + 1)))

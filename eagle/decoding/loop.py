@@ -1,0 +1,288 @@
+"""The decoding loop, for any number of texts: draft a tree for each, read them, verify, commit the accepted paths."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from eagle.core.budget import Budget, Policy
+from eagle.core.drafter import Committed, Drafter
+from eagle.core.row_errors import FATAL, RowErrors
+from eagle.core.trace import Cycle, Trace
+from eagle.core.tree import DraftTree, TargetOutput, check_draft
+from eagle.core.verify import Choose, Sampling, verify_rows
+from eagle.decoding.decoding_row import Row, check_confidence, check_draw, check_length, check_trace, find_budget
+from eagle.decoding.row_drafts import RowDrafts
+from eagle.decoding.stops import Stops
+from eagle.target.target import Target
+
+PROMPT_TOKENS = 256  # read in one forward while other texts wait for their next tokens
+
+
+class Decoding:
+    """Texts decoded side by side, up to `batch_size` at once: `add` prompts, then `step` until `is_done`.
+
+    An error that only one text causes ends that text: its trace's `finish` is "error", and its `error` says which.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        *,
+        budget: Budget | Policy | None = None,
+        batch_size: int = 1,
+        max_tokens_in_cache: int | None = None,
+        timing: bool = False,
+    ) -> None:
+        self.target, self.drafter, self.batch_size = target, drafter, batch_size
+        self.budget: Budget | Policy = budget or drafter.budget or Budget()
+        self.clock = _Clock(target.device, timing)
+        self.waiting: deque[Row] = deque()
+        self.rows: dict[int, Row] = {}  # admitted
+        self.cycles = 0
+        if drafter.reads.view:
+            drafter.bind_target(target.view())
+        self.state = target.open(drafter.taps, max_tokens_in_cache)
+        reads_texts = drafter.reads.texts
+        self.drafts = RowDrafts(
+            (lambda: drafter.open_with(self.state.lend())) if reads_texts else drafter.open, self._whole_update
+        )
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every text has ended."""
+        return not self.waiting and not self.rows
+
+    def add(
+        self,
+        number: int,
+        prompt: list[int],
+        sampling: Sampling,
+        limit: int,
+        trace: Trace,
+        stop: Any = None,
+        first: int | None = None,
+    ) -> None:
+        """Add a prompt that begins when there is room; ValueError if there never will be.
+
+        The answer begins with the token `first`, if given.
+        """
+        target = self.target
+        target.check_prompt(prompt)
+        check_length(target, len(prompt), limit)
+        check_trace(trace, [row.trace for row in (*self.waiting, *self.rows.values())])
+        self.state.check_room(self._columns(prompt, limit))
+        if stop is None:
+            stop = [token for token in target.stop_tokens if 0 <= token < target.vocab_size]
+        stops = Stops(stop, target.tokenizer, target.vocab_size)
+        trace.prompt, trace.tokenizer = prompt, target.tokenizer
+        draw = getattr(self.budget, "draw", None)
+        choose = Choose(sampling, target.draws, drawn=draw == "sampled")
+        self.waiting.append(Row(number, trace, sampling, stops, limit, choose, first, draw))
+
+    def step(self) -> list[tuple[int, list[int]]]:
+        """Run one step; returns new tokens by prompt: the first one of prompts read now, else a cycle's tokens.
+
+        A text that an error has ended comes with no tokens.
+        """
+        self._admit()
+        writing = [row for row in self.rows.values() if row.is_running and (row.pending or row.trace.cycles)]
+        new = self._read_prompts(PROMPT_TOKENS if writing else None) if self.state.prompts else []
+        if writing:
+            new += self._cycle(writing)
+        listed = {number for number, _ in new}
+        ended = [row for row in self.rows.values() if not row.is_running]
+        for row in ended:
+            self._release(row)
+        return new + [(row.number, []) for row in ended if row.number not in listed]
+
+    def close(self) -> None:
+        """Return the target's state, and release texts that are not finished."""
+        for row in [*self.rows.values()]:
+            self._release(row)
+        self.target.close(self.state)
+
+    def _columns(self, prompt: list[int], limit: int) -> int:
+        return len(prompt) + limit + self.budget.nodes + 1
+
+    @contextmanager
+    def _fail_alone(self, row: Row) -> Iterator[None]:
+        """A context in which an error ends this row and no other."""
+        try:
+            yield
+        except FATAL:
+            raise
+        except Exception as error:
+            row.fail(error)
+
+    def _release(self, row: Row) -> None:
+        """Release an admitted row."""
+        del self.rows[row.number]
+        failed = row.trace.error is not None
+        self.state.release(row.number, wipe=failed)
+        with self._fail_alone(row):
+            self.drafts.release(row.number, failed=failed)
+
+    def _whole_update(self, number: int, update: Committed) -> Committed:
+        """A row's update for a drafter that has read nothing of its text."""
+        features = self.state.features_at(number, range(self.state.length(number)))
+        return replace(update, tokens=torch.tensor(self.state.text(number)), features=features)
+
+    def _admit(self) -> None:
+        """Admit waiting prompts while there is room."""
+        while self.waiting and len(self.rows) < self.batch_size:
+            row = self.waiting[0]
+            prompt, target = row.trace.prompt, self.target
+            if not self.state.fits(self._columns(prompt, row.limit)):
+                return
+            self.state.admit(row.number, prompt, row.limit + self.budget.nodes + 1)
+            self.rows[row.number] = self.waiting.popleft()
+            with self._fail_alone(row):
+                self.drafts.admit(row.number, row.choose.offer(target.vocab_size, target.device))
+
+    def _read_prompts(self, most: int | None) -> list[tuple[int, list[int]]]:
+        """Read further in the prompts of the latest rows; returns the first token of each prompt read to its end."""
+        new = []
+        for number, output in self.state.read_prompts(most).items():
+            row = self.rows[number]
+            with self._fail_alone(row):
+                update = output.commit(row.choose)
+                row.pending = [update if row.first is None else replace(update, root=row.first)]
+                new.append((number, row.commit([row.pending[0].root])))
+        return new
+
+    def _cycle(self, rows: list[Row]) -> list[tuple[int, list[int]]]:
+        """Run one cycle of these rows; returns the tokens that each of them commits."""
+        clock, state = self.clock, self.state
+        clock.start()
+        trees = self._propose(rows)
+        clock.lap("draft")
+        if not trees:
+            return []
+        outputs = state.read(trees)
+        clock.lap("target")
+        paths = self._verify([row for row in rows if row.number in trees], outputs)
+        clock.lap("verify")
+        state.keep({number: path for number, (path, _) in paths.items()})
+        new: list[tuple[int, list[int]]] = []
+        for number, (path, root) in paths.items():
+            with self._fail_alone(self.rows[number]):
+                new.append((number, self._commit(self.rows[number], outputs[number], path, root)))
+        clock.lap("other")
+        cycles = {}
+        for number, tokens in new:
+            shape, context = replace(trees[number], laws=None), outputs[number].positions[0] - 1
+            kept = tuple(paths[number][0][1:])
+            cycles[number] = Cycle(shape, kept, len(tokens), context, clock.seconds, self.cycles, len(trees))
+            self.rows[number].trace.cycles.append(cycles[number])
+        self.cycles += 1
+        if cycles:
+            self._learn(cycles)
+        return new
+
+    def _propose(self, rows: list[Row]) -> dict[int, DraftTree]:
+        """A tree for each row whose drafts do not fail; the root alone if nothing is to be drafted."""
+        levels = {row.number: self.state.levels(row.number, row.left) for row in rows}
+        budgets, asked = self._budgets(levels), list[Row]()
+        for row in rows:
+            with self._fail_alone(row):
+                budget = find_budget(budgets, row.number)
+                row.draw = check_draw(row.draw, budget.draw)
+                check_confidence(budget, self.drafter)
+                asked += [] if budget.is_empty else [row]
+        trees = {row.number: DraftTree.chain([row.pending[-1].root]) for row in rows if row.is_running}
+        if asked:
+            positions = self.target.max_positions or sys.maxsize
+            updates = {row.number: Committed.join(row.pending) for row in asked}
+            proposed, errors = self.drafts.propose(updates, {row.number: budgets[row.number] for row in asked})
+            for row in asked:
+                row.pending = []
+                trees.pop(row.number)
+                with self._fail_alone(row):
+                    if row.number in errors:
+                        raise errors[row.number]
+                    root, most = updates[row.number].root, positions - self.state.length(row.number) - 1
+                    trees[row.number] = check_draft(proposed.get(row.number), root, most, self.target.vocab_size)
+        for number in [*trees]:
+            with self._fail_alone(self.rows[number]):
+                self.state.check_tree(number, trees[number])
+        return {number: tree for number, tree in trees.items() if self.rows[number].is_running}
+
+    def _verify(self, rows: list[Row], outputs: dict[int, TargetOutput]) -> dict[int, tuple[list[int], int]]:
+        """The accepted path of each row, and the token after it."""
+        try:
+            verified = dict(enumerate(verify_rows([(outputs[row.number], row.choose) for row in rows])))
+        except RowErrors as failed:
+            verified = failed.trees
+            for place, error in failed.errors.items():
+                rows[place].fail(error)
+        except FATAL:
+            raise
+        except Exception as error:
+            if len(rows) > 1:
+                raise
+            rows[0].fail(error)
+            return {}
+        return {rows[place].number: result for place, result in verified.items()}
+
+    def _budgets(self, levels: dict[int, int]) -> dict[int, Budget]:
+        """The budget of each row, limited to its number of levels."""
+        share = getattr(self.budget, "share", None)
+        if callable(share):
+            return share(levels, {number: self.state.length(number) for number in levels})
+        budgets = dict[int, Budget]()
+        for number, depth in levels.items():
+            with self._fail_alone(self.rows[number]):
+                budgets[number] = self.budget.within(depth)
+        return budgets
+
+    def _learn(self, cycles: dict[int, Cycle]) -> None:
+        """Pass the outcomes of the cycles to a policy."""
+        if (learn_rows := getattr(self.budget, "learn_rows", None)) is not None:
+            learn_rows(cycles)
+        elif (learn := getattr(self.budget, "learn", None)) is not None:
+            for number, cycle in cycles.items():
+                with self._fail_alone(self.rows[number]):
+                    learn(cycle)
+
+    def _commit(self, row: Row, output: TargetOutput, path: list[int], root: int) -> list[int]:
+        """Commit an accepted path; returns the new tokens of the answer, and prepares the drafter's next update."""
+        tree, choices = output.tree, self.drafter.reads.choices
+        last: tuple[Any, ...] = ()
+        if choices:  # drafts beside drawn ones must not know of noise: it would decide which rule verifies them
+            drawn = row.draw == "sampled"
+            last = tree, output.likeliest(choices) if drawn else row.choose.rank_tokens(output, choices)
+        row.pending.append(Committed(tree.tokens[path], output.features_at(path), root, *last))
+        return row.commit([*row.pending[-1].tokens.tolist()[1:], root])
+
+
+class _Clock:
+    """Records the seconds of each part of a cycle, if `on`."""
+
+    def __init__(self, device: torch.device, on: bool) -> None:
+        self.device, self.on, self.last = device, on, 0.0
+        self.seconds: dict[str, float] | None = None
+
+    def start(self) -> None:
+        """Begin a cycle."""
+        if self.on:
+            self.seconds, self.last = {}, self._now()
+
+    def lap(self, part: str) -> None:
+        """Record the time since the last call as spent on this part."""
+        if self.seconds is not None:
+            now = self._now()
+            self.seconds[part], self.last = now - self.last, now
+
+    def _now(self) -> float:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        return perf_counter()

@@ -1,0 +1,1 @@
+"""Heads that fill a block of tokens in one forward."""

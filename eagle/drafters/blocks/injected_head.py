@@ -1,0 +1,309 @@
+"""Heads that guess a block of tokens in one forward: blocks over a root and masks, which see the target's features."""
+
+# A anchors, B slots of a block, K levels, N tokens of all texts, L taps, H width, w of a head, k keys
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from eagle.core.budget import Budget
+from eagle.core.drafter import ColumnBytes, TargetHead, TrainableDrafter
+from eagle.core.examples import Batch
+from eagle.core.network_parts import Parts
+from eagle.core.tree import Paths
+from eagle.drafters.blocks.anchors import Anchors, draw_anchors
+from eagle.drafters.blocks.block_spans import attend_block
+from eagle.drafters.blocks.injected_state import InjectedState, SlotLevels
+from eagle.drafters.parts.decoder_block import Norm, NormedBlock, Rotary, head_shape
+from eagle.drafters.parts.divisors import Divisor, level_shares, reached_levels, sum_divisors
+from eagle.drafters.parts.growth import level_rows
+from eagle.drafters.parts.initial_weights import Linears, draw_linears
+from eagle.drafters.parts.objectives import LanguageHead
+from eagle.drafters.parts.scoring import Seed
+from eagle.drafters.parts.spans import Spans
+from eagle.drafters.parts.text_blocks import (
+    Pair,
+    add_rows,
+    compile_part,
+    key_value,
+    position_tables,
+    query_and_residual,
+    run_part,
+    text_slots,
+)
+from eagle.drafters.parts.text_state import text_bytes
+from eagle.drafters.parts.validation import validate_batch
+from eagle.recipe import Section
+
+PART = 256  # anchors whose blocks are read at a time where no gradient is wanted
+
+
+class InjectedSettings(Section):
+    """Settings of such a head in a recipe."""
+
+    taps: tuple[int, ...] | None = None  # layers whose inputs it reads; by default five, evenly spread
+    blocks: int = Field(5, ge=1)  # transformer blocks that are stacked
+    slots: int = Field(16, ge=2)  # tokens read at once: the last accepted token, then mask tokens
+    sample_from_anchor: bool = False  # each slot predicts the next token; else the token at its own place
+    causal: bool = False  # a slot sees only earlier slots of its block
+    qk_norm: bool = True  # norm queries and keys by head, as Qwen3 does
+    mask_token: int | None = None  # the token that mask slots read; by default the last of the vocabulary
+    intermediate_size: int | None = None  # of the MLPs; by default the target's, but for mixtures of experts
+    linears: Linears = "uniform"  # how its linear layers start: as torch draws them, or "normal": N(0, 0.02)
+    anchors: int = Field(512, ge=1)  # places of a text from which blocks are trained
+    decay: float | None = Field(7.0, gt=0)  # level d has the weight e^(-d / decay) in the loss
+    divisor: Divisor = "weights"  # of the loss: the sum of the weights, or "reached": how many places have one
+
+
+class InjectedHead(TrainableDrafter):
+    """(the target's features of a text, root, masks) -> a state for each slot, which the target's LM head reads.
+
+    Every block sees keys and values of the fused features of the text before the root, and the slots of its own block.
+    """
+
+    teacher_taps = (-1,)
+    capture = drafts = None  # drafts are not captured; all tokens can be drafted
+    reads_tokens = False  # whether what a level guesses depends on the tokens drafted before it
+    sharpness = 1.0
+    open_levels: type[Any] = SlotLevels  # what makes logits of the states of a block, level by level
+    is_compiled = False
+    Settings: type[Any]
+
+    def __init__(self, settings: Any, shape: Any) -> None:
+        super().__init__(settings, shape)
+        self.taps, width = settings.taps, shape.hidden_size
+        self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
+        self.hidden_norm, self.norm = (Norm(width, shape.rms_norm_eps) for _ in range(2))
+        self.layers: Any = nn.ModuleList([NormedBlock(shape) for _ in range(settings.blocks)])
+        self.rotary = Rotary(shape)
+
+    @classmethod
+    def taps_for(cls, settings: Any, target_config: Any) -> tuple[int, ...]:
+        """The taps of the settings, else the published ones; all layers but the first of a shallow target."""
+        layers = target_config.num_hidden_layers
+        # halves are rounded before the one is added: the published code counts a layer's output, a tap the next input
+        usual = [1 + round(1 + number * (layers - 4) / 4) for number in range(5)] if layers > 7 else range(1, layers)
+        taps = settings.taps or tuple(usual) or (0,)
+        if len(set(taps)) < len(taps) or not all(-1 <= tap < layers for tap in taps):
+            raise ValueError(
+                f"drafter.taps is {taps} for a target of {layers} layers, expected different ones of 0 (the embedding) "
+                f"to {layers - 1}, or -1 (behind the final norm): name them in the recipe"
+            )
+        return taps
+
+    @classmethod
+    def for_target(cls, settings: Any, target_config: Any, frozen: Any = None, supervised: Any = None) -> Any:
+        """A new head with the target's width."""
+        last = target_config.vocab_size - 1
+        mask = last if settings.mask_token is None else settings.mask_token
+        if not 0 <= mask <= last:
+            raise ValueError(
+                f"drafter.mask_token is {mask}, expected one of the target's tokens 0 to {last}: best one that no text "
+                "has, as those that fill up a vocabulary"
+            )
+        sizes = {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
+        shape = head_shape(target_config, num_hidden_layers=settings.blocks, qk_norm=settings.qk_norm, **sizes)
+        found = {"taps": cls.taps_for(settings, target_config), "mask_token": mask}
+        head = cls(settings.model_copy(update=found), shape)
+        draw_linears(head, settings.linears)
+        return head
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """The network: its taps, and the token that a slot predicts."""
+        named = ("taps", "blocks", "slots", "sample_from_anchor", "causal", "qk_norm", "mask_token")
+        return {"network": self.settings.kind, **{name: getattr(self.settings, name) for name in named}}
+
+    @property
+    def parts(self) -> Parts:
+        """A matrix by tap, and the mask token."""
+        return Parts(by_tap=("fc.weight",), tokens=("mask_token",), levels=self.levels)
+
+    @property
+    def first_slot(self) -> int:
+        """The slot that predicts the token after the root."""
+        return 0 if self.settings.sample_from_anchor else 1
+
+    @property
+    def levels(self) -> int:
+        """The number of tokens that it guesses."""
+        return int(self.settings.slots) - self.first_slot
+
+    @property
+    def query_groups(self) -> int:
+        """The number of query heads that share a key."""
+        return int(self.shape.num_attention_heads // self.shape.num_key_value_heads)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its weights."""
+        return self.fc.weight.dtype
+
+    def fuse_taps(self, features: Tensor) -> Tensor:
+        """[.., H], what keys and values are made of, from features [.., L, H]."""
+        fused: Tensor = self.hidden_norm(self.fc(features.flatten(-2)))
+        return fused
+
+    def embed_slots(self, roots: Tensor, frozen: TargetHead) -> Tensor:
+        """[.., B, H], the inputs of the slots after roots [..]."""
+        tokens = torch.full((*roots.shape, self.settings.slots), self.settings.mask_token, device=roots.device)
+        tokens[..., 0] = roots
+        return frozen.embed(tokens).to(self.dtype)
+
+    def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
+        """[.., V], the target's own logits of states [.., H], whose flat product copies no matrix."""
+        return frozen.logits(state.flatten(0, -2)).unflatten(0, state.shape[:-1])
+
+    def lm_head(self, frozen: TargetHead) -> LanguageHead:
+        """The LM head for the output of `read_levels`."""
+        return frozen
+
+    def read_levels(self, batch: Batch, anchors: Anchors, states: Tensor, frozen: TargetHead) -> Tensor:
+        """[A, K, D], what the LM head reads of states [A, K, H], where the texts' own tokens were drafted."""
+        return states
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    @property
+    def level_weights(self) -> list[float]:
+        """The weight of each level in the loss."""
+        decay = self.settings.decay
+        return [1.0 if decay is None else math.exp(-level / decay) for level in range(self.levels)]
+
+    def divisors(self, masks: Sequence[Tensor], seeds: Sequence[int]) -> tuple[float, ...]:
+        """The divisor of all levels, or of each, by how far blocks after the anchors of these texts reach."""
+        reached = []
+        for mask, seed in zip(masks, seeds, strict=True):
+            slots = draw_anchors(mask[2:], seed, self.settings.anchors)
+            reached.append(reached_levels(mask[2:], slots, self.levels))
+        return sum_divisors(self.settings.divisor, torch.cat(reached), self.level_weights)
+
+    def level_shares(self, batch: Batch) -> Tensor:
+        """[K], what each level counts at each anchor whose block reaches it."""
+        divisors = batch.divisors or self.divisors(batch.masks, batch.seeds)
+        return level_shares(self.level_weights, divisors, self.dtype, batch.tokens.device)
+
+    def inject_texts(self, batch: Batch) -> list[Pair]:
+        """Keys and values of every block [k, N, w], of the features of all slots of the texts."""
+        known, positions, _ = text_slots(batch, batch.tokens.device)
+        fused = self.fuse_taps(batch.select_taps(self.taps).index_select(0, known).to(self.dtype))
+        tables = self._tables_of(batch, fused)(positions)
+        context = [self._run(key_value, block, (fused, fused), tables) for block in self.layers]
+        return [(key.contiguous(), value.contiguous()) for key, value in context]
+
+    def read_blocks(self, batch: Batch, frozen: TargetHead, context: list[Pair], spans: Spans, roots: Tensor) -> Tensor:
+        """[A, K, H], the normed states that name tokens, of blocks behind the slots of spans with such roots [A]."""
+        size = self.settings.slots
+        state = self.embed_slots(roots, frozen).flatten(0, 1)
+        _, positions, _ = text_slots(batch, state.device)
+        places = positions.index_select(0, spans.rows)[:, None] + torch.arange(1, 1 + size, device=state.device)
+        tables = self._tables_of(batch, state)(places.flatten())
+        for block, (key, value) in zip(self.layers, context, strict=True):
+            inputs = block.inputs(state)
+            query, residual = self._run(query_and_residual, block, inputs, tables)
+            own_key, own_value = (part.unflatten(1, (-1, size)) for part in self._run(key_value, block, inputs, tables))
+            seen = attend_block(
+                query.unflatten(1, (-1, size)), key, value, spans, (own_key, own_value), causal=self.settings.causal
+            )
+            state = self._run(add_rows, block, seen.flatten(1, 2), residual)
+        states: Tensor = self.norm(state).unflatten(0, (-1, size))[:, self.first_slot :]
+        return states
+
+    def _tables_of(self, batch: Batch, like: Tensor) -> Callable[[Tensor], Pair]:
+        """What gives rotary tables at places of texts and blocks."""
+        return position_tables(self.rotary, like, max(batch.lengths, default=0) + self.settings.slots)
+
+    def _run(self, part: Callable[..., Any], *inputs: Any) -> Any:
+        """Run a part of a block's computation, compiled or not."""
+        return run_part(compile_part(part) if self.is_compiled else part, *inputs)
+
+    def compile_parts(self) -> None:
+        """Compile the parts of a block around attention, which itself loops over texts."""
+        self.is_compiled = True
+
+    # -- validation ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def validate(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
+        """Validation sums at all supervised slots: tokens that each tree would keep, and agreement of the probs."""
+        levels = self.draft_levels(batch, frozen, self.levels)
+        return validate_batch(
+            batch, [state for state, _ in levels], ([logits for _, logits in levels], frozen.logits), trees
+        )
+
+    def draft_levels(
+        self, batch: Batch, frozen: TargetHead, levels: int
+    ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
+        """Each level's states [S, D] at all supervised slots, and their LM head."""
+        anchors, context = Anchors.everywhere(batch, self.levels), self.inject_texts(batch)
+        roots = anchors.tokens_at(batch, -1)
+        parts, done = [], 0
+        for spans in anchors.spans.split(PART):
+            parts.append(self.read_blocks(batch, frozen, context, spans, roots[done : done + len(spans.rows)]))
+            done += len(spans.rows)
+        width = self.shape.hidden_size
+        states = torch.cat(parts) if parts else self.fc.weight.new_empty(0, self.levels, width)
+        head = self.lm_head(frozen)
+        return [(state, head.logits) for state in self.read_levels(batch, anchors, states, frozen).unbind(1)[:levels]]
+
+    # -- drafting -----------------------------------------------------------------------------------------------------
+
+    def open(self) -> InjectedState:
+        """The state for several texts drafted together."""
+        return InjectedState(self)
+
+    def forwards(self, budget: Budget) -> tuple[int, ...]:
+        """None, as the first forward makes all levels, but what levels read that depend on tokens."""
+        return level_rows(budget.within(self.levels)) if self.reads_tokens else ()
+
+    def unread(self, accepted: int, depth: int) -> int:
+        """The accepted tokens and the root, whose features become keys and values, and a block."""
+        return accepted + 1 + int(self.settings.slots)
+
+    def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
+        """Keys and values of every block, those of the slots behind the text too."""
+        return text_bytes(self.layers, tokens + int(self.settings.slots))
+
+    def probe(self, context: int, rows: int, scored: int) -> Callable[[], Any]:
+        """Keys and values of what is more than a block, and a block behind so much text, with its logits.
+
+        All rows are scored of a level that reads tokens, which has no forward of blocks.
+        """
+        if self.reads_tokens and scored == rows:
+            return self.probe_level(rows)
+        weight = self.fc.weight
+        state, new = InjectedState(self), max(rows - self.settings.slots, 1)
+        features = weight.new_zeros(context + new, len(self.taps), self.shape.hidden_size)
+        state.admit(0)
+        slots = state.take_rows([0])
+        root = torch.zeros(1, dtype=torch.long, device=weight.device)
+        with torch.inference_mode():
+            state.inject(slots, [features[:context]])
+
+        @torch.inference_mode()
+        def run() -> Any:
+            state.cache.lengths[0] = context
+            state.inject(slots, [features[context:]])
+            return self.open_levels(self, [Seed(0, 0, Budget())], state.read_blocks(slots, root))
+
+        return run
+
+    def probe_level(self, rows: int) -> Callable[[], Any]:
+        """What so many nodes of a level read of their tokens, with their logits."""
+        states = self.fc.weight.new_zeros(1, self.levels, self.shape.hidden_size)
+        before = torch.zeros(1, rows, dtype=torch.long, device=states.device)
+        depth, seen = min(1, self.levels - 1), torch.ones_like(before, dtype=torch.bool)
+        with torch.inference_mode():
+            levels = self.open_levels(self, [Seed(0, 0, Budget())], states)
+
+        @torch.inference_mode()
+        def run() -> Any:
+            return levels(depth, [0], before, before, seen)
+
+        return run

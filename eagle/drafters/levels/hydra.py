@@ -1,0 +1,114 @@
+"""Hydra and Hydra++ (Ankner et al. 2024, arXiv 2402.05109): levels that read the tokens drafted before them."""
+
+# S supervised slots, H width, V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from eagle.core.drafter import TargetHead
+from eagle.core.examples import Batch
+from eagle.drafters.levels.level_heads import LevelSettings, Loss
+from eagle.drafters.levels.prefix import PrefixHeads
+from eagle.drafters.parts.decoder_block import head_shape
+from eagle.drafters.parts.objectives import LanguageHead, OwnHead, align_steps, feature_regression
+from eagle.drafters.parts.text_dropout import TextDropout
+
+
+class HydraSettings(LevelSettings):
+    """Settings of the heads in a recipe."""
+
+    kind: Literal["hydra"] = "hydra"
+    levels: int = Field(4, ge=1)  # levels that are drafted, one token each
+    layers: int = Field(1, ge=1)  # blocks of each level; Hydra++ has four
+    prefix: bool = False  # put a Llama block over the target's states first, as Hydra++ does
+    loss: Loss = "cross_entropy"  # towards the target's probs, as Hydra++; "tokens" is Hydra's own
+    dropout: float = Field(0.0, ge=0, lt=1)  # in training, before every block and LM head
+    regression: float = Field(0.0, ge=0)  # weight of Smooth-L1 between LM head inputs and the target's states
+
+
+class Gated(nn.Linear):
+    """x + silu(Wx + b), or Rx + r + silu(Wx + b) where x is wider than what comes out; W and b are zero at first."""
+
+    def __init__(self, read: int, width: int) -> None:
+        super().__init__(read, width)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+        self.residual = nn.Identity() if read == width else nn.Linear(read, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., H]."""
+        return self.residual(x) + F.silu(super().forward(x))
+
+
+class Hydra(PrefixHeads):
+    """Level d reads a state of the target concatenated with the embeddings of the next d + 1 tokens."""
+
+    Settings = HydraSettings
+    blocks: Any
+    heads: Any
+
+    def __init__(self, settings: Any, shape: Any) -> None:
+        super().__init__(settings, shape, int(settings.prefix))
+        width = shape.hidden_size
+        self.blocks = nn.ModuleList()
+        for level in range(settings.levels):
+            further = [Gated(width, width) for _ in range(1, settings.layers)]
+            self.blocks.append(nn.ModuleList([Gated((level + 2) * width, width), *further]))
+        self.heads = nn.ModuleList([nn.Linear(width, shape.vocab_size) for _ in range(settings.levels)])
+
+    @classmethod
+    def for_target(
+        cls,
+        settings: Any,
+        target_config: Any,
+        frozen: TargetHead | None = None,
+        supervised: Iterable[Tensor] | None = None,
+    ) -> Hydra:
+        """New heads whose LM heads start as the target's."""
+        head = cls(settings, head_shape(target_config))
+        for part in head.heads:
+            nn.init.zeros_(part.bias)
+            if frozen is not None:
+                part.weight.data.copy_(frozen.weight * frozen.logit_scale)
+        return head
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """The network: its levels, its blocks, and whether a prefix layer reads the text first."""
+        return {"network": "hydra", **{name: getattr(self.settings, name) for name in ("levels", "layers", "prefix")}}
+
+    def read_token(self, level: int, state: Tensor, tokens: Tensor, frozen: TargetHead) -> Tensor:
+        """[.., (level + 2) H], the state with one more embedding."""
+        return torch.cat([state, frozen.embed(tokens).to(state.dtype)], dim=-1)
+
+    def hidden(self, level: int, state: Tensor, drop: Callable[[Tensor], Tensor] = lambda state: state) -> Tensor:
+        """[.., H], the output of the level's blocks."""
+        for block in self.blocks[level]:
+            state = block(drop(state))
+        return state
+
+    def lm_heads(self, frozen: TargetHead) -> Sequence[LanguageHead]:
+        """Each level's own LM head."""
+        return [OwnHead(part.weight, part.bias) for part in self.heads]
+
+    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+        """The distillation loss of all levels, plus the regression loss if it has a weight."""
+        settings = self.settings
+        places, states = self.read_levels(batch, frozen)
+        slots = [int(mask.sum()) for mask in batch.masks]
+        drop = TextDropout(settings.dropout if self.training else 0.0, batch.seeds, slots, places.device)
+        hidden = [self.hidden(level, state, drop) for level, state in enumerate(states)]
+        losses = self.distill(batch, frozen, places, [drop(state) for state in hidden])
+        if settings.regression:
+            true = batch.select_taps((-1,))[:, 0].index_select(0, places + 1)
+            regression = feature_regression(align_steps(hidden), true, self.slot_weights(batch, places))
+            losses["total"] = losses["total"] + settings.regression * regression
+            losses["regression"] = regression.detach()
+        return losses

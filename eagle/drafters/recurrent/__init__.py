@@ -1,0 +1,1 @@
+"""Heads that draft token by token from their own states."""

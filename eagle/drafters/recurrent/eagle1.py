@@ -1,0 +1,34 @@
+"""EAGLE-1 (Li et al. 2024, arXiv 2401.15077): one Llama block that continues the target's last features."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from eagle.core.drafter import TargetHead
+from eagle.core.examples import Batch
+from eagle.drafters.parts.objectives import Objective
+from eagle.drafters.recurrent.feature_head import FeatureHead, FeatureSettings
+
+
+class Eagle1Settings(FeatureSettings):
+    """Settings of the head in a recipe."""
+
+    kind: Literal["eagle1"] = "eagle1"
+
+
+class Eagle1(FeatureHead):
+    """EAGLE-1's head, trained on the target's features only."""
+
+    Settings = Eagle1Settings
+
+    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+        """Smooth-L1 of the features plus cross-entropy of the probs, at slots whose predicted token is supervised."""
+        settings = self.settings
+        regression, entropy, _ = self.losses(batch, frozen, Objective())
+        return {
+            "total": settings.regression * regression + settings.cross_entropy * entropy,
+            "regression": regression.detach(),
+            "cross_entropy": entropy.detach(),
+        }

@@ -1,0 +1,56 @@
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): three fused layers of the target, distillation alone, own LM head."""
+
+# H width
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from eagle.core.drafter import TargetHead
+from eagle.core.examples import Batch
+from eagle.drafters.parts.objectives import Objective, OwnHead, align_steps, distillation_loss, step_weights
+from eagle.drafters.parts.window import Window
+from eagle.drafters.recurrent.fused_head import FusedHead, FusedSettings
+
+
+class Eagle3Settings(FusedSettings):
+    """Settings of the head in a recipe."""
+
+    kind: Literal["eagle3"] = "eagle3"
+    steps: int = Field(7, ge=1)  # levels that it is trained on its own states
+    decay: float = Field(0.8, gt=0, le=1)  # weight of each step relative to the one before
+    norm_output: bool = False  # EAGLE-3.1: the next level reads the normed state
+    window: Window | None = None  # {sinks: S, recent: R}: attend to the first S and the latest R tokens only
+
+
+class Eagle3(FusedHead):
+    """(three states of token i, token i + 1) -> a state whose logits name token i + 2, and that the next step reads."""
+
+    Settings = Eagle3Settings
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """The network: its taps and the place of its norms."""
+        named = ("taps", "norm_output", "norm_before_residual")
+        further = {**self.further_blocks, **self.further_masks}
+        return {"network": "fused", **further, **{name: getattr(self.settings, name) for name in named}}
+
+    def next_input(self, state: Tensor) -> Tensor:
+        """The block's output, normed if `norm_output` is set."""
+        return self.norm(state) if self.settings.norm_output else state
+
+    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+        """The distillation loss of all steps, at the slots that a draft can reach."""
+        settings = self.settings
+        unrolled = self.unroll(batch, frozen, settings.steps)
+        in_draft_vocab = self.t2d[batch.tokens[unrolled.places + 2]] if self.drafts is not None else None
+        weights = step_weights(unrolled.places, settings.steps, in_draft_vocab, settings.decay)
+        student = align_steps(self.norm(state) for state in unrolled.states)
+        true = batch.select_taps((-1,))[:, 0].index_select(0, unrolled.places + 1)
+        own, dtype = OwnHead(self.lm_head.weight), frozen.weight.dtype  # that of the products, which autocast makes so
+        teacher = self.narrow_to_draft_vocab(frozen)
+        total, each = distillation_loss(student, true, weights, (own, teacher), Objective(settings.loss), dtype)
+        return {"total": total, **{f"laws/{step}": value for step, value in enumerate(each)}}

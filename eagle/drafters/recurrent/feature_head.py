@@ -1,0 +1,130 @@
+"""The network of EAGLE-1 and HASS: one block that continues the target's last features."""
+
+# N rows, S supervised slots, K steps, H width
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+
+from eagle.core.drafter import TargetHead
+from eagle.core.examples import Batch
+from eagle.core.network_parts import Parts
+from eagle.drafters.parts.decoder_block import Block, Cache, NormedBlock, Rotary, head_shape
+from eagle.drafters.parts.objectives import Objective, align_steps, distillation_loss, feature_regression, step_weights
+from eagle.drafters.parts.window import Window
+from eagle.drafters.recurrent.unroll import UnrolledDrafter
+
+HELD = 512  # tokens of a text at which noise has its full spread
+
+
+class FeatureSettings(BaseModel):
+    """Settings of any head with this network in a recipe."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    fc_bias: bool = True  # a bias in the layer that joins token and feature; vLLM has none
+    noise: float = 0.1  # noise U(-noise, noise) * 512 / T on features in training, T at least 512
+    noise_as_published: bool = False  # T as it is: texts of 16 tokens get 32 times the noise
+    intermediate_size: int | None = None  # of its MLP; by default the target's, but for mixtures of experts
+    window: Window | None = None  # {sinks: S, recent: R}: attend to the first S and the latest R tokens only
+    regression: float = 1.0  # weight of Smooth-L1 between its features and the target's
+    cross_entropy: float = 0.1  # weight of the cross-entropy with the target's probs
+
+
+class FeatureHead(UnrolledDrafter):
+    """(feature of token i, token i + 1) -> feature of token i + 1, whose logits name token i + 2."""
+
+    taps = (-1,)
+    teacher_taps = (-1,)
+
+    def __init__(self, settings: Any, shape: Any) -> None:
+        super().__init__(settings, shape)
+        self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=settings.fc_bias)
+        further = [NormedBlock(shape) for _ in range(1, shape.num_hidden_layers)]
+        self.layers = nn.ModuleList([Block(shape), *further])
+        self.rotary = Rotary(shape)
+
+    @property
+    def parts(self) -> Parts:
+        """One matrix over embedding and state."""
+        return Parts(halves=(("fc.weight",),))
+
+    @classmethod
+    def for_target(
+        cls,
+        settings: Any,
+        target_config: Any,
+        frozen: TargetHead | None = None,
+        supervised: Iterable[Tensor] | None = None,
+    ) -> FeatureHead:
+        """A new head with the target's width."""
+        sizes = {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
+        return cls(settings, head_shape(target_config, **sizes))
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """One network for all heads that continue the target's last features, however trained."""
+        return {"network": "features", **self.further_blocks, **self.further_masks}
+
+    # -- one level ----------------------------------------------------------------------------------------------------
+
+    def fuse_taps(self, features: Tensor) -> Tensor:
+        """[N, H], the single tap."""
+        return features[..., 0, :]
+
+    def first_block(
+        self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        """Token and feature fused, and the block over them."""
+        return self.layers[0](self.fc(torch.cat([embedded, hidden], dim=-1)), rotary, mask, cache)
+
+    def project_tokens(self, embedded: Tensor) -> Tensor:
+        """The token's half of the fused input."""
+        return F.linear(embedded, self.fc.weight[:, : embedded.shape[-1]], self.fc.bias)
+
+    def block_inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Token and feature fused."""
+        fused = tokens + F.linear(hidden, self.fc.weight[:, -hidden.shape[-1] :])
+        return fused, fused
+
+    def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
+        """The target's logits of the feature."""
+        return frozen.logits(state)
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def losses(
+        self, batch: Batch, frozen: TargetHead, objective: Objective, steps: int = 1
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Smooth-L1 of the features and the distillation loss, each summed over the steps; the latter of each step."""
+        unrolled = self.unroll(batch, frozen, steps, detach=True, add_noise=partial(self._add_noise, batch))
+        true = batch.select_taps((-1,))[:, 0].index_select(0, unrolled.places + 1)
+        student = align_steps(unrolled.states)
+        weights = step_weights(unrolled.places, steps)
+        loss, each = distillation_loss(student, true, weights, (frozen, frozen), objective)
+        return feature_regression(student, true, weights), loss, each
+
+    def _add_noise(self, batch: Batch, features: Tensor) -> Tensor:
+        """Features [N, 1, H] plus noise, while training."""
+        if not (self.training and self.settings.noise):
+            return features
+        return add_noise(batch, features, self.settings.noise, 1 if self.settings.noise_as_published else HELD)
+
+
+def add_noise(batch: Batch, features: Tensor, spread: float, least: int = HELD) -> Tensor:
+    """Features [N, ..] of all tokens but each text's last two, plus noise that the text's seed decides.
+
+    It is U(-1, 1) * spread * 512 / T, where T is no less than `least`.
+    """
+    noise = torch.empty_like(features, dtype=torch.float32)
+    lengths = [max(length - 2, 0) for length in batch.lengths]
+    for part, length, seed in zip(noise.split(lengths), batch.lengths, batch.seeds, strict=True):
+        reach = spread * HELD / max(length, least)
+        part.uniform_(-reach, reach, generator=torch.Generator(noise.device).manual_seed(seed))
+    return features + noise.to(features.dtype)

@@ -1,0 +1,169 @@
+"""EAGLE-3's network: several states of the target fused, a token beside them, an LM head for a draft vocabulary."""
+
+# L taps, H width, D tokens that can be drafted, V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from eagle.core.drafter import TargetHead
+from eagle.core.examples import most_frequent, token_counts
+from eagle.core.network_parts import Parts
+from eagle.drafters.parts.decoder_block import Cache, Norm, NormedBlock, Rotary, TwoNormBlock, head_shape
+from eagle.drafters.parts.initial_weights import Linears, draw_linears
+from eagle.drafters.parts.objectives import Kind
+from eagle.drafters.recurrent.reduced_vocab import load_draft_vocab
+from eagle.drafters.recurrent.unroll import UnrolledDrafter
+from eagle.recipe import Section
+
+
+class FusedSettings(Section):
+    """Settings of such a network in a recipe."""
+
+    taps: tuple[int, ...] | None = None  # layers whose inputs it reads; by default 2, the middle one, the last but two
+    draft_vocab: int | str | None = None  # so many of the most frequent tokens, or a file of data_prep.draft_vocab
+    lm_head: Literal["target", "random"] = "target"  # what its LM head starts from
+    train_lm_head: bool = True  # train its LM head
+    queries: Literal["keys", "random"] = "keys"  # what half of them start as: from random, few find their own token
+    linears: Linears = "uniform"  # how its other linear layers start: as torch draws them, or "normal": N(0, 0.02)
+    fc_norm: bool = False  # EAGLE-3.1: a norm on each tap
+    norm_before_residual: bool = False  # attention is added to the normed state
+    loss: Kind = "cross_entropy"  # how far its probs are from the target's
+    intermediate_size: int | None = None  # of its MLP; by default the target's, but for mixtures of experts
+
+
+class FusedHead(UnrolledDrafter):
+    """(states of token i, token i + 1) -> a state whose logits name token i + 2."""
+
+    teacher_taps = (-1,)
+    d2t: Tensor  # [D], what to add to a draft token's number to get the target's; missing where all can be drafted
+    t2d: Tensor  # [V], which those are
+
+    def __init__(self, settings: Any, shape: Any) -> None:
+        super().__init__(settings, shape)
+        assert settings.taps is not None
+        self.taps = settings.taps
+        width, norm = shape.hidden_size, lambda: Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
+        self.fc_norm = nn.ModuleList([norm() for _ in self.taps if settings.fc_norm])
+        further = [NormedBlock(shape) for _ in range(1, shape.num_hidden_layers)]
+        self.layers = nn.ModuleList([TwoNormBlock(shape, settings.norm_before_residual), *further])
+        self.norm = norm()
+        draft_vocab_size = getattr(shape, "draft_vocab_size", None) or shape.vocab_size
+        self.lm_head = nn.Linear(width, draft_vocab_size, bias=False)
+        self.lm_head.weight.requires_grad_(settings.train_lm_head)
+        if draft_vocab_size < shape.vocab_size:
+            self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.long))
+            self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
+        self.rotary = Rotary(shape)
+        self.cut: tuple[TargetHead, ...] = ()  # the target's head and its rows of those tokens, no part of this one
+
+    @property
+    def parts(self) -> Parts:
+        """A matrix and norms by tap, and queries, keys and values of the first block over embedding and state."""
+        halves = tuple(f"layers.0.self_attn.{part}_proj.weight" for part in "qkv")
+        return Parts(by_tap=("fc.weight", *(("fc_norm",) if self.fc_norm else ())), halves=(halves,))
+
+    @classmethod
+    def taps_for(cls, settings: Any, target_config: Any) -> tuple[int, ...]:
+        """The taps of the settings, else an early, a middle and a late layer as far as the target is deep enough."""
+        layers = target_config.num_hidden_layers
+        usual = (2, layers // 2, layers - 3) if layers > 6 else (1, layers // 2, layers - 1)
+        taps = settings.taps or usual
+        if len(set(taps)) < len(taps) or not all(-1 <= tap < layers for tap in taps):
+            raise ValueError(
+                f"drafter.taps is {taps} for a target of {layers} layers, expected different ones of 0 (the embedding) "
+                f"to {layers - 1}, or -1 (behind the final norm): name them in the recipe"
+            )
+        return taps
+
+    @classmethod
+    def for_target(
+        cls,
+        settings: Any,
+        target_config: Any,
+        frozen: TargetHead | None = None,
+        supervised: Iterable[Tensor] | None = None,
+    ) -> FusedHead:
+        """A new head; its LM head starts from the target's rows of the draft vocabulary."""
+        drafts = _draft_vocabulary(settings.draft_vocab, supervised, target_config.vocab_size)
+        shape = head_shape(target_config, draft_vocab_size=len(drafts), **cls.sizes(settings))
+        head = cls(settings.model_copy(update={"taps": cls.taps_for(settings, target_config)}), shape)
+        draw_linears(head, settings.linears)
+        if head.drafts is not None:
+            head.d2t.copy_(drafts - torch.arange(len(drafts)))
+            head.t2d[drafts] = True
+        if settings.queries == "keys":
+            head.layers[0].self_attn.start_from_keys()
+        if settings.lm_head == "target":
+            if frozen is None:
+                raise ValueError("drafter.lm_head is 'target', whose head was not given: call for_target with `frozen`")
+            rows = frozen.weight if head.drafts is None else frozen.weight[drafts.to(frozen.weight.device)]
+            head.lm_head.weight.data.copy_(rows * frozen.logit_scale)
+        return head
+
+    @classmethod
+    def sizes(cls, settings: Any) -> dict[str, int]:
+        """What settings say of the shape, which else is the target's and of one block."""
+        return {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
+
+    @property
+    def drafts(self) -> Tensor | None:  # type: ignore[override]
+        """[D], the draft vocabulary; None for all tokens."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device) if "d2t" in self._buffers else None
+
+    # -- one level ----------------------------------------------------------------------------------------------------
+
+    def fuse_taps(self, features: Tensor) -> Tensor:
+        """The taps fused."""
+        if self.fc_norm:
+            normed = [norm(features[..., tap, :]) for tap, norm in enumerate(self.fc_norm)]
+            return self.fc(torch.cat(normed, dim=-1))
+        return self.fc(features.flatten(-2))
+
+    def first_block(
+        self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        """The block over token and state."""
+        return self.layers[0].read_pair(embedded, hidden, rotary, mask, cache)
+
+    def project_tokens(self, embedded: Tensor) -> Tensor:
+        """The token's half of queries, keys and values."""
+        return self.layers[0].project_tokens(embedded)
+
+    def block_inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+        """The token's half, the state that attention reads, and the one that it is added to."""
+        return tokens, *self.layers[0].norm_hidden(hidden)
+
+    def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
+        """Its own LM head's logits."""
+        return self.lm_head(self.norm(state))
+
+    def narrow_to_draft_vocab(self, frozen: TargetHead) -> TargetHead:
+        """The target's head for the draft vocabulary alone, cut out once."""
+        if self.drafts is None:
+            return frozen
+        if not self.cut or self.cut[0] is not frozen:
+            self.cut = frozen, frozen.narrow(self.drafts)
+        return self.cut[1]
+
+
+def _draft_vocabulary(asked: int | str | None, supervised: Iterable[Tensor] | None, vocab_size: int) -> Tensor:
+    """[D], the draft vocabulary in ascending order."""
+    if asked is None:
+        return torch.arange(vocab_size)
+    if isinstance(asked, int):
+        if supervised is None:
+            raise ValueError(f"drafter.draft_vocab is {asked}, but no texts were given: call for_target with them")
+        return most_frequent(token_counts(supervised, vocab_size), asked)
+    _, t2d = load_draft_vocab(asked)
+    if len(t2d) != vocab_size:
+        raise ValueError(
+            f"{asked} was made for a vocabulary of {len(t2d)}, this target has {vocab_size}: make it again with "
+            "`eagle draft-vocab`"
+        )
+    return t2d.nonzero()[:, 0]

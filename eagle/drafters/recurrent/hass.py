@@ -1,0 +1,39 @@
+"""HASS (Zhang et al. 2024, arXiv 2408.15766): EAGLE-1's head, also trained on its own predicted features."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from eagle.core.drafter import TargetHead
+from eagle.core.examples import Batch
+from eagle.drafters.parts.objectives import Objective
+from eagle.drafters.recurrent.feature_head import FeatureHead, FeatureSettings
+
+
+class HassSettings(FeatureSettings):
+    """Settings of the head in a recipe."""
+
+    kind: Literal["hass"] = "hass"
+    steps: int = Field(3, ge=1)  # in step s, the last s features that a slot sees are its own
+    top_k: int = Field(10, ge=1)  # tokens of the top-k loss
+    top: float = 1.0  # weight of the loss on the target's likeliest `top_k` tokens
+
+
+class Hass(FeatureHead):
+    """Each step reads the features predicted by the step before, without gradient through them."""
+
+    Settings = HassSettings
+
+    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+        """EAGLE-1's loss plus the top-k loss, summed over the steps."""
+        settings = self.settings
+        objective = Objective(weight=settings.cross_entropy, top=settings.top, top_k=settings.top_k)
+        regression, loss, each = self.losses(batch, frozen, objective, settings.steps)
+        return {
+            "total": settings.regression * regression + loss,
+            "regression": regression.detach(),
+            **{f"laws/{step}": value for step, value in enumerate(each)},
+        }

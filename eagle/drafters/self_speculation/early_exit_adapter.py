@@ -1,0 +1,129 @@
+"""A trained early exit: a small network between the target's first layers and its LM head, see `early_exit`."""
+
+# S supervised slots, H width
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from eagle.core.drafter import Reads, TargetHead, TrainableDrafter
+from eagle.core.examples import Batch
+from eagle.core.tree import Paths
+from eagle.device import upload
+from eagle.drafters.parts.decoder_block import Norm, head_shape
+from eagle.drafters.parts.objectives import Kind, Objective, distillation_loss, step_weights
+from eagle.drafters.parts.validation import validate_batch
+from eagle.drafters.self_speculation.exit_state import ExitDrafter, exit_layer
+from eagle.recipe import Section
+
+FINAL_NORM = "model.norm.weight"  # in most families of transformers
+ONE_MORE = ("gemma", "gemma2", "gemma3", "gemma3_text")  # whose norms multiply by 1 + weight
+
+
+class EarlyExitAdapterSettings(Section):
+    """Settings of the adapter in a recipe."""
+
+    kind: Literal["early_exit_adapter"] = "early_exit_adapter"
+    layers: int | None = Field(None, ge=1)  # of the target that draft; by default a third of them
+    adapter: Literal["norm", "linear", "mlp"] = "mlp"  # a norm alone, or with a linear layer or MLP before it
+    loss: Kind = "cross_entropy"  # how far its probs are from the target's
+
+
+class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
+    """norm(state + network(state)); at first the network is zero and the norm is the target's."""
+
+    reads = Reads(view=True, texts=True, weights=True)
+    Settings = EarlyExitAdapterSettings
+
+    def __init__(self, settings: Any, shape: Any) -> None:
+        super().__init__(settings, shape)
+        width, self.layers = shape.hidden_size, settings.layers
+        self.teacher_taps = (settings.layers, -1)
+        linear = nn.Linear(width, width, bias=False)
+        nn.init.zeros_(linear.weight)
+        inner = [nn.Linear(width, width, bias=False), nn.SiLU()] if settings.adapter == "mlp" else []
+        self.change = None if settings.adapter == "norm" else nn.Sequential(*inner, linear)
+        self.norm = Norm(width, shape.rms_norm_eps)
+
+    @classmethod
+    def taps_for(cls, settings: Any, target_config: Any) -> tuple[int, ...]:
+        """The output of the layers that draft, read in training; drafting computes it with the target's cache."""
+        layers = exit_layer(settings.layers, target_config.num_hidden_layers)
+        if layers == target_config.num_hidden_layers:
+            raise ValueError(f"drafter.layers is {layers}, expected fewer: these are all layers of this target")
+        return (layers,)
+
+    @classmethod
+    def for_target(
+        cls,
+        settings: Any,
+        target_config: Any,
+        frozen: TargetHead | None = None,
+        supervised: Iterable[Tensor] | None = None,
+        weights: Callable[[str], Tensor] | None = None,
+    ) -> EarlyExitAdapter:
+        """A new adapter; with the target's weights it predicts at first what `early_exit` predicts."""
+        (layers,) = cls.taps_for(settings, target_config)
+        head = cls(settings.model_copy(update={"layers": layers}), head_shape(target_config))
+        if weights is not None:
+            head.norm.weight.data.copy_(weights(FINAL_NORM) + (target_config.model_type in ONE_MORE))
+        return head
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """The network: the layer it follows and its kind."""
+        return {"network": "early_exit_adapter", "layers": self.layers, "adapter": self.settings.adapter}
+
+    def adapt(self, state: Tensor) -> Tensor:
+        """[.., H], the LM head's input, from the last layer's output [.., H]."""
+        state = state.to(self.norm.weight.dtype)
+        if self.change is not None:
+            size = state.float().square().mean(-1, keepdim=True).sqrt().to(state.dtype)
+            state = state + size * self.change(state / size)
+        normed: Tensor = self.norm(state)
+        return normed
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def exit_states(self, batch: Batch, levels: int) -> tuple[Tensor, list[Tensor]]:
+        """The supervised slots [S], and for each level the LM head's input there [S, H].
+
+        Level d of slot i reads the layers' output at token i + 1 + d, as a draft does, and predicts token i + 2 + d.
+        """
+        places = upload(batch.loss_mask.nonzero()[:, 0] - 2, batch.tokens.device)
+        states = batch.select_taps((self.settings.layers,))[:, 0]
+        # what lies beyond a text counts for nothing
+        ahead = [(places + 1 + level).clamp(max=len(states) - 1) for level in range(levels)]
+        return places, [self.adapt(states.index_select(0, rows)) for rows in ahead]
+
+    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+        """The distillation loss of one level; all levels are alike, because each reads true states of early layers."""
+        places, (student,) = self.exit_states(batch, 1)
+        true = batch.select_taps((-1,))[:, 0].index_select(0, places + 1)
+        objective, weights = Objective(self.settings.loss), step_weights(places, 1)
+        total, _ = distillation_loss(student[None], true, weights, (frozen, frozen), objective, frozen.weight.dtype)
+        return {"total": total, "laws/0": total.detach()}
+
+    @torch.no_grad()
+    def validate(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
+        """Validation sums: tokens that each tree would have kept, and agreement with the target's probs."""
+        levels = max(len(path) for paths in trees.values() for path in paths)
+        _, states = self.exit_states(batch, levels)
+        return validate_batch(batch, states, ([frozen.logits] * levels, frozen.logits), trees)
+
+    def draft_levels(
+        self, batch: Batch, frozen: TargetHead, levels: int
+    ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
+        """Each level's states [S, H], and the target's LM head."""
+        return [(state, frozen.logits) for state in self.exit_states(batch, levels)[1]]
+
+    # -- drafting -----------------------------------------------------------------------------------------------------
+
+    def exit_logits(self, hidden: Tensor, view: Any) -> Tensor:
+        """[.., V], by adapter and LM head."""
+        return self.frozen[0].logits(self.adapt(hidden))

@@ -1,0 +1,1 @@
+"""Comparisons of arms: planned, trained, decoded and made into tables."""

@@ -1,0 +1,1 @@
+"""Result files, and the statistics that are drawn from them."""

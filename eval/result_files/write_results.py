@@ -1,0 +1,106 @@
+"""Results files while they are written: rows are appended, and the files of several processes become one."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from eval.result_files.answer_rows import Row
+from eval.result_files.results import Key, Results, item_key, prompt_key, read_results
+
+
+def read_stored(path: Path) -> Results:
+    """The rows of earlier runs, if any; a torn last line is cut off the file, and what processes left is merged."""
+    if not path.exists():
+        for part in _parts(path):  # the header that says what made them is gone
+            print(f"{part} belongs to no results file, and is removed")
+            part.unlink()
+        return Results(path, [], [])
+    for file in (path, *_parts(path)):
+        _cut_torn_line(file)
+    merge_parts(path)
+    return read_results(path)
+
+
+def part_of(path: Path, rank: int) -> Path:
+    """The file of one of several processes, beside the results."""
+    return path.with_name(f"{path.stem}.process{rank}{path.suffix}")
+
+
+def merge_parts(path: Path) -> None:
+    """Append what the files of processes hold and the results do not, and remove them."""
+    parts = _parts(path)
+    if not parts:
+        return
+    known = {item_key(json.loads(line)) for line in path.read_bytes().splitlines()}
+    for part in parts:
+        lines = part.read_bytes().splitlines(keepends=True)
+        with path.open("ab") as file:
+            file.write(b"".join(line for line in lines if item_key(json.loads(line)) not in known))
+        part.unlink()
+
+
+def _parts(path: Path) -> list[Path]:
+    return sorted(path.parent.glob(f"{path.stem}.process*{path.suffix}"))
+
+
+def _cut_torn_line(path: Path) -> None:
+    data = path.read_bytes()
+    end = data.rfind(b"\n") + 1
+    if end < len(data):
+        print(f"{path}: the last line is torn; its {len(data) - end} bytes are cut off, and it is measured again")
+        with path.open("r+b") as file:
+            file.truncate(end)
+
+
+class ResultsWriter:
+    """Appends rows to a results file; a file that other settings made is moved aside first."""
+
+    def __init__(self, stored: Results, settings: dict[str, Any], *, again: bool = False) -> None:
+        self.path = stored.path
+        self.id = secrets.token_hex(4)
+        self.settings = json.loads(json.dumps(settings))
+        self.rows: dict[Key, dict[str, Row]] = {}  # by key and drafter
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if stored.headers and not again and self._is_same(stored.header):
+            self.id = stored.header["id"]
+            for row in stored.answers:
+                if row["run"] == self.id:
+                    self._remember(row)
+        elif stored.headers or stored.answers:
+            aside = self.path.with_stem(f"{self.path.stem}-{stored.header.get('id', secrets.token_hex(4))}")
+            self.path.rename(aside)
+            print(f"what {self.path} held is in {aside} now, and measuring begins anew")
+
+    def begin(self, start: dict[str, Any]) -> None:
+        """Write the header of the rows that follow."""
+        self._append([{"run": {"id": self.id, **start, **self.settings}}])
+
+    def add(self, *rows: Row) -> None:
+        """Write answers; they are in the file when this returns."""
+        self.add_batch(None, rows)
+
+    def add_batch(self, batch: dict[str, Any] | None, rows: Iterable[Row]) -> None:
+        """Write what steps of a batch took, and the answers that ended in the last of them."""
+        rows = list(rows)
+        steps = [] if batch is None else [{"run": self.id, "batch": batch}]
+        self._append([*steps, *({"run": self.id, **row} for row in rows)])
+        for row in rows:
+            self._remember(row)
+
+    def _is_same(self, header: dict[str, Any]) -> bool:
+        """Whether the file was made with these settings; prints the names of those that differ."""
+        other = [key for key, value in self.settings.items() if header.get(key) != value]
+        if other:
+            print(f"{self.path} was made by something else ({', '.join(other)})")
+        return not other
+
+    def _remember(self, row: Row) -> None:
+        self.rows.setdefault(prompt_key(row), {})[row["drafter"]] = row
+
+    def _append(self, lines: list[Row]) -> None:
+        with self.path.open("a") as file:
+            file.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
