@@ -19,9 +19,8 @@ from eagle.core.drafter import Committed, Drafter
 from eagle.core.tree import DraftTree, chain_paths
 from eagle.core.verify import Choose
 from eagle.drafters import DRAFTERS as REGISTRY
-from eagle.drafters.draft_model import DraftModel, DraftModelSettings
+from eagle.drafters.draft_model import DraftModel, DraftModelSettings, ModelState
 from eagle.drafters.lookup.ngram import NgramDrafter
-from eagle.drafters.model_state import ModelState
 from eagle.drafters.parts import growth, text_state
 from eagle.drafters.parts.decoder_block import Rotary, rotary_tables
 from eagle.drafters.parts.text_state import split_ragged

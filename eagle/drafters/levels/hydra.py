@@ -1,10 +1,10 @@
 """Hydra and Hydra++ (Ankner et al. 2024, arXiv 2402.05109): levels that read the tokens drafted before them."""
 
-# S supervised slots, H width, V vocabulary
+# S supervised slots, H width, V vocabulary, B batch, T tokens, L taps
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,13 +12,16 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from eagle.core.drafter import TargetHead
+from eagle.core.budget import Budget
+from eagle.core.drafter import ColumnBytes, Committed, TargetHead
 from eagle.core.examples import Batch
-from eagle.drafters.levels.level_heads import LevelSettings, Loss
-from eagle.drafters.levels.prefix import PrefixHeads
-from eagle.drafters.parts.decoder_block import head_shape
+from eagle.core.tree import DraftTree
+from eagle.drafters.levels.level_heads import LevelHeads, LevelSettings, Loss, grow_levels
+from eagle.drafters.parts.decoder_block import Cache, Norm, NormedBlock, Rotary, head_shape
 from eagle.drafters.parts.objectives import LanguageHead, OwnHead, align_steps, feature_regression
+from eagle.drafters.parts.text_blocks import Pair, position_tables, probe_read, read_context, read_rows, text_slots
 from eagle.drafters.parts.text_dropout import TextDropout
+from eagle.drafters.parts.text_state import TextState, text_bytes
 
 
 class HydraSettings(LevelSettings):
@@ -47,15 +50,24 @@ class Gated(nn.Linear):
         return self.residual(x) + F.silu(super().forward(x))
 
 
-class Hydra(PrefixHeads):
-    """Level d reads a state of the target concatenated with the embeddings of the next d + 1 tokens."""
+class Hydra(LevelHeads):
+    """Level d reads a state of the target concatenated with the embeddings of the next d + 1 tokens.
+
+    With a prefix that state has passed a Llama block over the text's states alone, and a norm; slot i stands at
+    position i.
+    """
 
     Settings = HydraSettings
     blocks: Any
     heads: Any
+    layers: Any  # of the prefix
 
     def __init__(self, settings: Any, shape: Any) -> None:
-        super().__init__(settings, shape, int(settings.prefix))
+        super().__init__(settings, shape)
+        self.layers = nn.ModuleList([NormedBlock(shape) for _ in range(int(settings.prefix))])
+        if settings.prefix:
+            self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
+            self.rotary = Rotary(shape)
         width = shape.hidden_size
         self.blocks = nn.ModuleList()
         for level in range(settings.levels):
@@ -98,6 +110,13 @@ class Hydra(PrefixHeads):
         """Each level's own LM head."""
         return [OwnHead(part.weight, part.bias) for part in self.heads]
 
+    @property
+    def query_groups(self) -> int:
+        """The number of query heads that share a key."""
+        return self.shape.num_attention_heads // self.shape.num_key_value_heads
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
         """The distillation loss of all levels, plus the regression loss if it has a weight."""
         settings = self.settings
@@ -112,3 +131,65 @@ class Hydra(PrefixHeads):
             losses["total"] = losses["total"] + settings.regression * regression
             losses["regression"] = regression.detach()
         return losses
+
+    def start_states(self, batch: Batch, places: Tensor) -> Tensor:
+        """[S, H], the states that the blocks make at these slots."""
+        if not self.layers:
+            return super().start_states(batch, places)
+        known, positions, spans = text_slots(batch, places.device)
+        states = batch.select_taps(self.taps)[:, 0].index_select(0, known).to(self.dtype)
+        tables_at = position_tables(self.rotary, states, max(batch.lengths, default=0))
+        context, inputs = read_context(self.layers, self.layers[0].inputs(states), tables_at(positions), batch)
+        inputs = tuple(part.index_select(0, spans.rows) for part in inputs)
+        tables = tables_at(positions[spans.rows])
+        normed: Tensor = self.norm(read_rows(self.layers[-1], inputs, tables, context[-1], spans))
+        return normed
+
+    # -- drafting -----------------------------------------------------------------------------------------------------
+
+    def open(self) -> Any:
+        """The state for several texts drafted together."""
+        return PrefixState(self) if self.layers else super().open()
+
+    def fuse_taps(self, features: Tensor) -> Tensor:
+        """[N, H], the single tap."""
+        return features[..., 0, :]
+
+    def read(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        tables: Pair,
+        mask: Tensor | None,
+        caches: Sequence[Cache | None],
+        frozen: TargetHead,
+    ) -> Tensor:
+        """[B, T, H], what the blocks make of states [B, T, H], each block with a cache of its own."""
+        for block, cache in zip(self.layers, caches, strict=True):
+            hidden = block(hidden, tables, mask, cache)
+        normed: Tensor = self.norm(hidden)
+        return normed
+
+    def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
+        """Keys and values of every block, nothing without blocks."""
+        return text_bytes(self.layers, tokens)
+
+    def probe(self, context: int, rows: int, scored: int) -> Callable[[], Any]:
+        """A level at so many nodes; the first one behind blocks that read so many tokens."""
+        level = super().probe(context, rows, scored)
+        if not self.layers or scored == rows:
+            return level
+        read = probe_read(self, context, rows)
+        return lambda: (read(), level())
+
+
+class PrefixState(TextState):
+    """Texts whose committed states pass the blocks, and trees of levels that read no more of the text than that."""
+
+    head: Hydra
+
+    @torch.inference_mode()
+    def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
+        """Trees grown from the state that the blocks make behind the last committed token of each row."""
+        rows, seeds, states = self.read_updates(updates, budgets)
+        return dict(zip(rows, grow_levels(self.head, seeds, states), strict=True))

@@ -1,11 +1,13 @@
 """P-EAGLE (Hui et al. 2026, arXiv 2602.01469): EAGLE-3's network over masks, with all levels in one forward."""
 
-# S supervised slots, E masks behind them, K levels, L taps, H width
+# S supervised slots, A anchors, n of them with as many masks m, E masks of all, K levels, L taps, B rows of text
+# T tokens of a text, H width, h heads of width w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -14,12 +16,16 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import TargetHead
+from eagle.core.drafter import Committed, TargetHead
 from eagle.core.examples import Batch
 from eagle.core.network_parts import Parts
+from eagle.core.tree import DraftTree
 from eagle.device import upload
+from eagle.drafters.blocks.block_spans import ATTEND, add_blocks, attend_block, read_texts
+from eagle.drafters.blocks.injected_state import grow_slots
 from eagle.drafters.parts.divisors import Divisor, level_shares, sum_divisors
 from eagle.drafters.parts.objectives import Objective, OwnHead, distillation_loss
+from eagle.drafters.parts.spans import Spans
 from eagle.drafters.parts.text_blocks import (
     Pair,
     add_rows,
@@ -30,9 +36,8 @@ from eagle.drafters.parts.text_blocks import (
     read_rows,
     text_slots,
 )
+from eagle.drafters.parts.text_state import TextState
 from eagle.drafters.recurrent.fused_head import FusedHead, FusedSettings
-from eagle.drafters.recurrent.mask_rows import MaskRows, draw_masks, draw_text_masks, supervised_slots, weigh_texts
-from eagle.drafters.recurrent.masked_state import MaskedState
 
 
 class PeagleSettings(FusedSettings):
@@ -191,3 +196,116 @@ class Peagle(FusedHead):
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
         """A function to time: the forward of `rows` rows after `context` tokens, with logits for the levels."""
         return super().probe(context, rows, max(scored, min(rows, self.levels)))
+
+
+class MaskedState(TextState):
+    """Keys and values of many texts; those of the masks are written over by the tokens that are committed next."""
+
+    head: Any
+
+    @torch.inference_mode()
+    def __init__(self, head: Any) -> None:
+        super().__init__(head)
+        masks = head.levels - 1
+        self.masks = torch.full((masks,), head.settings.mask_token), head.mask_state().expand(masks, -1)
+        self.levels = 1  # of the deepest draft that is asked for
+
+    @torch.inference_mode()
+    def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
+        """Trees whose levels are the states behind the root and the masks."""
+        budgets = {row: budget.within(self.head.levels) for row, budget in budgets.items()}
+        self.levels = max(1, *(0 if budgets[row].is_empty else budgets[row].depth for row in updates))
+        rows, seeds, hidden = self.read_updates(updates, budgets)
+        return dict(zip(rows, grow_slots(self.head, seeds, hidden), strict=True))
+
+    def _read_group(self, updates: Mapping[int, Committed]) -> Tensor:
+        """[B, K, H], the states of the levels behind each row's text."""
+        tokens, states = self.masks
+        return self._read_ahead(updates, (tokens[: self.levels - 1], states[: self.levels - 1]))
+
+
+@dataclass(frozen=True, slots=True)
+class MaskRows:
+    """Masks in groups of anchors that have equally many, those of an anchor one after the other."""
+
+    groups: list[tuple[Spans, int]]  # the anchors among all slots, and how many masks each has
+    spans: Spans  # [E], the anchor of each mask
+    depths: Tensor  # [E], from 1 on
+    texts: list[tuple[int, int]]  # which text the next so many masks are of
+
+    @classmethod
+    def of(cls, masks: Sequence[Tensor], device: torch.device) -> MaskRows:
+        """Those behind each text's slots [T - 2], so many behind each."""
+        groups, texts, lengths = [], list[tuple[int, int]](), [len(counts) for counts in masks]
+        depths, runs, rows = [torch.empty(0, dtype=torch.long)], list[tuple[int, int, int]](), list[list[int]]()
+        for size in range(1, max((int(counts.max()) for counts in masks if len(counts)), default=0) + 1):
+            places = [(counts == size).nonzero()[:, 0] for counts in masks]
+            if any(map(len, places)):
+                groups.append((Spans.at(places, lengths, device), size))
+            for text, (slots, begin) in enumerate(zip(places, accumulate(lengths, initial=0), strict=False)):
+                if len(slots):
+                    rows.append((begin + slots).repeat_interleave(size).tolist())
+                    runs.append((begin, rows[-1][0], rows[-1][-1] + 1))
+                    depths.append(torch.arange(1, size + 1).repeat(len(slots)))
+                    texts.append((text, size * len(slots)))
+        every = torch.tensor([row for run in rows for row in run], dtype=torch.long)
+        spans = Spans(upload(every, device), runs, sum(lengths), scattered=tuple(rows))
+        return cls(groups, spans, upload(torch.cat(depths), device), texts)
+
+    def attend(self, query: Tensor, context: Pair, own: Pair, kernel: Any = None) -> Tensor:
+        """[h, E, w] from query [h, E, w], the keys and values of all slots, and the masks' own."""
+        seen, done, fused = list[Tensor](), 0, list[Tensor]()
+        if not self.groups:
+            return query
+        if kernel or query.device.type not in ATTEND:  # one kernel for all: each number of masks would make another
+            output, weight = read_texts(query, *context, self.spans, kernel)
+            fused = [output, weight[..., None]]
+        for spans, size in self.groups:
+            rows = slice(done, done + len(spans.rows) * size)
+            asked, key, value, *read = (part[:, rows].unflatten(1, (-1, size)) for part in (query, *own, *fused))
+            if fused:
+                seen.append(add_blocks(read[0], read[1], asked, (key, value), causal=True))
+            else:
+                seen.append(attend_block(asked, *context, spans, (key, value), causal=True))
+            done = rows.stop
+        return torch.cat([part.flatten(1, 2) for part in seen], dim=1)
+
+
+def supervised_slots(batch: Batch) -> list[Tensor]:
+    """[T - 2] of each text, whether the token that a slot names is supervised."""
+    return [mask[2:] for mask in batch.masks]
+
+
+def draw_masks(batch: Batch, most: int, keep: float, least: float) -> list[Tensor]:
+    """[T - 2] of each text, how many masks stand behind each slot."""
+    texts = zip(supervised_slots(batch), batch.seeds, strict=True)
+    return [draw_text_masks(supervised, seed, most, keep, least) for supervised, seed in texts]
+
+
+def draw_text_masks(supervised: Tensor, seed: int, most: int, keep: float, least: float) -> Tensor:
+    """[T - 2], how many masks stand behind each slot of a text: fewer by depth, as its seed decides.
+
+    Of n supervised slots n - d would have d masks behind them in one answer; max(keep^d, least) of so many do, drawn
+    from those that have d - 1 and whose answer goes on. (COD: conditional drop of tokens.)
+    """
+    draw, inside = torch.Generator().manual_seed(seed), F.pad(supervised, (0, most))
+    drawn = supervised.nonzero()[:, 0]
+    count, slots = torch.zeros_like(supervised, dtype=torch.long), len(drawn)
+    for depth in range(1, most + 1):
+        candidates = drawn[inside[drawn + depth]]
+        wanted = max(int((slots - depth) * max(keep**depth, least)), 0)
+        order = torch.empty_like(candidates).random_(generator=draw).argsort()
+        drawn = candidates[order[:wanted]]
+        count[drawn] = depth
+    return count
+
+
+def weigh_texts(batch: Batch, masks: MaskRows) -> Tensor:
+    """[S + E], what supervised slots and masks weigh: a text as many as it has slots, each of its rows the same."""
+    slots = [int(part.sum()) for part in supervised_slots(batch)]
+    rows = list(slots)
+    for text, count in masks.texts:
+        rows[text] += count
+    shares = [count / max(total, 1) for count, total in zip(slots, rows, strict=True)]
+    parts = [*enumerate(slots), *masks.texts]
+    return torch.cat([torch.full((count,), shares[text], dtype=torch.float64) for text, count in parts])

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from eagle.core.drafter import TargetHead
 from eagle.core.examples import Batch
 from eagle.drafters import settings_of
-from eagle.drafters.blocks import sequential_bias
+from eagle.drafters.blocks import dspark
 from eagle.drafters.blocks.anchors import Anchors
 from eagle.drafters.blocks.dspark import DSpark
 from eagle.drafters.parts.divisors import Divisor
@@ -90,7 +90,7 @@ def shifted(name: str, by: int) -> Any:
 
 
 honest_draw = Anchors.drawn
-honest_read = sequential_bias.MarkovBias.read_token
+honest_read = dspark.MarkovBias.read_token
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "answers are read": (Anchors, "tokens_at", shifted("tokens_at", 1)),
     "probs of the next place": (Anchors, "states_before", shifted("states_before", 1)),
@@ -101,7 +101,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
         lambda *given: replace(honest_draw(*given), reached=torch.ones_like(honest_draw(*given).reached)),
     ),
     "memory forgets": (
-        sequential_bias.RecurrentBias,
+        dspark.RecurrentBias,
         "read_token",
         lambda self, level, state, tokens, memory, frozen: honest_read(
             self, level, state, tokens, torch.zeros_like(memory), frozen

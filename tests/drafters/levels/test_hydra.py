@@ -20,7 +20,7 @@ from eagle.core.examples import Batch, collate
 from eagle.core.tree import PUBLISHED_TREE, DraftTree
 from eagle.data.features import LiveFeatures
 from eagle.drafters import DRAFTERS
-from eagle.drafters.levels import prefix
+from eagle.drafters.levels import hydra
 from eagle.drafters.levels.hydra import Hydra, HydraSettings
 from eagle.drafters.levels.level_heads import LevelHeads
 from eagle.drafters.parts import spans, text_state
@@ -138,7 +138,7 @@ def test_no_level_sees_what_comes_later(name: str) -> None:
     leak(name)
 
 
-read_token, text_slots = Hydra.read_token, prefix.text_slots
+read_token, text_slots = Hydra.read_token, hydra.text_slots
 
 
 def token_further(self: Any, level: int, state: Tensor, tokens: Tensor, frozen: Any) -> Tensor:
@@ -167,7 +167,7 @@ def unmasked(count: int, stride: int, dtype: torch.dtype, device: torch.device) 
     [
         ("deep", Hydra, "read_token", token_further, "a token that is drafted later"),
         ("deep", LevelHeads, "start_states", state_further, "a later state"),
-        ("hydra++", prefix, "text_slots", slots_further, "a later state"),
+        ("hydra++", hydra, "text_slots", slots_further, "a later state"),
         ("hydra++", spans, "_future", unmasked, "a later state"),
     ],
     ids=["token", "state", "prefix slot", "mask"],

@@ -23,10 +23,8 @@ from eagle.core.examples import Batch
 from eagle.core.tree import chain_paths
 from eagle.drafters.parts import spans
 from eagle.drafters.parts.decoder_block import Block
-from eagle.drafters.recurrent import block_head, block_state, unroll
-from eagle.drafters.recurrent.block_state import BlockState
-from eagle.drafters.recurrent.falcon import Falcon
-from eagle.drafters.recurrent.slot_blocks import SlotBlocks
+from eagle.drafters.recurrent import falcon, unroll
+from eagle.drafters.recurrent.falcon import BlockState, Falcon, SlotBlocks
 from tests.drafters.parts.test_judge import counted_by_drafting
 from tests.drafters.test_many_texts import BUDGETS, play
 from tests.naive_unroll import Network, attended, output_of, projected
@@ -165,12 +163,12 @@ def unmasked(count: int, stride: int, dtype: torch.dtype, device: torch.device) 
 def causal(head: Any, entered: Tensor, tables: Any, context: Any, blocks: SlotBlocks, own: Any) -> Tensor:
     """Slots that see their text up to themselves alone."""
     begins = [begin for begin, start, stop in blocks.spans.runs for _ in range(start, stop, blocks.spans.stride)]
-    query, residual = block_head.query_and_residual(head.layers[0], (entered, entered), tables)
+    query, residual = falcon.query_and_residual(head.layers[0], (entered, entered), tables)
     seen = []
     for rows, heads in zip(blocks.slots, query.chunk(head.size, dim=1), strict=True):
         runs = [(begin, row, row + 1) for begin, row in zip(begins, rows.tolist(), strict=True)]
         seen.append(spans.attend(heads, *context, spans.Spans(rows, runs, blocks.spans.count)))
-    return block_head.add_rows(head.layers[0], torch.cat(seen, 1), residual).unflatten(0, (head.size, -1))
+    return falcon.add_rows(head.layers[0], torch.cat(seen, 1), residual).unflatten(0, (head.size, -1))
 
 
 def test_another_loss_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +183,7 @@ def test_another_loss_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         (spans, "_future", unmasked),
         (Falcon, "read_blocks", causal),
         (Falcon, "read_blocks", lambda *given: right(*given).roll(1, 0)),
-        (block_head, "key_value", turned),
+        (falcon, "key_value", turned),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(home, name, fault)
@@ -383,7 +381,7 @@ def test_drafts_with_a_cache_are_those_of_a_loop_without(k: int, levels: int) ->
 
 def test_other_drafts_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted faults: slots that do not see their whole block, see other paths, stand elsewhere, or swap levels."""
-    levels, forward, mask = block_state._BlockLevels, Block.forward, block_state.level_mask
+    levels, forward, mask = falcon._BlockLevels, Block.forward, falcon.level_mask
     read, block = BlockState._read_group, levels._read_block
 
     def shifted(self: Any, depth: int) -> None:
@@ -392,7 +390,7 @@ def test_other_drafts_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for home, name, fault in (
         (Block, "forward", lambda self, x, tables, mask, cache: forward(self, x, tables, None, cache)),
-        (block_state, "level_mask", lambda committed, seen, groups: mask(committed, torch.ones_like(seen), groups)),
+        (falcon, "level_mask", lambda committed, seen, groups: mask(committed, torch.ones_like(seen), groups)),
         (levels, "_read_block", shifted),
         (BlockState, "_read_group", lambda state, updates: read(state, updates).flip(1)),
     ):
@@ -441,7 +439,7 @@ def test_validation_counts_what_drafting_at_every_slot_counts(
     assert sums["slots"] == batch.slots
     for name, fault in (("drafted_mask", lambda batch, size: batch.loss_mask), ("attend", forgetful)):
         with monkeypatch.context() as patch:
-            patch.setattr(block_head, name, fault)
+            patch.setattr(falcon, name, fault)
             sums = head.validate(batch, frozen, trees)
             assert {name: value.tolist() for name, value in sums.items() if "/" in name} != expected, fault
 

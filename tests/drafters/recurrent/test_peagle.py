@@ -20,10 +20,8 @@ from eagle.core.drafter import Committed
 from eagle.core.examples import Batch, Example, collate
 from eagle.core.tree import chain_paths
 from eagle.drafters.parts import spans
-from eagle.drafters.recurrent import mask_rows, peagle
-from eagle.drafters.recurrent.mask_rows import MaskRows, draw_masks
-from eagle.drafters.recurrent.masked_state import MaskedState
-from eagle.drafters.recurrent.peagle import Peagle
+from eagle.drafters.recurrent import peagle
+from eagle.drafters.recurrent.peagle import MaskedState, MaskRows, Peagle, draw_masks
 from tests import naive_masks
 from tests.unrolled_heads import SHAPE, TAPS, apart, computed, draft_vocab, frozen_head, moved, texts_of
 
@@ -87,7 +85,7 @@ def unmasked(places: Any, like: Tensor) -> Tensor:
 
 def test_another_loss_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted faults: masks that see later ones or a text's future, stand elsewhere, or read nothing; other weights."""
-    head, attend, read = new_head(tmp_path), mask_rows.attend_block, Peagle._read_blocks
+    head, attend, read = new_head(tmp_path), peagle.attend_block, Peagle._read_blocks
     assert difference(head, FEW) < 1e-6
 
     def see_all(*given: Any, causal: bool) -> Tensor:
@@ -101,7 +99,7 @@ def test_another_loss_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         return torch.full((rows,), batch.slots / rows)
 
     for home, name, fault in (
-        (mask_rows, "attend_block", see_all),
+        (peagle, "attend_block", see_all),
         (spans, "_hide_later", unmasked),
         (Peagle, "_read_blocks", elsewhere),
         (Peagle, "mask_state", lambda head: head.fuse_taps(0 * head.mask_hidden.view(1, 3, -1))),
@@ -189,7 +187,7 @@ def test_masks_are_drawn_as_defined() -> None:
     """At depth d of n slots (n - d) * max(keep^d, least), of those that were drawn before and whose answer goes on."""
     _, batch = batch_of({90: [(10, 90)], 70: [(2, 30), (33, 70)]}, seed=5)
     counts = draw_masks(batch, 7, 0.7, 0.2)
-    for supervised, found in zip(mask_rows.supervised_slots(batch), counts, strict=True):
+    for supervised, found in zip(peagle.supervised_slots(batch), counts, strict=True):
         slots = int(supervised.sum())
         assert not found[~supervised].any()
         for depth in range(1, 8):

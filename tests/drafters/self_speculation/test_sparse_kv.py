@@ -16,9 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle import Budget, Sampling, Target, Trace, generate, load_drafter
 from eagle.core.tree import chain_paths
-from eagle.drafters.self_speculation import sparse_cache
-from eagle.drafters.self_speculation.sparse_cache import SparseState
-from eagle.drafters.self_speculation.sparse_kv import SparseKv
+from eagle.drafters.self_speculation import sparse_kv
+from eagle.drafters.self_speculation.sparse_kv import SparseKv, SparseState
 from eagle.target.attention import layer_windows
 from eagle.target.view import TargetTexts
 from tests.families import build, own_choices, own_logits, random_tokens
@@ -168,7 +167,7 @@ def keep_drafted(copy_columns: Any, texts: TargetTexts, cache: Any, moves: dict[
 
 def test_faults_are_seen(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafted keys that stay, a ring that turns one too far, one head that chooses for its group, ignored positions."""
-    target, columns, score = Target(copy.deepcopy(model)), SparseState._columns, sparse_cache.score_columns
+    target, columns, score = Target(copy.deepcopy(model)), SparseState._columns, sparse_kv.score_columns
     recent, snap = SparseKv(BUDGET, SINKS), SparseKv(SNAP_BUDGET, select="snap")
     with monkeypatch.context() as fault:
         fault.setattr(TargetTexts, "copy_columns", partialmethod(partial(keep_drafted, TargetTexts.copy_columns)))
@@ -177,7 +176,7 @@ def test_faults_are_seen(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         fault.setattr(SparseState, "_columns", lambda self, row, places: columns(self, row, places + (places > 1)))
         assert not drafts_are_naive(model, decode(target, recent, LENGTHS), hold_recent)
     with monkeypatch.context() as fault:
-        fault.setattr(sparse_cache, "score_columns", lambda queries, *rest: score(queries[::2], *rest))
+        fault.setattr(sparse_kv, "score_columns", lambda queries, *rest: score(queries[::2], *rest))
         assert not drafts_are_naive(model, decode(target, snap, SNAP_LENGTHS), hold_snapped)
     sliding = build("mistral-sliding", torch.float64)
     with monkeypatch.context() as fault:

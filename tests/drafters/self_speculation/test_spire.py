@@ -30,9 +30,8 @@ from eagle.core.tree import PUBLISHED_TREE, DraftTree
 from eagle.drafters.parts.growth import grow_rows
 from eagle.drafters.parts.scoring import Seed
 from eagle.drafters.parts.window import Window
-from eagle.drafters.self_speculation import memory_head
-from eagle.drafters.self_speculation.memory_state import MemoryState, _MemoryLevels
-from eagle.drafters.self_speculation.spire import Spire
+from eagle.drafters.self_speculation import spire
+from eagle.drafters.self_speculation.spire import MemoryState, Spire, _MemoryLevels
 from recipes.forecast import empty_weights
 from tests.drafters.test_many_texts import BUDGETS, SAMPLINGS, play
 from tests.naive_unroll import Network, attended, output_of, projected, rms
@@ -278,9 +277,9 @@ def test_a_leak_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault == "a later state":
         monkeypatch.setattr(Batch, "select_taps", lambda self, taps: select(self, taps).roll(-1, 0))
     else:
-        slots = memory_head.text_slots
+        slots = spire.text_slots
         moved_on = lambda batch, device: (slots(batch, device)[0] + 1, *slots(batch, device)[1:])  # noqa: E731
-        monkeypatch.setattr(memory_head, "text_slots", moved_on)
+        monkeypatch.setattr(spire, "text_slots", moved_on)
     with pytest.raises(AssertionError):
         leak(new_head(window=None))
 
