@@ -14,10 +14,20 @@ from torch import Tensor, nn
 
 from eagle.core.budget import Budget
 from eagle.core.examples import Batch
-from eagle.core.network_parts import Parts
 from eagle.core.row_errors import run_rows
 from eagle.core.target_head import TargetHead as TargetHead
 from eagle.core.tree import DraftTree, Paths
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a network is made of that a conversion can exchange in silence; `eagle doctor` asks about each of them."""
+
+    by_tap: tuple[str, ...] = ()  # parameters whose columns, and stacks whose modules, come one for each tap
+    halves: tuple[tuple[str, ...], ...] = ()  # matrices, those of one input together, that read embedding and state
+    alike: tuple[tuple[str, str], ...] = ()  # pairs of parameters of one shape beside those of blocks
+    tokens: tuple[str, ...] = ()  # settings that name a token of the vocabulary
+    levels: int | None = None  # so many tokens are guessed in one forward; None where each level reads the one before
 
 
 class Noise(Protocol):

@@ -5,6 +5,7 @@ from typing import Any
 from eagle.core.drafter import TrainableDrafter
 from eagle.drafters.blocks.dflash import DFlash
 from eagle.drafters.blocks.dspark import DSpark
+from eagle.drafters.blocks.peagle import Peagle
 from eagle.drafters.draft_model import DraftModel
 from eagle.drafters.levels.blockwise import Blockwise
 from eagle.drafters.levels.hydra import Hydra
@@ -20,7 +21,6 @@ from eagle.drafters.recurrent.eagle3 import Eagle3
 from eagle.drafters.recurrent.falcon import Falcon
 from eagle.drafters.recurrent.hass import Hass
 from eagle.drafters.recurrent.mtp import Mtp
-from eagle.drafters.recurrent.peagle import Peagle
 from eagle.drafters.self_speculation.early_exit import EarlyExit
 from eagle.drafters.self_speculation.early_exit_adapter import EarlyExitAdapter
 from eagle.drafters.self_speculation.lookahead import LookaheadDrafter

@@ -13,8 +13,7 @@ from eagle.core.drafter import TargetHead
 from eagle.core.examples import Batch
 from eagle.drafters.blocks.anchors import Anchors
 from eagle.drafters.blocks.injected_head import InjectedHead, InjectedSettings
-from eagle.drafters.levels.level_heads import Loss
-from eagle.drafters.parts.objectives import ROWS, Objective, distillation_loss
+from eagle.drafters.parts.objectives import ROWS, Loss, Objective, distillation_loss
 
 
 class DFlashSettings(InjectedSettings):

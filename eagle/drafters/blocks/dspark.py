@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from eagle.core.drafter import TargetHead
+from eagle.core.drafter import Parts, TargetHead
 from eagle.core.examples import Batch
-from eagle.core.network_parts import Parts
 from eagle.device import pick_rows, upload
 from eagle.drafters.blocks.anchors import Anchors
 from eagle.drafters.blocks.injected_head import InjectedHead, InjectedSettings

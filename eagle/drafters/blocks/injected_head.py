@@ -13,17 +13,15 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import ColumnBytes, TargetHead, TrainableDrafter
+from eagle.core.drafter import ColumnBytes, Parts, TargetHead, TrainableDrafter
 from eagle.core.examples import Batch
-from eagle.core.network_parts import Parts
 from eagle.core.tree import Paths
 from eagle.drafters.blocks.anchors import Anchors, draw_anchors
 from eagle.drafters.blocks.block_spans import attend_block
 from eagle.drafters.blocks.injected_state import InjectedState, SlotLevels
-from eagle.drafters.parts.decoder_block import Norm, NormedBlock, Rotary, head_shape
+from eagle.drafters.parts.decoder_block import Linears, Norm, NormedBlock, Rotary, draw_linears, head_shape
 from eagle.drafters.parts.divisors import Divisor, level_shares, reached_levels, sum_divisors
 from eagle.drafters.parts.growth import level_rows
-from eagle.drafters.parts.initial_weights import Linears, draw_linears
 from eagle.drafters.parts.objectives import LanguageHead
 from eagle.drafters.parts.scoring import Seed
 from eagle.drafters.parts.spans import Spans

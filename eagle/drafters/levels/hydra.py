@@ -16,9 +16,9 @@ from eagle.core.budget import Budget
 from eagle.core.drafter import ColumnBytes, Committed, TargetHead
 from eagle.core.examples import Batch
 from eagle.core.tree import DraftTree
-from eagle.drafters.levels.level_heads import LevelHeads, LevelSettings, Loss, grow_levels
+from eagle.drafters.levels.level_heads import LevelHeads, LevelSettings, grow_levels
 from eagle.drafters.parts.decoder_block import Cache, Norm, NormedBlock, Rotary, head_shape
-from eagle.drafters.parts.objectives import LanguageHead, OwnHead, align_steps, feature_regression
+from eagle.drafters.parts.objectives import LanguageHead, Loss, OwnHead, align_steps, feature_regression
 from eagle.drafters.parts.text_blocks import Pair, position_tables, probe_read, read_context, read_rows, text_slots
 from eagle.drafters.parts.text_dropout import TextDropout
 from eagle.drafters.parts.text_state import TextState, text_bytes

@@ -12,22 +12,21 @@ import torch
 from torch import Tensor
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import Committed, Noise, TargetHead, TrainableDrafter
+from eagle.core.drafter import Committed, Noise, Parts, TargetHead, TrainableDrafter
 from eagle.core.examples import Batch
-from eagle.core.network_parts import Parts
 from eagle.core.tree import DraftTree, Paths
 from eagle.device import pick_rows, upload
 from eagle.drafters.parts.divisors import Divisor, level_shares, reached_levels, sum_divisors
 from eagle.drafters.parts.growth import grow_rows, level_rows
 from eagle.drafters.parts.objectives import (
     LanguageHead,
+    Loss,
     Objective,
     align_steps,
     choose_teacher,
     distillation_loss,
     reached_steps,
 )
-from eagle.drafters.parts.objectives import Loss as Loss
 from eagle.drafters.parts.scoring import Seed
 from eagle.drafters.parts.validation import validate_batch
 from eagle.recipe import Section

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -259,3 +259,21 @@ def rotary_tables(rotary: Rotary, like: Tensor, positions: Tensor) -> tuple[Tens
     # these frequencies depend on the longest text of a batch
     cosine, sine = zip(*(rotary(like[:1], row[None]) for row in positions), strict=True)
     return torch.cat(cosine), torch.cat(sine)
+
+
+Linears = Literal["uniform", "normal"]
+"""Linear layers as torch draws them, uniform to 1 / sqrt(width), or as transformers does: N(0, 0.02), biases 0."""
+
+STD = 0.02  # transformers' `initializer_range`, which the configs of published trainers leave as it is
+
+
+@torch.no_grad()
+def draw_linears(head: nn.Module, drawn: Linears) -> None:
+    """Draw the linear layers of a new head anew if `drawn` is "normal"; torch drew them as they were made."""
+    if drawn == "uniform":
+        return
+    for part in head.modules():
+        if isinstance(part, nn.Linear):
+            nn.init.normal_(part.weight, std=STD)
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
-from eagle.core.drafter import TargetHead
+from eagle.core.drafter import Parts, TargetHead
 from eagle.core.examples import Batch
-from eagle.core.network_parts import Parts
 from eagle.drafters.parts.decoder_block import Block, Cache, NormedBlock, Rotary, head_shape
 from eagle.drafters.parts.objectives import Objective, align_steps, distillation_loss, feature_regression, step_weights
 from eagle.drafters.parts.window import Window

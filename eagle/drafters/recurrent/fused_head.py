@@ -10,11 +10,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from eagle.core.drafter import TargetHead
+from eagle.core.drafter import Parts, TargetHead
 from eagle.core.examples import most_frequent, token_counts
-from eagle.core.network_parts import Parts
-from eagle.drafters.parts.decoder_block import Cache, Norm, NormedBlock, Rotary, TwoNormBlock, head_shape
-from eagle.drafters.parts.initial_weights import Linears, draw_linears
+from eagle.drafters.parts.decoder_block import (
+    Cache,
+    Linears,
+    Norm,
+    NormedBlock,
+    Rotary,
+    TwoNormBlock,
+    draw_linears,
+    head_shape,
+)
 from eagle.drafters.parts.objectives import Kind
 from eagle.drafters.recurrent.reduced_vocab import load_draft_vocab
 from eagle.drafters.recurrent.unroll import UnrolledDrafter

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from eagle.core.drafter import Reads, TargetHead
+from eagle.core.drafter import Parts, Reads, TargetHead
 from eagle.core.examples import Batch
-from eagle.core.network_parts import Parts
 from eagle.drafters.parts.decoder_block import Cache, Norm, NormedBlock, Rotary, head_shape
 from eagle.drafters.parts.objectives import Loss, align_steps, choose_teacher, distillation_loss, step_weights
 from eagle.drafters.parts.target_blocks import (

@@ -19,9 +19,9 @@ from eagle import Budget
 from eagle.core.drafter import Committed
 from eagle.core.examples import Batch, Example, collate
 from eagle.core.tree import chain_paths
+from eagle.drafters.blocks import peagle
+from eagle.drafters.blocks.peagle import MaskedState, MaskRows, Peagle, draw_masks
 from eagle.drafters.parts import spans
-from eagle.drafters.recurrent import peagle
-from eagle.drafters.recurrent.peagle import MaskedState, MaskRows, Peagle, draw_masks
 from tests import naive_masks
 from tests.unrolled_heads import SHAPE, TAPS, apart, computed, draft_vocab, frozen_head, moved, texts_of
 

@@ -16,9 +16,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import Committed, TargetHead
+from eagle.core.drafter import Committed, Parts, TargetHead
 from eagle.core.examples import Batch
-from eagle.core.network_parts import Parts
 from eagle.core.tree import DraftTree
 from eagle.device import upload
 from eagle.drafters.blocks.block_spans import ATTEND, add_blocks, attend_block, read_texts
