@@ -18,6 +18,7 @@ from eagle.core.examples import Batch
 from eagle.device import pick_rows, upload
 from eagle.drafters.blocks.anchors import Anchors
 from eagle.drafters.blocks.injected_head import InjectedHead, InjectedSettings
+from eagle.drafters.parts.growth import FollowsRows
 from eagle.drafters.parts.objectives import BiasedHead, LanguageHead, Named, Objective, distillation_loss
 from eagle.drafters.parts.scoring import Seed
 
@@ -133,7 +134,7 @@ class GruBias:
         return self.projections[:-1](torch.cat([state, memory], dim=-1)), memory
 
 
-class PathLevels:
+class PathLevels(FollowsRows):
     """The logits of all levels of all trees: what a level's slot gives to all nodes, and a bias for each one's path."""
 
     def __init__(self, head: Any, seeds: Sequence[Seed], states: Tensor) -> None:
@@ -149,8 +150,7 @@ class PathLevels:
         """[B, R, V], the logits after the nodes of one level; [B, 1, V] if they are the same for all nodes."""
         if depth == 1:
             self.rows, self.memory = self.all_rows, self.first_memory
-        above = pick_rows(self.memory, [self.rows.index(row) for row in rows])
-        self.rows, self.tokens = rows, tokens
+        (above,), self.tokens = self.keep_rows(rows, self.memory), tokens
         self.memory = above.gather(1, before[..., None].expand(-1, -1, above.shape[2]))
         return self._read_tokens(depth)
 

@@ -15,9 +15,9 @@ from eagle.core.budget import Budget
 from eagle.core.drafter import Committed, Noise, Parts, TargetHead, TrainableDrafter
 from eagle.core.examples import Batch
 from eagle.core.tree import DraftTree, Paths
-from eagle.device import pick_rows, upload
+from eagle.device import upload
 from eagle.drafters.parts.divisors import Divisor, level_shares, reached_levels, sum_divisors
-from eagle.drafters.parts.growth import grow_rows, level_rows
+from eagle.drafters.parts.growth import FollowsRows, grow_rows, level_rows
 from eagle.drafters.parts.objectives import (
     LanguageHead,
     Loss,
@@ -239,7 +239,7 @@ def grow_levels(head: LevelHeads, seeds: Sequence[Seed], states: Tensor) -> list
     return grow_rows(seeds, first, levels, sharpness=head.sharpness)
 
 
-class _Levels:
+class _Levels(FollowsRows):
     """The states of one level of all trees after the other."""
 
     def __init__(self, head: LevelHeads, first: Tensor) -> None:
@@ -251,9 +251,7 @@ class _Levels:
         head, (frozen,) = self.head, self.head.frozen
         if depth == 1:
             self.rows, self.state = list(range(len(self.first))), self.first
-        if rows != self.rows:
-            self.state = pick_rows(self.state, [self.rows.index(row) for row in rows])
-            self.rows = rows
+        (self.state,) = self.keep_rows(rows, self.state)
         if head.reads_tokens:
             above = self.state.gather(1, before[..., None].expand(-1, -1, self.state.shape[2]))
             self.state = head.read_token(depth, above, tokens, frozen)

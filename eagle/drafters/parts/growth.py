@@ -63,6 +63,17 @@ Confidence = Callable[[int, list[int]], Tensor]
 """Depth and these rows -> how likely a child of each node is kept whose logits were given last, [B, K] or [B, 1]."""
 
 
+class FollowsRows:
+    """A `RowsLevel` that remembers the level before; rows leave it as their trees end."""
+
+    rows: list[int]  # of the level before
+
+    def keep_rows(self, rows: list[int], *parts: Tensor) -> list[Tensor]:
+        """The rows of `parts` [B, ..] that grow on."""
+        kept, self.rows = [self.rows.index(row) for row in rows], rows
+        return [pick_rows(part, kept) for part in parts]
+
+
 def grow(
     root: int,
     logits: Tensor,

@@ -21,7 +21,7 @@ from eagle.core.examples import Batch
 from eagle.core.tree import DraftTree, Paths
 from eagle.device import pick_rows, upload
 from eagle.drafters.parts.decoder_block import Block, Cache, Rotary, head_shape, rotary_tables
-from eagle.drafters.parts.growth import grow_rows, level_mask, level_rows
+from eagle.drafters.parts.growth import FollowsRows, grow_rows, level_mask, level_rows
 from eagle.drafters.parts.objectives import ROWS, distillation_loss, feature_regression
 from eagle.drafters.parts.scoring import Seed
 from eagle.drafters.parts.spans import Own, Spans, attend
@@ -359,7 +359,7 @@ class BlockState(HeadState):
         return grow_rows(seeds, levels.first[1][:, 0, 0], levels)
 
 
-class _BlockLevels:
+class _BlockLevels(FollowsRows):
     """The levels of the drafts behind some slots; every k of them come from one forward, over a block for each path."""
 
     def __init__(
@@ -380,12 +380,8 @@ class _BlockLevels:
         """[B, K, V], the logits after the nodes of one level; [B, 1, V] if they are the same for all nodes."""
         if depth == 1:
             self._begin()
-        if rows != self.rows:
-            kept = [self.rows.index(row) for row in rows]
-            self.states, self.logits, self.owner, self.seen, *self.path = (
-                pick_rows(part, kept) for part in (self.states, self.logits, self.owner, self.seen, *self.path)
-            )
-            self.rows = rows
+        parts = self.states, self.logits, self.owner, self.seen, *self.path
+        self.states, self.logits, self.owner, self.seen, *self.path = self.keep_rows(rows, *parts)
         self.owner = self.owner.gather(1, before)
         self.path = [*(part.gather(1, before) for part in self.path), tokens]
         level = depth % self.state.size

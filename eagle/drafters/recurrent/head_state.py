@@ -16,7 +16,15 @@ from eagle.core.drafter import Committed, TargetHead
 from eagle.core.tree import DraftTree
 from eagle.device import pick_rows, upload
 from eagle.drafters.parts.decoder_block import FOLLOW_LENGTH, Rotary, rotary_tables
-from eagle.drafters.parts.growth import Grown, grow_columns, grow_rows, level_mask, plan_parents, read_trees
+from eagle.drafters.parts.growth import (
+    FollowsRows,
+    Grown,
+    grow_columns,
+    grow_rows,
+    level_mask,
+    plan_parents,
+    read_trees,
+)
 from eagle.drafters.parts.scoring import Seed
 from eagle.drafters.parts.text_state import TextHead, TextState
 from eagle.drafters.parts.window import Window
@@ -121,7 +129,7 @@ class HeadState(TextState):
         return committed
 
 
-class _Levels:
+class _Levels(FollowsRows):
     """The levels of the drafts behind some slots; their columns begin where the longest text ends, for all alike."""
 
     def __init__(
@@ -137,9 +145,7 @@ class _Levels:
         state, head, width = self.state, self.state.head, tokens.shape[1]
         if depth == 1:
             self.rows, self.hidden, self.begins = list(range(len(self.slots))), self.first, []
-        if rows != self.rows:
-            self.hidden = pick_rows(self.hidden, [self.rows.index(row) for row in rows])
-            self.rows = rows
+        (self.hidden,) = self.keep_rows(rows, self.hidden)
         (cosine, sine), committed = self.tables, self.committed
         if len(committed) > 1:
             cosine, sine, committed = (pick_rows(part, rows) for part in (cosine, sine, committed))

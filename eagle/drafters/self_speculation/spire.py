@@ -18,9 +18,9 @@ from eagle.core.budget import Budget
 from eagle.core.drafter import ColumnBytes, Committed, Noise, Reads, TargetHead, TrainableDrafter
 from eagle.core.examples import Batch
 from eagle.core.tree import DraftTree, Paths
-from eagle.device import pick_rows, upload
+from eagle.device import upload
 from eagle.drafters.parts.decoder_block import FOLLOW_LENGTH, Norm, NormedBlock, Rotary, head_shape, rotary_tables
-from eagle.drafters.parts.growth import grow_rows, level_mask, level_rows
+from eagle.drafters.parts.growth import FollowsRows, grow_rows, level_mask, level_rows
 from eagle.drafters.parts.objectives import Objective, distillation_loss
 from eagle.drafters.parts.operations import rotate_heads
 from eagle.drafters.parts.scoring import Seed
@@ -310,7 +310,7 @@ def _tables_of(rotary: Rotary, like: Tensor, positions: Sequence[Tensor]) -> Pai
     return torch.cat(cosine, 1)[0], torch.cat(sine, 1)[0]
 
 
-class _MemoryLevels:
+class _MemoryLevels(FollowsRows):
     """The levels of the drafts of some texts; what was drafted is remembered behind the texts."""
 
     def __init__(self, state: MemoryState, rows: list[int], roots: list[int]) -> None:
@@ -339,11 +339,8 @@ class _MemoryLevels:
         if depth == 1:
             self._begin()
             self.states = self.first_states
-        if rows != self.rows:
-            kept = [self.rows.index(row) for row in rows]
-            parts = self.states, self.memory, self.committed, self.places, self.ends
-            self.rows = rows
-            self.states, self.memory, self.committed, self.places, self.ends = (pick_rows(part, kept) for part in parts)
+        parts = self.states, self.memory, self.committed, self.places, self.ends
+        self.states, self.memory, self.committed, self.places, self.ends = self.keep_rows(rows, *parts)
         self._remember(depth - 1)
         # the root and the nodes above, as nobody sees its own column
         ancestors = F.pad(seen[..., : seen.shape[2] - tokens.shape[1]], (1, 0), value=True)
