@@ -100,6 +100,12 @@ def mixing_target_dir(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture(scope="session")
+def mixing_target(mixing_target_dir: Path) -> Target:
+    """That target in fp64, where no rounding decides between two of its tokens."""
+    return Target.load(mixing_target_dir, dtype=torch.float64)
+
+
+@pytest.fixture(scope="session")
 def tiny_target(tiny_target_dir: Path) -> Target:
     """That target in fp32, shared by all tests: each `generate` begins anew."""
     return Target.load(tiny_target_dir / "target", dtype=torch.float32)
