@@ -260,16 +260,14 @@ def test_what_is_trained_is_learned_saved_and_loaded(
     conformance.test_save_and_load_give_the_same_proposal(name, tiny_target, tmp_path)
 
 
-def learned(
-    name: str, target: Target, prompts: list[list[int]], steps: int = 30, lr: float = 1e-3
-) -> tuple[Any, Batch]:
-    """A head that has learned the target's own answers to the prompts, and these."""
+def learned(name: str, target: Target, prompts: list[list[int]]) -> tuple[Any, Batch]:
+    """A head that has learned the target's own answers to the prompts by heart, and these."""
     none = load_drafter("none", target)
     texts = [prompt + generate(target, none, prompt, max_new_tokens=24, stop=[]).tokens for prompt in prompts]
     given = batch_of(target, texts, [torch.arange(len(text)) >= len(text) - 24 for text in texts])
     head = conformance.new_head(name, target)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=lr)
-    for _ in range(steps):
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
+    for _ in range(100):
         optimizer.zero_grad()
         head(given, target.head)["total"].backward()
         optimizer.step()
@@ -280,7 +278,7 @@ def learned(
 def test_validation_counts_what_drafting_keeps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slot by slot with real trees, to the last count; planted: a second block that sees nothing of the first."""
     target = Target(build("llama"))  # random, so that no training decides whether there is something to count
-    head, given = learned(name, target, [random_tokens(12, seed) for seed in range(2)], 100, 1e-2)
+    head, given = learned(name, target, [random_tokens(12, seed) for seed in range(2)])
     sums = head.validate(given, target.head, TREES)
     for tree, paths in TREES.items():
         counts = counted_by_drafting(head, target, given, paths)
@@ -328,13 +326,16 @@ def test_a_run_is_forecast(name: str, tiny_target: Target) -> None:
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_the_doctor_examines_a_head(name: str, tiny_target: Target) -> None:
-    """Levels that say what the target says are no fault of theirs; what does not apply to a head is named."""
-    prompts = [tiny_target.chat(asked) for asked in (conformance.ASKED, "Why is the sky blue?", "Who?")]
-    head, _ = learned(name, tiny_target, prompts[:2])
-    texts = answer_prompts(tiny_target, prompts, 24, (0.0,))
-    diagnosis = diagnose(head, tiny_target, texts)
-    expected = figures(head.validate(texts, tiny_target.head, {"chain": chain_paths(3)}))
+def test_the_doctor_examines_a_head(name: str) -> None:
+    """Levels that say what the target says are no fault of theirs; what does not apply to a head is named.
+
+    It has learned the answers of a random target by heart, so that no change can help and all its parts are needed.
+    """
+    target, prompts = Target(build("llama")), [random_tokens(count, seed=count) for count in (12, 14, 16)]
+    head, _ = learned(name, target, prompts)
+    texts = answer_prompts(target, prompts, 24, (0.0,))
+    diagnosis = diagnose(head, target, texts)
+    expected = figures(head.validate(texts, target.head, {"chain": chain_paths(3)}))
     assert diagnosis.figures is not None and not diagnosis.faults
     assert diagnosis.figures.rates() == pytest.approx([expected[f"chain/{level}"] for level in (1, 2, 3)])
     (missing,) = (note for note in diagnosis.notes if note.startswith("does not apply to this head"))
