@@ -83,7 +83,8 @@ def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pyte
 def mixing_target_dir(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target of random weights so large that each of its tokens depends on all that it has read; nothing is learned.
 
-    A fault in what it reads changes its answers whatever a training run came to, and T = 1 has many likely tokens.
+    A fault in what it reads changes its answers whatever a training run came to, and T = 1 has many likely tokens. It
+    never ends.
     """
     folder = tmp_path_factory.mktemp("mixing") / "target"
     shutil.copytree(tiny_target_dir / "target", folder)
@@ -95,6 +96,7 @@ def mixing_target_dir(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFa
             if weight.ndim > 1:
                 weight.normal_(std=0.3, generator=generator)
         model.lm_head.weight *= 0.8
+        model.lm_head.weight[model.generation_config.eos_token_id] = 0
     model.save_pretrained(folder)
     return folder
 

@@ -127,7 +127,7 @@ def target_dir(mixing_target_dir: Path, tmp_path_factory: pytest.TempPathFactory
     """A random target whose end mark is so loud that about half of its answers end within the limit."""
     folder, target = tmp_path_factory.mktemp("ending") / "target", Target.load(mixing_target_dir, dtype=torch.float32)
     with torch.no_grad():
-        target.model.lm_head.weight[list(target.stop_tokens)] *= 3
+        target.model.lm_head.weight[list(target.stop_tokens)] = 3 * target.model.lm_head.weight[-1]
     target.model.save_pretrained(folder)
     target.tokenizer.save_pretrained(folder)
     return folder
