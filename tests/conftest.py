@@ -108,6 +108,19 @@ def mixing_target(mixing_target_dir: Path) -> Target:
 
 
 @pytest.fixture(scope="session")
+def eight_token_dir(mixing_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random target that says eight tokens in turn, so that lookup drafts some of them; it never ends."""
+    folder, target = tmp_path_factory.mktemp("eight") / "target", Target.load(mixing_target_dir, dtype=torch.float32)
+    with torch.no_grad():
+        rows = 8 * target.model.lm_head.weight[-4:]
+        target.model.lm_head.weight.zero_()
+        target.model.lm_head.weight[-8:] = torch.cat([rows, -rows])  # one of each pair is louder than all the rest
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def tiny_target(tiny_target_dir: Path) -> Target:
     """That target in fp32, shared by all tests: each `generate` begins anew."""
     return Target.load(tiny_target_dir / "target", dtype=torch.float32)

@@ -45,29 +45,16 @@ def ask(folder: Path, count: int) -> str:
     return str(folder / "asked.jsonl")
 
 
-@pytest.fixture(scope="module")
-def target_dir(mixing_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random target that says eight tokens in turn, so that lookup drafts some of them; it never ends."""
-    folder, target = tmp_path_factory.mktemp("eight") / "target", Target.load(mixing_target_dir, dtype=torch.float32)
-    with torch.no_grad():
-        rows = 8 * target.model.lm_head.weight[-4:]
-        target.model.lm_head.weight.zero_()
-        target.model.lm_head.weight[-8:] = torch.cat([rows, -rows])  # one of each pair is louder than all the rest
-    target.model.save_pretrained(folder)
-    target.tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def small(recipe: Recipe, target_dir: Path, tmp_path: Path) -> Recipe:
+def small(recipe: Recipe, eight_token_dir: Path, tmp_path: Path) -> Recipe:
     """Seven questions, two of them of two turns, for an untrained head and n-grams."""
     torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(target_dir)
+    config = AutoConfig.from_pretrained(eight_token_dir)
     save_head(tmp_path / "run/head", Eagle1.for_target(Eagle1.Settings(), config), "", {})
     drafters = {"ngram": {"head": "ngram"}, "chain": {"budget": {"paths": chain_paths(2)}}}
     asked = {"prompts": {"few": ask(tmp_path, 7)}, "max_new_tokens": 8, "temperatures": [0, 1], "drafters": drafters}
     values = {**recipe.model_dump(), "eval": asked}
-    values["target"] = {**values["target"], "path": str(target_dir), "dtype": "float64"}
+    values["target"] = {**values["target"], "path": str(eight_token_dir), "dtype": "float64"}
     values["train"] = {**values["train"], "out": str(tmp_path / "run")}
     return Recipe.parse(values, "small")
 
