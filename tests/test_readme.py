@@ -175,10 +175,15 @@ def test_the_text_of_an_index_page_has_no_relative_links() -> None:
 
 
 @pytest.mark.slow
-def test_the_commands_for_your_model_work_in_their_order(checkout: Path, tiny_target_dir: Path) -> None:
-    """From --check to an export, as written, but for less data, one process and no server."""
+def test_the_commands_for_your_model_work_in_their_order(
+    checkout: Path, tiny_target_dir: Path, mixing_target_dir: Path
+) -> None:
+    """From --check to an export, as written, but for less data, one process and no server.
+
+    The model is one that says something whatever a training run came to.
+    """
     (checkout / "my").mkdir()
-    (checkout / "my/model").symlink_to(tiny_target_dir / "target")
+    (checkout / "my/model").symlink_to(mixing_target_dir)
     (checkout / "my/prompts.jsonl").symlink_to(tiny_target_dir / "data/heldout.jsonl")
     source = tiny_target_dir / "data/train.jsonl"
     less = f"data.limit=8 data.max_length=96 regenerate.source={source} regenerate.endpoint=null "
@@ -193,7 +198,7 @@ def test_the_commands_for_your_model_work_in_their_order(checkout: Path, tiny_ta
         if "--check" in words:
             overrides += ["train.dtype=float32"]
         done = subprocess.run(
-            [sys.executable, *program, *overrides], cwd=checkout, timeout=300, capture_output=True, text=True
+            [sys.executable, *program, *overrides], cwd=checkout, timeout=BUSY * 120, capture_output=True, text=True
         )
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     assert (checkout / "runs/model/vllm/model.safetensors").is_file() and not (checkout / "runs/llama-3.1-8b").exists()
