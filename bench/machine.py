@@ -33,14 +33,17 @@ def made_on(**about: Any) -> dict[str, Any]:
     }
 
 
-def measure_peaks(size: int = 2048, tries: int = 3) -> dict[str, int]:
+def measure_peaks(
+    size: int = 2048, tries: int = 3, timer: Callable[[], float] = process_time
+) -> dict[str, int | float]:
     """Billions of operations a second of a square matrix product on one CPU thread, by the name of its dtype."""
     threads, peaks = torch.get_num_threads(), {}
     torch.set_num_threads(1)
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         matrix = torch.ones(size, size, dtype=dtype)
-        seconds = min(repeat(lambda: matrix @ matrix, timer=process_time, number=1, repeat=tries))  # noqa: B023
-        peaks[name] = round(2 * size**3 / seconds / 1e9)
+        seconds = min(repeat(lambda: matrix @ matrix, timer=timer, number=1, repeat=tries))  # noqa: B023
+        peak = 2 * size**3 / seconds / 1e9
+        peaks[name] = round(peak) if peak >= 10 else float(f"{peak:.2g}")  # bf16 without its instructions: below 1
     torch.set_num_threads(threads)
     return peaks
 

@@ -83,7 +83,8 @@ def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pyte
 def mixing_target_dir(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target of random weights so large that each of its tokens depends on all that it has read; nothing is learned.
 
-    A fault in what it reads changes its answers whatever a training run came to, and T = 1 has many likely tokens.
+    A fault in what it reads changes its answers whatever a training run came to, and T = 1 has many likely tokens. It
+    never ends.
     """
     folder = tmp_path_factory.mktemp("mixing") / "target"
     shutil.copytree(tiny_target_dir / "target", folder)
@@ -95,7 +96,27 @@ def mixing_target_dir(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFa
             if weight.ndim > 1:
                 weight.normal_(std=0.3, generator=generator)
         model.lm_head.weight *= 0.8
+        model.lm_head.weight[model.generation_config.eos_token_id] = 0
     model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def mixing_target(mixing_target_dir: Path) -> Target:
+    """That target in fp64, where no rounding decides between two of its tokens."""
+    return Target.load(mixing_target_dir, dtype=torch.float64)
+
+
+@pytest.fixture(scope="session")
+def eight_token_dir(mixing_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random target that says eight tokens in turn, so that lookup drafts some of them; it never ends."""
+    folder, target = tmp_path_factory.mktemp("eight") / "target", Target.load(mixing_target_dir, dtype=torch.float32)
+    with torch.no_grad():
+        rows = 8 * target.model.lm_head.weight[-4:]
+        target.model.lm_head.weight.zero_()
+        target.model.lm_head.weight[-8:] = torch.cat([rows, -rows])  # one of each pair is louder than all the rest
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -7,6 +7,7 @@ import ast
 import io
 import re
 import shlex
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
@@ -187,9 +188,8 @@ def load_recipe(path: Path, overrides: Sequence[str]) -> None:
 
 def make_checkout(folder: Path, tiny: Path, target: Target) -> None:
     """Let a folder look as if `make demo` and `make tiny` had run there: a target, data, heads and results."""
-    (folder / "runs").mkdir()
-    (folder / "runs/tiny").symlink_to(tiny)
-    (folder / "runs/demo").symlink_to(tiny)
+    tiny = shutil.copytree(tiny, folder / "runs/tiny")
+    (folder / "runs/demo").symlink_to("tiny")
     head = Eagle1.for_target(Eagle1.Settings(fc_bias=False), target.config)
     save_head(tiny / "eagle1/head", head, "", {})
     small = DraftModel.for_target(DraftModel.Settings(), target.config)

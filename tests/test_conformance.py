@@ -168,6 +168,11 @@ def test_drawn_drafts_have_the_targets_law(name: str, budget: Budget, sampling: 
     assert scipy.stats.chisquare(seen[due > 0], due[due > 0]).pvalue > 1e-4
 
 
+def trees_of(trace: Trace) -> list[tuple[list[int], list[int]]]:
+    """Tokens and parents of what was drafted in each cycle, kept or not."""
+    return [(cycle.tree.tokens.tolist(), cycle.tree.parents.tolist()) for cycle in trace.cycles]
+
+
 @pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[2]], ids=["greedy", "T=1"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_begin_forgets(name: str, sampling: Sampling, tiny_target: Target) -> None:
@@ -178,7 +183,7 @@ def test_begin_forgets(name: str, sampling: Sampling, tiny_target: Target) -> No
         generate(tiny_target, drafter, prompt, sampling=sampling, max_new_tokens=16, stop=[])
         for drafter in (used, drafter_of(name, tiny_target))
     ]
-    assert traces[0].cycles == traces[1].cycles
+    assert traces[0].cycles == traces[1].cycles and trees_of(traces[0]) == trees_of(traces[1])
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

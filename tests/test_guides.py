@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -113,14 +112,13 @@ def test_a_guide_runs_from_its_first_command_to_its_last(
     page: Path, tiny_target_dir: Path, tiny_target: Target, tmp_path: Path
 ) -> None:
     """Every command that needs no GPU, no server and no network runs, on the tiny model and less data."""
-    shutil.copytree(tiny_target_dir, tmp_path / "tiny")
-    make_checkout(tmp_path, tmp_path / "tiny", tiny_target)
+    make_checkout(tmp_path, tiny_target_dir, tiny_target)
     give_the_readers_files(tmp_path, tiny_target)
     for name, text in written_files(page).items():
         (tmp_path / name).write_text(text)
     for line in commands(page):
         if line.startswith("eagle prepare"):  # whose file the fixture wrote without settings
-            (tmp_path / "tiny/data/regenerated.jsonl").unlink(missing_ok=True)
+            (tmp_path / "runs/tiny/data/regenerated.jsonl").unlink(missing_ok=True)
         if line == "eagle demo":  # which leaves a store of features, too
             run(["-m", *words_here("eagle extract tiny/demo", tmp_path)], tmp_path)
         elif not reason_not_to_run(line):

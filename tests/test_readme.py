@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from math import ceil, floor
@@ -21,6 +22,7 @@ from eval.comparison.compare_plan import Comparison
 from eval.result_files.results import ACCEPTANCE_LENGTH, SPEED_UP, read_results
 from tests import documents
 from tests.documents import PAGES, ROOT, STAGES, blocks
+from tests.trained import BUSY
 
 LONG = {"make", "git", "pip", "cd", "source", "accelerate"}
 
@@ -37,28 +39,46 @@ def commands() -> list[tuple[str, str]]:
     return [(page, line) for page, line in lines if first.pop(line, None)]
 
 
-def run(rows: list[tuple[str, str]]) -> list[Any]:
+def short_commands() -> list[tuple[str, list[str]]]:
+    """(page, commands) of every page with commands that are not known to be long."""
+    rows = [(page.name, [line for line in documents.commands(page) if line.split()[0] not in LONG]) for page in PAGES]
+    return [row for row in rows if row[1]]
+
+
+def run(rows: list[tuple[str, Any]]) -> list[Any]:
     """What is run in a process of its own: of the first page always, of the others with the slow tests."""
     return [pytest.param(*row, marks=() if row[0] == "README.md" else pytest.mark.slow) for row in rows]
 
 
 @pytest.fixture(scope="module")
-def checkout(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working directory in which `make demo` seems to have run."""
-    folder = tmp_path_factory.mktemp("checkout")
+    folder = tmp_path_factory.mktemp("made")
     documents.make_checkout(folder, tiny_target_dir, tiny_target)
     return folder
+
+
+@pytest.fixture
+def checkout(made: Path, tmp_path: Path) -> Path:
+    """A copy of it that no other case writes to."""
+    return shutil.copytree(made, tmp_path / "checkout", symlinks=True)
 
 
 @pytest.mark.parametrize(("page", "text"), run(fenced("python")))
 def test_snippet_runs(page: str, text: str, checkout: Path) -> None:
     """Every Python snippet runs as it stands, in a process of its own."""
-    subprocess.run([sys.executable, "-c", text], cwd=checkout, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", text], cwd=checkout, check=True, timeout=BUSY * 120)
 
 
-@pytest.mark.parametrize(("page", "line"), run([row for row in commands() if row[1].split()[0] not in LONG]))
-def test_short_command_runs(page: str, line: str, checkout: Path) -> None:
-    """Every short command runs as it stands."""
+@pytest.mark.parametrize(("page", "lines"), run(short_commands()))
+def test_short_commands_run(page: str, lines: list[str], checkout: Path) -> None:
+    """Every short command of a page runs as it stands, after those above it."""
+    for line in lines:
+        check_short_command(page, line, checkout)
+
+
+def check_short_command(page: str, line: str, checkout: Path) -> None:
+    """Parse a command of the project's, and run it unless it takes minutes."""
     words = shlex.split(line)
     if words[0] == "eagle":
         documents.check_call(documents.as_call(line), {})
@@ -69,7 +89,7 @@ def test_short_command_runs(page: str, line: str, checkout: Path) -> None:
     if is_long(words):
         assert exists(words), f"{page}: {line} names a file or module that does not exist"
         return
-    subprocess.run([sys.executable, *words[1:]], cwd=checkout, check=True, timeout=120, env={**os.environ})
+    subprocess.run([sys.executable, *words[1:]], cwd=checkout, check=True, timeout=BUSY * 120, env={**os.environ})
 
 
 def is_long(words: list[str]) -> bool:
@@ -155,10 +175,15 @@ def test_the_text_of_an_index_page_has_no_relative_links() -> None:
 
 
 @pytest.mark.slow
-def test_the_commands_for_your_model_work_in_their_order(checkout: Path, tiny_target_dir: Path) -> None:
-    """From --check to an export, as written, but for less data, one process and no server."""
+def test_the_commands_for_your_model_work_in_their_order(
+    checkout: Path, tiny_target_dir: Path, mixing_target_dir: Path
+) -> None:
+    """From --check to an export, as written, but for less data, one process and no server.
+
+    The model is one that says something whatever a training run came to.
+    """
     (checkout / "my").mkdir()
-    (checkout / "my/model").symlink_to(tiny_target_dir / "target")
+    (checkout / "my/model").symlink_to(mixing_target_dir)
     (checkout / "my/prompts.jsonl").symlink_to(tiny_target_dir / "data/heldout.jsonl")
     source = tiny_target_dir / "data/train.jsonl"
     less = f"data.limit=8 data.max_length=96 regenerate.source={source} regenerate.endpoint=null "
@@ -173,7 +198,7 @@ def test_the_commands_for_your_model_work_in_their_order(checkout: Path, tiny_ta
         if "--check" in words:
             overrides += ["train.dtype=float32"]
         done = subprocess.run(
-            [sys.executable, *program, *overrides], cwd=checkout, timeout=300, capture_output=True, text=True
+            [sys.executable, *program, *overrides], cwd=checkout, timeout=BUSY * 120, capture_output=True, text=True
         )
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     assert (checkout / "runs/model/vllm/model.safetensors").is_file() and not (checkout / "runs/llama-3.1-8b").exists()

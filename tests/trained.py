@@ -47,7 +47,6 @@ def prepared(target_dir: Path, folder: Path, *drafter: str) -> list[str]:
         "train.epochs=2",
         "train.validation=0",
         "train.lr=1e-3",
-        f"train.seed={fixture_seed()}",
         *drafter,
     ]
     extract(list(command))

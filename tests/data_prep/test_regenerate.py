@@ -123,26 +123,60 @@ def answers_in(conversation: Conversation) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def source(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Conversations whose questions the tiny target answers within the limit at times, and at times not."""
+def target_dir(mixing_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random target whose end mark is so loud that about half of its answers end within the limit."""
+    folder, target = tmp_path_factory.mktemp("ending") / "target", Target.load(mixing_target_dir, dtype=torch.float32)
+    with torch.no_grad():
+        target.model.lm_head.weight[list(target.stop_tokens)] = 3 * target.model.lm_head.weight[-1]
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(target_dir: Path) -> Target:
+    """That target in fp64, where no rounding decides between two tokens."""
+    return Target.load(target_dir, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def replayed(target: Target) -> dict[str, tuple[Conversation, list[str]]]:
+    """Conversations of two answers, and the untouched model's: none is empty, and every other conversation is cut."""
+    turns = ("user: question {}", "assistant: old", "user: more {}", "assistant: older")
+    kinds: dict[int, list[tuple[Conversation, list[str]]]] = {1: [], 2: []}  # by the number of answers
+    for number in range(40 * COUNT):
+        conversation = talk(f"c{number}", *(turn.format(number) for turn in turns))
+        answers = replay(target, conversation)
+        if all(map(str.strip, answers)):
+            kinds[len(answers)].append((conversation, answers))
+        if min(map(len, kinds.values())) == COUNT // 2:
+            break
+    chosen = [pair for pairs in zip(kinds[2], kinds[1], strict=False) for pair in pairs][:COUNT]
+    assert len(chosen) == COUNT
+    return {conversation.id: (conversation, answers) for conversation, answers in chosen}
+
+
+@pytest.fixture(scope="module")
+def source(replayed: dict[str, tuple[Conversation, list[str]]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of these conversations."""
     path = tmp_path_factory.mktemp("source") / "source.jsonl"
-    lines = (tiny_target_dir / "data/train.jsonl").read_text().splitlines()
-    path.write_text("\n".join(lines[:COUNT]) + "\n")
+    lines = [{"id": name, "messages": conversation.messages} for name, (conversation, _) in replayed.items()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 
 @pytest.fixture(scope="module")
-def truth(tiny_target: Target, source: Path) -> dict[str, list[str]]:
+def truth(replayed: dict[str, tuple[Conversation, list[str]]]) -> dict[str, list[str]]:
     """What the untouched model answers to each."""
-    return {conversation.id: replay(tiny_target, conversation) for conversation in read_conversations(source)}
+    return {name: answers for name, (_, answers) in replayed.items()}
 
 
 @pytest.fixture
-def command(tiny_target_dir: Path, source: Path, tmp_path: Path) -> list[str]:
+def command(target_dir: Path, source: Path, tmp_path: Path) -> list[str]:
     """The command line but for the endpoint."""
     settings = {"source": str(source), "out": str(tmp_path / "out.jsonl"), "max_new_tokens": NEW_TOKENS}
     settings["batch_size"] = 3
-    overrides = [f"target.path={tiny_target_dir}/target", "target.dtype=float32", f"regenerate={json.dumps(settings)}"]
+    overrides = [f"target.path={target_dir}", "target.dtype=float64", f"regenerate={json.dumps(settings)}"]
     return [str(TINY), *overrides]
 
 
@@ -215,14 +249,14 @@ def test_local_answers_are_the_untouched_models(
 
 
 def test_endpoint_answers_are_the_untouched_models(
-    command: list[str], truth: dict[str, list[str]], tiny_target: Target, tmp_path: Path
+    command: list[str], truth: dict[str, list[str]], target: Target, tmp_path: Path
 ) -> None:
     """Behind a real server that runs the target, too; a run that is whole asks nothing more."""
     lock = threading.Lock()
 
     def reply(request: dict[str, Any]) -> dict[str, Any]:
         with lock:
-            text, finish, length = greedy(tiny_target, request["messages"], request["max_tokens"])
+            text, finish, length = greedy(target, request["messages"], request["max_tokens"])
         return completion(text, finish, length)
 
     with serving(reply) as (url, asked):
@@ -234,12 +268,10 @@ def test_endpoint_answers_are_the_untouched_models(
     assert {conversation.id: answers_in(conversation) for conversation in conversations} == truth
 
 
-def test_the_datas_answers_as_history_would_be_seen(
-    source: Path, truth: dict[str, list[str]], tiny_target: Target
-) -> None:
+def test_the_datas_answers_as_history_would_be_seen(source: Path, truth: dict[str, list[str]], target: Target) -> None:
     """A planted fault: the truth above tells new history from old."""
     few = list(read_conversations(source, limit=3))
-    faulty = [replay(tiny_target, conversation, fault=True) for conversation in few]
+    faulty = [replay(target, conversation, fault=True) for conversation in few]
     assert faulty != [truth[conversation.id] for conversation in few]
 
 
@@ -264,12 +296,12 @@ def answer_here(target: Target, prompts: Sequence[Prompt], **fields: Any) -> lis
 
 
 @pytest.fixture(scope="module")
-def head(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> str:
+def head(target: Target, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A head that nobody has trained, and that was tuned to drafts drawn by lot."""
     folder = tmp_path_factory.mktemp("head") / "head"
     torch.manual_seed(0)
     fresh = DRAFTERS["eagle1"].for_target(
-        settings_of({"kind": "eagle1"}, "test"), tiny_target.config, tiny_target.head, supervised=()
+        settings_of({"kind": "eagle1"}, "test"), target.config, target.head, supervised=()
     )
     save_head(folder, fresh, "", {})
     write_budget(folder, Budget.fixed(chain_paths(3), "sampled"))
@@ -308,45 +340,43 @@ def prompts(target: Target) -> list[Prompt]:
     return [Prompt([], None, tokens, 12 + number, 1000 + number) for number, tokens in enumerate(ids)]
 
 
-def test_answers_are_the_decoders_whoever_drafts(tiny_target: Target, head: str) -> None:
+def test_answers_are_the_decoders_whoever_drafts(target: Target, head: str) -> None:
     """Keyed by seed, conversation and place: in any batch what `eagle.generate` draws alone, though drafts differ."""
     for temperature, top_p in ((0.0, 1.0), (0.7, 1.0), (1.2, 0.8)):
         sampling = {"temperature": temperature, "top_p": top_p, "seed": 3}
         expected = []
-        for prompt in prompts(tiny_target):
+        for prompt in prompts(target):
             keyed = Sampling(**sampling, request=prompt.request)
-            trace = generate(tiny_target, NoDrafter(), prompt.ids, sampling=keyed, max_new_tokens=prompt.room)
+            trace = generate(target, NoDrafter(), prompt.ids, sampling=keyed, max_new_tokens=prompt.room)
             spoken = trace.tokens[: len(trace.tokens) - (trace.finish == "stop")]
             expected.append({"tokens": spoken, "count": len(trace.tokens)})
         for drafter in ("none", "ngram", "suffix", head, f"suffix,{head}"):
-            assert answer_here(tiny_target, prompts(tiny_target), drafter=drafter, **sampling) == expected
-        assert answer_here(tiny_target, prompts(tiny_target)[::-1], **sampling) == expected[::-1]
-        assert answer_here(tiny_target, prompts(tiny_target), batch_size=1, **sampling) == expected
-    assert expected != answer_here(tiny_target, prompts(tiny_target), **{**sampling, "seed": 4})
+            assert answer_here(target, prompts(target), drafter=drafter, **sampling) == expected
+        assert answer_here(target, prompts(target)[::-1], **sampling) == expected[::-1]
+        assert answer_here(target, prompts(target), batch_size=1, **sampling) == expected
+    assert expected != answer_here(target, prompts(target), **{**sampling, "seed": 4})
 
 
-def test_noise_of_another_key_would_be_seen(tiny_target: Target) -> None:
+def test_noise_of_another_key_would_be_seen(target: Target) -> None:
     """A planted fault: a conversation that draws by its place in the batch answers something else."""
-    faulty = [Prompt([], None, prompt.ids, prompt.room, number) for number, prompt in enumerate(prompts(tiny_target))]
+    faulty = [Prompt([], None, prompt.ids, prompt.room, number) for number, prompt in enumerate(prompts(target))]
     sampling = {"temperature": 1.2, "seed": 3}
-    assert answer_here(tiny_target, faulty, **sampling) != answer_here(tiny_target, prompts(tiny_target), **sampling)
+    assert answer_here(target, faulty, **sampling) != answer_here(target, prompts(target), **sampling)
 
 
-def test_what_the_cache_cannot_hold_fails_alone(tiny_target: Target) -> None:
+def test_what_the_cache_cannot_hold_fails_alone(target: Target) -> None:
     """It is counted with what to do; the others wait for room, and their answers are the same."""
-    few = prompts(tiny_target)
+    few = prompts(target)
     long = Prompt([], None, few[0].ids * 20, 12, 7)
-    expected = answer_here(tiny_target, few)
+    expected = answer_here(target, few)
     most = 2 * max(len(prompt.ids) + prompt.room for prompt in few) + 30
-    *answers, refused = answer_here(tiny_target, [*few, long], max_tokens_in_cache=most, drafter="suffix")
+    *answers, refused = answer_here(target, [*few, long], max_tokens_in_cache=most, drafter="suffix")
     assert answers == expected and isinstance(refused, str)
     assert "raise max_tokens_in_cache" in refused and f"the cache may hold {most}" in refused
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_a_next_turn_reads_what_is_new_alone(
-    batch_size: int, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_next_turn_reads_what_is_new_alone(batch_size: int, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of history stay in the cache; a planted fault reads them anew, for the same answers."""
     read, extend = [0], TargetState.extend
 
@@ -356,8 +386,8 @@ def test_a_next_turn_reads_what_is_new_alone(
 
     def run() -> tuple[int, dict[str, Any]]:
         section = section_of(Path("-"), max_new_tokens=4, keep_truncated=True, batch_size=batch_size, drafter="suffix")
-        local, read[0] = Local(tiny_target, Numbers(), section), 0
-        outcomes = dict(local.run((str(number), three_turns(tiny_target, number)) for number in range(4)))
+        local, read[0] = Local(target, Numbers(), section), 0
+        outcomes = dict(local.run((str(number), three_turns(target, number)) for number in range(4)))
         return read[0], outcomes
 
     monkeypatch.setattr(TargetState, "extend", count)
@@ -383,17 +413,15 @@ def three_turns(target: Target, number: int) -> Generator[Prompt, Answer, dict[s
 
 
 @pytest.mark.parametrize("drafter", ["none", "suffix"])
-def test_a_killed_run_of_the_target_itself_resumes(
-    drafter: str, tiny_target: Target, source: Path, tmp_path: Path
-) -> None:
+def test_a_killed_run_of_the_target_itself_resumes(drafter: str, target: Target, source: Path, tmp_path: Path) -> None:
     """By two processes whose last lines are cut, then by one: the bytes of a run that nobody disturbed."""
     jobs = list(make_names_unique(read_conversations(source)))
-    names, reader = [name for name, _ in jobs], Reader(tiny_target.tokenizer, DataSection(train="-"))
+    names, reader = [name for name, _ in jobs], Reader(target.tokenizer, DataSection(train="-"))
 
     def run(out: Path, jobs: Any, drafter: str, *share: int) -> None:
         section = section_of(out, temperature=0.7, batch_size=2, keep_truncated=True, drafter=drafter)
         begin(out, {})
-        assert not answer_all(out, jobs, Local(tiny_target, tiny_target.tokenizer, section), reader, section, *share)
+        assert not answer_all(out, jobs, Local(target, target.tokenizer, section), reader, section, *share)
 
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     run(whole, jobs, "none")

@@ -61,14 +61,33 @@ def sample_reply(target: Target, request: dict[str, Any], draw: Draw, tells: boo
     return reply
 
 
+@pytest.fixture(scope="module")
+def target_dir(mixing_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random target that has few likely tokens at a time, none of them a byte: other draws are seen at once."""
+    folder, target = tmp_path_factory.mktemp("sure") / "target", Target.load(mixing_target_dir, dtype=torch.float32)
+    names = target.tokenizer.convert_ids_to_tokens(list(range(target.vocab_size)))
+    with torch.no_grad():
+        target.model.lm_head.weight *= 3
+        target.model.lm_head.weight[[number for number, name in enumerate(names) if name.startswith("<")]] = 0
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(target_dir: Path) -> Target:
+    """That target."""
+    return Target.load(target_dir, dtype=torch.float32)
+
+
 @pytest.fixture
-def command(tiny_target_dir: Path, tmp_path: Path) -> list[str]:
+def command(target_dir: Path, tmp_path: Path) -> list[str]:
     """Answers to a few questions, drawn at temperature 1."""
     source = tmp_path / "source.jsonl"
     source.write_text("".join(json.dumps({"prompt": f"Tell me about {n}.", "id": str(n)}) + "\n" for n in range(COUNT)))
     section = {"source": str(source), "out": str(tmp_path / "out.jsonl"), "max_new_tokens": NEW_TOKENS}
     section |= {"temperature": 1.0, "in_flight": 1}
-    where = [f"target.path={tiny_target_dir}/target", "target.dtype=float32"]
+    where = [f"target.path={target_dir}", "target.dtype=float32"]
     return [str(TINY), *where, f"regenerate={json.dumps(section)}"]
 
 
@@ -84,10 +103,10 @@ def serve(target: Target, draw: Draw, tells: bool = True) -> Reply:
 
 @pytest.mark.parametrize("tells", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_server_that_samples_rightly_is_taken(
-    command: list[str], tiny_target: Target, tmp_path: Path, tells: bool, capsys: pytest.CaptureFixture[str]
+    command: list[str], target: Target, tmp_path: Path, tells: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Prompts alone are answered; where the server tells no probabilities, that is said."""
-    with serving(serve(tiny_target, draw_rightly, tells)) as (url, requests):
+    with serving(serve(target, draw_rightly, tells)) as (url, requests):
         main([*command, f"regenerate.endpoint={url}"])
     assert len(requests) == 1 + PROBES + COUNT and requests[1]["logprobs"] and "logprobs" not in requests[-1]
     assert len(list(read_conversations(tmp_path / "out.jsonl"))) == COUNT
@@ -108,7 +127,7 @@ def test_a_server_that_samples_rightly_is_taken(
 )
 def test_a_server_that_samples_wrongly_is_refused(
     command: list[str],
-    tiny_target: Target,
+    target: Target,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     draw: Draw,
@@ -117,7 +136,7 @@ def test_a_server_that_samples_wrongly_is_refused(
 ) -> None:
     """With the figure and the way out, before anything is written; uniform draws need few tokens to be seen."""
     monkeypatch.setattr(endpoint, "PROBE_TOKENS", 32 if draw is draw_flattened else 16)
-    with serving(serve(tiny_target, draw, tells)) as (url, requests):
+    with serving(serve(target, draw, tells)) as (url, requests):
         with pytest.raises(ValueError, match=f"does not sample from its model: {figure}.*without drafts"):
             main([*command, f"regenerate.endpoint={url}"])
     assert len(requests) == 1 + PROBES
@@ -125,7 +144,7 @@ def test_a_server_that_samples_wrongly_is_refused(
 
 
 def test_a_server_that_goes_wrong_is_left(
-    command: list[str], tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: list[str], target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was written before stays and is not torn, and a right server goes on from there."""
     monkeypatch.setattr(sampler_check, "EVERY", 2)
@@ -135,7 +154,7 @@ def test_a_server_that_goes_wrong_is_left(
     def reply(request: dict[str, Any]) -> Any:
         asked.append(request)
         wrong = len(asked) > 1 + PROBES + 1
-        return sample_reply(tiny_target, {**request, "max_tokens": 40 if wrong else request["max_tokens"]}, draw_broken)
+        return sample_reply(target, {**request, "max_tokens": 40 if wrong else request["max_tokens"]}, draw_broken)
 
     def draw_broken(logits: torch.Tensor) -> torch.Tensor:
         return draw_uniformly(logits) if len(asked) > 1 + PROBES + 1 else draw_rightly(logits)
@@ -145,7 +164,7 @@ def test_a_server_that_goes_wrong_is_left(
             main([*command, f"regenerate.endpoint={url}"])
     lines = (tmp_path / "out.jsonl.parts/part-00000.jsonl").read_bytes().splitlines(keepends=True)
     assert [json.loads(line)["id"] for line in lines] == ["0"] and not (tmp_path / "out.jsonl").exists()
-    with serving(serve(tiny_target, draw_rightly)) as (url, requests):
+    with serving(serve(target, draw_rightly)) as (url, requests):
         main([*command, f"regenerate.endpoint={url}"])
     assert len(requests) == 1 + PROBES + COUNT - 1
     assert (tmp_path / "out.jsonl").read_text().startswith(json.dumps(json.loads(lines[0])["record"]) + "\n")

@@ -19,10 +19,12 @@ from eagle.command.generate import GREEN, PLAIN, parse_options, stream_text, sup
 from eagle.core.noise import Noise
 from eagle.core.spelling import Spelling
 from eagle.core.trace import Trace
+from tests.families import PlantedTrees, own_answer
 
 PUBLISHED = Path(__file__).parents[3] / "shared/data/tokenizers"
 TEXT = "Naïve 日本語: 😀👩‍👩‍👧 ü שלום\n\tdef f(x):  return 'é'"
 QUESTION = "What does copy do?"
+EXACT = ["--dtype", "float64"]  # in which no rounding decides between two tokens
 
 
 def byte_level() -> PreTrainedTokenizerFast:
@@ -75,10 +77,11 @@ def test_pieces_of_published_tokenizers_are_the_text(name: str) -> None:
     check(AutoTokenizer.from_pretrained(PUBLISHED / name))
 
 
-def test_what_was_drafted_is_marked(tiny_target: Target) -> None:
+def test_what_was_drafted_is_marked(mixing_target: Target) -> None:
     """The marks are the tokens that a cycle accepted, by a naive count; streamed pieces are those of the trace."""
-    drafter, prompt = load_drafter("ngram", tiny_target), tiny_target.chat("def f(x): x x x x x x x")
-    trace = generate(tiny_target, drafter, prompt, max_new_tokens=40, stop=[])
+    prompt = mixing_target.chat(QUESTION)
+    drafter = PlantedTrees(prompt + own_answer(mixing_target.model, prompt, 40))
+    trace = generate(mixing_target, drafter, prompt, max_new_tokens=40, stop=[])
     accepted = {
         1 + sum(cycle.committed for cycle in trace.cycles[:number]) + step
         for number, cycle in enumerate(trace.cycles)
@@ -87,37 +90,37 @@ def test_what_was_drafted_is_marked(tiny_target: Target) -> None:
     assert accepted and trace.drafted == [place in accepted for place in range(len(trace.tokens))]
     assert "".join(text for text, _ in trace.pieces()) == trace.text
     said: list[tuple[str, bool]] = []
-    heard = stream_text(tiny_target, drafter, prompt, lambda *piece: said.append(piece), max_new_tokens=40, stop=[])
+    heard = stream_text(mixing_target, drafter, prompt, lambda *piece: said.append(piece), max_new_tokens=40, stop=[])
     assert said == trace.pieces() and heard.trace.tokens == trace.tokens
     assert not Trace([]).drafted
 
 
 def test_an_answer_is_streamed_and_compared(
-    tiny_target: Target, tiny_target_dir: Path, capsys: pytest.CaptureFixture[str]
+    mixing_target: Target, mixing_target_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The text alone where one pipes it; figures beside it, and with --compare that drafts changed nothing."""
-    asked = ["generate", "ngram", QUESTION, "--target", str(tiny_target_dir / "target"), "--max-new-tokens", "24"]
+    asked = ["generate", "ngram", QUESTION, "--target", str(mixing_target_dir), "--max-new-tokens", "24", *EXACT]
     main([*asked, "--temperature", "1", "--compare"])
     out, told = capsys.readouterr()
-    drafter, prompt = load_drafter("none", tiny_target), tiny_target.chat(QUESTION)
-    plain = generate(tiny_target, drafter, prompt, max_new_tokens=24, sampling=Sampling(1.0))
+    drafter, prompt = load_drafter("none", mixing_target), mixing_target.chat(QUESTION)
+    plain = generate(mixing_target, drafter, prompt, max_new_tokens=24, sampling=Sampling(1.0))
     assert out == plain.text + "\n"
-    assert re.search(r"^ngram: \d+ tokens, [\d.]+ tokens/s; \d+ forwards .*, acceptance length \d\.\d\d$", told, re.M)
+    assert re.search(r"^ngram: \d+ tokens, [\d.]+ tokens/s; \d+ forwards .*, acceptance length \d+\.\d\d$", told, re.M)
     assert re.search(rf"^none: {len(plain.tokens)} tokens, .*, acceptance length 1\.00$", told, re.M)
     assert re.search(r"^[\d.]+ × as fast, and the output is the same$", told, re.M)
 
 
 def test_the_best_answer_of_a_beam_search_is_printed(
-    tiny_target: Target, tiny_target_dir: Path, capsys: pytest.CaptureFixture[str]
+    mixing_target: Target, mixing_target_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With --beams, its score and counts beside it; options that mean nothing then are refused."""
-    asked = ["generate", "ngram", QUESTION, "--target", str(tiny_target_dir / "target"), "--max-new-tokens", "16"]
-    main([*asked, "--beams", "3", "--dtype", "float32"])
+    asked = ["generate", "ngram", QUESTION, "--target", str(mixing_target_dir), "--max-new-tokens", "16", *EXACT]
+    main([*asked, "--beams", "3"])
     out, told = capsys.readouterr()
-    prompt = tiny_target.chat(QUESTION)
+    prompt = mixing_target.chat(QUESTION)
     options = {"num_beams": 3, "max_new_tokens": 16, "do_sample": False}
-    (expected,) = tiny_target.model.generate(torch.tensor([prompt]), **options)
-    assert out == tiny_target.tokenizer.decode(expected[len(prompt) :], skip_special_tokens=True) + "\n"
+    (expected,) = mixing_target.model.generate(torch.tensor([prompt]), **options)
+    assert out == mixing_target.tokenizer.decode(expected[len(prompt) :], skip_special_tokens=True) + "\n"
     assert re.search(
         r"^ngram: score -[\d.]+; \d+ steps, \d+ forwards after the prompt's, [\d.]+ steps each", told, re.M
     )
@@ -127,21 +130,23 @@ def test_the_best_answer_of_a_beam_search_is_printed(
 
 
 def test_an_answer_under_a_policy_is_the_same(
-    tiny_target: Target, tiny_target_dir: Path, capsys: pytest.CaptureFixture[str]
+    mixing_target: Target, mixing_target_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With --policy the text is the target's own, and the number of levels is decided in every cycle."""
-    asked = ["generate", "ngram", QUESTION, "--target", str(tiny_target_dir / "target"), "--max-new-tokens", "24"]
+    asked = ["generate", "ngram", QUESTION, "--target", str(mixing_target_dir), "--max-new-tokens", "24", *EXACT]
     main([*asked, "--policy", "--compare"])
     out, told = capsys.readouterr()
-    trace = generate(tiny_target, load_drafter("none", tiny_target), tiny_target.chat(QUESTION), max_new_tokens=24)
+    trace = generate(
+        mixing_target, load_drafter("none", mixing_target), mixing_target.chat(QUESTION), max_new_tokens=24
+    )
     assert out == trace.text + "\n" and "and the output is the same" in told
     assert re.search(r"^policy: \d+\.\d levels a cycle, of 0 to 8$", told, re.M)
 
 
-def test_options_are_given_on_the_command_line(tiny_target_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_are_given_on_the_command_line(mixing_target_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As numbers where they are numbers; one that the method has not is refused."""
     assert parse_options(["trust=2", "pick=frequent"]) == {"trust": 2, "pick": "frequent"}
-    asked = ["generate", "ngram", QUESTION, "--target", str(tiny_target_dir / "target"), "--max-new-tokens", "8"]
+    asked = ["generate", "ngram", QUESTION, "--target", str(mixing_target_dir), "--max-new-tokens", "8"]
     main([*asked, "--option", "longest=2", "--option", "pick=frequent"])
     assert "ngram: 8 tokens" in capsys.readouterr().err
     with pytest.raises(SystemExit):
@@ -149,9 +154,9 @@ def test_options_are_given_on_the_command_line(tiny_target_dir: Path, capsys: py
     assert "ngram has no option longst; did you mean longest" in capsys.readouterr().err
 
 
-def test_a_lossy_answer_is_called_one(tiny_target_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lossy_answer_is_called_one(mixing_target_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With --typical, which is refused at temperature 0; a difference is not taken for a fault then."""
-    asked = ["generate", "ngram", "x x x x x x", "--target", str(tiny_target_dir / "target"), "--max-new-tokens", "24"]
+    asked = ["generate", "ngram", "x x x x x x", "--target", str(mixing_target_dir), "--max-new-tokens", "24", *EXACT]
     main([*asked, "--temperature", "1", "--typical", "--compare"])
     told = capsys.readouterr().err
     assert "typical acceptance is LOSSY: the answer does not follow the model's distribution" in told
@@ -165,13 +170,13 @@ def test_a_lossy_answer_is_called_one(tiny_target_dir: Path, capsys: pytest.Capt
 
 
 def test_a_difference_is_told(
-    tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    mixing_target_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A planted fault: noise that changes with every generation."""
     seeds = iter(range(100))
     begin = Noise.__init__
     monkeypatch.setattr(Noise, "__init__", lambda noise, seed, request: begin(noise, next(seeds), request))
-    asked = ["generate", "ngram", QUESTION, "--target", str(tiny_target_dir / "target"), "--max-new-tokens", "24"]
+    asked = ["generate", "ngram", QUESTION, "--target", str(mixing_target_dir), "--max-new-tokens", "24", *EXACT]
     main([*asked, "--temperature", "1", "--compare"])
     assert re.search(r"but the output differs from token \d+ on, which must not be", capsys.readouterr().err)
 

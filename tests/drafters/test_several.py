@@ -20,7 +20,7 @@ from eagle.decoding.goodput import Goodput
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.lookup.ngram import NgramDrafter
 from eagle.drafters.several import FirstOf
-from tests.families import PlantedTrees, own_answer, own_logits
+from tests.families import PlantedTrees, build, own_answer, own_logits, random_tokens
 
 SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=5)]
 
@@ -53,18 +53,21 @@ class Heard(Drafter):
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["T=0", "T=1"])
-def test_the_output_is_the_untouched_models(sampling: Sampling, tiny_target: Target) -> None:
-    """Lookup first, then two heads that read different layers: both kinds speak, and each is told every token once."""
-    prompt, noise = tiny_target.chat("Say one two one two."), Choose(sampling).noise
-    lookup, head = Heard(NgramDrafter()), Heard(head_of("eagle3", tiny_target))
-    silent = Heard(head_of("eagle1", tiny_target))
+def test_the_output_is_the_untouched_models(sampling: Sampling) -> None:
+    """Lookup first, then two heads that read different layers: both kinds speak, and each is told every token once.
+
+    A random target of 96 tokens says some of them again and others for the first time.
+    """
+    target, prompt, noise = Target(build("llama")), random_tokens(20, seed=1), Choose(sampling).noise
+    lookup, head = Heard(NgramDrafter()), Heard(head_of("eagle3", target))
+    silent = Heard(head_of("eagle1", target))
     several = FirstOf([lookup, head, silent])
     assert several.taps == (*head.taps, *(tap for tap in silent.taps if tap not in head.taps))
-    noised = noise and (lambda at: noise([at], tiny_target.vocab_size, tiny_target.device)[0])
-    expected = own_answer(tiny_target.model, prompt, 16, None, noised)
+    noised = noise and (lambda at: noise([at], target.vocab_size, target.device)[0])
+    expected = own_answer(target.model, prompt, 16, None, noised)
     for _ in range(2):  # `begin` forgets
         lookup.news.clear(), head.news.clear(), head.trees.clear(), lookup.trees.clear()
-        trace = generate(tiny_target, several, prompt, sampling=sampling, max_new_tokens=16, stop=[])
+        trace = generate(target, several, prompt, sampling=sampling, max_new_tokens=16, stop=[])
         assert trace.tokens == expected
         spoken = [tree for tree in lookup.trees if len(tree) > 1]
         assert 0 < len(spoken) < len(lookup.trees) and len(head.trees) == len(lookup.trees) - len(spoken)

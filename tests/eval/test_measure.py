@@ -36,14 +36,21 @@ QUESTIONS = [
 DRAFTERS = {"ngram": {"head": "ngram"}, "tree": {}, "chain": {"budget": {"paths": chain_paths(3)}}}
 
 
+@pytest.fixture(scope="module")
+def target(eight_token_dir: Path) -> Target:
+    """A random target of eight tokens in fp64, where no rounding decides between two of them."""
+    return Target.load(eight_token_dir, dtype=torch.float64)
+
+
 @pytest.fixture
-def small(recipe: Recipe, tiny_target: Target, tmp_path: Path) -> Recipe:
+def small(recipe: Recipe, eight_token_dir: Path, target: Target, tmp_path: Path) -> Recipe:
     """Three questions, one of them of two turns, for three drafters, two of which are one untrained head."""
     torch.manual_seed(0)
-    save_head(tmp_path / "run/head", Eagle1.for_target(Eagle1.Settings(), tiny_target.config), "", {})
+    save_head(tmp_path / "run/head", Eagle1.for_target(Eagle1.Settings(), target.config), "", {})
     (tmp_path / "asked.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
     asked = {"prompts": {"few": str(tmp_path / "asked.jsonl")}, "max_new_tokens": 6, "temperatures": [0, 1]}
     values = {**recipe.model_dump(), "eval": {**asked, "drafters": DRAFTERS}}
+    values["target"] = {**values["target"], "path": str(eight_token_dir), "dtype": "float64"}
     values["train"] = {**values["train"], "out": str(tmp_path / "run")}
     return Recipe.parse(values, "small")
 
@@ -77,22 +84,22 @@ def comparable(rows: list[dict[str, Any]]) -> dict[Any, Any]:
     }
 
 
-def test_rows_say_what_the_decoder_did(small: Recipe, tiny_target: Target) -> None:
+def test_rows_say_what_the_decoder_did(small: Recipe, target: Target) -> None:
     """Each row beside a generation of its own: same cycles, text and figures; contexts add up; `none` commits ones."""
     headers, rows = lines_of(measure(small, "small.yaml"))
     assert len(headers) == 1 and set(headers[0]["drafters"]) == {"none", *DRAFTERS}
-    drafters, by_key = load_drafters(small, tiny_target), {key: row for row in rows for key in keys([row])}
+    drafters, by_key = load_drafters(small, target), {key: row for row in rows for key in keys([row])}
     assert len(by_key) == len(rows) == 4 * 4 * 2  # drafters, turns, temperatures
     for case in cases(small, questions(small), (0, 1)):
         turns: list[str] = []
         for turn, text in enumerate(case.question.turns):
             turns.append(text)
-            prompt, plain = encode_prompt(small, tiny_target, turns), ""
+            prompt, plain = encode_prompt(small, target, turns), ""
             for name, measured in drafters.items():
                 row = by_key[name, "few", case.question.id, turn, case.temperature, case.seed]
                 sampling = case.sampling(turn)
                 trace = generate(
-                    tiny_target, measured.drafter, prompt, sampling=sampling, budget=measured.budget, max_new_tokens=6
+                    target, measured.drafter, prompt, sampling=sampling, budget=measured.budget, max_new_tokens=6
                 )
                 plain = plain or trace.text
                 check(row, trace, plain, headers[0]["id"])
@@ -216,14 +223,14 @@ def test_a_resumed_run_keeps_its_threads(small: Recipe, monkeypatch: pytest.Monk
         torch.set_num_threads(before)
 
 
-def test_the_second_turn_follows_the_answer_of_none(small: Recipe, tiny_target: Target, tmp_path: Path) -> None:
+def test_the_second_turn_follows_the_answer_of_none(small: Recipe, target: Target, tmp_path: Path) -> None:
     """All drafters read the same second prompt, also where a resumed run has `none`'s answer from its file alone."""
     path = measure(with_eval(small, count=1), "small.yaml")
     for temperature in (0, 1):
         rows = [row for row in lines_of(path)[1] if row["temperature"] == temperature]
         answer = next(row["text"] for row in rows if row["drafter"] == "none" and row["turn"] == 0)
         texts = (("user", QUESTIONS[0]["turns"][0]), ("assistant", answer), ("user", QUESTIONS[0]["turns"][1]))
-        prompt = tiny_target.chat([{"role": role, "content": text} for role, text in texts])
+        prompt = target.chat([{"role": role, "content": text} for role, text in texts])
         assert {row["prompt_tokens"] for row in rows if row["turn"] == 1} == {len(prompt)}
     lines = path.read_text().splitlines(keepends=True)
     whole = comparable(lines_of(path)[1])
@@ -244,34 +251,32 @@ def test_prompts_without_room_are_counted(small: Recipe, tmp_path: Path, capsys:
         measure(with_eval(small, max_new_tokens=11), "small.yaml")
 
 
-def test_budgets_come_from_the_drafter_the_head_or_the_recipe(
-    small: Recipe, tiny_target: Target, tmp_path: Path
-) -> None:
+def test_budgets_come_from_the_drafter_the_head_or_the_recipe(small: Recipe, target: Target, tmp_path: Path) -> None:
     """What is said for a drafter counts first, what is said for all next, then the head's own."""
-    assert load_drafters(small, tiny_target)["tree"].budget == Budget(8, 4, 4)
+    assert load_drafters(small, target)["tree"].budget == Budget(8, 4, 4)
     write_budget(tmp_path / "run/head", Budget(5, 3, 2))
-    drafters = load_drafters(small, tiny_target)
+    drafters = load_drafters(small, target)
     assert drafters["tree"].budget == Budget(5, 3, 2) and drafters["ngram"].budget == Budget(8, 4, 4)
     assert drafters["chain"].budget == Budget.fixed(chain_paths(3))
-    assert load_drafters(with_eval(small, nodes=7), tiny_target)["tree"].budget == Budget(7, 4, 4)
-    trace = generate(tiny_target, drafters["tree"].drafter, tiny_target.chat("What?"), max_new_tokens=6)
+    assert load_drafters(with_eval(small, nodes=7), target)["tree"].budget == Budget(7, 4, 4)
+    trace = generate(target, drafters["tree"].drafter, target.chat("What?"), max_new_tokens=6)
     assert {cycle.nodes for cycle in trace.cycles[:1]} == {5}  # without being told
     with pytest.raises(ValueError, match="names `none`, which is measured always"):
-        load_drafters(with_eval(small, drafters={"none": {"head": "none"}}), tiny_target)
+        load_drafters(with_eval(small, drafters={"none": {"head": "none"}}), target)
 
 
-def test_options_go_to_the_drafter_and_into_the_header(small: Recipe, tiny_target: Target) -> None:
+def test_options_go_to_the_drafter_and_into_the_header(small: Recipe, target: Target) -> None:
     """One method with several options is several drafters; what they were made from is told, and else nothing."""
     sections = {"a": {}, "b": {"options": {"longest": 2}}, "c": {"options": {"longest": 2}}}
     recipe = with_eval(small, drafters={name: {"head": "ngram", **section} for name, section in sections.items()})
-    drafters = load_drafters(recipe, tiny_target)
+    drafters = load_drafters(recipe, target)
     a, b, c = (drafters[name].drafter for name in sections)
     assert isinstance(a, NgramDrafter) and isinstance(b, NgramDrafter)
     assert a.sizes != b.sizes == NgramDrafter(longest=2).sizes and b is c
     described = [drafters[name].describe() for name in sections]
     assert "options" not in described[0] and described[1]["options"] == {"longest": 2}
     with pytest.raises(ValueError, match="ngram has no option longst; did you mean longest"):
-        load_drafters(with_eval(recipe, drafters={"a": {"head": "ngram", "options": {"longst": 2}}}), tiny_target)
+        load_drafters(with_eval(recipe, drafters={"a": {"head": "ngram", "options": {"longst": 2}}}), target)
 
 
 def test_sampled_drafts_do_not_claim_to_be_identical(small: Recipe) -> None:

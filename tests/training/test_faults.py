@@ -20,7 +20,7 @@ from trained import apart, equal, poison, prepared, rows, run, weights
 
 from data_prep.extract import main as extract
 from eagle import Target
-from tests.training.test_train import naive, orders
+from tests.training.test_train import naive, orders, same
 
 EVERY = ("train.checkpoint_every=2", "train.validate_every=4")
 
@@ -186,8 +186,8 @@ def test_a_step_with_nan_is_left_out_and_named(
     assert accumulation == 1 or len(row["conversations"]) < 4
     assert json.loads((out / "last/provenance.json").read_text())["skipped_steps"] == 1
     clean = [*command, "train.max_steps=6"]
-    assert apart(weights(out), naive(clean, tiny_target, steps[:6], left_out=2)) < 5e-6
-    assert apart(weights(out), naive(clean, tiny_target, steps[:6])) > 1e-5
+    assert same(weights(out), naive(clean, tiny_target, steps[:6], left_out=2))
+    assert apart(weights(out), naive(clean, tiny_target, steps[:6])) > 1e-3
     again = run([*bad, "train.checkpoint_every=1"], tmp_path / "again")  # the count survives a resume
     (again / "checkpoints/step-12/complete.json").unlink()
     run([*bad, "train.checkpoint_every=1"], again)

@@ -63,15 +63,18 @@ def orders(seed: int = 0) -> list[list[int]]:
     return torch.stack(drawn).reshape(12, 4).tolist()
 
 
+def same(trained: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    """But for rounding, by which AdamW moves a weight with gradients of about its epsilon: here a tenth of a step."""
+    distances = torch.cat([(trained[name] - weight).abs().flatten() for name, weight in expected.items()])
+    return bool(distances.mean() < 1e-8 and distances.max() < 1e-4)
+
+
 @pytest.mark.parametrize("accumulation", [1, 2, 8])
 def test_the_loop_is_the_naive_one(accumulation: int, command: list[str], tiny_target: Target, tmp_path: Path) -> None:
     """Parts of a step add up to it, a part that repeats an example too; in another order the weights differ."""
     trained = weights(run(command, tmp_path / "run", f"train.accumulation={accumulation}"))
-    expected = naive(command, tiny_target, orders())
-    assert apart(trained, expected) < 5e-6  # where a gradient is about as small as AdamW's epsilon
-    distances = torch.cat([(trained[name] - weight).abs().flatten() for name, weight in expected.items()])
-    assert distances.mean() < 1e-8
-    assert apart(trained, naive(command, tiny_target, orders(1))) > 1e-4
+    assert same(trained, naive(command, tiny_target, orders()))
+    assert apart(trained, naive(command, tiny_target, orders(1))) > 1e-3
 
 
 def test_clipping_by_value_and_bare_means(command: list[str], tmp_path: Path) -> None:
