@@ -30,6 +30,25 @@ class Parts:
     levels: int | None = None  # so many tokens are guessed in one forward; None where each level reads the one before
 
 
+class HeadShape(Protocol):
+    """The sizes of a head, as transformers' config of a Llama names them."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_parameters: dict[str, Any]
+    model_type: Any
+
+    def to_dict(self) -> dict[str, Any]:
+        """All keys of the config."""
+
+
 class Noise(Protocol):
     """The sampling noise of the target, as a drafter may use it, in units of the plain logits."""
 
@@ -208,10 +227,11 @@ class TrainableDrafter(nn.Module, Drafter):
     counts_by_forward = False  # whether only `forward(batch, frozen, count=True)` knows its divisor, as "divisor"
     Settings: type  # what a recipe may say about it
 
-    def __init__(self, settings: Any, shape: Any) -> None:
+    def __init__(self, settings: Any, shape: HeadShape) -> None:
         """Make a head from its settings and a transformers config with its sizes, as a checkpoint does."""
         super().__init__()
-        self.settings, self.shape = settings, shape
+        self.shape = shape
+        self.settings: Any = settings  # each method names the class of its own
 
     @classmethod
     def taps_for(cls, settings: Any, target_config: Any) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import ColumnBytes, Committed, Noise, TargetHead, TrainableDrafter
+from eagle.core.drafter import ColumnBytes, Committed, HeadShape, Noise, TargetHead, TrainableDrafter
 from eagle.core.examples import Batch
 from eagle.core.tree import DraftTree, Paths
 from eagle.device import to_host, upload
@@ -35,7 +35,13 @@ from eagle.target.loading import load_model, tokenizer_of
 from eagle.target.target import Target
 
 Divergence = Literal["tokens", "forward_kl", "reverse_kl", "jsd", "tv"]
-KINDS: dict[str, Kind] = {"tokens": "cross_entropy", "forward_kl": "cross_entropy"}  # the others have their own names
+KINDS: dict[Divergence, Kind] = {
+    "tokens": "cross_entropy",
+    "forward_kl": "cross_entropy",
+    "reverse_kl": "reverse_kl",
+    "jsd": "jsd",
+    "tv": "tv",
+}
 NAMED = 5  # tokens of which a refusal tells
 
 
@@ -58,16 +64,17 @@ class DraftModel(TrainableDrafter):
     teacher_taps = (-1,)
     stored_as = "files"
     Settings = DraftModelSettings
+    settings: DraftModelSettings
     own: tuple[Target, ...] = ()  # in a tuple, as heads keep what they borrow
 
-    def __init__(self, settings: Any, shape: Any, model: Any = None) -> None:
+    def __init__(self, settings: DraftModelSettings, shape: HeadShape, model: Any = None) -> None:
         super().__init__(settings, shape)
         self.model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32) if model is None else model
 
     @classmethod
     def for_target(
         cls,
-        settings: Any,
+        settings: DraftModelSettings,
         target_config: Any,
         frozen: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
@@ -108,7 +115,7 @@ class DraftModel(TrainableDrafter):
             teacher = batch.select_taps((-1,))[:, 0].index_select(0, before)
             teacher_head = frozen.narrow(slice(len(own.weight)))
         weights = torch.full((1, len(before)), 1 / max(len(before), 1), device=student.device)
-        objective = Objective(KINDS.get(divergence, divergence))
+        objective = Objective(KINDS[divergence])
         total, _ = distillation_loss(
             student[None], teacher, weights, (own, teacher_head), objective, frozen.weight.dtype
         )
@@ -182,7 +189,7 @@ class DraftModel(TrainableDrafter):
         return run
 
 
-def _small(target_config: Any, settings: Any) -> Any:
+def _small(target_config: Any, settings: DraftModelSettings) -> Any:
     """The config of a fresh model, with as many attention heads as fit in its width."""
     whole: Any = head_shape(target_config, num_hidden_layers=settings.layers)
     width = settings.hidden_size or whole.hidden_size

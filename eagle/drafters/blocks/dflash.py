@@ -28,6 +28,7 @@ class DFlash(InjectedHead):
     """Blocks over root and masks whose slots attend to one another; with `causal`, JetSpec's network."""
 
     Settings = DFlashSettings
+    settings: DFlashSettings
 
     @property
     def level_weights(self) -> list[float]:

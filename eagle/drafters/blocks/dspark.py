@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from eagle.core.drafter import Parts, TargetHead
+from eagle.core.drafter import HeadShape, Parts, TargetHead
 from eagle.core.examples import Batch
 from eagle.device import pick_rows, upload
 from eagle.drafters.blocks.anchors import Anchors
@@ -48,7 +48,7 @@ class MarkovBias(nn.Module):
 
     memory_size = 0
 
-    def __init__(self, shape: Any, rank: int) -> None:
+    def __init__(self, shape: HeadShape, rank: int) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(shape.vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, shape.vocab_size, bias=False)
@@ -74,7 +74,7 @@ class MarkovBias(nn.Module):
 class GatedBias(MarkovBias):
     """W2 of W1[token], of which a gate lets as much through as the level's state and the token say."""
 
-    def __init__(self, shape: Any, rank: int) -> None:
+    def __init__(self, shape: HeadShape, rank: int) -> None:
         super().__init__(shape, rank)
         self.gate_proj = nn.Linear(shape.hidden_size + rank, rank)
 
@@ -86,7 +86,7 @@ class GatedBias(MarkovBias):
 class RecurrentBias(MarkovBias):
     """W2 of what a memory of the path, the token and the level's state say together."""
 
-    def __init__(self, shape: Any, rank: int) -> None:
+    def __init__(self, shape: HeadShape, rank: int) -> None:
         super().__init__(shape, rank)
         self.memory_size = rank
         self.joint_proj = nn.Linear(2 * rank + shape.hidden_size, 3 * rank)
@@ -190,8 +190,9 @@ class DSpark(InjectedHead):
 
     open_levels = PathLevels
     Settings = DSparkSettings
+    settings: DSparkSettings
 
-    def __init__(self, settings: Any, shape: Any) -> None:
+    def __init__(self, settings: DSparkSettings, shape: HeadShape) -> None:
         super().__init__(settings, shape)
         width, rank = shape.hidden_size, settings.rank
         self.reads_tokens, self.rates_nodes = settings.markov != "none", settings.confidence

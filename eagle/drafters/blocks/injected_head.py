@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import ColumnBytes, Parts, TargetHead, TrainableDrafter
+from eagle.core.drafter import ColumnBytes, HeadShape, Parts, TargetHead, TrainableDrafter
 from eagle.core.examples import Batch
 from eagle.core.tree import Paths
 from eagle.drafters.blocks.anchors import Anchors, draw_anchors
@@ -73,8 +73,9 @@ class InjectedHead(TrainableDrafter):
     is_compiled = False
     Settings: type[Any]
 
-    def __init__(self, settings: Any, shape: Any) -> None:
+    def __init__(self, settings: InjectedSettings, shape: HeadShape) -> None:
         super().__init__(settings, shape)
+        assert settings.taps is not None
         self.taps, width = settings.taps, shape.hidden_size
         self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
         self.hidden_norm, self.norm = (Norm(width, shape.rms_norm_eps) for _ in range(2))
@@ -82,7 +83,7 @@ class InjectedHead(TrainableDrafter):
         self.rotary = Rotary(shape)
 
     @classmethod
-    def taps_for(cls, settings: Any, target_config: Any) -> tuple[int, ...]:
+    def taps_for(cls, settings: InjectedSettings, target_config: Any) -> tuple[int, ...]:
         """The taps of the settings, else the published ones; all layers but the first of a shallow target."""
         layers = target_config.num_hidden_layers
         # halves are rounded before the one is added: the published code counts a layer's output, a tap the next input
@@ -96,7 +97,9 @@ class InjectedHead(TrainableDrafter):
         return taps
 
     @classmethod
-    def for_target(cls, settings: Any, target_config: Any, frozen: Any = None, supervised: Any = None) -> Any:
+    def for_target(
+        cls, settings: InjectedSettings, target_config: Any, frozen: Any = None, supervised: Any = None
+    ) -> Any:
         """A new head with the target's width."""
         last = target_config.vocab_size - 1
         mask = last if settings.mask_token is None else settings.mask_token

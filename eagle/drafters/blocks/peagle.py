@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import Committed, Parts, TargetHead
+from eagle.core.drafter import Committed, HeadShape, Parts, TargetHead
 from eagle.core.examples import Batch
 from eagle.core.tree import DraftTree
 from eagle.device import upload
@@ -55,16 +55,17 @@ class Peagle(FusedHead):
     """(states of token i, token i + 1) -> a state whose logits predict token i + 2; each mask after it, one more."""
 
     Settings = PeagleSettings
+    settings: PeagleSettings
     sharpness = 1.0
 
-    def __init__(self, settings: Any, shape: Any) -> None:
+    def __init__(self, settings: PeagleSettings, shape: HeadShape) -> None:
         super().__init__(settings, shape)
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, len(self.taps) * shape.hidden_size))
 
     @classmethod
     def for_target(
         cls,
-        settings: Any,
+        settings: PeagleSettings,
         target_config: Any,
         frozen: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
@@ -78,7 +79,7 @@ class Peagle(FusedHead):
         return super().for_target(settings, target_config, frozen, supervised)
 
     @classmethod
-    def sizes(cls, settings: Any) -> dict[str, int]:
+    def sizes(cls, settings: PeagleSettings) -> dict[str, int]:
         """The shape's sizes: the number of blocks."""
         return {**super().sizes(settings), "num_hidden_layers": settings.blocks}
 

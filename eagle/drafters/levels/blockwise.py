@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from eagle.core.drafter import TargetHead
+from eagle.core.drafter import HeadShape, TargetHead
 from eagle.core.examples import Batch
 from eagle.drafters.levels.level_heads import LevelHeads, LevelSettings
 from eagle.drafters.parts.decoder_block import head_shape
@@ -37,9 +37,10 @@ class Blockwise(LevelHeads):
     """
 
     Settings = BlockwiseSettings
+    settings: BlockwiseSettings
     reads_tokens = False
 
-    def __init__(self, settings: Any, shape: Any) -> None:
+    def __init__(self, settings: BlockwiseSettings, shape: HeadShape) -> None:
         super().__init__(settings, shape)
         inner = settings.levels * (settings.inner_dim or shape.intermediate_size)
         self.up = nn.Linear(shape.hidden_size, inner)
@@ -48,7 +49,7 @@ class Blockwise(LevelHeads):
     @classmethod
     def for_target(
         cls,
-        settings: Any,
+        settings: BlockwiseSettings,
         target_config: Any,
         frozen: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import ColumnBytes, Committed, TargetHead
+from eagle.core.drafter import ColumnBytes, Committed, HeadShape, TargetHead
 from eagle.core.examples import Batch
 from eagle.core.tree import DraftTree
 from eagle.drafters.levels.level_heads import LevelHeads, LevelSettings, grow_levels
@@ -58,11 +58,12 @@ class Hydra(LevelHeads):
     """
 
     Settings = HydraSettings
+    settings: HydraSettings
     blocks: Any
     heads: Any
     layers: Any  # of the prefix
 
-    def __init__(self, settings: Any, shape: Any) -> None:
+    def __init__(self, settings: HydraSettings, shape: HeadShape) -> None:
         super().__init__(settings, shape)
         self.layers = nn.ModuleList([NormedBlock(shape) for _ in range(int(settings.prefix))])
         if settings.prefix:
@@ -78,7 +79,7 @@ class Hydra(LevelHeads):
     @classmethod
     def for_target(
         cls,
-        settings: Any,
+        settings: HydraSettings,
         target_config: Any,
         frozen: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from eagle.core.drafter import TargetHead
+from eagle.core.drafter import HeadShape, TargetHead
 from eagle.drafters.levels.level_heads import LevelHeads, LevelSettings
 from eagle.drafters.parts.decoder_block import head_shape
 from eagle.drafters.parts.objectives import LanguageHead, OwnHead
@@ -46,11 +46,12 @@ class Medusa(LevelHeads):
     """Each level has residual blocks and an LM head; a path's probability is the product over its levels."""
 
     Settings = MedusaSettings
+    settings: MedusaSettings
     reads_tokens = False
     blocks: Any
     heads: Any
 
-    def __init__(self, settings: Any, shape: Any) -> None:
+    def __init__(self, settings: MedusaSettings, shape: HeadShape) -> None:
         super().__init__(settings, shape)
         width, levels = shape.hidden_size, range(settings.levels)
         self.blocks = nn.ModuleList([nn.Sequential(*(Residual(width) for _ in range(settings.layers))) for _ in levels])
@@ -60,7 +61,7 @@ class Medusa(LevelHeads):
     @classmethod
     def for_target(
         cls,
-        settings: Any,
+        settings: MedusaSettings,
         target_config: Any,
         frozen: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from eagle.core.drafter import TargetHead
+from eagle.core.drafter import HeadShape, TargetHead
 from eagle.drafters.levels.level_heads import LevelHeads, LevelSettings
 from eagle.drafters.parts.decoder_block import Norm, head_shape
 from eagle.drafters.parts.objectives import LanguageHead, OwnHead
@@ -51,12 +51,13 @@ class MlpSpeculator(LevelHeads):
     """
 
     Settings = MlpSpeculatorSettings
+    settings: MlpSpeculatorSettings
     emb: Any
     proj: Any
     ln: Any
     head: Any
 
-    def __init__(self, settings: Any, shape: Any) -> None:
+    def __init__(self, settings: MlpSpeculatorSettings, shape: HeadShape) -> None:
         super().__init__(settings, shape)
         width, inner = shape.hidden_size, settings.inner_dim or shape.hidden_size
         stages, projections = range(settings.levels), range(settings.levels)
@@ -72,7 +73,7 @@ class MlpSpeculator(LevelHeads):
     @classmethod
     def for_target(
         cls,
-        settings: Any,
+        settings: MlpSpeculatorSettings,
         target_config: Any,
         frozen: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from eagle.core.drafter import HeadShape
 from eagle.drafters.parts.operations import RMSNorm, SwiGLUResidual, rotate_heads
 from eagle.target.cache import SlotCache
 
@@ -28,7 +29,7 @@ SHAPE_KEYS = [
 ]
 
 
-def head_shape(target_config: Any, **overrides: Any) -> LlamaConfig:
+def head_shape(target_config: Any, **overrides: Any) -> HeadShape:
     """The config of a Llama head for a target, with one layer by default: engines load no other shape."""
     width, heads = target_config.hidden_size, target_config.num_attention_heads
     defaults = {
@@ -39,7 +40,8 @@ def head_shape(target_config: Any, **overrides: Any) -> LlamaConfig:
     }
     sizes = {key: getattr(target_config, key, None) for key in SHAPE_KEYS}
     sizes = {key: defaults.get(key) if value is None else value for key, value in sizes.items()}
-    return LlamaConfig(**{**sizes, "num_hidden_layers": 1, **overrides}, tie_word_embeddings=False)
+    shape: Any = LlamaConfig(**{**sizes, "num_hidden_layers": 1, **overrides}, tie_word_embeddings=False)
+    return shape
 
 
 class Cache:
@@ -77,7 +79,7 @@ class Attention(nn.Module):
     As a shape says, queries and keys are normed by head (`qk_norm`), and they and values have a bias (`qkv_bias`).
     """
 
-    def __init__(self, shape: Any, width: int | None = None) -> None:
+    def __init__(self, shape: HeadShape, width: int | None = None) -> None:
         super().__init__()
         read, self.width, bias = width or shape.hidden_size, shape.head_dim, getattr(shape, "qkv_bias", False)
         self.q_proj = nn.Linear(read, shape.num_attention_heads * shape.head_dim, bias=bias)
@@ -149,7 +151,7 @@ class Norm(LlamaRMSNorm):
 class Block(nn.Module):
     """A Llama decoder block without input norm, as EAGLE-1 has it."""
 
-    def __init__(self, shape: Any, width: int | None = None) -> None:
+    def __init__(self, shape: HeadShape, width: int | None = None) -> None:
         super().__init__()
         self.self_attn = Attention(shape, width)
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
@@ -187,7 +189,7 @@ class Block(nn.Module):
 class NormedBlock(Block):
     """A Llama decoder block, used for all blocks of a head after the first."""
 
-    def __init__(self, shape: Any) -> None:
+    def __init__(self, shape: HeadShape) -> None:
         super().__init__(shape)
         self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
@@ -199,7 +201,7 @@ class NormedBlock(Block):
 class TwoNormBlock(Block):
     """EAGLE-3's block: attention over token and state, concatenated and normed separately."""
 
-    def __init__(self, shape: Any, norm_before_residual: bool) -> None:
+    def __init__(self, shape: HeadShape, norm_before_residual: bool) -> None:
         super().__init__(shape, 2 * shape.hidden_size)
         self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.hidden_norm = Norm(shape.hidden_size, shape.rms_norm_eps)
@@ -250,6 +252,9 @@ FOLLOW_LENGTH = ("dynamic", "longrope")  # kinds of frequencies that depend on t
 
 class Rotary(LlamaRotaryEmbedding):
     """Rotary tables of the head's shape; nothing to train, nothing to save."""
+
+    def __init__(self, shape: Any) -> None:
+        super().__init__(shape)
 
 
 def rotary_tables(rotary: Rotary, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

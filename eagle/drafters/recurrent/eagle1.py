@@ -22,6 +22,7 @@ class Eagle1(FeatureHead):
     """EAGLE-1's head, trained on the target's features only."""
 
     Settings = Eagle1Settings
+    settings: Eagle1Settings
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
         """Smooth-L1 of the features plus cross-entropy of the probs, at slots whose predicted token is supervised."""

@@ -30,6 +30,7 @@ class Eagle3(FusedHead):
     """(three states of token i, token i + 1) -> a state whose logits name token i + 2, and that the next step reads."""
 
     Settings = Eagle3Settings
+    settings: Eagle3Settings
 
     @property
     def network(self) -> dict[str, Any]:

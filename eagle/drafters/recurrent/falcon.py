@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import ColumnBytes, Committed, Noise, TargetHead, TrainableDrafter
+from eagle.core.drafter import ColumnBytes, Committed, HeadShape, Noise, TargetHead, TrainableDrafter
 from eagle.core.examples import Batch
 from eagle.core.tree import DraftTree, Paths
 from eagle.device import pick_rows, upload
@@ -72,13 +72,14 @@ class Falcon(TrainableDrafter):
     """
 
     Settings = FalconSettings
+    settings: FalconSettings
     taps = (-1,)
     capture = drafts = None  # drafts are not captured; all tokens can be drafted
     gates: Any
     layers: Any  # the one Llama block that slots go through
     rotary: Rotary
 
-    def __init__(self, settings: Any, shape: Any) -> None:
+    def __init__(self, settings: FalconSettings, shape: HeadShape) -> None:
         super().__init__(settings, shape)
         width = shape.hidden_size
         self.gates = nn.ModuleList([Gate(2 * width, width), Gate(width, width)])
@@ -88,7 +89,7 @@ class Falcon(TrainableDrafter):
     @classmethod
     def for_target(
         cls,
-        settings: Any,
+        settings: FalconSettings,
         target_config: Any,
         frozen: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,

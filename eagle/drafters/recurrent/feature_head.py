@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
-from eagle.core.drafter import Parts, TargetHead
+from eagle.core.drafter import HeadShape, Parts, TargetHead
 from eagle.core.examples import Batch
 from eagle.drafters.parts.decoder_block import Block, Cache, NormedBlock, Rotary, head_shape
 from eagle.drafters.parts.objectives import Objective, align_steps, distillation_loss, feature_regression, step_weights
@@ -39,10 +39,11 @@ class FeatureSettings(BaseModel):
 class FeatureHead(UnrolledDrafter):
     """(feature of token i, token i + 1) -> feature of token i + 1, whose logits name token i + 2."""
 
+    settings: FeatureSettings
     taps = (-1,)
     teacher_taps = (-1,)
 
-    def __init__(self, settings: Any, shape: Any) -> None:
+    def __init__(self, settings: FeatureSettings, shape: HeadShape) -> None:
         super().__init__(settings, shape)
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=settings.fc_bias)
         further = [NormedBlock(shape) for _ in range(1, shape.num_hidden_layers)]
@@ -57,7 +58,7 @@ class FeatureHead(UnrolledDrafter):
     @classmethod
     def for_target(
         cls,
-        settings: Any,
+        settings: FeatureSettings,
         target_config: Any,
         frozen: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,

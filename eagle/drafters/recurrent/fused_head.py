@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from eagle.core.drafter import Parts, TargetHead
+from eagle.core.drafter import HeadShape, Parts, TargetHead
 from eagle.core.examples import most_frequent, token_counts
 from eagle.drafters.parts.decoder_block import (
     Cache,
@@ -46,11 +46,12 @@ class FusedSettings(Section):
 class FusedHead(UnrolledDrafter):
     """(states of token i, token i + 1) -> a state whose logits name token i + 2."""
 
+    settings: FusedSettings
     teacher_taps = (-1,)
     d2t: Tensor  # [D], what to add to a draft token's number to get the target's; missing where all can be drafted
     t2d: Tensor  # [V], which those are
 
-    def __init__(self, settings: Any, shape: Any) -> None:
+    def __init__(self, settings: FusedSettings, shape: HeadShape) -> None:
         super().__init__(settings, shape)
         assert settings.taps is not None
         self.taps = settings.taps
@@ -76,7 +77,7 @@ class FusedHead(UnrolledDrafter):
         return Parts(by_tap=("fc.weight", *(("fc_norm",) if self.fc_norm else ())), halves=(halves,))
 
     @classmethod
-    def taps_for(cls, settings: Any, target_config: Any) -> tuple[int, ...]:
+    def taps_for(cls, settings: FusedSettings, target_config: Any) -> tuple[int, ...]:
         """The taps of the settings, else an early, a middle and a late layer as far as the target is deep enough."""
         layers = target_config.num_hidden_layers
         usual = (2, layers // 2, layers - 3) if layers > 6 else (1, layers // 2, layers - 1)

@@ -26,6 +26,7 @@ class Hass(FeatureHead):
     """Each step reads the features predicted by the step before, without gradient through them."""
 
     Settings = HassSettings
+    settings: HassSettings
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
         """EAGLE-1's loss plus the top-k loss, summed over the steps."""

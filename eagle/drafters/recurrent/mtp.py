@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from eagle.core.drafter import Parts, Reads, TargetHead
+from eagle.core.drafter import HeadShape, Parts, Reads, TargetHead
 from eagle.core.examples import Batch
 from eagle.drafters.parts.decoder_block import Cache, Norm, NormedBlock, Rotary, head_shape
 from eagle.drafters.parts.objectives import Loss, align_steps, choose_teacher, distillation_loss, step_weights
@@ -68,8 +68,9 @@ class Mtp(UnrolledDrafter):
     teacher_taps = (-1,)
     reads = Reads(weights=True)
     Settings = MtpSettings
+    settings: MtpSettings
 
-    def __init__(self, settings: MtpSettings, shape: Any) -> None:
+    def __init__(self, settings: MtpSettings, shape: HeadShape) -> None:
         super().__init__(settings, shape)
         width = shape.hidden_size
         self.enorm, self.hnorm, self.norm = (Norm(width, shape.rms_norm_eps) for _ in range(3))

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from eagle.core.drafter import Reads, TargetHead, TrainableDrafter
+from eagle.core.drafter import HeadShape, Reads, TargetHead, TrainableDrafter
 from eagle.core.examples import Batch
 from eagle.core.tree import Paths
 from eagle.device import upload
@@ -39,9 +39,11 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
 
     reads = Reads(view=True, texts=True, weights=True)
     Settings = EarlyExitAdapterSettings
+    settings: EarlyExitAdapterSettings
 
-    def __init__(self, settings: Any, shape: Any) -> None:
+    def __init__(self, settings: EarlyExitAdapterSettings, shape: HeadShape) -> None:
         super().__init__(settings, shape)
+        assert settings.layers is not None  # for_target decides
         width, self.layers = shape.hidden_size, settings.layers
         self.teacher_taps = (settings.layers, -1)
         linear = nn.Linear(width, width, bias=False)
@@ -51,7 +53,7 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
         self.norm = Norm(width, shape.rms_norm_eps)
 
     @classmethod
-    def taps_for(cls, settings: Any, target_config: Any) -> tuple[int, ...]:
+    def taps_for(cls, settings: EarlyExitAdapterSettings, target_config: Any) -> tuple[int, ...]:
         """The output of the layers that draft, read in training; drafting computes it with the target's cache."""
         layers = exit_layer(settings.layers, target_config.num_hidden_layers)
         if layers == target_config.num_hidden_layers:
@@ -61,7 +63,7 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
     @classmethod
     def for_target(
         cls,
-        settings: Any,
+        settings: EarlyExitAdapterSettings,
         target_config: Any,
         frozen: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
@@ -96,7 +98,7 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
         Level d of slot i reads the layers' output at token i + 1 + d, as a draft does, and predicts token i + 2 + d.
         """
         places = upload(batch.loss_mask.nonzero()[:, 0] - 2, batch.tokens.device)
-        states = batch.select_taps((self.settings.layers,))[:, 0]
+        states = batch.select_taps(self.teacher_taps[:1])[:, 0]
         # what lies beyond a text counts for nothing
         ahead = [(places + 1 + level).clamp(max=len(states) - 1) for level in range(levels)]
         return places, [self.adapt(states.index_select(0, rows)) for rows in ahead]

@@ -54,6 +54,7 @@ class Spire(TrainableDrafter):
     reads = Reads(weights=True)
     teacher_taps = (-1,)
     Settings = SpireSettings
+    settings: SpireSettings
     layers: Any
 
     def __init__(self, settings: SpireSettings, shape: Any) -> None:
