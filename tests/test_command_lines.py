@@ -33,8 +33,8 @@ WRONG: dict[str, list[list[str]]] = {
     "data_prep.conversations": [[GONE], [GONE, "two"]],
     "eval.report": [["missing.jsonl"], [".", "--markdown"]],
     "eval.draw": [["ngram", "--target", GONE]],
-    "eval.engines": [[GONE, *ENGINE], [GONE, "--engine", "unknown", "--target", GONE]],
-    "eval.engine_builds": [[GONE, "unknown"], ["--unknown"]],
+    "tests.engines": [[GONE, *ENGINE], [GONE, "--engine", "unknown", "--target", GONE]],
+    "tests.engines.engine_builds": [[GONE, "unknown"], ["--unknown"]],
     "eagle": [
         *([verb] for verb in VERBS if verb not in ("demo", "recipes", "tiny-target", "train", "forecast")),
         *([verb, "--help"] for verb in VERBS),
@@ -102,10 +102,11 @@ def runs(path: Path) -> bool:
 
 def test_every_command_is_here() -> None:
     """A new one is tested too; what an engine's own Python runs is none."""
-    rooms = ("data_prep", "eval", "recipes", "recipes/tiny", "bench")
+    rooms = ("data_prep", "eval", "recipes", "recipes/tiny", "bench", "tests/engines")
     found = {str(path.relative_to(ROOT)) for room in rooms for path in (ROOT / room).glob("*.py") if runs(path)}
     asked = {name if name.endswith(".py") else f"{name.replace('.', '/')}.py" for name in WRONG}
-    engines = {f"eval/engine_{name}.py" for name in ("vllm", "openvino", "llamacpp")}
+    asked = {name.replace("tests/engines.py", "tests/engines/__main__.py") for name in asked}
+    engines = {f"tests/engines/engine_{name}.py" for name in ("vllm", "openvino", "llamacpp")}
     assert found - engines == asked - {"eagle.py"}
 
 

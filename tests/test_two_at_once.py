@@ -25,10 +25,10 @@ from eagle.data.store import FeatureStore
 from eagle.disk import lock_folder, lock_path
 from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head
-from eval.engine_builds import build_environment as build_engine
 from eval.measure import main as measure
 from recipes.tiny import make_target as tiny
 from recipes.train_eagle import main as train
+from tests.engines.engine_builds import build_environment as build_engine
 
 ROOT = Path(__file__).parent.parent
 UMASK = 0o027  # that of no usual user: what another umask or a library's own mode has left is seen

@@ -28,10 +28,10 @@ from bench.train_report import eagle1_table as train_table
 from eagle import DraftTree
 from eval.comparison.compare_table import markdown as comparison_table
 from eval.draw import svg
-from eval.engines import table as engines_table
 from eval.report import markdown, page
 from eval.result_files.results import ACCEPTANCE_LENGTH, SPEED_UP, Results, ends_in_loop
 from recipes.cards import card_table
+from tests.engines.compare_engines import table as engines_table
 
 ROOT = Path(__file__).parents[2]
 TABLE = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
