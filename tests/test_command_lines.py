@@ -59,29 +59,18 @@ WRONG: dict[str, list[list[str]]] = {
     "recipes/tiny/demo.py": [["unknown"]],
     "recipes/tiny/demo_target.py": [["--steps", "few"], ["unknown"]],
     "bench/batch_speed.py": [["--model", GONE, "--chats", GONE]],
-    "bench/beam_search.py": [[MISSING], [MISSING, "no override"]],
     "bench/block_speed.py": [[GONE, "--methods", "unknown"], [GONE, "--dtypes", "fp64"]],
     "bench/broken_heads.py": [
         ["--target", GONE, "--heads", GONE],
         ["--heads", GONE, "--rows", GONE, "--tokens", "few"],
     ],
-    "bench/curves.py": [[GONE], [GONE, "--unknown"]],
     "bench/decode_speed.py": [["--rounds", "few"]],
-    "bench/demo_times.py": [["--threads", "few"]],
-    "bench/draft_time.py": [[GONE, "--cycles", "2"], [GONE, "--heads", "unknown"]],
     "bench/extract_speed.py": [["--model", GONE, "--data", GONE]],
-    "bench/goodput_batches.py": [[GONE, GONE, GONE, GONE]],
-    "bench/launches.py": [["--heads", "unknown"]],
     "bench/level_speed.py": [["--methods", "unknown"], ["--vocabs", "7"]],
-    "bench/long_context.py": [["--contexts", "few"], ["--contexts", "512", "--fitted", "512", "7"]],
-    "bench/lookahead.py": [[GONE]],
     "bench/loop_overhead.py": [["--target", GONE, "--head", GONE]],
     "bench/memory.py": [["--out"], ["unknown"]],
-    "bench/mask_templates.py": [["--templates", GONE, "--tokenizers", GONE, "--conversations", GONE]],
     "bench/other_heads.py": [["out", "--set", "unknown", "--seed", "1"], ["out", "--set", "tuning", "--seed", "few"]],
-    "bench/regenerate_speed.py": [["--target", GONE, "--data", GONE, "--earlier", GONE]],
     "bench/rehearsal.py": [["--size", "unknown"], ["--methods", "unknown"], ["--folder", "."]],
-    "bench/sparse_cache.py": [[GONE, GONE]],
     "bench/train_speed.py": [["--size", "unknown"], ["--speculators", GONE]],
 }
 for measuring in ("eval.lossless", "eval.tune"):
@@ -90,8 +79,8 @@ FREE = {
     *("recipes.forecast", "recipes.cards", "recipes/train_eagle.py"),
     *("recipes/tiny/make_target.py", "recipes/tiny/make_long.py", "recipes/tiny/demo.py"),
     "recipes/tiny/demo_target.py",
-    *("bench/decode_speed.py", "bench/launches.py", "bench/level_speed.py", "bench/memory.py", "bench/rehearsal.py"),
-    *("bench/curves.py", "bench/demo_times.py", "bench/long_context.py", "bench/train_speed.py"),
+    *("bench/decode_speed.py", "bench/level_speed.py", "bench/memory.py", "bench/rehearsal.py"),
+    "bench/train_speed.py",
 }
 
 
