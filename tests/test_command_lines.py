@@ -60,7 +60,7 @@ WRONG: dict[str, list[list[str]]] = {
     "recipes/tiny/demo_target.py": [["--steps", "few"], ["unknown"]],
     "bench/batch_speed.py": [["--model", GONE, "--chats", GONE]],
     "bench/block_speed.py": [[GONE, "--methods", "unknown"], [GONE, "--dtypes", "fp64"]],
-    "bench/broken_heads.py": [
+    "tests/doctor/broken_heads.py": [
         ["--target", GONE, "--heads", GONE],
         ["--heads", GONE, "--rows", GONE, "--tokens", "few"],
     ],
@@ -69,7 +69,10 @@ WRONG: dict[str, list[list[str]]] = {
     "bench/level_speed.py": [["--methods", "unknown"], ["--vocabs", "7"]],
     "bench/loop_overhead.py": [["--target", GONE, "--head", GONE]],
     "bench/memory.py": [["--out"], ["unknown"]],
-    "bench/other_heads.py": [["out", "--set", "unknown", "--seed", "1"], ["out", "--set", "tuning", "--seed", "few"]],
+    "tests/doctor/other_heads.py": [
+        ["out", "--set", "unknown", "--seed", "1"],
+        ["out", "--set", "tuning", "--seed", "few"],
+    ],
     "bench/rehearsal.py": [["--size", "unknown"], ["--methods", "unknown"], ["--folder", "."]],
     "bench/train_speed.py": [["--size", "unknown"], ["--speculators", GONE]],
 }
@@ -91,7 +94,7 @@ def runs(path: Path) -> bool:
 
 def test_every_command_is_here() -> None:
     """A new one is tested too; what an engine's own Python runs is none."""
-    rooms = ("data_prep", "eval", "recipes", "recipes/tiny", "bench", "tests/engines")
+    rooms = ("data_prep", "eval", "recipes", "recipes/tiny", "bench", "tests/engines", "tests/doctor")
     found = {str(path.relative_to(ROOT)) for room in rooms for path in (ROOT / room).glob("*.py") if runs(path)}
     asked = {name if name.endswith(".py") else f"{name.replace('.', '/')}.py" for name in WRONG}
     asked = {name.replace("tests/engines.py", "tests/engines/__main__.py") for name in asked}

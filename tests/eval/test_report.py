@@ -13,7 +13,6 @@ import pytest
 
 from bench.batch_speed import table as batch_table
 from bench.block_speed import table as block_table
-from bench.broken_heads import table as broken_table
 from bench.decode_speed import table as decode_table
 from bench.extract_speed import table as extract_table
 from bench.loop_overhead import table as overhead_table
@@ -26,6 +25,7 @@ from eval.draw import svg
 from eval.report import markdown, page
 from eval.result_files.results import ACCEPTANCE_LENGTH, SPEED_UP, Results, ends_in_loop
 from recipes.cards import card_table
+from tests.doctor.broken_heads import table as broken_table
 from tests.engines.compare_engines import table as engines_table
 
 ROOT = Path(__file__).parents[2]
