@@ -57,7 +57,6 @@ WRONG: dict[str, list[list[str]]] = {
     "recipes/tiny/make_target.py": [["--steps", "few"], ["unknown"]],
     "recipes/tiny/make_long.py": [["--steps", "few"], ["unknown"]],
     "recipes/tiny/demo.py": [["unknown"]],
-    "recipes/tiny/demo_target.py": [["--steps", "few"], ["unknown"]],
     "bench/batch_speed.py": [["--model", GONE, "--chats", GONE]],
     "bench/block_speed.py": [[GONE, "--methods", "unknown"], [GONE, "--dtypes", "fp64"]],
     "tests/doctor/broken_heads.py": [
@@ -81,7 +80,6 @@ for measuring in ("eval.lossless", "eval.tune"):
 FREE = {
     *("recipes.forecast", "recipes.cards", "recipes/train_eagle.py"),
     *("recipes/tiny/make_target.py", "recipes/tiny/make_long.py", "recipes/tiny/demo.py"),
-    "recipes/tiny/demo_target.py",
     *("bench/decode_speed.py", "bench/level_speed.py", "bench/memory.py", "bench/rehearsal.py"),
     "bench/train_speed.py",
 }
