@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from bench.batch_speed import table as batch_table
-from bench.block_speed import table as block_table
 from bench.decode_speed import table as decode_table
 from bench.extract_speed import table as extract_table
 from bench.loop_overhead import table as overhead_table
 from bench.memory import table as memory_table
 from bench.rehearsal import table as rehearsal_table
+from bench.train_report import block_table
 from bench.train_report import eagle1_table as train_table
 from eagle import DraftTree
 from eval.comparison.compare_table import markdown as comparison_table
