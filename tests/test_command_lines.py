@@ -65,7 +65,7 @@ WRONG: dict[str, list[list[str]]] = {
     "bench/decode_speed.py": [["--rounds", "few"]],
     "bench/extract_speed.py": [["--model", GONE, "--data", GONE]],
     "bench/loop_overhead.py": [["--target", GONE, "--head", GONE]],
-    "bench/memory.py": [["--out"], ["unknown"]],
+    "tests/recipes/training_memory.py": [["--out"], ["unknown"]],
     "tests/doctor/other_heads.py": [
         ["out", "--set", "unknown", "--seed", "1"],
         ["out", "--set", "tuning", "--seed", "few"],
@@ -78,7 +78,7 @@ for measuring in ("eval.lossless", "eval.tune"):
 FREE = {
     *("recipes.forecast", "recipes.cards", "recipes/train_eagle.py"),
     *("recipes/tiny/make_target.py", "recipes/tiny/make_long.py", "recipes/tiny/demo.py"),
-    *("bench/decode_speed.py", "bench/memory.py", "bench/rehearsal.py"),
+    *("bench/decode_speed.py", "tests/recipes/training_memory.py", "bench/rehearsal.py"),
     "bench/train_speed.py",
 }
 
@@ -90,7 +90,7 @@ def runs(path: Path) -> bool:
 
 def test_every_command_is_here() -> None:
     """A new one is tested too; what an engine's own Python runs is none."""
-    rooms = ("data_prep", "eval", "recipes", "recipes/tiny", "bench", "tests/engines", "tests/doctor")
+    rooms = ("data_prep", "eval", "recipes", "recipes/tiny", "bench", "tests/engines", "tests/doctor", "tests/recipes")
     found = {str(path.relative_to(ROOT)) for room in rooms for path in (ROOT / room).glob("*.py") if runs(path)}
     asked = {name if name.endswith(".py") else f"{name.replace('.', '/')}.py" for name in WRONG}
     asked = {name.replace("tests/engines.py", "tests/engines/__main__.py") for name in asked}

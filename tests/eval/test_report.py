@@ -15,7 +15,6 @@ from bench.batch_speed import table as batch_table
 from bench.decode_speed import table as decode_table
 from bench.extract_speed import table as extract_table
 from bench.loop_overhead import table as overhead_table
-from bench.memory import table as memory_table
 from bench.rehearsal import table as rehearsal_table
 from bench.train_report import block_table
 from bench.train_report import eagle1_table as train_table
@@ -27,6 +26,7 @@ from eval.result_files.results import ACCEPTANCE_LENGTH, SPEED_UP, Results, ends
 from recipes.cards import card_table
 from tests.doctor.broken_heads import table as broken_table
 from tests.engines.compare_engines import table as engines_table
+from tests.recipes.training_memory import table as memory_table
 
 ROOT = Path(__file__).parents[2]
 TABLE = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
