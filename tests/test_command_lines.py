@@ -32,7 +32,6 @@ WRONG: dict[str, list[list[str]]] = {
     "data_prep.draft_vocab": [[MISSING, "--out", "x", "--size", "3"], [MISSING, "--out", "x", "--size", "few"]],
     "data_prep.conversations": [[GONE], [GONE, "two"]],
     "eval.report": [["missing.jsonl"], [".", "--markdown"]],
-    "eval.draw": [["ngram", "--target", GONE]],
     "tests.engines": [[GONE, *ENGINE], [GONE, "--engine", "unknown", "--target", GONE]],
     "tests.engines.engine_builds": [[GONE, "unknown"], ["--unknown"]],
     "eagle": [

@@ -110,7 +110,6 @@ def commands(
         "measure": ["eval.measure", *recipe, f"train.out={out / 'measure'}"],
         "lossless": ["eval.lossless", *recipe, f"train.out={out / 'lossless'}"],
         "tune": ["eval.tune", *recipe, f"train.out={out / 'tune'}", "--write"],
-        "draw": ["eval.draw", "ngram", "--target", target, "--steps", "2", "--out", str(out / "draw/it.svg")],
         "report": ["eval.report", str(out / "measure/results.jsonl"), "--html", str(out / "report/it.html")],
     }
 
@@ -141,7 +140,7 @@ def find_output(command: list[str], name: str) -> Path:
 
 
 NAMES = ("extract", "regenerate", "count_tokens", "draft_vocab", "inspect_mask", "train", "export", "import")
-NAMES += ("measure", "lossless", "tune", "draw", "report")
+NAMES += ("measure", "lossless", "tune", "report")
 
 
 @pytest.mark.slow

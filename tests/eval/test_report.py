@@ -18,9 +18,7 @@ from bench.loop_overhead import table as overhead_table
 from bench.rehearsal import table as rehearsal_table
 from bench.train_report import block_table
 from bench.train_report import eagle1_table as train_table
-from eagle import DraftTree
 from eval.comparison.compare_table import markdown as comparison_table
-from eval.draw import svg
 from eval.report import markdown, page
 from eval.result_files.results import ACCEPTANCE_LENGTH, SPEED_UP, Results, ends_in_loop
 from recipes.cards import card_table
@@ -172,11 +170,3 @@ def test_newest_run_is_reported(tmp_path: Path) -> None:
 def test_loops_are_seen(tokens: list[int], expected: bool) -> None:
     """A loop is a period of at most 16 over the last 64 tokens."""
     assert ends_in_loop(tokens) is expected
-
-
-def test_a_drawing_escapes_what_the_model_said() -> None:
-    """Text from a model cannot become markup."""
-    tree = DraftTree.from_paths(1, [[2, 3], [4]])
-    picture = svg(tree, ["<script>", "b", "c", "&d"], [0, 1], "<x>")
-    assert "<script>" not in picture
-    assert picture.count("<rect") == 6
