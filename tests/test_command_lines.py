@@ -63,7 +63,6 @@ WRONG: dict[str, list[list[str]]] = {
     ],
     "bench/decode_speed.py": [["--rounds", "few"]],
     "bench/extract_speed.py": [["--model", GONE, "--data", GONE]],
-    "bench/loop_overhead.py": [["--target", GONE, "--head", GONE]],
     "tests/recipes/training_memory.py": [["--out"], ["unknown"]],
     "tests/doctor/other_heads.py": [
         ["out", "--set", "unknown", "--seed", "1"],
