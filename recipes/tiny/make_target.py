@@ -30,7 +30,7 @@ from eagle.device import fastest_dtype
 from eagle.disk import apply_umask, lock_folder
 from eagle.log import script
 from eval.result_files.results import ends_in_loop
-from recipes.tiny import texts, train_target
+from recipes.tiny import corpora, train_target
 from recipes.tiny.train_target import BATCH, train
 
 WINDOW, NUM_STORIES, HELD_OUT_STORIES = 512, 3000, 24
@@ -94,7 +94,7 @@ def read_docstrings(limit: int | None) -> tuple[dict[str, list[Record]], dict[st
     counts = {"train": Counter[str](), "heldout": Counter[str]()}
     limits = {"train": limit, "heldout": limit and max(1, limit // 8)}
     splits = {
-        split: list(islice(texts.docstring_conversations(split == "heldout", seen, counts[split]), limits[split]))
+        split: list(islice(corpora.docstring_conversations(split == "heldout", seen, counts[split]), limits[split]))
         for split in counts
     }
     return splits, counts
@@ -102,9 +102,9 @@ def read_docstrings(limit: int | None) -> tuple[dict[str, list[Record]], dict[st
 
 def read_stories(limit: int | None) -> tuple[dict[str, list[Record]], dict[str, Counter[str]]]:
     """Stories of both splits, none of which asks a question of the other; nothing is dropped."""
-    held_out = islice(texts.draw_stories(seed=1), HELD_OUT_STORIES)
+    held_out = islice(corpora.draw_stories(seed=1), HELD_OUT_STORIES)
     asked = {record["conversations"][0]["value"]: record for record in held_out}  # one that is drawn twice counts once
-    train = list(islice(texts.draw_stories(seed=0, avoid=asked), limit or NUM_STORIES))
+    train = list(islice(corpora.draw_stories(seed=0, avoid=asked), limit or NUM_STORIES))
     return {"train": train, "heldout": list(asked.values())}, {}
 
 
@@ -151,10 +151,10 @@ def make_once(out: Path, settings: dict[str, Any], build: Callable[[Path, Path],
 
 def list_versions() -> dict[str, str]:
     """What decides the weights beside the settings: a hash of this code, and versions of the packages it uses."""
-    files = (__file__, str(train_target.__file__), str(texts.__file__), texts.STORIES)
+    files = (__file__, str(train_target.__file__), str(corpora.__file__), corpora.STORIES)
     code = b"".join(Path(file).read_bytes() for file in files)
     installed = {package.name: package.version for package in distributions()}
-    packages = [*texts.PACKAGES, "transformers", "tokenizers", "sentencepiece"]
+    packages = [*corpora.PACKAGES, "transformers", "tokenizers", "sentencepiece"]
     versions = {package: installed.get(package, "not installed") for package in packages}
     return {"code": hashlib.sha256(code).hexdigest()[:16], "python": python_version(), **versions}
 

@@ -14,8 +14,8 @@ from rich.console import Console
 from eagle.recipe import Recipe
 from eval.result_files.results import read_results
 from recipes.tiny import demo
+from recipes.tiny.corpora import draw_stories
 from recipes.tiny.make_target import make_target
-from recipes.tiny.texts import draw_stories
 
 
 def write_results(path: Path) -> None:

@@ -18,6 +18,7 @@ import torch
 from sentencepiece import SentencePieceProcessor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from recipes.tiny.corpora import C_MODULES, call_answer, docstring_conversations, extract_prose, parse_source
 from recipes.tiny.make_target import (
     END,
     SPECIAL,
@@ -27,7 +28,6 @@ from recipes.tiny.make_target import (
     pack_conversations,
     read_report,
 )
-from recipes.tiny.texts import C_MODULES, call_answer, docstring_conversations, extract_prose, parse_source
 from recipes.tiny.train_target import SAVE_EVERY, train
 
 ODD = [
