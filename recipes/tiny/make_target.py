@@ -297,6 +297,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     report = make_target(args.out, args.steps, args.seed, corpus=args.corpus)
+    if args.corpus == "stories":
+        conversations = report["conversations"]["train"]
+        print(f"{report['parameters'] / 1e6:.1f} M parameters, trained on {conversations:,} conversations")
+        print(f"held-out perplexity {report['perplexity']:.2f}")
+        return
     for split, counts in report["docstrings"].items():
         print(f"{split}: " + ", ".join(f"{count:,} {name}" for name, count in counts.items()))
     print(f"{report['parameters'] / 1e6:.1f} M parameters, {report['tokens']['seen']:,} tokens seen")
