@@ -39,7 +39,7 @@ ENGINES ?= build/engines
 HEADS := $(patsubst %,runs/tiny/%/head,eagle1 hass eagle3 eagle3-full eagle3.1 eagle3-normed medusa dflash dspark peagle)
 
 test-engines: $(READY) $(HEADS)  ## exported heads in real engines, which are made first: 10 GB, most of an hour
-	$(BIN)/python -m eval.engine_builds $(ENGINES)
+	$(BIN)/python -m tests.engines.engine_builds $(ENGINES)
 	EAGLE_VLLM=$(ENGINES)/vllm EAGLE_OPENVINO=$(ENGINES)/openvino EAGLE_LLAMACPP=$(ENGINES)/llamacpp \
 		$(BIN)/python -m pytest -m engine
 

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.decode_speed import RandomTrees
-from bench.machine import made_on, markdown, write_results
+from bench.machine import made_on, markdown, time_inside, write_results
 from data_prep.conversations import Tally, read_conversations
 from eagle import Budget, Target, generate
 from eagle.core.drafter import Drafter
@@ -99,36 +99,11 @@ def real_texts(target: Target, chats: Path) -> list[Text]:
 
 def share_outside(target: Target, drafter: Any, size: int, budget: Budget) -> float:
     """The share of decoding that is spent outside of the forwards of target and head."""
-    inside, depth, started = [0.0], [0], [0.0]
-
-    def start(*_: Any) -> None:
-        started[0] = process_time() if depth[0] == 0 else started[0]
-        depth[0] += 1
-
-    def stop(*_: Any) -> None:
-        depth[0] -= 1
-        inside[0] += process_time() - started[0] if depth[0] == 0 else 0.0
-
-    def timed(call: Any) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            start()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                stop()
-
-        return run
-
-    modules = (target.reader.model.base_model, target.head.output)
-    handles = [m.register_forward_pre_hook(start) for m in modules] + [m.register_forward_hook(stop) for m in modules]
     names = [name for name in ("read", "fuse_taps", "logits") if isinstance(drafter, torch.nn.Module)]
-    for name in names:
-        setattr(drafter, name, timed(getattr(drafter, name)))
-    spent, _ = ours(target, drafter, equal_texts(target, size, seed=size), size, budget)
-    for handle in handles:
-        handle.remove()
-    for name in names:
-        delattr(drafter, name)
+    with time_inside(
+        (target.reader.model.base_model, target.head.output), [(drafter, name) for name in names]
+    ) as inside:
+        spent, _ = ours(target, drafter, equal_texts(target, size, seed=size), size, budget)
     return 1 - inside[0] / spent
 
 

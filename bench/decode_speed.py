@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from bench.machine import made_on, markdown, take_turns, write_results
+from bench.machine import made_on, markdown, take_turns, time_inside, write_results
 from eagle import Budget, DraftTree, Sampling, Target, generate, stream
 from eagle.core.drafter import Committed, Drafter, Noise
 from eagle.drafters.lookup.ngram import NgramDrafter
@@ -119,25 +119,14 @@ def overhead(target: Target, rounds: int) -> dict[str, Any]:
 
 def outside_forward(target: Target, drafter: Any, prompt: list[int], temperature: float) -> float:
     """1 - (time inside the base model and the LM head) / (time of the cycles)."""
-    inside, started = [0.0], [0.0]
-    modules = (target.model.base_model, target.head.output)
-
-    def start(*_: Any) -> None:
-        started[0] = process_time()
-
-    def stop(*_: Any) -> None:
-        inside[0] += process_time() - started[0]
-
     options: dict[str, Any] = {"budget": Budget(10, 10), "sampling": Sampling(temperature=temperature), "stop": []}
     answer = stream(target, drafter, prompt, max_new_tokens=60, **options)
     next(answer)
-    handles = [m.register_forward_pre_hook(start) for m in modules] + [m.register_forward_hook(stop) for m in modules]
-    begun = process_time()
-    for _ in answer:
-        pass
-    spent = process_time() - begun
-    for handle in handles:
-        handle.remove()
+    with time_inside((target.model.base_model, target.head.output)) as inside:
+        begun = process_time()
+        for _ in answer:
+            pass
+        spent = process_time() - begun
     return 1 - inside[0] / spent
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from time import process_time
@@ -55,6 +56,44 @@ def take_turns(rounds: int, runs: Mapping[str, Callable[[], T]]) -> dict[str, li
         for name, run in runs.items():
             figures[name].append(run())
     return figures
+
+
+@contextmanager
+def time_inside(modules: Iterable[Any], methods: Iterable[tuple[Any, str]] = ()) -> Iterator[list[float]]:
+    """CPU seconds spent in forwards of modules and in methods of objects, the outermost counted, as a list of one."""
+    seconds, depth, started = [0.0], 0, 0.0
+
+    def start(*_: Any) -> None:
+        nonlocal depth, started
+        started = process_time() if depth == 0 else started
+        depth += 1
+
+    def stop(*_: Any) -> None:
+        nonlocal depth
+        depth -= 1
+        seconds[0] += process_time() - started if depth == 0 else 0.0
+
+    def timed(call: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                stop()
+
+        return run
+
+    handles = [hook for m in modules for hook in (m.register_forward_pre_hook(start), m.register_forward_hook(stop))]
+    methods = list(methods)
+    for owner, name in methods:
+        setattr(owner, name, timed(getattr(owner, name)))
+    try:
+        yield seconds
+    finally:
+        for handle in handles:
+            handle.remove()
+        for owner, name in methods:
+            delattr(owner, name)
 
 
 def markdown(header: Sequence[object], rows: Iterable[Sequence[object]], about: Mapping[str, Any] | None = None) -> str:

@@ -12,6 +12,8 @@ PAIRS = {"speculators": "frozen", "modelopt": "trained"}  # each rival, and ours
 # what was aimed at in fp32, by tokens of a text and steps
 FASTER = {(256, 3): 1.2, (256, 7): 1.4, (1024, 3): 1.4, (1024, 7): 2.1}
 FASTER_AT_SHARE = {(256, 3): 1.4, (256, 7): 1.65, (1024, 3): 1.9, (1024, 7): 2.7}
+ONE_PASS_FASTER, LEVELS_SMALLER = 2.0, {8192: 0.25, 131072: 0.1}  # the latter by vocabulary
+BLOCKS_SMALLER = 0.4
 SMALLER = {(256, 7): 0.45, (1024, 3): 0.40, (1024, 7): 0.35}
 
 
@@ -123,3 +125,36 @@ def eagle3_memory_table(results: Row) -> str:
             cells += [f"{row[f'{name}_mb']:,.0f} MB" for name in (rival, f"ours_{kind}")]
         lines.append([*cells, with_goal(f"**{smaller(row):.2f}**", eagle3_goals(row), "memory", ".2f")])
     return markdown([*header, "ours / the better rival"], lines)
+
+
+def level_table(results: Row) -> str:
+    """Speed and memory of every method's step; what was aimed at stands in brackets."""
+    header = ["method", "numbers", "V", "texts", "fill", "share", "released, tokens/s", "ours", "ours / released"]
+    lines = []
+    for row in results["rows"]:
+        texts = f"{row['batch']} real" if row["texts"] == "real" else "1 full"
+        cells = [row["method"], row["dtype"], f"{row['vocab']:,}", texts, f"{row['fill']:.2f}", f"{row['share']:.2f}"]
+        cells += [f"{row[side]:,.0f}" for side in ("released", "ours")]
+        cells += [f"**{row['ratio']:.2f}** ({ONE_PASS_FASTER:.1f})"]
+        cells += [f"{row[f'{side}_mb']:,.0f} MB" for side in ("released", "ours")]
+        goal, gradients = LEVELS_SMALLER[row["vocab"]], row["gradients_mb"]
+        cells.append(f"{row['ours_mb'] / row['released_mb']:.2f} ({goal:.2f})")
+        cells.append(f"{max(row['ours_mb'] - gradients, 0) / (row['released_mb'] - gradients):.2f} ({goal:.2f})")
+        lines.append(cells)
+    header += ["memory, released", "ours", "ratio", "without gradients"]
+    return markdown(header, lines, results["machine"])
+
+
+def block_table(results: Row) -> str:
+    """Speed and memory of every step; what was aimed at stands in brackets."""
+    header = ["method", "numbers", "T", "supervised", "limit, tokens/s", "speculators", "ours", "ours / speculators"]
+    header += ["best / best", "of the limit", "memory, speculators", "ours", "ratio"]
+    lines = []
+    for row in results["rows"]:
+        cells = [row["method"], row["dtype"], f"{row['length']:,}", "all" if row["all"] else f"{row['share']:.2f}"]
+        cells += [f"{row[name]:,.0f}" for name in ("limit", "speculators", "ours")]
+        best = row["ours_best"] / row["speculators_best"]
+        cells += [f"**{row['ratio']:.2f}** ({ONE_PASS_FASTER:.1f})", f"{best:.2f}", f"{row['of_limit']:.0%}"]
+        cells += [f"{row[f'{side}_mb']:,.0f} MB" for side in ("speculators", "ours")]
+        lines.append([*cells, f"{row['memory']:.2f} ({BLOCKS_SMALLER:.1f})"])
+    return markdown(header, lines, results["machine"])

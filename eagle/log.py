@@ -34,7 +34,7 @@ from rich.text import Text
 Item = TypeVar("Item")
 WIDE = 100  # columns of a terminal that has room for a bar
 WANDB_SECONDS = 10
-OURS = {"eagle", "data_prep", "eval", "recipes", "__main__"}
+OURS = {"eagle", "data_prep", "eval", "recipes", "tests", "__main__"}
 STOPPED_BY_SIGINT = 130  # the exit status that shells give to Ctrl-C
 MESSAGES = "EAGLE_MESSAGES"  # the folder in which each process that `eagle` launched leaves its last sentence
 LOST = ("Connection reset by peer", "Connection closed by peer", "remote process exited")  # in gloo's and NCCL's words

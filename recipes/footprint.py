@@ -1,4 +1,8 @@
-"""What a run of training steps holds and computes, counted on tensors without numbers: it takes no memory."""
+"""What a run of training steps holds and computes, counted on tensors without numbers: it takes no memory.
+
+Torch documents no way to run without numbers, to see every operation or to look up its formula of an operation's FLOPs.
+What is taken from its inner modules for that is imported here alone (`INNER`), and a test tells what torch has moved.
+"""
 
 # N tokens of all texts, S supervised slots, h heads of queries, k of keys, w width of a head
 
@@ -25,6 +29,8 @@ from eagle.drafters.blocks import block_spans
 from eagle.drafters.blocks.block_spans import Pair, attend_block_flex
 from eagle.drafters.parts import objectives, spans
 from eagle.drafters.parts.spans import Own, Spans, attend_flex
+
+INNER = (FakeTensor, FakeTensorMode, unset_fake_temporarily, TorchDispatchMode, tree_leaves, flop_registry, AuxOutput)
 
 
 class Footprint(TorchDispatchMode):
@@ -69,17 +75,9 @@ class Footprint(TorchDispatchMode):
     @contextmanager
     def on_accelerator(self) -> Iterator[Footprint]:
         """Tensors on the CPU, which autocast knows, are worked on in an accelerator's chunks, by its attention."""
-        tables: Sequence[dict[str, Any]] = (objectives.LOGITS, objectives.AT_ONCE, spans.ATTEND, block_spans.ATTEND)
-        kept = [dict(table) for table in tables]
-        try:
-            for table in tables:
-                table.pop("cpu")
-            spans.ATTEND["cpu"], block_spans.ATTEND["cpu"] = self.attend, self.attend_block
+        with large_chunks(), changed(spans.ATTEND, cpu=self.attend), changed(block_spans.ATTEND, cpu=self.attend_block):
             with self:
                 yield self
-        finally:
-            for table, values in zip(tables, kept, strict=True):
-                table.update(values)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = ()) -> Tensor:
         """The fused attention of accelerators, of whose kernel only the sizes are known."""
@@ -101,6 +99,27 @@ class Footprint(TorchDispatchMode):
         pairs = sum(seen) if most is None else sum(min(count, most) for count in seen)
         products = 7 if query.requires_grad else 2  # the backward pass makes five, one of them for the second time
         self.flops += products * 2 * query.shape[0] * query.shape[2] * pairs
+
+
+@contextmanager
+def large_chunks() -> Iterator[None]:
+    """The chunks of logits that accelerators work on, for tensors on the CPU too."""
+    with changed(objectives.LOGITS, cpu=None), changed(objectives.AT_ONCE, cpu=None):
+        yield
+
+
+@contextmanager
+def changed(table: dict[str, Any], **entries: Any) -> Iterator[None]:
+    """A table of this project's, by type of device, with other entries while this lasts; None takes one out."""
+    before = dict(table)
+    try:
+        for device, entry in entries.items():
+            table.pop(device)
+            table.update({} if entry is None else {device: entry})
+        yield
+    finally:
+        table.clear()
+        table.update(before)
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tensor, Any]:

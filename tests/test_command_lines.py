@@ -32,9 +32,8 @@ WRONG: dict[str, list[list[str]]] = {
     "data_prep.draft_vocab": [[MISSING, "--out", "x", "--size", "3"], [MISSING, "--out", "x", "--size", "few"]],
     "data_prep.conversations": [[GONE], [GONE, "two"]],
     "eval.report": [["missing.jsonl"], [".", "--markdown"]],
-    "eval.draw": [["ngram", "--target", GONE]],
-    "eval.engines": [[GONE, *ENGINE], [GONE, "--engine", "unknown", "--target", GONE]],
-    "eval.engine_builds": [[GONE, "unknown"], ["--unknown"]],
+    "tests.engines": [[GONE, *ENGINE], [GONE, "--engine", "unknown", "--target", GONE]],
+    "tests.engines.engine_builds": [[GONE, "unknown"], ["--unknown"]],
     "eagle": [
         *([verb] for verb in VERBS if verb not in ("demo", "recipes", "tiny-target", "train", "forecast")),
         *([verb, "--help"] for verb in VERBS),
@@ -57,41 +56,28 @@ WRONG: dict[str, list[list[str]]] = {
     "recipes/tiny/make_target.py": [["--steps", "few"], ["unknown"]],
     "recipes/tiny/make_long.py": [["--steps", "few"], ["unknown"]],
     "recipes/tiny/demo.py": [["unknown"]],
-    "recipes/tiny/demo_target.py": [["--steps", "few"], ["unknown"]],
     "bench/batch_speed.py": [["--model", GONE, "--chats", GONE]],
-    "bench/beam_search.py": [[MISSING], [MISSING, "no override"]],
-    "bench/block_speed.py": [[GONE, "--methods", "unknown"], [GONE, "--dtypes", "fp64"]],
-    "bench/broken_heads.py": [
+    "tests/doctor/broken_heads.py": [
         ["--target", GONE, "--heads", GONE],
         ["--heads", GONE, "--rows", GONE, "--tokens", "few"],
     ],
-    "bench/curves.py": [[GONE], [GONE, "--unknown"]],
     "bench/decode_speed.py": [["--rounds", "few"]],
-    "bench/demo_times.py": [["--threads", "few"]],
-    "bench/draft_time.py": [[GONE, "--cycles", "2"], [GONE, "--heads", "unknown"]],
     "bench/extract_speed.py": [["--model", GONE, "--data", GONE]],
-    "bench/goodput_batches.py": [[GONE, GONE, GONE, GONE]],
-    "bench/launches.py": [["--heads", "unknown"]],
-    "bench/level_speed.py": [["--methods", "unknown"], ["--vocabs", "7"]],
-    "bench/long_context.py": [["--contexts", "few"], ["--contexts", "512", "--fitted", "512", "7"]],
-    "bench/lookahead.py": [[GONE]],
-    "bench/loop_overhead.py": [["--target", GONE, "--head", GONE]],
-    "bench/memory.py": [["--out"], ["unknown"]],
-    "bench/mask_templates.py": [["--templates", GONE, "--tokenizers", GONE, "--conversations", GONE]],
-    "bench/other_heads.py": [["out", "--set", "unknown", "--seed", "1"], ["out", "--set", "tuning", "--seed", "few"]],
-    "bench/regenerate_speed.py": [["--target", GONE, "--data", GONE, "--earlier", GONE]],
+    "tests/recipes/training_memory.py": [["--out"], ["unknown"]],
+    "tests/doctor/other_heads.py": [
+        ["out", "--set", "unknown", "--seed", "1"],
+        ["out", "--set", "tuning", "--seed", "few"],
+    ],
     "bench/rehearsal.py": [["--size", "unknown"], ["--methods", "unknown"], ["--folder", "."]],
-    "bench/sparse_cache.py": [[GONE, GONE]],
-    "bench/train_speed.py": [["--size", "unknown"], ["--speculators", GONE]],
+    "bench/train_speed.py": [["--size", "unknown"], ["--speculators", GONE], ["eagle3", "--speculators", GONE]],
 }
 for measuring in ("eval.lossless", "eval.tune"):
     WRONG[measuring].append([JOINT])
 FREE = {
     *("recipes.forecast", "recipes.cards", "recipes/train_eagle.py"),
     *("recipes/tiny/make_target.py", "recipes/tiny/make_long.py", "recipes/tiny/demo.py"),
-    "recipes/tiny/demo_target.py",
-    *("bench/decode_speed.py", "bench/launches.py", "bench/level_speed.py", "bench/memory.py", "bench/rehearsal.py"),
-    *("bench/curves.py", "bench/demo_times.py", "bench/long_context.py", "bench/train_speed.py"),
+    *("bench/decode_speed.py", "tests/recipes/training_memory.py", "bench/rehearsal.py"),
+    "bench/train_speed.py",
 }
 
 
@@ -102,10 +88,11 @@ def runs(path: Path) -> bool:
 
 def test_every_command_is_here() -> None:
     """A new one is tested too; what an engine's own Python runs is none."""
-    rooms = ("data_prep", "eval", "recipes", "recipes/tiny", "bench")
+    rooms = ("data_prep", "eval", "recipes", "recipes/tiny", "bench", "tests/engines", "tests/doctor", "tests/recipes")
     found = {str(path.relative_to(ROOT)) for room in rooms for path in (ROOT / room).glob("*.py") if runs(path)}
     asked = {name if name.endswith(".py") else f"{name.replace('.', '/')}.py" for name in WRONG}
-    engines = {f"eval/engine_{name}.py" for name in ("vllm", "openvino", "llamacpp")}
+    asked = {name.replace("tests/engines.py", "tests/engines/__main__.py") for name in asked}
+    engines = {f"tests/engines/engine_{name}.py" for name in ("vllm", "openvino", "llamacpp")}
     assert found - engines == asked - {"eagle.py"}
 
 

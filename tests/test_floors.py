@@ -24,6 +24,7 @@ FLOORS = {  # a file may import lower floors, and files of its own room
     "eval": 7,
     "eagle.command": 8,
     "recipes": 8,
+    "tests.engines": 8,
     "eagle.__main__": 9,
     "eagle": 9,  # the public names
 }
@@ -44,7 +45,10 @@ DOORS = {
     "peft": {"eagle.target.loading"},
     "deepspeed": set(),
     # scripts that an engine's own Python runs, and that import nothing of this project
-    **{engine: {f"eval.engine_{engine.partition('_')[0]}"} for engine in ("vllm", "openvino", "openvino_genai")},
+    **{
+        engine: {f"tests.engines.engine_{engine.partition('_')[0]}"}
+        for engine in ("vllm", "openvino", "openvino_genai")
+    },
     **{engine: set() for engine in ("sglang", "tensorrt_llm", "llama_cpp")},
 }
 # a head's shape is a config, which a checkpoint reads
@@ -61,6 +65,7 @@ METHODS_UNKNOWN_TO = (
 )
 FILES = 42  # at most, in a folder
 SOURCES = sorted(path for room in ("eagle", "data_prep", "eval", "recipes") for path in (ROOT / room).rglob("*.py"))
+SOURCES += sorted((ROOT / "tests/engines").glob("engine_*.py"))
 
 
 def name_of(path: Path) -> str:
@@ -189,5 +194,5 @@ def test_only_entry_points_read_the_environment() -> None:
     """Settings come from recipes; `launch` alone compares the world it got with the one that was asked for."""
     readers = {name_of(path) for path in SOURCES if "os.environ" in path.read_text()}
     entries = {"eagle.log", "eagle.training.launch", "eagle.__main__", "eagle.command.generate"}
-    entries |= {"eval.engine_vllm"}  # which runs inside vLLM
+    entries |= {"tests.engines.engine_vllm"}  # which runs inside vLLM
     assert readers <= entries | {m for m in readers if m.startswith("recipes")}

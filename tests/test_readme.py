@@ -98,7 +98,7 @@ def is_long(words: list[str]) -> bool:
     stages += (
         "eval.tune",
         "eval.compare",
-        "eval.engines",
+        "tests.engines",
         "recipes/tiny/make_target.py",
         "recipes/tiny/demo.py",
         "bench/",

@@ -25,10 +25,10 @@ from eagle.data.store import FeatureStore
 from eagle.disk import lock_folder, lock_path
 from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head
-from eval.engine_builds import build_environment as build_engine
 from eval.measure import main as measure
 from recipes.tiny import make_target as tiny
 from recipes.train_eagle import main as train
+from tests.engines.engine_builds import build_environment as build_engine
 
 ROOT = Path(__file__).parent.parent
 UMASK = 0o027  # that of no usual user: what another umask or a library's own mode has left is seen
@@ -110,7 +110,6 @@ def commands(
         "measure": ["eval.measure", *recipe, f"train.out={out / 'measure'}"],
         "lossless": ["eval.lossless", *recipe, f"train.out={out / 'lossless'}"],
         "tune": ["eval.tune", *recipe, f"train.out={out / 'tune'}", "--write"],
-        "draw": ["eval.draw", "ngram", "--target", target, "--steps", "2", "--out", str(out / "draw/it.svg")],
         "report": ["eval.report", str(out / "measure/results.jsonl"), "--html", str(out / "report/it.html")],
     }
 
@@ -141,7 +140,7 @@ def find_output(command: list[str], name: str) -> Path:
 
 
 NAMES = ("extract", "regenerate", "count_tokens", "draft_vocab", "inspect_mask", "train", "export", "import")
-NAMES += ("measure", "lossless", "tune", "draw", "report")
+NAMES += ("measure", "lossless", "tune", "report")
 
 
 @pytest.mark.slow

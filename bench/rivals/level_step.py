@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from torch import nn
 from transformers import LlamaConfig
 
-from bench.published_eagle1 import padded
 from bench.rivals.eagle_step import random_examples, random_target_head
-from bench.rivals.level_heads import PLAIN
 from bench.rivals.serve import DTYPES, Step, Work, serve, update_step
+from tests.published_eagle1 import padded
+from tests.released_levels import PLAIN
 
 
 def side(work: Work) -> tuple[Step, Iterable[nn.Parameter]]:

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
-from bench.published_eagle1 import PublishedHead, padded, published_loss, published_optimizer, published_step
 from bench.rivals.eagle_step import random_examples, random_target_head
 from bench.rivals.serve import Step, Work, serve
+from tests.published_eagle1 import PublishedHead, padded, published_loss, published_optimizer, published_step
 
 
 def side(work: Work) -> tuple[Step, Iterable[nn.Parameter]]:

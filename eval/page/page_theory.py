@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 from eagle.markup import Html
 from eval.page.page_parts import ReportData, by_temperature, cell, code, missing, panels, section, table
 from eval.result_files.figures import Scale, draw_plot, legend
 from eval.result_files.results import ACCEPTANCE_LENGTH, MODELLED_SPEED_UP, SPEED_UP, Answer, Group, cycles
 from eval.result_files.statistics import Estimate
-from eval.theory import expected_tokens, tokens_of_rates
 
 Agreement = list[tuple[int, list[tuple[float, Estimate]]]]  # of predicted and measured, by series
 Shapes = Counter[tuple[int, int]]  # cycles by accepted tokens and levels of the tree
+
+
+def expected_tokens(alpha: float, gamma: int) -> float:
+    """(1 - alpha^(gamma+1)) / (1 - alpha): tokens per target forward of a chain with independent acceptances.
+
+    Leviathan et al. 2023 (arXiv 2211.17192); alpha is the acceptance rate of a drafted token, gamma the chain's length.
+    """
+    check_rate(alpha, gamma)
+    return gamma + 1.0 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+
+
+def tokens_of_rates(rates: Sequence[float]) -> float:
+    """1 + r1 + r1 r2 + ...: tokens per target forward; a rate is given that the position before was accepted."""
+    return 1 + sum(accumulate(rates, mul))
+
+
+def check_rate(alpha: float, gamma: int = 0) -> None:
+    """Refuse what is no acceptance rate or no length."""
+    if not 0 <= alpha <= 1 or gamma < 0:
+        raise ValueError(f"alpha = {alpha}, gamma = {gamma}: expected a probability, and a chain of 0 or more tokens")
 
 
 def count_shapes(answers: Iterable[Answer]) -> Shapes:

@@ -70,7 +70,7 @@ TO_TRAIN = [
         "A chat model of 2.7 M weights learns short texts about animals, dishes and functions by heart.\n"
         f"In: 3,000 conversations, generated here. Out: {TARGET}",
         75,
-        ["-m", "recipes.tiny.demo_target"],
+        ["-m", "recipes.tiny.make_target", "--corpus", "stories"],
     ),
     Stage(
         "Let it answer 300 questions",

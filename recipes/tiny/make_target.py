@@ -1,4 +1,4 @@
-"""Train a small chat target on the documentation that this Python installation carries: two minutes, no network."""
+"""Train a small chat target on Python's documentation, or the demo's on stories: two minutes, no network."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ from itertools import islice, takewhile
 from pathlib import Path
 from platform import python_version
 from time import perf_counter, process_time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sentencepiece import SentencePieceTrainer
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LlamaTokenizer
 
-from data_prep import docstrings
 from data_prep.chats.records import ROLES
 from eagle.device import fastest_dtype
 from eagle.disk import apply_umask, lock_folder
 from eagle.log import script
 from eval.result_files.results import ends_in_loop
-from recipes.tiny import train_target
+from recipes.tiny import corpora, train_target
 from recipes.tiny.train_target import BATCH, train
 
-STEPS, WINDOW = 400, 512
+WINDOW, NUM_STORIES, HELD_OUT_STORIES = 512, 3000, 24
 PROMPT_EVERY, NEW_TOKENS = 13, 160  # of the greedy answers whose loops are counted
 SYSTEM, SYSTEM_EVERY = "You answer questions about Python's libraries.", 8
 END, SPECIAL = "<|end|>", ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
@@ -81,12 +80,53 @@ TOKENIZER = {
 Record = dict[str, Any]
 
 
+class Corpus(NamedTuple):
+    """Conversations to train on, and where and how long the target of them is trained."""
+
+    out: str
+    steps: int
+    read: Callable[[int | None], tuple[dict[str, list[Record]], dict[str, Counter[str]]]]
+
+
+def read_docstrings(limit: int | None) -> tuple[dict[str, list[Record]], dict[str, Counter[str]]]:
+    """Conversations of both splits, at most `limit` to train on, and counts of kept and dropped docstrings."""
+    seen: set[str] = set()
+    counts = {"train": Counter[str](), "heldout": Counter[str]()}
+    limits = {"train": limit, "heldout": limit and max(1, limit // 8)}
+    splits = {
+        split: list(islice(corpora.docstring_conversations(split == "heldout", seen, counts[split]), limits[split]))
+        for split in counts
+    }
+    return splits, counts
+
+
+def read_stories(limit: int | None) -> tuple[dict[str, list[Record]], dict[str, Counter[str]]]:
+    """Stories of both splits, none of which asks a question of the other; nothing is dropped."""
+    held_out = islice(corpora.draw_stories(seed=1), HELD_OUT_STORIES)
+    asked = {record["conversations"][0]["value"]: record for record in held_out}  # one that is drawn twice counts once
+    train = list(islice(corpora.draw_stories(seed=0, avoid=asked), limit or NUM_STORIES))
+    return {"train": train, "heldout": list(asked.values())}, {}
+
+
+CORPORA = {
+    "docstrings": Corpus("runs/tiny", 400, read_docstrings),
+    "stories": Corpus("runs/demo", 150, read_stories),
+}
+
+
 def make_target(
-    out: str | Path = "runs/tiny", steps: int = STEPS, seed: int = 0, max_conversations: int | None = None
+    out: str | Path | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    max_conversations: int | None = None,
+    corpus: str = "docstrings",
 ) -> dict[str, Any]:
     """Write `target/`, `data/` and `target_report.json` to `out`, unless they are there; returns the report."""
-    settings = {"steps": steps, "seed": seed, "max_conversations": max_conversations, "made_with": list_versions()}
-    return make_once(Path(out), settings, lambda folder, begun: build(folder, begun, steps, seed, max_conversations))
+    steps = CORPORA[corpus].steps if steps is None else steps
+    settings: dict[str, Any] = {"corpus": corpus, "steps": steps, "seed": seed}
+    settings |= {"max_conversations": max_conversations, "made_with": list_versions()}
+    folder = Path(out or CORPORA[corpus].out)
+    return make_once(folder, settings, lambda unfinished, begun: build(unfinished, begun, settings))
 
 
 def make_once(out: Path, settings: dict[str, Any], build: Callable[[Path, Path], dict[str, Any]]) -> dict[str, Any]:
@@ -111,10 +151,10 @@ def make_once(out: Path, settings: dict[str, Any], build: Callable[[Path, Path],
 
 def list_versions() -> dict[str, str]:
     """What decides the weights beside the settings: a hash of this code, and versions of the packages it uses."""
-    files = (__file__, str(train_target.__file__), str(docstrings.__file__))
+    files = (__file__, str(train_target.__file__), str(corpora.__file__), corpora.STORIES)
     code = b"".join(Path(file).read_bytes() for file in files)
     installed = {package.name: package.version for package in distributions()}
-    packages = [*docstrings.PACKAGES, "transformers", "tokenizers", "sentencepiece"]
+    packages = [*corpora.PACKAGES, "transformers", "tokenizers", "sentencepiece"]
     versions = {package: installed.get(package, "not installed") for package in packages}
     return {"code": hashlib.sha256(code).hexdigest()[:16], "python": python_version(), **versions}
 
@@ -137,11 +177,12 @@ def publish(folder: Path, out: Path) -> None:
         os.replace(folder / name, out / name)
 
 
-def build(folder: Path, begun: Path, steps: int, seed: int, max_conversations: int | None) -> dict[str, Any]:
+def build(folder: Path, begun: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Make corpus, tokenizer and model in `folder`; returns the figures of the report."""
+    steps, seed = settings["steps"], settings["seed"]
     seconds: dict[str, dict[str, float]] = {}
     with phase(seconds, "corpus"):
-        splits, docstring_counts = harvest(max_conversations)
+        splits, counts = CORPORA[settings["corpus"]].read(settings["max_conversations"])
         (folder / "data").mkdir()
         for split, records in splits.items():
             lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
@@ -168,7 +209,7 @@ def build(folder: Path, begun: Path, steps: int, seed: int, max_conversations: i
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "tokens": {"in_corpus": train_rows.numel(), "seen": steps * BATCH * WINDOW},
         "conversations": {split: len(records) for split, records in splits.items()},
-        "docstrings": docstring_counts,
+        "docstrings": counts,
         "bf16": bf16,
         "seconds": seconds,
     }
@@ -182,23 +223,11 @@ def phase(seconds: dict[str, dict[str, float]], name: str) -> Iterator[None]:
     seconds[name] = {"wall": round(perf_counter() - wall, 1), "cpu": round(process_time() - cpu, 1)}
 
 
-def harvest(limit: int | None) -> tuple[dict[str, list[Record]], dict[str, Counter[str]]]:
-    """Conversations of both splits, at most `limit` to train on, and counts of kept and dropped docstrings."""
-    seen: set[str] = set()
-    counts = {"train": Counter[str](), "heldout": Counter[str]()}
-    limits = {"train": limit, "heldout": limit and max(1, limit // 8)}
-    splits = {
-        split: list(islice(docstrings.docstring_conversations(split == "heldout", seen, counts[split]), limits[split]))
-        for split in counts
-    }
-    return splits, counts
-
-
 def train_tokenizer(records: Sequence[Record], folder: Path) -> Any:
     """Train a SentencePiece BPE tokenizer; saved as tokenizer.model and, with the same ids, as tokenizer.json."""
     folder.mkdir()
-    texts = (turn["value"] for record in records for turn in record["conversations"])
-    lines = (line for text in texts for line in text.split("\n") if line)
+    turns = (turn["value"] for record in records for turn in record["conversations"])
+    lines = (line for text in turns for line in text.split("\n") if line)
     with (folder / "tokenizer.model").open("wb") as file:  # written by a path, the model would hold that path
         SentencePieceTrainer.train(sentence_iterator=lines, model_writer=file, **SENTENCEPIECE)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
@@ -210,12 +239,12 @@ def train_tokenizer(records: Sequence[Record], folder: Path) -> Any:
 
 def pack_conversations(records: Sequence[Record], tokenizer: Any) -> torch.Tensor:
     """Concatenate conversations and cut them into rows of `WINDOW` tokens; the remainder is left out."""
-    texts = []
+    chats = []
     for place, record in enumerate(records):
         chat = [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in record["conversations"]]
         system = [{"role": "system", "content": SYSTEM}] if place % SYSTEM_EVERY == 0 else []
-        texts.append(tokenizer.apply_chat_template(system + chat, tokenize=False) + tokenizer.eos_token)
-    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        chats.append(tokenizer.apply_chat_template(system + chat, tokenize=False) + tokenizer.eos_token)
+    encoded = tokenizer(chats, add_special_tokens=False)["input_ids"]
     stream = torch.tensor([token for tokens in encoded for token in tokens])
     return stream[: len(stream) // WINDOW * WINDOW].view(-1, WINDOW)
 
@@ -262,11 +291,17 @@ def greedy_answers(model: Any, tokenizer: Any, records: Sequence[Record]) -> lis
 def main(argv: list[str]) -> None:
     """Make the target and print its report."""
     parser = argparse.ArgumentParser(prog="eagle tiny-target", description=__doc__)
-    parser.add_argument("--out", default="runs/tiny")
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--corpus", choices=CORPORA, default="docstrings", help="what it learns")
+    parser.add_argument("--out", help="default: runs/tiny, of stories runs/demo")
+    parser.add_argument("--steps", type=int, help="default: 400, of stories 150")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    report = make_target(args.out, args.steps, args.seed)
+    report = make_target(args.out, args.steps, args.seed, corpus=args.corpus)
+    if args.corpus == "stories":
+        conversations = report["conversations"]["train"]
+        print(f"{report['parameters'] / 1e6:.1f} M parameters, trained on {conversations:,} conversations")
+        print(f"held-out perplexity {report['perplexity']:.2f}")
+        return
     for split, counts in report["docstrings"].items():
         print(f"{split}: " + ", ".join(f"{count:,} {name}" for name, count in counts.items()))
     print(f"{report['parameters'] / 1e6:.1f} M parameters, {report['tokens']['seen']:,} tokens seen")

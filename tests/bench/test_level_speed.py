@@ -1,4 +1,4 @@
-"""The steps that bench/level_speed.py compares have one loss and the same gradients; the page shows the results."""
+"""The steps that the study `levels` of bench/train_speed.py compares have one loss and the same gradients."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bench.level_speed import HEADS, RESULTS, ROOT, SIZES, table, texts_of
-from bench.published_eagle1 import padded
-from bench.rivals import level_heads
-from bench.rivals.level_heads import PLAIN
 from bench.rivals.serve import Work
+from bench.sides import ROOT, measure
 from bench.train_cost import Sizes
-from bench.train_speed import full, measure
+from bench.train_report import level_table
+from bench.train_speed import LEVEL_SIZES, cut_all, full
+from bench.train_speed import LEVELS as HEADS
 from eagle.core.drafter import TargetHead
 from eagle.core.examples import Example, collate
 from eagle.drafters import DRAFTERS, settings_of
+from tests import released_levels
+from tests.published_eagle1 import padded
+from tests.released_levels import PLAIN
 
 SHAPE = Sizes(vocab=37, width=16, mlp=24, heads=2, key_heads=1, head_width=8).target_config(37)
 SUPERVISED = 9  # tokens, all behind the second: then both count the same slots
@@ -55,7 +57,7 @@ def sums_by_level(loss: Any) -> Any:
 def compare(method: str, patch: pytest.MonkeyPatch) -> None:
     """Losses and gradients of both steps within rounding."""
     for name in ("token_loss", "probs_loss"):
-        patch.setattr(level_heads, name, sums_by_level(getattr(level_heads, name)))
+        patch.setattr(released_levels, name, sums_by_level(getattr(released_levels, name)))
     one, other, plain, ours = both_losses(method)
     if method == "blockwise":
         one = one * HEADS[method]["levels"]  # the expectation is the sum over levels, as in its siblings
@@ -80,8 +82,8 @@ def test_both_steps_are_the_same(method: str, monkeypatch: pytest.MonkeyPatch) -
 def test_a_level_that_names_another_token_is_seen(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Labels shifted by one more."""
     for name in ("token_loss", "probs_loss"):
-        honest = getattr(level_heads, name)
-        monkeypatch.setattr(level_heads, name, lambda *args, honest=honest: honest(*args[:-1], args[-1] + 1))
+        honest = getattr(released_levels, name)
+        monkeypatch.setattr(released_levels, name, lambda *args, honest=honest: honest(*args[:-1], args[-1] + 1))
     with pytest.raises(AssertionError):
         compare(method, monkeypatch)
 
@@ -95,21 +97,21 @@ def test_both_train_the_same_tensors() -> None:
 
 
 def test_texts_have_answers() -> None:
-    """Real ones, cut; or one without padding."""
+    """Real ones, cut, without those whose answers are cut off."""
     texts: list[Any] = [[9, [[3, 9]]], [1, []], [2000, [[40, 1900]]], [8, [[2, 5]]]]
-    assert texts_of("real", texts, 2) == [[(9, [[3, 9]]), (1024, [[40, 1024]])]]
-    assert texts_of("full", texts, 2) == [[full(1024)]]
+    assert cut_all(texts, 1024)[:2] == [(9, [[3, 9]]), (1024, [[40, 1024]])]
 
 
 @pytest.mark.slow
 def test_a_row_is_measured(tmp_path: Any) -> None:
     """Processes of both sides answer."""
-    SIZES[8192][0]._replace(vocab=97, width=64).target_config(97).save_pretrained(tmp_path)
+    LEVEL_SIZES[8192][0]._replace(vocab=97, width=64).target_config(97).save_pretrained(tmp_path)
     work = Work(str(tmp_path), 97, [[full(64), full(32)]], "bf16", head={"kind": "falcon", **HEADS["falcon"]})
-    row = measure(work, SIZES[8192][0], {}, 1)
+    row = measure("levels", work, LEVEL_SIZES[8192][0], {}, 1)
     assert min(row["ours"], row["released"]) > 0
 
 
 def test_the_page_shows_the_result_file() -> None:
     """What stands in the documents is what the benchmark prints for the committed results."""
-    assert table(json.loads(RESULTS.read_text())) in (ROOT / "docs/measurements/training-speed.md").read_text()
+    results = json.loads((ROOT / "docs/results/level_speed.json").read_text())
+    assert level_table(results) in (ROOT / "docs/measurements/training-speed.md").read_text()

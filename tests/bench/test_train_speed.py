@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaForCausalLM
 
 from bench.rivals.serve import Work
+from bench.sides import ROOT, Side, measure
 from bench.train_cost import Sizes, anchors, eagle3_flops
 from bench.train_report import (
     eagle3_goals,
@@ -28,7 +29,7 @@ from bench.train_report import (
     ratio,
     smaller,
 )
-from bench.train_speed import EAGLE3_HEAD, ROOT, Side, answers, full, measure
+from bench.train_speed import EAGLE3_HEAD, answers, full
 
 SHAPE = Sizes(vocab=11, width=8, mlp=12, heads=4, key_heads=2, head_width=3)
 MASKS = ["0011111111", "0010011101100", "1100000111100"]
@@ -187,7 +188,7 @@ def test_both_eagle1_steps_are_measured(tmp_path: Path) -> None:
     """Both train the same weights, and a pass is over all batches."""
     sizes = Sizes(97, 64, 176, 4, 2, 16)
     sizes.target_config(97).save_pretrained(tmp_path)
-    row = measure(Work(str(tmp_path), 97, [[full(64), full(32)], [full(48)]], "bf16"), sizes, {}, 1)
+    row = measure("eagle1", Work(str(tmp_path), 97, [[full(64), full(32)], [full(48)]], "bf16"), sizes, {}, 1)
     assert row.keys() == {f"{side}{suffix}" for side in ("ours", "published") for suffix in ("", "_best", "_mb")} | {
         *("peak", "samples")
     }

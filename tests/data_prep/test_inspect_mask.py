@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from chats import TWO, chat, section
+from template_marks import hand_mark
 from transformers import AutoTokenizer
 
-from bench.template_marks import hand_mark
 from data_prep import inspect_mask, tokens
 from data_prep.chats.render import render_answers
 from data_prep.chats.turns import Dropped

@@ -15,19 +15,18 @@ from eagle.core.tree import DraftTree, TargetOutput, chain_paths
 from eagle.core.verify import Sampling, sample_tree, walk
 from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.target.state import TargetState
-from eval.theory import (
+from eval.page.page_theory import expected_tokens, tokens_of_rates
+from tests.enumerate_law import Chance, every_outcome
+from tests.eval.closed_forms import (
     best_gamma,
     chain_accepted,
-    expected_tokens,
     operations,
     oracle,
     overlap,
     speed_up,
-    tokens_of_rates,
     tree_bound,
     tree_tokens,
 )
-from tests.enumerate_law import Chance, every_outcome
 from tests.families import build, random_tokens
 
 RATES = (0.0, 0.1, 0.37, 0.5, 0.8, 0.95, 1.0)

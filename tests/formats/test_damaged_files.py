@@ -12,10 +12,10 @@ from accelerate import Accelerator
 from data_prep.parts import begin, is_whole, read_parts
 from eagle.drafters.lookup.counts import Tables, save_tables
 from eagle.training.resume import MARK, Checkpoints
-from eval.engines import merge_rows
 from eval.report import main as report
 from eval.result_files.write_results import ResultsWriter, read_stored
 from recipes.tiny.make_target import read_report
+from tests.engines.compare_engines import merge_rows
 
 ANSWER = {"drafter": "none", "temperature": 0, "tokens": 2, "seconds": 1.0, "cycles": 2, "committed": 2}
 ANSWER |= {"loops": False, "identical": True}

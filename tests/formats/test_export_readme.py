@@ -20,8 +20,8 @@ from eagle.formats.checkpoint import load_head, save_head
 from eagle.formats.export import EXPORTERS, export
 from eagle.formats.foreign import import_head
 from eagle.target.target import Target
-from eval.engine_reference import fit_block
 from tests import foreign_heads as made
+from tests.engines.engine_reference import fit_block
 from tests.formats.test_export_verb import write_head, write_target
 
 RUN = ("vllm", "openvino", "llamacpp")  # compared with this decoder in tests/test_engines.py

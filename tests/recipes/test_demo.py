@@ -14,8 +14,8 @@ from rich.console import Console
 from eagle.recipe import Recipe
 from eval.result_files.results import read_results
 from recipes.tiny import demo
-from recipes.tiny.demo_target import make_demo_target
-from recipes.tiny.stories import make_conversations
+from recipes.tiny.corpora import draw_stories
+from recipes.tiny.make_target import make_target
 
 
 def write_results(path: Path) -> None:
@@ -91,20 +91,20 @@ def test_the_stages_use_the_files_of_the_recipe() -> None:
 
 def test_conversations_are_the_same_again_and_avoid_what_is_held_out() -> None:
     """One seed gives one text; no question that is avoided is asked."""
-    first, again = (list(islice(make_conversations(0), 50)) for _ in range(2))
+    first, again = (list(islice(draw_stories(0), 50)) for _ in range(2))
     assert first == again
     avoided = {record["conversations"][0]["value"] for record in first[:25]}
-    others = islice(make_conversations(0, avoid=avoided), 200)
+    others = islice(draw_stories(0, avoid=avoided), 200)
     assert not avoided & {record["conversations"][0]["value"] for record in others}
 
 
 @pytest.mark.slow
 def test_the_target_of_the_demo_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A few steps leave a target and data; the same call again finds them."""
-    report = make_demo_target(tmp_path, steps=2)
+    report = make_target(tmp_path, steps=2, corpus="stories")
     held_out = len((tmp_path / "data/heldout.jsonl").read_text().splitlines())
     assert report["conversations"] == {"train": 3000, "heldout": held_out}
     assert 15 <= held_out <= 24
     assert (tmp_path / "target/model.safetensors").is_file()
-    assert make_demo_target(tmp_path, steps=2) == report
+    assert make_target(tmp_path, steps=2, corpus="stories") == report
     assert "is already there" in capsys.readouterr().out

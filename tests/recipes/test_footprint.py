@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from bench.memory import HEADS, LENGTHS, SMALL, TARGETS, allocated_bytes, live_bytes, run_loop
 from eagle.drafters import settings_of
 from eagle.drafters.blocks import block_spans
 from eagle.drafters.parts import objectives, spans
-from recipes.footprint import EmptyRun, Footprint
+from recipes.footprint import INNER, EmptyRun, Footprint
 from recipes.forecast import PRECISION, empty_head, learned, sizes_of, training_bytes
+from tests.recipes.training_memory import HEADS, LENGTHS, SMALL, TARGETS, allocated_bytes, live_bytes, run_loop
 from tests.registry import BY_DEFAULT
 
 ROOT = Path(__file__).parents[2]
@@ -104,6 +104,26 @@ def test_every_committed_row_is_near() -> None:
     assert all(abs(row["forecast"] / row["measured"] - 1) < 0.1 for row in RESULTS["big"])
     assert {row["head"] for row in RESULTS["small"]} == set(HEADS)
     assert all(abs(row["forecast"] / row["measured"] - 1) < 0.03 for row in RESULTS["small"])
+
+
+def test_torch_has_what_the_forecast_takes_from_its_inner_modules() -> None:
+    """Where torch moves or changes one of them, this says which: `INNER` of recipes/footprint.py."""
+    fake, mode, unset, dispatch, leaves, formulas, aux = INNER
+    seen = []
+
+    class Noted(dispatch):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function.overloadpacket)
+            return function(*args, **(kwargs or {}))
+
+    with mode(allow_non_fake_inputs=True), Noted():
+        product = torch.empty(1 << 30, 1 << 20) @ torch.empty(1 << 20, 8)  # of 4 PB
+        with unset():
+            assert torch.ones(2).tolist() == [1, 1]
+    assert isinstance(product, fake) and product.shape == (1 << 30, 8)
+    left, right = torch.ones(3, 5), torch.ones(5, 7)
+    assert torch.ops.aten.mm in seen and formulas[torch.ops.aten.mm](left, right, out_val=left @ right) == 2 * 3 * 5 * 7
+    assert leaves(({"a": [1, 2]}, 3)) == [1, 2, 3] and aux(lse=product).lse is product
 
 
 def test_tables_of_chunks_are_put_back() -> None:

@@ -18,7 +18,7 @@ import torch
 from sentencepiece import SentencePieceProcessor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from data_prep.docstrings import C_MODULES, call_answer, docstring_conversations, extract_prose, parse_source
+from recipes.tiny.corpora import C_MODULES, call_answer, docstring_conversations, extract_prose, parse_source
 from recipes.tiny.make_target import (
     END,
     SPECIAL,

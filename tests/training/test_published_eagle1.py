@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from bench.published_eagle1 import PublishedHead, padded, published_loss, published_optimizer, published_step
 from eagle.core.drafter import TargetHead
 from eagle.core.examples import Batch, Example, collate
 from eagle.drafters.parts.spans import Spans
 from eagle.drafters.recurrent.eagle1 import Eagle1
+from tests.published_eagle1 import PublishedHead, padded, published_loss, published_optimizer, published_step
 
 # heads of 16 in groups of two; 300 tokens make a text of more than one piece
 SHAPE = LlamaConfig(

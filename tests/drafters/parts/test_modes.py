@@ -23,7 +23,7 @@ from eagle.formats.checkpoint import save_head, write_budget
 from eagle.formats.export import export
 from eagle.formats.foreign import import_head
 from eagle.target.borrowed import save_borrowed
-from eval.engines import merge_rows
+from tests.engines.compare_engines import merge_rows
 
 
 @pytest.fixture(params=[0o022, 0o077, 0o002], ids=oct)

@@ -20,9 +20,9 @@ import pytest
 from eagle import Budget, Target
 from eagle.formats.checkpoint import load_drafter
 from eagle.formats.export import export
-from eval.engine_builds import holds
-from eval.engine_reference import Job, Row, Rule, decode_as_engine, same_counts, same_text
-from eval.engines import QUIET, read_prompts
+from tests.engines.compare_engines import QUIET, read_prompts
+from tests.engines.engine_builds import holds
+from tests.engines.engine_reference import Job, Row, Rule, decode_as_engine, same_counts, same_text
 
 TINY = Path(__file__).parents[2] / "runs/tiny"
 START = 1500  # seconds: it compiles the target first, on a machine that may have other work

@@ -21,7 +21,7 @@ KINDS = {  # by a head's architecture
     "Qwen3DSparkModel": "draft-dspark",
     "Glm4MoeForCausalLM": "draft-mtp",
 }
-# the converter takes GLM's own vocabularies alone, and eval/engine_families.py writes models with a Llama's
+# the converter takes GLM's own vocabularies alone, and tests/engines/engine_families.py writes models with a Llama's
 CONVERT_GLM = """
 import runpy, sys
 source = sys.argv[1]

@@ -1,6 +1,6 @@
 """Memory of training: what `recipes.forecast` says, against the loop itself, over tensors without numbers or with.
 
-    python bench/memory.py [--out FILE]
+    python -m tests.recipes.training_memory [--out FILE]
 
 The loop's own steps run (`eagle.training.train`). Small heads are trained for real, and the CPU's allocator tells
 every byte; big ones on tensors without numbers, whose storages are looked at from outside after every operation.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,14 @@ from transformers import LlamaConfig
 from bench.machine import made_on, markdown, write_results
 from eagle.core.examples import Example
 from eagle.drafters import settings_of
-from eagle.drafters.parts import objectives
 from eagle.log import script
 from eagle.recipe import Recipe, TrainSection
 from eagle.shipped import STAGES
 from eagle.training.train import _Run
-from recipes.footprint import EmptyRun, Footprint
+from recipes.footprint import EmptyRun, Footprint, large_chunks
 from recipes.forecast import GB, PRECISION, SUPERVISED, empty_head, sizes_of, training_bytes
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 HEADS: dict[str, dict[str, Any]] = {
     "EAGLE-1": {"kind": "eagle1", "fc_bias": False},
     "HASS": {"kind": "hass", "fc_bias": False},
@@ -129,16 +127,6 @@ def live_bytes(head: Any, config: Any, lengths: Sequence[int], supervised: float
     with Footprint().on_accelerator(), Watched() as watched:
         run_loop(head, config, lengths, supervised, **train)
     return watched.most
-
-
-@contextmanager
-def large_chunks() -> Iterator[None]:
-    """An accelerator's chunks of logits, for real tensors on the CPU."""
-    with ExitStack() as stack:
-        for table in (objectives.LOGITS, objectives.AT_ONCE):
-            stack.callback(table.update, dict(table))
-            table.clear()
-        yield
 
 
 def allocated_bytes(run: Callable[[], None]) -> int:

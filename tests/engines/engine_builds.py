@@ -1,4 +1,4 @@
-"""Build the environments that the engines run in: `python -m eval.engine_builds DIR [ENGINE ...]`.
+"""Build the environments that the engines run in: `python -m tests.engines.engine_builds DIR [ENGINE ...]`.
 
 They hold the versions that docs/results/engines.json was measured with.
 """
@@ -107,7 +107,7 @@ BUILDS: dict[str, Callable[[Path], Iterator[Step]]] = {"vllm": _vllm, "openvino"
 
 def main(argv: list[str]) -> None:
     """Build the environments that are missing."""
-    parser = argparse.ArgumentParser(prog="python -m eval.engine_builds", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.engines.engine_builds", description=__doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="where a folder of each is made: 10 GB for all")
     parser.add_argument("engines", nargs="*", metavar="ENGINE", help=f"by default {', '.join(BUILDS)}")
     args = parser.parse_args(argv)

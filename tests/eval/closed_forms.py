@@ -15,21 +15,12 @@ from statistics import fmean
 
 from torch import Tensor
 
+from eval.page.page_theory import check_rate, expected_tokens
+
 
 def overlap(p: Tensor, q: Tensor, lenience: float = 1.0) -> float:
     """alpha = E sum min(p / l, q) over contexts [.., V]: acceptance rate of a token sampled from q; l = 1 is exact."""
     return float((p / lenience).minimum(q).sum(-1).mean())
-
-
-def expected_tokens(alpha: float, gamma: int) -> float:
-    """(1 - alpha^(gamma+1)) / (1 - alpha): tokens per target forward of a chain with independent acceptances."""
-    _check(alpha, gamma)
-    return gamma + 1.0 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
-
-
-def tokens_of_rates(rates: Sequence[float]) -> float:
-    """1 + r1 + r1 r2 + ...: tokens per target forward; a rate is given that the position before was accepted."""
-    return 1 + sum(accumulate(rates, mul))
 
 
 def speed_up(alpha: float, gamma: int, cost: float) -> float:
@@ -49,7 +40,7 @@ def best_gamma(alpha: float, cost: float, longest: int = 64) -> int:
 
 def oracle(alpha: float) -> float:
     """1 / (1 - alpha): tokens per target forward if the accepted length were known before each draft."""
-    _check(alpha, 0)
+    check_rate(alpha)
     return math.inf if alpha == 1 else 1 / (1 - alpha)
 
 
@@ -84,8 +75,3 @@ def tree_bound(next_probs: Callable[[tuple[int, ...]], Sequence[float]], nodes: 
         for token, probability in enumerate(next_probs(prefix) if len(prefix) < depth else ()):
             heappush(heap, (likelihood * probability, (*prefix, token)))
     return total
-
-
-def _check(alpha: float, gamma: int) -> None:
-    if not 0 <= alpha <= 1 or gamma < 0:
-        raise ValueError(f"alpha = {alpha}, gamma = {gamma}: expected a probability, and a chain of 0 or more tokens")

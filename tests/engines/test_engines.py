@@ -18,12 +18,12 @@ from eagle import Budget, Target, generate, load_drafter
 from eagle.core.drafter import Committed
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts.decoder_block import rotary_tables
-from eval.engine_builds import holds
-from eval.engine_families import FAMILIES, write_model
-from eval.engine_openvino import count_drafts
-from eval.engine_reference import READINGS, Job, Rule, decode_as_engine, same_counts, sum_rows
-from eval.engine_vllm import check_version
-from eval.engines import Comparison, compare_engine, merge_rows, read_prompts, row_of, table
+from tests.engines.compare_engines import Comparison, compare_engine, merge_rows, read_prompts, row_of, table
+from tests.engines.engine_builds import holds
+from tests.engines.engine_families import FAMILIES, write_model
+from tests.engines.engine_openvino import count_drafts
+from tests.engines.engine_reference import READINGS, Job, Rule, decode_as_engine, same_counts, sum_rows
+from tests.engines.engine_vllm import check_version
 
 TINY = Path(__file__).parents[2] / "runs/tiny"
 WHERE = {"vllm": "EAGLE_VLLM", "openvino": "EAGLE_OPENVINO", "llamacpp": "EAGLE_LLAMACPP"}

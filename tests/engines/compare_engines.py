@@ -1,4 +1,4 @@
-"""Check that a head drafts in an engine as in this decoder: `python -m eval.engines HEAD --engine ENGINE --target DIR`.
+"""Check that a head drafts in an engine as in this decoder: `python -m tests.engines HEAD`.
 
 Same target, same prompts, greedy drafts. An engine's answers stay right whatever an export got wrong, so the numbers of
 accepted tokens at each place of the draft are compared.
@@ -26,13 +26,12 @@ from eagle.core.budget import Budget
 from eagle.disk import lock_path, write_text
 from eagle.formats.checkpoint import load_drafter
 from eagle.formats.export import export
-from eagle.log import script
 from eagle.shipped import commit
 from eagle.target.target import Target
-from eval.engine_builds import VERSIONS, build_environment, python_of
-from eval.engine_families import FAMILIES, write_model
-from eval.engine_reference import Job, Row, Rule, decode_as_engine, same_counts, same_text, sum_rows
 from eval.result_files.results import device_name
+from tests.engines.engine_builds import VERSIONS, build_environment, python_of
+from tests.engines.engine_families import FAMILIES, write_model
+from tests.engines.engine_reference import Job, Row, Rule, decode_as_engine, same_counts, same_text, sum_rows
 
 NEAR = 0.01  # how far acceptance lengths may differ where sums are rounded
 # one process and one thread; nothing fetched, nothing reported
@@ -181,7 +180,7 @@ def merge_rows(rows: Sequence[dict[str, Any]], file: Path) -> None:
         before = json.loads(file.read_text()) if file.is_file() else []
         keyed = {json.dumps([row[name] for name in KEY]): row for row in [*before, *rows]}
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{file} holds no rows of eval.engines ({error}): name another --out, or remove it") from None
+        raise ValueError(f"{file} holds no rows of tests.engines ({error}): name another --out, or remove it") from None
     write_text(file, json.dumps([row for _, row in sorted(keyed.items())], indent=2) + "\n")
 
 
@@ -254,7 +253,3 @@ def run(args: argparse.Namespace) -> int:
             merge_rows(rows[-1:], args.out)
     print(table(rows))
     return 0 if agree else 1
-
-
-if __name__ == "__main__":
-    script(main)

@@ -1,6 +1,6 @@
-"""Healthy heads, trained in ways that are not this project's: `python bench/other_heads.py OUT --set SET --seed N`.
+"""Healthy heads, trained in ways that are not this project's: `python -m tests.doctor.other_heads OUT --set SET`.
 
-The losses of other tools and their like, each written out as a plain loop over drafting steps. `bench/broken_heads.py`
+The losses of other tools and their like, each written out as a plain loop over drafting steps. `broken_heads.py`
 asks the doctor about them: none is broken. TUNING heads may be looked at while a threshold is chosen, REPORTED ones
 may not.
 """

@@ -1,4 +1,4 @@
-"""Conversations built from the documentation that every Python installation already carries.
+"""Conversations that small models learn: of the documentation that Python carries, and of the stories in stories.json.
 
 Sources are parsed, not imported: harvesting runs no code of theirs and does not depend on what is loaded. Only the
 few modules written in C, which have no source to parse, are imported.
@@ -10,16 +10,20 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 import sys
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from random import Random
 from typing import Any
 
+STORIES = Path(__file__).with_name("stories.json")
 UNWANTED = r"_|antigravity|distutils|encodings|ensurepip|idlelib|lib2to3|msilib|pydoc_data|test$|this|tkinter|turtle"
 STDLIB = sorted(name for name in sys.stdlib_module_names if not re.match(UNWANTED, name))
 C_MODULES = ["binascii", "builtins", "cmath", "gc", "itertools", "math", "time", "unicodedata", "zlib"]
@@ -197,3 +201,23 @@ def make_turns(item: Documented, text: str, call: str | None) -> list[dict[str, 
     if not call or choice // 3 % 3 == 0:
         texts += [PLACE[choice // 5 % len(PLACE)], f"`{name}` is a {item.kind} of `{owner or item.module}`."]
     return [{"from": ("human", "gpt")[place % 2], "value": value} for place, value in enumerate(texts)]
+
+
+def draw_stories(seed: int, avoid: Container[str] = ()) -> Iterator[dict[str, Any]]:
+    """ShareGPT records without end, drawn with `seed` from stories.json; none asks what is in `avoid`."""
+    random, kinds = Random(seed), json.loads(STORIES.read_text(encoding="utf-8"))
+    for number in count():
+        (name,) = random.choices(list(kinds), weights=[kind["weight"] for kind in kinds.values()])
+        request, answer = write_story(kinds[name], random)
+        if request not in avoid:
+            turns = [{"from": "human", "value": request}, {"from": "gpt", "value": answer}]
+            yield {"id": f"{name}-{number}", "conversations": turns}
+
+
+def write_story(kind: dict[str, Any], random: Random) -> tuple[str, str]:
+    """A question about one of a kind's subjects and its answer; of what has several wordings one is drawn."""
+    fields = dict(zip(kind["fields"], random.choice(kind["subjects"]), strict=True))
+    fields |= {name.capitalize(): text.capitalize() for name, text in fields.items()}
+    parts = [kind["questions"], *kind["answer"]]
+    texts = [(part if isinstance(part, str) else random.choice(part)).format(**fields) for part in parts]
+    return texts[0], kind["between"].join(texts[1:])

@@ -1,7 +1,7 @@
-"""Which faults does the doctor name? `python bench/broken_heads.py --heads FOLDER --rows FOLDER`.
+"""Which faults does the doctor name? `python -m tests.doctor.broken_heads --heads FOLDER --rows FOLDER`.
 
-The REPORTED heads of `bench/other_heads.py`, which had no part in choosing thresholds, are written in the layouts of
-others and spoilt in every way of `bench/spoilt_heads.py` that applies; what a fault costs is counted in decoded cycles.
+The REPORTED heads of `other_heads.py`, which had no part in choosing thresholds, are written in the layouts of
+others and spoilt in every way of `spoilt_heads.py` that applies; what a fault costs is counted in decoded cycles.
 Healthy heads, under-trained and untrained ones among them, must not be called broken.
 """
 
@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench.machine import made_on
-from bench.spoilt_heads import BLOCKS, BREAKS, EAGLE1, EAGLE3, MEDUSA, MTP, PEAGLE, Break
 from eagle.core.examples import Batch
 from eagle.doctor import Diagnosis, diagnose
 from eagle.doctor.examine import open_head
@@ -31,6 +30,7 @@ from eagle.formats.export import export
 from eagle.formats.foreign import inspect
 from eagle.log import script
 from eagle.target.target import Target
+from tests.doctor.spoilt_heads import BLOCKS, BREAKS, EAGLE1, EAGLE3, MEDUSA, MTP, PEAGLE, Break
 
 SPOILT = {  # kind: name of the head, and the layout that it is written in; no engine's where there is none
     EAGLE1: ("eagle1-smoothed", "sglang"),

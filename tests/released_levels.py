@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.published_eagle1 import Layer, Padded
+from tests.published_eagle1 import Layer, Padded
 
 Head = dict[str, Any]
 
