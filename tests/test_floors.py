@@ -63,7 +63,7 @@ METHODS_UNKNOWN_TO = (
     "eagle.training.train_joint",
     "eagle.formats.export",
 )
-FILES = 42  # at most, in a folder
+FILES = 17  # at most, in a folder
 SOURCES = sorted(path for room in ("eagle", "data_prep", "eval", "recipes") for path in (ROOT / room).rglob("*.py"))
 SOURCES += sorted((ROOT / "tests/engines").glob("engine_*.py"))
 
@@ -172,6 +172,17 @@ def test_a_drafter_imports_no_other_drafter(path: Path) -> None:
         assert not others & methods
 
 
+def test_families_share_nothing_but_parts() -> None:
+    """A family of drafters imports its own files and parts/; P-EAGLE alone puts masks behind another family's network."""
+    across = set()
+    for path in SOURCES:
+        if (module := name_of(path)).startswith("eagle.drafters.") and path.stem != "__init__":
+            family = path.parent.name
+            names = {name for name, _ in imports(ast.parse(path.read_text())) if name.startswith("eagle.drafters.")}
+            across |= {(module, name) for name in names if name.split(".")[2] not in (family, "parts")}
+    assert across == {("eagle.drafters.blocks.peagle", "eagle.drafters.recurrent.fused_head")}
+
+
 @pytest.mark.parametrize("module", METHODS_UNKNOWN_TO)
 def test_the_core_names_no_method(module: str) -> None:
     """What verifies, decodes, trains and dispatches exports knows no method by name."""
@@ -185,8 +196,11 @@ def test_the_core_names_no_method(module: str) -> None:
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if name_of(p) != "eagle.__init__"], ids=name_of)
 def test_files_stay_short_and_names_do_not_shadow(path: Path) -> None:
-    """A file fits in one reading, and no script shadows the standard library."""
-    assert len(path.read_text().splitlines()) <= 320
+    """A file fits in one reading, a method with all that is its own in two; no script shadows the standard library."""
+    from eagle.drafters import DRAFTERS
+
+    methods = {method.__module__ for method in DRAFTERS.values()}
+    assert len(path.read_text().splitlines()) <= (550 if name_of(path) in methods else 320)
     assert path.stem not in {"tokenize", "types", "token"}
 
 
