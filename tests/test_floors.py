@@ -173,7 +173,7 @@ def test_a_drafter_imports_no_other_drafter(path: Path) -> None:
 
 
 def test_families_share_nothing_but_parts() -> None:
-    """A family of drafters imports its own files and parts/; P-EAGLE alone puts masks behind another family's network."""
+    """A family of drafters imports its own files and parts/; P-EAGLE alone puts masks behind another's network."""
     across = set()
     for path in SOURCES:
         if (module := name_of(path)).startswith("eagle.drafters.") and path.stem != "__init__":
