@@ -19,7 +19,7 @@ GREEN = "#2da44e"  # reads on white and on dark
 class Cycle:
     """One target forward: the proposed tree, the accepted nodes, and the seconds of draft, target, verify and other."""
 
-    tree: DraftTree = field(compare=False, repr=False)  # without its `laws`
+    tree: DraftTree = field(compare=False, repr=False)  # without its `draft_probs`
     kept: tuple[int, ...]  # accepted nodes of the tree
     committed: int  # new tokens of the output, after cutting at a stop
     context: int  # tokens in the target's cache before

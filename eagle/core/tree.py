@@ -54,14 +54,16 @@ class DraftTree:
 
     tokens: Tensor  # [N]
     parents: Tensor  # [N], parents[0] == -1
-    laws: Tensor | None = None  # [N, V], probs each node was sampled from, siblings without replacement; row 0 unused
+    draft_probs: Tensor | None = (
+        None  # [N, V], probs each node was sampled from, siblings without replacement; row 0 unused
+    )
     likelihoods: Tensor | None = None  # [N], the drafter's log-probability of each node's path; 0 at the root
 
     def __post_init__(self) -> None:
         for name in ("tokens", "parents"):
             if not (isinstance(values := getattr(self, name), Tensor) and values.shape == (0,)):  # torch makes it float
                 _check_rows(name, values, 1, "whole numbers")
-        for name, dims in (("laws", 2), ("likelihoods", 1)):
+        for name, dims in (("draft_probs", 2), ("likelihoods", 1)):
             if getattr(self, name) is not None:
                 _check_rows(name, getattr(self, name), dims, "numbers")
         tokens, parents = self.tokens.tolist(), self.parents.tolist()
@@ -78,8 +80,8 @@ class DraftTree:
             if (parent, token) in seen:
                 raise ValueError(f"siblings differ: token {token} stands twice under node {parent}; merge the nodes")
             seen.add((parent, token))
-        if self.laws is not None and len(self.laws) != len(tokens):
-            raise ValueError(f"laws hold one row per node: got {len(self.laws)}, expected {len(tokens)}")
+        if self.draft_probs is not None and len(self.draft_probs) != len(tokens):
+            raise ValueError(f"draft_probs hold one row per node: got {len(self.draft_probs)}, expected {len(tokens)}")
         if self.likelihoods is not None and len(self.likelihoods) != len(tokens):
             raise ValueError(f"likelihoods hold one per node: got {len(self.likelihoods)}, expected {len(tokens)}")
 
@@ -87,9 +89,9 @@ class DraftTree:
         return len(self.tokens)
 
     @classmethod
-    def chain(cls, tokens: Sequence[int], laws: Tensor | None = None) -> DraftTree:
+    def chain(cls, tokens: Sequence[int], draft_probs: Tensor | None = None) -> DraftTree:
         """The tree in which every node but the last has one child."""
-        return cls(torch.tensor(tokens), torch.arange(-1, len(tokens) - 1), laws)
+        return cls(torch.tensor(tokens), torch.arange(-1, len(tokens) - 1), draft_probs)
 
     @classmethod
     def from_paths(cls, root: int, paths: Iterable[Sequence[int]]) -> DraftTree:
@@ -167,9 +169,9 @@ def check_draft(tree: object, root: int, levels: int, vocab_size: int) -> DraftT
         raise ValueError(f"the draft holds token ids {wrong[:5]}, expected 0..{vocab_size - 1}: leave others out")
     if len(tree) > levels and (depth := max(tree.depths())) > levels:
         raise ValueError(f"the draft has {depth} levels, expected at most {levels}: draft within budget.depth")
-    if tree.laws is not None and tree.laws.shape != (len(tokens), vocab_size):
+    if tree.draft_probs is not None and tree.draft_probs.shape != (len(tokens), vocab_size):
         raise ValueError(
-            f"the draft's laws are {list(tree.laws.shape)}, expected the probs of {vocab_size} tokens for each of "
+            f"the draft's probs are {list(tree.draft_probs.shape)}, expected those of {vocab_size} tokens for each of "
             f"{len(tokens)} nodes"
         )
     return tree

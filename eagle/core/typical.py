@@ -41,7 +41,7 @@ def walk_typically(
     tree: DraftTree, target_probs: Callable[[Sequence[int]], Tensor], bounds: tuple[float, float]
 ) -> list[int]:
     """The longest path of tokens above the threshold, the likeliest one of equal length; `target_probs` are [K, V]."""
-    if tree.laws is not None:
+    if tree.draft_probs is not None:
         raise ValueError("typical acceptance asks the target alone: got sampled drafts, use Budget(draw='likeliest')")
     parents, reached = tree.parents.tolist(), {0: (0, 1.0)}  # a node's length of path, and its probability
     if len(tree) > 1:

@@ -146,7 +146,7 @@ def _apply_rule(output: TargetOutput, choose: Choose, choices: Sequence[int] | N
     if sampling.typical is not None:
         path = walk_typically(tree, partial(choose.probs_after, output), sampling.typical)
         return path, choose(output, path[-1:])[0]
-    if tree.laws is not None:
+    if tree.draft_probs is not None:
         rule = sample_block if sampling.rule == "block" else sample_tree
         options = {"lenience": sampling.lenience} if sampling.lenience < 1 else {}
         return rule(tree, lambda node: choose.probs(output, node), choose.coin, choose.pick, **options)
@@ -183,7 +183,7 @@ def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[
 
 def _is_walked(output: TargetOutput, choose: Choose) -> bool:
     """Whether acceptance depends only on the target's choices."""
-    return output.tree.laws is None and choose.sampling.is_lossless
+    return output.tree.draft_probs is None and choose.sampling.is_lossless
 
 
 def _is_lazy(output: TargetOutput) -> bool:
@@ -209,13 +209,13 @@ def sample_tree(
     tree: DraftTree, target_probs: Probs, coin: Coin, pick: Pick, lenience: float = 1.0
 ) -> tuple[list[int], int]:
     """Speculative sampling (Leviathan et al. 2023, Chen et al. 2023) of siblings sampled without replacement."""
-    assert tree.laws is not None
+    assert tree.draft_probs is not None
     tokens, children, path = tree.tokens.tolist(), tree.children(), [0]
     while True:
         residual, accepted = target_probs(path[-1]), None
         rejected: list[int] = []
         for child in children[path[-1]]:
-            draft_probs = _remove_tokens(tree.laws[child].to(residual), rejected)
+            draft_probs = _remove_tokens(tree.draft_probs[child].to(residual), rejected)
             remainder = (residual - lenience * draft_probs).clamp_(min=0)
             mass = remainder.sum()
             numbers = torch.stack([residual[tokens[child]], draft_probs[tokens[child]], mass])
@@ -245,13 +245,13 @@ def _remove_tokens(probs: Tensor, tokens: list[int]) -> Tensor:
 
 def sample_block(tree: DraftTree, target_probs: Probs, coin: Coin, pick: Pick) -> tuple[list[int], int]:
     """Block verification of a sampled chain (Sun et al. 2024): exact, and on average it accepts at least as many."""
-    assert tree.laws is not None
+    assert tree.draft_probs is not None
     last = len(tree) - 1
     if tree.parents.tolist() != list(range(-1, last)):
         raise ValueError("block verification is defined for chains: got a tree with branches; use rule='token'")
     tokens = tree.tokens.tolist()
     target = [target_probs(node) for node in range(last + 1)]
-    draft = tree.laws.to(target[0])
+    draft = tree.draft_probs.to(target[0])
     weights, remainders = [torch.ones_like(target[0][0])], []
     for node in range(1, last + 1):
         remainders.append((weights[-1] * target[node - 1] - draft[node]).clamp_(min=0))

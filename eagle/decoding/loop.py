@@ -179,7 +179,7 @@ class Decoding:
         clock.lap("other")
         cycles = {}
         for number, tokens in new:
-            shape, context = replace(trees[number], laws=None), outputs[number].positions[0] - 1
+            shape, context = replace(trees[number], draft_probs=None), outputs[number].positions[0] - 1
             kept = tuple(paths[number][0][1:])
             cycles[number] = Cycle(shape, kept, len(tokens), context, clock.seconds, self.cycles, len(trees))
             self.rows[number].trace.cycles.append(cycles[number])

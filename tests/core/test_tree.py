@@ -69,7 +69,7 @@ def test_a_chain_has_one_branch() -> None:
     """Every node but the last has one child; its laws stay with it."""
     laws = torch.rand(3, 4)
     tree = DraftTree.chain([5, 5, 6], laws)
-    assert (tree.tokens.tolist(), tree.parents.tolist(), tree.laws) == ([5, 5, 6], [-1, 0, 1], laws)
+    assert (tree.tokens.tolist(), tree.parents.tolist(), tree.draft_probs) == ([5, 5, 6], [-1, 0, 1], laws)
 
 
 def test_the_published_tree_has_25_nodes_on_5_levels() -> None:

@@ -130,14 +130,16 @@ def test_drawn_trees_leave_the_targets_law_as_it_is(shape: str, sampling: Sampli
 
 def faulty(tree: DraftTree, head: Laws, fault: str) -> DraftTree:
     """The same tree with laws that its nodes were not drawn from, or with siblings in another order."""
-    assert tree.laws is not None
+    assert tree.draft_probs is not None
     if fault == "unfiltered":
-        return replace(tree, laws=torch.stack([head[len(text[:-1])][text[:-1]] for text in texts_of(tree)]).softmax(-1))
+        return replace(
+            tree, draft_probs=torch.stack([head[len(text[:-1])][text[:-1]] for text in texts_of(tree)]).softmax(-1)
+        )
     if fault == "of the level above":
-        return replace(tree, laws=tree.laws[tree.parents.clamp(min=0)])
+        return replace(tree, draft_probs=tree.draft_probs[tree.parents.clamp(min=0)])
     order = torch.tensor([0, 2, 1, *range(3, len(tree))])
     parents = [int(order.argsort()[parent]) for parent in tree.parents[order[1:]].tolist()]
-    return DraftTree(tree.tokens[order], torch.tensor([-1, *parents]), tree.laws)
+    return DraftTree(tree.tokens[order], torch.tensor([-1, *parents]), tree.draft_probs)
 
 
 @pytest.mark.parametrize("fault", ["unfiltered", "of the level above", "out of order"])

@@ -142,13 +142,15 @@ def test_lenience_is_lossy_within_its_bound(lenience: float) -> None:
 
 def textbook(tree: DraftTree, law: Probs, coin: Coin, pick: Pick, fault: str = "") -> tuple[list[int], int]:
     """The rule for siblings drawn without replacement, written out once more with places to plant faults."""
-    assert tree.laws is not None
+    assert tree.draft_probs is not None
     tokens, children, path = tree.tokens.tolist(), tree.children(), [0]
     while True:
         target = residual = law(path[-1])
         proposal = None
         for child in children[path[-1]]:
-            proposal = tree.laws[child] if proposal is None or fault == "stale proposal" else proposal / proposal.sum()
+            proposal = (
+                tree.draft_probs[child] if proposal is None or fault == "stale proposal" else proposal / proposal.sum()
+            )
             if coin(min(1.0, float(residual[tokens[child]] / proposal[tokens[child]]))):
                 path.append(child)
                 break
@@ -194,7 +196,7 @@ def test_likeliest_candidates_passed_off_as_samples_are_seen(count: int) -> None
         target, draft = family(seed, 5, 1)
         paths = [[token] for token in draft[0].topk(count).indices.tolist()]
         tree = DraftTree.from_paths(0, paths)
-        tree = replace(tree, laws=draft[0].expand(len(tree), 5))
+        tree = replace(tree, draft_probs=draft[0].expand(len(tree), 5))
         losses.append(distance(emitted(textbook, target, [(tree, texts_of(tree), 1.0)])[0], target))
     assert np.mean(losses) > 1e-3
 
@@ -312,7 +314,7 @@ def test_greedy_verification_ignores_the_laws_of_drafts(name: str, branching: li
     for seed in range(5):
         logits = random_logits(seed, 4, 4, torch.float32)
         for tree, _, _ in drawn_trees(family(seed, 4, 3, torch.float32)[1], branching):
-            greedy = verify(read(replace(tree, laws=None), logits), Choose(Sampling()))
+            greedy = verify(read(replace(tree, draft_probs=None), logits), Choose(Sampling()))
             assert verify(read(tree, logits), Choose(Sampling(rule=name))) == greedy
 
 

@@ -147,7 +147,7 @@ SETTINGS: dict[Callable[..., Any], tuple[dict[str, Any], dict[str, Callable[[Any
         {
             "tokens": lambda v: False,
             "parents": lambda v: False,
-            "laws": lambda v: v is None,
+            "draft_probs": lambda v: v is None,
             "likelihoods": lambda v: v is None,
         },
     ),
@@ -172,7 +172,7 @@ def test_settings(make: Callable[..., Any], name: str) -> None:
     arguments, names = SETTINGS[make]
     right = names[name]
     for value in ODD:
-        if isinstance(value, torch.Tensor) and (make, name) == (DraftTree, "laws"):
+        if isinstance(value, torch.Tensor) and (make, name) == (DraftTree, "draft_probs"):
             continue
         if isinstance(value, (torch.Tensor, bool)) or not right(value):
             try:

@@ -142,12 +142,12 @@ def swap_laws(patch: pytest.MonkeyPatch) -> None:
     honest = verify.verify_rows
 
     def wrong(rows: Any) -> Any:
-        laws = [output.tree.laws for output, _ in rows]
+        laws = [output.tree.draft_probs for output, _ in rows]
         swapped = []
         for (output, choose), other in zip(rows, [*laws[1:], *laws[:1]], strict=True):
-            own = output.tree.laws
+            own = output.tree.draft_probs
             if own is not None and other is not None and own.shape == other.shape:
-                tree = replace(output.tree, laws=other.where(other.isnan() | (other > 0), own))
+                tree = replace(output.tree, draft_probs=other.where(other.isnan() | (other > 0), own))
                 output = replace(output, tree=tree)
             swapped.append((output, choose))
         return honest(swapped)

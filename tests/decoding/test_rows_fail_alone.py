@@ -98,9 +98,9 @@ FAULTS: dict[str, tuple[Tree, str]] = {
         lambda update, read: DraftTree.chain([update.root, *[1] * 300]),
         r"the draft has 300 levels, expected at most \d+: draft within budget\.depth",
     ),
-    "laws": (
+    "draft_probs": (
         lambda update, read: DraftTree.chain([update.root, 3], torch.ones(2, 5) / 5),
-        r"laws are \[2, 5\], expected the probs of 96 tokens for each of 2 nodes",
+        r"probs are \[2, 5\], expected those of 96 tokens for each of 2 nodes",
     ),
 }
 

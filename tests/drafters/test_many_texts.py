@@ -134,7 +134,7 @@ def compare(tree: DraftTree, alone: DraftTree) -> None:
     """The same nodes; likelihoods and probs to rounding."""
     assert tree.tokens.tolist() == alone.tokens.tolist(), "another tree than alone"
     assert tree.parents.tolist() == alone.parents.tolist(), "another tree than alone"
-    for mine, its in ((tree.likelihoods, alone.likelihoods), (tree.laws, alone.laws)):
+    for mine, its in ((tree.likelihoods, alone.likelihoods), (tree.draft_probs, alone.draft_probs)):
         assert (mine is None) == (its is None)
         if mine is not None and its is not None:
             torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)

@@ -195,9 +195,11 @@ def test_a_sampled_chain_keeps_what_its_tokens_let_one_expect(monkeypatch: pytes
         trace = generate(target, head, random_tokens(12, seed=request), **options)
         accepted += [cycle.accepted for cycle in trace.cycles if cycle.nodes]
     for output in outputs:
-        if output.tree.laws is None:  # at the end of an answer nothing is drafted
+        if output.tree.draft_probs is None:  # at the end of an answer nothing is drafted
             continue
-        laws = zip(output.logits.softmax(-1), output.tree.laws[1:], output.tree.tokens[1:].tolist(), strict=False)
+        laws = zip(
+            output.logits.softmax(-1), output.tree.draft_probs[1:], output.tree.tokens[1:].tolist(), strict=False
+        )
         ratios.append([float(own[token] / drawn[token]) for own, drawn, token in laws])
     reached = [list(accumulate((min(1.0, ratio) for ratio in cycle), mul)) for cycle in ratios]
     square = [sum((2 * place + 1) * chance for place, chance in enumerate(cycle)) for cycle in reached]

@@ -96,7 +96,7 @@ def test_a_head_that_is_not_there_yet_is_said(
     few, head = ["data.limit=40"], tmp_path / "head"
     check(with_data(tiny_target_dir, tmp_path, *few, f"train.init={head}", method="hass"))
     said = capsys.readouterr().out
-    assert f"{head} is not there yet: checked with fresh weights" in said and "laws/2" in said
+    assert f"{head} is not there yet: checked with fresh weights" in said and "draft_probs/2" in said
     other = with_data(tiny_target_dir, tmp_path, *few, method="eagle3")
     target = Target.load(**other.target.model_dump())
     settings = settings_of(other.drafter.model_dump(), "test")
@@ -114,7 +114,7 @@ def test_what_is_computed_while_training_needs_the_target_in_memory(
     for store in ("null", "somewhere"):
         check(with_data(tiny_target_dir, tmp_path, "data.limit=40", f"features.store={store}", method="eagle3"))
         said = capsys.readouterr().out
-        assert "laws/6" in said and ("GB of disk" in said) == (store == "somewhere")
+        assert "draft_probs/6" in said and ("GB of disk" in said) == (store == "somewhere")
         needs.append(float(said.split(" GB of memory")[0].rpartition(" ")[2].replace(",", "")))
     weights = Target.load(str(tiny_target_dir / "target")).model
     borrowed = {weights.get_input_embeddings(), weights.get_output_embeddings()}

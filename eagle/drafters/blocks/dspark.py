@@ -265,7 +265,7 @@ class DSpark(InjectedHead):
         if self.prefix_gru is not None:  # what it corrects is learned first
             alone, _ = self.compare(batch, anchors, states, weights, (frozen, frozen))
             total = batch.progress * total + (1 - batch.progress) * alone
-        losses = {"total": total, "laws": total.detach()}
+        losses = {"total": total, "draft_probs": total.detach()}
         if self.confidence_head is not None:
             before = torch.cat([roots[:, None], anchors.tokens_of(batch)[:, :-1]], dim=1)
             rated = self.rate(states, before).to(overlaps.dtype)

@@ -91,4 +91,4 @@ class Blockwise(LevelHeads):
         student = align_steps(hidden[: level + 1])[level:]
         total, each = distillation_loss(student, teacher, weights, (frozen, teacher_head), objective)
         each = F.pad(each, (level, self.levels - 1 - level))  # zeros of the others: all steps log the same names
-        return {"total": total, **{f"laws/{number}": value for number, value in enumerate(each)}}
+        return {"total": total, **{f"draft_probs/{number}": value for number, value in enumerate(each)}}

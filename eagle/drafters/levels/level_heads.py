@@ -105,7 +105,7 @@ class LevelHeads(TrainableDrafter):
         heads, dtype = (self.lm_heads(frozen), teacher_head), frozen.weight.dtype
         student, weights = align_steps(hidden), self.slot_weights(batch, places)
         total, each = distillation_loss(student, teacher, weights, heads, objective, dtype)
-        return {"total": total, **{f"laws/{level}": value for level, value in enumerate(each)}}
+        return {"total": total, **{f"draft_probs/{level}": value for level, value in enumerate(each)}}
 
     def divisors(self, masks: Sequence[Tensor], seeds: Sequence[int]) -> tuple[float, ...]:
         """The divisor of all levels, or of each, by how far drafts from the supervised slots of these texts reach."""

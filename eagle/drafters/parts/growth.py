@@ -192,7 +192,7 @@ class Grown:
         """The tree of the row with this number, from its columns on the host."""
         if self.parents is not None:
             tokens = torch.cat([torch.tensor([root]), columns[0]])
-            return _leave_out(tokens, self.parents, laws=None if self.probs is None else self.probs[number])
+            return _leave_out(tokens, self.parents, draft_probs=None if self.probs is None else self.probs[number])
         tokens, parents, bits = torch.cat([torch.tensor([[root], [-1], [0]]), columns], dim=1)
         return _leave_out(tokens, parents, likelihoods=bits.int().view(torch.float32))
 

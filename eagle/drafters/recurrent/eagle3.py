@@ -54,4 +54,4 @@ class Eagle3(FusedHead):
         own, dtype = OwnHead(self.lm_head.weight), frozen.weight.dtype  # that of the products, which autocast makes so
         teacher = self.narrow_to_draft_vocab(frozen)
         total, each = distillation_loss(student, true, weights, (own, teacher), Objective(settings.loss), dtype)
-        return {"total": total, **{f"laws/{step}": value for step, value in enumerate(each)}}
+        return {"total": total, **{f"draft_probs/{step}": value for step, value in enumerate(each)}}

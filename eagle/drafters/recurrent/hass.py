@@ -36,5 +36,5 @@ class Hass(FeatureHead):
         return {
             "total": settings.regression * regression + loss,
             "regression": regression.detach(),
-            **{f"laws/{step}": value for step, value in enumerate(each)},
+            **{f"draft_probs/{step}": value for step, value in enumerate(each)},
         }

@@ -176,7 +176,7 @@ class Mtp(UnrolledDrafter):
         student = align_steps(self.norm(state) for state in unrolled.states)
         teacher, teacher_head, objective = choose_teacher(settings.loss, batch, unrolled.places, frozen)
         total, each = distillation_loss(student, teacher, weights, (frozen, teacher_head), objective, dtype)
-        return {"total": total, **{f"laws/{step}": value for step, value in enumerate(each)}}
+        return {"total": total, **{f"draft_probs/{step}": value for step, value in enumerate(each)}}
 
 
 def _find_own_layer(weights: Weights, config: Any) -> Layer | None:

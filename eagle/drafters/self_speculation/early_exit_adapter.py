@@ -109,7 +109,7 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
         true = batch.select_taps((-1,))[:, 0].index_select(0, places + 1)
         objective, weights = Objective(self.settings.loss), step_weights(places, 1)
         total, _ = distillation_loss(student[None], true, weights, (frozen, frozen), objective, frozen.weight.dtype)
-        return {"total": total, "laws/0": total.detach()}
+        return {"total": total, "draft_probs/0": total.detach()}
 
     @torch.no_grad()
     def validate(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:

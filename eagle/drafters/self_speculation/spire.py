@@ -124,7 +124,7 @@ class Spire(TrainableDrafter):
             teacher = true.index_select(0, (places + step).clamp(max=len(true) - 1))
             losses.append(distillation_loss(state[None], teacher, weight[None], (frozen, frozen), objective)[0])
         total = torch.stack(losses).sum()
-        return {"total": total, **{f"laws/{step}": loss.detach() for step, loss in enumerate(losses)}}
+        return {"total": total, **{f"draft_probs/{step}": loss.detach() for step, loss in enumerate(losses)}}
 
     def training_slots(self, batch: Batch, device: torch.device) -> tuple[Spans, Tensor]:
         """Every `stride`-th slot, from one that a text's seed decides, and its weight in each pass [K, S].

@@ -49,17 +49,17 @@ class Scripted:
     temperature = 1.0
 
     def __init__(self, chance: Chance, count: int) -> None:
-        self.chance, self.count, self.laws = chance, count, torch.empty(0)
+        self.chance, self.count, self.draft_probs = chance, count, torch.empty(0)
 
     def filter_logits(self, logits: Tensor) -> Tensor:
         """The logits, whose laws the next draws are from."""
-        self.laws = logits.double().softmax(-1)
+        self.draft_probs = logits.double().softmax(-1)
         return logits
 
     def own(self, rows: int) -> Tensor:
         """High where chance drew first, then second."""
         noise = torch.zeros(rows, VOCAB)
-        for row, law in enumerate(self.laws):
+        for row, law in enumerate(self.draft_probs):
             rest = law.clone()
             for rank in range(self.count):
                 token = self.chance.draw((rest / rest.sum()).tolist())
@@ -116,7 +116,7 @@ def cut_behind(tree: DraftTree, ahead: int) -> DraftTree:
     sure = rates(tree)
     last = next((node for node in range(len(tree)) if node in sure and sure[node] < LEAST), len(tree) - 1)
     end = max(last - ahead, 0) + 1 if last < len(tree) - 1 else len(tree)
-    laws = None if tree.laws is None else tree.laws[:end]
+    laws = None if tree.draft_probs is None else tree.draft_probs[:end]
     return DraftTree(tree.tokens[:end], tree.parents[:end], laws)
 
 

@@ -92,8 +92,8 @@ def drawn_losses(seeds: int) -> dict[int, list[dict[str, Tensor]]]:
         terms = head(batch, frozen)
         torch.manual_seed(seed)
         step = computed(head, batch, frozen)
-        (level,) = (level for level in range(LEVELS) if terms[f"laws/{level}"] > 0)
-        assert terms["total"] == step["total"] == terms[f"laws/{level}"] and len(terms) == 1 + LEVELS
+        (level,) = (level for level in range(LEVELS) if terms[f"draft_probs/{level}"] > 0)
+        assert terms["total"] == step["total"] == terms[f"draft_probs/{level}"] and len(terms) == 1 + LEVELS
         losses.setdefault(level, []).append(step)
     return losses
 

@@ -220,7 +220,7 @@ def test_drawn_drafts_leave_the_targets_law_as_it_is(method: type[CountDrafter],
 def faulty(tree: Any, other: CountDrafter, noise: Any) -> Any:
     """The tree with the laws of another drafter, warped as its own are."""
     parents = tree.tokens[tree.parents.clamp(min=0)]
-    return replace(tree, laws=(noise.filter_logits(other.logits(parents)) / noise.temperature).softmax(-1))
+    return replace(tree, draft_probs=(noise.filter_logits(other.logits(parents)) / noise.temperature).softmax(-1))
 
 
 @pytest.mark.parametrize("method", BOTH)
@@ -231,4 +231,6 @@ def test_drawn_drafts_carry_the_tables_law(method: type[CountDrafter]) -> None:
         for node in (1, 2):
             before = int(tree.tokens[node - 1]) if method is BigramDrafter else None
             squares = [share**2 for share in fractions(tables, before)]
-            np.testing.assert_allclose(tree.laws[node], [float(each / sum(squares)) for each in squares], rtol=1e-5)
+            np.testing.assert_allclose(
+                tree.draft_probs[node], [float(each / sum(squares)) for each in squares], rtol=1e-5
+            )

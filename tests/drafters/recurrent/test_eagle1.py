@@ -318,9 +318,11 @@ def test_a_drawn_tree_carries_the_law_of_every_node(
     sampling = Sampling(temperature=0.7, top_k=9, seed=4)
     offered = Choose(sampling).offer(tiny_target.vocab_size, tiny_target.device)
     tokens, states, tree = drafted(head, tiny_target, Budget.fixed(paths, "sampled"), offered)
-    assert tree.laws is not None and tree.laws.dtype == torch.float32
+    assert tree.draft_probs is not None and tree.draft_probs.dtype == torch.float32
     for node in range(1, len(tree)):
         with torch.no_grad():
             scores = own_scores(head, tiny_target, tokens, states, tree.tokens[tree.path(node)[1:-1]].tolist())
-        torch.testing.assert_close(tree.laws[node], warp(scores[None], sampling).softmax(-1)[0], rtol=0, atol=1e-5)
-        assert tree.laws[node][tree.tokens[node]] > 0
+        torch.testing.assert_close(
+            tree.draft_probs[node], warp(scores[None], sampling).softmax(-1)[0], rtol=0, atol=1e-5
+        )
+        assert tree.draft_probs[node][tree.tokens[node]] > 0

@@ -125,10 +125,10 @@ def test_a_drawn_tree_carries_laws_over_the_targets_vocabulary(
     offered = Choose(sampling).offer(tiny_target.vocab_size, tiny_target.device)
     news, tree = drafted(head, tiny_target, Budget.fixed(paths, "sampled"), offered)
     truth = Truth(head, tiny_target, news)
-    assert tree.laws is not None and tree.laws.shape == (len(tree), tiny_target.vocab_size)
-    assert tree.laws.dtype == torch.float32
-    torch.testing.assert_close(tree.laws[1:].sum(-1), torch.ones(len(tree) - 1))
-    for path, law in zip(paths_of(tree), tree.laws[1:], strict=True):
+    assert tree.draft_probs is not None and tree.draft_probs.shape == (len(tree), tiny_target.vocab_size)
+    assert tree.draft_probs.dtype == torch.float32
+    torch.testing.assert_close(tree.draft_probs[1:].sum(-1), torch.ones(len(tree) - 1))
+    for path, law in zip(paths_of(tree), tree.draft_probs[1:], strict=True):
         true = warp(truth.logits(path[:-1])[None], sampling).softmax(-1)[0]
         torch.testing.assert_close(law, true, rtol=0, atol=1e-5)
         assert law[path[-1]] > 0
