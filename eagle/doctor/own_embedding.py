@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from eagle.core.drafter import TargetHead
-from eagle.formats.files import folder_at
-from eagle.formats.networks import EMBEDDING
-from eagle.formats.recognise import read_folder
-from eagle.formats.target_files import count_differing_rows
+from eagle.formats.networks.networks import EMBEDDING
+from eagle.formats.reading.files import folder_at
+from eagle.formats.reading.recognise import read_folder
+from eagle.formats.reading.target_files import count_differing_rows
 from eagle.target.target import Target
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from eagle.disk import lock_folder, write_tensors, write_text
+from eagle.formats.engines.portable import write_portable
+from eagle.formats.engines.registry import ENGINES, write_layout
 from eagle.formats.layout import Layout
 from eagle.formats.notes import write_notes
-from eagle.formats.portable import write_portable
-from eagle.formats.registry import ENGINES, write_layout
 
 EXPORTERS: dict[str, Callable[[Any, Any], Layout]] = {
     "portable": write_portable,

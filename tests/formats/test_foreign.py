@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eagle.formats.card import model_card
 from eagle.formats.checkpoint import load_head
-from eagle.formats.foreign import import_head, inspect, read_head
+from eagle.formats.reading.foreign import import_head, inspect, read_head
 from tests import foreign_heads as made
 
 

@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from eagle.formats.foreign import inspect, read_head
+from eagle.formats.reading.foreign import inspect, read_head
 from tests import foreign_heads as made
 from tests.foreign_heads import refused, told
 

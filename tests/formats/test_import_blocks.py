@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eagle.formats.checkpoint import load_head
-from eagle.formats.foreign import import_head, inspect, read_head
+from eagle.formats.reading.foreign import import_head, inspect, read_head
 from tests import foreign_heads as made
 from tests.block_heads import LAYOUTS, deepspec, domino, dspark, peagle, speculators, speculators_dspark, zlab
 

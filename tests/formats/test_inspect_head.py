@@ -12,7 +12,7 @@ import torch
 
 from eagle.data.identity import target_identity
 from eagle.formats.checkpoint import save_head
-from eagle.formats.foreign import inspect
+from eagle.formats.reading.foreign import inspect
 from eagle.recipe import TargetSection
 from tests import foreign_heads as made
 from tests.unrolled_heads import VARIANTS, new_head

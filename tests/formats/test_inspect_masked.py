@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from eagle.formats.files import FolderTensors
-from eagle.formats.head_folder import HeadFolder
-from eagle.formats.keys import Keys
-from eagle.formats.lint import check_masked
-from eagle.formats.target_files import TargetFiles
+from eagle.formats.reading.files import FolderTensors
+from eagle.formats.reading.head_folder import HeadFolder
+from eagle.formats.reading.keys import Keys
+from eagle.formats.reading.lint import check_masked
+from eagle.formats.reading.target_files import TargetFiles
 
 
 @pytest.fixture
