@@ -63,7 +63,7 @@ def load_head(folder: str | Path) -> TrainableDrafter:
             f"the config.json in {folder} is none of this project's: expected the keys settings and shape; "
             f"`eagle import {folder} OUT` makes a head of one that another tool or an export wrote"
         )
-    head = _build(config, str(folder / "config.json"))
+    head = build_head(config, str(folder / "config.json"))
     weights, shapes = _read_weights(folder / "model.safetensors"), head.state_dict()
     missing, unknown = shapes.keys() - weights.keys(), weights.keys() - shapes.keys()
     if missing or unknown:
@@ -89,7 +89,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _build(config: dict[str, Any], source: str) -> TrainableDrafter:
+def build_head(config: dict[str, Any], source: str) -> TrainableDrafter:
     """A head with a config's settings and sizes, and fresh weights."""
     try:
         settings = settings_of(config["settings"], source)

@@ -57,6 +57,27 @@ def llama_config(drafter: TrainableDrafter, target_config: Any, **more: Any) -> 
     }
 
 
+def base_config(drafter: TrainableDrafter) -> dict[str, Any]:
+    """The config keys for any reader of heads without attention."""
+    dtype = str(next(drafter.parameters()).dtype).removeprefix("torch.")
+    return {"hidden_size": drafter.shape.hidden_size, "vocab_size": drafter.shape.vocab_size, "torch_dtype": dtype}
+
+
+def check_family(drafter: TrainableDrafter, target_config: Any, families: tuple[str, ...], engine: str) -> None:
+    """Refuse a target that the published code cannot load, and an attention whose sizes it cannot have."""
+    shape = drafter.shape
+    if has_attention(drafter) and shape.head_dim * shape.num_attention_heads != shape.hidden_size:
+        raise ValueError(
+            f"{engine}: head_dim is {shape.head_dim}, but this code takes hidden_size / num_attention_heads = "
+            f"{shape.hidden_size} / {shape.num_attention_heads}, and no exporter has another layout for it"
+        )
+    if target_config.model_type not in families:
+        raise ValueError(
+            f"{engine}: the target is a {target_config.model_type}, and this code reads {', '.join(families)}: export "
+            "to an engine that serves it"
+        )
+
+
 def tensors_of(drafter: TrainableDrafter) -> dict[str, Tensor]:
     """The head's own tensors under their own names."""
     return {name: tensor.detach().cpu() for name, tensor in drafter.state_dict().items()}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from eagle.formats.engines.engine import Engine
-from eagle.formats.networks.injected_layouts import DFLASH, DSPARK, VANILLA_STYLES, ZLAB_STYLES, InjectedLayout
-from eagle.formats.networks.networks import FUSED, FusedLayout
+from eagle.formats.networks.dflash_heads import DFLASH
+from eagle.formats.networks.dspark_heads import DSPARK, VANILLA_STYLES, ZLAB_STYLES, InjectedLayout
+from eagle.formats.networks.eagle3_heads import FusedLayout
+from eagle.formats.networks.network import FUSED
 from eagle.formats.reading import traps
 
 SERVE = """```sh

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from eagle.formats.engines.engine import Engine
-from eagle.formats.networks.injected_layouts import (
-    DEEPSPEC_STYLES,
-    DFLASH,
-    DSPARK,
-    SPECFORGE_STYLES,
-    ZLAB_STYLES,
-    InjectedLayout,
-)
-from eagle.formats.networks.level_layouts import (
-    FALCON,
-    HYDRA,
-    MEDUSA,
-    SPECULATOR,
-    PublishedFalcon,
-    PublishedHydra,
-    PublishedMedusa,
-    PublishedSpeculator,
-)
-from eagle.formats.networks.mtp_layouts import DEEPSEEK_NAMES, MIMO_NAMES, MTP, MtpLayout
+from eagle.formats.networks.dflash_heads import DFLASH
+from eagle.formats.networks.dspark_heads import DEEPSPEC_STYLES, DSPARK, SPECFORGE_STYLES, ZLAB_STYLES, InjectedLayout
+from eagle.formats.networks.falcon_heads import FALCON, PublishedFalcon
+from eagle.formats.networks.hydra_heads import HYDRA, PublishedHydra
+from eagle.formats.networks.medusa_heads import MEDUSA, PublishedMedusa
+from eagle.formats.networks.mlp_speculators import SPECULATOR, PublishedSpeculator
+from eagle.formats.networks.mtp_layers import DEEPSEEK_NAMES, MIMO_NAMES, MTP, MtpLayout
 
 MEDUSA_CODE = Engine(
     name="medusa",

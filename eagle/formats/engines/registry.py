@@ -22,12 +22,12 @@ from eagle.formats.engines.published import (
 from eagle.formats.engines.reference import REFERENCE
 from eagle.formats.engines.sglang import SGLANG
 from eagle.formats.engines.speculators import SPECULATORS
-from eagle.formats.engines.transformers import TRANSFORMERS
+from eagle.formats.engines.transformers import LANGUAGE_MODEL, TRANSFORMERS
 from eagle.formats.engines.trtllm import TRTLLM
 from eagle.formats.engines.vllm import VLLM
 from eagle.formats.fit import check_fit
 from eagle.formats.layout import Layout, has_attention
-from eagle.formats.networks.networks import LANGUAGE_MODEL, network_of
+from eagle.formats.networks.network import network_of
 
 SERVERS = (VLLM, SGLANG, TRTLLM, OPENVINO, LLAMACPP)
 PUBLISHED = (

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from eagle.formats.engines.engine import Engine
-from eagle.formats.networks.injected_layouts import (
+from eagle.formats.networks.dflash_heads import DFLASH
+from eagle.formats.networks.dspark_heads import (
     CORRECTIONS,
-    DFLASH,
     DOMINO_STYLES,
     DSPARK,
     ZLAB_STYLES,
     InjectedLayout,
     deepspec_config,
 )
-from eagle.formats.networks.networks import FEATURES, FUSED, FeatureLayout, FusedLayout
+from eagle.formats.networks.eagle1_heads import FeatureLayout
+from eagle.formats.networks.eagle3_heads import FusedLayout
+from eagle.formats.networks.network import FEATURES, FUSED
 from eagle.formats.reading import traps
 
 SERVE = """```sh

@@ -9,9 +9,12 @@ from eagle.core.drafter import TrainableDrafter
 from eagle.formats.engines.engine import SCALINGS, Engine
 from eagle.formats.engines.vllm import explain_serving
 from eagle.formats.layout import Layout, rotary_of
-from eagle.formats.networks.injected_layouts import DFLASH, DSPARK, SPECULATORS_STYLES, InjectedLayout, propose_config
-from eagle.formats.networks.networks import FUSED, SWITCHES, FusedLayout, add_embedding
-from eagle.formats.networks.parallel_layouts import PEAGLE, ParallelLayout
+from eagle.formats.networks.dflash_heads import DFLASH
+from eagle.formats.networks.dspark_heads import DSPARK, SPECULATORS_STYLES, InjectedLayout, propose_config
+from eagle.formats.networks.eagle1_heads import add_embedding
+from eagle.formats.networks.eagle3_heads import SWITCHES, FusedLayout
+from eagle.formats.networks.network import FUSED
+from eagle.formats.networks.peagle_heads import PEAGLE, ParallelLayout
 
 DEPTH = 3  # which the config wants to be told; a server may be told otherwise
 HEAD_KEYS = (*SWITCHES, "draft_vocab_size", "eagle_aux_hidden_state_layer_ids")

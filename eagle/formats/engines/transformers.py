@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
 from eagle.formats.engines.engine import Engine
-from eagle.formats.networks.networks import LANGUAGE_MODEL, ModelLayout
+from eagle.formats.layout import Layout
+from eagle.formats.networks.network import NetworkLayout
+
+LANGUAGE_MODEL = "draft_model"  # the network of a whole model
 
 SERVE = """```python
 from transformers import AutoModelForCausalLM
@@ -18,6 +26,23 @@ vllm serve TARGET --speculative-config '{"method": "draft_model", "model": "HEAD
 
 It has no tokenizer of its own, for it speaks the target's: copy those files beside it for an engine that asks.
 transformers was run with this layout, vLLM was not."""
+
+
+@dataclass(frozen=True)
+class ModelLayout(NetworkLayout):
+    """A whole language model under its own names."""
+
+    def write(self, drafter: Any, target_config: Any, engine: str) -> Layout:
+        """Its own config and tensors; of those that are tied, one."""
+        model = drafter.model
+        tensors: dict[int, tuple[str, Tensor]] = {}
+        for name, tensor in model.state_dict().items():
+            tensors.setdefault(tensor.data_ptr(), (name, tensor.detach().cpu()))
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        config = {**model.config.to_dict(), "architectures": [type(model).__name__], "dtype": dtype}
+        return Layout(config, dict(tensors.values()), self.serve)
+
+
 TRANSFORMERS = Engine(
     name="transformers",
     title="transformers",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from eagle.formats.engines.engine import Engine
-from eagle.formats.networks.level_layouts import MEDUSA
-from eagle.formats.networks.networks import FUSED, FusedLayout
+from eagle.formats.networks.eagle3_heads import FusedLayout
+from eagle.formats.networks.medusa_heads import MEDUSA
+from eagle.formats.networks.network import FUSED
 from eagle.formats.reading import traps
 
 SWITCHES = ("fc_norm", "norm_output")

@@ -16,15 +16,13 @@ from eagle.data.identity import fingerprint
 from eagle.disk import lock_path
 from eagle.formats.checkpoint import load_head, save_head
 from eagle.formats.fit import check_fit
-from eagle.formats.networks.level_readers import READERS
-from eagle.formats.networks.norm_output import settle_norm_output
+from eagle.formats.networks.eagle3_heads import settle_norm_output
+from eagle.formats.networks.network import Network
+from eagle.formats.reading.convert import convert_head, match_head
 from eagle.formats.reading.files import folder_at, read_json, weight_files
-from eagle.formats.reading.foreign_head import convert_head
-from eagle.formats.reading.foreign_levels import convert_levels, lint_levels, read_levels
 from eagle.formats.reading.head_folder import OWN, UNKNOWN, Finding, HeadFolder
-from eagle.formats.reading.kinds import kind_by_config
 from eagle.formats.reading.lint import lint
-from eagle.formats.reading.recognise import read_folder
+from eagle.formats.reading.recognise import kind_by_config, read_folder
 from eagle.formats.reading.target_files import TargetFiles
 
 __all__ = ["Finding", "Inspection", "import_head", "inspect", "read_head"]
@@ -57,50 +55,47 @@ def inspect(folder: str | Path, target: str | None = None) -> Inspection:
     """Identify a checkpoint and list its faults; a broken one is described as far as it can be read."""
     path, target_files = folder_at(folder), _read_target(target)
     try:
-        head = _read(path, target_files)
+        head, network = _read(path, target_files)
     except ValueError as error:
         kind = _kind_of_unreadable(path)
         return Inspection(str(folder), kind, UNKNOWN, {}, (Finding(str(error), fix="Copy or export it again"),))
-    findings = lint_levels(head, target_files) if head.guesses_levels else lint(head, target_files)
-    if _has_own_network(head):
+    findings = lint(head, network, target_files)
+    if head.layout == OWN:
         try:
             _load_own(head.path, target)
         except ValueError as error:
             findings = [Finding(str(error), fix="Copy it again, or name its target"), *findings]
     return Inspection(
-        str(folder), describe_kind(head), head.layout, list_facts(head), tuple(findings), tuple(head.notes)
+        str(folder),
+        describe_kind(head, network),
+        head.layout,
+        list_facts(head, network),
+        tuple(findings),
+        tuple(head.notes),
     )
 
 
-def _read(path: Path, target: TargetFiles | None) -> HeadFolder:
-    """Read and recognise a folder."""
-    head = read_folder(path)
-    if head.guesses_levels:
-        read_levels(head, target)
-    return head
-
-
-def _convert(
-    head: HeadFolder, target: TargetFiles | None, taps: tuple[int, ...] | None
-) -> tuple[TrainableDrafter, list[str]]:
-    """The head as one of this project, with notes on all that was assumed or left out."""
-    if head.guesses_levels and taps not in (None, (-1,)) and not head.problems:
-        raise ValueError(f"taps are {taps}, but such heads read (-1,): leave them out")
-    return convert_levels(head, target) if head.guesses_levels else convert_head(head, target, taps)
+def _read(path: Path, target: TargetFiles | None) -> tuple[HeadFolder, Network | None]:
+    """Read and recognise a folder, and match it with the table of its network."""
+    head, network = read_folder(path)
+    if network is not None:
+        match_head(head, network, target)
+    return head, network
 
 
 def read_head(folder: str | Path, target: str | None = None, taps: tuple[int, ...] | None = None) -> TrainableDrafter:
     """The head of a checkpoint; ValueError with all that is missing, unknown or without counterpart here."""
-    stored = read_folder(folder_at(folder))
-    if _has_own_network(stored):
-        return _load_own(stored.path, target)
+    path = folder_at(folder)
+    if _is_own(path):
+        return _load_own(path, target)
     target_files = _read_target(target)
-    return _convert(_read(stored.path, target_files), target_files, taps)[0]
+    return convert_head(*_read(path, target_files), target_files, taps)[0]
 
 
-def _has_own_network(head: HeadFolder) -> bool:
-    """Whether it is a head of this project that no layout of EAGLE's describes: it is read as it was saved."""
-    return head.layout == OWN and head.network is None
+def _is_own(path: Path) -> bool:
+    """Whether it is a head of this project, which is read as it was saved."""
+    config = read_json(path, "config.json")
+    return isinstance(config.get("settings"), dict) and isinstance(config.get("shape"), dict)
 
 
 def _load_own(path: Path, target: str | None) -> TrainableDrafter:
@@ -127,12 +122,12 @@ def import_head(
     with lock_path(out):
         source, target_files = folder_at(folder), _read_target(target)
         _check_empty(out, source)
-        head = _read(source, target_files)
-        if head.layout == OWN:
+        if _is_own(source):
             raise ValueError(f"{folder} is a head of this project already: copy it")
-        if not head.problems and not head.guesses_levels:
+        head, network = _read(source, target_files)
+        if not head.problems and "norm_output" in head.settings:
             settle_norm_output(head, norm_output)
-        drafter, notes = _convert(head, target_files, taps)
+        drafter, notes = convert_head(head, network, target_files, taps)
         weights = fingerprint([source / name for name in weight_files(source)])
         provenance = {
             "eagle": __version__,
@@ -147,7 +142,7 @@ def import_head(
             "train": {"out": Path(out).name, "imported_from": head.layout},
         }
         save_head(out, drafter, yaml.safe_dump(recipe, sort_keys=False), provenance)
-    title = f"{folder}: {describe_kind(head)}, {head.layout}; every tensor was used or is named here"
+    title = f"{folder}: {describe_kind(head, network)}, {head.layout}; every tensor was used or is named here"
     return "\n".join([title, *notes, f"{out} is a head of this project"])
 
 
@@ -176,45 +171,21 @@ def _kind_of_unreadable(path: Path) -> str:
     return f"unreadable, by its config {kind}" if kind else "unreadable"
 
 
-def describe_kind(head: HeadFolder) -> str:
+def describe_kind(head: HeadFolder, network: Network | None) -> str:
     """The checkpoint's method, or its other kind."""
-    if head.network is None:
-        return head.kind
-    if not head.is_fused:
-        return "EAGLE-1 (or EAGLE-2, HASS: the same network)"
-    return "EAGLE-3.1" if head.switches["fc_norm"] or head.switches["norm_output"] else "EAGLE-3"
+    return head.kind if network is None else network.describe(head)
 
 
-def list_facts(head: HeadFolder) -> dict[str, Any]:
+def list_facts(head: HeadFolder, network: Network | None) -> dict[str, Any]:
     """The facts of a checkpoint that `inspect` shows."""
-    entries, shape = head.tensors.stored.values(), head.shape
+    entries = head.tensors.stored.values()
     dtypes = sorted({str(entry.dtype).removeprefix("torch.") for entry in entries})
     count = sum(math.prod(entry.shape) for entry in entries if entry.dtype.is_floating_point)
     facts: dict[str, Any] = {
         "layout": head.layout,
         "tensors": f"{len(entries)}, {count:,} parameters, {', '.join(dtypes)}",
     }
-    if head.guesses_levels:
-        facts |= {**head.settings, **READERS[head.kind].list_facts(head)}
-        return facts | {"width": shape["hidden_size"], "vocabulary": shape["vocab_size"]}
-    if not shape:
-        return facts
-    rope = shape["rope_parameters"]
-    facts |= {
-        "width": f"{shape['hidden_size']}, MLP {shape['intermediate_size']}",
-        "heads": f"{shape['num_attention_heads']}, {shape['num_key_value_heads']} of keys, {shape['head_dim']} wide",
-        "rotary": f"theta {rope['rope_theta']:g}, {rope['rope_type']}",
-        "vocabulary": f"{shape['vocab_size']}, of which it says {head.draft_vocab_size}",
-    }
-    if not head.is_fused:
-        bias = "yes" if "fc.bias" in head.names else "no"
-        return {**facts, "reads": "the state behind the final norm", "bias of fc": bias}
-    facts["reads"] = "layers that are not named"
-    if inputs := head.inputs or head.inputs_by_outputs:
-        outputs = tuple(layer - 1 for layer in inputs)
-        facts["reads"] = f"inputs of layers {inputs}, which are outputs of {outputs}"
-    facts["switches"] = ", ".join(name for name, is_on in head.switches.items() if is_on) or "none"
-    return facts
+    return facts if network is None else {**facts, **network.list_facts(head)}
 
 
 def _show_table(facts: dict[str, Any]) -> str:

@@ -1,36 +1,107 @@
-"""Recognise a checkpoint's layout and network."""
+"""Recognise a checkpoint: a head of some network, a language model, or nothing that is known."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle.formats.networks.head_parts import check_tensors, name_part, read_sizes, read_switches
-from eagle.formats.networks.level_readers import READERS
-from eagle.formats.networks.networks import FEATURES, FUSED
+from eagle.formats.networks.dflash_heads import DFlash
+from eagle.formats.networks.dspark_heads import Domino, DSpark
+from eagle.formats.networks.eagle1_heads import Eagle1
+from eagle.formats.networks.eagle3_heads import Eagle3
+from eagle.formats.networks.falcon_heads import Falcon
+from eagle.formats.networks.hydra_heads import Hydra
+from eagle.formats.networks.medusa_heads import Medusa
+from eagle.formats.networks.mlp_speculators import Speculator
+from eagle.formats.networks.mtp_layers import Mtp
+from eagle.formats.networks.network import Network
+from eagle.formats.networks.peagle_heads import PEagle
 from eagle.formats.reading.files import read_json, read_tensors
-from eagle.formats.reading.head_folder import (
-    AUTOMODEL,
-    EAGLE1,
-    LAYERS,
-    MIDLAYER,
-    MODELOPT,
-    OWN,
-    REFERENCE,
-    SPECULATORS,
-    UNKNOWN,
-    Finding,
-    HeadFolder,
+from eagle.formats.reading.head_folder import OWN, HeadFolder, Keys, name_part, short
+
+FEATURES, FUSED = "EAGLE-1", "EAGLE-3"
+NOT_YET = "Heads of this kind are not readable here yet: serve it with an engine that knows it"
+AS_DRAFT = "load_drafter takes it as a draft model, for a target with the same vocabulary (docs/drafters.md)"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The signs of one method's heads, any of which is enough, and their network."""
+
+    name: str
+    network: Network
+    tensors: str  # begins one of the tensors' names, `model.` taken off
+    words: str = "^$"  # stands in architectures, model_type, speculators_model_type or projector_type
+    keys: tuple[str, ...] = ()  # of config.json
+    common: tuple[str, ...] = ()  # keys that a language model may have too
+    methods: tuple[str, ...] = ()  # of this project that have this network
+
+
+MTP = Kind(
+    "a layer of multi-token prediction (MTP)",
+    Mtp(),
+    r"(layers\.\d+\.|mtp\.)?(eh_proj|enorm|hnorm|shared_head)\b|(mtp|mtp_layers|mtp_block)\.",
+    r"mtp",
+    common=("num_nextn_predict_layers", "mtp_num_hidden_layers"),
+    methods=("mtp",),
 )
-from eagle.formats.reading.keys import Keys, short
-from eagle.formats.reading.kinds import kind_by_tensors
-
-OWN_NETWORKS = {"eagle1": FEATURES, "hass": FEATURES, "eagle3": FUSED}
+KINDS = (
+    Kind("a DSpark head", DSpark(), r"(markov_head|confidence_head)\.", "dspark", methods=("dspark",)),
+    Kind("a Domino head", Domino(), r"(prefix_gru|embed_proj)\.", "domino"),
+    Kind(
+        "a DFlash head",
+        DFlash(),
+        r"hidden_norm\.weight$",
+        "dflash",
+        ("dflash_config",),
+        ("block_size",),
+        methods=("dflash",),
+    ),
+    Kind("a P-EAGLE head", PEagle(), r"mask_hidden$", "peagle", methods=("peagle",)),
+    Kind(
+        "Hydra heads",
+        Hydra(),
+        r"(hydra_mlp|hydra_lm_head|prefix_embeding_layer)\.",
+        "hydra",
+        ("hydra_num_heads",),
+        methods=("hydra",),
+    ),
+    Kind(
+        "Medusa heads",
+        Medusa(),
+        r"(medusa_heads?|lm_heads|blocks\.\d+\.layers)\.|\d+\.\d+\.(linear\.)?(weight|bias)$",
+        "medusa",
+        ("medusa_num_heads", "medusa_num_layers"),
+        methods=("medusa",),
+    ),
+    Kind(
+        "an MLP speculator",
+        Speculator(),
+        r"(speculator\.)?(emb|proj|ln|head)\.\d+\.(weight|bias)$",
+        "mlp_?speculator",
+        ("top_k_tokens_per_head",),
+        ("n_predict",),
+        methods=("mlp_speculator",),
+    ),
+    Kind("a FALCON head", Falcon(), r"lstm\.(weight|bias)", methods=("falcon",)),
+)
+EAGLE = (
+    Kind(FEATURES, Eagle1(), "", methods=("eagle1", "hass")),
+    Kind(FUSED, Eagle3(), "", methods=("eagle3",)),
+)  # whatever is left that has a sign of EAGLE's
+NETWORKS = {kind.name: kind.network for kind in (MTP, *KINDS, *EAGLE)}
+OWN_NETWORKS = {method: kind for kind in (MTP, *KINDS, *EAGLE) for method in kind.methods}
 FUSED_TENSORS = {"layers.0.hidden_norm.weight", "norm.weight", "d2t", "t2d", "fc_norm.0.weight"}
+WHOLE_MTP = re.compile(r"layers\.\d+\.eh_proj\.|mtp_layers\.0\.input_proj\.")
+EAGLE_TENSORS = re.compile(r"fc\.|fc_norm\.|(d2t|t2d)$|layers\.0\.hidden_norm\.|midlayer\.")
+BLOCKS = re.compile(r"(?:^|\.)(?:layers|h|block|blocks)\.(\d+)\.")
+MODEL = re.compile(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
 
 
-def read_folder(path: Path) -> HeadFolder:
+def read_folder(path: Path) -> tuple[HeadFolder, Network | None]:
     """Read and recognise a folder with config.json and weights; ValueError if one of them cannot be read."""
     config = read_json(path, "config.json")
     keys = Keys(config)
@@ -39,52 +110,97 @@ def read_folder(path: Path) -> HeadFolder:
     block = keys.section(block_key) if block_key in config else keys
     nested = keys.section("settings" if is_own else "eagle_config")
     head = HeadFolder(path, config, read_tensors(path), keys, block, nested)
-    _name_tensors(head)
-    head.layout = OWN if is_own else _layout_of(head)
-    head.kind, advice = _own_kind(config) if is_own else kind_by_tensors(head.names, config)
-    if head.kind in READERS and not is_own:
-        head.guesses_levels = True
-        return head
-    if not head.kind and (is_own or any(name.startswith("layers.0.") for name in head.names)):
-        fused = OWN_NETWORKS[config["settings"]["kind"]] == FUSED if is_own else _is_fused(head)
-        head.network = FUSED if fused else FEATURES
-    if head.network is None:
-        head.layout = OWN if is_own else UNKNOWN
-        head.kind = head.kind or "nothing that is known here"
-        advice = advice or "Import knows EAGLE-1, EAGLE-2, HASS, EAGLE-3, 3.1"
-        head.problem(f"this is no head of EAGLE's: {head.kind}; {_describe(head)}", advice, False)
-        return head
-    read_sizes(head)
-    read_switches(head)
-    check_tensors(head)
-    fix = "Correct it by the run that made the head"
-    head.problems += [Finding(f"config.json: {wrong}", fix=fix) for wrong in keys.wrong]
-    sections = (keys, nested) if block is keys else (keys, block, nested)
-    head.unknown_keys = [name for section in sections for name in section.left()]
-    return head
-
-
-def _name_tensors(head: HeadFolder) -> None:
-    """Find this project's name of each tensor."""
     for name in head.tensors.stored:
-        ours = re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
-        if ours in head.names:
-            head.problem(f"{head.names[ours]} and {name} are the same tensor by two names", "Keep the right one")
-        head.names[ours] = name
+        head.names[re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))] = name
+    if is_own:
+        return _recognise_own(head)
+    head.kind, advice = kind_by_tensors(head.names, config)
+    if not head.kind and any(name.startswith("layers.0.") for name in head.names):
+        head.kind = FUSED if _is_fused(head) else FEATURES
+    if (network := NETWORKS.get(head.kind)) is None:
+        head.kind = head.kind or "nothing that is known here"
+        _refuse_kind(head, advice or "Import knows EAGLE-1, EAGLE-2, HASS, EAGLE-3, 3.1")
+    return head, network
 
 
-def _layout_of(head: HeadFolder) -> str:
-    """The project that writes checkpoints like this one."""
-    config = head.config
-    if "speculators_model_type" in config or "transformer_layer_config" in config:
-        return SPECULATORS
-    if head.prefixed:
-        return AUTOMODEL
-    if head.has_block("midlayer."):
-        return REFERENCE if head.architectures[:1] == ["LlamaForCausalLM"] else MIDLAYER
-    if isinstance(config.get("eagle_config"), dict) and "next_layer_regular" in config["eagle_config"]:
-        return MODELOPT
-    return LAYERS if _is_fused(head) else EAGLE1
+def _recognise_own(head: HeadFolder) -> tuple[HeadFolder, Network | None]:
+    """A head of this project, by the method that its settings name."""
+    head.layout, method = OWN, head.config["settings"].get("kind")
+    kind = OWN_NETWORKS.get(method) if isinstance(method, str) else None
+    head.kind = kind.name if kind in EAGLE and kind else f"a {short(method)} of this project".replace("'", "")
+    if kind is None:
+        _refuse_kind(head, "load_drafter reads it")
+    return head, None if kind is None else kind.network
+
+
+def _refuse_kind(head: HeadFolder, advice: str) -> None:
+    head.problem(f"this is no head of EAGLE's: {head.kind}; {_describe(head)}", advice, False)
+
+
+def kind_by_tensors(names: Iterable[str], config: dict[str, Any]) -> tuple[str, str]:
+    """The kind of a checkpoint with these tensors, and what to do with it; two empty strings for an EAGLE head."""
+    names, words = list(names), _read_words(config)
+    for kind in KINDS:
+        if any(re.match(kind.tensors, name) for name in names) or _is_named(kind, words, config):
+            return kind.name, ""
+    if not _is_eagle(names, words, config):
+        layers = {int(match[1]) for name in names if (match := BLOCKS.search(name))}
+        has_mtp = any(re.match(MTP.tensors, name) for name in names)
+        if any(WHOLE_MTP.match(name) for name in names):  # in a whole model too, of which the rest is not looked at
+            return MTP.name, ""
+        if len(layers) > 1 or (not has_mtp and _is_whole(set(names))):
+            return f"a causal language model ({_architecture(config)}, {len(layers)} layers here)", AS_DRAFT
+        if has_mtp or any(config.get(key) for key in MTP.common):
+            return MTP.name, ""
+        for kind in KINDS:
+            if any(key in config for key in kind.common):
+                return kind.name, ""
+    if (speculator := config.get("speculators_model_type")) not in (None, "eagle3"):
+        return f"a speculator of the type {speculator!r:.40}", NOT_YET
+    return "", ""
+
+
+def kind_by_config(config: dict[str, Any]) -> str:
+    """The kind that the config states, for a checkpoint with unreadable weights; "" if unknown."""
+    words = _read_words(config)
+    for kind in (*KINDS, MTP):
+        if _is_named(kind, words, config):
+            return kind.name
+    layers, architecture = config.get("num_hidden_layers"), _architecture(config)
+    is_deep = isinstance(layers, int) and layers > 1
+    if is_deep and MODEL.search(architecture) and not _is_eagle([], words, config):
+        return f"a causal language model ({architecture})"
+    return ""
+
+
+def _is_named(kind: Kind, words: list[str], config: dict[str, Any]) -> bool:
+    return any(re.search(kind.words, word) for word in words) or any(key in config for key in kind.keys)
+
+
+def _is_eagle(names: list[str], words: list[str], config: dict[str, Any]) -> bool:
+    """Whether there is any sign of an EAGLE head, complete or not."""
+    keys = {"draft_vocab_size", "eagle_config", "speculators_config"} & config.keys()
+    return bool(keys) or any("eagle" in word for word in words) or any(EAGLE_TENSORS.match(name) for name in names)
+
+
+def _is_whole(names: set[str]) -> bool:
+    """Whether a single layer has the parts that a head lacks: input norm, embedding, and final norm or LM head."""
+    has_output = bool(names & {"norm.weight", "lm_head.weight"})
+    return has_output and {"layers.0.input_layernorm.weight", "embed_tokens.weight"} <= names
+
+
+def _read_words(config: dict[str, Any]) -> list[str]:
+    """The names of model and method in a config, in lower case."""
+    nested = config.get("dflash_config")
+    projector = nested.get("projector_type") if isinstance(nested, dict) else None
+    words = [config.get("model_type"), config.get("speculators_model_type"), projector, _architecture(config)]
+    return [word.lower() for word in words if isinstance(word, str)]
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    named = config.get("architectures")
+    first = named[0] if isinstance(named, list) and named else ""
+    return first[:80] if isinstance(first, str) and first.isprintable() else ""
 
 
 def _is_fused(head: HeadFolder) -> bool:
@@ -94,14 +210,6 @@ def _is_fused(head: HeadFolder) -> bool:
     is_wide = query and len(query.shape) == 2 and type(width) is int and query.shape[1] == 2 * width
     named = "draft_vocab_size" in head.config or "eagle3" in words or head.has_block("midlayer.")
     return bool(FUSED_TENSORS & head.names.keys() or named or is_wide)
-
-
-def _own_kind(config: dict[str, Any]) -> tuple[str, str]:
-    """The kind of a head of this project with another network, and what to do with it."""
-    kind = config["settings"].get("kind")
-    if isinstance(kind, str) and kind in OWN_NETWORKS:
-        return "", ""
-    return f"a {short(kind)} of this project".replace("'", ""), "load_drafter reads it"
 
 
 def _describe(head: HeadFolder) -> str:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from eagle.data.identity import folder_of
-from eagle.formats.networks.networks import EMBEDDING
 from eagle.formats.reading.files import FolderTensors, folder_at, read_json, read_tensors
-from eagle.formats.reading.keys import Keys, read_rope
+from eagle.formats.reading.head_folder import Keys, read_rope
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 LM_HEADS = ("lm_head.weight", "embed_out.weight")
@@ -68,12 +67,6 @@ class TargetFiles:
         if not matching and names is LM_HEADS and self.tied:
             return self.matrix(EMBEDDINGS)
         return self.tensors.load(matching[0]) if len(matching) == 1 else None
-
-
-def borrowed_tensors(is_fused: bool) -> dict[str, tuple[str, ...]]:
-    """The tensors that a head borrows from its target, and their possible names there."""
-    output: dict[str, tuple[str, ...]] = {} if is_fused else {"lm_head.weight": LM_HEADS}
-    return {EMBEDDING: EMBEDDINGS, **output}
 
 
 def embedding_dtype(path: str) -> torch.dtype:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,20 @@ class Hint(Trap):
     """A fault that costs nothing, or only in some engines."""
 
     fatal: bool = False
+
+
+class Strike(NamedTuple):
+    """A trap in one checkpoint: its values, and in which engines' layouts it strikes, by their tables unless told."""
+
+    trap: Trap
+    values: dict[str, Any]
+    fatal: bool
+    reads: Callable[[Any], bool] | None = None
+
+
+def strike(trap: Trap, fatal: bool | None = None, reads: Callable[[Any], bool] | None = None, **values: Any) -> Strike:
+    """A trap in one checkpoint with the values for its text."""
+    return Strike(trap, values, trap.fatal if fatal is None else fatal, reads)
 
 
 MODEL_PREFIX = Trap("{count} tensors stand under `model.`", "Take `model.` off the names; import and export do")
@@ -108,7 +124,7 @@ ALL_ZEROS = Trap("{name} is all zeros", "It was never filled: export again")
 
 OTHER_SIZE = Trap("{name} is {size}, the target's is {theirs}", "This is another target's head")
 OTHER_ROWS = Trap(
-    "{count} of {total} rows of {name} differ from the target's",
+    "{name} differs from the target's in {count} of {total} rows",
     "The head was made for another target, or trained an embedding of its own",
 )
 TORN_PROVENANCE = Hint("{error}", "It only tells where a head comes from")

@@ -1,4 +1,4 @@
-"""DFlash, DSpark and Domino for engines and their own projects: tensor names are ours, only configs differ."""
+"""DSpark's network and Domino's: DFlash's with a correction of each slot's logits; and block drafters for engines."""
 
 from __future__ import annotations
 
@@ -7,58 +7,86 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.formats.layout import Layout, embedding_of, llama_config, output_of, rotary_of, scale_of, tensors_of
-from eagle.formats.networks.networks import EMBEDDING, NetworkLayout, reorder_taps
+from eagle.formats.layout import Layout, embedding_of, output_of, rotary_of, scale_of, tensors_of
+from eagle.formats.networks.dflash_heads import (
+    DFLASH,
+    NAMES,
+    ZLAB,
+    Config,
+    DFlash,
+    levels_of,
+    mask_of,
+    nest_config,
+    outputs_of,
+    qwen3_config,
+    zlab_config,
+)
+from eagle.formats.networks.network import EMBEDDING, OUTPUT, NetworkLayout, compare_size, keep_names, reorder_taps
+from eagle.formats.reading.head_folder import HeadFolder, short
 
-DFLASH, DSPARK = "dflash", "dspark"
-CONFIDENCE, OUTPUT = "confidence_head.proj.weight", "lm_head.weight"
-Config = dict[str, Any]
+DSPARK, CONFIDENCE = "dspark", "confidence_head.proj.weight"
+MARKOV, DOMINO = "markov_head.markov_w1.weight", "embed_proj.0.weight"
+CORRECTION = keep_names("markov_head.*", "confidence_head.*", "prefix_gru.*", "embed_proj.*")
 Style = Callable[[TrainableDrafter, Any], Config]  # the config of a head with these settings
 
 
-def mask_of(drafter: TrainableDrafter) -> int:
-    """The mask token; written into every config, because readers assume different ones."""
-    token: int | None = drafter.settings.mask_token
-    return drafter.shape.vocab_size - 1 if token is None else token
+class DSpark(DFlash):
+    """DSpark heads of DeepSpec, SpecForge and speculators."""
+
+    spellings = ((ZLAB, {**NAMES, **CORRECTION}),)
+    prefixes = ("model.", "logit_head.")
+    names_behind = True
+
+    def method_of(self, head: HeadFolder) -> str:
+        """DSpark where anything corrects the logits or tells a confidence."""
+        return DSPARK if {MARKOV, DOMINO, CONFIDENCE} & head.names.keys() else DFLASH
+
+    def read_correction(self, head: HeadFolder) -> dict[str, Any]:
+        """The correction of a slot's logits by its tensors; a note if the config disagrees."""
+        places = (head.keys, head.nested)
+        ranks = [rank for part in places if (rank := part.token("markov_rank")) is not None]
+        kinds = [kind for part in places if (kind := part.text("markov_head_type")) is not None]
+        flags = [flag for part in places if (flag := part.flag("enable_confidence_head")) is not None]
+        for part in places:
+            part.taken |= {"confidence_head_with_markov", "emb_dim", "gru_hidden_dim"}
+        markov, rank, further = "none", 1, {}
+        if DOMINO in head.names:
+            markov, rank, further = "domino", _size(head, DOMINO, 0), self._read_gru(head)
+        elif MARKOV in head.names:
+            parts = {name.split(".")[1] for name in head.names if name.startswith("markov_head.")}
+            markov = "gated" if "gate_proj" in parts else "rnn" if "joint_proj" in parts else "vanilla"
+            rank = _size(head, MARKOV, 1)
+            compare_size(head, "markov_rank", next(iter(ranks), None), rank)
+        if markov != "domino" and kinds and markov not in ("none", kinds[0].lower()):
+            head.problem(f"config.json: markov_head_type is {short(kinds[0])}, the tensors are {markov}", "Correct it")
+        if markov == "none" and any(ranks):
+            head.problem(f"config.json: markov_rank is {max(ranks)}, and {MARKOV} is missing", "Copy it again")
+        confident = CONFIDENCE in head.names
+        if flags and flags[0] and not confident:
+            head.problem(f"config.json: enable_confidence_head is true, and {CONFIDENCE} is missing", "Copy it again")
+        return {"markov": markov, "rank": rank, "confidence": confident, **further}
+
+    def _read_gru(self, head: HeadFolder) -> dict[str, Any]:
+        """Domino's cell, and how many levels it leaves as they are."""
+        unbiased = head.nested.token("pure_draft_prefix_len")
+        if unbiased is None:
+            head.notes.append("no pure_draft_prefix_len: 0, as SpecForge takes it")
+        return {"gru_size": _size(head, "prefix_gru.weight_hh_l0", 1), "unbiased": unbiased or 0}
 
 
-def outputs_of(drafter: TrainableDrafter) -> list[int]:
-    """The layers whose outputs it reads, in ascending order."""
-    return [tap - 1 for tap in sorted(drafter.taps)]
+class Domino(DSpark):
+    """Domino heads of SpecForge."""
+
+    slot_name, names_behind = "shift_label", False
 
 
-def levels_of(drafter: TrainableDrafter) -> int:
-    """The number of tokens that a block predicts: one less if its first slot only reads the root."""
-    settings: Any = drafter.settings
-    return int(settings.slots) - (not settings.sample_from_anchor)
+def _size(head: HeadFolder, name: str, side: int) -> int:
+    """One side of a matrix."""
+    entry = head.entry(name)
+    return entry.shape[side] if entry and len(entry.shape) == 2 else 1
 
 
-def qwen3_config(drafter: TrainableDrafter, target_config: Any, **more: Any) -> Config:
-    """The config of the blocks, which are Qwen3's, for any reader."""
-    blocks = drafter.shape.num_hidden_layers
-    entries = {
-        "model_type": "qwen3",
-        "layer_types": ["full_attention"] * blocks,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "max_window_layers": blocks,
-        "num_target_layers": target_config.num_hidden_layers,
-        "block_size": drafter.settings.slots,
-    }
-    return llama_config(drafter, target_config, **entries, **more)
-
-
-def nest_config(architecture: str, drafter: TrainableDrafter, target_config: Any, **more: Any) -> Config:
-    """Everything under `dflash_config`, as z-lab and SpecForge have it."""
-    entries = {"mask_token_id": mask_of(drafter), "target_layer_ids": outputs_of(drafter)}
-    return qwen3_config(drafter, target_config, architectures=[architecture], dflash_config={**entries, **more})
-
-
-def zlab_config(drafter: TrainableDrafter, target_config: Any) -> Config:
-    """z-lab's config: the first slot reads the root and predicts nothing."""
-    settings = drafter.settings
-    more = {"causal": bool(settings.causal), "sample_from_anchor": False}
-    return nest_config("DFlashDraftModel", drafter, target_config, **more)
+# -- writing ----------------------------------------------------------------------------------------------------------
 
 
 def read_markov(drafter: TrainableDrafter) -> Config:

@@ -1,39 +1,35 @@
-"""Read DFlash, DSpark and Domino heads of other tools: the slots' convention and the logits' correction."""
+"""DFlash's network: blocks over injected states whose slots are filled at once; tensor names are ours everywhere."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from eagle.core.drafter import TrainableDrafter
 from eagle.drafters.parts.decoder_block import head_shape
-from eagle.formats.networks.head_parts import read_sizes
-from eagle.formats.networks.injected_layouts import CONFIDENCE, DFLASH, DSPARK
-from eagle.formats.networks.level_reader import (
+from eagle.formats.layout import llama_config
+from eagle.formats.networks.network import (
+    EMBEDDING,
     FOLLOWS,
     OUTPUT,
     ROTARY,
-    LevelReader,
+    Network,
     compare_count,
-    compare_size,
     count_parts,
+    keep_names,
+    read_sizes,
+    refuse_settings,
+    take_keys,
 )
-from eagle.formats.networks.networks import EMBEDDING
 from eagle.formats.reading import traps
 from eagle.formats.reading.head_folder import SPECULATORS, HeadFolder
-from eagle.formats.reading.keys import short
 from eagle.formats.reading.target_files import TargetFiles
-from eagle.formats.reading.traps import Trap
+from eagle.formats.reading.traps import Strike, strike
 
+DFLASH = "dflash"
 ZLAB, DEEPSPEC, SPECFORGE = "z-lab/dflash", "deepseek-ai/DeepSpec", "sgl-project/SpecForge"
-MARKOV, DOMINO = "markov_head.markov_w1.weight", "embed_proj.0.weight"
-NAMES = {
-    r"(?:model\.)?(layers\.\d+\.(?!.*inv_freq).*|fc\.weight|hidden_norm\.weight|norm\.weight)": r"\1",
-    r"(?:model\.)?(?:logit_head\.)?((?:markov_head|confidence_head|prefix_gru|embed_proj)\..*)": r"\1",
-    r"(?:model\.)?embed_tokens\.weight": EMBEDDING,
-    r"lm_head\.weight": OUTPUT,
-}
-SPARE = {ROTARY: FOLLOWS, r"verifier_(norm|lm_head)\.weight": "training alone reads it"}
+NAMES = keep_names("layers.#.*", "fc.weight", "hidden_norm.weight", "norm.weight", EMBEDDING, OUTPUT)
 UNLIKE = (  # keys of dflash_config that change what is computed
     *("use_swa", "attention_value_scale", "conv_kernel_size", "selector_rank", "output_multiplier"),
     *("final_logit_softcapping", "input_embedding_scale"),
@@ -42,12 +38,16 @@ OWN_PLACE = "slot j names the token at its own place (z-lab's DFlash)"
 BEHIND = "slot k names the token behind its place (DeepSpec's DFlash and DSpark)"
 
 
-class InjectedReader(LevelReader):
-    """Reads block drafters of z-lab, SpecForge, DeepSpec and speculators."""
+class DFlash(Network):
+    """DFlash heads of z-lab, SpecForge, DeepSpec and speculators."""
 
-    def method_of(self, head: HeadFolder) -> str:
-        """DSpark where anything corrects the logits or tells a confidence."""
-        return DSPARK if {MARKOV, DOMINO, CONFIDENCE} & head.names.keys() else DFLASH
+    method = DFLASH
+    spellings = ((ZLAB, NAMES),)
+    spare: Mapping[str, str] = {ROTARY: FOLLOWS, r"verifier_(norm|lm_head)\.weight": "training alone reads it"}
+    slot_name, names_behind = (
+        "sample_from_anchor",
+        False,
+    )  # the key of what slots name; its default
 
     def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> dict[str, Any]:
         """Sizes are those of the tensors; what the slots name stands in the config alone."""
@@ -72,8 +72,12 @@ class InjectedReader(LevelReader):
             "causal": bool(_first(keys.flag("is_causal"), head.nested.flag("causal"))),
             "mask_token": self._read_mask(head),
         }
-        corrected = self._read_correction(head)
+        corrected = self.read_correction(head)
         return settings if self.method_of(head) == DFLASH else settings | corrected
+
+    def read_correction(self, head: HeadFolder) -> dict[str, Any]:
+        """The correction of a slot's logits, of which there is none."""
+        return {}
 
     def _find_layout(self, head: HeadFolder) -> str:
         """The project that writes configs like this one."""
@@ -97,11 +101,8 @@ class InjectedReader(LevelReader):
             "quantization_config": bool(keys.values.get("quantization_config")),
             **{name: bool(nested.values.get(name)) for name in UNLIKE},
         }
-        for name in (name for name, is_refused in refused.items() if is_refused):
-            value = next((part.values[name] for part in (keys, block, nested) if name in part.values), None)
-            head.problem(f"config.json: {name} is {short(value)}, which no block here can be", fatal=False)
-        for part in (keys, block, nested):
-            part.taken |= {"tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window", *UNLIKE}
+        refuse_settings(head, refused, "block")
+        take_keys(head, "tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window", *UNLIKE)
         keys.taken |= {"quantization_config", "num_anchors", "sliding_window_non_causal", "speculators_config"}
         nested.taken |= {"projector_type", "attention_mode", "confidence_head_alpha"}
 
@@ -135,19 +136,13 @@ class InjectedReader(LevelReader):
         bonus = keys.flag("dspark_bonus_anchor")
         if None not in (stated, bonus) and stated == bonus:
             head.problem(f"config.json: sample_from_anchor and dspark_bonus_anchor are both {stated}", "Correct one")
-        if head.kind == "a Domino head":
-            if None not in (stated, shift) and stated != shift:
-                head.problem(
-                    f"config.json: sample_from_anchor is {stated} and shift_label {shift}", "Correct one of them"
-                )
-            stated = _first(shift, stated)
-            name, usual = "shift_label", False
-        else:
-            name = "sample_from_anchor"
-            # z-lab's DFlash and that of speculators fill places in; DSpark names what comes behind each
-            usual = head.layout == DEEPSPEC or head.kind == "a DSpark head"
+        if None not in (stated, shift) and stated != shift and self.slot_name == "shift_label":
+            head.problem(f"config.json: sample_from_anchor is {stated} and shift_label {shift}", "Correct one of them")
+        stated = _first(shift, stated) if self.slot_name == "shift_label" else stated
+        # z-lab's DFlash and that of speculators fill places in; DSpark names what comes behind each
+        usual = head.layout == DEEPSPEC or self.names_behind
         if stated is None:
-            head.notes.append(f"no {name}: {str(usual).lower()}, as {head.layout} takes it")
+            head.notes.append(f"no {self.slot_name}: {str(usual).lower()}, as {head.layout} takes it")
         return bool(_first(stated, usual))
 
     def _read_mask(self, head: HeadFolder) -> int:
@@ -162,38 +157,6 @@ class InjectedReader(LevelReader):
             head.problem(f"config.json: mask_token_id is {mask}, the vocabulary has {size} tokens", "Correct it")
         return mask or 0
 
-    def _read_correction(self, head: HeadFolder) -> dict[str, Any]:
-        """The correction of a slot's logits by its tensors; a note if the config disagrees."""
-        places = (head.keys, head.nested)
-        ranks = [rank for part in places if (rank := part.token("markov_rank")) is not None]
-        kinds = [kind for part in places if (kind := part.text("markov_head_type")) is not None]
-        flags = [flag for part in places if (flag := part.flag("enable_confidence_head")) is not None]
-        for part in places:
-            part.taken |= {"confidence_head_with_markov", "emb_dim", "gru_hidden_dim"}
-        markov, rank, further = "none", 1, {}
-        if DOMINO in head.names:
-            markov, rank, further = "domino", _size(head, DOMINO, 0), self._read_gru(head)
-        elif MARKOV in head.names:
-            parts = {name.split(".")[1] for name in head.names if name.startswith("markov_head.")}
-            markov = "gated" if "gate_proj" in parts else "rnn" if "joint_proj" in parts else "vanilla"
-            rank = _size(head, MARKOV, 1)
-            compare_size(head, "markov_rank", next(iter(ranks), None), rank)
-        if markov != "domino" and kinds and markov not in ("none", kinds[0].lower()):
-            head.problem(f"config.json: markov_head_type is {short(kinds[0])}, the tensors are {markov}", "Correct it")
-        if markov == "none" and any(ranks):
-            head.problem(f"config.json: markov_rank is {max(ranks)}, and {MARKOV} is missing", "Copy it again")
-        confident = CONFIDENCE in head.names
-        if flags and flags[0] and not confident:
-            head.problem(f"config.json: enable_confidence_head is true, and {CONFIDENCE} is missing", "Copy it again")
-        return {"markov": markov, "rank": rank, "confidence": confident, **further}
-
-    def _read_gru(self, head: HeadFolder) -> dict[str, Any]:
-        """Domino's cell, and how many levels it leaves as they are."""
-        unbiased = head.nested.token("pure_draft_prefix_len")
-        if unbiased is None:
-            head.notes.append("no pure_draft_prefix_len: 0, as SpecForge takes it")
-        return {"gru_size": _size(head, "prefix_gru.weight_hh_l0", 1), "unbiased": unbiased or 0}
-
     def target_layers(self, head: HeadFolder) -> int | None:
         """That which the head's own code would take its usual taps of."""
         return head.block.size("num_target_layers") or head.keys.size("num_target_layers")
@@ -205,12 +168,16 @@ class InjectedReader(LevelReader):
     def list_facts(self, head: HeadFolder) -> dict[str, Any]:
         """The head's convention among the two named DFlash."""
         place = BEHIND if head.settings.get("sample_from_anchor") else OWN_PLACE
-        return {"method": self.method_of(head), "slots": f"{head.settings.get('slots')}: {place}"}
+        return {
+            **super().list_facts(head),
+            "method": self.method_of(head),
+            "slots": f"{head.settings.get('slots')}: {place}",
+        }
 
-    def list_traps(self, head: HeadFolder) -> Iterator[tuple[Trap, dict[str, Any]]]:
+    def list_faults(self, head: HeadFolder, target: TargetFiles | None) -> Iterator[Strike]:
         """What engines make of a config that does not say what its slots name."""
-        if head.layout == SPECULATORS and self.method_of(head) == DSPARK and "sample_from_anchor" not in head.config:
-            yield traps.ANCHOR_UNSAID, {}
+        if head.layout == SPECULATORS and self.method_of(head) != DFLASH and "sample_from_anchor" not in head.config:
+            yield strike(traps.ANCHOR_UNSAID, fatal=False)
 
 
 def usual_taps(layers: int, blocks: int) -> list[int]:
@@ -225,11 +192,51 @@ def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _size(head: HeadFolder, name: str, side: int) -> int:
-    """One side of a matrix."""
-    entry = head.entry(name)
-    return entry.shape[side] if entry and len(entry.shape) == 2 else 1
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+Config = dict[str, Any]
 
 
-READER = InjectedReader(DFLASH, {ZLAB: NAMES}, SPARE)
-INJECTED_READERS = dict.fromkeys(("a DFlash head", "a DSpark head", "a Domino head"), READER)
+def mask_of(drafter: TrainableDrafter) -> int:
+    """The mask token; written into every config, because readers assume different ones."""
+    token: int | None = drafter.settings.mask_token
+    return drafter.shape.vocab_size - 1 if token is None else token
+
+
+def outputs_of(drafter: TrainableDrafter) -> list[int]:
+    """The layers whose outputs it reads, in ascending order."""
+    return [tap - 1 for tap in sorted(drafter.taps)]
+
+
+def levels_of(drafter: TrainableDrafter) -> int:
+    """The number of tokens that a block predicts: one less if its first slot only reads the root."""
+    settings: Any = drafter.settings
+    return int(settings.slots) - (not settings.sample_from_anchor)
+
+
+def qwen3_config(drafter: TrainableDrafter, target_config: Any, **more: Any) -> Config:
+    """The config of the blocks, which are Qwen3's, for any reader."""
+    blocks = drafter.shape.num_hidden_layers
+    entries = {
+        "model_type": "qwen3",
+        "layer_types": ["full_attention"] * blocks,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": blocks,
+        "num_target_layers": target_config.num_hidden_layers,
+        "block_size": drafter.settings.slots,
+    }
+    return llama_config(drafter, target_config, **entries, **more)
+
+
+def nest_config(architecture: str, drafter: TrainableDrafter, target_config: Any, **more: Any) -> Config:
+    """Everything under `dflash_config`, as z-lab and SpecForge have it."""
+    entries = {"mask_token_id": mask_of(drafter), "target_layer_ids": outputs_of(drafter)}
+    return qwen3_config(drafter, target_config, architectures=[architecture], dflash_config={**entries, **more})
+
+
+def zlab_config(drafter: TrainableDrafter, target_config: Any) -> Config:
+    """z-lab's config: the first slot reads the root and predicts nothing."""
+    settings = drafter.settings
+    more = {"causal": bool(settings.causal), "sample_from_anchor": False}
+    return nest_config("DFlashDraftModel", drafter, target_config, **more)
