@@ -48,7 +48,6 @@ class Medusa(Network):
     )
     prefixes = ()
     spare: Mapping[str, str] = {r"model\..*": "they are the target's own"}
-    rotates = False
 
     def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> dict[str, Any]:
         """Levels and blocks are those of the file: published configs say two heads where there are five."""

@@ -38,7 +38,6 @@ class Speculator(Network):
     spellings = (("fms-extras", NAMES),)
     prefixes = (WRAPPER,)
     spare: Mapping[str, str] = {}
-    rotates = False
 
     def _is_tied(self, head: HeadFolder) -> bool:
         """Whether levels share tensors: as the config says, else where a file holds fewer than it has levels."""

@@ -162,7 +162,9 @@ def _check_tensors(head: HeadFolder, network: Network, target: TargetFiles | Non
     except ValueError as error:
         head.problem(str(error), "Correct config.json")
         return
-    expected = {name: network.size_of(name, tuple(tensor.shape)) for name, tensor in drafter.state_dict().items()}
+    expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    if head.layout != OWN:
+        expected = {name: network.size_of(name, size) for name, size in expected.items()}
     beside = network.sizes_beside(head)
     for name, size in {**beside, **expected}.items():
         entry = head.entry(name)

@@ -23,7 +23,8 @@ from eagle.recipe import TargetSection
 def check_rotary(head: HeadFolder, network: Network, target: TargetFiles | None) -> Iterator[Strike]:
     """Check the rotary parameters."""
     rope = head.shape.get("rope_parameters")
-    if rope is None or not network.rotates:
+    turns = any(".self_attn." in name for name in head.names) and (network.rotates or head.layout == OWN)
+    if rope is None or not turns:
         return
     theta, kind = rope["rope_theta"], rope["rope_type"]
     if head.block.values.get("rope_theta") is None and theta != USUAL_THETA:
