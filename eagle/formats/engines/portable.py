@@ -11,7 +11,7 @@ from eagle.formats.engines.registry import SERVERS, write_layout
 from eagle.formats.layout import Layout
 from eagle.formats.networks.eagle1_heads import FeatureLayout
 from eagle.formats.networks.eagle3_heads import FusedLayout
-from eagle.formats.networks.network import FEATURES, FUSED, network_of
+from eagle.formats.networks.tensor_names import FEATURES, FUSED, network_of
 
 NOT_RUN = "SGLang and TensorRT-LLM were not run with it; the others were, with the layouts that this one is made of."
 NETWORKS = {FEATURES: FeatureLayout("", reads_bias=False), FUSED: FusedLayout("")}

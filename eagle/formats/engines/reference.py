@@ -9,7 +9,7 @@ from eagle.formats.engines.engine import Engine
 from eagle.formats.layout import Layout
 from eagle.formats.networks.eagle1_heads import FeatureLayout, add_embedding
 from eagle.formats.networks.eagle3_heads import FusedLayout
-from eagle.formats.networks.network import FEATURES, FUSED
+from eagle.formats.networks.tensor_names import FEATURES, FUSED
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mixtral")  # it takes every other target for a Mixtral
 

@@ -27,7 +27,7 @@ from eagle.formats.engines.trtllm import TRTLLM
 from eagle.formats.engines.vllm import VLLM
 from eagle.formats.fit import check_fit
 from eagle.formats.layout import Layout, has_attention
-from eagle.formats.networks.network import network_of
+from eagle.formats.networks.tensor_names import network_of
 
 SERVERS = (VLLM, SGLANG, TRTLLM, OPENVINO, LLAMACPP)
 PUBLISHED = (

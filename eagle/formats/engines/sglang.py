@@ -14,7 +14,7 @@ from eagle.formats.networks.dspark_heads import (
 )
 from eagle.formats.networks.eagle1_heads import FeatureLayout
 from eagle.formats.networks.eagle3_heads import FusedLayout
-from eagle.formats.networks.network import FEATURES, FUSED
+from eagle.formats.networks.tensor_names import FEATURES, FUSED
 from eagle.formats.reading import traps
 
 SERVE = """```sh

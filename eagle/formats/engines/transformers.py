@@ -9,7 +9,7 @@ from torch import Tensor
 
 from eagle.formats.engines.engine import Engine
 from eagle.formats.layout import Layout
-from eagle.formats.networks.network import NetworkLayout
+from eagle.formats.networks.tensor_names import NetworkLayout
 
 LANGUAGE_MODEL = "draft_model"  # the network of a whole model
 

@@ -10,8 +10,8 @@ from eagle.formats.networks.eagle3_heads import SWITCHES, FusedLayout
 from eagle.formats.networks.medusa_heads import MEDUSA, ServedMedusa
 from eagle.formats.networks.mlp_speculators import SPECULATOR
 from eagle.formats.networks.mtp_layers import MIMO_NAMES, MTP, MtpLayout
-from eagle.formats.networks.network import FEATURES, FUSED
 from eagle.formats.networks.peagle_heads import PEAGLE, ParallelLayout
+from eagle.formats.networks.tensor_names import FEATURES, FUSED
 from eagle.formats.reading import traps
 
 COMMAND = 'vllm serve TARGET --speculative-config \'{{{asked}, "model": "HEAD", "num_speculative_tokens": DEPTH}}\''

@@ -9,21 +9,11 @@ from typing import Any
 from eagle.core.drafter import TrainableDrafter
 from eagle.drafters.parts.decoder_block import head_shape
 from eagle.formats.layout import llama_config
-from eagle.formats.networks.network import (
-    EMBEDDING,
-    FOLLOWS,
-    OUTPUT,
-    ROTARY,
-    Network,
-    compare_count,
-    count_parts,
-    keep_names,
-    read_sizes,
-    refuse_settings,
-    take_keys,
-)
+from eagle.formats.networks.network import FOLLOWS, ROTARY, Network
+from eagle.formats.networks.sizes import compare_count, count_parts
+from eagle.formats.networks.tensor_names import keep_names
 from eagle.formats.reading import traps
-from eagle.formats.reading.head_folder import SPECULATORS, HeadFolder
+from eagle.formats.reading.head_folder import EMBEDDING, OUTPUT, SPECULATORS, HeadFolder
 from eagle.formats.reading.target_files import TargetFiles
 from eagle.formats.reading.traps import Strike, strike
 
@@ -41,7 +31,11 @@ BEHIND = "slot k names the token behind its place (DeepSpec's DFlash and DSpark)
 class DFlash(Network):
     """DFlash heads of z-lab, SpecForge, DeepSpec and speculators."""
 
-    method = DFLASH
+    name, method = "a DFlash head", DFLASH
+    methods: tuple[str, ...] = (DFLASH,)
+    tensors, words = r"hidden_norm\.weight$", "dflash"
+    keys: tuple[str, ...] = ("dflash_config",)
+    common: tuple[str, ...] = ("block_size",)
     spellings = ((ZLAB, NAMES),)
     spare: Mapping[str, str] = {ROTARY: FOLLOWS, r"verifier_(norm|lm_head)\.weight": "training alone reads it"}
     slot_name, names_behind = (
@@ -53,7 +47,7 @@ class DFlash(Network):
         """Sizes are those of the tensors; what the slots name stands in the config alone."""
         keys, head.nested = head.keys, head.keys.section("dflash_config")
         head.layout = self._find_layout(head)
-        read_sizes(head)
+        head.target_layers = head.block.size("num_target_layers") or keys.size("num_target_layers")
         blocks = compare_count(
             head, head.block.size("num_hidden_layers"), count_parts(head, r"layers\.(\d+)\."), "layers"
         )
@@ -73,7 +67,7 @@ class DFlash(Network):
             "mask_token": self._read_mask(head),
         }
         corrected = self.read_correction(head)
-        return settings if self.method_of(head) == DFLASH else settings | corrected
+        return settings if head.method == DFLASH else settings | corrected
 
     def read_correction(self, head: HeadFolder) -> dict[str, Any]:
         """The correction of a slot's logits, of which there is none."""
@@ -101,8 +95,8 @@ class DFlash(Network):
             "quantization_config": bool(keys.values.get("quantization_config")),
             **{name: bool(nested.values.get(name)) for name in UNLIKE},
         }
-        refuse_settings(head, refused, "block")
-        take_keys(head, "tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window", *UNLIKE)
+        head.refuse(refused, "block")
+        head.take("tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window", *UNLIKE)
         keys.taken |= {"quantization_config", "num_anchors", "sliding_window_non_causal", "speculators_config"}
         nested.taken |= {"projector_type", "attention_mode", "confidence_head_alpha"}
 
@@ -157,10 +151,6 @@ class DFlash(Network):
             head.problem(f"config.json: mask_token_id is {mask}, the vocabulary has {size} tokens", "Correct it")
         return mask or 0
 
-    def target_layers(self, head: HeadFolder) -> int | None:
-        """That which the head's own code would take its usual taps of."""
-        return head.block.size("num_target_layers") or head.keys.size("num_target_layers")
-
     def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
         """Those of the config, of so many blocks with norms of queries and keys."""
         return head_shape(SimpleNamespace(**head.shape), num_hidden_layers=head.settings["blocks"], qk_norm=True)
@@ -170,13 +160,13 @@ class DFlash(Network):
         place = BEHIND if head.settings.get("sample_from_anchor") else OWN_PLACE
         return {
             **super().list_facts(head),
-            "method": self.method_of(head),
+            "method": head.method,
             "slots": f"{head.settings.get('slots')}: {place}",
         }
 
     def list_faults(self, head: HeadFolder, target: TargetFiles | None) -> Iterator[Strike]:
         """What engines make of a config that does not say what its slots name."""
-        if head.layout == SPECULATORS and self.method_of(head) != DFLASH and "sample_from_anchor" not in head.config:
+        if head.layout == SPECULATORS and head.method != DFLASH and "sample_from_anchor" not in head.config:
             yield strike(traps.ANCHOR_UNSAID, fatal=False)
 
 

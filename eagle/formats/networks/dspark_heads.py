@@ -9,7 +9,6 @@ from typing import Any
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Layout, embedding_of, output_of, rotary_of, scale_of, tensors_of
 from eagle.formats.networks.dflash_heads import (
-    DFLASH,
     NAMES,
     ZLAB,
     Config,
@@ -21,8 +20,9 @@ from eagle.formats.networks.dflash_heads import (
     qwen3_config,
     zlab_config,
 )
-from eagle.formats.networks.network import EMBEDDING, OUTPUT, NetworkLayout, compare_size, keep_names, reorder_taps
-from eagle.formats.reading.head_folder import HeadFolder, short
+from eagle.formats.networks.sizes import compare_size
+from eagle.formats.networks.tensor_names import NetworkLayout, keep_names, reorder_taps
+from eagle.formats.reading.head_folder import EMBEDDING, OUTPUT, HeadFolder, short
 
 DSPARK, CONFIDENCE = "dspark", "confidence_head.proj.weight"
 MARKOV, DOMINO = "markov_head.markov_w1.weight", "embed_proj.0.weight"
@@ -33,13 +33,12 @@ Style = Callable[[TrainableDrafter, Any], Config]  # the config of a head with t
 class DSpark(DFlash):
     """DSpark heads of DeepSpec, SpecForge and speculators."""
 
+    name = "a DSpark head"
+    methods: tuple[str, ...] = (DSPARK,)
+    tensors, words, keys, common = r"(markov_head|confidence_head)\.", "dspark", (), ()
     spellings = ((ZLAB, {**NAMES, **CORRECTION}),)
     prefixes = ("model.", "logit_head.")
     names_behind = True
-
-    def method_of(self, head: HeadFolder) -> str:
-        """DSpark where anything corrects the logits or tells a confidence."""
-        return DSPARK if {MARKOV, DOMINO, CONFIDENCE} & head.names.keys() else DFLASH
 
     def read_correction(self, head: HeadFolder) -> dict[str, Any]:
         """The correction of a slot's logits by its tensors; a note if the config disagrees."""
@@ -64,6 +63,8 @@ class DSpark(DFlash):
         confident = CONFIDENCE in head.names
         if flags and flags[0] and not confident:
             head.problem(f"config.json: enable_confidence_head is true, and {CONFIDENCE} is missing", "Copy it again")
+        if {MARKOV, DOMINO, CONFIDENCE} & head.names.keys():
+            head.method = DSPARK
         return {"markov": markov, "rank": rank, "confidence": confident, **further}
 
     def _read_gru(self, head: HeadFolder) -> dict[str, Any]:
@@ -77,6 +78,9 @@ class DSpark(DFlash):
 class Domino(DSpark):
     """Domino heads of SpecForge."""
 
+    name = "a Domino head"
+    methods = ()
+    tensors, words = r"(prefix_gru|embed_proj)\.", "domino"
     slot_name, names_behind = "shift_label", False
 
 

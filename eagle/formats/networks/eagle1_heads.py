@@ -10,23 +10,17 @@ import torch
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Layout, embedding_of, llama_config, scale_of, tensors_of
-from eagle.formats.networks.network import (
-    EMBEDDING,
-    OUTPUT,
-    Network,
-    NetworkLayout,
-    Spelling,
-    keep_names,
-    read_sizes,
-    refuse_settings,
-)
+from eagle.formats.networks.network import Network
+from eagle.formats.networks.tensor_names import NetworkLayout, Spelling, keep_names
 from eagle.formats.reading import traps
 from eagle.formats.reading.files import has
 from eagle.formats.reading.head_folder import (
     AUTOMODEL,
     EAGLE1,
+    EMBEDDING,
     MIDLAYER,
     MODELOPT,
+    OUTPUT,
     REFERENCE,
     SPECULATORS,
     HeadFolder,
@@ -42,7 +36,8 @@ BLOCK = keep_names("layers.0.*", "fc.weight", "fc.bias", EMBEDDING, OUTPUT)
 class Eagle1(Network):
     """EAGLE-1's heads of any trainer."""
 
-    method = "eagle1"
+    name, method = "EAGLE-1", "eagle1"
+    methods: tuple[str, ...] = ("eagle1", "hass")
     spellings: tuple[tuple[str, Spelling], ...] = ((EAGLE1, BLOCK),)
     own_copies: tuple[str, ...] = (EMBEDDING,)
     remedies: Mapping[str, str] = {"fc.weight": "Engines start from random numbers there without a word: export again"}
@@ -53,7 +48,6 @@ class Eagle1(Network):
     def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> dict[str, Any]:
         """The settings that change what is computed; those without a counterpart here are refused."""
         head.layout = self._find_layout(head)
-        read_sizes(head)
         keys, block, nested = head.keys, head.block, head.nested
         self._refuse_others(head)
         keys.taken |= {"mask_token_id", "quantization_config"}
@@ -98,7 +92,7 @@ class Eagle1(Network):
             "mask_token_id": "mask_token_id" in keys.values,
             "quantization_config": bool(keys.values.get("quantization_config")),
         }
-        refuse_settings(head, refused)
+        head.refuse(refused)
 
     def read_switches(self, head: HeadFolder) -> dict[str, Any]:
         """One switch: the file decides whether `fc` has a bias."""

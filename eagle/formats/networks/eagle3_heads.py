@@ -19,9 +19,9 @@ from eagle.formats.layout import Layout, embedding_of, llama_config, scale_of, t
 from eagle.formats.networks.draft_tokens import check_draft_vocab, mark_tokens
 from eagle.formats.networks.eagle1_heads import AUTOMODEL_CLASS, BLOCK, Eagle1, list_block_facts
 from eagle.formats.networks.layer_ids import LAYER_IDS, choose_taps, list_wrong_ids
-from eagle.formats.networks.network import EMBEDDING, NetworkLayout, keep_names, rename_tensors, reorder_taps
+from eagle.formats.networks.tensor_names import NetworkLayout, keep_names, rename_tensors, reorder_taps
 from eagle.formats.reading import traps
-from eagle.formats.reading.head_folder import LAYERS, MIDLAYER, MODELOPT, REFERENCE, SPECULATORS, HeadFolder
+from eagle.formats.reading.head_folder import EMBEDDING, LAYERS, MIDLAYER, MODELOPT, REFERENCE, SPECULATORS, HeadFolder
 from eagle.formats.reading.target_files import EMBEDDINGS, TargetFiles
 from eagle.formats.reading.traps import Strike, strike
 
@@ -39,7 +39,7 @@ ASK = f"Import it with --norm-output={LM_HEAD} if SpecForge trained it, else wit
 class Eagle3(Eagle1):
     """EAGLE-3's heads of any trainer."""
 
-    method = "eagle3"
+    name, method, methods = "EAGLE-3", "eagle3", ("eagle3",)
     layers = LAYERS
     spellings = ((MIDLAYER, MIDLAYER_NAMES), (LAYERS, NAMES))
     borrowed: Mapping[str, tuple[str, ...]] = {EMBEDDING: EMBEDDINGS}

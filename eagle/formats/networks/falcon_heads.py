@@ -12,19 +12,9 @@ from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Layout, check_family, embedding_of, llama_config, tensors_of
-from eagle.formats.networks.network import (
-    EMBEDDING,
-    FOLLOWS,
-    ROTARY,
-    Network,
-    NetworkLayout,
-    keep_names,
-    read_sizes,
-    refuse_settings,
-    rename_tensors,
-    take_keys,
-)
-from eagle.formats.reading.head_folder import HeadFolder
+from eagle.formats.networks.network import FOLLOWS, ROTARY, Network
+from eagle.formats.networks.tensor_names import NetworkLayout, keep_names, rename_tensors
+from eagle.formats.reading.head_folder import EMBEDDING, HeadFolder
 from eagle.formats.reading.target_files import TargetFiles
 
 FALCON = "falcon"
@@ -35,7 +25,8 @@ NAMES = {**GATES, **keep_names("layers.0.*", EMBEDDING)}
 class Falcon(Network):
     """Falcon heads of their authors."""
 
-    method = FALCON
+    name, method, methods = "a FALCON head", FALCON, (FALCON,)
+    tensors = r"lstm\.(weight|bias)"
     spellings = (("Bestpay-inc/Falcon", NAMES),)
     prefixes = ()
     spare: Mapping[str, str] = {
@@ -45,13 +36,12 @@ class Falcon(Network):
 
     def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> dict[str, Any]:
         """A block of k tokens; EAGLE-1's layer behind an LSTM of two."""
-        read_sizes(head)
         k = head.keys.size("k_mask")
         if k is None:
             head.problem("config.json: no k_mask, the tokens of a block", "Take it from the config of the training run")
-        refuse_settings(head, {"hidden_act": head.keys.text("hidden_act") not in (None, "silu")})
+        head.refuse({"hidden_act": head.keys.text("hidden_act") not in (None, "silu")})
         # a second layer and biases would be tensors that nothing here has
-        take_keys(head, "bias", "num_hidden_layers", "attention_bias", "mlp_bias", "qkv_bias", "tie_word_embeddings")
+        head.take("bias", "num_hidden_layers", "attention_bias", "mlp_bias", "qkv_bias", "tie_word_embeddings")
         head.notes.append(
             "the LSTM begins at zeros at every place, as it does there for one text: its forget gates change nothing, "
             "and their rows are left out"

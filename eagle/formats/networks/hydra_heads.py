@@ -10,20 +10,10 @@ from typing import Any
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Layout, base_config, check_family, tensors_of
 from eagle.formats.networks.medusa_heads import check_shared
-from eagle.formats.networks.network import (
-    EMBEDDING,
-    FOLLOWS,
-    ROTARY,
-    USUAL_THETA,
-    Network,
-    NetworkLayout,
-    borrow_sizes,
-    compare_count,
-    count_parts,
-    read_sides,
-    rename_tensors,
-)
-from eagle.formats.reading.head_folder import HeadFolder, short
+from eagle.formats.networks.network import FOLLOWS, ROTARY, Network
+from eagle.formats.networks.sizes import borrow_sizes, compare_count, count_parts, read_sides
+from eagle.formats.networks.tensor_names import USUAL_THETA, NetworkLayout, rename_tensors
+from eagle.formats.reading.head_folder import EMBEDDING, HeadFolder, short
 from eagle.formats.reading.target_files import TargetFiles
 
 HYDRA = "hydra"
@@ -45,8 +35,11 @@ PREFIXED = {
 class Hydra(Network):
     """Hydra heads of their authors, with a prefix layer or without."""
 
-    method = HYDRA
+    name, method, methods = "Hydra heads", HYDRA, (HYDRA,)
+    tensors, words = r"(hydra_mlp|hydra_lm_head|prefix_embeding_layer)\.", "hydra"
+    keys = ("hydra_num_heads",)
     spellings = (("zankner/Hydra", PREFIXED), ("zankner/Hydra", PLAIN))
+    has_block = False
     prefixes = ()
     spare: Mapping[str, str] = {
         ROTARY: FOLLOWS,

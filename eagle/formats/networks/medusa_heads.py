@@ -12,18 +12,11 @@ from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Layout, base_config, check_family, output_of, tensors_of
-from eagle.formats.networks.network import (
-    OUTPUT,
-    Network,
-    NetworkLayout,
-    borrow_sizes,
-    compare_count,
-    count_parts,
-    read_sides,
-    rename_tensors,
-)
+from eagle.formats.networks.network import Network
+from eagle.formats.networks.sizes import borrow_sizes, compare_count, count_parts, read_sides
+from eagle.formats.networks.tensor_names import NetworkLayout, rename_tensors
 from eagle.formats.reading import traps
-from eagle.formats.reading.head_folder import HeadFolder
+from eagle.formats.reading.head_folder import OUTPUT, HeadFolder
 from eagle.formats.reading.target_files import TargetFiles
 from eagle.formats.reading.traps import Strike, strike
 
@@ -40,12 +33,15 @@ MODELOPT = (
 class Medusa(Network):
     """Medusa heads of their authors, of vLLM and of ModelOpt."""
 
-    method = MEDUSA
+    name, method, methods = "Medusa heads", MEDUSA, (MEDUSA,)
+    tensors = r"(medusa_heads?|lm_heads|blocks\.\d+\.layers)\.|\d+\.\d+\.(linear\.)?(weight|bias)$"
+    words, keys = "medusa", ("medusa_num_heads", "medusa_num_layers")
     spellings = (
         ("FasterDecoding/Medusa", AUTHORS),
         ("vLLM", VLLM_NAMES),
         *(("ModelOpt", names) for names in MODELOPT),
     )
+    has_block = False
     prefixes = ()
     spare: Mapping[str, str] = {r"model\..*": "they are the target's own"}
 

@@ -11,15 +11,9 @@ from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Layout, tensors_of
-from eagle.formats.networks.network import (
-    Network,
-    NetworkLayout,
-    borrow_sizes,
-    compare_count,
-    compare_size,
-    read_sides,
-    rename_tensors,
-)
+from eagle.formats.networks.network import Network
+from eagle.formats.networks.sizes import borrow_sizes, compare_count, compare_size, read_sides
+from eagle.formats.networks.tensor_names import NetworkLayout, rename_tensors
 from eagle.formats.reading.head_folder import HeadFolder
 from eagle.formats.reading.target_files import TargetFiles
 
@@ -34,8 +28,11 @@ MOST = 64  # levels that any head has: a config may say anything
 class Speculator(Network):
     """MLP speculators of fms-extras, plain or in its wrapper for transformers."""
 
-    method = SPECULATOR
+    name, method, methods = "an MLP speculator", SPECULATOR, (SPECULATOR,)
+    tensors, words = r"(speculator\.)?(emb|proj|ln|head)\.\d+\.(weight|bias)$", "mlp_?speculator"
+    keys, common = ("top_k_tokens_per_head",), ("n_predict",)
     spellings = (("fms-extras", NAMES),)
+    has_block = False
     prefixes = (WRAPPER,)
     spare: Mapping[str, str] = {}
 

@@ -15,19 +15,9 @@ import torch
 from eagle.core.drafter import TrainableDrafter
 from eagle.drafters.parts.decoder_block import head_shape
 from eagle.formats.layout import Layout, embedding_of, output_of, scale_of, tensors_of
-from eagle.formats.networks.network import (
-    EMBEDDING,
-    FOLLOWS,
-    OUTPUT,
-    ROTARY,
-    Network,
-    NetworkLayout,
-    Spelling,
-    read_sizes,
-    refuse_settings,
-    rename_tensors,
-)
-from eagle.formats.reading.head_folder import SPECULATORS, HeadFolder
+from eagle.formats.networks.network import FOLLOWS, ROTARY, Network
+from eagle.formats.networks.tensor_names import NetworkLayout, Spelling, rename_tensors
+from eagle.formats.reading.head_folder import EMBEDDING, OUTPUT, SPECULATORS, HeadFolder
 from eagle.formats.reading.target_files import TargetFiles
 
 MTP, DEEPSEEK, MIMO = "mtp", "DeepSeek", "MiMo"
@@ -57,7 +47,9 @@ PLAIN = ("llama", "mistral", "qwen2", "qwen3", "mimo")  # families whose norms m
 class Mtp(Network):
     """The layer behind a model's last one."""
 
-    method = MTP
+    name, method, methods = "a layer of multi-token prediction (MTP)", MTP, (MTP,)
+    tensors = r"(layers\.\d+\.|mtp\.)?(eh_proj|enorm|hnorm|shared_head)\b|(mtp|mtp_layers|mtp_block)\."
+    words, common = "mtp", ("num_nextn_predict_layers", "mtp_num_hidden_layers")
     spellings = ((MIMO, MIMO_NAMES), (DEEPSEEK, DEEPSEEK_NAMES))
     spare: Mapping[str, str] = {ROTARY: FOLLOWS, r"(model\.)?(layers\..*|norm\.weight)": TARGETS_OWN}
 
@@ -76,7 +68,6 @@ class Mtp(Network):
                 "it was trained to read the state before the final norm at its first step, and heads here read the one "
                 "behind it, as engines do: expect less acceptance than its training says"
             )
-        read_sizes(head)
         layers = {found[1] for name in head.tensors.stored if (found := re.search(r"mtp_layers\.(\d+)\.", name))}
         layers |= {found[1] for name in head.tensors.stored if (found := re.search(r"(\d+)\.eh_proj\.weight", name))}
         if len(layers) > 1:
@@ -86,15 +77,12 @@ class Mtp(Network):
             "model_type": head.layout == SPECULATORS and block.values.get("model_type") not in PLAIN,
             "quantization_config": bool(keys.values.get("quantization_config")),
         }
-        refuse_settings(head, refused, "block")
+        head.refuse(refused, "block")
         for part in (keys, block):  # of a whole model, whose other keys do not matter to this layer
             part.taken |= part.values.keys()
+        count = keys.size("num_hidden_layers") if "num_nextn_predict_layers" in head.config else None
+        head.target_layers = None if count == 1 else count  # one layer is the head's own
         return {"hidden_first": head.layout == MIMO}
-
-    def target_layers(self, head: HeadFolder) -> int | None:
-        """The layers in front of it, of the model whose config it has; one layer is the head's own."""
-        layers = head.keys.size("num_hidden_layers") if "num_nextn_predict_layers" in head.config else None
-        return None if layers == 1 else layers
 
     def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
         """Those of the config; norms by head and biases where there are such tensors."""

@@ -1,13 +1,11 @@
-"""A network of heads as a table: its tensors' names in each spelling, what is borrowed, and how sizes are read."""
+"""A network of heads as a table, by which a checkpoint is recognised, matched, inspected and converted."""
 
 # H width, V vocabulary
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,91 +13,29 @@ import torch
 from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
+from eagle.drafters import DRAFTERS
 from eagle.drafters.parts.decoder_block import head_shape
-from eagle.formats.layout import Layout
-from eagle.formats.reading.head_folder import HeadFolder, read_rope, short
-from eagle.formats.reading.target_files import EMBEDDINGS, LM_HEADS, TargetFiles
+from eagle.formats.checkpoint import build_head
+from eagle.formats.networks.sizes import read_sizes
+from eagle.formats.networks.tensor_names import Spelling, fill_name, match_name
+from eagle.formats.reading.head_folder import EMBEDDING, OUTPUT, OWN, Finding, HeadFolder, name_part
+from eagle.formats.reading.target_files import EMBEDDINGS, LM_HEADS, TargetFiles, count_differing_rows
 from eagle.formats.reading.traps import Strike
 
-FEATURES, FUSED = "features", "fused"  # EAGLE-1's network and EAGLE-3's
-EMBEDDING, OUTPUT, MASK_HIDDEN = "embed_tokens.weight", "lm_head.weight", "mask_hidden"
 ROTARY = r"(.*\.)?(inv_freq|cos_cached|sin_cached)"
 FOLLOWS = "follows from the rotary parameters"
-USUAL_THETA = 10000.0  # of Llama when the first methods were written, which some trainers keep whatever the target has
-Spelling = Mapping[str, str]  # our names and another tool's
-
-
-# -- names ------------------------------------------------------------------------------------------------------------
-
-
-def match_name(pattern: str, name: str) -> tuple[str, ...] | None:
-    """The parts of a name for which `#` (a number) and `*` (anything) stand; None if the name is another."""
-    found = _compile(pattern).fullmatch(name)
-    return None if found is None else found.groups()
-
-
-def fill_name(pattern: str, parts: Iterable[str], numbers: Mapping[str, Any]) -> str:
-    """The name with these parts in place of `#` and `*`, and with numbers in place of their names in braces."""
-    rest = iter(parts)
-    return re.sub(r"[#*]", lambda _: next(rest), pattern).format_map(numbers)
-
-
-@cache
-def _compile(pattern: str) -> re.Pattern[str]:
-    """A pattern of names as a regular expression; a number in braces may be any."""
-    kinds = {"#": r"(\d+)", "*": r"((?!.*inv_freq).+)"}
-    pieces = re.split(r"(#|\*|\{\w+\})", pattern)
-    return re.compile("".join(r"\d+" if part[:1] == "{" else kinds.get(part, re.escape(part)) for part in pieces))
-
-
-def rename_tensors(tensors: Mapping[str, Tensor], spelling: Spelling, **numbers: Any) -> dict[str, Tensor]:
-    """Tensors under the names of another tool; a name that its spelling lacks stays."""
-    return {_rename(name, spelling, numbers): tensor for name, tensor in tensors.items()}
-
-
-def _rename(name: str, spelling: Spelling, numbers: Mapping[str, Any]) -> str:
-    for ours, theirs in spelling.items():
-        if (parts := match_name(ours, name)) is not None:
-            return fill_name(theirs, parts, numbers)
-    return name
-
-
-def keep_names(*names: str) -> Spelling:
-    """The spelling of names that are ours."""
-    return dict(zip(names, names, strict=True))
-
-
-# -- writing ----------------------------------------------------------------------------------------------------------
-
-
-def network_of(drafter: TrainableDrafter) -> str:
-    """The name of a drafter's network."""
-    return str(drafter.network["network"])
-
-
-@dataclass(frozen=True)
-class NetworkLayout:
-    """One engine's layout of one network."""
-
-    serve: str  # Markdown, in which HEAD, TARGET and DEPTH stand for themselves
-    architectures: tuple[str, ...] = ()
-    until: str = ""  # the last version of the engine that reads it, where a later one does not
-    blocks: int = 1  # the most that a head may have: none of several was run in any engine
-    slides: bool = False  # whether it reads a window without sinks from layer_types
-    finish: Callable[[Layout, TrainableDrafter, Any], Layout] | None = None  # what this engine alone needs
-
-    def write(self, drafter: TrainableDrafter, target_config: Any, engine: str) -> Layout:
-        """The layout of a head; ValueError with the settings that the engine cannot serve."""
-        raise NotImplementedError
-
-
-# -- reading ----------------------------------------------------------------------------------------------------------
 
 
 class Network:
     """One method's heads as other tools write them; each fact about their tensors stands in it once."""
 
+    name: str = ""  # as `inspect` prints it
     method: str
+    methods: tuple[str, ...] = ()  # of this project whose heads these are
+    tensors: str = "$^"  # begins the name of one, `model.` taken off: any of these four signs is enough
+    words: str = "^$"  # stands in architectures, model_type, speculators_model_type or projector_type
+    keys: tuple[str, ...] = ()  # of config.json
+    common: tuple[str, ...] = ()  # keys that a language model may have too
     spellings: tuple[tuple[str, Spelling], ...] = ()  # by who writes them
     prefixes: tuple[str, ...] = ("model.",)  # that may stand in front of any name
     spare: Mapping[str, str] = {ROTARY: FOLLOWS}  # patterns of what is not needed, and why
@@ -108,12 +44,9 @@ class Network:
     indices: tuple[str, ...] = ()  # tensors that hold no weights
     zeros: str = r".*\.bias"  # what may be all zeros
     remedies: Mapping[str, str] = {}  # of missing tensors
+    has_block: bool = True  # whether its config has the sizes of a Llama block
     lists_all: bool = False  # whether tensors are compared with the config's sizes where something else is wrong too
     rotates: bool = True  # whether the config's rotary parameters are those of its attention
-
-    def method_of(self, head: HeadFolder) -> str:
-        """This project's method for such a head."""
-        return self.method
 
     def rename(self, head: HeadFolder, name: str, ours: str) -> str | None:
         """Our name of a tensor, from the one that its spelling gave; None for one that is no part of the head."""
@@ -126,10 +59,6 @@ class Network:
     def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
         """The sizes of the head, by its config."""
         return head_shape(SimpleNamespace(**head.shape))
-
-    def target_layers(self, head: HeadFolder) -> int | None:
-        """The number of the target's layers, where the config tells it."""
-        return None
 
     def size_of(self, name: str, size: tuple[int, ...]) -> tuple[int, ...]:
         """The size of the tensor in the file which holds one of ours of this size."""
@@ -167,114 +96,196 @@ class Network:
         """The facts that `inspect` shows."""
         return {**head.settings, "width": head.shape["hidden_size"], "vocabulary": head.shape["vocab_size"]}
 
+    # -- matching and converting --------------------------------------------------------------------------------------
 
-# -- sizes and counts -------------------------------------------------------------------------------------------------
+    def match(self, head: HeadFolder, target: TargetFiles | None) -> None:
+        """Match each tensor and key of a recognised head; obstacles to an import become problems."""
+        head.method = self.method
+        if head.layout == OWN:
+            _read_own(head)
+        else:
+            copies = self._name_tensors(head)
+            if self.has_block:
+                read_sizes(head)
+            head.settings = self.read_settings(head, target)
+            _compare_copies(head, copies)
+        for name in sorted(head.names.keys() & self.borrowed.keys()):
+            self._compare_borrowed(head, name, target)
+        if target and head.target_layers not in (None, target.layers):
+            what = f"the head is for a target of {head.target_layers} layers, {target.path} has {target.layers}"
+            head.problem(what, "Name the right target")
+        self._check_tensors(head, target)
+        fix = "Correct it by the run that made the head"
+        head.problems += [Finding(f"config.json: {wrong}", fix=fix) for wrong in dict.fromkeys(head.keys.wrong)]
+        sections = {id(section): section for section in (head.keys, head.block, head.nested)}.values()
+        head.unknown_keys = [name for section in sections for name in section.left()]
 
+    def _name_tensors(self, head: HeadFolder) -> dict[str, str]:
+        """This project's name of each tensor; the duplicates by name."""
+        head.names, copies, left_out = {}, dict[str, str](), dict[str, list[str]]()
+        for name in sorted(head.tensors.stored):
+            who, ours = self._find_name(head, name)
+            if ours is None:
+                why = next((why for pattern, why in self.spare.items() if re.fullmatch(pattern, name)), "")
+                left_out.setdefault(why, []).append(name)
+            elif ours in head.names:
+                copies[name] = ours
+            else:
+                head.names[ours] = name
+                head.layout = head.layout if ours in self.borrowed else who
+        _refuse_tensors(head, left_out.pop("", []))
+        head.notes += [f"{_list_some(names)} left out: {why}" for why, names in left_out.items()]
+        return copies
 
-def count_parts(head: HeadFolder, pattern: str) -> int:
-    """The number of different indices at one place of our names."""
-    return len({found[1] for name in head.names if (found := re.match(pattern, name))})
+    def _find_name(self, head: HeadFolder, name: str) -> tuple[str, str | None]:
+        """Whose spelling a tensor's name fits, and this project's name."""
+        bare = self._strip(name)
+        for who, spelling in self.spellings:
+            for ours, theirs in spelling.items():
+                if (parts := match_name(self._strip(theirs), bare)) is not None:
+                    found = fill_name(ours, parts, {})
+                    return who, found if found in self.borrowed else self.rename(head, name, found)
+        return "", OUTPUT if name == OUTPUT and OUTPUT in self.borrowed else None
 
+    def _strip(self, name: str) -> str:
+        for prefix in self.prefixes:
+            name = name.removeprefix(prefix)
+        return name
 
-def compare_count(head: HeadFolder, stated: int | None, found: int, what: str) -> int:
-    """The count found in the file; a note if the config states another one."""
-    if stated is not None and stated > found:
-        head.problem(f"config.json says {stated} {what}, the file holds {found}", "Copy it again")
-    elif stated not in (None, found):
-        head.notes.append(f"config.json says {stated} {what}, the file holds {found}, which are read")
-    return found
+    def _compare_borrowed(self, head: HeadFolder, name: str, target: TargetFiles | None) -> None:
+        """Compare the checkpoint's copies of target tensors with the target's, which a head here borrows."""
+        stored, known_as = head.names[name], self.borrowed[name]
+        left_out = f"{stored} is left out, heads here use the target's"
+        theirs = target.matrix(known_as) if target else None
+        if theirs is None:
+            why = "the target has none by that name" if target else "no --target"
+            head.notes.append(f"{left_out}; not compared: {why}")
+            return
+        ours = head.load(name)
+        if not ours.is_floating_point():
+            head.problem(f"{stored} is in {ours.dtype}, expected plain weights", "Copy it again")
+        elif ours.shape != theirs.shape:
+            head.problem(f"{stored} is {list(ours.shape)}, the target's is {list(theirs.shape)}", "Another target?")
+        elif differing := count_differing_rows(ours, theirs):
+            if name in self.own_copies:
+                head.differing[name] = (differing, len(ours))
+                head.notes.append(f"{left_out}; {differing} of {len(ours)} rows DIFFER from it")
+            else:
+                what = f"{stored} differs from the target's in {differing} of {len(ours)} rows"
+                head.problem(what, "Another target, or trained?")
+        else:
+            head.notes.append(f"{left_out}; they are equal")
 
+    def _build(self, head: HeadFolder, target: TargetFiles | None) -> TrainableDrafter:
+        """A head with these settings and sizes, and uninitialised weights."""
+        if head.layout == OWN:
+            return build_head(head.config, str(head.path / "config.json"))
+        try:
+            method: Any = DRAFTERS[head.method]
+            drafter: TrainableDrafter = method(method.Settings(**head.settings), self.read_shape(head, target))
+        except Exception as error:  # of many kinds: pydantic checks the settings, transformers and torch the sizes
+            raise ValueError(f"no head of these sizes can be made: {error!r:.300}") from None
+        return drafter
 
-def compare_size(head: HeadFolder, key: str, stated: Any, found: int | None) -> None:
-    """Note a size in the config that differs from the tensors'."""
-    if None not in (stated, found) and stated != found:
-        head.problem(f"config.json: {key} is {short(stated)}, the tensors have {found}", "Copy both files again")
+    def _check_tensors(self, head: HeadFolder, target: TargetFiles | None) -> None:
+        """Check that every expected tensor is present, in its size and a number type, and no other one."""
+        if head.problems and not self.lists_all:  # which say more than sizes that do not fit
+            return
+        try:
+            with torch.device("meta"):  # which takes no memory
+                drafter = self._build(head, target)
+        except ValueError as error:
+            head.problem(str(error), "Correct config.json")
+            return
+        expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+        if head.layout != OWN:
+            expected = {name: self.size_of(name, size) for name, size in expected.items()}
+        beside = self.sizes_beside(head)
+        for name, size in {**beside, **expected}.items():
+            if name in expected or name in head.names:
+                self._check_tensor(head, name, size)
+        known = expected.keys() | self.borrowed.keys() | beside.keys()
+        _refuse_tensors(head, [head.names[name] for name in sorted(head.names.keys() - known)])
 
+    def _check_tensor(self, head: HeadFolder, name: str, size: tuple[int, ...]) -> None:
+        """Record what is wrong with one tensor."""
+        entry = head.entry(name)
+        if entry is None:
+            if why := self.may_lack(head, name):
+                head.notes += [why] if why not in head.notes else []
+            else:
+                usual = "Engines may start from random numbers there: copy or export it again"
+                head.problem(f"{name} is missing, expected {list(size)}", self.remedies.get(name, usual))
+        elif entry.shape != size:
+            what = f"{head.names[name]} is {list(entry.shape)}, expected {list(size)}"
+            head.problem(what, "Correct config.json, or copy both files again")
+        elif name in self.indices:
+            if name == "d2t" and entry.dtype.is_floating_point:
+                head.problem(f"d2t is in {entry.dtype}, expected whole numbers", "Export again")
+        elif not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
+            head.problem(f"{head.names[name]} is in {entry.dtype}, expected plain weights", fatal=False)
 
-def read_sides(head: HeadFolder, target: TargetFiles | None, width: str, rows: str) -> None:
-    """Width and vocabulary, by the tensors that have them, else as the config or the target says."""
-    for key, name, side in (("hidden_size", width, 1), ("vocab_size", rows, 0)):
-        stated, entry = head.keys.size(key), head.entry(name)
-        found = entry.shape[side] if entry and len(entry.shape) == 2 else None
-        compare_size(head, key, stated, found)
-        size = found or stated or (target and (target.width if key == "hidden_size" else target.vocab_size))
-        if not size:
-            head.problem(
-                f"no {key} in config.json, and no tensor tells it", "Name the target with --target", fatal=False
+    def convert(
+        self, head: HeadFolder, target: TargetFiles | None, taps: tuple[int, ...] | None
+    ) -> tuple[TrainableDrafter, list[str]]:
+        """The head as one of this project, with notes on all that was assumed or left out."""
+        notes = [*head.notes]
+        if head.unknown_keys:
+            notes.append(f"unknown keys of config.json, not used: {', '.join(head.unknown_keys):.400}")
+        width, vocab_size = head.shape.get("hidden_size"), head.shape.get("vocab_size")
+        if head.shape and target and (target.width, target.vocab_size) != (width, vocab_size):
+            ours, theirs = f"{width} wide with {vocab_size} tokens", f"{target.width} wide with {target.vocab_size}"
+            head.problem(f"the head is for a target {ours}, {target.path} is {theirs}: name the right target")
+        head.refuse_problems()
+        self.settle(head, target, taps, notes)
+        drafter = self._build(head, target)
+        weights = {name: self.make_tensor(head, name) for name in drafter.state_dict()}
+        for name, weight in weights.items():
+            if not bool(weight.float().isfinite().all()):
+                raise ValueError(f"{head.names[name]} holds numbers that are not finite: take an earlier checkpoint")
+        if dtypes := {weight.dtype for weight in weights.values() if weight.is_floating_point()} - {torch.float32}:
+            notes.append(
+                f"weights in {', '.join(sorted(map(str, dtypes)))}, held here in torch.float32, which is exact"
             )
-        head.shape[key] = size or 1
+        drafter.load_state_dict(weights)
+        return drafter, notes
 
 
-def borrow_sizes(head: HeadFolder, target: TargetFiles | None) -> Any:
-    """The target's sizes with the head's own width and vocabulary, for a head to which the others do not matter."""
-    width, vocab_size = head.shape["hidden_size"], head.shape["vocab_size"]
-    plain = {"num_attention_heads": 1, "intermediate_size": width, "max_position_embeddings": 2048}
-    held = {**target.config, "rope_parameters": target.rope or None} if target else plain
-    return head_shape(SimpleNamespace(**{**held, "hidden_size": width, "vocab_size": vocab_size}))
+def _read_own(head: HeadFolder) -> None:
+    """The settings and sizes of a head of this project, under its own names."""
+    head.names = {name: name for name in head.tensors.stored}
+    read_sizes(head)
+    head.settings = dict(head.config["settings"])
+    head.draft_vocab_size = head.block.size("draft_vocab_size") or head.shape["vocab_size"]
+    taps = head.settings.get("taps")
+    head.inputs = tuple(taps) if isinstance(taps, list) and all(type(tap) is int for tap in taps) else None
+    head.tap_count = len(head.inputs or (1,))
+    head.nested.taken |= head.nested.values.keys()
+    head.block.taken |= head.block.values.keys()
 
 
-def read_sizes(head: HeadFolder) -> None:
-    """The block's sizes from the config, else from its tensors, else Llama's defaults."""
-    block = head.block
-    width = _read_size(head, "hidden_size", "fc.weight")
-    heads = block.size("num_attention_heads")
-    if heads is None:
-        head.problem("config.json: no num_attention_heads", "Take it from the config of the training run")
-    head.shape = {
-        "hidden_size": width,
-        "intermediate_size": _read_size(head, "intermediate_size", "layers.0.mlp.gate_proj.weight"),
-        "num_attention_heads": heads or 1,
-        "vocab_size": _read_size(head, "vocab_size", EMBEDDING if EMBEDDING in head.names else "t2d"),
-        "rope_parameters": read_rope(block, head.notes),
-    }
-    defaults = {
-        "num_key_value_heads": heads or 1,
-        "head_dim": max(width // (heads or 1), 1),
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-    }
-    for name, default in defaults.items():
-        value = block.number(name) if name == "rms_norm_eps" else block.size(name)
-        if not value:
-            head.notes.append(f"no {name}: {default}, as in a Llama config without one")
-        head.shape[name] = value or default
-    head.shape["rms_norm_eps"] = float(head.shape["rms_norm_eps"])
-    shared = head.shape["num_key_value_heads"]
-    if heads and heads % shared:
-        head.problem(f"config.json: {heads} heads cannot share {shared} key-value heads", "Correct one of them")
+def _refuse_tensors(head: HeadFolder, names: list[str]) -> None:
+    """Record tensors that no network here has, by what they are."""
+    parts: dict[str, list[str]] = {}
+    for name in names:
+        bare = re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
+        parts.setdefault(name_part(bare), []).append(name)
+    for part, stored in parts.items():
+        if part:
+            head.problem(f"{part}: {_list_some(stored)}; no head here has that", fatal=False)
+        else:
+            fix = "Take them out if they do not matter: nothing is left out here"
+            head.problem(f"unknown tensors: {_list_some(stored)}", fix)
 
 
-def _read_size(head: HeadFolder, name: str, tensor: str) -> int:
-    """A size by the config, else the rows of a tensor."""
-    size, entry = head.block.size(name), head.entry(tensor)
-    if size is None and entry is not None and len(entry.shape) > 0:
-        size = entry.shape[0]
-        head.notes.append(f"no {name}: {size}, the rows of {tensor}")
-    if not size:
-        head.problem(f"config.json: no {name}", "Take it from the config of the target or of the training run")
-    return size or 1
+def _compare_copies(head: HeadFolder, copies: dict[str, str]) -> None:
+    """Record tensors that stand twice and differ."""
+    for theirs, ours in copies.items():
+        if not torch.equal(head.tensors.load(theirs).float(), head.load(ours).float()):  # float8 is compared by nobody
+            head.problem(f"{theirs} differs from {head.names[ours]}, and both are {ours} here", "Keep the right one")
+    if copies:
+        head.notes.append(f"{_list_some(list(copies))} are left out: they are what other levels have too")
 
 
-def refuse_settings(head: HeadFolder, refused: Mapping[str, bool], part: str = "head") -> None:
-    """Record the settings that no head of this project has, with their values."""
-    for name in (name for name, is_refused in refused.items() if is_refused):
-        sections = (head.keys, head.block, head.nested)
-        value = next((section.values[name] for section in sections if name in section.values), None)
-        head.problem(f"config.json: {name} is {short(value)}, which no {part} here can be", fatal=False)
-
-
-def take_keys(head: HeadFolder, *names: str) -> None:
-    """Mark keys that do not matter as used, wherever they stand."""
-    for section in (head.keys, head.block, head.nested):
-        section.taken |= set(names)
-
-
-def reorder_taps(tensors: Mapping[str, Tensor], order: list[int]) -> dict[str, Tensor]:
-    """The columns of `fc` and the norms of the taps in another order."""
-    columns = tensors["fc.weight"].chunk(len(order), dim=1)
-    moved = {"fc.weight": torch.cat([columns[tap] for tap in order], dim=1)}
-    if MASK_HIDDEN in tensors:  # what stands for taps that are not known
-        masks = tensors[MASK_HIDDEN].chunk(len(order), dim=-1)
-        moved[MASK_HIDDEN] = torch.cat([masks[tap] for tap in order], dim=-1)
-    norms = {f"fc_norm.{place}.weight": f"fc_norm.{tap}.weight" for place, tap in enumerate(order)}
-    return {**tensors, **moved, **{name: tensors[source] for name, source in norms.items() if source in tensors}}
+def _list_some(names: list[str]) -> str:
+    return f"{', '.join(names[:4]):.300}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")

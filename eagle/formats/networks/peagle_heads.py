@@ -18,17 +18,9 @@ from eagle.formats.networks.eagle3_heads import (
     FusedLayout,
 )
 from eagle.formats.networks.layer_ids import list_wrong_ids
-from eagle.formats.networks.network import (
-    FOLLOWS,
-    MASK_HIDDEN,
-    ROTARY,
-    Network,
-    compare_count,
-    count_parts,
-    keep_names,
-    refuse_settings,
-    take_keys,
-)
+from eagle.formats.networks.network import FOLLOWS, ROTARY, Network
+from eagle.formats.networks.sizes import compare_count, count_parts
+from eagle.formats.networks.tensor_names import MASK_HIDDEN, keep_names
 from eagle.formats.reading.head_folder import HeadFolder
 from eagle.formats.reading.target_files import TargetFiles
 from eagle.formats.reading.traps import Strike
@@ -40,7 +32,8 @@ FURTHER = keep_names("layers.#.*", MASK_HIDDEN)
 class PEagle(Eagle3):
     """P-EAGLE's heads, of speculators and of SpecForge."""
 
-    method = PEAGLE
+    name, method, methods = "a P-EAGLE head", PEAGLE, (PEAGLE,)
+    tensors, words = r"mask_hidden$", "peagle"
     spellings = (("P-EAGLE", MIDLAYER_NAMES), ("P-EAGLE", {**NAMES, **FURTHER}))
     spare: Mapping[str, str] = {ROTARY: FOLLOWS, r"verifier_(norm|lm_head)\.weight": "training alone reads it"}
     own_copies: tuple[str, ...] = ()
@@ -66,8 +59,8 @@ class PEagle(Eagle3):
             "target_hidden_size": keys.size("target_hidden_size") not in (None, head.shape["hidden_size"]),
             "quantization_config": bool(keys.values.get("quantization_config")),
         }
-        refuse_settings(head, refused)
-        take_keys(head, "tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window")
+        head.refuse(refused)
+        head.take("tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window")
         keys.taken |= {"speculators_config"}
 
     def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +18,6 @@ from eagle.disk import lock_path
 from eagle.formats.checkpoint import load_head, save_head
 from eagle.formats.fit import check_fit
 from eagle.formats.networks.eagle3_heads import settle_norm_output
-from eagle.formats.networks.network import Network
-from eagle.formats.reading.convert import convert_head, match_head
 from eagle.formats.reading.files import folder_at, read_json, weight_files
 from eagle.formats.reading.head_folder import OWN, UNKNOWN, Finding, HeadFolder
 from eagle.formats.reading.lint import lint
@@ -53,9 +52,10 @@ class Inspection:
 
 def inspect(folder: str | Path, target: str | None = None) -> Inspection:
     """Identify a checkpoint and list its faults; a broken one is described as far as it can be read."""
-    path, target_files = folder_at(folder), _read_target(target)
+    path, target_files = folder_at(folder), None if target is None else TargetFiles.read(target)
     try:
-        head, network = _read(path, target_files)
+        head, network = read_folder(path)
+        network.match(head, target_files)
     except ValueError as error:
         kind = _kind_of_unreadable(path)
         return Inspection(str(folder), kind, UNKNOWN, {}, (Finding(str(error), fix="Copy or export it again"),))
@@ -65,37 +65,18 @@ def inspect(folder: str | Path, target: str | None = None) -> Inspection:
             _load_own(head.path, target)
         except ValueError as error:
             findings = [Finding(str(error), fix="Copy it again, or name its target"), *findings]
-    return Inspection(
-        str(folder),
-        describe_kind(head, network),
-        head.layout,
-        list_facts(head, network),
-        tuple(findings),
-        tuple(head.notes),
-    )
-
-
-def _read(path: Path, target: TargetFiles | None) -> tuple[HeadFolder, Network | None]:
-    """Read and recognise a folder, and match it with the table of its network."""
-    head, network = read_folder(path)
-    if network is not None:
-        match_head(head, network, target)
-    return head, network
+    facts = {**list_facts(head), **network.list_facts(head)}
+    return Inspection(str(folder), network.describe(head), head.layout, facts, tuple(findings), tuple(head.notes))
 
 
 def read_head(folder: str | Path, target: str | None = None, taps: tuple[int, ...] | None = None) -> TrainableDrafter:
     """The head of a checkpoint; ValueError with all that is missing, unknown or without counterpart here."""
-    path = folder_at(folder)
-    if _is_own(path):
-        return _load_own(path, target)
-    target_files = _read_target(target)
-    return convert_head(*_read(path, target_files), target_files, taps)[0]
-
-
-def _is_own(path: Path) -> bool:
-    """Whether it is a head of this project, which is read as it was saved."""
-    config = read_json(path, "config.json")
-    return isinstance(config.get("settings"), dict) and isinstance(config.get("shape"), dict)
+    head, network = read_folder(folder_at(folder))
+    if head.layout == OWN:
+        return _load_own(head.path, target)
+    target_files = None if target is None else TargetFiles.read(target)
+    network.match(head, target_files)
+    return network.convert(head, target_files, taps)[0]
 
 
 def _load_own(path: Path, target: str | None) -> TrainableDrafter:
@@ -120,14 +101,16 @@ def import_head(
 ) -> str:
     """Write a checkpoint as a head of this project; returns notes on all that was used, left out or assumed."""
     with lock_path(out):
-        source, target_files = folder_at(folder), _read_target(target)
-        _check_empty(out, source)
-        if _is_own(source):
+        _check_empty(out, Path(os.path.realpath(folder)))
+        target_files = None if target is None else TargetFiles.read(target)
+        source = folder_at(folder)
+        head, network = read_folder(source)
+        if head.layout == OWN:
             raise ValueError(f"{folder} is a head of this project already: copy it")
-        head, network = _read(source, target_files)
+        network.match(head, target_files)
         if not head.problems and "norm_output" in head.settings:
             settle_norm_output(head, norm_output)
-        drafter, notes = convert_head(head, network, target_files, taps)
+        drafter, notes = network.convert(head, target_files, taps)
         weights = fingerprint([source / name for name in weight_files(source)])
         provenance = {
             "eagle": __version__,
@@ -142,12 +125,8 @@ def import_head(
             "train": {"out": Path(out).name, "imported_from": head.layout},
         }
         save_head(out, drafter, yaml.safe_dump(recipe, sort_keys=False), provenance)
-    title = f"{folder}: {describe_kind(head, network)}, {head.layout}; every tensor was used or is named here"
+    title = f"{folder}: {network.describe(head)}, {head.layout}; every tensor was used or is named here"
     return "\n".join([title, *notes, f"{out} is a head of this project"])
-
-
-def _read_target(path: str | None) -> TargetFiles | None:
-    return None if path is None else TargetFiles.read(path)
 
 
 def _check_empty(out: str | Path, source: Path) -> None:
@@ -171,21 +150,12 @@ def _kind_of_unreadable(path: Path) -> str:
     return f"unreadable, by its config {kind}" if kind else "unreadable"
 
 
-def describe_kind(head: HeadFolder, network: Network | None) -> str:
-    """The checkpoint's method, or its other kind."""
-    return head.kind if network is None else network.describe(head)
-
-
-def list_facts(head: HeadFolder, network: Network | None) -> dict[str, Any]:
-    """The facts of a checkpoint that `inspect` shows."""
+def list_facts(head: HeadFolder) -> dict[str, Any]:
+    """The facts of any checkpoint that `inspect` shows."""
     entries = head.tensors.stored.values()
     dtypes = sorted({str(entry.dtype).removeprefix("torch.") for entry in entries})
     count = sum(math.prod(entry.shape) for entry in entries if entry.dtype.is_floating_point)
-    facts: dict[str, Any] = {
-        "layout": head.layout,
-        "tensors": f"{len(entries)}, {count:,} parameters, {', '.join(dtypes)}",
-    }
-    return facts if network is None else {**facts, **network.list_facts(head)}
+    return {"layout": head.layout, "tensors": f"{len(entries)}, {count:,} parameters, {', '.join(dtypes)}"}
 
 
 def _show_table(facts: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ FOREIGN_PARTS = {  # tensors that no network here has
     r"lm_head\.bias": "a bias in the LM head",
     r".*\.(weight_scale|input_scale|qweight|qzeros|scales|weight_packed)": "quantised weights",
 }
+EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"  # the target's, by our names
 MOST = 2**31  # of any size
 # of a Llama config or a speculators one, and without any bearing on what a head computes
 NO_MATTER = {
@@ -207,11 +208,13 @@ class HeadFolder:
     block: Keys  # of its Llama block
     nested: Keys  # of its eagle_config, or of this project's settings
     layout: str = UNKNOWN
+    method: str = ""  # of this project
     kind: str = ""  # what it is, by the registry of networks or beside it
     settings: dict[str, Any] = field(default_factory=dict)  # as a recipe would state them
     layer: str = ""  # that it is, by its number in a whole model
     names: dict[str, str] = field(default_factory=dict)  # ours: theirs
     shape: dict[str, Any] = field(default_factory=dict)
+    target_layers: int | None = None  # where the config tells
     draft_vocab_size: int = 0  # D
     tap_count: int = 1
     differing: dict[str, tuple[int, int]] = field(default_factory=dict)  # rows of copies that are not the target's
@@ -252,6 +255,18 @@ class HeadFolder:
     def problem(self, what: str, fix: str = "", fatal: bool = True) -> None:
         """Record a problem that prevents an import."""
         self.problems.append(Finding(what, (), fatal, fix))
+
+    def refuse(self, settings: Mapping[str, bool], part: str = "head") -> None:
+        """Record the settings that no head of this project has, with their values."""
+        for name in (name for name, is_refused in settings.items() if is_refused):
+            sections = (self.keys, self.block, self.nested)
+            value = next((section.values[name] for section in sections if name in section.values), None)
+            self.problem(f"config.json: {name} is {short(value)}, which no {part} here can be", fatal=False)
+
+    def take(self, *names: str) -> None:
+        """Mark keys that do not matter as used, wherever they stand."""
+        for section in (self.keys, self.block, self.nested):
+            section.taken |= set(names)
 
     def refuse_problems(self) -> None:
         """Raise a ValueError with all problems that prevent an import."""

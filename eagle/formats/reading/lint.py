@@ -11,7 +11,8 @@ from typing import Any
 from eagle.data.identity import target_identity
 from eagle.formats.engines.registry import SERVERS
 from eagle.formats.networks.draft_tokens import list_vocabulary
-from eagle.formats.networks.network import USUAL_THETA, Network
+from eagle.formats.networks.network import Network
+from eagle.formats.networks.tensor_names import USUAL_THETA
 from eagle.formats.reading import traps
 from eagle.formats.reading.files import has, read_json
 from eagle.formats.reading.head_folder import MODELOPT, OWN, Finding, HeadFolder
@@ -118,12 +119,12 @@ def check_network(head: HeadFolder, network: Network, target: TargetFiles | None
 CHECKS = (check_network, check_rotary, check_config, check_numbers, check_target, check_origin, check_masked)
 
 
-def lint(head: HeadFolder, network: Network | None, target: TargetFiles | None) -> list[Finding]:
+def lint(head: HeadFolder, network: Network, target: TargetFiles | None) -> list[Finding]:
     """All faults of a checkpoint, worst first, including those that prevent an import."""
     findings = list(head.problems)
-    for check in CHECKS if network is not None else ():
+    for check in CHECKS if head.shape else ():
         try:
-            findings += [find(struck) for struck in check(head, network, target)]  # type: ignore[arg-type]
+            findings += [find(struck) for struck in check(head, network, target)]
         except Exception as error:  # of many kinds: a tensor that cannot be read after all, or of other dimensions
             what = check.__name__.removeprefix("check_").replace("_", " ")
             findings.append(Finding(f"{what} could not be looked at: {error!r:.200}"))

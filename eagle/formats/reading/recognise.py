@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,79 +20,28 @@ from eagle.formats.networks.network import Network
 from eagle.formats.networks.peagle_heads import PEagle
 from eagle.formats.reading.files import read_json, read_tensors
 from eagle.formats.reading.head_folder import OWN, HeadFolder, Keys, name_part, short
+from eagle.formats.reading.target_files import TargetFiles
 
-FEATURES, FUSED = "EAGLE-1", "EAGLE-3"
 NOT_YET = "Heads of this kind are not readable here yet: serve it with an engine that knows it"
 AS_DRAFT = "load_drafter takes it as a draft model, for a target with the same vocabulary (docs/drafters.md)"
 
 
-@dataclass(frozen=True)
-class Kind:
-    """The signs of one method's heads, any of which is enough, and their network."""
+class Unknown(Network):
+    """A checkpoint that no network here describes, with its problem."""
 
-    name: str
-    network: Network
-    tensors: str  # begins one of the tensors' names, `model.` taken off
-    words: str = "^$"  # stands in architectures, model_type, speculators_model_type or projector_type
-    keys: tuple[str, ...] = ()  # of config.json
-    common: tuple[str, ...] = ()  # keys that a language model may have too
-    methods: tuple[str, ...] = ()  # of this project that have this network
+    def match(self, head: HeadFolder, target: TargetFiles | None) -> None:
+        """There is nothing to match."""
+
+    def list_facts(self, head: HeadFolder) -> dict[str, Any]:
+        """No facts."""
+        return {}
 
 
-MTP = Kind(
-    "a layer of multi-token prediction (MTP)",
-    Mtp(),
-    r"(layers\.\d+\.|mtp\.)?(eh_proj|enorm|hnorm|shared_head)\b|(mtp|mtp_layers|mtp_block)\.",
-    r"mtp",
-    common=("num_nextn_predict_layers", "mtp_num_hidden_layers"),
-    methods=("mtp",),
-)
-KINDS = (
-    Kind("a DSpark head", DSpark(), r"(markov_head|confidence_head)\.", "dspark", methods=("dspark",)),
-    Kind("a Domino head", Domino(), r"(prefix_gru|embed_proj)\.", "domino"),
-    Kind(
-        "a DFlash head",
-        DFlash(),
-        r"hidden_norm\.weight$",
-        "dflash",
-        ("dflash_config",),
-        ("block_size",),
-        methods=("dflash",),
-    ),
-    Kind("a P-EAGLE head", PEagle(), r"mask_hidden$", "peagle", methods=("peagle",)),
-    Kind(
-        "Hydra heads",
-        Hydra(),
-        r"(hydra_mlp|hydra_lm_head|prefix_embeding_layer)\.",
-        "hydra",
-        ("hydra_num_heads",),
-        methods=("hydra",),
-    ),
-    Kind(
-        "Medusa heads",
-        Medusa(),
-        r"(medusa_heads?|lm_heads|blocks\.\d+\.layers)\.|\d+\.\d+\.(linear\.)?(weight|bias)$",
-        "medusa",
-        ("medusa_num_heads", "medusa_num_layers"),
-        methods=("medusa",),
-    ),
-    Kind(
-        "an MLP speculator",
-        Speculator(),
-        r"(speculator\.)?(emb|proj|ln|head)\.\d+\.(weight|bias)$",
-        "mlp_?speculator",
-        ("top_k_tokens_per_head",),
-        ("n_predict",),
-        methods=("mlp_speculator",),
-    ),
-    Kind("a FALCON head", Falcon(), r"lstm\.(weight|bias)", methods=("falcon",)),
-)
-EAGLE = (
-    Kind(FEATURES, Eagle1(), "", methods=("eagle1", "hass")),
-    Kind(FUSED, Eagle3(), "", methods=("eagle3",)),
-)  # whatever is left that has a sign of EAGLE's
-NETWORKS = {kind.name: kind.network for kind in (MTP, *KINDS, *EAGLE)}
-OWN_NETWORKS = {method: kind for kind in (MTP, *KINDS, *EAGLE) for method in kind.methods}
+UNKNOWN = Unknown()
+MTP, FEATURES, FUSED = Mtp(), Eagle1(), Eagle3()
+KINDS = (DSpark(), Domino(), DFlash(), PEagle(), Hydra(), Medusa(), Speculator(), Falcon())  # in order
+NETWORKS = {network.name: network for network in (MTP, *KINDS, FEATURES, FUSED)}
+OWN_NETWORKS = {method: network for network in NETWORKS.values() for method in network.methods}
 FUSED_TENSORS = {"layers.0.hidden_norm.weight", "norm.weight", "d2t", "t2d", "fc_norm.0.weight"}
 WHOLE_MTP = re.compile(r"layers\.\d+\.eh_proj\.|mtp_layers\.0\.input_proj\.")
 EAGLE_TENSORS = re.compile(r"fc\.|fc_norm\.|(d2t|t2d)$|layers\.0\.hidden_norm\.|midlayer\.")
@@ -101,7 +49,7 @@ BLOCKS = re.compile(r"(?:^|\.)(?:layers|h|block|blocks)\.(\d+)\.")
 MODEL = re.compile(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
 
 
-def read_folder(path: Path) -> tuple[HeadFolder, Network | None]:
+def read_folder(path: Path) -> tuple[HeadFolder, Network]:
     """Read and recognise a folder with config.json and weights; ValueError if one of them cannot be read."""
     config = read_json(path, "config.json")
     keys = Keys(config)
@@ -116,21 +64,21 @@ def read_folder(path: Path) -> tuple[HeadFolder, Network | None]:
         return _recognise_own(head)
     head.kind, advice = kind_by_tensors(head.names, config)
     if not head.kind and any(name.startswith("layers.0.") for name in head.names):
-        head.kind = FUSED if _is_fused(head) else FEATURES
-    if (network := NETWORKS.get(head.kind)) is None:
+        head.kind = (FUSED if _is_fused(head) else FEATURES).name
+    if head.kind not in NETWORKS:
         head.kind = head.kind or "nothing that is known here"
         _refuse_kind(head, advice or "Import knows EAGLE-1, EAGLE-2, HASS, EAGLE-3, 3.1")
-    return head, network
+    return head, NETWORKS.get(head.kind, UNKNOWN)
 
 
-def _recognise_own(head: HeadFolder) -> tuple[HeadFolder, Network | None]:
+def _recognise_own(head: HeadFolder) -> tuple[HeadFolder, Network]:
     """A head of this project, by the method that its settings name."""
     head.layout, method = OWN, head.config["settings"].get("kind")
-    kind = OWN_NETWORKS.get(method) if isinstance(method, str) else None
-    head.kind = kind.name if kind in EAGLE and kind else f"a {short(method)} of this project".replace("'", "")
-    if kind is None:
+    network = OWN_NETWORKS.get(method, UNKNOWN) if isinstance(method, str) else UNKNOWN
+    head.kind = f"a {short(method)} of this project".replace("'", "")
+    if network is UNKNOWN:
         _refuse_kind(head, "load_drafter reads it")
-    return head, None if kind is None else kind.network
+    return head, network
 
 
 def _refuse_kind(head: HeadFolder, advice: str) -> None:
@@ -173,7 +121,7 @@ def kind_by_config(config: dict[str, Any]) -> str:
     return ""
 
 
-def _is_named(kind: Kind, words: list[str], config: dict[str, Any]) -> bool:
+def _is_named(kind: Network, words: list[str], config: dict[str, Any]) -> bool:
     return any(re.search(kind.words, word) for word in words) or any(key in config for key in kind.keys)
 
 

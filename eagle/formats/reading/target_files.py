@@ -36,7 +36,7 @@ class TargetFiles:
     def read(cls, path: str) -> TargetFiles:
         """The target's files in a folder, or on the hub."""
         folder = folder_at(folder_of(path, None, ("*.safetensors", "*.bin", "*.json")))
-        config = read_json(folder, "config.json")
+        config, tensors = read_json(folder, "config.json"), read_tensors(folder, most=None)
         text = config.get("text_config")
         keys = Keys(text if isinstance(text, dict) else config)
         layers, width, vocab_size = (keys.size(name) for name in ("num_hidden_layers", "hidden_size", "vocab_size"))
@@ -47,7 +47,6 @@ class TargetFiles:
         tied, rope = keys.flag("tie_word_embeddings"), read_rope(keys, [])
         rope = {} if keys.wrong else rope  # some targets turn each kind of layer in its own way
         positions = keys.size("max_position_embeddings")
-        tensors = read_tensors(folder, most=None)
         return cls(path, layers, width, vocab_size, positions, rope, bool(tied), keys.values, tensors)
 
     def ordinary_tokens(self) -> dict[int, str]:
