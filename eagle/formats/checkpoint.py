@@ -26,7 +26,7 @@ from eagle.disk import write_tensors, write_text
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.several import FirstOf
 from eagle.formats.card import model_card
-from eagle.formats.fit import check_fit
+from eagle.formats.layout import check_fit
 from eagle.target.target import Target
 
 ON_HUB = ("config.json", "model.safetensors", "recipe.yaml", "provenance.json", "README.md")

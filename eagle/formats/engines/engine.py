@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.formats.layout import Layout, rotary_of
+from eagle.formats.layout import Config, Layout, TargetConfig, rotary_of
 from eagle.formats.networks.tensor_names import NetworkLayout, network_of
 from eagle.formats.reading.traps import Trap
 
@@ -27,7 +27,7 @@ class Engine:
     unknown: str = "no layout for {kind!r}: {advice}"  # of a network that it does not read
     past: Mapping[str, str] = field(default_factory=dict)  # which network was served once, and by what
 
-    def layout(self, drafter: TrainableDrafter, target_config: Any) -> Layout:
+    def layout(self, drafter: TrainableDrafter, target_config: TargetConfig) -> Layout:
         """The head in this engine's layout; ValueError if the engine would serve it badly."""
         network, blocks = self.networks[network_of(drafter)], drafter.network.get("blocks", 1)
         if blocks > network.blocks:
@@ -39,7 +39,7 @@ class Engine:
             layout = replace(layout, config={**layout.config, **self._slide(network, window, blocks)})
         return network.finish(layout, drafter, target_config) if network.finish else layout
 
-    def _slide(self, network: NetworkLayout, window: Mapping[str, int], blocks: int) -> dict[str, Any]:
+    def _slide(self, network: NetworkLayout, window: Mapping[str, int], blocks: int) -> Config:
         """The config's keys for a head's window; ValueError if this engine would ignore the window."""
         if not network.slides or window["sinks"]:
             what = "this network's windows are unknown" if not network.slides else "windows have no sinks"

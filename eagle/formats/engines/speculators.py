@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.engines.engine import SCALINGS, Engine
 from eagle.formats.engines.vllm import explain_serving
-from eagle.formats.layout import Layout, rotary_of
+from eagle.formats.layout import Layout, TargetConfig, rotary_of
 from eagle.formats.networks.dflash_heads import DFLASH
 from eagle.formats.networks.dspark_heads import DSPARK, SPECULATORS_STYLES, InjectedLayout, propose_config
 from eagle.formats.networks.eagle1_heads import add_embedding
@@ -33,7 +32,7 @@ SERVE = explain_serving("eagle3", CHAINS)
 SERVE_PARALLEL = explain_serving("eagle3", PARALLEL, more='"parallel_drafting": true', cpu=False)
 
 
-def _nest_block(layout: Layout, drafter: TrainableDrafter, target_config: Any) -> Layout:
+def _nest_block(layout: Layout, drafter: TrainableDrafter, target_config: TargetConfig) -> Layout:
     """The block's config nested in the head's; every switch is written, since readers assume different things."""
     block = {
         key: value

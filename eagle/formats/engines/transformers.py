@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from eagle.formats.engines.engine import Engine
-from eagle.formats.layout import Layout
+from eagle.formats.layout import Layout, TargetConfig
 from eagle.formats.networks.tensor_names import NetworkLayout
 
 LANGUAGE_MODEL = "draft_model"  # the network of a whole model
@@ -32,7 +32,7 @@ transformers was run with this layout, vLLM was not."""
 class ModelLayout(NetworkLayout):
     """A whole language model under its own names."""
 
-    def write(self, drafter: Any, target_config: Any, engine: str) -> Layout:
+    def write(self, drafter: Any, target_config: TargetConfig, engine: str) -> Layout:
         """Its own config and tensors; of those that are tied, one."""
         model = drafter.model
         tensors: dict[int, tuple[str, Tensor]] = {}

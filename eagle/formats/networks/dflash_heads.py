@@ -8,7 +8,7 @@ from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.drafters.parts.decoder_block import head_shape
-from eagle.formats.layout import llama_config
+from eagle.formats.layout import Config, TargetConfig, llama_config
 from eagle.formats.networks.network import FOLLOWS, ROTARY, Network
 from eagle.formats.networks.sizes import compare_count, count_parts
 from eagle.formats.networks.tensor_names import keep_names
@@ -43,7 +43,7 @@ class DFlash(Network):
         False,
     )  # the key of what slots name; its default
 
-    def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> dict[str, Any]:
+    def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> Config:
         """Sizes are those of the tensors; what the slots name stands in the config alone."""
         keys, head.nested = head.keys, head.keys.section("dflash_config")
         head.layout = self._find_layout(head)
@@ -69,7 +69,7 @@ class DFlash(Network):
         corrected = self.read_correction(head)
         return settings if head.method == DFLASH else settings | corrected
 
-    def read_correction(self, head: HeadFolder) -> dict[str, Any]:
+    def read_correction(self, head: HeadFolder) -> Config:
         """The correction of a slot's logits, of which there is none."""
         return {}
 
@@ -155,7 +155,7 @@ class DFlash(Network):
         """Those of the config, of so many blocks with norms of queries and keys."""
         return head_shape(SimpleNamespace(**head.shape), num_hidden_layers=head.settings["blocks"], qk_norm=True)
 
-    def list_facts(self, head: HeadFolder) -> dict[str, Any]:
+    def list_facts(self, head: HeadFolder) -> Config:
         """The head's convention among the two named DFlash."""
         place = BEHIND if head.settings.get("sample_from_anchor") else OWN_PLACE
         return {
@@ -184,8 +184,6 @@ def _first(*values: Any) -> Any:
 
 # -- writing ----------------------------------------------------------------------------------------------------------
 
-Config = dict[str, Any]
-
 
 def mask_of(drafter: TrainableDrafter) -> int:
     """The mask token; written into every config, because readers assume different ones."""
@@ -204,7 +202,7 @@ def levels_of(drafter: TrainableDrafter) -> int:
     return int(settings.slots) - (not settings.sample_from_anchor)
 
 
-def qwen3_config(drafter: TrainableDrafter, target_config: Any, **more: Any) -> Config:
+def qwen3_config(drafter: TrainableDrafter, target_config: TargetConfig, **more: Any) -> Config:
     """The config of the blocks, which are Qwen3's, for any reader."""
     blocks = drafter.shape.num_hidden_layers
     entries = {
@@ -219,13 +217,13 @@ def qwen3_config(drafter: TrainableDrafter, target_config: Any, **more: Any) -> 
     return llama_config(drafter, target_config, **entries, **more)
 
 
-def nest_config(architecture: str, drafter: TrainableDrafter, target_config: Any, **more: Any) -> Config:
+def nest_config(architecture: str, drafter: TrainableDrafter, target_config: TargetConfig, **more: Any) -> Config:
     """Everything under `dflash_config`, as z-lab and SpecForge have it."""
     entries = {"mask_token_id": mask_of(drafter), "target_layer_ids": outputs_of(drafter)}
     return qwen3_config(drafter, target_config, architectures=[architecture], dflash_config={**entries, **more})
 
 
-def zlab_config(drafter: TrainableDrafter, target_config: Any) -> Config:
+def zlab_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Config:
     """z-lab's config: the first slot reads the root and predicts nothing."""
     settings = drafter.settings
     more = {"causal": bool(settings.causal), "sample_from_anchor": False}

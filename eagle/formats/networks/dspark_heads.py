@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.formats.layout import Layout, embedding_of, output_of, rotary_of, scale_of, tensors_of
+from eagle.formats.layout import Layout, TargetConfig, embedding_of, output_of, rotary_of, scale_of, tensors_of
 from eagle.formats.networks.dflash_heads import (
     NAMES,
     ZLAB,
@@ -40,7 +40,7 @@ class DSpark(DFlash):
     prefixes = ("model.", "logit_head.")
     names_behind = True
 
-    def read_correction(self, head: HeadFolder) -> dict[str, Any]:
+    def read_correction(self, head: HeadFolder) -> Config:
         """The correction of a slot's logits by its tensors; a note if the config disagrees."""
         places = (head.keys, head.nested)
         ranks = [rank for part in places if (rank := part.token("markov_rank")) is not None]
@@ -67,7 +67,7 @@ class DSpark(DFlash):
             head.method = DSPARK
         return {"markov": markov, "rank": rank, "confidence": confident, **further}
 
-    def _read_gru(self, head: HeadFolder) -> dict[str, Any]:
+    def _read_gru(self, head: HeadFolder) -> Config:
         """Domino's cell, and how many levels it leaves as they are."""
         unbiased = head.nested.token("pure_draft_prefix_len")
         if unbiased is None:
@@ -106,7 +106,7 @@ def read_markov(drafter: TrainableDrafter) -> Config:
     }
 
 
-def deepspec_config(drafter: TrainableDrafter, target_config: Any) -> Config:
+def deepspec_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Config:
     """DeepSpec's flat config; without a Markov head it is what DeepSpec calls DFlash."""
     entries = {"mask_token_id": mask_of(drafter), "target_layer_ids": outputs_of(drafter)}
     entries |= {"num_anchors": drafter.settings.anchors, **read_markov(drafter)}
@@ -116,7 +116,7 @@ def deepspec_config(drafter: TrainableDrafter, target_config: Any) -> Config:
     return qwen3_config(drafter, target_config, architectures=["Qwen3DSparkModel"], **entries)
 
 
-def specforge_config(drafter: TrainableDrafter, target_config: Any) -> Config:
+def specforge_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Config:
     """SpecForge's config of DSpark."""
     shape, entries = drafter.shape, read_markov(drafter)
     more = {
@@ -127,7 +127,7 @@ def specforge_config(drafter: TrainableDrafter, target_config: Any) -> Config:
     return nest_config("DSparkDraftModel", drafter, target_config, **more, **entries)
 
 
-def domino_config(drafter: TrainableDrafter, target_config: Any) -> Config:
+def domino_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Config:
     """SpecForge's config of Domino, which SGLang reads."""
     tensors = drafter.state_dict()
     more = {
@@ -140,7 +140,7 @@ def domino_config(drafter: TrainableDrafter, target_config: Any) -> Config:
     return nest_config("DominoDraftModel", drafter, target_config, **more)
 
 
-def speculators_config(drafter: TrainableDrafter, target_config: Any) -> Config:
+def speculators_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Config:
     """The config of `speculators`, which counts layer inputs and nests the blocks' sizes."""
     settings, corrected = drafter.settings, drafter.settings.kind == DSPARK
     block = qwen3_config(drafter, target_config, rope_parameters=rotary_of(drafter.shape))
@@ -164,7 +164,7 @@ def speculators_config(drafter: TrainableDrafter, target_config: Any) -> Config:
     }
 
 
-def propose_config(algorithm: str, tokens: int, target_config: Any) -> Config:
+def propose_config(algorithm: str, tokens: int, target_config: TargetConfig) -> Config:
     """The drafting defaults in a config of `speculators`; a server may override them."""
     proposal = {
         "proposal_type": "greedy",
@@ -193,7 +193,7 @@ class InjectedLayout(NetworkLayout):
     confidence: bool = False  # whether it needs one
     copies: bool = False  # whether embedding and LM head are part of it
 
-    def write(self, drafter: TrainableDrafter, target_config: Any, engine: str) -> Layout:
+    def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
         """Write the layout with ascending layer ids; ValueError for settings that the reader would misread."""
         style = self._choose_style(drafter.settings, engine)
         self._check(drafter, target_config, engine, style)
@@ -229,7 +229,7 @@ class InjectedLayout(NetworkLayout):
             "or train with one of these"
         )
 
-    def _check(self, drafter: TrainableDrafter, target_config: Any, engine: str, style: Style) -> None:
+    def _check(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str, style: Style) -> None:
         """Raise ValueError with the reason why the head cannot be served."""
         layers, settings = target_config.num_hidden_layers, drafter.settings
         if not getattr(drafter.shape, "qk_norm", False):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.formats.layout import Layout, embedding_of, llama_config, scale_of, tensors_of
+from eagle.formats.layout import Config, Layout, TargetConfig, embedding_of, llama_config, scale_of, tensors_of
 from eagle.formats.networks.network import Network
 from eagle.formats.networks.tensor_names import NetworkLayout, Spelling, keep_names
 from eagle.formats.reading import traps
@@ -45,7 +44,7 @@ class Eagle1(Network):
     classes: frozenset[str] = frozenset({"LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"})
     layers = EAGLE1  # the layout of a head whose block is called layers.0
 
-    def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> dict[str, Any]:
+    def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> Config:
         """The settings that change what is computed; those without a counterpart here are refused."""
         head.layout = self._find_layout(head)
         keys, block, nested = head.keys, head.block, head.nested
@@ -94,7 +93,7 @@ class Eagle1(Network):
         }
         head.refuse(refused)
 
-    def read_switches(self, head: HeadFolder) -> dict[str, Any]:
+    def read_switches(self, head: HeadFolder) -> Config:
         """One switch: the file decides whether `fc` has a bias."""
         entry, promised = head.entry("fc.bias"), head.keys.flag("bias")
         if promised and entry is None:
@@ -164,13 +163,13 @@ class Eagle1(Network):
         """The methods that have this network."""
         return "EAGLE-1 (or EAGLE-2, HASS: the same network)"
 
-    def list_facts(self, head: HeadFolder) -> dict[str, Any]:
+    def list_facts(self, head: HeadFolder) -> Config:
         """Sizes, and whether `fc` has a bias."""
         bias = "yes" if "fc.bias" in head.names else "no"
         return {**list_block_facts(head), "reads": "the state behind the final norm", "bias of fc": bias}
 
 
-def list_block_facts(head: HeadFolder) -> dict[str, Any]:
+def list_block_facts(head: HeadFolder) -> Config:
     """The sizes of a head with one Llama block."""
     shape = head.shape
     rope = shape["rope_parameters"]
@@ -203,7 +202,7 @@ class FeatureLayout(NetworkLayout):
     architectures: tuple[str, ...] = ("LlamaForCausalLMEagle", "LlamaForCausalLM")
     reads_bias: bool = True  # of fc
 
-    def write(self, drafter: TrainableDrafter, target_config: Any, engine: str) -> Layout:
+    def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
         """No prefix, one norm, neither embedding nor LM head; what scales the embedding goes into `fc`."""
         tensors = tensors_of(drafter)
         weight = tensors["fc.weight"].clone()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.drafters.parts.decoder_block import head_shape
-from eagle.formats.layout import Layout, embedding_of, llama_config, scale_of, tensors_of
+from eagle.formats.layout import Config, Layout, TargetConfig, embedding_of, llama_config, scale_of, tensors_of
 from eagle.formats.networks.draft_tokens import check_draft_vocab, mark_tokens
 from eagle.formats.networks.eagle1_heads import AUTOMODEL_CLASS, BLOCK, Eagle1, list_block_facts
 from eagle.formats.networks.layer_ids import LAYER_IDS, choose_taps, list_wrong_ids
@@ -56,7 +56,7 @@ class Eagle3(Eagle1):
         }
     )
 
-    def read_switches(self, head: HeadFolder) -> dict[str, Any]:
+    def read_switches(self, head: HeadFolder) -> Config:
         """The draft vocabulary, the taps and the switches."""
         self.read_draft_vocab(head)
         fc, width = head.entry("fc.weight"), head.shape["hidden_size"]
@@ -160,7 +160,7 @@ class Eagle3(Eagle1):
         """The method, by its switches."""
         return "EAGLE-3.1" if head.settings["fc_norm"] or head.settings["norm_output"] else "EAGLE-3"
 
-    def list_facts(self, head: HeadFolder) -> dict[str, Any]:
+    def list_facts(self, head: HeadFolder) -> Config:
         """Sizes, the layers that are read, and what is switched on."""
         reads = "layers that are not named"
         if inputs := head.inputs or head.inputs_by_outputs:
@@ -233,7 +233,7 @@ class FusedLayout(NetworkLayout):
     reads_embedding: bool = False  # one that the head brings
     needs_offsets: bool = False  # where all tokens can be drafted too
 
-    def write(self, drafter: TrainableDrafter, target_config: Any, engine: str) -> Layout:
+    def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
         """Layer ids ascend, and stand twice in the config, each time as those who look there count them."""
         self._check(drafter, target_config, engine)
         order = sorted(range(len(drafter.taps)), key=drafter.taps.__getitem__)
@@ -260,7 +260,7 @@ class FusedLayout(NetworkLayout):
         serve = self.serve.replace("[LAYERS]", str(outputs)).replace("LAYERS", " ".join(map(str, outputs)))
         return Layout(config, rename_tensors(tensors, MIDLAYER_NAMES), serve)
 
-    def _check(self, drafter: TrainableDrafter, target_config: Any, engine: str) -> None:
+    def _check(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> None:
         """Raise ValueError with the reason why the head cannot be served."""
         for switch in SWITCHES:
             if getattr(drafter.settings, switch, False) and switch not in self.switches:

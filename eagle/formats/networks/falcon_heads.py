@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.formats.layout import Layout, check_family, embedding_of, llama_config, tensors_of
+from eagle.formats.layout import Config, Layout, TargetConfig, check_family, embedding_of, llama_config, tensors_of
 from eagle.formats.networks.network import FOLLOWS, ROTARY, Network
 from eagle.formats.networks.tensor_names import NetworkLayout, keep_names, rename_tensors
 from eagle.formats.reading.head_folder import EMBEDDING, HeadFolder
@@ -34,7 +33,7 @@ class Falcon(Network):
         r"lstm\.(weight|bias)_hh_l[01]": "the LSTM has no state that it could read",
     }
 
-    def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> dict[str, Any]:
+    def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> Config:
         """A block of k tokens; EAGLE-1's layer behind an LSTM of two."""
         k = head.keys.size("k_mask")
         if k is None:
@@ -73,7 +72,7 @@ class Falcon(Network):
 class PublishedFalcon(NetworkLayout):
     """Falcon's network as its authors' code names it."""
 
-    def write(self, drafter: TrainableDrafter, target_config: Any, engine: str) -> Layout:
+    def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
         """From a state of zeros neither the forget gate nor the recurrent weights matter: both are zeros."""
         check_family(drafter, target_config, ("llama", "qwen2"), engine)
         tensors = {EMBEDDING: embedding_of(drafter, engine)}

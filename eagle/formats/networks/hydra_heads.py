@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.formats.layout import Layout, base_config, check_family, tensors_of
+from eagle.formats.layout import Config, Layout, TargetConfig, base_config, check_family, tensors_of
 from eagle.formats.networks.medusa_heads import check_shared
 from eagle.formats.networks.network import FOLLOWS, ROTARY, Network
 from eagle.formats.networks.sizes import borrow_sizes, compare_count, count_parts, read_sides
@@ -56,7 +56,7 @@ class Hydra(Network):
     def _has_prefix(self, head: HeadFolder) -> bool:
         return any(name.startswith(f"{PREFIX}layers.") for name in head.tensors.stored)
 
-    def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> dict[str, Any]:
+    def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> Config:
         """Heads that read the tokens between state and guess, over the target's last state."""
         keys, prefix = head.keys, self._has_prefix(head)
         keys.taken |= {"base_model_name_or_path", "hidden_state_offset"}
@@ -96,7 +96,7 @@ class Hydra(Network):
 class PublishedHydra(NetworkLayout):
     """Hydra's network as its authors' code names it; in front of each part of heads with a prefix stands a dropout."""
 
-    def write(self, drafter: TrainableDrafter, target_config: Any, engine: str) -> Layout:
+    def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
         """The code takes the embedding from the target, and the sizes of the prefix layer too."""
         settings, tensors = drafter.settings, tensors_of(drafter)
         check_family(drafter, target_config, ("llama",), engine)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.formats.layout import Layout, base_config, check_family, output_of, tensors_of
+from eagle.formats.layout import Config, Layout, TargetConfig, base_config, check_family, output_of, tensors_of
 from eagle.formats.networks.network import Network
 from eagle.formats.networks.sizes import borrow_sizes, compare_count, count_parts, read_sides
 from eagle.formats.networks.tensor_names import NetworkLayout, rename_tensors
@@ -45,7 +45,7 @@ class Medusa(Network):
     prefixes = ()
     spare: Mapping[str, str] = {r"model\..*": "they are the target's own"}
 
-    def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> dict[str, Any]:
+    def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> Config:
         """Levels and blocks are those of the file: published configs say two heads where there are five."""
         keys = head.keys
         nested = keys.section("medusa")
@@ -96,7 +96,7 @@ class Medusa(Network):
 class ServedMedusa(NetworkLayout):
     """Medusa's network for vLLM, which drafts the likeliest token of each head, whatever scales or caps the logits."""
 
-    def write(self, drafter: TrainableDrafter, target_config: Any, engine: str) -> Layout:
+    def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
         """No key beside the two has "num" with "heads" or "layers" in it, which would be taken for one of them."""
         settings, shares = drafter.settings, drafter.settings.lm_head == "target"
         tensors = rename_tensors(tensors_of(drafter), VLLM_NAMES)
@@ -118,7 +118,7 @@ class ServedMedusa(NetworkLayout):
 class PublishedMedusa(NetworkLayout):
     """Medusa's network as its authors' code names it, with LM heads of its own or with the target's (version 2)."""
 
-    def write(self, drafter: TrainableDrafter, target_config: Any, engine: str) -> Layout:
+    def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
         """The blocks and the LM head of a level are numbered in one row."""
         settings, tensors = drafter.settings, tensors_of(drafter)
         check_family(drafter, target_config, ("llama", "mistral"), engine)

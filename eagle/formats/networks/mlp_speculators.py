@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.formats.layout import Layout, tensors_of
+from eagle.formats.layout import Config, Layout, TargetConfig, tensors_of
 from eagle.formats.networks.network import Network
 from eagle.formats.networks.sizes import borrow_sizes, compare_count, compare_size, read_sides
 from eagle.formats.networks.tensor_names import NetworkLayout, rename_tensors
@@ -48,7 +48,7 @@ class Speculator(Network):
         first = min(int(level), 1 if part == "proj" else 0)
         return f"{part}.{first}.{kind}" if self._is_tied(head) else ours
 
-    def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> dict[str, Any]:
+    def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> Config:
         """Sizes are those of the tensors; whether the state is scaled stands in the config alone."""
         keys, tied = head.keys, self._is_tied(head)
         keys.taken |= {"top_k_tokens_per_head", "n_candidates", "num_lookahead_tokens", "emb_dim", "inner_dim"}
@@ -82,7 +82,7 @@ class Speculator(Network):
 class PublishedSpeculator(NetworkLayout):
     """An MLP speculator as fms-extras names it; what levels share is written for each, as some readers ask for all."""
 
-    def write(self, drafter: TrainableDrafter, target_config: Any, engine: str) -> Layout:
+    def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
         """The layout of its wrapper for transformers."""
         settings, tensors = drafter.settings, tensors_of(drafter)
         levels, each = range(settings.levels), dict[str, Tensor]()

@@ -14,7 +14,7 @@ import torch
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.drafters.parts.decoder_block import head_shape
-from eagle.formats.layout import Layout, embedding_of, output_of, scale_of, tensors_of
+from eagle.formats.layout import Config, Layout, TargetConfig, embedding_of, output_of, scale_of, tensors_of
 from eagle.formats.networks.network import FOLLOWS, ROTARY, Network
 from eagle.formats.networks.tensor_names import NetworkLayout, Spelling, rename_tensors
 from eagle.formats.reading.head_folder import EMBEDDING, OUTPUT, SPECULATORS, HeadFolder
@@ -59,7 +59,7 @@ class Mtp(Network):
         found = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
         return None if found and found[1] != head.layer else ours
 
-    def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> dict[str, Any]:
+    def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> Config:
         """The order in which the projection reads state and token is the family's."""
         keys, block = head.keys, head.block
         if "speculators_model_type" in head.config:
@@ -109,7 +109,7 @@ class MtpLayout(NetworkLayout):
     biased: bool = False  # whether queries, keys and values have biases there
     families: tuple[str, ...] = ()  # of targets beside which it is read; none for any
 
-    def write(self, drafter: TrainableDrafter, target_config: Any, engine: str) -> Layout:
+    def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
         """The target's config with one such layer."""
         self._check(drafter, target_config, engine)
         tensors = tensors_of(drafter)
@@ -125,7 +125,7 @@ class MtpLayout(NetworkLayout):
         named = rename_tensors(tensors, self.names, layer=target_config.num_hidden_layers)
         return Layout({**target_config.to_dict(), **extra}, named, self.serve)
 
-    def _check(self, drafter: TrainableDrafter, target_config: Any, engine: str) -> None:
+    def _check(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> None:
         """Raise ValueError for settings that the family's code does not support."""
         if self.families and target_config.model_type not in self.families:
             raise ValueError(

@@ -16,6 +16,7 @@ from eagle.core.drafter import TrainableDrafter
 from eagle.drafters import DRAFTERS
 from eagle.drafters.parts.decoder_block import head_shape
 from eagle.formats.checkpoint import build_head
+from eagle.formats.layout import Config
 from eagle.formats.networks.sizes import read_sizes
 from eagle.formats.networks.tensor_names import Spelling, fill_name, match_name
 from eagle.formats.reading.head_folder import EMBEDDING, OUTPUT, OWN, Finding, HeadFolder, name_part
@@ -52,7 +53,7 @@ class Network:
         """Our name of a tensor, from the one that its spelling gave; None for one that is no part of the head."""
         return ours
 
-    def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> dict[str, Any]:
+    def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> Config:
         """The head's settings as a recipe would state them, from tensors and config."""
         raise NotImplementedError
 
@@ -92,7 +93,7 @@ class Network:
         """The checkpoint's method."""
         return head.kind
 
-    def list_facts(self, head: HeadFolder) -> dict[str, Any]:
+    def list_facts(self, head: HeadFolder) -> Config:
         """The facts that `inspect` shows."""
         return {**head.settings, "width": head.shape["hidden_size"], "vocabulary": head.shape["vocab_size"]}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.drafters.parts.decoder_block import head_shape
-from eagle.formats.layout import Layout
+from eagle.formats.layout import Config, Layout, TargetConfig
 from eagle.formats.networks.dflash_heads import mask_of
 from eagle.formats.networks.eagle3_heads import (
     MIDLAYER_NAMES,
@@ -38,7 +38,7 @@ class PEagle(Eagle3):
     spare: Mapping[str, str] = {ROTARY: FOLLOWS, r"verifier_(norm|lm_head)\.weight": "training alone reads it"}
     own_copies: tuple[str, ...] = ()
 
-    def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> dict[str, Any]:
+    def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> Config:
         """EAGLE-3's settings without a window, and the mask token, for which there is no default."""
         layout, settings = head.layout, super().read_settings(head, target)
         head.layout = layout
@@ -100,7 +100,7 @@ class ParallelLayout(FusedLayout):
 
     blocks: int = 4  # as published
 
-    def write(self, drafter: TrainableDrafter, target_config: Any, engine: str) -> Layout:
+    def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
         """EAGLE-3's layout and the mask token, for which readers have no default."""
         layout = super().write(drafter, target_config, engine)
         tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in layout.tensors.items()}

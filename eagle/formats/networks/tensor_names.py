@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.formats.layout import Layout
+from eagle.formats.layout import Layout, TargetConfig
 
 FEATURES, FUSED = "features", "fused"  # EAGLE-1's network and EAGLE-3's
 MASK_HIDDEN = "mask_hidden"
@@ -84,6 +84,6 @@ class NetworkLayout:
     slides: bool = False  # whether it reads a window without sinks from layer_types
     finish: Callable[[Layout, TrainableDrafter, Any], Layout] | None = None  # what this engine alone needs
 
-    def write(self, drafter: TrainableDrafter, target_config: Any, engine: str) -> Layout:
+    def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
         """The layout of a head; ValueError with the settings that the engine cannot serve."""
         raise NotImplementedError

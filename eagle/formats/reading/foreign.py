@@ -16,7 +16,7 @@ from eagle.core.drafter import TrainableDrafter
 from eagle.data.identity import fingerprint
 from eagle.disk import lock_path
 from eagle.formats.checkpoint import load_head, save_head
-from eagle.formats.fit import check_fit
+from eagle.formats.layout import check_fit
 from eagle.formats.networks.eagle3_heads import settle_norm_output
 from eagle.formats.reading.files import folder_at, read_json, weight_files
 from eagle.formats.reading.head_folder import OWN, UNKNOWN, Finding, HeadFolder
