@@ -48,7 +48,7 @@ DOORS = {
     **{engine: set() for engine in ("sglang", "tensorrt_llm", "llama_cpp")},
 }
 # a head's shape is a config, which a checkpoint reads
-CONFIG_READERS = {"eagle.formats.checkpoint", "eagle.formats.reading.foreign_head"}
+CONFIG_READERS = {"eagle.formats.checkpoint"}
 METHODS_UNKNOWN_TO = (
     "eagle.core.verify",
     "eagle.decoding.decode",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,9 +100,9 @@ def import_head(
 ) -> str:
     """Write a checkpoint as a head of this project; returns notes on all that was used, left out or assumed."""
     with lock_path(out):
-        _check_empty(out, Path(os.path.realpath(folder)))
-        target_files = None if target is None else TargetFiles.read(target)
         source = folder_at(folder)
+        _check_empty(out, source)
+        target_files = None if target is None else TargetFiles.read(target)
         head, network = read_folder(source)
         if head.layout == OWN:
             raise ValueError(f"{folder} is a head of this project already: copy it")
