@@ -129,6 +129,10 @@ class Eagle1(Network):
             notes.append(f"max_position_embeddings {change}: it changes nothing that is computed")
             head.shape["max_position_embeddings"] = theirs
 
+    def sizes_beside(self, head: HeadFolder) -> dict[str, tuple[int, ...]]:
+        """Copies of the target's matrices."""
+        return dict.fromkeys(self.borrowed, (head.shape["vocab_size"], head.shape["hidden_size"]))
+
     def list_faults(self, head: HeadFolder, target: TargetFiles | None) -> Iterator[Strike]:
         """Names and biases that some engines take otherwise."""
         yield from self.list_names(head)

@@ -116,7 +116,8 @@ class Eagle3(Eagle1):
     def sizes_beside(self, head: HeadFolder) -> dict[str, tuple[int, ...]]:
         """A draft vocabulary of all tokens, and a bias of zeros."""
         width, vocab_size = head.shape["hidden_size"], head.shape["vocab_size"]
-        return {"d2t": (head.draft_vocab_size,), "t2d": (vocab_size,), "fc.bias": (width,)}
+        sizes = {"d2t": (head.draft_vocab_size,), "t2d": (vocab_size,), "fc.bias": (width,)}
+        return {**super().sizes_beside(head), **sizes}
 
     def may_lack(self, head: HeadFolder, name: str) -> str:
         """The mask of the draft's tokens, which follows from them."""
@@ -158,7 +159,7 @@ class Eagle3(Eagle1):
 
     def describe(self, head: HeadFolder) -> str:
         """The method, by its switches."""
-        return "EAGLE-3.1" if head.settings["fc_norm"] or head.settings["norm_output"] else "EAGLE-3"
+        return "EAGLE-3.1" if head.settings.get("fc_norm") or head.settings.get("norm_output") else "EAGLE-3"
 
     def list_facts(self, head: HeadFolder) -> Config:
         """Sizes, the layers that are read, and what is switched on."""

@@ -206,7 +206,12 @@ class Network:
             if name in expected or name in head.names:
                 self._check_tensor(head, name, size)
         known = expected.keys() | self.borrowed.keys() | beside.keys()
-        _refuse_tensors(head, [head.names[name] for name in sorted(head.names.keys() - known)])
+        others = [head.names[name] for name in sorted(head.names.keys() - known)]
+        some = [name for name in others if not self.lists_all and re.search(r"_proj\.bias|\.[qk]_norm\.", name)]
+        if some:  # heads of this network may have such, all of them or none
+            what = f"tensors of no part of this head: {_list_some(some)}"
+            head.problem(what, "Correct config.json, or copy both files again")
+        _refuse_tensors(head, [name for name in others if name not in some])
 
     def _check_tensor(self, head: HeadFolder, name: str, size: tuple[int, ...]) -> None:
         """Record what is wrong with one tensor."""
