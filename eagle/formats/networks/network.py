@@ -228,7 +228,7 @@ class Network:
         elif name in self.indices:
             if name == "d2t" and entry.dtype.is_floating_point:
                 head.problem(f"d2t is in {entry.dtype}, expected whole numbers", "Export again")
-        elif not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
+        elif name not in self.borrowed and (not entry.dtype.is_floating_point or entry.dtype.itemsize < 2):
             head.problem(f"{head.names[name]} is in {entry.dtype}, expected plain weights", fatal=False)
 
     def convert(
