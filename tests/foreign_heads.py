@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eagle.formats.foreign import import_head, inspect
+from eagle.formats.reading.foreign import import_head, inspect
 
 H, MLP, HEADS, KEYS, WIDE, V, D, LAYERS = 16, 24, 2, 1, 8, 61, 40, 9
 TAPS = (2, 4, 6)  # of a target with that many layers, where nothing is said

@@ -122,7 +122,7 @@ def test_the_example_keeps_to_the_rules_of_its_places(
     registered: type[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Imports go down only and to no other method; the recipe and the row are found."""
-    for module, text in ((f"eagle.drafters.{KIND}", METHOD), (f"eagle.formats.{ENGINE}", LAYOUT)):
+    for module, text in ((f"eagle.drafters.{KIND}", METHOD), (f"eagle.formats.engines.{ENGINE}", LAYOUT)):
         assert not wrong_imports(module, ast.parse(text))
     methods = {method.__module__ for method in DRAFTERS.values()}
     assert not methods & set(re.findall(r"^from (\S+)", METHOD, re.MULTILINE))

@@ -34,7 +34,7 @@ from eagle.drafters.lookup.counts import CountDrafter
 from eagle.drafters.parts.validation import add_sums, figures
 from eagle.formats.checkpoint import load_head, save_head
 from eagle.formats.export import EXPORTERS, export
-from eagle.formats.foreign import read_head
+from eagle.formats.reading.foreign import read_head
 from tests.families import own_answer, own_logits
 from tests.tables import some_tables
 from tests.trained import fixture_seed

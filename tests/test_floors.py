@@ -52,7 +52,7 @@ DOORS = {
     **{engine: set() for engine in ("sglang", "tensorrt_llm", "llama_cpp")},
 }
 # a head's shape is a config, which a checkpoint reads
-CONFIG_READERS = {"eagle.formats.checkpoint", "eagle.formats.foreign_head"}
+CONFIG_READERS = {"eagle.formats.checkpoint"}
 METHODS_UNKNOWN_TO = (
     "eagle.core.verify",
     "eagle.decoding.decode",
@@ -128,7 +128,7 @@ def test_imports_go_down_only(path: Path) -> None:
         ),
         ("eagle.decoding.decode", "import transformers"),
         ("eagle.training.train", "import wandb"),
-        ("eagle.formats.vllm", "import vllm"),
+        ("eagle.formats.engines.vllm", "import vllm"),
     ],
 )
 def test_a_wrong_import_is_seen(module: str, line: str) -> None:

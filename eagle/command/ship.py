@@ -7,11 +7,11 @@ import sys
 
 from eagle.doctor import examine
 from eagle.formats.checkpoint import load_head
+from eagle.formats.engines.registry import name_reader
 from eagle.formats.export import EXPORTERS, export
-from eagle.formats.foreign import import_head, inspect
-from eagle.formats.norm_output import MEANINGS
-from eagle.formats.registry import name_reader
-from eagle.formats.target_files import embedding_dtype
+from eagle.formats.networks.eagle3_heads import MEANINGS
+from eagle.formats.reading.foreign import import_head, inspect
+from eagle.formats.reading.target_files import embedding_dtype
 from eagle.target.target import Target
 
 

@@ -28,8 +28,8 @@ from eagle.doctor.server import read_server
 from eagle.doctor.texts import answer_prompts, count_chains, read_prompts, render_prompts, select_texts, split_texts
 from eagle.doctor.verdict import LOST, MOVED, Diagnosis, Effect, decide
 from eagle.doctor.wiring import Wiring, draft_ids, find_tensors
-from eagle.formats.files import folder_at, read_json, read_tensors
-from eagle.formats.foreign import Finding, inspect, read_head
+from eagle.formats.reading.files import folder_at, read_json, read_tensors
+from eagle.formats.reading.foreign import Finding, inspect, read_head
 from eagle.log import progress
 from eagle.target.target import Target
 

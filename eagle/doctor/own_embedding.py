@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from eagle.core.drafter import TargetHead
-from eagle.formats.files import folder_at
-from eagle.formats.networks import EMBEDDING
-from eagle.formats.recognise import read_folder
-from eagle.formats.target_files import count_differing_rows
+from eagle.formats.reading.files import folder_at
+from eagle.formats.reading.head_folder import EMBEDDING
+from eagle.formats.reading.recognise import read_folder
+from eagle.formats.reading.target_files import count_differing_rows
 from eagle.target.target import Target
 
 
 def borrow_embedding(folder: str | Path, target: Target) -> TargetHead:
     """The target's head, with the folder's own embedding where that has another one of this size."""
-    stored = read_folder(folder_at(folder))
+    stored, _ = read_folder(folder_at(folder))
     weight = target.head.embedding.get_parameter("weight")
     entry = stored.entry(EMBEDDING)
     if entry is None or entry.shape != tuple(weight.shape) or not entry.dtype.is_floating_point:

@@ -26,7 +26,7 @@ from eagle.disk import write_tensors, write_text
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.several import FirstOf
 from eagle.formats.card import model_card
-from eagle.formats.fit import check_fit
+from eagle.formats.layout import check_fit
 from eagle.target.target import Target
 
 ON_HUB = ("config.json", "model.safetensors", "recipe.yaml", "provenance.json", "README.md")
@@ -63,7 +63,7 @@ def load_head(folder: str | Path) -> TrainableDrafter:
             f"the config.json in {folder} is none of this project's: expected the keys settings and shape; "
             f"`eagle import {folder} OUT` makes a head of one that another tool or an export wrote"
         )
-    head = _build(config, str(folder / "config.json"))
+    head = build_head(config, str(folder / "config.json"))
     weights, shapes = _read_weights(folder / "model.safetensors"), head.state_dict()
     missing, unknown = shapes.keys() - weights.keys(), weights.keys() - shapes.keys()
     if missing or unknown:
@@ -89,7 +89,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _build(config: dict[str, Any], source: str) -> TrainableDrafter:
+def build_head(config: dict[str, Any], source: str) -> TrainableDrafter:
     """A head with a config's settings and sizes, and fresh weights."""
     try:
         settings = settings_of(config["settings"], source)

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from eagle.disk import lock_folder, write_tensors, write_text
-from eagle.formats.layout import Layout
+from eagle.formats.engines.registry import ENGINES, write_layout, write_portable
+from eagle.formats.layout import Layout, TargetConfig
 from eagle.formats.notes import write_notes
-from eagle.formats.portable import write_portable
-from eagle.formats.registry import ENGINES, write_layout
 
 EXPORTERS: dict[str, Callable[[Any, Any], Layout]] = {
     "portable": write_portable,
@@ -20,7 +19,9 @@ EXPORTERS: dict[str, Callable[[Any, Any], Layout]] = {
 }
 
 
-def export(drafter: Any, target_config: Any, engine: str, out: str | Path, head: str | Path | None = None) -> None:
+def export(
+    drafter: Any, target_config: TargetConfig, engine: str, out: str | Path, head: str | Path | None = None
+) -> None:
     """Write the head in an engine's layout; `head` is its folder, for recipe and provenance."""
     if engine not in EXPORTERS:
         raise ValueError(f"no exporter for {engine!r}: expected one of {', '.join(EXPORTERS)}")

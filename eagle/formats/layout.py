@@ -5,21 +5,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
 
+Config = dict[str, Any]  # of config.json, whose values are of any kind
 PER_TARGET = ("partial_rotary_factor", "full_attention", "sliding_attention")  # heads turn whole vectors in one way
+
+
+class TargetConfig(Protocol):
+    """The parts of a target's config that layouts read."""
+
+    model_type: str
+    name_or_path: str
+    architectures: list[str] | None
+    vocab_size: int
+    num_hidden_layers: int
+    bos_token_id: int | None
+    eos_token_id: int | None
+
+    def to_dict(self) -> Config:
+        """All of its values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The contents of `config.json` and the weight file, and how to start the engine (Markdown)."""
 
-    config: dict[str, Any]
+    config: Config
     tensors: dict[str, Tensor]
     serve: str  # where HEAD, TARGET and DEPTH stand for themselves
     file: str = "model.safetensors"  # of the weights; one that torch.save writes by any other ending
@@ -28,7 +44,7 @@ class Layout:
     whole: bool = False  # whether it guesses otherwise where fewer tokens are asked for
 
 
-def llama_config(drafter: TrainableDrafter, target_config: Any, **more: Any) -> dict[str, Any]:
+def llama_config(drafter: TrainableDrafter, target_config: TargetConfig, **more: Any) -> Config:
     """The keys that any engine reads of Llama blocks; older readers know the rotary ones by their first two names."""
     shape = drafter.shape
     rope = rotary_of(shape)
@@ -55,6 +71,29 @@ def llama_config(drafter: TrainableDrafter, target_config: Any, **more: Any) -> 
         "torch_dtype": str(next(drafter.parameters()).dtype).removeprefix("torch."),
         **more,
     }
+
+
+def base_config(drafter: TrainableDrafter) -> Config:
+    """The config keys for any reader of heads without attention."""
+    dtype = str(next(drafter.parameters()).dtype).removeprefix("torch.")
+    return {"hidden_size": drafter.shape.hidden_size, "vocab_size": drafter.shape.vocab_size, "torch_dtype": dtype}
+
+
+def check_family(
+    drafter: TrainableDrafter, target_config: TargetConfig, families: tuple[str, ...], engine: str
+) -> None:
+    """Refuse a target that the published code cannot load, and an attention whose sizes it cannot have."""
+    shape = drafter.shape
+    if has_attention(drafter) and shape.head_dim * shape.num_attention_heads != shape.hidden_size:
+        raise ValueError(
+            f"{engine}: head_dim is {shape.head_dim}, but this code takes hidden_size / num_attention_heads = "
+            f"{shape.hidden_size} / {shape.num_attention_heads}, and no exporter has another layout for it"
+        )
+    if target_config.model_type not in families:
+        raise ValueError(
+            f"{engine}: the target is a {target_config.model_type}, and this code reads {', '.join(families)}: export "
+            "to an engine that serves it"
+        )
 
 
 def tensors_of(drafter: TrainableDrafter) -> dict[str, Tensor]:
@@ -93,8 +132,26 @@ def has_attention(drafter: TrainableDrafter) -> bool:
     return any(".self_attn." in name for name in drafter.state_dict())
 
 
-def rotary_of(shape: Any) -> dict[str, Any]:
+def rotary_of(shape: Any) -> Config:
     """The head's rotary parameters, without those of its target that it ignores."""
     return {
         key: value for key, value in shape.rope_parameters.items() if value is not None and key not in PER_TARGET
     } | {"rope_type": shape.rope_parameters.get("rope_type", "default")}
+
+
+def check_fit(head: TrainableDrafter, target: Any, name: str) -> None:
+    """Refuse a head whose states, tokens or layers a target does not have; `target` is its config, or its files."""
+    if not (head.taps or head.reads.texts):  # a language model of its own, which reads nothing but tokens
+        return
+    advice = "name the target that its recipe.yaml names"
+    head_sizes, sizes = ((shape.hidden_size, shape.vocab_size) for shape in (head.shape, target))
+    if head_sizes != sizes:
+        raise ValueError(
+            f"{name} was made for a target of width {head_sizes[0]} and {head_sizes[1]} tokens, this one has "
+            f"{sizes[0]} and {sizes[1]}: {advice}"
+        )
+    if (deepest := max(head.taps, default=-1)) >= target.num_hidden_layers:
+        raise ValueError(
+            f"{name} was made for a deeper target: it reads the input of layer {deepest}, this one has "
+            f"{target.num_hidden_layers} layers: {advice}"
+        )

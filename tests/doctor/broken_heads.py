@@ -27,7 +27,7 @@ from eagle.doctor.texts import answer_prompts, read_prompts, render_prompts
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.checkpoint import load_head, save_pretrained
 from eagle.formats.export import export
-from eagle.formats.foreign import inspect
+from eagle.formats.reading.foreign import inspect
 from eagle.log import script
 from eagle.target.target import Target
 from tests.doctor.spoilt_heads import BLOCKS, BREAKS, EAGLE1, EAGLE3, MEDUSA, MTP, PEAGLE, Break

@@ -24,7 +24,7 @@ from eagle.doctor.verdict import Diagnosis, Effect, Gain, decide
 from eagle.doctor.wiring import Wiring
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.checkpoint import save_pretrained
-from eagle.formats.head_folder import Finding
+from eagle.formats.reading.head_folder import Finding
 from tests.families import build, random_tokens
 
 KINDS: dict[str, dict[str, Any]] = {

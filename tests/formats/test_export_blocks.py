@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from eagle.core.drafter import TargetHead
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.export import EXPORTERS, export
-from eagle.formats.foreign import inspect, read_head
+from eagle.formats.reading.foreign import inspect, read_head
 from tests import foreign_heads as made
 from tests.block_layouts import BLOCKS, GOLDEN, TARGET
 

@@ -16,7 +16,7 @@ from transformers import GemmaConfig, LlamaConfig
 from eagle.core.drafter import TargetHead
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.export import EXPORTERS, export
-from eagle.formats.foreign import inspect, read_head
+from eagle.formats.reading.foreign import inspect, read_head
 from tests import foreign_heads as made
 
 H, V, LEVELS, INNER = made.H, made.V, 3, 8

@@ -18,7 +18,7 @@ from eagle.core.drafter import Committed
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.checkpoint import load_head, save_head
 from eagle.formats.export import EXPORTERS, export
-from eagle.formats.foreign import import_head
+from eagle.formats.reading.foreign import import_head
 from eagle.target.target import Target
 from tests import foreign_heads as made
 from tests.engines.engine_reference import fit_block

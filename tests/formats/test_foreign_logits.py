@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle import Target
 from eagle.core.examples import Example, collate
-from eagle.formats.foreign import import_head, read_head
+from eagle.formats.reading.foreign import import_head, read_head
 from tests.formats.rivals.random_head import HeadRequest
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from eagle import Budget, Target
 from eagle.core.drafter import Committed
 from eagle.formats.checkpoint import load_head
 from eagle.formats.export import EXPORTERS, export
-from eagle.formats.foreign import import_head, read_head
+from eagle.formats.reading.foreign import import_head, read_head
 from tests import trained
 from tests.unrolled_heads import NARROW, SHAPE, VARIANTS, frozen_head, new_head
 

@@ -16,7 +16,7 @@ from eagle.__main__ import main
 from eagle.core.drafter import TargetHead
 from eagle.core.examples import Example, collate
 from eagle.formats.checkpoint import load_head
-from eagle.formats.foreign import import_head, inspect
+from eagle.formats.reading.foreign import import_head, inspect
 from tests import foreign_heads as made
 
 STEPS, LENGTH = 3, 12

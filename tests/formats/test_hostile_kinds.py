@@ -17,8 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eagle import Target
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.checkpoint import load_head, save_head
-from eagle.formats.foreign import inspect, read_head
-from eagle.formats.target_files import TargetFiles
+from eagle.formats.reading.foreign import inspect, read_head
+from eagle.formats.reading.target_files import TargetFiles
 from tests import foreign_heads as made
 from tests.formats.every_layout import EVERY
 from tests.registry import TRAINED

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from eagle.formats.foreign import import_head, inspect, read_head
+from eagle.formats.reading.foreign import import_head, inspect, read_head
 from tests import foreign_heads as made
 from tests.foreign_heads import refused, told
 

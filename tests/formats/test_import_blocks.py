@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eagle.formats.checkpoint import load_head
-from eagle.formats.foreign import import_head, inspect, read_head
+from eagle.formats.reading.foreign import import_head, inspect, read_head
 from tests import foreign_heads as made
 from tests.block_heads import LAYOUTS, deepspec, domino, dspark, peagle, speculators, speculators_dspark, zlab
 
@@ -56,7 +56,7 @@ def test_every_tensor_is_read(name: str, tmp_path: Path) -> None:
         (speculators_dspark(), "no sample_from_anchor: true, as speculators takes it"),
         (dspark(), "no sample_from_anchor: true, as sgl-project/SpecForge takes it"),
         (domino(), "no shift_label: false, as sgl-project/SpecForge takes it"),
-        (peagle(norm_before_residual=None), "no norm_before_residual: false, as P-EAGLE's readers take it"),
+        (peagle(norm_before_residual=None), "no norm_before_residual: false"),
         (
             zlab(dflash_config={"target_layer_ids": None}),
             "no target_layer_ids: taps (2, 7), as that code takes them of 9 layers",
@@ -127,7 +127,7 @@ def test_the_mask_of_the_drafts_tokens_follows_from_them(tmp_path: Path) -> None
         ("P-EAGLE", lambda config, held: config.update(pard_token=4), "the mask tokens disagree"),
         ("P-EAGLE", lambda config, held: held.pop("mask_hidden"), "mask_hidden is missing"),
         ("P-EAGLE", lambda config, held: held.pop("d2t"), "d2t is missing"),
-        ("P-EAGLE", lambda config, held: held["t2d"].logical_not_(), "t2d marks other tokens"),
+        ("P-EAGLE", lambda config, held: held["t2d"].logical_not_(), "t2d marks"),
         ("P-EAGLE", lambda config, held: held["d2t"].add_(30), "d2t leads to token"),
         ("P-EAGLE", lambda config, held: config.update(norm_before_fc=True), "norm_before_fc is True"),
         ("P-EAGLE", lambda config, held: held["embed_tokens.weight"].add_(1), "Another target, or trained?"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eagle.formats.checkpoint import load_head
-from eagle.formats.foreign import import_head, inspect, read_head
+from eagle.formats.reading.foreign import import_head, inspect, read_head
 from tests import foreign_heads as made
 
 H, V, INNER, LEVELS = made.H, made.V, 8, 3

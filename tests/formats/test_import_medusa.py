@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from eagle.formats.checkpoint import load_head
-from eagle.formats.foreign import import_head, inspect, read_head
+from eagle.formats.reading.foreign import import_head, inspect, read_head
 from tests import foreign_heads as made
 
 H, V, LEVELS, LAYERS = made.H, made.V, 3, 2

@@ -12,7 +12,7 @@ import torch
 
 from eagle.data.identity import target_identity
 from eagle.formats.checkpoint import save_head
-from eagle.formats.foreign import inspect
+from eagle.formats.reading.foreign import inspect
 from eagle.recipe import TargetSection
 from tests import foreign_heads as made
 from tests.unrolled_heads import VARIANTS, new_head
@@ -135,7 +135,7 @@ FEATURES: dict[str, tuple[Spoil, str, bool]] = {
     "bias": (tensors(fc__bias=made.drawn(made.H)), "vLLM drops it", False),
     "no bias": (keys(), "SGLang keeps a random one", False),
     "bias promised": (keys(bias=True), "fc.bias is missing", True),
-    "LM head of another": (tensors(lm_head__weight=made.drawn(made.V, made.H)), "differ from the target's", True),
+    "LM head of another": (tensors(lm_head__weight=made.drawn(made.V, made.H)), "differs from the target's", True),
 }
 
 

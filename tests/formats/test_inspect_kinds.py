@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from eagle.__main__ import main
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.checkpoint import save_head
-from eagle.formats.foreign import inspect
+from eagle.formats.reading.foreign import inspect
 from tests import foreign_heads as made
 
 H, V, D = made.H, made.V, made.D

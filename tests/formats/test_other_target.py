@@ -16,7 +16,7 @@ from eagle.doctor import examine
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.checkpoint import load_head, save_head
 from eagle.formats.export import EXPORTERS
-from eagle.formats.foreign import import_head, inspect
+from eagle.formats.reading.foreign import import_head, inspect
 from tests import foreign_heads as made
 from tests.formats.every_layout import EVERY
 from tests.registry import TRAINED

@@ -12,7 +12,7 @@ from eagle.drafters.parts.window import Window
 from eagle.drafters.recurrent.hass import Hass
 from eagle.formats.checkpoint import load_head, save_head
 from eagle.formats.export import EXPORTERS, export
-from eagle.formats.foreign import read_head
+from eagle.formats.reading.foreign import read_head
 from eagle.recipe import Recipe
 from tests.drafters.recurrent.test_hass import started
 from tests.formats.test_foreign_round_trip import proposals

@@ -21,7 +21,7 @@ from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.drafters.recurrent.reduced_vocab import save_draft_vocab
 from eagle.formats.checkpoint import save_head, write_budget
 from eagle.formats.export import export
-from eagle.formats.foreign import import_head
+from eagle.formats.reading.foreign import import_head
 from eagle.target.borrowed import save_borrowed
 from tests.engines.compare_engines import merge_rows
 

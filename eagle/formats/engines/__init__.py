@@ -1,0 +1,1 @@
+"""Engines, each a table of what it reads, leaves out and gets wrong."""

@@ -1,0 +1,42 @@
+"""llama.cpp's layout (commit 0c1e5709): the folder that its converter takes."""
+
+from __future__ import annotations
+
+from eagle.formats.engines.engine import Engine
+from eagle.formats.networks.dflash_heads import DFLASH
+from eagle.formats.networks.dspark_heads import DSPARK, VANILLA_STYLES, ZLAB_STYLES, InjectedLayout
+from eagle.formats.networks.eagle3_heads import FusedLayout
+from eagle.formats.networks.tensor_names import FUSED
+from eagle.formats.reading import traps
+
+SERVE = """```sh
+python convert_hf_to_gguf.py TARGET --outtype f32 --outfile target.gguf
+python convert_hf_to_gguf.py HEAD --target-model-dir TARGET --outtype f32 --outfile head.gguf
+llama-server -m target.gguf -md head.gguf --spec-type draft-METHOD --spec-draft-n-max DEPTH
+```
+
+llama.cpp as of October 2026. `llama-speculative-simple` takes the same flags and prints how many tokens were drafted
+and accepted."""
+BLOCK = """
+
+It reads a block of as many masks as it drafts, and the root; a block shorter than the head was trained with guesses
+otherwise."""
+LLAMACPP = Engine(
+    name="llamacpp",
+    title="llama.cpp",
+    networks={
+        FUSED: FusedLayout(SERVE.replace("METHOD", "eagle3"), switches=("norm_before_residual",), reads_embedding=True),
+        DFLASH: InjectedLayout(SERVE.replace("METHOD", "dflash") + BLOCK, styles=ZLAB_STYLES, causal=True),
+        DSPARK: InjectedLayout(SERVE.replace("METHOD", "dspark") + BLOCK, styles=VANILLA_STYLES, causal=True),
+    },
+    ignored_rotary=("attention_factor", "truncate", "mscale", "mscale_all_dim"),
+    traps=(
+        traps.MODEL_PREFIX,
+        traps.IDS_DISAGREE,
+        traps.INNER_IDS_ALONE,
+        traps.ROPE_THETA_NESTED,
+        traps.FUSED_BIAS,
+        traps.LAYER_COUNT,
+        traps.ANCHOR_UNSAID,
+    ),
+)

@@ -1,0 +1,1 @@
+"""Networks of heads: their tensors' names in each spelling, written and read by one table."""

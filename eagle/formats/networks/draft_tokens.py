@@ -1,0 +1,78 @@
+"""The tokens that can be drafted, as other tools write them: `d2t`, offsets, and `t2d`, a mask."""
+
+# D tokens that can be drafted, V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from eagle.formats.reading import traps
+from eagle.formats.reading.head_folder import HeadFolder
+from eagle.formats.reading.traps import Strike, strike
+
+SOME = 16  # tokens of a draft vocabulary, below which chance may look like ids
+
+
+def list_vocabulary(head: HeadFolder) -> Iterator[Strike]:
+    """What is wrong with `d2t` and `t2d`."""
+    entry, size, vocab_size = head.entry("d2t"), head.draft_vocab_size, head.shape["vocab_size"]
+    if entry is None or entry.shape != (size,) or entry.dtype.is_floating_point:
+        return
+    offsets = head.load("d2t").long()
+    if size == vocab_size:
+        yield strike(traps.FULL_D2T, fatal=not head.has_block("midlayer."))
+        if bool(offsets.any()):
+            yield strike(traps.FULL_D2T_NOT_ZERO)
+        return
+    tokens, why = read_draft_tokens(offsets, vocab_size)
+    if tokens is None:
+        yield strike(traps.NO_OFFSETS, why=why)
+        return
+    if not bool((tokens.diff() > 0).all()):
+        yield strike(traps.D2T_UNSORTED)
+    mask = head.entry("t2d")
+    if mask is not None and mask.shape == (vocab_size,):
+        marked = head.load("t2d").bool()
+        if not bool(marked[tokens].all()) or int(marked.sum()) != len(tokens):
+            are_ids = bool(((offsets >= 0) & (offsets < vocab_size)).all()) and bool(marked[offsets].all())
+            yield strike(traps.OTHER_T2D, ids=": d2t holds token ids, expected offsets" if are_ids else "")
+
+
+def check_draft_vocab(head: HeadFolder, notes: list[str]) -> None:
+    """Refuse a draft vocabulary whose `d2t` holds no offsets, or whose `t2d` marks other tokens."""
+    vocab_size = head.shape["vocab_size"]
+    if head.draft_vocab_size == vocab_size:
+        if "d2t" in head.names and bool(head.load("d2t").any()):
+            raise ValueError(
+                "d2t is not zero though the head says all tokens: correct draft_vocab_size, or leave it out"
+            )
+        notes += [f"{name} is left out: the head says all tokens" for name in ("d2t", "t2d") if name in head.names]
+        return
+    tokens, why = read_draft_tokens(head.load("d2t").long(), vocab_size)
+    if tokens is None:
+        raise ValueError(why)
+    if "t2d" in head.names and not torch.equal(marked := head.load("t2d").bool(), mark_tokens(head, tokens)):
+        raise ValueError(f"t2d marks {int(marked.sum())} tokens, and not those of d2t: one of them is wrong")
+
+
+def mark_tokens(head: HeadFolder, tokens: Tensor) -> Tensor:
+    """[V], which tokens can be drafted."""
+    return torch.zeros(head.shape["vocab_size"], dtype=torch.bool).index_fill_(0, tokens, True)
+
+
+def read_draft_tokens(d2t: Tensor, vocab_size: int) -> tuple[Tensor | None, str]:
+    """The tokens [D] given by offsets, or None and the reason why they cannot be offsets."""
+    tokens = d2t + torch.arange(len(d2t))
+    # ids rise at every place; offsets stay where two tokens that follow each other are both said, as some always are
+    rises = bool((d2t.diff() > 0).all())
+    if len(d2t) >= SOME and rises and bool((d2t >= 0).all()) and bool((d2t < vocab_size).all()):
+        return None, "d2t holds token ids, expected offsets, id - place: subtract 0, 1, 2, ... from it"
+    outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+    if len(outside):
+        return None, f"d2t leads to token {int(outside[0])} of {vocab_size}: expected offsets, id - place"
+    if len(tokens.unique()) < len(tokens):
+        return None, "d2t leads to some tokens twice: expected offsets, id - place, of different tokens"
+    return tokens, ""

@@ -1,0 +1,297 @@
+"""A network of heads as a table, by which a checkpoint is recognised, matched, inspected and converted."""
+
+# H width, V vocabulary
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle.core.drafter import TrainableDrafter
+from eagle.drafters import DRAFTERS
+from eagle.drafters.parts.decoder_block import head_shape
+from eagle.formats.checkpoint import build_head
+from eagle.formats.layout import Config
+from eagle.formats.networks.sizes import read_sizes
+from eagle.formats.networks.tensor_names import Spelling, fill_name, match_name
+from eagle.formats.reading.head_folder import EMBEDDING, OUTPUT, OWN, Finding, HeadFolder, name_part
+from eagle.formats.reading.target_files import EMBEDDINGS, LM_HEADS, TargetFiles, count_differing_rows
+from eagle.formats.reading.traps import Strike
+
+ROTARY = r"(.*\.)?(inv_freq|cos_cached|sin_cached)"
+FOLLOWS = "follows from the rotary parameters"
+
+
+class Network:
+    """One method's heads as other tools write them; each fact about their tensors stands in it once."""
+
+    name: str = ""  # as `inspect` prints it
+    method: str
+    methods: tuple[str, ...] = ()  # of this project whose heads these are
+    tensors: str = "$^"  # begins the name of one, `model.` taken off: any of these four signs is enough
+    words: str = "^$"  # stands in architectures, model_type, speculators_model_type or projector_type
+    keys: tuple[str, ...] = ()  # of config.json
+    common: tuple[str, ...] = ()  # keys that a language model may have too
+    spellings: tuple[tuple[str, Spelling], ...] = ()  # by who writes them
+    prefixes: tuple[str, ...] = ("model.",)  # that may stand in front of any name
+    spare: Mapping[str, str] = {ROTARY: FOLLOWS}  # patterns of what is not needed, and why
+    borrowed: Mapping[str, tuple[str, ...]] = {EMBEDDING: EMBEDDINGS, OUTPUT: LM_HEADS}  # of the target, by our names
+    own_copies: tuple[str, ...] = ()  # the borrowed that may differ from the target's, for a head may have trained them
+    indices: tuple[str, ...] = ()  # tensors that hold no weights
+    zeros: str = r".*\.bias"  # what may be all zeros
+    remedies: Mapping[str, str] = {}  # of missing tensors
+    has_block: bool = True  # whether its config has the sizes of a Llama block
+    lists_all: bool = False  # whether tensors are compared with the config's sizes where something else is wrong too
+    rotates: bool = True  # whether the config's rotary parameters are those of its attention
+
+    def rename(self, head: HeadFolder, name: str, ours: str) -> str | None:
+        """Our name of a tensor, from the one that its spelling gave; None for one that is no part of the head."""
+        return ours
+
+    def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> Config:
+        """The head's settings as a recipe would state them, from tensors and config."""
+        raise NotImplementedError
+
+    def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
+        """The sizes of the head, by its config."""
+        return head_shape(SimpleNamespace(**head.shape))
+
+    def size_of(self, name: str, size: tuple[int, ...]) -> tuple[int, ...]:
+        """The size of the tensor in the file which holds one of ours of this size."""
+        return size
+
+    def sizes_beside(self, head: HeadFolder) -> dict[str, tuple[int, ...]]:
+        """Tensors that may stand beside the network's, with their sizes."""
+        return {}
+
+    def may_lack(self, head: HeadFolder, name: str) -> str:
+        """Why a tensor may be absent from the file; "" if it may not."""
+        return ""
+
+    def settle(
+        self, head: HeadFolder, target: TargetFiles | None, taps: tuple[int, ...] | None, notes: list[str]
+    ) -> None:
+        """Settle for an import what the config leaves open; ValueError if taps are asked for that it does not read."""
+        reads = tuple(head.settings.get("taps", (-1,)))
+        if taps not in (None, reads):
+            raise ValueError(f"taps are {taps}, but such heads read {reads}: leave them out")
+
+    def make_tensor(self, head: HeadFolder, name: str) -> Tensor:
+        """Make one of our tensors from the file's tensors."""
+        return head.load(name)
+
+    def list_faults(self, head: HeadFolder, target: TargetFiles | None) -> Iterator[Strike]:
+        """What engines read differently in heads of this network."""
+        yield from ()
+
+    def describe(self, head: HeadFolder) -> str:
+        """The checkpoint's method."""
+        return head.kind
+
+    def list_facts(self, head: HeadFolder) -> Config:
+        """The facts that `inspect` shows."""
+        return {**head.settings, "width": head.shape["hidden_size"], "vocabulary": head.shape["vocab_size"]}
+
+    # -- matching and converting --------------------------------------------------------------------------------------
+
+    def match(self, head: HeadFolder, target: TargetFiles | None) -> None:
+        """Match each tensor and key of a recognised head; obstacles to an import become problems."""
+        head.method = self.method
+        if head.layout == OWN:
+            _read_own(head)
+        else:
+            copies = self._name_tensors(head)
+            if self.has_block:
+                read_sizes(head)
+            head.settings = self.read_settings(head, target)
+            _compare_copies(head, copies)
+        for name in sorted(head.names.keys() & self.borrowed.keys()):
+            self._compare_borrowed(head, name, target)
+        if target and head.target_layers not in (None, target.layers):
+            what = f"the head is for a target of {head.target_layers} layers, {target.path} has {target.layers}"
+            head.problem(what, "Name the right target")
+        self._check_tensors(head, target)
+        fix = "Correct it by the run that made the head"
+        head.problems += [Finding(f"config.json: {wrong}", fix=fix) for wrong in dict.fromkeys(head.keys.wrong)]
+        sections = {id(section): section for section in (head.keys, head.block, head.nested)}.values()
+        head.unknown_keys = [name for section in sections for name in section.left()]
+
+    def _name_tensors(self, head: HeadFolder) -> dict[str, str]:
+        """This project's name of each tensor; the duplicates by name."""
+        head.names, copies, left_out = {}, dict[str, str](), dict[str, list[str]]()
+        for name in sorted(head.tensors.stored):
+            who, ours = self._find_name(head, name)
+            if ours is None:
+                why = next((why for pattern, why in self.spare.items() if re.fullmatch(pattern, name)), "")
+                left_out.setdefault(why, []).append(name)
+            elif ours in head.names:
+                copies[name] = ours
+            else:
+                head.names[ours] = name
+                head.layout = head.layout if ours in self.borrowed else who
+        _refuse_tensors(head, left_out.pop("", []))
+        head.notes += [f"{_list_some(names)} left out: {why}" for why, names in left_out.items()]
+        return copies
+
+    def _find_name(self, head: HeadFolder, name: str) -> tuple[str, str | None]:
+        """Whose spelling a tensor's name fits, and this project's name."""
+        bare = self._strip(name)
+        for who, spelling in self.spellings:
+            for ours, theirs in spelling.items():
+                if (parts := match_name(self._strip(theirs), bare)) is not None:
+                    found = fill_name(ours, parts, {})
+                    return who, found if found in self.borrowed else self.rename(head, name, found)
+        return "", OUTPUT if name == OUTPUT and OUTPUT in self.borrowed else None
+
+    def _strip(self, name: str) -> str:
+        for prefix in self.prefixes:
+            name = name.removeprefix(prefix)
+        return name
+
+    def _compare_borrowed(self, head: HeadFolder, name: str, target: TargetFiles | None) -> None:
+        """Compare the checkpoint's copies of target tensors with the target's, which a head here borrows."""
+        stored, known_as = head.names[name], self.borrowed[name]
+        left_out = f"{stored} is left out, heads here use the target's"
+        theirs = target.matrix(known_as) if target else None
+        if theirs is None:
+            why = "the target has none by that name" if target else "no --target"
+            head.notes.append(f"{left_out}; not compared: {why}")
+            return
+        ours = head.load(name)
+        if not ours.is_floating_point():
+            head.problem(f"{stored} is in {ours.dtype}, expected plain weights", "Copy it again")
+        elif ours.shape != theirs.shape:
+            head.problem(f"{stored} is {list(ours.shape)}, the target's is {list(theirs.shape)}", "Another target?")
+        elif differing := count_differing_rows(ours, theirs):
+            if name in self.own_copies:
+                head.differing[name] = (differing, len(ours))
+                head.notes.append(f"{left_out}; {differing} of {len(ours)} rows DIFFER from it")
+            else:
+                what = f"{stored} differs from the target's in {differing} of {len(ours)} rows"
+                head.problem(what, "Another target, or trained?")
+        else:
+            head.notes.append(f"{left_out}; they are equal")
+
+    def _build(self, head: HeadFolder, target: TargetFiles | None) -> TrainableDrafter:
+        """A head with these settings and sizes, and uninitialised weights."""
+        if head.layout == OWN:
+            return build_head(head.config, str(head.path / "config.json"))
+        try:
+            method: Any = DRAFTERS[head.method]
+            drafter: TrainableDrafter = method(method.Settings(**head.settings), self.read_shape(head, target))
+        except Exception as error:  # of many kinds: pydantic checks the settings, transformers and torch the sizes
+            raise ValueError(f"no head of these sizes can be made: {error!r:.300}") from None
+        return drafter
+
+    def _check_tensors(self, head: HeadFolder, target: TargetFiles | None) -> None:
+        """Check that every expected tensor is present, in its size and a number type, and no other one."""
+        if head.problems and not self.lists_all:  # which say more than sizes that do not fit
+            return
+        try:
+            with torch.device("meta"):  # which takes no memory
+                drafter = self._build(head, target)
+        except ValueError as error:
+            head.problem(str(error), "Correct config.json")
+            return
+        expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+        if head.layout != OWN:
+            expected = {name: self.size_of(name, size) for name, size in expected.items()}
+        beside = self.sizes_beside(head)
+        for name, size in {**beside, **expected}.items():
+            if name in expected or name in head.names:
+                self._check_tensor(head, name, size)
+        known = expected.keys() | self.borrowed.keys() | beside.keys()
+        others = [head.names[name] for name in sorted(head.names.keys() - known)]
+        some = [name for name in others if not self.lists_all and re.search(r"_proj\.bias|\.[qk]_norm\.", name)]
+        if some:  # heads of this network may have such, all of them or none
+            what = f"tensors of no part of this head: {_list_some(some)}"
+            head.problem(what, "Correct config.json, or copy both files again")
+        _refuse_tensors(head, [name for name in others if name not in some])
+
+    def _check_tensor(self, head: HeadFolder, name: str, size: tuple[int, ...]) -> None:
+        """Record what is wrong with one tensor."""
+        entry = head.entry(name)
+        if entry is None:
+            if why := self.may_lack(head, name):
+                head.notes += [why] if why not in head.notes else []
+            else:
+                usual = "Engines may start from random numbers there: copy or export it again"
+                head.problem(f"{name} is missing, expected {list(size)}", self.remedies.get(name, usual))
+        elif entry.shape != size:
+            what = f"{head.names[name]} is {list(entry.shape)}, expected {list(size)}"
+            head.problem(what, "Correct config.json, or copy both files again")
+        elif name in self.indices:
+            if name == "d2t" and entry.dtype.is_floating_point:
+                head.problem(f"d2t is in {entry.dtype}, expected whole numbers", "Export again")
+        elif name not in self.borrowed and (not entry.dtype.is_floating_point or entry.dtype.itemsize < 2):
+            head.problem(f"{head.names[name]} is in {entry.dtype}, expected plain weights", fatal=False)
+
+    def convert(
+        self, head: HeadFolder, target: TargetFiles | None, taps: tuple[int, ...] | None
+    ) -> tuple[TrainableDrafter, list[str]]:
+        """The head as one of this project, with notes on all that was assumed or left out."""
+        notes = [*head.notes]
+        if head.unknown_keys:
+            notes.append(f"unknown keys of config.json, not used: {', '.join(head.unknown_keys):.400}")
+        width, vocab_size = head.shape.get("hidden_size"), head.shape.get("vocab_size")
+        if head.shape and target and (target.width, target.vocab_size) != (width, vocab_size):
+            ours, theirs = f"{width} wide with {vocab_size} tokens", f"{target.width} wide with {target.vocab_size}"
+            head.problem(f"the head is for a target {ours}, {target.path} is {theirs}: name the right target")
+        head.refuse_problems()
+        self.settle(head, target, taps, notes)
+        drafter = self._build(head, target)
+        weights = {name: self.make_tensor(head, name) for name in drafter.state_dict()}
+        for name, weight in weights.items():
+            if not bool(weight.float().isfinite().all()):
+                raise ValueError(f"{head.names[name]} holds numbers that are not finite: take an earlier checkpoint")
+        if dtypes := {weight.dtype for weight in weights.values() if weight.is_floating_point()} - {torch.float32}:
+            notes.append(
+                f"weights in {', '.join(sorted(map(str, dtypes)))}, held here in torch.float32, which is exact"
+            )
+        drafter.load_state_dict(weights)
+        return drafter, notes
+
+
+def _read_own(head: HeadFolder) -> None:
+    """The settings and sizes of a head of this project, under its own names."""
+    head.names = {name: name for name in head.tensors.stored}
+    read_sizes(head)
+    head.settings = dict(head.config["settings"])
+    head.draft_vocab_size = head.block.size("draft_vocab_size") or head.shape["vocab_size"]
+    taps = head.settings.get("taps")
+    head.inputs = tuple(taps) if isinstance(taps, list) and all(type(tap) is int for tap in taps) else None
+    head.tap_count = len(head.inputs or (1,))
+    head.nested.taken |= head.nested.values.keys()
+    head.block.taken |= head.block.values.keys()
+
+
+def _refuse_tensors(head: HeadFolder, names: list[str]) -> None:
+    """Record tensors that no network here has, by what they are."""
+    parts: dict[str, list[str]] = {}
+    for name in names:
+        bare = re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
+        parts.setdefault(name_part(bare), []).append(name)
+    for part, stored in parts.items():
+        if part:
+            head.problem(f"{part}: {_list_some(stored)}; no head here has that", fatal=False)
+        else:
+            fix = "Take them out if they do not matter: nothing is left out here"
+            head.problem(f"unknown tensors: {_list_some(stored)}", fix)
+
+
+def _compare_copies(head: HeadFolder, copies: dict[str, str]) -> None:
+    """Record tensors that stand twice and differ."""
+    for theirs, ours in copies.items():
+        if not torch.equal(head.tensors.load(theirs).float(), head.load(ours).float()):  # float8 is compared by nobody
+            head.problem(f"{theirs} differs from {head.names[ours]}, and both are {ours} here", "Keep the right one")
+    if copies:
+        head.notes.append(f"{_list_some(list(copies))} are left out: they are what other levels have too")
+
+
+def _list_some(names: list[str]) -> str:
+    return f"{', '.join(names[:4]):.300}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")

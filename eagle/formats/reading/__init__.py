@@ -1,0 +1,1 @@
+"""Checkpoints of unknown origin: files, recognition, inspection and conversion."""

@@ -1,0 +1,281 @@
+"""A checkpoint of unknown origin: its config's keys, typed; its own statements; and its faults."""
+
+# D tokens that can be drafted
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from eagle.formats.reading.files import FolderTensors, TensorEntry
+
+OWN, SPECULATORS, AUTOMODEL, REFERENCE = "this project", "speculators", "Automodel", "SafeAILab/EAGLE"
+MODELOPT, MIDLAYER, LAYERS, UNKNOWN = "ModelOpt", "EAGLE-3, midlayer.*", "EAGLE-3, layers.0.*", "unknown"
+EAGLE1 = "EAGLE-1"
+FOREIGN_PARTS = {  # tensors that no network here has
+    r"parallel_draft_heads\.": "a Medusa head",
+    r".*\.(kv_a_proj_with_mqa|kv_a_layernorm|kv_b_proj|q_a_\w+|q_b_proj)\.": "multi-head latent attention",
+    r".*\.mlp\.(experts|gate\.|shared_expert)": "a mixture of experts",
+    r"layers\.[1-9]\d*\.": "a second layer",
+    r".*\.(q|k)_norm\.": "Qwen3's norm of queries and keys",
+    r".*\.self_attn\.\w+_proj\.bias": "a bias in attention (attention_bias, qkv_bias)",
+    r".*\.mlp\.\w+_proj\.bias": "a bias in the MLP (mlp_bias)",
+    r"input_norm\.|norm_before_fc\.": "one norm over all taps (norm_before_fc)",
+    r"(post_embedding|pre_lm_head|embed|lm_head)_?layernorm\.": "HASS's norm around the head (embed_layernorm, ...)",
+    r"lm_head\.bias": "a bias in the LM head",
+    r".*\.(weight_scale|input_scale|qweight|qzeros|scales|weight_packed)": "quantised weights",
+}
+EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"  # the target's, by our names
+MOST = 2**31  # of any size
+# of a Llama config or a speculators one, and without any bearing on what a head computes
+NO_MATTER = {
+    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "auto_map", "_name_or_path",
+    "name_or_path", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "cls_token_id",
+    "use_cache", "initializer_range", "pretraining_tp", "attention_dropout", "hidden_dropout", "resid_pdrop",
+    "embd_pdrop", "return_dict", "output_attentions", "output_hidden_states", "chunk_size_feed_forward",
+    "is_encoder_decoder", "id2label", "label2id", "problem_type", "_attn_implementation", "attn_implementation",
+    "_attn_implementation_autoset", "has_no_defaults_at_init", "speculators_version", "speculators_model_type",
+    "embed_requires_grad", "max_window_layers", "use_last_layernorm", "next_layer_regular", "num_target_layers",
+    "parallel_draft_heads_num_layers", "eagle_decoder_type", "has_lm_head", "target_model_type", "ttt_length",
+    "torchscript", "tokenizer_class", "task_specific_params", "prefix", "finetuning_task",
+    "is_decoder", "add_cross_attention", "cross_attention_hidden_size", "tie_encoder_decoder", "pruned_heads",
+    "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "temperature", "top_k",
+    "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "output_scores",
+    "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "return_dict_in_generate",
+    "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
+    "suppress_tokens", "begin_suppress_tokens", "decoder_start_token_id", "diversity_penalty", "use_bfloat16",
+    "tf_legacy_loss", "bias_heads", "modules_in_block_to_quantize",
+}  # fmt: skip
+ROPE = {
+    "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
+    "beta_slow", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim",
+    "truncate", "partial_rotary_factor",
+}  # fmt: skip
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
+
+@dataclass
+class Keys:
+    """The values of a mapping; a value of a wrong type is reported and treated as absent, like null."""
+
+    values: dict[str, Any]
+    where: str = ""  # the section, in front of each name
+    wrong: list[str] = field(default_factory=list)
+    taken: set[str] = field(default_factory=set)
+
+    def size(self, name: str) -> int | None:
+        """A whole number above 0."""
+        return self._take(name, "a whole number above 0", lambda value: type(value) is int and 0 < value < MOST)
+
+    def token(self, name: str) -> int | None:
+        """A whole number, 0 or more."""
+        return self._take(name, "a whole number, 0 or more", lambda value: type(value) is int and 0 <= value < MOST)
+
+    def number(self, name: str) -> float | None:
+        """A finite number above 0."""
+        return self._take(name, "a number above 0", is_number)
+
+    def flag(self, name: str) -> bool | None:
+        """True or false."""
+        return self._take(name, "true or false", lambda value: isinstance(value, bool))
+
+    def text(self, name: str) -> str | None:
+        """A string."""
+        return self._take(name, "a text", lambda value: isinstance(value, str))
+
+    def whole(self, name: str, least: int = 0) -> tuple[int, ...] | None:
+        """A list of whole numbers, each at least `least`."""
+        numbers = self._take(
+            name,
+            f"a list of whole numbers, {least} or more",
+            lambda value: _is_list(value, lambda number: type(number) is int and least <= number < MOST),
+        )
+        return None if numbers is None else tuple(numbers)
+
+    def words(self, name: str) -> tuple[str, ...]:
+        """A list of strings; empty if absent."""
+        texts = self._take(name, "a list of texts", lambda value: _is_list(value, lambda word: isinstance(word, str)))
+        return tuple(texts or ())
+
+    def section(self, name: str) -> Keys:
+        """A nested mapping, which reports to the same list."""
+        values = self._take(name, "a mapping", lambda value: isinstance(value, dict))
+        return Keys(values or {}, f"{self.where}{name}.", self.wrong)
+
+    def left(self) -> list[str]:
+        """The keys with a value that were not used and are not known to be irrelevant."""
+        held = {name for name, value in self.values.items() if value is not None}
+        left = sorted(held - self.taken - NO_MATTER)
+        return [f"{self.where}{name if name.isprintable() else ascii(name)}"[:100] for name in left]
+
+    def _take(self, name: str, expected: str, fits: Callable[[Any], bool]) -> Any:
+        self.taken.add(name)
+        value = self.values.get(name)
+        if value is None or fits(value):
+            return value
+        self.wrong.append(f"{self.where}{name} is {short(value)}, expected {expected}")
+        return None
+
+
+def short(value: Any) -> str:
+    """A value, shortened, as an error shows it."""
+    if isinstance(value, int) and abs(value) > 10**30:
+        return "an absurd number"
+    if isinstance(value, dict | list) and len(value) > 8:
+        return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)}"
+    try:
+        return f"{value!r:.60}"
+    except RecursionError:
+        return "a deeply nested value"
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number above 0."""
+    return type(value) in (int, float) and 0 < value < 1e30 and math.isfinite(value)
+
+
+def _is_list(value: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and len(value) <= 1000 and all(map(fits, value))
+
+
+def _is_rotary_value(value: Any) -> bool:
+    number = type(value) in (int, float) and abs(value) < 1e30
+    return number or isinstance(value, str | bool) or _is_list(value, is_number)
+
+
+def read_rope(keys: Keys, notes: list[str]) -> dict[str, Any]:
+    """The rotary parameters in any of a config's three spellings; a note if two disagree."""
+    theta = keys.number("rope_theta")
+    newer, older = keys.section("rope_parameters"), keys.section("rope_scaling")
+    rope: dict[str, Any] = {}
+    for section in (older, newer):
+        values = {name: value for name, value in section.values.items() if value is not None}
+        kind = values.pop("type", None)
+        if kind is not None:
+            values.setdefault("rope_type", kind)
+        if bad := [name for name, value in values.items() if not _is_rotary_value(value)]:
+            keys.wrong.append(f"{section.where}{bad[0]} is {short(values[bad[0]])}, expected a number or a word")
+            continue
+        for name in (name for name in rope.keys() & values.keys() if rope[name] != values[name]):
+            keys.wrong.append(f"rope_scaling and rope_parameters differ in {name}: {rope[name]!r}, {values[name]!r}")
+        rope |= values
+    if "rope_theta" in rope and not is_number(rope["rope_theta"]):
+        keys.wrong.append(f"rope_theta is {short(rope.pop('rope_theta'))}, expected a number above 0")
+    if theta is not None and rope.setdefault("rope_theta", theta) != theta:
+        keys.wrong.append(f"rope_theta is {theta:g}, but {rope['rope_theta']!r} inside of the rotary parameters")
+    if unknown := sorted(rope.keys() - ROPE):
+        notes.append(f"unknown rotary parameters, not used: {', '.join(map(repr, unknown)):.200}")
+        rope = {name: value for name, value in rope.items() if name in ROPE}
+    if "rope_theta" not in rope:
+        notes.append("no rope_theta: 10000, as in a Llama config without one")
+    if rope.setdefault("rope_type", "default") not in ROPE_TYPES:
+        keys.wrong.append(f"rope_type is {short(rope.pop('rope_type'))}, expected one of {', '.join(ROPE_TYPES)}")
+    partial = rope.pop("partial_rotary_factor", None) or keys.number("partial_rotary_factor")
+    if partial not in (None, 1, 1.0):
+        keys.wrong.append(f"partial_rotary_factor is {partial!r}, expected 1: heads turn whole vectors")
+    rope = {"rope_type": "default", "rope_theta": 10000.0, **rope}
+    return {**rope, "rope_theta": float(rope["rope_theta"])}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault of a checkpoint that costs acceptance or prevents loading in some engine."""
+
+    what: str
+    engines: tuple[str, ...] = ()  # where it strikes; all readers where none is named
+    fatal: bool = True
+    fix: str = ""
+
+    def __str__(self) -> str:
+        where = f" [{', '.join(self.engines)}]" if self.engines else ""
+        return f"{'FATAL' if self.fatal else 'note '} {self.what}{where}{f'. {self.fix}' if self.fix else ''}"
+
+
+@dataclass
+class HeadFolder:
+    """A checkpoint with tensors by this project's names, and the problems that prevent an import."""
+
+    path: Path
+    config: dict[str, Any]
+    tensors: FolderTensors
+    keys: Keys  # of the whole config
+    block: Keys  # of its Llama block
+    nested: Keys  # of its eagle_config, or of this project's settings
+    layout: str = UNKNOWN
+    method: str = ""  # of this project
+    kind: str = ""  # what it is, by the registry of networks or beside it
+    settings: dict[str, Any] = field(default_factory=dict)  # as a recipe would state them
+    layer: str = ""  # that it is, by its number in a whole model
+    names: dict[str, str] = field(default_factory=dict)  # ours: theirs
+    shape: dict[str, Any] = field(default_factory=dict)
+    target_layers: int | None = None  # where the config tells
+    draft_vocab_size: int = 0  # D
+    tap_count: int = 1
+    differing: dict[str, tuple[int, int]] = field(default_factory=dict)  # rows of copies that are not the target's
+    inputs: tuple[int, ...] | None = None  # layer ids that count inputs
+    outputs: tuple[int, ...] | None = None  # layer ids that count outputs
+    problems: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    unknown_keys: list[str] = field(default_factory=list)
+
+    @property
+    def inputs_by_outputs(self) -> tuple[int, ...] | None:
+        """Layer ids that count outputs, converted to ids that count inputs."""
+        return None if self.outputs is None else tuple(layer + 1 for layer in self.outputs)
+
+    @property
+    def architectures(self) -> list[str]:
+        """The config's architectures, by which engines choose what to load."""
+        named = self.config.get("architectures")
+        return [name[:80] for name in named if isinstance(name, str)][:8] if isinstance(named, list) else []
+
+    @property
+    def prefixed(self) -> list[str]:
+        """Tensors whose names begin with `model.`."""
+        return [name for name in self.tensors.stored if name.startswith("model.")]
+
+    def has_block(self, prefix: str) -> bool:
+        """Whether some tensor's name begins with this prefix."""
+        return any(name.startswith(prefix) for name in self.names.values())
+
+    def entry(self, name: str) -> TensorEntry | None:
+        """A tensor's entry by this project's name, if present."""
+        return self.tensors.stored.get(self.names.get(name, ""))
+
+    def load(self, name: str) -> Tensor:
+        """A tensor's values by this project's name."""
+        return self.tensors.load(self.names[name])
+
+    def problem(self, what: str, fix: str = "", fatal: bool = True) -> None:
+        """Record a problem that prevents an import."""
+        self.problems.append(Finding(what, (), fatal, fix))
+
+    def refuse(self, settings: Mapping[str, bool], part: str = "head") -> None:
+        """Record the settings that no head of this project has, with their values."""
+        for name in (name for name, is_refused in settings.items() if is_refused):
+            sections = (self.keys, self.block, self.nested)
+            value = next((section.values[name] for section in sections if name in section.values), None)
+            self.problem(f"config.json: {name} is {short(value)}, which no {part} here can be", fatal=False)
+
+    def take(self, *names: str) -> None:
+        """Mark keys that do not matter as used, wherever they stand."""
+        for section in (self.keys, self.block, self.nested):
+            section.taken |= set(names)
+
+    def refuse_problems(self) -> None:
+        """Raise a ValueError with all problems that prevent an import."""
+        listed = [f"- {problem.what}{f'. {problem.fix}' if problem.fix else ''}" for problem in self.problems]
+        if listed:
+            named = f"{self.path}, {self.kind},"
+            raise ValueError("\n".join([f"{named} cannot become a head of this project:", *listed]))
+
+
+def name_part(name: str) -> str:
+    """The meaning of a tensor that no network here has; "" if unknown."""
+    return next((part for pattern, part in FOREIGN_PARTS.items() if re.match(pattern, name)), "")
