@@ -83,7 +83,7 @@ def test_other_damaged_files(text: bytes, tmp_path: Path) -> None:
     assert read_report(tmp_path, {}) is None
     (tmp_path / "engines.json").write_bytes(text if text != b"{}" else b"[{}]")
     row = dict.fromkeys(("head", "target", "engine", "dtype", "draft", "prompts", "new_tokens"), 0)
-    with pytest.raises(ValueError, match=r"engines\.json holds no rows of eval\.engines"):
+    with pytest.raises(ValueError, match=r"engines\.json holds no rows of tests\.engines"):
         merge_rows([row], tmp_path / "engines.json")
     (tmp_path / "config.json").write_bytes(text)
     none = torch.zeros(0, dtype=torch.int64)
