@@ -18,7 +18,7 @@ PIECE = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]|\s+|[^\s<\[]+|.")  # special toke
 
 
 def faults(conversation: Conversation, examples: Sequence[Example], tokenizer: Any, data: DataSection) -> list[str]:
-    """What is wrong with the mask: every supervised run must be one answer, from its first token to its end mark."""
+    """The faults of a mask: every supervised run must be one answer, from its first token to its end mark."""
     runs = runs_of(examples)
     answers = list(expected_answers(conversation, tokenizer, data))
     if missing := max(0, len(answers) - len(runs)):  # of answers that begin behind `max_length`
@@ -74,7 +74,7 @@ def weighted_places(conversation: Conversation, data: DataSection) -> list[int]:
 
 
 def print_messages(messages: list[Any], tools: Any, tokenizer: Any, data: DataSection, *, ask: bool = False) -> str:
-    """What the chat template prints for messages and, if asked for, before an answer."""
+    """Print messages by the chat template and, if asked for, the opening of an answer."""
     options = {"tools": tools or None, "tokenize": False, "add_generation_prompt": ask, **data.template_kwargs}
     return tokenizer.apply_chat_template(messages, **options)
 
@@ -92,7 +92,7 @@ def normalise(text: str, tokenizer: Any) -> str:
 def expected_texts(
     history: list[dict[str, Any]], turn: dict[str, Any], tools: Any, tokenizer: Any, data: DataSection
 ) -> tuple[str, ...]:
-    """What may be supervised of one answer; nothing if the template refuses or prints no word of it."""
+    """The texts of one answer that may be supervised; none if the template refuses or prints no word of it."""
     placeholder = {"role": "assistant", "content": PLACEHOLDER}
     try:
         prompt = print_messages(history, tools, tokenizer, data, ask=True)
@@ -123,7 +123,7 @@ def expected_texts(
 def mark_of_next_turn(
     history: list[dict[str, Any]], turn: dict[str, Any], tools: Any, tokenizer: Any, data: DataSection
 ) -> str:
-    """What is printed behind an answer when another turn follows, up to a stop token, else up to that turn's opening.
+    """The text behind an answer when another turn follows, up to a stop token, else up to that turn's opening.
 
     The opening is what the template also prints before a first question.
     """

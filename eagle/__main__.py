@@ -16,7 +16,7 @@ from eagle.shipped import HELP_PAGE, STAGES
 
 
 class Verb(NamedTuple):
-    """What a verb runs, and a line about it."""
+    """The function that a verb runs, and a line about it."""
 
     module: str
     about: str
@@ -93,7 +93,7 @@ def overview() -> str:
 
 
 def printed_help(verb: str) -> str | None:
-    """What `--help` of a verb prints, from the page that is made of it: its module imports torch for seconds."""
+    """The `--help` of a verb, from the page that is made of it: its module imports torch for seconds."""
     if not HELP_PAGE.is_file():
         return None
     text = re.search(rf"^### eagle {verb}\n.*?^```text\n(.*?)\n```$", HELP_PAGE.read_text(), re.DOTALL | re.MULTILINE)

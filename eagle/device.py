@@ -55,7 +55,7 @@ def multiplies_bf16(capabilities: Mapping[str, Any]) -> bool:
 
 
 def cpu_capabilities() -> Mapping[str, Any]:
-    """What this processor can do, as far as torch's kernels are let use it; {} from a torch that does not tell."""
+    """The instructions of this processor that torch's kernels may use; {} from a torch that does not tell."""
     if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return {}
     return getattr(torch.cpu, "get_capabilities", dict)()

@@ -23,7 +23,7 @@ LOCK = ".lock"
 
 
 class DiskError(ValueError):
-    """What a disk refuses, in words."""
+    """A disk refused to write; the message says it in words."""
 
 
 ATTEMPTS = 1000  # at a lock whose folder other runs make and remove

@@ -146,7 +146,7 @@ class MeasuredSection(Section):
 
 
 class EvalSection(Section):
-    """What to decode, with which drafters, and under which limits."""
+    """The prompts to decode, the drafters and the limits."""
 
     prompts: str | dict[str, str]  # conversations or questions: a file, a folder or a hub dataset; or several by name
     split: str = "train"  # the split of a hub dataset

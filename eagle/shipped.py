@@ -1,4 +1,4 @@
-"""What comes with the package beside its modules: the programs of the stages, recipes, and its commit."""
+"""Files that come with the package beside its modules: programs of the stages, recipes; and its commit."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class MeasuredDrafter:
 
     @property
     def plan(self) -> Budget | Policy:
-        """What decoding is given."""
+        """The budget, or the policy that chooses one each cycle."""
         return self.policy or self.budget
 
     @property
@@ -53,7 +53,7 @@ class MeasuredDrafter:
         return self.budget.draw == "sampled"
 
     def describe(self) -> dict[str, Any]:
-        """What decides its drafts, for the header of results."""
+        """The settings that decide its drafts, for the header of results."""
         folders = [name for name in self.head.split(",") if name not in DRAFTERS]
         weights = fingerprint([folder_of(name, None, HEAD) / HEAD[1] for name in folders]) if folders else None
         policy = {"policy": "goodput"} if self.policy else {}
@@ -150,7 +150,7 @@ def budget_of(section: BudgetSection) -> Budget:
 def describe_run(
     recipe: Recipe, target: Target, drafters: dict[str, MeasuredDrafter], processes: int = 1
 ) -> dict[str, Any]:
-    """What decides the answers and their time; rows made by anything else do not go into the same file."""
+    """The settings that decide the answers and their time; rows made by anything else do not go into the same file."""
     together = f", {processes} processes" if processes > 1 else ""
     most = recipe.eval.max_tokens_in_cache
     return {

@@ -1,4 +1,4 @@
-"""What is measured: the questions that this process asks of every drafter, and the answers so far."""
+"""The questions that this process asks of every drafter, and the answers so far."""
 
 from __future__ import annotations
 

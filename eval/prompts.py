@@ -42,7 +42,7 @@ class Case(NamedTuple):
     question: Question
 
     def key(self, turn: int) -> Key:
-        """What identifies the answer to a turn."""
+        """The key of the answer to a turn."""
         return self.question.set, self.question.id, turn, self.temperature, self.seed
 
     def sampling(self, turn: int) -> Sampling:

@@ -236,7 +236,7 @@ def _table(title: str, rows: Sequence[tuple[str, Tuning, Budget, str | None]]) -
 
 
 def verdict(tuning: Tuning, best: Trial) -> tuple[Budget, str]:
-    """What to decode with, and why."""
+    """The budget to decode with, and the reason."""
     gain = best.speed / tuning.trial(NOT_DRAFTING).speed
     reached = f"{name_budget(best.budget)}: tau {best.acceptance_length:.2f}, modelled speed-up {gain:.2f} x"
     if gain >= MARGIN:

@@ -129,7 +129,7 @@ def describe_exports(head: Any, config: Any, folder: str) -> Iterator[str]:
 
 
 def say_forecast(recipe: Recipe, count: int | None) -> bool:
-    """What the target's config tells before anything is loaded; whether this machine can hold the target."""
+    """Tell the target's sizes before anything is loaded; returns whether this machine can hold the target."""
     try:
         sizes = sizes_of(recipe.target.path, recipe.target.revision)
     except (OSError, ValueError) as error:

@@ -128,7 +128,7 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tensor
 
 
 class _Sizes(torch.autograd.Function):
-    """What the kernel of fused attention makes and keeps."""
+    """The tensors that the kernel of fused attention makes and keeps."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,7 +187,7 @@ class EmptyRun:
 
 
 def empty_target_head(config: Any, dtype: torch.dtype) -> TargetHead:
-    """What a head borrows."""
+    """The tensors that a head borrows."""
     embedding = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
     output = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
     if config.tie_word_embeddings:

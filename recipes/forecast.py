@@ -38,7 +38,7 @@ GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a forecast must know of a target."""
+    """The facts of a target that a forecast needs."""
 
     vocab_size: int
     hidden_size: int
@@ -77,7 +77,7 @@ class Forecast:
 
 
 def forecast(recipe: Recipe, sizes: Sizes, conversations: int, cards: int = CARDS, tflops: float = TFLOPS) -> Forecast:
-    """What a recipe will need."""
+    """The memory, disk and time that a recipe will need."""
     if recipe.joint is not None:
         raise ValueError("no forecast is made of a target that trains with its heads: joint=null forecasts them alone")
     settings, train = settings_of(recipe.drafter.model_dump(), "recipe"), recipe.train
@@ -143,7 +143,7 @@ def learned(head: nn.Module) -> int:
 
 
 def exchange_bytes(learned: int, ranks: int, stage: int = 0) -> int:
-    """What ZeRO's stages 2 and 3 add to a process's memory; DDP, whose gradients are its buckets, adds nothing."""
+    """The memory that ZeRO's stages 2 and 3 add to a process; DDP, whose gradients are its buckets, adds nothing."""
     if ranks == 1 or stage == 0:
         return 0
     # gradients, moments and with stage 3 weights are split, and so is the copy of weights that ZeRO updates
@@ -159,7 +159,7 @@ def target_bytes(sizes: Sizes, split: int = 1, itemsize: int = 2) -> int:
 
 
 def reading_bytes(sizes: Sizes, texts: int, length: int) -> int:
-    """What the target holds beside its weights while it reads: that of one dense layer of its sizes, in bf16."""
+    """The memory of the target beside its weights while it reads: that of one dense layer of its sizes, in bf16."""
     config = LlamaConfig(**{**sizes.config.to_dict(), "num_hidden_layers": 1, "vocab_size": 8})
     texts = max(min(texts, BATCH_TOKENS // length), 1)
     with Footprint() as footprint, torch.no_grad():

@@ -1,4 +1,4 @@
-"""What records and turns say of themselves beside their text: why an answer ended, whether it is learned, media."""
+"""Marks of records and turns beside their text: why an answer ended, whether it is learned, media."""
 
 from __future__ import annotations
 

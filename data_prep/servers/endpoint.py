@@ -144,7 +144,7 @@ class Endpoint:
         return self._read(first_choice, self._post("/chat/completions", request))
 
     def _read(self, read: Callable[..., Any], *reply: Any) -> Any:
-        """What is read in a reply; an odd one is a failure of this server, and of one conversation alone."""
+        """Read a reply; an odd one is a failure of this server, and of one conversation alone."""
         try:
             return read(*reply)
         except OddReply as error:

@@ -1,4 +1,4 @@
-"""What a server's JSON says, whichever form it has: odd values are named, and none goes further."""
+"""Reading a server's JSON, whichever form it has: odd values are named, and none goes further."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from data_prep.servers.answers import FILTERED, TRUNCATED, Answer
 
 
 class OddReply(ValueError):
-    """What a server did wrong, as a predicate."""
+    """A server's mistake, as a predicate."""
 
 
 def models_in(reply: Any) -> list[dict[str, Any]]:

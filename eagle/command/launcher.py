@@ -16,7 +16,7 @@ USAGE = """\
 
 
 def launcher_options(argv: list[str]) -> tuple[list[str], list[str]]:
-    """What accelerate's launcher gets, nothing where one process needs no launcher, and the arguments of the stage."""
+    """The launcher's options, none where one process needs no launcher, and the arguments of the stage."""
     parser = argparse.ArgumentParser(prog="eagle", add_help=False, allow_abbrev=False)
     parser.add_argument("--processes", "--num_processes", dest="num_processes", type=int)
     parser.add_argument("--config_file")

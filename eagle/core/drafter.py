@@ -21,7 +21,7 @@ from eagle.core.tree import DraftTree, Paths
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a network is made of that a conversion can exchange in silence; `eagle doctor` asks about each of them."""
+    """The parts of a network that a conversion can exchange in silence; `eagle doctor` asks about each of them."""
 
     by_tap: tuple[str, ...] = ()  # parameters whose columns, and stacks whose modules, come one for each tap
     halves: tuple[tuple[str, ...], ...] = ()  # matrices, those of one input together, that read embedding and state
@@ -68,7 +68,7 @@ class Noise(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """What a drafter reads from the target besides its `taps` at accepted tokens; it gets nothing else."""
+    """The things a drafter reads from the target besides its `taps` at accepted tokens; it gets nothing else."""
 
     choices: int = 0  # so many of the tokens that the target prefers after each node of the last tree: `Committed`
     view: bool = False  # the target's layers, to draft with: they come by `bind_target`
@@ -275,7 +275,7 @@ class TrainableDrafter(nn.Module, Drafter):
         raise ValueError(f"{type(self).__name__} has no parts to compile: leave train.compile out")
 
     def divisors(self, masks: Sequence[Tensor], seeds: Sequence[int]) -> tuple[float, ...] | None:
-        """What `forward` divides by, summed over texts; None if it is a mean over their supervised slots."""
+        """The divisors of `forward`, summed over texts; None if it is a mean over their supervised slots."""
         return None
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What a sampling target offers a drafter: its noise and its filters."""
+"""The noise and the filters that a sampling target offers a drafter."""
 
 # P positions, K rows, V vocabulary
 

@@ -1,4 +1,4 @@
-"""What drafters borrow from the target: its embedding and LM head."""
+"""The target's embedding and LM head, which drafters borrow."""
 
 # D target width, V vocabulary
 

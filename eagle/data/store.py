@@ -76,7 +76,7 @@ def differences(got: Any, expected: Any, name: str = "") -> Iterator[tuple[str, 
 
 
 def describe_difference(name: str, got: Any, needed: Any) -> str:
-    """What a store has and a run needs, with the files that a fingerprint was taken of."""
+    """One difference between a store and a run, with the files that its fingerprint is of."""
     files = f" as the fingerprint of {FINGERPRINTS[name]}" if name in FINGERPRINTS else ""
     return f"the store has {got!r}, this run needs {needed!r}{files}"
 
@@ -261,7 +261,7 @@ class FeatureStore:
         return token_bytes(self.dtype, len(self.taps), self.index["made"]["width"])
 
     def _repr_html_(self) -> str:
-        """What the store holds, for a notebook."""
+        """The store's contents as HTML, for a notebook."""
         counts = self.index["examples"]
         size = sum(self.index["shard_tokens"]) * self.bytes_per_token
         rows = {

@@ -147,7 +147,8 @@ class Goodput:
 
     def forecast(self, texts: int = 1, context: int | None = None) -> list[tuple[float, float]]:
         """(expected tokens, expected seconds) of a cycle by the number of levels that each of so many texts drafts."""
-        batch = self._batch(range(-texts, 0), self.context if context is None else context)
+        new_rows = range(-texts, 0)  # numbers that no text has, so that no rates of its own are known
+        batch = self._batch(new_rows, self.context if context is None else context)
         depths = [[level] * texts for level in range(self.budget.depth + 1)]
         return [(batch.tokens(levels), batch.seconds(levels)) for levels in depths]
 

@@ -148,10 +148,10 @@ class Decoding:
             with self._fail_alone(row):
                 self.drafts.admit(row.number, row.choose.offer(target.vocab_size, target.device))
 
-    def _read_prompts(self, most: int | None) -> list[tuple[int, list[int]]]:
+    def _read_prompts(self, max_tokens: int | None) -> list[tuple[int, list[int]]]:
         """Read further in the prompts of the latest rows; returns the first token of each prompt read to its end."""
         new = []
-        for number, output in self.state.read_prompts(most).items():
+        for number, output in self.state.read_prompts(max_tokens).items():
             row = self.rows[number]
             with self._fail_alone(row):
                 update = output.commit(row.choose)

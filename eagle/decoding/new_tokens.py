@@ -1,4 +1,4 @@
-"""What `stream` yields: new tokens of an answer, and the text that they complete."""
+"""The items of `stream`: new tokens of an answer, and the text that they complete."""
 
 from __future__ import annotations
 

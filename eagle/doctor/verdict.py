@@ -31,7 +31,7 @@ MOVED = 0.01  # of norms, which start at 1: after some twenty steps
 
 @dataclass(frozen=True)
 class Gain:
-    """What a change adds to the acceptance length of decoding, with its standard error over texts."""
+    """The gain of a change in the acceptance length of decoding, with its standard error over texts."""
 
     before: float
     after: float
@@ -156,7 +156,7 @@ class Diagnosis:
 
 
 def describe_tried(tried: Sequence[Effect], has_faults: bool) -> str:
-    """What became of the changes that are no fault, as the list below it shows them."""
+    """The changes that are no fault and their effects, as the list below shows them."""
     what = f"{len(tried)} {'further ' if has_faults else ''}single changes"
     gains = [effect for effect in tried if effect.least > 0 and effect.drawn.errors >= SURE]
     if not gains:

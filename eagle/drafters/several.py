@@ -47,7 +47,7 @@ class FirstOf(Drafter):
         return SeveralState(self, states)
 
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
-        """What all keep, and the tokens and features that wait until a drafter after the first is asked."""
+        """The states of all drafters, and tokens and features that wait until a drafter after the first is asked."""
         waiting = sum(TOKEN + len(drafter.taps) * column.tapped for drafter in self.drafters[1:])
         return tokens * waiting + sum(drafter.kept_bytes(tokens, column) for drafter in self.drafters)
 

@@ -58,7 +58,7 @@ def front_matter(kind: str, target: str, *more: str) -> str:
 
 
 def _exactness(run: Path) -> str:
-    """What is known about the output: by construction, and by comparison where one lies in the run's folder."""
+    """The facts known about the output: by construction, and by comparison where one lies in the run's folder."""
     text = "With exact verification, the default, the output is the target's own at any temperature."
     path = run / "lossless.json"
     if not path.is_file():

@@ -33,9 +33,9 @@ class TreeReader:
         self.config = config
         self.checked, self.tolerance = False, 0.0
         self.reads_rows: bool | None = None  # None: not tried yet
-        self.use(can_group(model, config))
+        self.build_model(can_group(model, config))
 
-    def use(self, grouped: bool) -> None:
+    def build_model(self, grouped: bool) -> None:
         """Run the model with `grouped_attention`, or with its own attention."""
         layers = decoder_layers(self.original, self.config.num_hidden_layers)
         self.model, twin_config = share_weights(self.original, self.config, layers)
@@ -108,7 +108,7 @@ class TreeReader:
         if reason is None and not self.checked:
             reason = self._find_misreading()
             if reason and self.masks.grouped:  # it may need the masks that grouped attention does without
-                self.use(grouped=False)
+                self.build_model(grouped=False)
                 reason = self._find_misreading()
         if reason:
             raise ValueError(

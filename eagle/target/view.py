@@ -27,7 +27,7 @@ class TargetView:
         self.head, self.device = target.head, target.device
         self.lock = target.lock  # layers are switched off while they run
         self.reader = TreeReader(target.model, target.config)
-        self.reader.use(target.reader.masks.grouped)
+        self.reader.build_model(target.reader.masks.grouped)
         self.decoder_layers = list(self.reader.layers)
         self._check(target)
 

@@ -36,7 +36,7 @@ class AdapterDropout(nn.Dropout):
 
 
 class StepPart(NamedTuple):
-    """What a part of a step has to know of it."""
+    """The facts of a step that its parts need."""
 
     seeds: tuple[int, ...] | None  # of its texts
     divisors: tuple[float, ...] | None  # of the heads, over the whole step

@@ -34,7 +34,7 @@ class Rows:
         return [row for row in rows if all(row.get(name) == value for name, value in fields.items())]
 
     def find_training(self, digest: str, seed: int) -> Entry | None:
-        """What the training of an arm took, by the arm's digest; None where it is not done."""
+        """The cost of training an arm, by the arm's digest; None where it is not done."""
         return next(reversed(self.of("trained", digest=digest, seed=seed)), None)
 
     def add(self, kind: str, rows: Iterable[Entry]) -> None:

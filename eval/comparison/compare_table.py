@@ -122,7 +122,7 @@ class ComparisonTable:
 
 
 def conversation_of(key: Key) -> Key:
-    """What answers are clustered by: turns and seeds of one conversation are not independent."""
+    """The cluster of an answer: turns and seeds of one conversation are not independent."""
     return key[1:3]
 
 

@@ -65,7 +65,7 @@ def losslessness(report: ReportData) -> Html:
 
 
 def _certificate(report: ReportData, label: str) -> Html:
-    """What eval.lossless wrote beside the results."""
+    """The certificate that `eagle lossless` wrote beside the results."""
     path = report.runs[label].path.with_name("lossless.json")
     name = f"{label}: " if label else ""
     if not path.exists():
@@ -100,7 +100,7 @@ def _divergence(divergences: list[dict[str, Any]]) -> object:
 
 
 def provenance(report: ReportData) -> Html:
-    """What made the figures."""
+    """The machine, versions and commit of each run."""
     lead = "Figures belong to a machine, versions and a commit; compare them with those of no other."
     parts = []
     for label, run in report.runs.items():

@@ -181,7 +181,7 @@ def draw_tree(title: str, shares: Mapping[Path, float]) -> Html:
     """A tree from left to right: at each node its rank among its siblings, and how often the target went there."""
     depth = max(map(len, shares))
     column = (WIDTH - 40) / max(depth, 1)
-    places = {path: (14 + len(path) * column, 22 + 36 * row) for path, row in _rows(shares).items()}
+    places = {path: (14 + len(path) * column, 22 + 36 * row) for path, row in assign_rows(shares).items()}
     edges, nodes = [], []
     for path, (x, y) in places.items():
         if path:
@@ -196,7 +196,7 @@ def draw_tree(title: str, shares: Mapping[Path, float]) -> Html:
     return _figure(title, "", max(y for _, y in places.values()) + 26, edges, nodes)
 
 
-def _rows(shares: Mapping[Path, float]) -> dict[Path, int]:
+def assign_rows(shares: Mapping[Path, float]) -> dict[Path, int]:
     """A row for every node: a first child stays on its parent's, every other one opens a new row below."""
     rows: dict[Path, int] = {}
     with_child = set()

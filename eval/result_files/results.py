@@ -45,14 +45,14 @@ def ends_in_loop(tokens: Sequence[int], window: int = 64, period: int = 16) -> b
 
 
 def prompt_key(answer: Answer) -> Key:
-    """What identifies the prompt of an answer, and how it was asked; its first two items are the conversation."""
+    """The key of an answer's prompt and of how it was asked; its first two items are the conversation."""
     conversation = answer.get("conversation", answer.get("prompt"))
     prompt = answer.get("set"), conversation, answer.get("turn", 0)
     return *prompt, answer["temperature"], answer.get("seed", 0), answer.get("batch_size", 1)
 
 
 def item_key(item: Answer) -> Key:
-    """What identifies a line of a results file: a header, the steps of a batch, or an answer."""
+    """The key of a line of a results file: a header, the steps of a batch, or an answer."""
     if "batch" in item:
         return "batch", item["batch"]["session"], item["batch"]["step"]
     if isinstance(item.get("run"), dict):
@@ -192,7 +192,7 @@ class Results:
 
     @property
     def header(self) -> dict[str, Any]:
-        """What made the newest rows."""
+        """The header of the newest rows."""
         return self.headers[-1] if self.headers else {}
 
     def _repr_html_(self) -> str:

@@ -150,7 +150,7 @@ def make_once(out: Path, settings: dict[str, Any], build: Callable[[Path, Path],
 
 
 def list_versions() -> dict[str, str]:
-    """What decides the weights beside the settings: a hash of this code, and versions of the packages it uses."""
+    """The versions that decide the weights beside the settings: a hash of this code, and of the packages it uses."""
     files = (__file__, str(train_target.__file__), str(corpora.__file__), corpora.STORIES)
     code = b"".join(Path(file).read_bytes() for file in files)
     installed = {package.name: package.version for package in distributions()}

@@ -24,7 +24,7 @@ from eagle.drafters.parts.scoring import Seed
 
 
 class SequentialBias(Protocol):
-    """What makes codes of tokens, of which a matrix makes biases."""
+    """A module that makes codes of tokens; a matrix makes biases of them."""
 
     @property
     def matrix(self) -> Tensor:
@@ -220,7 +220,7 @@ class DSpark(InjectedHead):
 
     @property
     def parts(self) -> Parts:
-        """Those of a block head, and the tables of its Markov correction."""
+        """The parts of a block head, and the tables of its Markov correction."""
         tables = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
         return replace(super().parts, alike=(tables,) if self.markov_head is not None else ())
 

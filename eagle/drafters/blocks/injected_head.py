@@ -217,7 +217,7 @@ class InjectedHead(TrainableDrafter):
         return states
 
     def _tables_of(self, batch: Batch, like: Tensor) -> Callable[[Tensor], Pair]:
-        """What gives rotary tables at places of texts and blocks."""
+        """A function that gives rotary tables at positions of texts and blocks."""
         return position_tables(self.rotary, like, max(batch.lengths, default=0) + self.settings.slots)
 
     def _run(self, part: Callable[..., Any], *inputs: Any) -> Any:
@@ -296,7 +296,7 @@ class InjectedHead(TrainableDrafter):
         return run
 
     def probe_level(self, rows: int) -> Callable[[], Any]:
-        """What so many nodes of a level read of their tokens, with their logits."""
+        """A function to time: the codes of so many nodes of a level, with their logits."""
         states = self.fc.weight.new_zeros(1, self.levels, self.shape.hidden_size)
         before = torch.zeros(1, rows, dtype=torch.long, device=states.device)
         depth, seen = min(1, self.levels - 1), torch.ones_like(before, dtype=torch.bool)

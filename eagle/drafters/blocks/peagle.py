@@ -91,7 +91,7 @@ class Peagle(FusedHead):
 
     @property
     def parts(self) -> Parts:
-        """Those of EAGLE-3's network, the mask token, and the state of masks by tap."""
+        """The parts of EAGLE-3's network, the mask token, and the state of masks by tap."""
         parts = super().parts
         return replace(parts, by_tap=(*parts.by_tap, "mask_hidden"), tokens=("mask_token",), levels=self.levels)
 
@@ -235,7 +235,7 @@ class MaskRows:
 
     @classmethod
     def of(cls, masks: Sequence[Tensor], device: torch.device) -> MaskRows:
-        """Those behind each text's slots [T - 2], so many behind each."""
+        """The masks behind each text's slots, by their number [T - 2] behind each."""
         groups, texts, lengths = [], list[tuple[int, int]](), [len(counts) for counts in masks]
         depths, runs, rows = [torch.empty(0, dtype=torch.long)], list[tuple[int, int, int]](), list[list[int]]()
         for size in range(1, max((int(counts.max()) for counts in masks if len(counts)), default=0) + 1):

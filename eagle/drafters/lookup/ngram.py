@@ -100,7 +100,7 @@ class NgramText:
                     yield size, place
 
     def _places(self, size: int) -> Iterator[int]:
-        """What follows the earlier occurrences of the text's last n tokens, latest first."""
+        """The continuations of earlier occurrences of the text's last n tokens, latest first."""
         place = self.after.get(tuple(self.text[-size:]))
         while place is not None:
             yield place

@@ -68,7 +68,7 @@ def _join_weights(*projections: nn.Linear) -> Tensor:
 
 
 def _join_biases(*projections: nn.Linear) -> Tensor | None:
-    """What is added to their product, None where nothing is."""
+    """The biases added to their product, or None."""
     biases = [projection.bias.detach() for projection in projections if projection.bias is not None]
     return torch.cat(biases) if biases else None
 
@@ -163,7 +163,7 @@ class Block(nn.Module):
         return self.add_mlp(residual + self.self_attn(hidden, rotary, mask, cache), cache)
 
     def inputs(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What attention reads, and what its output is added to."""
+        """The state that attention reads, and the one that its output is added to."""
         return x, x
 
     def key_value(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:

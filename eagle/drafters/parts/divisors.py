@@ -1,4 +1,4 @@
-"""What a loss over drafts of several levels is divided by."""
+"""Divisors of losses over drafts of several levels."""
 
 # R slots or anchors from which drafts begin, K levels
 

@@ -39,7 +39,7 @@ NOTHING = int(torch.tensor(-math.inf).view(torch.int32))  # the bits of a likeli
 
 @cache
 def _seen_and_hidden(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What a mask adds where a column is seen, and where it is not."""
+    """The two values of an additive mask: seen and hidden."""
     lowest = torch.finfo(dtype).min
     return torch.zeros((), dtype=dtype, device=device), torch.full((), lowest, dtype=dtype, device=device)
 

@@ -178,7 +178,8 @@ class _Distilled(torch.autograd.Function):
         """The gradients that the forward pass found, scaled in place: those of matrices are large."""
         grad_student, *grads = ctx.saved_tensors
         by_part = [grads.pop(0).mul_(upstream[0]) if trained else None for trained in ctx.trained]
-        return grad_student * upstream[0], *[None] * 6, *by_part
+        others = [None] * 6  # of the arguments between states and matrices
+        return grad_student * upstream[0], *others, *by_part
 
 
 def _pull_back_(

@@ -35,7 +35,7 @@ def copy_target_blocks(layers: Any, norm: nn.Module, weights: Weights, config: A
 
 
 def block_kind(weights: Weights, prefix: str) -> dict[str, bool]:
-    """What a block of the target has beside a Llama block's tensors, as a shape says it: `parts/decoder_block.py`."""
+    """The tensors that a target's block has beside a Llama block's, as keys of a shape (`parts/decoder_block.py`)."""
     return {kind: True for kind, name in KINDS.items() if find_tensor(weights, prefix + name) is not None}
 
 

@@ -48,7 +48,7 @@ def text_slots(batch: Batch, device: torch.device, window: Window | None = None)
 
 
 def position_tables(rotary: Rotary, like: Tensor, length: int) -> Callable[[Tensor], Pair]:
-    """What gives cosines and sines [N, w] at positions [N] below a length."""
+    """A function that gives cosines and sines [N, w] at positions [N] below a length."""
     cosine, sine = (table[0] for table in rotary(like, torch.arange(length, device=like.device)[None]))
     return lambda positions: (cosine[positions], sine[positions])
 

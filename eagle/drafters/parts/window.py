@@ -28,7 +28,7 @@ class Window:
         return (place <= row - (self.recent - drafted)) & (place >= begin + self.sinks)
 
     def columns(self, begin: int, first: int, end: int, drafted: int) -> list[slice]:
-        """What rows from `first` up to `end` see of such a text, all of them taken together."""
+        """The columns of such a text that any row from `first` up to `end` sees."""
         near, sinks = max(first - (self.recent - drafted) + 1, begin), min(begin + self.sinks, end)
         if near <= sinks:
             return [slice(begin, end)]

@@ -495,5 +495,5 @@ def drafted_mask(batch: Batch, size: int) -> Tensor:
 
 
 def _draws(batch: Batch) -> list[torch.Generator]:
-    """What draws for each text."""
+    """A random generator for each text, from its seed."""
     return [torch.Generator().manual_seed(seed) for seed in batch.seeds]

@@ -116,7 +116,7 @@ class FusedHead(UnrolledDrafter):
 
     @classmethod
     def sizes(cls, settings: Any) -> dict[str, int]:
-        """What settings say of the shape, which else is the target's and of one block."""
+        """The sizes that settings decide; all others are the target's, with one block."""
         return {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
 
     @property

@@ -52,7 +52,7 @@ class StaticLoop:
         self.known: dict[Hashable, Function | None] = {}
 
     def __call__(self, key: Hashable, function: Function, inputs: Sequence[Tensor]) -> Tensor:
-        """What the function returns: run the first time, which warms it up, then captured, then replayed."""
+        """The function's result: run the first time, which warms it up, then captured, then replayed."""
         if key not in self.known:
             self.known[key] = None
             return function(*inputs)

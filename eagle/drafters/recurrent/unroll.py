@@ -95,7 +95,7 @@ class UnrolledDrafter(TrainableDrafter):
 
     @abstractmethod
     def block_inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-        """What the first block's `key_value` and `query_and_residual` read: of projected tokens, and of states."""
+        """The inputs of the first block's `key_value` and `query_and_residual`, from projected tokens and states."""
 
     @abstractmethod
     def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:

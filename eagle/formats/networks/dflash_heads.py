@@ -152,7 +152,7 @@ class DFlash(Network):
         return mask or 0
 
     def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
-        """Those of the config, of so many blocks with norms of queries and keys."""
+        """The config's sizes, with so many blocks that norm queries and keys."""
         return head_shape(SimpleNamespace(**head.shape), num_hidden_layers=head.settings["blocks"], qk_norm=True)
 
     def list_facts(self, head: HeadFolder) -> Config:
@@ -165,7 +165,7 @@ class DFlash(Network):
         }
 
     def list_faults(self, head: HeadFolder, target: TargetFiles | None) -> Iterator[Strike]:
-        """What engines make of a config that does not say what its slots name."""
+        """The default that engines take where a config does not say which token a slot predicts."""
         if head.layout == SPECULATORS and head.method != DFLASH and "sample_from_anchor" not in head.config:
             yield strike(traps.ANCHOR_UNSAID, fatal=False)
 

@@ -17,7 +17,7 @@ SOME = 16  # tokens of a draft vocabulary, below which chance may look like ids
 
 
 def list_vocabulary(head: HeadFolder) -> Iterator[Strike]:
-    """What is wrong with `d2t` and `t2d`."""
+    """The faults of `d2t` and `t2d`."""
     entry, size, vocab_size = head.entry("d2t"), head.draft_vocab_size, head.shape["vocab_size"]
     if entry is None or entry.shape != (size,) or entry.dtype.is_floating_point:
         return

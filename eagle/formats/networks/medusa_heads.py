@@ -73,7 +73,7 @@ class Medusa(Network):
         return borrow_sizes(head, target)
 
     def list_faults(self, head: HeadFolder, target: TargetFiles | None) -> Iterator[Strike]:
-        """What vLLM makes of a config."""
+        """Biases that vLLM would not load, and counts that it would read instead of its own."""
         is_served = head.layout == "vLLM"
         biases = [name for name in head.names if name.startswith("blocks.") and name.endswith(".bias")]
         if biases and head.config.get("medusa_fc_bias") is not True:

@@ -85,7 +85,7 @@ class Mtp(Network):
         return {"hidden_first": head.layout == MIMO}
 
     def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
-        """Those of the config; norms by head and biases where there are such tensors."""
+        """The config's sizes; norms by head and biases where there are such tensors."""
         kinds = {name: f"layers.0.self_attn.{part}" in head.names for name, part in PARTS.items()}
         return head_shape(SimpleNamespace(**head.shape), **kinds)
 

@@ -86,7 +86,7 @@ class Network:
         return head.load(name)
 
     def list_faults(self, head: HeadFolder, target: TargetFiles | None) -> Iterator[Strike]:
-        """What engines read differently in heads of this network."""
+        """The traps of this network: settings that engines read differently."""
         yield from ()
 
     def describe(self, head: HeadFolder) -> str:
