@@ -28,6 +28,7 @@ settings.register_profile("same", derandomize=True, deadline=None, database=None
 settings.register_profile("new", derandomize=False, deadline=None, database=None, print_blob=True)
 settings.load_profile("same")
 # cases of the conformance suite that are slow, or long, for methods that share most of their parts with one another
+SHARING = [*BY_DEFAULT, "none", "suffix", "unigram", "bigram", "early_exit", "hass"]
 SLOW_CASES = {
     "test_output_is_the_untouched_models_own": ("top-p",),
     "test_begin_forgets": ("greedy",),
@@ -61,8 +62,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> No
     for item in items:
         if item.path.name == "test_conformance.py" and (call := getattr(item, "callspec", None)):
             name, case = call.params.get("name"), call.id.partition("-")[2]
-            for mark, cases in (("slow", SLOW_CASES), ("long", LONG_CASES)):
-                if name in BY_DEFAULT and case in cases.get(item.originalname, ()):
+            for mark, cases, names in (("slow", SLOW_CASES, SHARING), ("long", LONG_CASES, BY_DEFAULT)):
+                if name in names and case in cases.get(item.originalname, ()):
                     item.add_marker(mark)
     if config.getoption("reversed"):
         items.reverse()
