@@ -18,6 +18,8 @@ rehearsal: $(READY)  ## every stage in bf16 at the shapes of Qwen3-0.6B, with ra
 	$(BIN)/python -m bench.rehearsal
 
 test test-slow test-long test-engines: export OMP_NUM_THREADS = 1  # models this small run faster on one thread
+# kept byte code: else every process compiles all it imports anew, and pytest rewrites every file of tests
+test test-slow test-long test-elsewhere: export PYTHONDONTWRITEBYTECODE =
 
 JOBS ?= 2  # processes that tests are spread over, each on one thread
 

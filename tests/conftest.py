@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -28,6 +29,7 @@ settings.register_profile("same", derandomize=True, deadline=None, database=None
 settings.register_profile("new", derandomize=False, deadline=None, database=None, print_blob=True)
 settings.load_profile("same")
 # cases of the conformance suite that are slow, or long, for methods that share most of their parts with one another
+SHARING = [*BY_DEFAULT, "none", "suffix", "unigram", "bigram", "early_exit", "hass"]
 SLOW_CASES = {
     "test_output_is_the_untouched_models_own": ("top-p",),
     "test_begin_forgets": ("greedy",),
@@ -44,9 +46,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Both are handed on to processes that tests begin."""
+    gc.freeze()
     os.environ[FIXTURE_SEED] = str(config.getoption("fixture_seed"))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell begins what runs in its background
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: no search for garbage goes through it again."""
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures
@@ -61,8 +69,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> No
     for item in items:
         if item.path.name == "test_conformance.py" and (call := getattr(item, "callspec", None)):
             name, case = call.params.get("name"), call.id.partition("-")[2]
-            for mark, cases in (("slow", SLOW_CASES), ("long", LONG_CASES)):
-                if name in BY_DEFAULT and case in cases.get(item.originalname, ()):
+            for mark, cases, names in (("slow", SLOW_CASES, SHARING), ("long", LONG_CASES, BY_DEFAULT)):
+                if name in names and case in cases.get(item.originalname, ()):
                     item.add_marker(mark)
     if config.getoption("reversed"):
         items.reverse()

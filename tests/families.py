@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -125,7 +125,7 @@ def own_logits(model: PreTrainedModel, text: list[int]) -> Tensor:
 
 def own_answer(
     model: PreTrainedModel,
-    prompt: list[int],
+    prompt: Sequence[int],
     count: int,
     warp: Callable[[Tensor, Tensor], Tensor] | None = None,
     noise: Callable[[int], Tensor] | None = None,

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).parent.parent
-# reads {argv, folder, log, room, stop} as JSON, answers with the status; `room` limits the bytes of a file, as a full
+# reads {argv, folder, log, room, stop} as JSON, answers with the status; argv is a verb with its words, or `-c` and the
+# text of a program; `room` limits the bytes of a file, as a full
 # disk does, also for root; `stop` is when Ctrl-C comes, in seconds
 PROGRAM = """
 import json, os, resource, signal, sys, threading, time, traceback
@@ -35,7 +36,10 @@ def run(job, out):
         signal.setitimer(signal.ITIMER_REAL, job["stop"])
         signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
     try:
-        main(job["argv"])
+        if job["argv"][0] == "-c":
+            exec(job["argv"][1], {"__name__": "__main__"})
+        else:
+            main(job["argv"])
         status = 0
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import product, zip_longest
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,7 +88,8 @@ def begin_text(drafter: Any, target: Target, prompt: list[int], choose: Choose, 
     ), update
 
 
-def reference(target: Target, prompt: list[int], sampling: Sampling, count: int) -> list[int]:
+@cache
+def reference(target: Target, prompt: tuple[int, ...], sampling: Sampling, count: int) -> list[int]:
     """The untouched model's own uncached continuation, warped by transformers, with the noise of the place at T > 0."""
     noise = Choose(sampling).noise
     if noise is None:
@@ -129,7 +130,7 @@ FEWER = [pytest.param(sampling, marks=pytest.mark.slow) for sampling in (SAMPLIN
 def test_output_is_the_untouched_models_own(name: str, sampling: Sampling, tiny_target: Target) -> None:
     """Whatever is drafted, in whatever tree, the output is plain decoding's; drawn drafts keep its law alone."""
     prompt, drafter = tiny_target.chat(ASKED), drafter_of(name, tiny_target)
-    expected = reference(tiny_target, prompt, sampling, 16)
+    expected = reference(tiny_target, tuple(prompt), sampling, 16)
     drawn_too = sampling.temperature == 0  # what is drawn above it has the target's law, not its tokens
     for budget in RANKED + DRAWN * drawn_too if name in LAWFUL else DYNAMIC:
         options = {"sampling": sampling, "budget": budget, "max_new_tokens": 16, "stop": []}

@@ -469,7 +469,7 @@ def test_a_drafter_may_run_the_targets_layers(tiny_target: Target) -> None:
     drafter, prompt = ReadsLayers(), tiny_target.chat(conformance.ASKED)
     options: dict[str, Any] = {"max_new_tokens": 16, "stop": [], "budget": chain(3)}
     trace = generate(tiny_target, drafter, prompt, **options)
-    assert trace.tokens == conformance.reference(tiny_target, prompt, Sampling(), 16)
+    assert trace.tokens == conformance.reference(tiny_target, tuple(prompt), Sampling(), 16)
     assert len(drafter.view) == tiny_target.config.num_hidden_layers
 
 

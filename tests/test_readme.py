@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from math import ceil, floor
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from eval.comparison.compare_plan import Comparison
 from eval.result_files.results import ACCEPTANCE_LENGTH, SPEED_UP, read_results
 from tests import documents
 from tests.documents import PAGES, ROOT, STAGES, blocks
+from tests.forked import Server
 from tests.trained import BUSY
 
 LONG = {"make", "git", "pip", "cd", "source", "accelerate"}
@@ -64,27 +66,37 @@ def checkout(made: Path, tmp_path: Path) -> Path:
     return shutil.copytree(made, tmp_path / "checkout", symlinks=True)
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Runs what pages say, each in a fork of one process that has imported all."""
+    server = Server(tmp_path_factory.mktemp("server"))
+    yield server
+    server.close()
+
+
 @pytest.mark.parametrize(("page", "text"), run(fenced("python")))
-def test_snippet_runs(page: str, text: str, checkout: Path) -> None:
+def test_snippet_runs(page: str, text: str, checkout: Path, server: Server) -> None:
     """Every Python snippet runs as it stands, in a process of its own."""
-    subprocess.run([sys.executable, "-c", text], cwd=checkout, check=True, timeout=BUSY * 120)
+    ended = server.run(["-c", text], checkout)
+    assert ended.status == 0, ended
 
 
 @pytest.mark.parametrize(("page", "lines"), run(short_commands()))
-def test_short_commands_run(page: str, lines: list[str], checkout: Path) -> None:
+def test_short_commands_run(page: str, lines: list[str], checkout: Path, server: Server) -> None:
     """Every short command of a page runs as it stands, after those above it."""
     for line in lines:
-        check_short_command(page, line, checkout)
+        check_short_command(page, line, checkout, server)
 
 
-def check_short_command(page: str, line: str, checkout: Path) -> None:
+def check_short_command(page: str, line: str, checkout: Path, server: Server) -> None:
     """Parse a command of the project's, and run it unless it takes minutes."""
     words = shlex.split(line)
     if words[0] == "eagle":
         documents.check_call(documents.as_call(line), {})
-        if words[1] in STAGES or is_long(words):
-            return
-        words = ["python", "-m", *words]
+        if words[1] not in STAGES and not is_long(words):
+            ended = server.run(words[1:], checkout)
+            assert ended.status == 0, ended
+        return
     assert words[0] == "python", f"{page}: {line}: neither a known long command nor python"
     if is_long(words):
         assert exists(words), f"{page}: {line} names a file or module that does not exist"

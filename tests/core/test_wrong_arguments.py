@@ -186,8 +186,9 @@ def test_settings(make: Callable[..., Any], name: str) -> None:
 
 
 @pytest.mark.parametrize("value", ODD, ids=lambda value: f"{value!r:.12}")
-def test_targets_and_drafters(value: Any, target: Target, tmp_path: Path) -> None:
-    """What is loaded, and what it is loaded from."""
+def test_targets_and_drafters(value: Any, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is loaded, and what it is loaded from; a name of no model is not asked for in the network, with pauses."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for call in (
         lambda: Target(value),
         lambda: Target.load(value),

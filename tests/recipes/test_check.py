@@ -55,13 +55,15 @@ def test_an_engine_that_cannot_serve_the_head_is_named(
     assert "vllm" not in ready_engines(said) and re.search(r"not for [^:]*\bvllm\b[^:]*: .*fc", said)
 
 
-@pytest.mark.parametrize(("method", "taps"), [("eagle1", None), ("eagle3", "drafter.taps=[2,3,4]")])
+@pytest.mark.parametrize(
+    ("method", "changed"), [("eagle1", []), ("eagle3", ["drafter.taps=[2,3,4]", "drafter.steps=2"])]
+)
 def test_every_engine_that_has_a_layout_is_ready(
-    method: str, taps: str | None, tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    method: str, changed: list[str], tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Those that hold a copy of the target's embedding too."""
     wanted = ["vllm", "sglang", "eagle"] if method == "eagle1" else ["vllm", "speculators", "llamacpp"]
-    check(with_data(tiny_target_dir, tmp_path, "data.limit=40", *([taps] if taps else []), method=method))
+    check(with_data(tiny_target_dir, tmp_path, "data.limit=40", *changed, method=method))
     said = capsys.readouterr().out
     assert set(wanted) <= ready_engines(said)
     assert "bind" not in said
@@ -108,13 +110,14 @@ def test_a_head_that_is_not_there_yet_is_said(
 def test_what_is_computed_while_training_needs_the_target_in_memory(
     tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three taps and the teacher's states on no disk, seven steps, a draft vocabulary counted from the examples."""
+    """Three taps and the teacher's states on no disk, three steps, a draft vocabulary counted from the examples."""
     monkeypatch.setattr("recipes.check.GB", 1)
     needs = []
     for store in ("null", "somewhere"):
-        check(with_data(tiny_target_dir, tmp_path, "data.limit=40", f"features.store={store}", method="eagle3"))
+        changed = ["data.limit=40", "drafter.steps=3", f"features.store={store}"]
+        check(with_data(tiny_target_dir, tmp_path, *changed, method="eagle3"))
         said = capsys.readouterr().out
-        assert "draft_probs/6" in said and ("GB of disk" in said) == (store == "somewhere")
+        assert "draft_probs/2" in said and ("GB of disk" in said) == (store == "somewhere")
         needs.append(float(said.split(" GB of memory")[0].rpartition(" ")[2].replace(",", "")))
     weights = Target.load(str(tiny_target_dir / "target")).model
     borrowed = {weights.get_input_embeddings(), weights.get_output_embeddings()}

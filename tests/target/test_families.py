@@ -122,8 +122,16 @@ def assert_lossless(family: Family, drafter: str, setting: dict[str, Any]) -> No
     assert drafter != "planted" or min(trace.acceptance_length for trace in traces) > 3
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("name", FAMILIES)
+def greedy_cases() -> list[Any]:
+    """Every family with every drafter; lookup, which a right answer may leave idle, for one family of five is fast."""
+    cases = []
+    for (i, name), drafter in product(enumerate(FAMILIES), DRAFTERS):
+        slow = drafter == "ngram" and i % 5 > 0
+        cases.append(pytest.param(name, drafter, marks=pytest.mark.slow if slow else (), id=f"{name}-{drafter}"))
+    return cases
+
+
+@pytest.mark.parametrize(("name", "drafter"), greedy_cases())
 def test_greedy_output_is_the_untouched_models(name: str, drafter: str) -> None:
     """At T = 0 drafts change nothing, be they random, right or copied, and the answer is not a constant."""
     assert_lossless(family(name), drafter, {})
