@@ -51,17 +51,17 @@ class Eagle1(Network):
         self._refuse_others(head)
         keys.taken |= {"mask_token_id", "quantization_config"}
         for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias"):
-            block.flag(name)
-        block.size("num_hidden_layers")
+            block.read(name)
+        block.read("num_hidden_layers")
         if block is not keys:
-            keys.flag("tie_word_embeddings")
+            keys.read("tie_word_embeddings")
         if head.layout == SPECULATORS:
             keys.section("speculators_config")
         head.draft_vocab_size = head.shape["vocab_size"]
         settings = {"intermediate_size": head.shape["intermediate_size"], **self.read_switches(head)}
         if window := _read_window(block):
             settings["window"] = {"sinks": 0, "recent": window}
-        nested.flag("use_aux_hidden_state")
+        nested.read("use_aux_hidden_state")
         return settings
 
     def _find_layout(self, head: HeadFolder) -> str:
@@ -81,13 +81,13 @@ class Eagle1(Network):
         """Record the settings that no head of this project has."""
         keys, block, nested = head.keys, head.block, head.nested
         refused = {
-            "hidden_act": block.text("hidden_act") not in (None, "silu"),
+            "hidden_act": block.read("hidden_act") not in (None, "silu"),
             "sliding_window": _slides(block) and not _read_window(block),
-            "target_hidden_size": keys.size("target_hidden_size") not in (None, head.shape["hidden_size"]),
-            "norm_before_fc": bool(keys.flag("norm_before_fc") or nested.flag("norm_before_fc")),
-            "parallel_draft_step": (nested.size("parallel_draft_step") or 1) > 1,
-            "use_mtp_layernorm": bool(nested.flag("use_mtp_layernorm")),
-            "use_input_layernorm_in_first_layer": nested.flag("use_input_layernorm_in_first_layer") is False,
+            "target_hidden_size": keys.read("target_hidden_size") not in (None, head.shape["hidden_size"]),
+            "norm_before_fc": bool(keys.read("norm_before_fc") or nested.read("norm_before_fc")),
+            "parallel_draft_step": (nested.read("parallel_draft_step") or 1) > 1,
+            "use_mtp_layernorm": bool(nested.read("use_mtp_layernorm")),
+            "use_input_layernorm_in_first_layer": nested.read("use_input_layernorm_in_first_layer") is False,
             "mask_token_id": "mask_token_id" in keys.values,
             "quantization_config": bool(keys.values.get("quantization_config")),
         }
@@ -95,7 +95,7 @@ class Eagle1(Network):
 
     def read_switches(self, head: HeadFolder) -> Config:
         """One switch: the file decides whether `fc` has a bias."""
-        entry, promised = head.entry("fc.bias"), head.keys.flag("bias")
+        entry, promised = head.entry("fc.bias"), head.keys.read("bias")
         if promised and entry is None:
             head.problem("config.json says that fc has a bias, and fc.bias is missing", "Export the head again")
         if promised is None:
@@ -190,13 +190,13 @@ def _is_bias_read(layout: NetworkLayout, is_read: bool) -> bool:
 
 
 def _slides(block: Keys) -> bool:
-    window, used, kinds = block.size("sliding_window"), block.flag("use_sliding_window"), block.words("layer_types")
+    window, used, kinds = (block.read(name) for name in ("sliding_window", "use_sliding_window", "layer_types"))
     return "sliding_attention" in kinds[:1] if kinds else bool(window and used is not False)
 
 
 def _read_window(block: Keys) -> int | None:
     """The window switched on by `layer_types`, as engines read it; without `layer_types` engines differ."""
-    return block.size("sliding_window") if "sliding_attention" in block.words("layer_types")[:1] else None
+    return block.read("sliding_window") if "sliding_attention" in (block.read("layer_types") or [])[:1] else None
 
 
 @dataclass(frozen=True)

@@ -70,9 +70,11 @@ class Eagle3(Eagle1):
         if is_there != switches["fc_norm"]:
             state = f"fc_norm.0.weight {'is' if is_there else 'is not'} there"
             head.problem(f"config.json: fc_norm is {switches['fc_norm']}, and {state}")
-        if head.nested.flag("use_aux_hidden_state") is False:
+        if head.nested.read("use_aux_hidden_state") is False:
             head.problem("config.json: eagle_config.use_aux_hidden_state is false, but this is EAGLE-3's network")
-        self.read_layer_ids(head)
+        inputs, outputs = head.keys.read(LAYER_IDS), head.nested.read(LAYER_IDS)
+        head.inputs = None if inputs is None else tuple(inputs)
+        head.outputs = tuple(outputs) if outputs else None  # ModelOpt writes [] for its default
         is_reduced = head.draft_vocab_size < head.shape["vocab_size"]
         return {
             **switches,
@@ -83,7 +85,7 @@ class Eagle3(Eagle1):
     def read_draft_vocab(self, head: HeadFolder) -> None:
         """The number of tokens that can be drafted."""
         output, vocab_size = head.entry("lm_head.weight"), head.shape["vocab_size"]
-        size = head.keys.size("draft_vocab_size")
+        size = head.keys.read("draft_vocab_size")
         if size is None:
             size = output.shape[0] if output and output.shape else vocab_size
             where = "the rows of lm_head.weight" if output else "the whole vocabulary"
@@ -91,11 +93,6 @@ class Eagle3(Eagle1):
         if size > vocab_size:
             head.problem(f"draft_vocab_size is {size}, more than the vocabulary of {vocab_size}", fatal=False)
         head.draft_vocab_size = size
-
-    def read_layer_ids(self, head: HeadFolder) -> None:
-        """Layer ids stand at the top of the config as inputs, in eagle_config as outputs."""
-        head.inputs = head.keys.whole(LAYER_IDS)
-        head.outputs = head.nested.whole(LAYER_IDS) or None  # ModelOpt writes [] for its default
 
     def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
         """The config's sizes, with the rows of the LM head."""
@@ -175,7 +172,7 @@ class Eagle3(Eagle1):
 
 def read_switch(head: HeadFolder, name: str) -> bool:
     """A switch at the top of a config or in eagle_config; off if it is in neither."""
-    outer, inner = head.keys.flag(name), head.nested.flag(name)
+    outer, inner = head.keys.read(name), head.nested.read(name)
     if None not in (outer, inner) and outer != inner:
         head.problem(f"config.json: {name} is {outer} and eagle_config.{name} is {inner}", "Correct one of them")
     if outer is None and inner is None:

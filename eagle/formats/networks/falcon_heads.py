@@ -35,10 +35,10 @@ class Falcon(Network):
 
     def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> Config:
         """A block of k tokens; EAGLE-1's layer behind an LSTM of two."""
-        k = head.keys.size("k_mask")
+        k = head.keys.read("k_mask")
         if k is None:
             head.problem("config.json: no k_mask, the tokens of a block", "Take it from the config of the training run")
-        head.refuse({"hidden_act": head.keys.text("hidden_act") not in (None, "silu")})
+        head.refuse({"hidden_act": head.keys.read("hidden_act") not in (None, "silu")})
         # a second layer and biases would be tensors that nothing here has
         head.take("bias", "num_hidden_layers", "attention_bias", "mlp_bias", "qkv_bias", "tie_word_embeddings")
         head.notes.append(

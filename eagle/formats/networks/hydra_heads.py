@@ -60,13 +60,13 @@ class Hydra(Network):
         """Heads that read the tokens between state and guess, over the target's last state."""
         keys, prefix = head.keys, self._has_prefix(head)
         keys.taken |= {"base_model_name_or_path", "hidden_state_offset"}
-        arch, offset = keys.text("hydra_head_arch"), keys.values.get("hidden_state_offset")
+        arch, offset = keys.read("hydra_head_arch"), keys.values.get("hidden_state_offset")
         if arch not in (None, "prefix-mlp" if prefix else "mlp"):
             head.problem(f"config.json: hydra_head_arch is {short(arch)}, and the tensors are not such", fatal=False)
         if offset not in (None, 0):
             what = f"config.json: hidden_state_offset is {short(offset)}: heads here read the last state"
             head.problem(what, fatal=False)
-        if keys.flag("grounded_heads") is False or "blocks.0.0.residual.weight" not in head.names:
+        if keys.read("grounded_heads") is False or "blocks.0.0.residual.weight" not in head.names:
             what = "heads that do not read the drafted tokens (grounded_heads is false); none here are such"
             head.problem(what, fatal=False)
         read_sides(head, target, "heads.0.weight", "heads.0.weight")
@@ -77,8 +77,8 @@ class Hydra(Network):
             head.notes.append(f"blocks 1 to {layers - 1} of a level are one there, and as many here that begin equal")
         levels = count_parts(head, r"blocks\.(\d+)")
         return {
-            "levels": compare_count(head, keys.size("hydra_num_heads"), levels, "heads"),
-            "layers": compare_count(head, keys.size("hydra_num_layers"), layers, "layers of each"),
+            "levels": compare_count(head, keys.read("hydra_num_heads"), levels, "heads"),
+            "layers": compare_count(head, keys.read("hydra_num_layers"), layers, "layers of each"),
             "prefix": prefix,
         }
 

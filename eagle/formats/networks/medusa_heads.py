@@ -49,14 +49,14 @@ class Medusa(Network):
         """Levels and blocks are those of the file: published configs say two heads where there are five."""
         keys = head.keys
         nested = keys.section("medusa")
-        heads = [keys.size("medusa_num_heads"), keys.size("num_heads"), nested.size("num_medusa_heads")]
-        layers = [keys.size("medusa_num_layers"), nested.size("num_medusa_layers")]
+        heads = [keys.read("medusa_num_heads"), keys.read("num_heads"), nested.read("num_medusa_heads")]
+        layers = [keys.read("medusa_num_layers"), nested.read("num_medusa_layers")]
         keys.taken |= {"version", "base_model_name_or_path", "medusa_fc_bias", "max_paths", "topk", "max_seq_len"}
-        shares = bool(keys.flag("original_lm_head")) or not any(name.startswith("heads.") for name in head.names)
-        scale, fewer = keys.number("logit_scale"), keys.size("truncated_vocab_size")
+        shares = bool(keys.read("original_lm_head")) or not any(name.startswith("heads.") for name in head.names)
+        scale, fewer = keys.read("logit_scale"), keys.read("truncated_vocab_size")
         if scale not in (None, 1.0) and not shares:
             head.problem(f"config.json: logit_scale is {scale}, and LM heads here have none", fatal=False)
-        if fewer not in (None, keys.size("vocab_size")) or "token_map" in head.tensors.stored:
+        if fewer not in (None, keys.read("vocab_size")) or "token_map" in head.tensors.stored:
             head.problem("it drafts some tokens of the vocabulary alone (token_map), which no Medusa head here can", "")
         if shares and "heads.0.weight" in head.names:
             head.names[OUTPUT] = head.names.pop("heads.0.weight")

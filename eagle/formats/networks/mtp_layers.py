@@ -73,14 +73,14 @@ class Mtp(Network):
         if len(layers) > 1:
             head.problem(f"it holds {len(layers)} such layers, and heads here have one", fatal=False)
         refused = {
-            "hidden_act": block.text("hidden_act") not in (None, "silu"),
+            "hidden_act": block.read("hidden_act") not in (None, "silu"),
             "model_type": head.layout == SPECULATORS and block.values.get("model_type") not in PLAIN,
             "quantization_config": bool(keys.values.get("quantization_config")),
         }
         head.refuse(refused, "block")
         for part in (keys, block):  # of a whole model, whose other keys do not matter to this layer
             part.taken |= part.values.keys()
-        count = keys.size("num_hidden_layers") if "num_nextn_predict_layers" in head.config else None
+        count = keys.read("num_hidden_layers") if "num_nextn_predict_layers" in head.config else None
         head.target_layers = None if count == 1 else count  # one layer is the head's own
         return {"hidden_first": head.layout == MIMO}
 

@@ -262,7 +262,7 @@ def _read_own(head: HeadFolder) -> None:
     head.names = {name: name for name in head.tensors.stored}
     read_sizes(head)
     head.settings = dict(head.config["settings"])
-    head.draft_vocab_size = head.block.size("draft_vocab_size") or head.shape["vocab_size"]
+    head.draft_vocab_size = head.block.read("draft_vocab_size") or head.shape["vocab_size"]
     taps = head.settings.get("taps")
     head.inputs = tuple(taps) if isinstance(taps, list) and all(type(tap) is int for tap in taps) else None
     head.tap_count = len(head.inputs or (1,))

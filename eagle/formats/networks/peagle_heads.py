@@ -43,7 +43,7 @@ class PEagle(Eagle3):
         layout, settings = head.layout, super().read_settings(head, target)
         head.layout = layout
         found = count_parts(head, r"layers\.(\d+)\.")
-        blocks = compare_count(head, head.block.size("num_hidden_layers"), found, "layers")
+        blocks = compare_count(head, head.block.read("num_hidden_layers"), found, "layers")
         settings.pop("norm_output")  # a state that is never read again
         settings.pop("window", None)
         taps = head.inputs or head.inputs_by_outputs
@@ -53,10 +53,11 @@ class PEagle(Eagle3):
         """Record the settings that no head of this project has."""
         keys, block = head.keys, head.block
         refused = {
-            "hidden_act": block.text("hidden_act") not in (None, "silu"),
-            "layer_types": "sliding_attention" in block.words("layer_types") or bool(block.flag("use_sliding_window")),
-            "norm_before_fc": bool(keys.flag("norm_before_fc")),
-            "target_hidden_size": keys.size("target_hidden_size") not in (None, head.shape["hidden_size"]),
+            "hidden_act": block.read("hidden_act") not in (None, "silu"),
+            "layer_types": "sliding_attention" in (block.read("layer_types") or [])
+            or bool(block.read("use_sliding_window")),
+            "norm_before_fc": bool(keys.read("norm_before_fc")),
+            "target_hidden_size": keys.read("target_hidden_size") not in (None, head.shape["hidden_size"]),
             "quantization_config": bool(keys.values.get("quantization_config")),
         }
         head.refuse(refused)
@@ -82,7 +83,7 @@ class PEagle(Eagle3):
 
 def _read_mask(head: HeadFolder) -> int:
     """The token that stands where none is known, by any of its names."""
-    named = {name: head.keys.token(name) for name in ("mask_token_id", "pard_token", "ptd_token_id")}
+    named = {name: head.keys.read(name) for name in ("mask_token_id", "pard_token", "ptd_token_id")}
     masks = {name: token for name, token in named.items() if token is not None}
     size = head.shape["vocab_size"]
     if not masks:

@@ -36,7 +36,7 @@ def compare_size(head: HeadFolder, key: str, stated: Any, found: int | None) -> 
 def read_sides(head: HeadFolder, target: TargetFiles | None, width: str, rows: str) -> None:
     """Width and vocabulary, by the tensors that have them, else as the config or the target says."""
     for key, name, side in (("hidden_size", width, 1), ("vocab_size", rows, 0)):
-        stated, entry = head.keys.size(key), head.entry(name)
+        stated, entry = head.keys.read(key), head.entry(name)
         found = entry.shape[side] if entry and len(entry.shape) == 2 else None
         compare_size(head, key, stated, found)
         size = found or stated or (target and (target.width if key == "hidden_size" else target.vocab_size))
@@ -59,7 +59,7 @@ def read_sizes(head: HeadFolder) -> None:
     """The block's sizes from the config, else from its tensors, else Llama's defaults."""
     block = head.block
     width = _read_size(head, "hidden_size", "fc.weight")
-    heads = block.size("num_attention_heads")
+    heads = block.read("num_attention_heads")
     if heads is None:
         head.problem("config.json: no num_attention_heads", "Take it from the config of the training run")
     head.shape = {
@@ -76,7 +76,7 @@ def read_sizes(head: HeadFolder) -> None:
         "rms_norm_eps": 1e-6,
     }
     for name, default in defaults.items():
-        value = block.number(name) if name == "rms_norm_eps" else block.size(name)
+        value = block.read(name)
         if not value:
             head.notes.append(f"no {name}: {default}, as in a Llama config without one")
         head.shape[name] = value or default
@@ -88,7 +88,7 @@ def read_sizes(head: HeadFolder) -> None:
 
 def _read_size(head: HeadFolder, name: str, tensor: str) -> int:
     """A size by the config, else the rows of a tensor."""
-    size, entry = head.block.size(name), head.entry(tensor)
+    size, entry = head.block.read(name), head.entry(tensor)
     if size is None and entry is not None and len(entry.shape) > 0:
         size = entry.shape[0]
         head.notes.append(f"no {name}: {size}, the rows of {tensor}")

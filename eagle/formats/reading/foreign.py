@@ -115,8 +115,8 @@ def import_head(
             "eagle": __version__,
             "imported": {"layout": head.layout, "weights": weights, "notes": notes},
         }
-        verifier = head.keys.section("speculators_config").section("verifier").text("name_or_path")
-        verifier = verifier or head.keys.text("base_model_name_or_path")
+        verifier = head.keys.section("speculators_config").section("verifier").read("name_or_path")
+        verifier = verifier or head.keys.read("base_model_name_or_path")
         recipe = {
             "target": {"path": target or verifier or "unknown"},
             "data": {"train": "unknown: the head was imported"},

@@ -60,6 +60,51 @@ ROPE = {
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number above 0."""
+    return type(value) in (int, float) and 0 < value < 1e30 and math.isfinite(value)
+
+
+def _is_whole(value: Any, least: int = 0) -> bool:
+    return type(value) is int and least <= value < MOST
+
+
+def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and len(value) <= 1000 and all(map(fits, value))
+
+
+VALUE_KINDS: dict[str, Callable[[Any], bool]] = {
+    "a whole number above 0": lambda value: _is_whole(value, 1),
+    "a whole number, 0 or more": _is_whole,
+    "a number above 0": is_number,
+    "true or false": lambda value: isinstance(value, bool),
+    "a text": lambda value: isinstance(value, str),
+    "a mapping": lambda value: isinstance(value, dict),
+    "a list of texts": _list_of(lambda value: isinstance(value, str)),
+    "a list of whole numbers, 0 or more": _list_of(_is_whole),
+    "a list of whole numbers, -1 or more": _list_of(lambda value: _is_whole(value, -1)),
+}
+KEYS_READ = {  # the keys that are read, by the kind of their values
+    "a whole number above 0": "hidden_size intermediate_size vocab_size draft_vocab_size truncated_vocab_size head_dim "
+    "num_attention_heads num_key_value_heads num_hidden_layers num_target_layers max_position_embeddings block_size "
+    "sliding_window target_hidden_size parallel_draft_step n_predict k_mask num_heads num_medusa_heads "
+    "num_medusa_layers medusa_num_heads medusa_num_layers hydra_num_heads hydra_num_layers",
+    "a whole number, 0 or more": "mask_token_id pard_token ptd_token_id markov_rank pure_draft_prefix_len",
+    "a number above 0": "rope_theta partial_rotary_factor rms_norm_eps logit_scale",
+    "true or false": "bias attention_bias mlp_bias qkv_bias tie_word_embeddings tie_weights scale_input norm_before_fc "
+    "norm_before_residual fc_norm norm_output use_mtp_layernorm use_input_layernorm_in_first_layer "
+    "use_aux_hidden_state use_sliding_window is_causal causal sample_from_anchor dspark_bonus_anchor shift_label "
+    "enable_confidence_head grounded_heads original_lm_head",
+    "a text": "hidden_act hydra_head_arch markov_head_type name_or_path base_model_name_or_path",
+    "a mapping": "shape transformer_layer_config settings eagle_config dflash_config medusa speculators_config "
+    "verifier rope_parameters rope_scaling",
+    "a list of texts": "layer_types",
+    "a list of whole numbers, 0 or more": "eagle_aux_hidden_state_layer_ids aux_hidden_state_layer_ids",
+    "a list of whole numbers, -1 or more": "target_layer_ids",
+}
+KIND_OF = {name: kind for kind, names in KEYS_READ.items() for name in names.split()}
+
+
 @dataclass
 class Keys:
     """The values of a mapping; a value of a wrong type is reported and treated as absent, like null."""
@@ -69,58 +114,24 @@ class Keys:
     wrong: list[str] = field(default_factory=list)
     taken: set[str] = field(default_factory=set)
 
-    def size(self, name: str) -> int | None:
-        """A whole number above 0."""
-        return self._take(name, "a whole number above 0", lambda value: type(value) is int and 0 < value < MOST)
-
-    def token(self, name: str) -> int | None:
-        """A whole number, 0 or more."""
-        return self._take(name, "a whole number, 0 or more", lambda value: type(value) is int and 0 <= value < MOST)
-
-    def number(self, name: str) -> float | None:
-        """A finite number above 0."""
-        return self._take(name, "a number above 0", is_number)
-
-    def flag(self, name: str) -> bool | None:
-        """True or false."""
-        return self._take(name, "true or false", lambda value: isinstance(value, bool))
-
-    def text(self, name: str) -> str | None:
-        """A string."""
-        return self._take(name, "a text", lambda value: isinstance(value, str))
-
-    def whole(self, name: str, least: int = 0) -> tuple[int, ...] | None:
-        """A list of whole numbers, each at least `least`."""
-        numbers = self._take(
-            name,
-            f"a list of whole numbers, {least} or more",
-            lambda value: _is_list(value, lambda number: type(number) is int and least <= number < MOST),
-        )
-        return None if numbers is None else tuple(numbers)
-
-    def words(self, name: str) -> tuple[str, ...]:
-        """A list of strings; empty if absent."""
-        texts = self._take(name, "a list of texts", lambda value: _is_list(value, lambda word: isinstance(word, str)))
-        return tuple(texts or ())
+    def read(self, name: str) -> Any:
+        """The value of a key of the table."""
+        self.taken.add(name)
+        value, kind = self.values.get(name), KIND_OF[name]
+        if value is None or VALUE_KINDS[kind](value):
+            return value
+        self.wrong.append(f"{self.where}{name} is {short(value)}, expected {kind}")
+        return None
 
     def section(self, name: str) -> Keys:
         """A nested mapping, which reports to the same list."""
-        values = self._take(name, "a mapping", lambda value: isinstance(value, dict))
-        return Keys(values or {}, f"{self.where}{name}.", self.wrong)
+        return Keys(self.read(name) or {}, f"{self.where}{name}.", self.wrong)
 
     def left(self) -> list[str]:
         """The keys with a value that were not used and are not known to be irrelevant."""
         held = {name for name, value in self.values.items() if value is not None}
         left = sorted(held - self.taken - NO_MATTER)
         return [f"{self.where}{name if name.isprintable() else ascii(name)}"[:100] for name in left]
-
-    def _take(self, name: str, expected: str, fits: Callable[[Any], bool]) -> Any:
-        self.taken.add(name)
-        value = self.values.get(name)
-        if value is None or fits(value):
-            return value
-        self.wrong.append(f"{self.where}{name} is {short(value)}, expected {expected}")
-        return None
 
 
 def short(value: Any) -> str:
@@ -135,23 +146,14 @@ def short(value: Any) -> str:
         return "a deeply nested value"
 
 
-def is_number(value: Any) -> bool:
-    """Whether it is a finite number above 0."""
-    return type(value) in (int, float) and 0 < value < 1e30 and math.isfinite(value)
-
-
-def _is_list(value: Any, fits: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list) and len(value) <= 1000 and all(map(fits, value))
-
-
 def _is_rotary_value(value: Any) -> bool:
     number = type(value) in (int, float) and abs(value) < 1e30
-    return number or isinstance(value, str | bool) or _is_list(value, is_number)
+    return number or isinstance(value, str | bool) or _list_of(is_number)(value)
 
 
 def read_rope(keys: Keys, notes: list[str]) -> dict[str, Any]:
     """The rotary parameters in any of a config's three spellings; a note if two disagree."""
-    theta = keys.number("rope_theta")
+    theta = keys.read("rope_theta")
     newer, older = keys.section("rope_parameters"), keys.section("rope_scaling")
     rope: dict[str, Any] = {}
     for section in (older, newer):
@@ -176,7 +178,7 @@ def read_rope(keys: Keys, notes: list[str]) -> dict[str, Any]:
         notes.append("no rope_theta: 10000, as in a Llama config without one")
     if rope.setdefault("rope_type", "default") not in ROPE_TYPES:
         keys.wrong.append(f"rope_type is {short(rope.pop('rope_type'))}, expected one of {', '.join(ROPE_TYPES)}")
-    partial = rope.pop("partial_rotary_factor", None) or keys.number("partial_rotary_factor")
+    partial = rope.pop("partial_rotary_factor", None) or keys.read("partial_rotary_factor")
     if partial not in (None, 1, 1.0):
         keys.wrong.append(f"partial_rotary_factor is {partial!r}, expected 1: heads turn whole vectors")
     rope = {"rope_type": "default", "rope_theta": 10000.0, **rope}
