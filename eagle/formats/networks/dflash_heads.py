@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.drafters.parts.decoder_block import head_shape
 from eagle.formats.layout import Config, TargetConfig, llama_config
 from eagle.formats.networks.network import FOLLOWS, ROTARY, Network
 from eagle.formats.networks.sizes import compare_count, count_parts
@@ -51,6 +49,7 @@ class DFlash(Network):
         blocks = compare_count(
             head, head.block.read("num_hidden_layers"), count_parts(head, r"layers\.(\d+)\."), "layers"
         )
+        head.overrides = {"num_hidden_layers": max(blocks, 1), "qk_norm": True}
         self._refuse_others(head)
         slots = head.nested.read("block_size") or keys.read("block_size")
         if slots is None:
@@ -151,10 +150,6 @@ class DFlash(Network):
         elif mask >= size:
             head.problem(f"config.json: mask_token_id is {mask}, the vocabulary has {size} tokens", "Correct it")
         return mask or 0
-
-    def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
-        """The config's sizes, with so many blocks that norm queries and keys."""
-        return head_shape(SimpleNamespace(**head.shape), num_hidden_layers=head.settings["blocks"], qk_norm=True)
 
     def list_facts(self, head: HeadFolder) -> Config:
         """The head's convention among the two named DFlash."""

@@ -41,21 +41,21 @@ def list_vocabulary(head: HeadFolder) -> Iterator[Strike]:
             yield strike(traps.OTHER_T2D, ids=": d2t holds token ids, expected offsets" if are_ids else "")
 
 
-def check_draft_vocab(head: HeadFolder, notes: list[str]) -> None:
-    """Refuse a draft vocabulary whose `d2t` holds no offsets, or whose `t2d` marks other tokens."""
+def check_draft_vocab(head: HeadFolder) -> list[str]:
+    """Refuse a draft vocabulary whose `d2t` holds no offsets, or whose `t2d` marks other tokens; else notes."""
     vocab_size = head.shape["vocab_size"]
     if head.draft_vocab_size == vocab_size:
         if "d2t" in head.names and bool(head.load("d2t").any()):
             raise ValueError(
                 "d2t is not zero though the head says all tokens: correct draft_vocab_size, or leave it out"
             )
-        notes += [f"{name} is left out: the head says all tokens" for name in ("d2t", "t2d") if name in head.names]
-        return
+        return [f"{name} is left out: the head says all tokens" for name in ("d2t", "t2d") if name in head.names]
     tokens, why = read_draft_tokens(head.load("d2t").long(), vocab_size)
     if tokens is None:
         raise ValueError(why)
     if "t2d" in head.names and not torch.equal(marked := head.load("t2d").bool(), mark_tokens(head, tokens)):
         raise ValueError(f"t2d marks {int(marked.sum())} tokens, and not those of d2t: one of them is wrong")
+    return []
 
 
 def mark_tokens(head: HeadFolder, tokens: Tensor) -> Tensor:

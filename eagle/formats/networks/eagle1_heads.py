@@ -40,6 +40,7 @@ class Eagle1(Network):
     spellings: tuple[tuple[str, Spelling], ...] = ((EAGLE1, BLOCK),)
     own_copies: tuple[str, ...] = (EMBEDDING,)
     remedies: Mapping[str, str] = {"fc.weight": "Engines start from random numbers there without a word: export again"}
+    beside: Mapping[str, tuple[str, ...]] = dict.fromkeys((EMBEDDING, OUTPUT), ("vocab_size", "hidden_size"))
     lists_all = True
     classes: frozenset[str] = frozenset({"LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"})
     layers = EAGLE1  # the layout of a head whose block is called layers.0
@@ -69,7 +70,7 @@ class Eagle1(Network):
         config = head.config
         if "speculators_model_type" in config or "transformer_layer_config" in config:
             return SPECULATORS
-        if head.prefixed:
+        if any(name.startswith("model.") for name in head.tensors.stored):
             return AUTOMODEL
         if head.has_block("midlayer."):
             return REFERENCE if head.architectures[:1] == ["LlamaForCausalLM"] else MIDLAYER
@@ -104,34 +105,26 @@ class Eagle1(Network):
         return {"fc_bias": entry is not None}
 
     def settle(
-        self, head: HeadFolder, target: TargetFiles | None, taps: tuple[int, ...] | None, notes: list[str]
-    ) -> None:
+        self, head: HeadFolder, target: TargetFiles | None, taps: tuple[int, ...] | None, norm_output: str | None
+    ) -> list[str]:
         """A bias of zeros is none, and positions are the target's."""
-        super().settle(head, target, taps, notes)
-        self.settle_bias(head, notes)
-        self.settle_positions(head, target, notes)
-
-    def settle_bias(self, head: HeadFolder, notes: list[str]) -> None:
-        """Leave out a bias of zeros; ValueError if the config denies another one."""
+        positions = self.settle_positions(head, target)
         if "fc.bias" in head.names and not bool(head.load("fc.bias").any()):
             head.settings["fc_bias"] = False
-            notes.append("fc.bias is all zeros and left out: it changes nothing")
-        elif head.settings["fc_bias"] and head.keys.values.get("bias") is False:
+            return ["fc.bias is all zeros and left out: it changes nothing", *positions]
+        if head.settings["fc_bias"] and head.keys.values.get("bias") is False:
             raise ValueError(
                 "config.json: bias is false, and fc.bias is there and not zero: correct the one that is wrong"
             )
+        return positions
 
-    def settle_positions(self, head: HeadFolder, target: TargetFiles | None, notes: list[str]) -> None:
+    def settle_positions(self, head: HeadFolder, target: TargetFiles | None) -> list[str]:
         """Take the target's number of positions where it changes nothing."""
         ours, theirs = head.shape["max_position_embeddings"], target.positions if target else None
-        if theirs not in (None, ours) and head.shape["rope_parameters"]["rope_type"] == "default":
-            change = f"{ours} became {theirs}, the target's"
-            notes.append(f"max_position_embeddings {change}: it changes nothing that is computed")
-            head.shape["max_position_embeddings"] = theirs
-
-    def sizes_beside(self, head: HeadFolder) -> dict[str, tuple[int, ...]]:
-        """Copies of the target's matrices."""
-        return dict.fromkeys(self.borrowed, (head.shape["vocab_size"], head.shape["hidden_size"]))
+        if theirs in (None, ours) or head.shape["rope_parameters"]["rope_type"] != "default":
+            return []
+        head.shape["max_position_embeddings"] = theirs
+        return [f"max_position_embeddings {ours} became {theirs}, the target's: it changes nothing that is computed"]
 
     def list_faults(self, head: HeadFolder, target: TargetFiles | None) -> Iterator[Strike]:
         """Names and biases that some engines take otherwise."""
@@ -145,9 +138,9 @@ class Eagle1(Network):
 
     def list_names(self, head: HeadFolder) -> Iterator[Strike]:
         """Names of tensors and architectures that engines do not know."""
-        if head.prefixed:
+        if count := sum(name.startswith("model.") for name in head.tensors.stored):
             is_fatal = AUTOMODEL_CLASS not in head.architectures and not has(head.path, "eagle_meta.pt")
-            yield strike(traps.MODEL_PREFIX, fatal=is_fatal, count=len(head.prefixed))
+            yield strike(traps.MODEL_PREFIX, fatal=is_fatal, count=count)
         if not set(head.architectures) & self.classes:
             yield strike(traps.ARCHITECTURE, names=head.architectures or "missing")
 

@@ -55,13 +55,11 @@ class Falcon(Network):
         """Biases of the gates."""
         return "no biases of the LSTM: zeros" if re.fullmatch(r"gates\.\d\.bias", name) else ""
 
-    def make_tensor(self, head: HeadFolder, name: str) -> Tensor:
+    def make_tensor(self, head: HeadFolder, name: str, size: torch.Size) -> Tensor:
         """Input, cell and output gate; both biases of a gate are one."""
-        if not name.startswith("gates."):
-            return head.load(name)
-        if name not in head.names:
-            return torch.zeros(3 * head.shape["hidden_size"])
-        read = head.load(name)
+        read = super().make_tensor(head, name, size)
+        if not name.startswith("gates.") or name not in head.names:
+            return read
         if name.endswith(".bias") and (theirs := head.names[name].replace("_ih_", "_hh_")) in head.tensors.stored:
             read = read + head.tensors.load(theirs)
         entry, _, cell, output = read.chunk(4)

@@ -11,7 +11,7 @@ from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Config, Layout, TargetConfig, base_config, check_family, tensors_of
 from eagle.formats.networks.medusa_heads import check_shared
 from eagle.formats.networks.network import FOLLOWS, ROTARY, Network
-from eagle.formats.networks.sizes import borrow_sizes, compare_count, count_parts, read_sides
+from eagle.formats.networks.sizes import compare_count, count_parts, read_sides
 from eagle.formats.networks.tensor_names import USUAL_THETA, NetworkLayout, rename_tensors
 from eagle.formats.reading.head_folder import EMBEDDING, HeadFolder, short
 from eagle.formats.reading.target_files import TargetFiles
@@ -84,7 +84,7 @@ class Hydra(Network):
 
     def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
         """The target's, but for the base of its rotary positions, which that code never looked at."""
-        shape = borrow_sizes(head, target)
+        shape = super().read_shape(head, target)
         if head.settings["prefix"] and shape.rope_parameters["rope_theta"] != USUAL_THETA:
             note = f"rope_theta of the prefix layer: {USUAL_THETA:g} for every target there"
             head.notes += [note] if note not in head.notes else []

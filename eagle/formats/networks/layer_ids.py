@@ -13,14 +13,13 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def choose_taps(
-    head: HeadFolder, layers: int | None, asked: tuple[int, ...] | None, notes: list[str]
-) -> tuple[int, ...]:
-    """The layers whose inputs a head reads; two statements in its config must agree."""
+    head: HeadFolder, layers: int | None, asked: tuple[int, ...] | None
+) -> tuple[tuple[int, ...], list[str]]:
+    """The layers whose inputs a head reads, with notes; two statements in its config must agree."""
     both = {LAYER_IDS: head.inputs, f"eagle_config.{LAYER_IDS} + 1": head.inputs_by_outputs}
     stated = {name: ids for name, ids in both.items() if ids is not None}
     if asked is not None:
-        taps = asked
-        notes.append(f"taps {taps} as asked; config.json says {stated or 'nothing'}")
+        taps, note = asked, f"taps {asked} as asked; config.json says {stated or 'nothing'}"
     elif len(set(stated.values())) > 1:
         raise ValueError(
             f"the layer ids disagree: {stated}. The first count inputs of layers and the others, one less, outputs: "
@@ -28,7 +27,7 @@ def choose_taps(
         )
     elif stated:
         taps = next(iter(stated.values()))
-        notes.append(f"taps {taps}, from {' and '.join(stated)}")
+        note = f"taps {taps}, from {' and '.join(stated)}"
     elif layers is None:
         raise ValueError(
             "no layer ids in config.json: say the inputs that the head was trained on with --taps, or the target with "
@@ -36,15 +35,14 @@ def choose_taps(
         )
     else:
         taps = (2, layers // 2, layers - 3)
-        notes.append(f"no layer ids: taps {taps}, as engines take them of a target with {layers} layers")
+        note = f"no layer ids: taps {taps}, as engines take them of a target with {layers} layers"
     end = layers if layers is not None else max(taps, default=0) + 1
     if len(taps) != head.tap_count or len(set(taps)) != len(taps) or not all(-1 <= tap < end for tap in taps):
         known = "" if layers is None else f" of 0 to {layers - 1}, the inputs of the layers of this target"
         expected = f"{head.tap_count} different ones (fc.weight reads so many){known}"
         raise ValueError(f"the taps are {taps}, expected {expected}: use --taps")
-    if list(taps) != sorted(taps):
-        notes.append("the taps are not in ascending order; vLLM would sort them and feed fc the wrong way round")
-    return taps
+    unsorted = "the taps are not in ascending order; vLLM would sort them and feed fc the wrong way round"
+    return taps, [note] if list(taps) == sorted(taps) else [note, unsorted]
 
 
 def list_wrong_ids(head: HeadFolder, target: TargetFiles | None) -> Iterator[Strike]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Config, Layout, TargetConfig, base_config, check_family, output_of, tensors_of
 from eagle.formats.networks.network import Network
-from eagle.formats.networks.sizes import borrow_sizes, compare_count, count_parts, read_sides
+from eagle.formats.networks.sizes import compare_count, count_parts, read_sides
 from eagle.formats.networks.tensor_names import NetworkLayout, rename_tensors
 from eagle.formats.reading import traps
 from eagle.formats.reading.head_folder import OUTPUT, HeadFolder
@@ -68,10 +67,6 @@ class Medusa(Network):
             "lm_head": "target" if shares else "own",
         }
 
-    def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
-        """Width and vocabulary, for it has no attention."""
-        return borrow_sizes(head, target)
-
     def list_faults(self, head: HeadFolder, target: TargetFiles | None) -> Iterator[Strike]:
         """Biases that vLLM would not load, and counts that it would read instead of its own."""
         is_served = head.layout == "vLLM"
@@ -86,10 +81,6 @@ class Medusa(Network):
         """Biases, all of them: vLLM's heads have none unless their config says so."""
         some = any(ours.startswith("blocks.") and ours.endswith(".bias") for ours in head.names)
         return "" if some or not name.endswith(".bias") else "no biases: zeros, which change nothing"
-
-    def make_tensor(self, head: HeadFolder, name: str) -> Tensor:
-        """Make a tensor; a bias that no file holds is zero."""
-        return head.load(name) if name in head.names else torch.zeros(head.shape["hidden_size"])
 
 
 @dataclass(frozen=True)

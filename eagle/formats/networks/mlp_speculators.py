@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Config, Layout, TargetConfig, tensors_of
 from eagle.formats.networks.network import Network
-from eagle.formats.networks.sizes import borrow_sizes, compare_count, compare_size, read_sides
+from eagle.formats.networks.sizes import compare_count, compare_size, read_sides
 from eagle.formats.networks.tensor_names import NetworkLayout, rename_tensors
 from eagle.formats.reading.head_folder import HeadFolder
 from eagle.formats.reading.target_files import TargetFiles
@@ -72,10 +71,6 @@ class Speculator(Network):
             "tie_weights": tied,
             "scale_input": bool(keys.read("scale_input")),
         }
-
-    def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
-        """Width and vocabulary, for it has no attention."""
-        return borrow_sizes(head, target)
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,11 @@ class Network:
     indices: tuple[str, ...] = ()  # tensors that hold no weights
     zeros: str = r".*\.bias"  # what may be all zeros
     remedies: Mapping[str, str] = {}  # of missing tensors
+    beside: Mapping[str, tuple[str, ...]] = {}  # what may stand beside the network's tensors, with its sides
     has_block: bool = True  # whether its config has the sizes of a Llama block
     lists_all: bool = False  # whether tensors are compared with the config's sizes where something else is wrong too
     rotates: bool = True  # whether the config's rotary parameters are those of its attention
+    takes_taps: bool = False  # whether an import may say which layers it reads
 
     def rename(self, head: HeadFolder, name: str, ours: str) -> str | None:
         """Our name of a tensor, from the one that its spelling gave; None for one that is no part of the head."""
@@ -58,32 +60,31 @@ class Network:
         raise NotImplementedError
 
     def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
-        """The sizes of the head, by its config."""
-        return head_shape(SimpleNamespace(**head.shape))
+        """The sizes of the head: its config's, or the target's where only width and vocabulary matter."""
+        if self.has_block:
+            return head_shape(SimpleNamespace(**head.shape), **head.overrides)
+        width, vocab_size = head.shape["hidden_size"], head.shape["vocab_size"]
+        plain = {"num_attention_heads": 1, "intermediate_size": width, "max_position_embeddings": 2048}
+        held = {**target.config, "rope_parameters": target.rope or None} if target else plain
+        return head_shape(SimpleNamespace(**{**held, "hidden_size": width, "vocab_size": vocab_size}))
 
     def size_of(self, name: str, size: tuple[int, ...]) -> tuple[int, ...]:
         """The size of the tensor in the file which holds one of ours of this size."""
         return size
-
-    def sizes_beside(self, head: HeadFolder) -> dict[str, tuple[int, ...]]:
-        """Tensors that may stand beside the network's, with their sizes."""
-        return {}
 
     def may_lack(self, head: HeadFolder, name: str) -> str:
         """Why a tensor may be absent from the file; "" if it may not."""
         return ""
 
     def settle(
-        self, head: HeadFolder, target: TargetFiles | None, taps: tuple[int, ...] | None, notes: list[str]
-    ) -> None:
-        """Settle for an import what the config leaves open; ValueError if taps are asked for that it does not read."""
-        reads = tuple(head.settings.get("taps", (-1,)))
-        if taps not in (None, reads):
-            raise ValueError(f"taps are {taps}, but such heads read {reads}: leave them out")
+        self, head: HeadFolder, target: TargetFiles | None, taps: tuple[int, ...] | None, norm_output: str | None
+    ) -> list[str]:
+        """Settle for an import what the config leaves open; returns notes on it."""
+        return []
 
-    def make_tensor(self, head: HeadFolder, name: str) -> Tensor:
-        """Make one of our tensors from the file's tensors."""
-        return head.load(name)
+    def make_tensor(self, head: HeadFolder, name: str, size: torch.Size) -> Tensor:
+        """Make one of our tensors from the file's tensors; one that may be absent is zeros."""
+        return head.load(name) if name in head.names else torch.zeros(size)
 
     def list_faults(self, head: HeadFolder, target: TargetFiles | None) -> Iterator[Strike]:
         """The traps of this network: settings that engines read differently."""
@@ -118,8 +119,6 @@ class Network:
         self._check_tensors(head, target)
         fix = "Correct it by the run that made the head"
         head.problems += [Finding(f"config.json: {wrong}", fix=fix) for wrong in dict.fromkeys(head.keys.wrong)]
-        sections = {id(section): section for section in (head.keys, head.block, head.nested)}.values()
-        head.unknown_keys = [name for section in sections for name in section.left()]
 
     def _name_tensors(self, head: HeadFolder) -> dict[str, str]:
         """This project's name of each tensor; the duplicates by name."""
@@ -201,7 +200,8 @@ class Network:
         expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
         if head.layout != OWN:
             expected = {name: self.size_of(name, size) for name, size in expected.items()}
-        beside = self.sizes_beside(head)
+        sides = {**head.shape, "draft_vocab_size": head.draft_vocab_size}
+        beside = {name: tuple(sides[side] for side in named) for name, named in self.beside.items()}
         for name, size in {**beside, **expected}.items():
             if name in expected or name in head.names:
                 self._check_tensor(head, name, size)
@@ -232,20 +232,22 @@ class Network:
             head.problem(f"{head.names[name]} is in {entry.dtype}, expected plain weights", fatal=False)
 
     def convert(
-        self, head: HeadFolder, target: TargetFiles | None, taps: tuple[int, ...] | None
+        self, head: HeadFolder, target: TargetFiles | None, taps: tuple[int, ...] | None, norm_output: str | None
     ) -> tuple[TrainableDrafter, list[str]]:
         """The head as one of this project, with notes on all that was assumed or left out."""
-        notes = [*head.notes]
-        if head.unknown_keys:
-            notes.append(f"unknown keys of config.json, not used: {', '.join(head.unknown_keys):.400}")
         width, vocab_size = head.shape.get("hidden_size"), head.shape.get("vocab_size")
         if head.shape and target and (target.width, target.vocab_size) != (width, vocab_size):
             ours, theirs = f"{width} wide with {vocab_size} tokens", f"{target.width} wide with {target.vocab_size}"
             head.problem(f"the head is for a target {ours}, {target.path} is {theirs}: name the right target")
-        head.refuse_problems()
-        self.settle(head, target, taps, notes)
+        unknown = head.refuse_problems()
+        reads = tuple(head.settings.get("taps", (-1,)))
+        if not self.takes_taps and taps not in (None, reads):
+            raise ValueError(f"taps are {taps}, but such heads read {reads}: leave them out")
+        settled = self.settle(head, target, taps, norm_output)
+        notes = [*head.notes, *unknown, *settled]
         drafter = self._build(head, target)
-        weights = {name: self.make_tensor(head, name) for name in drafter.state_dict()}
+        expected = drafter.state_dict().items()
+        weights = {name: self.make_tensor(head, name, tensor.shape) for name, tensor in expected}
         for name, weight in weights.items():
             if not bool(weight.float().isfinite().all()):
                 raise ValueError(f"{head.names[name]} holds numbers that are not finite: take an earlier checkpoint")

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
-from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.drafters.parts.decoder_block import head_shape
 from eagle.formats.layout import Config, Layout, TargetConfig
 from eagle.formats.networks.dflash_heads import mask_of
 from eagle.formats.networks.eagle3_heads import (
@@ -46,6 +43,8 @@ class PEagle(Eagle3):
         blocks = compare_count(head, head.block.read("num_hidden_layers"), found, "layers")
         settings.pop("norm_output")  # a state that is never read again
         settings.pop("window", None)
+        head.overrides["num_hidden_layers"] = max(blocks, 1)
+        head.overrides["qk_norm"] = "layers.0.self_attn.q_norm.weight" in head.names
         taps = head.inputs or head.inputs_by_outputs
         return {**settings, "taps": taps or settings["taps"], "blocks": max(blocks, 1), "mask_token": _read_mask(head)}
 
@@ -63,15 +62,6 @@ class PEagle(Eagle3):
         head.refuse(refused)
         head.take("tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window")
         keys.taken |= {"speculators_config"}
-
-    def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
-        """The config's sizes; queries and keys are normed where there are such norms."""
-        further = {
-            "num_hidden_layers": head.settings["blocks"],
-            "draft_vocab_size": head.draft_vocab_size,
-            "qk_norm": "layers.0.self_attn.q_norm.weight" in head.names,
-        }
-        return head_shape(SimpleNamespace(**head.shape), **further)
 
     def list_faults(self, head: HeadFolder, target: TargetFiles | None) -> Iterator[Strike]:
         """Layer ids that contradict each other, the tensors or the target."""

@@ -5,10 +5,8 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 from typing import Any
 
-from eagle.drafters.parts.decoder_block import head_shape
 from eagle.formats.reading.head_folder import EMBEDDING, HeadFolder, read_rope, short
 from eagle.formats.reading.target_files import TargetFiles
 
@@ -45,14 +43,6 @@ def read_sides(head: HeadFolder, target: TargetFiles | None, width: str, rows: s
                 f"no {key} in config.json, and no tensor tells it", "Name the target with --target", fatal=False
             )
         head.shape[key] = size or 1
-
-
-def borrow_sizes(head: HeadFolder, target: TargetFiles | None) -> Any:
-    """The target's sizes with the head's own width and vocabulary, for a head to which the others do not matter."""
-    width, vocab_size = head.shape["hidden_size"], head.shape["vocab_size"]
-    plain = {"num_attention_heads": 1, "intermediate_size": width, "max_position_embeddings": 2048}
-    held = {**target.config, "rope_parameters": target.rope or None} if target else plain
-    return head_shape(SimpleNamespace(**{**held, "hidden_size": width, "vocab_size": vocab_size}))
 
 
 def read_sizes(head: HeadFolder) -> None:

@@ -16,7 +16,7 @@ from eagle.data.identity import fingerprint
 from eagle.disk import lock_path
 from eagle.formats.checkpoint import load_head, save_head
 from eagle.formats.layout import check_fit
-from eagle.formats.networks.eagle3_heads import settle_norm_output
+from eagle.formats.networks.eagle3_heads import NEXT_STEP
 from eagle.formats.reading.files import folder_at, read_json, weight_files
 from eagle.formats.reading.head_folder import OWN, UNKNOWN, Finding, HeadFolder
 from eagle.formats.reading.lint import lint
@@ -75,7 +75,7 @@ def read_head(folder: str | Path, target: str | None = None, taps: tuple[int, ..
         return _load_own(head.path, target)
     target_files = None if target is None else TargetFiles.read(target)
     network.match(head, target_files)
-    return network.convert(head, target_files, taps)[0]
+    return network.convert(head, target_files, taps, NEXT_STEP)[0]
 
 
 def _load_own(path: Path, target: str | None) -> TrainableDrafter:
@@ -107,9 +107,8 @@ def import_head(
         if head.layout == OWN:
             raise ValueError(f"{folder} is a head of this project already: copy it")
         network.match(head, target_files)
-        if not head.problems and "norm_output" in head.settings:
-            settle_norm_output(head, norm_output)
-        drafter, notes = network.convert(head, target_files, taps)
+        drafter, notes = network.convert(head, target_files, taps, norm_output)
+        title = f"{folder}: {network.describe(head)}, {head.layout}; every tensor was used or is named here"
         weights = fingerprint([source / name for name in weight_files(source)])
         provenance = {
             "eagle": __version__,
@@ -124,7 +123,6 @@ def import_head(
             "train": {"out": Path(out).name, "imported_from": head.layout},
         }
         save_head(out, drafter, yaml.safe_dump(recipe, sort_keys=False), provenance)
-    title = f"{folder}: {network.describe(head)}, {head.layout}; every tensor was used or is named here"
     return "\n".join([title, *notes, f"{out} is a head of this project"])
 
 

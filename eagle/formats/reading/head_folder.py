@@ -216,31 +216,28 @@ class HeadFolder:
     layer: str = ""  # that it is, by its number in a whole model
     names: dict[str, str] = field(default_factory=dict)  # ours: theirs
     shape: dict[str, Any] = field(default_factory=dict)
+    overrides: dict[str, Any] = field(default_factory=dict)  # of the shape, by the tensors
     target_layers: int | None = None  # where the config tells
     draft_vocab_size: int = 0  # D
     tap_count: int = 1
     differing: dict[str, tuple[int, int]] = field(default_factory=dict)  # rows of copies that are not the target's
     inputs: tuple[int, ...] | None = None  # layer ids that count inputs
     outputs: tuple[int, ...] | None = None  # layer ids that count outputs
+    inputs_by_outputs: tuple[int, ...] | None = None  # the same layers, by their inputs
     problems: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    unknown_keys: list[str] = field(default_factory=list)
 
     @property
-    def inputs_by_outputs(self) -> tuple[int, ...] | None:
-        """Layer ids that count outputs, converted to ids that count inputs."""
-        return None if self.outputs is None else tuple(layer + 1 for layer in self.outputs)
+    def unknown_keys(self) -> list[str]:
+        """The keys of its config that nothing here reads."""
+        sections = {id(section): section for section in (self.keys, self.block, self.nested)}.values()
+        return [name for section in sections for name in section.left()]
 
     @property
     def architectures(self) -> list[str]:
         """The config's architectures, by which engines choose what to load."""
         named = self.config.get("architectures")
         return [name[:80] for name in named if isinstance(name, str)][:8] if isinstance(named, list) else []
-
-    @property
-    def prefixed(self) -> list[str]:
-        """Tensors whose names begin with `model.`."""
-        return [name for name in self.tensors.stored if name.startswith("model.")]
 
     def has_block(self, prefix: str) -> bool:
         """Whether some tensor's name begins with this prefix."""
@@ -270,12 +267,14 @@ class HeadFolder:
         for section in (self.keys, self.block, self.nested):
             section.taken |= set(names)
 
-    def refuse_problems(self) -> None:
-        """Raise a ValueError with all problems that prevent an import."""
+    def refuse_problems(self) -> list[str]:
+        """Raise a ValueError with all problems that prevent an import; else a note on keys that nothing here reads."""
         listed = [f"- {problem.what}{f'. {problem.fix}' if problem.fix else ''}" for problem in self.problems]
         if listed:
             named = f"{self.path}, {self.kind},"
             raise ValueError("\n".join([f"{named} cannot become a head of this project:", *listed]))
+        unknown = ", ".join(self.unknown_keys)
+        return [f"unknown keys of config.json, not used: {unknown:.400}"] if unknown else []
 
 
 def name_part(name: str) -> str:
