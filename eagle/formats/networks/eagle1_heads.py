@@ -41,7 +41,7 @@ class Eagle1(Network):
     own_copies: tuple[str, ...] = (EMBEDDING,)
     remedies: Mapping[str, str] = {"fc.weight": "Engines start from random numbers there without a word: export again"}
     beside: Mapping[str, tuple[str, ...]] = dict.fromkeys((EMBEDDING, OUTPUT), ("vocab_size", "hidden_size"))
-    lists_all = True
+    lists_all = takes_positions = True
     classes: frozenset[str] = frozenset({"LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"})
     layers = EAGLE1  # the layout of a head whose block is called layers.0
 
@@ -59,8 +59,9 @@ class Eagle1(Network):
         if head.layout == SPECULATORS:
             keys.section("speculators_config")
         head.draft_vocab_size = head.shape["vocab_size"]
+        window = _read_window(block)
         settings = {"intermediate_size": head.shape["intermediate_size"], **self.read_switches(head)}
-        if window := _read_window(block):
+        if window:
             settings["window"] = {"sinks": 0, "recent": window}
         nested.read("use_aux_hidden_state")
         return settings
@@ -107,24 +108,15 @@ class Eagle1(Network):
     def settle(
         self, head: HeadFolder, target: TargetFiles | None, taps: tuple[int, ...] | None, norm_output: str | None
     ) -> list[str]:
-        """A bias of zeros is none, and positions are the target's."""
-        positions = self.settle_positions(head, target)
+        """A bias of zeros is none."""
         if "fc.bias" in head.names and not bool(head.load("fc.bias").any()):
             head.settings["fc_bias"] = False
-            return ["fc.bias is all zeros and left out: it changes nothing", *positions]
+            return ["fc.bias is all zeros and left out: it changes nothing"]
         if head.settings["fc_bias"] and head.keys.values.get("bias") is False:
             raise ValueError(
                 "config.json: bias is false, and fc.bias is there and not zero: correct the one that is wrong"
             )
-        return positions
-
-    def settle_positions(self, head: HeadFolder, target: TargetFiles | None) -> list[str]:
-        """Take the target's number of positions where it changes nothing."""
-        ours, theirs = head.shape["max_position_embeddings"], target.positions if target else None
-        if theirs in (None, ours) or head.shape["rope_parameters"]["rope_type"] != "default":
-            return []
-        head.shape["max_position_embeddings"] = theirs
-        return [f"max_position_embeddings {ours} became {theirs}, the target's: it changes nothing that is computed"]
+        return []
 
     def list_faults(self, head: HeadFolder, target: TargetFiles | None) -> Iterator[Strike]:
         """Names and biases that some engines take otherwise."""

@@ -103,7 +103,6 @@ class Eagle3(Eagle1):
         self, head: HeadFolder, target: TargetFiles | None, taps: tuple[int, ...] | None, norm_output: str | None
     ) -> list[str]:
         """The taps, by two statements of the config that must agree, as asked, or the usual ones; and `norm_output`."""
-        positions = self.settle_positions(head, target)
         if "norm_output" in head.settings:
             settle_norm_output(head, norm_output)
         head.settings["taps"], notes = choose_taps(head, target.layers if target else None, taps)
@@ -111,7 +110,7 @@ class Eagle3(Eagle1):
             raise ValueError("fc.bias is not zero, and EAGLE-3 has no bias in fc: no engine would add it")
         if "fc.bias" in head.names:
             notes.append("fc.bias is all zeros and left out: it changes nothing")
-        return [*notes, *check_draft_vocab(head), *positions]
+        return [*notes, *check_draft_vocab(head)]
 
     def may_lack(self, head: HeadFolder, name: str) -> str:
         """The mask of the draft's tokens, which follows from them."""

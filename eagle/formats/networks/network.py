@@ -50,6 +50,7 @@ class Network:
     lists_all: bool = False  # whether tensors are compared with the config's sizes where something else is wrong too
     rotates: bool = True  # whether the config's rotary parameters are those of its attention
     takes_taps: bool = False  # whether an import may say which layers it reads
+    takes_positions: bool = False  # whether an import takes the target's number of positions
 
     def rename(self, head: HeadFolder, name: str, ours: str) -> str | None:
         """Our name of a tensor, from the one that its spelling gave; None for one that is no part of the head."""
@@ -156,12 +157,13 @@ class Network:
         """Compare the checkpoint's copies of target tensors with the target's, which a head here borrows."""
         stored, known_as = head.names[name], self.borrowed[name]
         left_out = f"{stored} is left out, heads here use the target's"
-        theirs = target.matrix(known_as) if target else None
-        if theirs is None:
-            why = "the target has none by that name" if target else "no --target"
-            head.notes.append(f"{left_out}; not compared: {why}")
+        if target is None:
+            head.notes.append(f"{left_out}; not compared: no --target")
             return
-        ours = head.load(name)
+        ours, theirs = head.load(name), target.matrix(known_as)
+        if theirs is None:
+            head.notes.append(f"{left_out}; not compared: the target has none by that name")
+            return
         if not ours.is_floating_point():
             head.problem(f"{stored} is in {ours.dtype}, expected plain weights", "Copy it again")
         elif ours.shape != theirs.shape:
@@ -239,12 +241,13 @@ class Network:
         if head.shape and target and (target.width, target.vocab_size) != (width, vocab_size):
             ours, theirs = f"{width} wide with {vocab_size} tokens", f"{target.width} wide with {target.vocab_size}"
             head.problem(f"the head is for a target {ours}, {target.path} is {theirs}: name the right target")
+        positions = _take_positions(head, target) if self.takes_positions else []
         unknown = head.refuse_problems()
         reads = tuple(head.settings.get("taps", (-1,)))
         if not self.takes_taps and taps not in (None, reads):
             raise ValueError(f"taps are {taps}, but such heads read {reads}: leave them out")
         settled = self.settle(head, target, taps, norm_output)
-        notes = [*head.notes, *unknown, *settled]
+        notes, head.kind = [*head.notes, *unknown, *settled, *positions], self.describe(head)
         drafter = self._build(head, target)
         expected = drafter.state_dict().items()
         weights = {name: self.make_tensor(head, name, tensor.shape) for name, tensor in expected}
@@ -270,6 +273,15 @@ def _read_own(head: HeadFolder) -> None:
     head.tap_count = len(head.inputs or (1,))
     head.nested.taken |= head.nested.values.keys()
     head.block.taken |= head.block.values.keys()
+
+
+def _take_positions(head: HeadFolder, target: TargetFiles | None) -> list[str]:
+    """Take the target's number of positions where it changes nothing."""
+    ours, theirs = head.shape["max_position_embeddings"], target.positions if target else None
+    if theirs in (None, ours) or head.shape["rope_parameters"]["rope_type"] != "default":
+        return []
+    head.shape["max_position_embeddings"] = theirs
+    return [f"max_position_embeddings {ours} became {theirs}, the target's: it changes nothing that is computed"]
 
 
 def _refuse_tensors(head: HeadFolder, names: list[str]) -> None:

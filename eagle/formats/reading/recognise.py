@@ -156,7 +156,7 @@ def _is_fused(head: HeadFolder) -> bool:
     words = f"{head.architectures[:1]} {head.config.get('speculators_model_type')}".lower()
     query, width = head.entry("layers.0.self_attn.q_proj.weight"), head.config.get("hidden_size")
     is_wide = query and len(query.shape) == 2 and type(width) is int and query.shape[1] == 2 * width
-    named = "draft_vocab_size" in head.config or "eagle3" in words or head.has_block("midlayer.")
+    named = head.has_block("midlayer.") or "draft_vocab_size" in head.config or "eagle3" in words
     return bool(FUSED_TENSORS & head.names.keys() or named or is_wide)
 
 
