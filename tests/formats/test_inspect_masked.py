@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from eagle.formats.networks.network import Network
+from eagle.formats.reading.config_keys import Keys
 from eagle.formats.reading.files import FolderTensors
-from eagle.formats.reading.head_folder import HeadFolder, Keys
+from eagle.formats.reading.head_folder import HeadFolder
 from eagle.formats.reading.lint import check_masked
 from eagle.formats.reading.lint import find as find_fault
 from eagle.formats.reading.target_files import TargetFiles

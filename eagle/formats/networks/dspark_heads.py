@@ -20,9 +20,9 @@ from eagle.formats.networks.dflash_heads import (
     qwen3_config,
     zlab_config,
 )
-from eagle.formats.networks.sizes import compare_size
 from eagle.formats.networks.tensor_names import NetworkLayout, keep_names, reorder_taps
-from eagle.formats.reading.head_folder import EMBEDDING, OUTPUT, HeadFolder, short
+from eagle.formats.reading.config_keys import short
+from eagle.formats.reading.head_folder import EMBEDDING, OUTPUT, HeadFolder, compare_size
 
 DSPARK, CONFIDENCE = "dspark", "confidence_head.proj.weight"
 MARKOV, DOMINO = "markov_head.markov_w1.weight", "embed_proj.0.weight"

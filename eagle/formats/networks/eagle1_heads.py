@@ -12,6 +12,7 @@ from eagle.formats.layout import Config, Layout, TargetConfig, embedding_of, lla
 from eagle.formats.networks.network import Network
 from eagle.formats.networks.tensor_names import NetworkLayout, Spelling, keep_names
 from eagle.formats.reading import traps
+from eagle.formats.reading.config_keys import Keys
 from eagle.formats.reading.files import has
 from eagle.formats.reading.head_folder import (
     AUTOMODEL,
@@ -23,7 +24,6 @@ from eagle.formats.reading.head_folder import (
     REFERENCE,
     SPECULATORS,
     HeadFolder,
-    Keys,
 )
 from eagle.formats.reading.target_files import TargetFiles
 from eagle.formats.reading.traps import Strike, strike

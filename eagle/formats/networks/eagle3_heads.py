@@ -13,9 +13,14 @@ from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Config, Layout, TargetConfig, embedding_of, llama_config, scale_of, tensors_of
-from eagle.formats.networks.draft_tokens import check_draft_vocab, mark_tokens
 from eagle.formats.networks.eagle1_heads import AUTOMODEL_CLASS, BLOCK, Eagle1, list_block_facts
-from eagle.formats.networks.layer_ids import LAYER_IDS, choose_taps, list_wrong_ids
+from eagle.formats.networks.layers_and_tokens import (
+    LAYER_IDS,
+    check_draft_vocab,
+    choose_taps,
+    list_wrong_ids,
+    mark_tokens,
+)
 from eagle.formats.networks.tensor_names import NetworkLayout, keep_names, rename_tensors, reorder_taps
 from eagle.formats.reading import traps
 from eagle.formats.reading.head_folder import EMBEDDING, LAYERS, MIDLAYER, MODELOPT, REFERENCE, SPECULATORS, HeadFolder

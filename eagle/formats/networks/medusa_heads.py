@@ -12,10 +12,9 @@ from torch import Tensor
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Config, Layout, TargetConfig, base_config, check_family, output_of, tensors_of
 from eagle.formats.networks.network import Network
-from eagle.formats.networks.sizes import compare_count, count_parts, read_sides
 from eagle.formats.networks.tensor_names import NetworkLayout, rename_tensors
 from eagle.formats.reading import traps
-from eagle.formats.reading.head_folder import OUTPUT, HeadFolder
+from eagle.formats.reading.head_folder import OUTPUT, HeadFolder, compare_count, count_parts, read_sides
 from eagle.formats.reading.target_files import TargetFiles
 from eagle.formats.reading.traps import Strike, strike
 

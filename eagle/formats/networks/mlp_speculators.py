@@ -11,9 +11,8 @@ from torch import Tensor
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Config, Layout, TargetConfig, tensors_of
 from eagle.formats.networks.network import Network
-from eagle.formats.networks.sizes import compare_count, compare_size, read_sides
 from eagle.formats.networks.tensor_names import NetworkLayout, rename_tensors
-from eagle.formats.reading.head_folder import HeadFolder
+from eagle.formats.reading.head_folder import HeadFolder, compare_count, compare_size, read_sides
 from eagle.formats.reading.target_files import TargetFiles
 
 SPECULATOR = "mlp_speculator"

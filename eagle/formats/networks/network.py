@@ -17,9 +17,8 @@ from eagle.drafters import DRAFTERS
 from eagle.drafters.parts.decoder_block import head_shape
 from eagle.formats.checkpoint import build_head
 from eagle.formats.layout import Config
-from eagle.formats.networks.sizes import read_sizes
 from eagle.formats.networks.tensor_names import Spelling, fill_name, match_name
-from eagle.formats.reading.head_folder import EMBEDDING, OUTPUT, OWN, Finding, HeadFolder, name_part
+from eagle.formats.reading.head_folder import EMBEDDING, OUTPUT, OWN, Finding, HeadFolder, name_part, read_sizes
 from eagle.formats.reading.target_files import EMBEDDINGS, LM_HEADS, TargetFiles, count_differing_rows
 from eagle.formats.reading.traps import Strike
 

@@ -14,11 +14,10 @@ from eagle.formats.networks.eagle3_heads import (
     Eagle3,
     FusedLayout,
 )
-from eagle.formats.networks.layer_ids import list_wrong_ids
+from eagle.formats.networks.layers_and_tokens import list_wrong_ids
 from eagle.formats.networks.network import FOLLOWS, ROTARY, Network
-from eagle.formats.networks.sizes import compare_count, count_parts
 from eagle.formats.networks.tensor_names import MASK_HIDDEN, keep_names
-from eagle.formats.reading.head_folder import HeadFolder
+from eagle.formats.reading.head_folder import HeadFolder, compare_count, count_parts
 from eagle.formats.reading.target_files import TargetFiles
 from eagle.formats.reading.traps import Strike
 

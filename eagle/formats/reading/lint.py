@@ -10,7 +10,7 @@ from typing import Any
 
 from eagle.data.identity import target_identity
 from eagle.formats.engines.registry import SERVERS
-from eagle.formats.networks.draft_tokens import list_vocabulary
+from eagle.formats.networks.layers_and_tokens import list_vocabulary
 from eagle.formats.networks.network import Network
 from eagle.formats.networks.tensor_names import USUAL_THETA
 from eagle.formats.reading import traps

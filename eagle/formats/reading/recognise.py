@@ -18,8 +18,9 @@ from eagle.formats.networks.mlp_speculators import Speculator
 from eagle.formats.networks.mtp_layers import Mtp
 from eagle.formats.networks.network import Network
 from eagle.formats.networks.peagle_heads import PEagle
+from eagle.formats.reading.config_keys import Keys, short
 from eagle.formats.reading.files import read_json, read_tensors
-from eagle.formats.reading.head_folder import OWN, HeadFolder, Keys, name_part, short
+from eagle.formats.reading.head_folder import OWN, HeadFolder, name_part
 from eagle.formats.reading.target_files import TargetFiles
 
 NOT_YET = "Heads of this kind are not readable here yet: serve it with an engine that knows it"

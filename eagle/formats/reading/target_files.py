@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from eagle.data.identity import folder_of
+from eagle.formats.reading.config_keys import Keys, read_rope
 from eagle.formats.reading.files import FolderTensors, folder_at, read_json, read_tensors
-from eagle.formats.reading.head_folder import Keys, read_rope
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 LM_HEADS = ("lm_head.weight", "embed_out.weight")
