@@ -48,23 +48,25 @@ class Eagle1(Network):
     def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> Config:
         """The settings that change what is computed; those without a counterpart here are refused."""
         head.layout = self._find_layout(head)
-        keys, block, nested = head.keys, head.block, head.nested
         self._refuse_others(head)
-        keys.taken |= {"mask_token_id", "quantization_config"}
-        for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias"):
-            block.read(name)
-        block.read("num_hidden_layers")
-        if block is not keys:
-            keys.read("tie_word_embeddings")
-        if head.layout == SPECULATORS:
-            keys.section("speculators_config")
-        head.draft_vocab_size = head.shape["vocab_size"]
-        window = _read_window(block)
+        window = self.read_block(head, head.layout)
         settings = {"intermediate_size": head.shape["intermediate_size"], **self.read_switches(head)}
         if window:
             settings["window"] = {"sinks": 0, "recent": window}
-        nested.read("use_aux_hidden_state")
+        head.nested.read("use_aux_hidden_state")
         return settings
+
+    def read_block(self, head: HeadFolder, layout: str) -> int | None:
+        """The window of the block; of its other keys only the kind is checked, for tensors decide."""
+        keys, block = head.keys, head.block
+        keys.taken |= {"mask_token_id", "quantization_config"}
+        for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "num_hidden_layers"):
+            block.read(name)
+        if block is not keys:
+            keys.read("tie_word_embeddings")
+        if layout == SPECULATORS:
+            keys.section("speculators_config")
+        return _read_window(block)
 
     def _find_layout(self, head: HeadFolder) -> str:
         """The project that writes checkpoints like this one."""
@@ -97,6 +99,7 @@ class Eagle1(Network):
 
     def read_switches(self, head: HeadFolder) -> Config:
         """One switch: the file decides whether `fc` has a bias."""
+        head.draft_vocab_size = head.shape["vocab_size"]
         entry, promised = head.entry("fc.bias"), head.keys.read("bias")
         if promised and entry is None:
             head.problem("config.json says that fc has a bias, and fc.bias is missing", "Export the head again")

@@ -36,12 +36,12 @@ class PEagle(Eagle3):
 
     def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> Config:
         """EAGLE-3's settings without a window, and the mask token, for which there is no default."""
-        layout, settings = head.layout, super().read_settings(head, target)
-        head.layout = layout
+        self._refuse_others(head)
+        self.read_block(head, self._find_layout(head))
+        settings = {"intermediate_size": head.shape["intermediate_size"], **self.read_switches(head)}
         found = count_parts(head, r"layers\.(\d+)\.")
         blocks = compare_count(head, head.block.read("num_hidden_layers"), found, "layers")
         settings.pop("norm_output")  # a state that is never read again
-        settings.pop("window", None)
         head.overrides["num_hidden_layers"] = max(blocks, 1)
         head.overrides["qk_norm"] = "layers.0.self_attn.q_norm.weight" in head.names
         taps = head.inputs or head.inputs_by_outputs

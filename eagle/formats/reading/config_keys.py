@@ -54,6 +54,11 @@ VALUE_KINDS: dict[str, Callable[[Any], bool]] = {
     "a number above 0": is_number,
     "true or false": lambda value: isinstance(value, bool),
     "a text": lambda value: isinstance(value, str),
+    "a number or a word": lambda value: (
+        isinstance(value, str | bool)
+        or (type(value) in (int, float) and abs(value) < 1e30)
+        or _list_of(is_number)(value)
+    ),
     "a mapping": lambda value: isinstance(value, dict),
     "a list of texts": _list_of(lambda value: isinstance(value, str)),
     "a list of whole numbers, 0 or more": _list_of(_is_whole),
@@ -102,12 +107,6 @@ class Keys:
         """A nested mapping, which reports to the same list."""
         return Keys(self.read(name) or {}, f"{self.where}{name}.", self.wrong)
 
-    def left(self) -> list[str]:
-        """The keys with a value that were not used and are not known to be irrelevant."""
-        held = {name for name, value in self.values.items() if value is not None}
-        left = sorted(held - self.taken - NO_MATTER)
-        return [f"{self.where}{name if name.isprintable() else ascii(name)}"[:100] for name in left]
-
 
 def short(value: Any) -> str:
     """A value, shortened, as an error shows it."""
@@ -121,22 +120,17 @@ def short(value: Any) -> str:
         return "a deeply nested value"
 
 
-def _is_rotary_value(value: Any) -> bool:
-    number = type(value) in (int, float) and abs(value) < 1e30
-    return number or isinstance(value, str | bool) or _list_of(is_number)(value)
-
-
 def read_rope(keys: Keys, notes: list[str]) -> dict[str, Any]:
     """The rotary parameters in any of a config's three spellings; a note if two disagree."""
     theta = keys.read("rope_theta")
     newer, older = keys.section("rope_parameters"), keys.section("rope_scaling")
-    rope: dict[str, Any] = {}
+    rope, is_rotary = dict[str, Any](), VALUE_KINDS["a number or a word"]
     for section in (older, newer):
         values = {name: value for name, value in section.values.items() if value is not None}
         kind = values.pop("type", None)
         if kind is not None:
             values.setdefault("rope_type", kind)
-        if bad := [name for name, value in values.items() if not _is_rotary_value(value)]:
+        if bad := [name for name, value in values.items() if not is_rotary(value)]:
             keys.wrong.append(f"{section.where}{bad[0]} is {short(values[bad[0]])}, expected a number or a word")
             continue
         for name in (name for name in rope.keys() & values.keys() if rope[name] != values[name]):

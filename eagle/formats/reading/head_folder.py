@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from eagle.formats.reading.config_keys import Keys, read_rope, short
+from eagle.formats.reading.config_keys import NO_MATTER, Keys, read_rope, short
 from eagle.formats.reading.files import FolderTensors, TensorEntry
 from eagle.formats.reading.target_files import TargetFiles
 
@@ -79,9 +79,13 @@ class HeadFolder:
 
     @property
     def unknown_keys(self) -> list[str]:
-        """The keys of its config that nothing here reads."""
-        sections = {id(section): section for section in (self.keys, self.block, self.nested)}.values()
-        return [name for section in sections for name in section.left()]
+        """The keys of its config with a value that nothing here reads, and that may matter."""
+        unknown = []
+        for section in {id(section): section for section in (self.keys, self.block, self.nested)}.values():
+            held = {name for name, value in section.values.items() if value is not None}
+            left = sorted(held - section.taken - NO_MATTER)
+            unknown += [f"{section.where}{name if name.isprintable() else ascii(name)}"[:100] for name in left]
+        return unknown
 
     @property
     def architectures(self) -> list[str]:
