@@ -237,3 +237,4 @@ Its heads say here what they say there; generation by that code was not run by t
     },
     scalings=None,
 )
+PUBLISHED = (REFERENCE, MEDUSA_CODE, HYDRA_CODE, FMS, FALCON_CODE, ZLAB, DEEPSPEC, SPECFORGE, DEEPSEEK, MIMO)

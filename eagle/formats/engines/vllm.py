@@ -77,13 +77,7 @@ VLLM = Engine(
         FEATURES: FeatureLayout(explain_serving("eagle", COUNTS), reads_bias=False),
         FUSED: FusedLayout(explain_serving("eagle3", COUNTS), switches=SWITCHES, reads_embedding=True, slides=True),
         MEDUSA: ServedMedusa(explain_serving("medusa", MEDUSA_ENDS + COUNTS) + PATH, until="0.32.0"),
-        MTP: MtpLayout(
-            IN_TARGET,
-            names=MIMO_NAMES,
-            hidden_first=True,
-            biased=True,
-            families=("mimo",),
-        ),
+        MTP: MtpLayout(IN_TARGET, names=MIMO_NAMES, hidden_first=True, biased=True, families=("mimo",)),
         PEAGLE: ParallelLayout(
             explain_serving("eagle3", PARALLEL, more='"parallel_drafting": true'),
             switches=SWITCHES,

@@ -35,10 +35,8 @@ class DFlash(Network):
     common: tuple[str, ...] = ("block_size",)
     spellings = ((ZLAB, NAMES),)
     spare: Mapping[str, str] = {ROTARY: FOLLOWS, r"verifier_(norm|lm_head)\.weight": "training alone reads it"}
-    slot_name, names_behind = (
-        "sample_from_anchor",
-        False,
-    )  # the key of what slots name; its default
+    slot_name = "sample_from_anchor"  # the key of what slots name
+    names_behind = False  # its default
 
     def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> Config:
         """Sizes are those of the tensors; what the slots name stands in the config alone."""
@@ -153,11 +151,7 @@ class DFlash(Network):
     def list_facts(self, head: HeadFolder) -> Config:
         """The head's convention among the two named DFlash."""
         place = BEHIND if head.settings.get("sample_from_anchor") else OWN_PLACE
-        return {
-            **super().list_facts(head),
-            "method": head.method,
-            "slots": f"{head.settings.get('slots')}: {place}",
-        }
+        return {**super().list_facts(head), "method": head.method, "slots": f"{head.settings.get('slots')}: {place}"}
 
     def list_faults(self, head: HeadFolder, target: TargetFiles | None) -> Iterator[Strike]:
         """The default that engines take where a config does not say which token a slot predicts."""

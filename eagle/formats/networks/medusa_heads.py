@@ -34,11 +34,7 @@ class Medusa(Network):
     name, method, methods = "Medusa heads", MEDUSA, (MEDUSA,)
     tensors = r"(medusa_heads?|lm_heads|blocks\.\d+\.layers)\.|\d+\.\d+\.(linear\.)?(weight|bias)$"
     words, keys = "medusa", ("medusa_num_heads", "medusa_num_layers")
-    spellings = (
-        ("FasterDecoding/Medusa", AUTHORS),
-        ("vLLM", VLLM_NAMES),
-        *(("ModelOpt", names) for names in MODELOPT),
-    )
+    spellings = (("FasterDecoding/Medusa", AUTHORS), ("vLLM", VLLM_NAMES), *(("ModelOpt", names) for names in MODELOPT))
     has_block = False
     prefixes = ()
     spare: Mapping[str, str] = {r"model\..*": "they are the target's own"}

@@ -241,12 +241,16 @@ class Network:
             ours, theirs = f"{width} wide with {vocab_size} tokens", f"{target.width} wide with {target.vocab_size}"
             head.problem(f"the head is for a target {ours}, {target.path} is {theirs}: name the right target")
         positions = _take_positions(head, target) if self.takes_positions else []
-        unknown = head.refuse_problems()
+        head.refuse_problems()
+        unknown = (
+            [f"unknown keys of config.json, not used: {', '.join(keys):.400}"] if (keys := head.unknown_keys) else []
+        )
         reads = tuple(head.settings.get("taps", (-1,)))
         if not self.takes_taps and taps not in (None, reads):
             raise ValueError(f"taps are {taps}, but such heads read {reads}: leave them out")
         settled = self.settle(head, target, taps, norm_output)
-        notes, head.kind = [*head.notes, *unknown, *settled, *positions], self.describe(head)
+        notes = [*head.notes, *unknown, *settled, *positions]
+        head.kind = self.describe(head)
         drafter = self._build(head, target)
         expected = drafter.state_dict().items()
         weights = {name: self.make_tensor(head, name, tensor.shape) for name, tensor in expected}

@@ -8,12 +8,7 @@ from dataclasses import dataclass, replace
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Config, Layout, TargetConfig
 from eagle.formats.networks.dflash_heads import mask_of
-from eagle.formats.networks.eagle3_heads import (
-    MIDLAYER_NAMES,
-    NAMES,
-    Eagle3,
-    FusedLayout,
-)
+from eagle.formats.networks.eagle3_heads import MIDLAYER_NAMES, NAMES, Eagle3, FusedLayout
 from eagle.formats.networks.layers_and_tokens import list_wrong_ids
 from eagle.formats.networks.network import FOLLOWS, ROTARY, Network
 from eagle.formats.networks.tensor_names import MASK_HIDDEN, keep_names

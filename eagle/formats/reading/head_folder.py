@@ -121,14 +121,12 @@ class HeadFolder:
         for section in (self.keys, self.block, self.nested):
             section.taken |= set(names)
 
-    def refuse_problems(self) -> list[str]:
-        """Raise a ValueError with all problems that prevent an import; else a note on keys that nothing here reads."""
+    def refuse_problems(self) -> None:
+        """Raise a ValueError with all problems that prevent an import."""
         listed = [f"- {problem.what}{f'. {problem.fix}' if problem.fix else ''}" for problem in self.problems]
         if listed:
             named = f"{self.path}, {self.kind},"
             raise ValueError("\n".join([f"{named} cannot become a head of this project:", *listed]))
-        unknown = ", ".join(self.unknown_keys)
-        return [f"unknown keys of config.json, not used: {unknown:.400}"] if unknown else []
 
 
 def name_part(name: str) -> str:
