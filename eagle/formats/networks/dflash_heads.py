@@ -7,8 +7,7 @@ from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Config, TargetConfig, llama_config
-from eagle.formats.networks.network import FOLLOWS, ROTARY, Network
-from eagle.formats.networks.tensor_names import keep_names
+from eagle.formats.networks.network import FOLLOWS, ROTARY, Network, keep_names
 from eagle.formats.reading import traps
 from eagle.formats.reading.head_folder import EMBEDDING, OUTPUT, SPECULATORS, HeadFolder, compare_count, count_parts
 from eagle.formats.reading.target_files import TargetFiles

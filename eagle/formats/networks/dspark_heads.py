@@ -20,7 +20,8 @@ from eagle.formats.networks.dflash_heads import (
     qwen3_config,
     zlab_config,
 )
-from eagle.formats.networks.tensor_names import NetworkLayout, keep_names, reorder_taps
+from eagle.formats.networks.network import keep_names
+from eagle.formats.networks.network_layout import NetworkLayout, reorder_taps
 from eagle.formats.reading.config_keys import short
 from eagle.formats.reading.head_folder import EMBEDDING, OUTPUT, HeadFolder, compare_size
 

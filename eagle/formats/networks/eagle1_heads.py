@@ -9,8 +9,8 @@ import torch
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Config, Layout, TargetConfig, embedding_of, llama_config, scale_of, tensors_of
-from eagle.formats.networks.network import Network
-from eagle.formats.networks.tensor_names import NetworkLayout, Spelling, keep_names
+from eagle.formats.networks.network import Network, Spelling, keep_names
+from eagle.formats.networks.network_layout import NetworkLayout
 from eagle.formats.reading import traps
 from eagle.formats.reading.config_keys import Keys
 from eagle.formats.reading.files import has
@@ -28,6 +28,7 @@ from eagle.formats.reading.head_folder import (
 from eagle.formats.reading.target_files import TargetFiles
 from eagle.formats.reading.traps import Strike, strike
 
+FEATURES = "features"  # the name of the network
 AUTOMODEL_CLASS = "LlamaEagle3DraftModel"
 BLOCK = keep_names("layers.0.*", "fc.weight", "fc.bias", EMBEDDING, OUTPUT)
 

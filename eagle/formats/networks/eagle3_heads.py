@@ -21,12 +21,14 @@ from eagle.formats.networks.layers_and_tokens import (
     list_wrong_ids,
     mark_tokens,
 )
-from eagle.formats.networks.tensor_names import NetworkLayout, keep_names, rename_tensors, reorder_taps
+from eagle.formats.networks.network import keep_names, rename_tensors
+from eagle.formats.networks.network_layout import NetworkLayout, reorder_taps
 from eagle.formats.reading import traps
 from eagle.formats.reading.head_folder import EMBEDDING, LAYERS, MIDLAYER, MODELOPT, REFERENCE, SPECULATORS, HeadFolder
 from eagle.formats.reading.target_files import EMBEDDINGS, TargetFiles
 from eagle.formats.reading.traps import Strike, strike
 
+FUSED = "fused"  # the name of the network
 SWITCHES = ("norm_before_residual", "fc_norm", "norm_output")
 MIDLAYER_NAMES = {"layers.0.*": "midlayer.*"}  # most engines call the block so, and all of them know it by that name
 NAMES = {**BLOCK, **keep_names("fc_norm.#.weight", "norm.weight", "d2t", "t2d")}

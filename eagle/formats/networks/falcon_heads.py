@@ -11,8 +11,8 @@ from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Config, Layout, TargetConfig, check_family, embedding_of, llama_config, tensors_of
-from eagle.formats.networks.network import FOLLOWS, ROTARY, Network
-from eagle.formats.networks.tensor_names import NetworkLayout, keep_names, rename_tensors
+from eagle.formats.networks.network import FOLLOWS, ROTARY, Network, keep_names, rename_tensors
+from eagle.formats.networks.network_layout import NetworkLayout
 from eagle.formats.reading.head_folder import EMBEDDING, HeadFolder
 from eagle.formats.reading.target_files import TargetFiles
 

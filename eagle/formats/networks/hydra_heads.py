@@ -10,9 +10,9 @@ from typing import Any
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Config, Layout, TargetConfig, base_config, check_family, tensors_of
 from eagle.formats.networks.medusa_heads import check_shared
-from eagle.formats.networks.network import FOLLOWS, ROTARY, Network
-from eagle.formats.networks.tensor_names import USUAL_THETA, NetworkLayout, rename_tensors
-from eagle.formats.reading.config_keys import short
+from eagle.formats.networks.network import FOLLOWS, ROTARY, Network, rename_tensors
+from eagle.formats.networks.network_layout import NetworkLayout
+from eagle.formats.reading.config_keys import USUAL_THETA, short
 from eagle.formats.reading.head_folder import EMBEDDING, HeadFolder, compare_count, count_parts, read_sides
 from eagle.formats.reading.target_files import TargetFiles
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Config, Layout, TargetConfig, tensors_of
-from eagle.formats.networks.network import Network
-from eagle.formats.networks.tensor_names import NetworkLayout, rename_tensors
+from eagle.formats.networks.network import Network, rename_tensors
+from eagle.formats.networks.network_layout import NetworkLayout
 from eagle.formats.reading.head_folder import HeadFolder, compare_count, compare_size, read_sides
 from eagle.formats.reading.target_files import TargetFiles
 

@@ -12,8 +12,8 @@ import torch
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Config, Layout, TargetConfig, embedding_of, output_of, scale_of, tensors_of
-from eagle.formats.networks.network import FOLLOWS, ROTARY, Network
-from eagle.formats.networks.tensor_names import NetworkLayout, Spelling, rename_tensors
+from eagle.formats.networks.network import FOLLOWS, ROTARY, Network, Spelling, rename_tensors
+from eagle.formats.networks.network_layout import NetworkLayout
 from eagle.formats.reading.head_folder import EMBEDDING, OUTPUT, SPECULATORS, HeadFolder
 from eagle.formats.reading.target_files import TargetFiles
 

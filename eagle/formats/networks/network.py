@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +18,25 @@ from eagle.drafters import DRAFTERS
 from eagle.drafters.parts.decoder_block import head_shape
 from eagle.formats.checkpoint import build_head
 from eagle.formats.layout import Config
-from eagle.formats.networks.tensor_names import Spelling, fill_name, match_name
-from eagle.formats.reading.head_folder import EMBEDDING, OUTPUT, OWN, Finding, HeadFolder, name_part, read_sizes
-from eagle.formats.reading.target_files import EMBEDDINGS, LM_HEADS, TargetFiles, count_differing_rows
+from eagle.formats.reading.head_folder import (
+    EMBEDDING,
+    OUTPUT,
+    OWN,
+    Finding,
+    HeadFolder,
+    compare_borrowed,
+    compare_copies,
+    list_some,
+    read_own,
+    read_sizes,
+    refuse_tensors,
+)
+from eagle.formats.reading.target_files import EMBEDDINGS, LM_HEADS, TargetFiles
 from eagle.formats.reading.traps import Strike
 
 ROTARY = r"(.*\.)?(inv_freq|cos_cached|sin_cached)"
 FOLLOWS = "follows from the rotary parameters"
+Spelling = Mapping[str, str]  # our names and another tool's
 
 
 class Network:
@@ -104,15 +117,15 @@ class Network:
         """Match each tensor and key of a recognised head; obstacles to an import become problems."""
         head.method = self.method
         if head.layout == OWN:
-            _read_own(head)
+            read_own(head)
         else:
             copies = self._name_tensors(head)
             if self.has_block:
                 read_sizes(head)
             head.settings = self.read_settings(head, target)
-            _compare_copies(head, copies)
+            compare_copies(head, copies)
         for name in sorted(head.names.keys() & self.borrowed.keys()):
-            self._compare_borrowed(head, name, target)
+            compare_borrowed(head, name, self.borrowed[name], name in self.own_copies, target)
         if target and head.target_layers not in (None, target.layers):
             what = f"the head is for a target of {head.target_layers} layers, {target.path} has {target.layers}"
             head.problem(what, "Name the right target")
@@ -133,8 +146,8 @@ class Network:
             else:
                 head.names[ours] = name
                 head.layout = head.layout if ours in self.borrowed else who
-        _refuse_tensors(head, left_out.pop("", []))
-        head.notes += [f"{_list_some(names)} left out: {why}" for why, names in left_out.items()]
+        refuse_tensors(head, left_out.pop("", []))
+        head.notes += [f"{list_some(names)} left out: {why}" for why, names in left_out.items()]
         return copies
 
     def _find_name(self, head: HeadFolder, name: str) -> tuple[str, str | None]:
@@ -151,31 +164,6 @@ class Network:
         for prefix in self.prefixes:
             name = name.removeprefix(prefix)
         return name
-
-    def _compare_borrowed(self, head: HeadFolder, name: str, target: TargetFiles | None) -> None:
-        """Compare the checkpoint's copies of target tensors with the target's, which a head here borrows."""
-        stored, known_as = head.names[name], self.borrowed[name]
-        left_out = f"{stored} is left out, heads here use the target's"
-        if target is None:
-            head.notes.append(f"{left_out}; not compared: no --target")
-            return
-        ours, theirs = head.load(name), target.matrix(known_as)
-        if theirs is None:
-            head.notes.append(f"{left_out}; not compared: the target has none by that name")
-            return
-        if not ours.is_floating_point():
-            head.problem(f"{stored} is in {ours.dtype}, expected plain weights", "Copy it again")
-        elif ours.shape != theirs.shape:
-            head.problem(f"{stored} is {list(ours.shape)}, the target's is {list(theirs.shape)}", "Another target?")
-        elif differing := count_differing_rows(ours, theirs):
-            if name in self.own_copies:
-                head.differing[name] = (differing, len(ours))
-                head.notes.append(f"{left_out}; {differing} of {len(ours)} rows DIFFER from it")
-            else:
-                what = f"{stored} differs from the target's in {differing} of {len(ours)} rows"
-                head.problem(what, "Another target, or trained?")
-        else:
-            head.notes.append(f"{left_out}; they are equal")
 
     def _build(self, head: HeadFolder, target: TargetFiles | None) -> TrainableDrafter:
         """A head with these settings and sizes, and uninitialised weights."""
@@ -210,9 +198,9 @@ class Network:
         others = [head.names[name] for name in sorted(head.names.keys() - known)]
         some = [name for name in others if not self.lists_all and re.search(r"_proj\.bias|\.[qk]_norm\.", name)]
         if some:  # heads of this network may have such, all of them or none
-            what = f"tensors of no part of this head: {_list_some(some)}"
+            what = f"tensors of no part of this head: {list_some(some)}"
             head.problem(what, "Correct config.json, or copy both files again")
-        _refuse_tensors(head, [name for name in others if name not in some])
+        refuse_tensors(head, [name for name in others if name not in some])
 
     def _check_tensor(self, head: HeadFolder, name: str, size: tuple[int, ...]) -> None:
         """Record what is wrong with one tensor."""
@@ -265,19 +253,6 @@ class Network:
         return drafter, notes
 
 
-def _read_own(head: HeadFolder) -> None:
-    """The settings and sizes of a head of this project, under its own names."""
-    head.names = {name: name for name in head.tensors.stored}
-    read_sizes(head)
-    head.settings = dict(head.config["settings"])
-    head.draft_vocab_size = head.block.read("draft_vocab_size") or head.shape["vocab_size"]
-    taps = head.settings.get("taps")
-    head.inputs = tuple(taps) if isinstance(taps, list) and all(type(tap) is int for tap in taps) else None
-    head.tap_count = len(head.inputs or (1,))
-    head.nested.taken |= head.nested.values.keys()
-    head.block.taken |= head.block.values.keys()
-
-
 def _take_positions(head: HeadFolder, target: TargetFiles | None) -> list[str]:
     """Take the target's number of positions where it changes nothing."""
     ours, theirs = head.shape["max_position_embeddings"], target.positions if target else None
@@ -287,28 +262,41 @@ def _take_positions(head: HeadFolder, target: TargetFiles | None) -> list[str]:
     return [f"max_position_embeddings {ours} became {theirs}, the target's: it changes nothing that is computed"]
 
 
-def _refuse_tensors(head: HeadFolder, names: list[str]) -> None:
-    """Record tensors that no network here has, by what they are."""
-    parts: dict[str, list[str]] = {}
-    for name in names:
-        bare = re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
-        parts.setdefault(name_part(bare), []).append(name)
-    for part, stored in parts.items():
-        if part:
-            head.problem(f"{part}: {_list_some(stored)}; no head here has that", fatal=False)
-        else:
-            fix = "Take them out if they do not matter: nothing is left out here"
-            head.problem(f"unknown tensors: {_list_some(stored)}", fix)
+# -- names of tensors in two spellings ---------------------------------------------------------------------------------
 
 
-def _compare_copies(head: HeadFolder, copies: dict[str, str]) -> None:
-    """Record tensors that stand twice and differ."""
-    for theirs, ours in copies.items():
-        if not torch.equal(head.tensors.load(theirs).float(), head.load(ours).float()):  # float8 is compared by nobody
-            head.problem(f"{theirs} differs from {head.names[ours]}, and both are {ours} here", "Keep the right one")
-    if copies:
-        head.notes.append(f"{_list_some(list(copies))} are left out: they are what other levels have too")
+def match_name(pattern: str, name: str) -> tuple[str, ...] | None:
+    """The parts of a name for which `#` (a number) and `*` (anything) stand; None if the name is another."""
+    found = _compile(pattern).fullmatch(name)
+    return None if found is None else found.groups()
 
 
-def _list_some(names: list[str]) -> str:
-    return f"{', '.join(names[:4]):.300}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+def fill_name(pattern: str, parts: Iterable[str], numbers: Mapping[str, Any]) -> str:
+    """The name with these parts in place of `#` and `*`, and with numbers in place of their names in braces."""
+    rest = iter(parts)
+    return re.sub(r"[#*]", lambda _: next(rest), pattern).format_map(numbers)
+
+
+@cache
+def _compile(pattern: str) -> re.Pattern[str]:
+    """A pattern of names as a regular expression; a number in braces may be any."""
+    kinds = {"#": r"(\d+)", "*": r"((?!.*inv_freq).+)"}
+    pieces = re.split(r"(#|\*|\{\w+\})", pattern)
+    return re.compile("".join(r"\d+" if part[:1] == "{" else kinds.get(part, re.escape(part)) for part in pieces))
+
+
+def rename_tensors(tensors: Mapping[str, Tensor], spelling: Spelling, **numbers: Any) -> dict[str, Tensor]:
+    """Tensors under the names of another tool; a name that its spelling lacks stays."""
+    return {_rename(name, spelling, numbers): tensor for name, tensor in tensors.items()}
+
+
+def _rename(name: str, spelling: Spelling, numbers: Mapping[str, Any]) -> str:
+    for ours, theirs in spelling.items():
+        if (parts := match_name(ours, name)) is not None:
+            return fill_name(theirs, parts, numbers)
+    return name
+
+
+def keep_names(*names: str) -> Spelling:
+    """The spelling of names that are ours."""
+    return dict(zip(names, names, strict=True))

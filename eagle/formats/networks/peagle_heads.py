@@ -10,8 +10,8 @@ from eagle.formats.layout import Config, Layout, TargetConfig
 from eagle.formats.networks.dflash_heads import mask_of
 from eagle.formats.networks.eagle3_heads import MIDLAYER_NAMES, NAMES, Eagle3, FusedLayout
 from eagle.formats.networks.layers_and_tokens import list_wrong_ids
-from eagle.formats.networks.network import FOLLOWS, ROTARY, Network
-from eagle.formats.networks.tensor_names import MASK_HIDDEN, keep_names
+from eagle.formats.networks.network import FOLLOWS, ROTARY, Network, keep_names
+from eagle.formats.networks.network_layout import MASK_HIDDEN
 from eagle.formats.reading.head_folder import HeadFolder, compare_count, count_parts
 from eagle.formats.reading.target_files import TargetFiles
 from eagle.formats.reading.traps import Strike

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+USUAL_THETA = 10000.0  # of Llama when the first methods were written, which some trainers keep whatever the target has
 MOST = 2**31  # of any size
 # of a Llama config or a speculators one, and without any bearing on what a head computes
 NO_MATTER = {

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from eagle.formats.reading.config_keys import NO_MATTER, Keys, read_rope, short
 from eagle.formats.reading.files import FolderTensors, TensorEntry
-from eagle.formats.reading.target_files import TargetFiles
+from eagle.formats.reading.target_files import TargetFiles, count_differing_rows
 
 OWN, SPECULATORS, AUTOMODEL, REFERENCE = "this project", "speculators", "Automodel", "SafeAILab/EAGLE"
 MODELOPT, MIDLAYER, LAYERS, UNKNOWN = "ModelOpt", "EAGLE-3, midlayer.*", "EAGLE-3, layers.0.*", "unknown"
@@ -134,7 +135,63 @@ def name_part(name: str) -> str:
     return next((part for pattern, part in FOREIGN_PARTS.items() if re.match(pattern, name)), "")
 
 
-# -- sizes, by config and tensors --------------------------------------------------------------------------------------
+def list_some(names: list[str]) -> str:
+    """The first names of a list, and the number of the others."""
+    return f"{', '.join(names[:4]):.300}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def refuse_tensors(head: HeadFolder, names: list[str]) -> None:
+    """Record tensors that no network here has, by what they are."""
+    parts: dict[str, list[str]] = {}
+    for name in names:
+        bare = re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
+        parts.setdefault(name_part(bare), []).append(name)
+    for part, stored in parts.items():
+        if part:
+            head.problem(f"{part}: {list_some(stored)}; no head here has that", fatal=False)
+        else:
+            fix = "Take them out if they do not matter: nothing is left out here"
+            head.problem(f"unknown tensors: {list_some(stored)}", fix)
+
+
+# -- copies and sizes, by tensors, config and target -----------------------------------------------------------------
+
+
+def compare_copies(head: HeadFolder, copies: dict[str, str]) -> None:
+    """Record tensors that stand twice and differ."""
+    for theirs, ours in copies.items():
+        if not torch.equal(head.tensors.load(theirs).float(), head.load(ours).float()):  # float8 is compared by nobody
+            head.problem(f"{theirs} differs from {head.names[ours]}, and both are {ours} here", "Keep the right one")
+    if copies:
+        head.notes.append(f"{list_some(list(copies))} are left out: they are what other levels have too")
+
+
+def compare_borrowed(
+    head: HeadFolder, name: str, known_as: tuple[str, ...], may_differ: bool, target: TargetFiles | None
+) -> None:
+    """Compare the checkpoint's copy of a target's tensor with the target's, which a head here borrows."""
+    stored = head.names[name]
+    left_out = f"{stored} is left out, heads here use the target's"
+    if target is None:
+        head.notes.append(f"{left_out}; not compared: no --target")
+        return
+    ours, theirs = head.load(name), target.matrix(known_as)
+    if theirs is None:
+        head.notes.append(f"{left_out}; not compared: the target has none by that name")
+        return
+    if not ours.is_floating_point():
+        head.problem(f"{stored} is in {ours.dtype}, expected plain weights", "Copy it again")
+    elif ours.shape != theirs.shape:
+        head.problem(f"{stored} is {list(ours.shape)}, the target's is {list(theirs.shape)}", "Another target?")
+    elif differing := count_differing_rows(ours, theirs):
+        if may_differ:
+            head.differing[name] = (differing, len(ours))
+            head.notes.append(f"{left_out}; {differing} of {len(ours)} rows DIFFER from it")
+        else:
+            what = f"{stored} differs from the target's in {differing} of {len(ours)} rows"
+            head.problem(what, "Another target, or trained?")
+    else:
+        head.notes.append(f"{left_out}; they are equal")
 
 
 def count_parts(head: HeadFolder, pattern: str) -> int:
@@ -211,3 +268,16 @@ def _read_size(head: HeadFolder, name: str, tensor: str) -> int:
     if not size:
         head.problem(f"config.json: no {name}", "Take it from the config of the target or of the training run")
     return size or 1
+
+
+def read_own(head: HeadFolder) -> None:
+    """The settings and sizes of a head of this project, under its own names."""
+    head.names = {name: name for name in head.tensors.stored}
+    read_sizes(head)
+    head.settings = dict(head.config["settings"])
+    head.draft_vocab_size = head.block.read("draft_vocab_size") or head.shape["vocab_size"]
+    taps = head.settings.get("taps")
+    head.inputs = tuple(taps) if isinstance(taps, list) and all(type(tap) is int for tap in taps) else None
+    head.tap_count = len(head.inputs or (1,))
+    head.nested.taken |= head.nested.values.keys()
+    head.block.taken |= head.block.values.keys()
