@@ -124,6 +124,7 @@ class Network:
                 read_sizes(head)
             head.settings = self.read_settings(head, target)
             compare_copies(head, copies)
+        head.list_unknown_keys()
         for name in sorted(head.names.keys() & self.borrowed.keys()):
             compare_borrowed(head, name, self.borrowed[name], name in self.own_copies, target)
         if target and head.target_layers not in (None, target.layers):
@@ -229,10 +230,9 @@ class Network:
             ours, theirs = f"{width} wide with {vocab_size} tokens", f"{target.width} wide with {target.vocab_size}"
             head.problem(f"the head is for a target {ours}, {target.path} is {theirs}: name the right target")
         positions = _take_positions(head, target) if self.takes_positions else []
-        head.refuse_problems()
-        unknown = (
-            [f"unknown keys of config.json, not used: {', '.join(keys):.400}"] if (keys := head.unknown_keys) else []
-        )
+        _refuse_problems(head)
+        keys = ", ".join(head.unknown_keys)
+        unknown = [f"unknown keys of config.json, not used: {keys:.400}"] if keys else []
         reads = tuple(head.settings.get("taps", (-1,)))
         if not self.takes_taps and taps not in (None, reads):
             raise ValueError(f"taps are {taps}, but such heads read {reads}: leave them out")
@@ -251,6 +251,14 @@ class Network:
             )
         drafter.load_state_dict(weights)
         return drafter, notes
+
+
+def _refuse_problems(head: HeadFolder) -> None:
+    """Raise a ValueError with all problems that prevent an import."""
+    listed = [f"- {problem.what}{f'. {problem.fix}' if problem.fix else ''}" for problem in head.problems]
+    if listed:
+        named = f"{head.path}, {head.kind},"
+        raise ValueError("\n".join([f"{named} cannot become a head of this project:", *listed]))
 
 
 def _take_positions(head: HeadFolder, target: TargetFiles | None) -> list[str]:

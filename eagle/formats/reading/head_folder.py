@@ -77,16 +77,16 @@ class HeadFolder:
     inputs_by_outputs: tuple[int, ...] | None = None  # the same layers, by their inputs
     problems: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unknown_keys: list[str] = field(default_factory=list)
 
-    @property
-    def unknown_keys(self) -> list[str]:
-        """The keys of its config with a value that nothing here reads, and that may matter."""
-        unknown = []
+    def list_unknown_keys(self) -> None:
+        """List the keys of its config with a value that nothing here reads, and that may matter."""
         for section in {id(section): section for section in (self.keys, self.block, self.nested)}.values():
             held = {name for name, value in section.values.items() if value is not None}
             left = sorted(held - section.taken - NO_MATTER)
-            unknown += [f"{section.where}{name if name.isprintable() else ascii(name)}"[:100] for name in left]
-        return unknown
+            self.unknown_keys += [
+                f"{section.where}{name if name.isprintable() else ascii(name)}"[:100] for name in left
+            ]
 
     @property
     def architectures(self) -> list[str]:
@@ -121,13 +121,6 @@ class HeadFolder:
         """Mark keys that do not matter as used, wherever they stand."""
         for section in (self.keys, self.block, self.nested):
             section.taken |= set(names)
-
-    def refuse_problems(self) -> None:
-        """Raise a ValueError with all problems that prevent an import."""
-        listed = [f"- {problem.what}{f'. {problem.fix}' if problem.fix else ''}" for problem in self.problems]
-        if listed:
-            named = f"{self.path}, {self.kind},"
-            raise ValueError("\n".join([f"{named} cannot become a head of this project:", *listed]))
 
 
 def name_part(name: str) -> str:
