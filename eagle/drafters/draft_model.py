@@ -30,8 +30,9 @@ from eagle.drafters.parts.objectives import Kind, Objective, OwnHead, distillati
 from eagle.drafters.parts.scoring import Seed
 from eagle.drafters.parts.text_state import split_ragged
 from eagle.drafters.parts.validation import validate_batch
-from eagle.target.cache import NoCache, TreeCache, with_room
+from eagle.target.cache import NoCache, with_room
 from eagle.target.loading import load_model, tokenizer_of
+from eagle.target.structure import base_of, count_cache_layers
 from eagle.target.target import Target
 
 Divergence = Literal["tokens", "forward_kl", "reverse_kl", "jsd", "tv"]
@@ -124,8 +125,8 @@ class DraftModel(TrainableDrafter):
     def _states(self, batch: Batch) -> Tensor:
         """[N, H], the LM head's input at every token."""
         slots = pad_sequence(list(batch.tokens.split(batch.lengths)), batch_first=True)
-        cache = NoCache(self.model.config.get_text_config().num_hidden_layers)
-        output = self.model.base_model(input_ids=self.clip_to_vocab(slots), past_key_values=cache, use_cache=False)
+        cache = NoCache(count_cache_layers(self.model.config.get_text_config()))
+        output = base_of(self.model)(input_ids=self.clip_to_vocab(slots), past_key_values=cache, use_cache=False)
         states = output.last_hidden_state
         return torch.cat([row[:length] for row, length in zip(states, batch.lengths, strict=True)])
 
@@ -176,7 +177,7 @@ class DraftModel(TrainableDrafter):
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
         """A function to time: the model's forward of `rows` rows after `context` tokens, in a separate cache."""
         (own,) = self.own
-        cache = TreeCache(own.config.num_hidden_layers)
+        cache = own.reader.new_cache()
         tokens = torch.ones(context + rows, dtype=torch.long)
 
         @torch.inference_mode()
