@@ -17,6 +17,7 @@ from eagle.device import upload
 from eagle.target.attention import GROUPED, SWITCH, Masks, can_group, layer_windows, why_no_trees
 from eagle.target.cache import TreeCache
 from eagle.target.structure import base_of, count_cache_layers, decoder_layers
+from eagle.target.taps import PLAIN, Layout, find_layout
 from eagle.target.twin import share_weights
 
 LONGEST_PROBE = 4096  # tokens of a prompt that crosses a window
@@ -34,6 +35,7 @@ class TreeReader:
         self.config = config
         self.checked, self.tolerance = False, 0.0
         self.reads_rows: bool | None = None  # None: not tried yet
+        self.layouts: dict[int, Layout] = {}  # of the taps that a text has shown
         self.build_model(can_group(model, config))
 
     def build_model(self, grouped: bool) -> None:
@@ -85,13 +87,23 @@ class TreeReader:
         positions = start + torch.tensor([depths or range(len(tokens))])
         return self(tokens[None], positions, None if seen is None else seen[None], cache)
 
+    def find_layouts(self, tokens: Tensor) -> dict[int, Tensor]:
+        """The states [1, T, D] of a text [1, T] at all taps that can be read, whose layouts are known from here on."""
+        with self.tapping(tuple(range(len(self.layers)))) as tapped:
+            last = self.read_texts(tokens)
+        found = {tap: find_layout(states, tokens.shape[1], self.config.hidden_size) for tap, states in tapped.items()}
+        self.layouts = {tap: layout for tap, layout in found.items() if layout} | {-1: Layout(PLAIN, last.shape[-1])}
+        tapped[-1] = last
+        return {tap: layout.read(tapped[tap]) for tap, layout in self.layouts.items()}
+
     @contextmanager
     def tapping(self, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
         """A dict that receives the inputs [B, T, D] of the tapped layers while the block runs."""
         tapped: dict[int, Tensor] = {}
 
         def record(tap: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            tapped[tap] = args[0] if args else kwargs["hidden_states"]
+            states = args[0] if args else kwargs["hidden_states"]
+            tapped[tap] = self.layouts[tap].read(states) if tap in self.layouts else states
 
         handles = [
             self.layers[tap].register_forward_pre_hook(partial(record, tap), with_kwargs=True)
