@@ -100,7 +100,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "falcon_h1": MAMBA,
     "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 64},
     **dict.fromkeys(["deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "deepseek_v4"], INDEXED),
-    "glm5_next_text": INDEXED | {"index_topk": 8, "index_kpool": 4},
     "qwen4_exp_text": QWEN4,
     "jamba": {
         **{"attn_layer_period": 2, "attn_layer_offset": 1},
