@@ -32,7 +32,6 @@ ROOMS = [name for name in FLOORS if (ROOT / name.replace(".", "/")).is_dir() and
 DOORS = {
     "transformers": {
         *("eagle.target.loading", "eagle.target.attention", "eagle.target.borrowed", "eagle.target.cache"),
-        "eagle.target.structure",
         "data_prep.tokens",
         *("eagle.drafters.parts.decoder_block", "eagle.drafters.draft_model"),
     },

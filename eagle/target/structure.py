@@ -7,7 +7,6 @@ from collections.abc import Sized
 from typing import Any
 
 from torch import nn
-from transformers import DynamicCache
 
 
 def base_of(model: Any) -> Any:
@@ -54,5 +53,5 @@ def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
 
 
 def count_cache_layers(config: Any, layers: Sized = ()) -> int:
-    """The number of layers of a model's cache: as many as its own would have, at least one a decoder layer."""
-    return max(len(layers), len(DynamicCache(config=config).layers))
+    """The number of layers of a model's cache: as many as transformers gives its own, at least one a decoder layer."""
+    return max(len(layers), config.get_text_config(decoder=True).num_hidden_layers)
