@@ -125,7 +125,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "opt": {"word_embed_proj_dim": 16},
-    "gemma3n_text": {"num_kv_shared_layers": 2},  # the last layers read the keys of those before
+    "gemma3n_text": {"num_kv_shared_layers": 2, "intermediate_size": 64},  # the last layers read keys of those before
     "gemma4_unified_assistant": {"num_kv_shared_layers": 0},
     "xmod": {"default_language": "en_XX"},
 }
