@@ -14,8 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eagle import DraftTree, Sampling, Target
+from eagle import DraftTree, Sampling, Target, generate
+from eagle.core.examples import Example, collate
 from eagle.core.verify import Choose
+from eagle.data.features import taps_of
+from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts.language_heads import BiasedHead
 from eagle.drafters.parts.objectives import distillation_loss
 from eagle.target.borrowed import save_borrowed
@@ -23,6 +26,7 @@ from eagle.target.stock_head import StockHead
 from eagle.target.structure import base_of, count_cache_layers, decoder_layers
 from eagle.target.taps import Layout
 from tests.every_type import TYPES, build
+from tests.families import own_answer
 
 FEW = ["bert", "blenderbot", "deepseek_v4", "gemma3n_text", "llama4_text", "opt", "qwen4_exp_text", "xlnet"]
 SHAPES = [(2, 9), (4, 4)]  # of texts and tokens; four is also the number of streams
@@ -219,6 +223,23 @@ def test_gradients_go_through_the_models_forward(model_type: str, biased: bool) 
     expected.backward()  # type: ignore[no-untyped-call]
     gradient = torch.cat([naive.grad, beside.grad], -1) if biased else naive.grad  # type: ignore[list-item]
     assert close(given.grad, gradient)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle1", "medusa"])
+def test_a_head_learns_and_drafts_where_states_are_transformed(kind: str) -> None:
+    """Its loss reaches its weights, and what it drafts changes nothing of the model's answer."""
+    target, tokens = target_of("bert"), tokens_of(1, 20)
+    settings, method = settings_of({"kind": kind}, "test"), DRAFTERS[kind]
+    head: Any = method.for_target(settings, target.config, target.head, [tokens[0]])
+    taps = taps_of(settings, target.config)
+    example = Example(tokens[0], torch.arange(20) > 5, target.features(tokens, taps)[0])
+    head(collate([example], taps), target.head)["total"].backward()
+    assert all(bool(weight.grad.norm() > 0) for weight in head.parameters() if weight.requires_grad and weight.ndim > 1)
+    prompt = tokens[0].tolist()
+    expected = own_answer(target.model, prompt, 8)
+    options: dict[str, Any] = {"sampling": Sampling(temperature=0.0), "max_new_tokens": 8, "stop": []}
+    assert generate(target, head.bind(target.head), prompt, **options).tokens == expected
 
 
 def test_a_subset_another_precision_and_a_copy_of_such_a_head() -> None:
