@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from eagle.device import upload
+from eagle.target.structure import base_of
 
 
 def grouped_attention(
@@ -167,7 +168,7 @@ class Masks:
 def why_no_trees(model: Any, config: Any) -> str | None:
     """The reason why this model cannot read a tree, or None."""
     kinds = set(getattr(config, "layer_types", None) or [])
-    arguments = inspect.signature(type(model.base_model).forward).parameters
+    arguments = inspect.signature(type(base_of(model)).forward).parameters
     if model._is_stateful or "linear_attention" in kinds:
         return "keeps recurrent state, which cannot branch"
     if "past_key_values" not in arguments:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from eagle.device import upload
 from eagle.target.attention import GROUPED, SWITCH, Masks, can_group, layer_windows, why_no_trees
 from eagle.target.cache import TreeCache
+from eagle.target.structure import base_of, count_cache_layers, decoder_layers
+from eagle.target.taps import PLAIN, Layout, find_layout
 from eagle.target.twin import share_weights
 
 LONGEST_PROBE = 4096  # tokens of a prompt that crosses a window
@@ -33,24 +35,30 @@ class TreeReader:
         self.config = config
         self.checked, self.tolerance = False, 0.0
         self.reads_rows: bool | None = None  # None: not tried yet
+        self.layouts: dict[int, Layout] = {}  # of the taps that a text has shown
         self.build_model(can_group(model, config))
 
     def build_model(self, grouped: bool) -> None:
         """Run the model with `grouped_attention`, or with its own attention."""
-        layers = decoder_layers(self.original, self.config.num_hidden_layers)
+        layers = decoder_layers(base_of(self.original), self.config.num_hidden_layers)
         self.model, twin_config = share_weights(self.original, self.config, layers)
-        self.layers = decoder_layers(self.model, len(layers))
+        self.base = base_of(self.model)
+        self.layers = decoder_layers(self.base, len(layers))
         self.masks = Masks(self.original, self.config, grouped)
         self.settings = vars(twin_config)
         if grouped:
             self.settings[SWITCH] = GROUPED  # past the property, of which other configs would hear
+
+    def new_cache(self) -> TreeCache:
+        """An empty cache for this model."""
+        return TreeCache(count_cache_layers(self.config, self.layers))
 
     def read_texts(self, tokens: Tensor) -> Tensor:
         """[B, T, D], the LM head's input at right-padded tokens [B, T], by the model's own plain forward."""
         attention = self.settings.get(SWITCH)
         self.settings[SWITCH] = vars(self.config).get(SWITCH)
         try:
-            return self.model.base_model(input_ids=upload(tokens, self.masks.device), use_cache=False).last_hidden_state
+            return self.base(input_ids=upload(tokens, self.masks.device), use_cache=False).last_hidden_state
         finally:
             self.settings[SWITCH] = attention
 
@@ -63,7 +71,7 @@ class TreeReader:
         """
         device, count = self.masks.device, tokens.shape[1]
         starts = [start - (positions.shape[1] - count) for start in cache.starts]
-        return self.model.base_model(
+        return self.base(
             input_ids=upload(tokens, device),
             position_ids=upload(positions[:, -count:], device),
             attention_mask=self.masks(starts, positions, seen, columns),
@@ -79,13 +87,23 @@ class TreeReader:
         positions = start + torch.tensor([depths or range(len(tokens))])
         return self(tokens[None], positions, None if seen is None else seen[None], cache)
 
+    def find_layouts(self, tokens: Tensor) -> dict[int, Tensor]:
+        """The states [1, T, D] of a text [1, T] at all taps that can be read, whose layouts are known from here on."""
+        with self.tapping(tuple(range(len(self.layers)))) as tapped:
+            last = self.read_texts(tokens)
+        found = {tap: find_layout(states, tokens.shape[1], self.config.hidden_size) for tap, states in tapped.items()}
+        self.layouts = {tap: layout for tap, layout in found.items() if layout} | {-1: Layout(PLAIN, last.shape[-1])}
+        tapped[-1] = last
+        return {tap: layout.read(tapped[tap]) for tap, layout in self.layouts.items()}
+
     @contextmanager
     def tapping(self, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
         """A dict that receives the inputs [B, T, D] of the tapped layers while the block runs."""
         tapped: dict[int, Tensor] = {}
 
         def record(tap: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            tapped[tap] = args[0] if args else kwargs["hidden_states"]
+            states = args[0] if args else kwargs["hidden_states"]
+            tapped[tap] = self.layouts[tap].read(states) if tap in self.layouts else states
 
         handles = [
             self.layers[tap].register_forward_pre_hook(partial(record, tap), with_kwargs=True)
@@ -134,7 +152,7 @@ class TreeReader:
 
     def _read_rows(self, texts: list[Tensor], nodes: Tensor) -> Tensor:
         """[B, 3, D] hidden states of a root and two children [B, 3] after each text."""
-        cache, lengths = TreeCache(self.config.num_hidden_layers), torch.tensor([len(text) for text in texts])
+        cache, lengths = self.new_cache(), torch.tensor([len(text) for text in texts])
         rows = list(range(len(texts)))
         cache.lengths = [0] * len(texts)
         cache.reserve(len(texts), int(lengths.max()) + 3)
@@ -158,7 +176,7 @@ class TreeReader:
         """How hidden states of a small tree differ from plain forwards over its paths; None if they agree."""
         count = self._prompt_length()
         tokens = self._probe_tokens(count)
-        cache = TreeCache(self.config.num_hidden_layers)
+        cache = self.new_cache()
         try:
             expected, limit = self._read_paths(tokens, count)
             self.tolerance = limit
@@ -179,7 +197,8 @@ class TreeReader:
         """[7, D] hidden states of nodes r, a, c and r, b, d, e by plain forwards, and the tolerated difference."""
         prompt, (r, a, b, c, d, e) = tokens[:count].tolist(), tokens[count:].tolist()
         paths = torch.tensor([[*prompt, r, a, c, e], [*prompt, r, b, d, e], [*prompt, r, a, b, d]])
-        hidden = self.original.base_model(input_ids=paths.to(self.masks.device), use_cache=False).last_hidden_state
+        base = base_of(self.original)
+        hidden = base(input_ids=paths.to(self.masks.device), use_cache=False).last_hidden_state
         first, second, mixed = hidden[:, count:]
         # the difference that seeing its parent's sibling would make to a node
         misread = float((mixed[3] - second[2]).norm() / second[2].norm())
@@ -214,13 +233,3 @@ class TreeReader:
         max_positions = getattr(self.config, "max_position_embeddings", None) or LONGEST_PROBE
         longest = min(LONGEST_PROBE, max_positions - COPIES - 8)
         return max([6, *(window + 2 for window in named - known if window + 2 <= longest)])
-
-
-def decoder_layers(model: Any, count: int) -> nn.ModuleList:
-    """The model's stack of decoder layers: its outermost module list of that length, the last of equally deep ones."""
-    lists = [(name, module) for name, module in model.base_model.named_modules() if isinstance(module, nn.ModuleList)]
-    stacks = [(name.count("."), module) for name, module in lists if len(module) == count]
-    if not stacks:
-        kind = type(model.base_model).__name__
-        raise ValueError(f"{kind} has no module list of {count} layers: its layers cannot be tapped")
-    return min(reversed(stacks), key=lambda stack: stack[0])[1]

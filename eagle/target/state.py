@@ -16,7 +16,6 @@ from eagle.core.drafter import Committed
 from eagle.core.tree import DraftTree, TargetOutput, stack_trees
 from eagle.core.verify import Choose
 from eagle.device import pick_rows, upload
-from eagle.target.cache import TreeCache
 from eagle.target.prompt import PromptOutput
 from eagle.target.view import TargetTexts
 
@@ -35,7 +34,7 @@ class TargetState:
     ) -> None:
         target.check_taps(taps)
         self.target, self.taps, self.max_tokens, self.mark = target, taps, max_tokens, mark  # the weights' `WeightMark`
-        self.cache = TreeCache(len(target.layers))
+        self.cache = target.reader.new_cache()
         self.texts: list[list[int]] = [[]]  # of every slot
         self.rows: list[int] = []  # in the first slots
         self.needs: dict[int, int] = {}  # the columns that a row may come to

@@ -51,7 +51,7 @@ class TargetView:
 
     def new_cache(self) -> TreeCache:
         """An empty cache; forwards write after its `length`, which the owner advances or commits by `keep`."""
-        return TreeCache(len(self))
+        return self.reader.new_cache()
 
     @torch.inference_mode()
     def embed(self, tokens: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class TargetView:
 
     def _forward(self, hidden: Tensor, positions: Tensor, mask: Any, cache: TreeCache) -> Tensor:
         """[B, N, D], the LM head's input, computed by the layers that are switched on."""
-        return self.reader.model.base_model(
+        return self.reader.base(
             inputs_embeds=hidden,
             position_ids=upload(positions, self.device),
             attention_mask=mask,
@@ -229,7 +229,7 @@ class TargetTexts:
         """
         text = self.state.text(row)
         before = len(text) - count
-        kept = [self.keys_values(row, layer) for layer in range(len(self.view))]
+        kept = [self.keys_values(row, layer) for layer in range(len(self.state.cache.layers))]
         cache = LentCache([(keys[None, :, :before], values[None, :, :before]) for keys, values in kept])
         reader = self.view.reader
         with self.view.lock, observing(reader.settings, observe):
