@@ -152,13 +152,14 @@ def describe_run(
 ) -> dict[str, Any]:
     """The settings that decide the answers and their time; rows made by anything else do not go into the same file."""
     together = f", {processes} processes" if processes > 1 else ""
-    most = recipe.eval.max_tokens_in_cache
+    most, trees = recipe.eval.max_tokens_in_cache, target.describe()
     return {
         "target": recipe.target.path,
         "weights": target_identity(recipe.target),
         "dtype": str(target.model.dtype).removeprefix("torch."),
         "template": {"file": recipe.data.template, **recipe.data.template_kwargs},
         "drafters": {name: measured.describe() for name, measured in drafters.items()},
+        **({} if trees == "mask" else {"trees": trees}),
         "sets": question_sets(recipe),
         "new_tokens": recipe.eval.max_new_tokens,
         **({} if most is None else {"max_tokens_in_cache": most}),

@@ -8,9 +8,9 @@ import json
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,10 +21,12 @@ from eagle.decoding.decode import generate
 from eagle.disk import write_text
 from eagle.log import progress, script
 from eagle.recipe import Recipe, command_line
+from eagle.target.structure import cache_name_of
 from eagle.target.target import Target
 from eval.load_run import MeasuredDrafter, add_policies, describe_run, describe_start, load_drafters, load_target
 from eval.prompts import KEY_NAMES, Case, Key, cases, encode_prompt, questions
 
+Truth = Literal["steps", "whole texts"]
 TEMPERATURES = (0.0, 1.0)
 REMEMBERED = 32  # steps whose logits show how the model rounds
 QUESTIONS_AT_A_TIME = 2  # that are answered before they are compared, for each text at a time
@@ -51,6 +53,7 @@ class Divergence:
     texts: tuple[str, str]
     gap: float | None  # by how much the model prefers its own token, in units of plain logits
     rounding: float  # largest difference of the model's logits between reading token by token and all at once
+    is_models_own: bool = False  # the model itself writes the drafted tokens where it decodes in its other way
 
     @property
     def is_rounding(self) -> bool:
@@ -85,7 +88,7 @@ class Verdict:
     @property
     def is_lossless(self) -> bool:
         """Whether all answers are the model's own, up to rounding."""
-        return all(divergence.is_rounding for divergence in self.divergences)
+        return all(divergence.is_rounding or divergence.is_models_own for divergence in self.divergences)
 
     @property
     def identical(self) -> int:
@@ -96,8 +99,9 @@ class Verdict:
         together = f", {self.batch_size} at a time" if self.batch_size > 1 else ""
         text = f"{self.drafter} at T = {self.temperature:g}{together}: identical on {self.identical} of {self.answers}"
         text += f" ({self.left_out} more leave no room for an answer)" if self.left_out else ""
-        for worst in sorted(self.divergences, key=lambda divergence: divergence.is_rounding)[:1]:
-            text += f"\n  {'rounding' if worst.is_rounding else 'DIFFERS'}: {worst}"
+        for worst in sorted(self.divergences, key=lambda each: (each.is_rounding, each.is_models_own))[:1]:
+            kind = "the model differs from itself" if worst.is_models_own else "DIFFERS"
+            text += f"\n  {'rounding' if worst.is_rounding else kind}: {worst}"
         return text
 
     def to_json(self) -> dict[str, Any]:
@@ -115,16 +119,24 @@ class Verdict:
 
 
 @torch.inference_mode()
-def decode_untouched(model: Any, choose: Choose, prompt: list[int], stop: Sequence[int], count: int) -> ModelAnswer:
-    """Decode with the model alone, token by token over its own cache; only the rule of choice is this project's."""
-    inputs, tokens, cache = torch.tensor([prompt], device=model.device), list[int](), None
+def decode_untouched(
+    model: Any, choose: Choose, prompt: list[int], stop: Sequence[int], count: int, truth: Truth = "steps"
+) -> ModelAnswer:
+    """Decode with the model alone; only the rule of choice is this project's.
+
+    It goes by "steps" of one token over its own cache, as in `generate`, or reads the whole text anew for each token.
+    """
+    name, tokens, cache = cache_name_of(model), list[int](), None
     last_logits: deque[Tensor] = deque(maxlen=REMEMBERED)
     while len(tokens) < count and not (tokens and tokens[-1] in stop):
-        output = model(input_ids=inputs, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        last_logits.append(output.logits[0, -1].clone())
+        if truth == "steps":
+            inputs = torch.tensor([tokens[-1:] if tokens else prompt], device=model.device)
+            output = model(input_ids=inputs, use_cache=True, **{name: cache})
+            cache = getattr(output, name)
+            last_logits.append(output.logits[0, -1].clone())
+        else:
+            last_logits.append(_logits(model, prompt + tokens)[-1].clone())
         tokens.append(_choose_token(choose, last_logits[-1], prompt + tokens))
-        inputs = torch.tensor([tokens[-1:]], device=model.device)
     return ModelAnswer(prompt, tokens, list(last_logits), choose)
 
 
@@ -135,8 +147,13 @@ def _choose_token(choose: Choose, logits: Tensor, prefix: list[int]) -> int:
     return choose(TargetOutput(DraftTree.chain(prefix[-1:]), logits[None], None, [len(prefix)], prefix[:-1]), [0])[0]
 
 
-def find_divergence(model: Any, tokenizer: Any, key: Key, answer: ModelAnswer, drafted: list[int]) -> Divergence | None:
-    """The first difference of drafted tokens from the model's answer, or None."""
+def find_divergence(
+    model: Any, tokenizer: Any, key: Key, answer: ModelAnswer, drafted: list[int], *, steps_differ: bool = False
+) -> Divergence | None:
+    """The first difference of drafted tokens from the model's answer, or None.
+
+    A model whose `steps_differ` from its forwards over whole texts is compared with its steps alone.
+    """
     if drafted == answer.tokens:
         return None
     shorter = min(len(drafted), len(answer.tokens))
@@ -146,20 +163,39 @@ def find_divergence(model: Any, tokenizer: Any, key: Key, answer: ModelAnswer, d
     gap = None
     if token is not None and expected is not None:
         prefix = answer.prompt + answer.tokens[:at]
-        scores = _logits(model, prefix)[-1].float()
+        if steps_differ:
+            own = decode_untouched(model, Choose(answer.choose.sampling), answer.prompt, [], at + 1)
+            scores = own.last_logits[-1].float()
+        else:
+            scores = _logits(model, prefix)[-1].float()
         if (offered := answer.choose.offer(len(scores), scores.device)) is not None:
             scores = scores + offered([len(prefix)])[0]
         gap = float(scores[expected] - scores[token])
     texts = ["" if each is None else tokenizer.decode([each]) for each in (token, expected)]
-    return Divergence(key, at, token, expected, (texts[0], texts[1]), gap, measure_rounding(model, answer))
+    rounding = least_rounding(answer) if steps_differ else measure_rounding(model, answer)
+    return Divergence(key, at, token, expected, (texts[0], texts[1]), gap, rounding)
+
+
+def _compare_steps(
+    target: Target, model: Any, divergence: Divergence, answer: ModelAnswer, drafted: list[int]
+) -> Divergence:
+    """The same divergence, told apart where a model's steps by one token are not its forwards over whole texts."""
+    choose = Choose(answer.choose.sampling)
+    own = decode_untouched(model, choose, answer.prompt, target.stop_tokens, len(drafted)).tokens
+    return replace(divergence, is_models_own=own == drafted)
 
 
 def measure_rounding(model: Any, answer: ModelAnswer) -> float:
     """The largest difference between the logits of the model's last steps and those of one forward over all."""
     rows = torch.stack(answer.last_logits)
-    least = 8 * torch.finfo(rows.dtype).eps * float(rows.abs().max())
     whole = _logits(model, answer.prompt + answer.tokens[:-1])[-len(rows) :]
-    return max(least, float((whole - rows).abs().max()))
+    return max(least_rounding(answer), float((whole - rows).abs().max()))
+
+
+def least_rounding(answer: ModelAnswer) -> float:
+    """The rounding of logits as large as these that must be expected in any case."""
+    rows = torch.stack(answer.last_logits)
+    return 8 * torch.finfo(rows.dtype).eps * float(rows.abs().max())
 
 
 @torch.inference_mode()
@@ -168,7 +204,9 @@ def _logits(model: Any, tokens: list[int]) -> Tensor:
     return model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits[0]
 
 
-def answer_turns(recipe: Recipe, target: Target, model: Any, case: Case) -> Iterator[tuple[int, ModelAnswer | None]]:
+def answer_turns(
+    recipe: Recipe, target: Target, model: Any, case: Case, truth: Truth
+) -> Iterator[tuple[int, ModelAnswer | None]]:
     """The model's own answers to a question's turns, each after those before; None where it has no room for one."""
     turns: list[str] = []
     for turn, text in enumerate(case.question.turns):
@@ -177,7 +215,7 @@ def answer_turns(recipe: Recipe, target: Target, model: Any, case: Case) -> Iter
             yield turn, None
             return  # later turns are longer still
         choose = Choose(case.sampling(turn))
-        answer = decode_untouched(model, choose, prompt, target.stop_tokens, recipe.eval.max_new_tokens)
+        answer = decode_untouched(model, choose, prompt, target.stop_tokens, recipe.eval.max_new_tokens, truth)
         yield turn, answer
         turns += [text, target.tokenizer.decode(answer.tokens, skip_special_tokens=True)]
 
@@ -188,6 +226,7 @@ def certify(
     model: Any,
     drafters: dict[str, MeasuredDrafter],
     batch_sizes: Sequence[int] = (1,),
+    truth: Truth = "steps",
 ) -> list[Verdict]:
     """Compare every drafter at every temperature with the model's own single answers to all questions of the recipe."""
     temperatures = sorted({*TEMPERATURES, *recipe.eval.temperatures})
@@ -206,14 +245,17 @@ def certify(
         size = QUESTIONS_AT_A_TIME * max(batch_sizes)
         groups = [every[start : start + size] for start in range(0, len(every), size)]
         for group in progress(groups, f"compare at T = {temperature:g}", len(every), unit="questions", size=len):
-            turns = [(case, *turn) for case in group for turn in answer_turns(recipe, target, model, case)]
+            turns = [(case, *turn) for case in group for turn in answer_turns(recipe, target, model, case, truth)]
             known = [(case.key(turn), answer) for case, turn, answer in turns if answer is not None]
             for verdict in part:
                 verdict.left_out += len(turns) - len(known)
                 verdict.answers += len(known)
                 drafted = _decode(recipe, target, drafters[verdict.drafter], known, verdict.batch_size)
                 for (key, answer), tokens in zip(known, drafted, strict=True):
-                    divergence = find_divergence(model, target.tokenizer, key, answer, tokens)
+                    differ = target.reader.follows_steps
+                    divergence = find_divergence(model, target.tokenizer, key, answer, tokens, steps_differ=differ)
+                    if divergence is not None and differ and truth != "steps":
+                        divergence = _compare_steps(target, model, divergence, answer, tokens)
                     verdict.divergences += [divergence] if divergence else []
     return [verdict for part in verdicts.values() for verdict in part]
 
@@ -246,6 +288,13 @@ def main(argv: list[str]) -> None:
     """Compare, print the verdicts, and write them beside the results; ends with 1 if output differs."""
     parser = command_line("eagle lossless", __doc__)
     parser.add_argument("--batch-size", type=int, metavar="N", help="texts at a time (default: the recipe's)")
+    parser.add_argument(
+        "--truth",
+        choices=get_args(Truth),
+        default="steps",
+        help="the model's own answers: by steps of one token over its cache, as in generate, or by a forward over the "
+        "whole text for each token (default: %(default)s)",
+    )
     args = parser.parse_intermixed_args(argv)
     size = [] if args.batch_size is None else [f"eval.batch_size={args.batch_size}"]
     recipe = Recipe.load(args.recipe, [*args.overrides, *size])
@@ -253,11 +302,12 @@ def main(argv: list[str]) -> None:
     drafters = load_drafters(recipe, target)
     if recipe.eval.goodput_policy:
         drafters = add_policies(recipe, target, drafters, questions(recipe))
-    verdicts = certify(recipe, target, model, drafters, sorted(set(recipe.eval.batch_size)))
+    verdicts = certify(recipe, target, model, drafters, sorted(set(recipe.eval.batch_size)), args.truth)
     print(*verdicts, sep="\n")
+    print(f"Trees are read by {target.describe()}; the untouched model answered by {args.truth}")
     for name in (name for name, measured in drafters.items() if measured.is_sampled):
         print(f"{name} above T = 0: drafts are sampled, so the output keeps the model's distribution, not each token")
-    header = {**describe_start(recipe, args.recipe), **describe_run(recipe, target, drafters)}
+    header = {**describe_start(recipe, args.recipe), **describe_run(recipe, target, drafters), "truth": args.truth}
     path = Path(recipe.train.out) / "lossless.json"
     write_text(path, json.dumps({"run": header, "verdicts": [each.to_json() for each in verdicts]}, indent=2) + "\n")
     if not all(verdict.is_lossless for verdict in verdicts):

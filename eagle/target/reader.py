@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from eagle.device import upload
 from eagle.target.attention import GROUPED, SWITCH, Masks, can_group, why_no_trees
 from eagle.target.cache import TreeCache, cache_kind, stateful_layers
-from eagle.target.structure import base_of, count_cache_layers, decoder_layers
+from eagle.target.structure import base_of, cache_name_of, count_cache_layers, decoder_layers
 from eagle.target.taps import PLAIN, Layout, find_layout
 from eagle.target.trees.attention_rows import find_attention
 from eagle.target.trees.ladder import Probe, climb
@@ -24,8 +24,6 @@ from eagle.target.trees.means import OFFSETS, ROWS, TABLES, Means
 from eagle.target.trees.mixers import Mixers, WholeModel, find_mixers
 from eagle.target.trees.positions import Places, place_tables
 from eagle.target.twin import share_weights
-
-CACHE_NAMES = ("past_key_values", "cache_params", "state")
 
 
 class TreeReader:
@@ -39,7 +37,7 @@ class TreeReader:
         self.reads_rows: bool | None = None  # None: not tried yet
         self.layouts: dict[int, Layout] = {}  # of the taps that a text has shown
         self.arguments = inspect.signature(type(base_of(model)).forward).parameters
-        self.cache_name = next((name for name in CACHE_NAMES if name in self.arguments), "")
+        self.cache_name = cache_name_of(base_of(model))
         self.stateful = stateful_layers(config)
         self.cache_kind = TreeCache
         self.take(Means(grouped=can_group(model, config)))
@@ -69,6 +67,11 @@ class TreeReader:
             place_tables(self)
         if means.grouped:
             self.settings[SWITCH] = GROUPED  # past the property, of which other configs would hear
+
+    def describe(self) -> str:
+        """The means by which trees are read, in words; known once a text was read."""
+        has_mixers = bool(self.mixers.mixers) and not self.means.whole
+        return self.means.describe(has_mixers=has_mixers and bool(self.stateful))
 
     def new_cache(self) -> TreeCache:
         """An empty cache for texts of this model."""

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+CACHE_NAMES = ("past_key_values", "cache_params", "state")
+
 
 def base_of(model: Any) -> Any:
     """The part of a causal language model below its LM head: the outermost module inside it that reads token ids.
@@ -24,6 +26,12 @@ def base_of(model: Any) -> Any:
             )
         base = inner[-1]
     return base
+
+
+def cache_name_of(module: Any) -> str:
+    """The name of the argument by which a model's forward takes a cache; "" for none."""
+    arguments = inspect.signature(type(module).forward).parameters
+    return next((name for name in CACHE_NAMES if name in arguments), "")
 
 
 def takes_tokens(module: nn.Module) -> bool:

@@ -61,6 +61,13 @@ class Target:
             f"{self.vocab_size} tokens, {dtype} on {self.device})"
         )
 
+    def describe(self) -> str:
+        """How this target reads trees, as logs and result files name it; finds that out where no text was read yet."""
+        with self.lock:
+            self.reader.check()
+        truth = "; the truth is its own steps by one token" if self.reader.follows_steps else ""
+        return self.reader.describe() + truth
+
     def __reduce__(self) -> Any:
         """Copy without locks and open texts, which cannot be copied."""
         return Target, (self.model, self.tokenizer)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList, TemperatureLogitsWarper
 
-from eagle import Target
+from eagle import Target, generate
 from eagle.core.noise import Noise
 from eagle.core.tree import DraftTree, TargetOutput
 from eagle.core.verify import Choose, Sampling
@@ -22,7 +24,17 @@ from eagle.formats.checkpoint import save_head
 from eagle.recipe import Recipe
 from eagle.target.state import TargetState
 from eval.load_run import load_drafters
-from eval.lossless import Divergence, certify, decode_untouched, find_divergence, main, measure_rounding
+from eval.lossless import (
+    Divergence,
+    _compare_steps,
+    certify,
+    decode_untouched,
+    find_divergence,
+    main,
+    measure_rounding,
+)
+from tests import every_type
+from tests.families import RandomTrees, random_tokens
 from tests.families import own_answer as uncached_answer
 
 ROOT = Path(__file__).parents[2]
@@ -228,3 +240,26 @@ def test_drafts_that_carry_their_law_are_compared_greedily_alone(
     verdicts = certify(recipe, tiny_target, model, load_drafters(recipe, tiny_target))
     assert [(one.drafter, one.temperature) for one in verdicts] == [("none", 0), ("drawn", 0), ("none", 1)]
     assert all(one.is_lossless and one.answers == 3 for one in verdicts)
+
+
+def test_a_model_that_differs_from_itself_is_told_from_a_fault() -> None:
+    """Zamba2's step by one token clamps where its forward over a text does not: `generate` follows its steps."""
+    model = every_type.build("zamba2")
+    target, prompt, choose = Target(copy.deepcopy(model)), random_tokens(9, seed=4), Choose(Sampling())
+    given = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)
+    steps = decode_untouched(model, choose, prompt, [], 24)
+    assert steps.tokens == given[0, len(prompt) :].tolist()
+    drafted = generate(target, RandomTrees(steps.tokens), prompt, max_new_tokens=24, stop=[]).tokens
+    assert drafted == steps.tokens
+    assert target.describe() == "mask + mixers over levels; the truth is its own steps by one token"
+    whole = decode_untouched(model, choose, prompt, [], 24, "whole texts")
+    assert whole.tokens != steps.tokens
+    decoder = SimpleNamespace(decode=str)
+    for tokens, is_own in ((drafted, True), ([*drafted[:-1], drafted[-1] ^ 1], False)):
+        found = find_divergence(model, decoder, ("s", "c", 0, 0.0, 0), whole, tokens, steps_differ=True)
+        assert found is not None
+        assert _compare_steps(target, model, found, whole, tokens).is_models_own == is_own
+    wrong = [*drafted[:5], drafted[5] ^ 1, *drafted[6:]]
+    found = find_divergence(model, decoder, ("s", "c", 0, 0.0, 0), steps, wrong, steps_differ=True)
+    assert found is not None
+    assert not found.is_rounding

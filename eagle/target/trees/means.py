@@ -20,7 +20,9 @@ class Means:
     singly: bool = False  # and rows of one token by themselves
     extras: tuple[str, ...] = ()
 
-    def describe(self) -> str:
+    def describe(self, *, has_mixers: bool = False) -> str:
         """In words, as logs and result files name it."""
         way = "levels" if self.levels else "paths"
-        return f"the whole model over {way}" if self.whole else " + ".join(["mask", *self.extras])
+        if self.whole:
+            return f"the whole model over {way}" + (", steps one by one" if self.singly else "")
+        return " + ".join(["mask", *([f"mixers over {way}"] if has_mixers else []), *self.extras])
