@@ -20,7 +20,7 @@ from transformers.cache_utils import (
 
 from eagle.target.slots import Rows, SlotCache, copy_columns
 from eagle.target.trees.mixers import Mixers
-from eagle.target.trees.text_states import TextStates
+from eagle.target.trees.text_states import TextStates, count_states
 
 
 class TreeCache(SlotCache, Cache):
@@ -105,6 +105,17 @@ class TreeCache(SlotCache, Cache):
         if self.states is None:
             return length
         return 0 if self.mixers and self.mixers.by_levels else self.states.reusable(slot, length)
+
+    def measure(self) -> None:
+        """Note the bytes of the first slot's states and of a column, by which later caches know their room."""
+        if self.mixers is not None and self.states is not None:
+            self.mixers.state_bytes, self.mixers.column_bytes = self.states.state_bytes(0), self.column_bytes
+
+    def state_columns(self, columns: int) -> int:
+        """The columns that take as many bytes as the states of a text with so many columns."""
+        if self.mixers is None or not self.mixers.column_bytes:
+            return 0
+        return -(-count_states(columns) * self.mixers.state_bytes // self.mixers.column_bytes)
 
     def snapshot(self, slot: int, length: int) -> None:
         """Let reading go on after these first tokens of a slot even when it holds more."""

@@ -48,6 +48,7 @@ class TargetState:
 
     def check_room(self, columns: int) -> None:
         """Refuse a row that would not fit even alone."""
+        columns += self.cache.state_columns(columns)
         if self.max_tokens is not None and columns > self.max_tokens:
             raise ValueError(
                 f"a prompt, its answer and a draft take up to {columns} tokens, the cache may hold {self.max_tokens}: "
@@ -56,9 +57,9 @@ class TargetState:
 
     def fits(self, columns: int) -> bool:
         """Whether another row with this many columns fits, with all rows padded to the longest."""
-        return (
-            self.max_tokens is None or (len(self.rows) + 1) * max(columns, *self.needs.values(), 0) <= self.max_tokens
-        )
+        widest = max(columns, *self.needs.values(), 0)
+        columns = (len(self.rows) + 1) * (widest + self.cache.state_columns(widest))
+        return self.max_tokens is None or columns <= self.max_tokens
 
     def admit(self, row: int, prompt: list[int], room: int = 0) -> None:
         """Admit a prompt with space for `room` more tokens; a prefix that a free slot still holds is not read again."""
@@ -165,8 +166,8 @@ class TargetState:
                 break
         if not rows:
             return {}
-        # one set of frequencies reads a text beyond the border, and some mixers ignore what they have read
-        if len(self.prompts[rows[0]]) <= self.target.border and not self.target.reader.mixers.by_levels:
+        whole = len(self.prompts[rows[0]]) > self.target.border  # one set of frequencies reads a text beyond it
+        if not whole and not self.target.reader.mixers.by_levels:  # which ignore what they have read
             left[0] = left[0][:most]
         logits = self.extend(dict(zip(rows, left, strict=True)))
         ended = [row for row in rows if self.length(row) == len(self.prompts[row])]
@@ -174,8 +175,7 @@ class TargetState:
 
     def _end_prompt(self, row: int, logits: Tensor) -> PromptOutput:
         """Move a row whose prompt is read to the rows being decoded, and return its prompt's output."""
-        prompt = self.prompts.pop(row)
-        slot = self.rows.index(row)
+        prompt, slot = self.prompts.pop(row), self.rows.index(row)
         features = self.features_at(row, range(len(prompt)))
         self.cache.snapshot(slot, len(prompt))
         self._swap(slot, self.written)

@@ -27,6 +27,7 @@ from eagle.target.borrowed import borrow_head
 from eagle.target.loading import check_model, load_model, parse_dtype, read_spare_tensor, tokenizer_of
 from eagle.target.reader import TreeReader
 from eagle.target.state import TargetState
+from eagle.target.trees.text_states import count_states
 from eagle.target.view import TargetView
 from eagle.target.weight_mark import WeightMark
 
@@ -208,11 +209,23 @@ class Target:
         state = TargetState(self, taps or (() if drafter is None else drafter.taps))
         state.begin([0], Choose(Sampling()))
         column, held = state.cache.column_bytes, state.cache.tapped.buffer
+        states = texts * self._state_bytes(state, -(-tokens // texts))
         if drafter is None:
-            return tokens * column
+            return tokens * column + states
         tapped = held.shape[3] * held.element_size()
         kept = drafter.kept_bytes(-(-tokens // texts), ColumnBytes(column - held.shape[1] * tapped, tapped))
-        return tokens * column + texts * kept
+        return tokens * column + states + texts * kept
+
+    def _state_bytes(self, state: TargetState, tokens: int) -> int:
+        """Bytes of the states that are held of a text; a model that reads as a whole keeps its own cache as a state."""
+        if state.cache.states is None:
+            return 0
+        held = []
+        for length in (1, 5):
+            state.begin([0] * length, Choose(Sampling()))
+            held.append(state.cache.states.state_bytes(0))
+        grown = (held[1] - held[0]) // 4
+        return count_states(tokens) * (held[0] + grown * (tokens - 1))
 
     def is_alone(self, length: int) -> bool:
         """Whether a text of this length must be read alone; beside others its positions or masks would be wrong."""

@@ -81,6 +81,7 @@ class Probe:
                 expected = self._read_steps()
             reader.tolerance = limit
             nodes = self._read_tree(tokens, count, cache)
+            cache.measure()
             if reader.mixers.mixers:  # a batch of steps by one token
                 nodes, expected = torch.cat([nodes, self._read_roots(cache)]), torch.cat([expected, expected[[0, 0]]])
             copies = self._read_copies(tokens, count, cache)

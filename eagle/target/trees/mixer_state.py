@@ -38,13 +38,29 @@ def row_of(value: Any, row: int) -> Any:
     return _rebuild(value, lambda part: row_of(part, row), [value])
 
 
+def count_bytes(value: Any) -> int:
+    """Bytes of all tensors that a value holds."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, dict):
+        return sum(map(count_bytes, value.values()))
+    if isinstance(value, (list, tuple)):
+        return sum(map(count_bytes, value))
+    return count_bytes(vars(value)) if is_cache(value) else 0
+
+
+def is_cache(value: Any) -> bool:
+    """Whether a value is a cache or a part of one."""
+    return isinstance(value, Cache) or type(value).__module__.startswith("transformers.")
+
+
 def _rebuild(value: Any, change: Callable[..., Any], values: Sequence[Any]) -> Any:
     """A copy of containers, caches and their layers, with `change` of what equal places of them hold."""
     if isinstance(value, dict):
         return {key: change(*(other[key] for other in values)) for key in value}
     if isinstance(value, (list, tuple)):
         return type(value)(change(*parts) for parts in zip(*values, strict=True))
-    if isinstance(value, Cache) or type(value).__module__.startswith("transformers."):
+    if is_cache(value):
         held, other = vars(value), copy.copy(value)
         vars(other).update({name: change(*(vars(owner)[name] for owner in values)) for name in held})
         return other

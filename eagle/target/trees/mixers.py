@@ -166,6 +166,7 @@ class Mixers:
         self.mixers = list(mixers)
         self.by_levels = by_levels  # whether they ignore their state when they are given several tokens
         self.reading: Any = None
+        self.state_bytes = self.column_bytes = 0  # of a text's states and of a token's keys and values, once measured
         for mixer in self.mixers:
             mixer.module.forward = partial(self._report, mixer)
 

@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from eagle.target.trees.mixer_state import count_bytes
 from eagle.target.trees.reading import Reading, States
 from eagle.target.trees.tree_plan import Plan, find_parents
+
+SNAPSHOT_TOKENS = 8192  # of a text from one snapshot of its states to the next
 
 
 @dataclass(slots=True)
@@ -91,6 +94,8 @@ class TextStates:
     def _advance(self, slot: int, start: int, end: int, states: States) -> None:
         """Hold states behind a longer text; those behind the shorter one go, unless they are a snapshot."""
         held = self.slots[slot]
+        if start and start // SNAPSHOT_TOKENS != end // SNAPSHOT_TOKENS:
+            held.snapshots.add(start)
         states = {**held.held.get(start, {}), **states}
         held.held = {length: old for length, old in held.held.items() if length in held.snapshots and length < end}
         held.held[end] = states
@@ -123,7 +128,12 @@ class TextStates:
         """Have so many slots."""
         self.slots = self.slots[:count] + [Slot() for _ in range(count - len(self.slots))]
 
-    def state_bytes(self) -> int:
-        """Bytes of one text's states, 0 before the first text."""
-        states: list[States] = [held for slot in self.slots for held in slot.held.values()]
-        return sum(tensor.nbytes for state in next(iter(states), {}).values() for tensor in state.values())
+    def state_bytes(self, slot: int) -> int:
+        """Bytes of the states behind a slot's text."""
+        held = self.slots[slot].held
+        return sum(count_bytes(state) for state in held[max(held)].values()) if held else 0
+
+
+def count_states(tokens: int) -> int:
+    """How often the states of a text of so many tokens are held at most: behind it, its prompt, and snapshots."""
+    return 2 + tokens // SNAPSHOT_TOKENS
