@@ -30,6 +30,11 @@ class TreeReader:
     """Runs a model under any mask through a second set of modules over its weights; the model itself is unchanged."""
 
     def __init__(self, model: Any, config: Any) -> None:
+        if not hasattr(config, "num_hidden_layers"):
+            raise ValueError(
+                f"{config.model_type} has no one stack of layers (its config names no num_hidden_layers): it cannot be "
+                "a target"
+            )
         self.original = model
         self.config = config
         self.checked, self.tolerance = False, 0.0

@@ -89,6 +89,8 @@ class Probe:
             raise
         except FAILURES as error:
             return f"fails under a tree's mask and positions ({type(error).__name__}: {str(error)[:200]})"
+        if nodes.shape != expected.shape:
+            return f"gives {len(expected)} states for {len(nodes)} tokens"
         if not (nodes - expected).norm() <= limit * expected.norm():
             return "reads a small tree unlike the texts along its paths, for it masks or places tokens by itself"
         limit = max(limit, torch.finfo(copies.dtype).eps)  # copies differ by rounding, however little a token makes out
