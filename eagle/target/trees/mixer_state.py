@@ -49,3 +49,14 @@ def _rebuild(value: Any, change: Callable[..., Any], values: Sequence[Any]) -> A
         vars(other).update({name: change(*(vars(owner)[name] for owner in values)) for name in held})
         return other
     return value
+
+
+def count_bytes(value: Any) -> int:
+    """Bytes of all tensors that a value holds."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, dict):
+        return sum(map(count_bytes, value.values()))
+    if isinstance(value, (list, tuple)):
+        return sum(map(count_bytes, value))
+    return count_bytes(vars(value)) if type(value).__module__.startswith("transformers.") else 0

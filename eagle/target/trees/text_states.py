@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from eagle.target.trees.mixer_state import count_bytes
 from eagle.target.trees.reading import Reading, States
 from eagle.target.trees.tree_plan import Plan, find_parents
 
@@ -126,4 +127,4 @@ class TextStates:
     def state_bytes(self) -> int:
         """Bytes of one text's states, 0 before the first text."""
         states: list[States] = [held for slot in self.slots for held in slot.held.values()]
-        return sum(tensor.nbytes for state in next(iter(states), {}).values() for tensor in state.values())
+        return sum(map(count_bytes, next(iter(states), {}).values()))
