@@ -59,9 +59,8 @@ def shrunk(config: Any) -> dict[str, Any]:
             kinds = list(dict.fromkeys(map(str, value)))  # every kind stays
             first = [value[list(map(str, value)).index(kind)] for kind in kinds]
             values[name] = [first[layer % len(first)] for layer in range(LAYERS)]
-    if "num_key_value_heads" in values and getattr(config, "num_key_value_heads", 0) == getattr(
-        config, "num_attention_heads", None
-    ):
+    heads = vars(config).get("num_attention_heads") or getattr(config, "num_attention_heads", None)
+    if "num_key_value_heads" in values and vars(config)["num_key_value_heads"] == heads:
         values["num_key_value_heads"] = values["num_attention_heads"]
     if "qk_rope_head_dim" in values and "head_dim" in values:
         values["head_dim"] = values["qk_rope_head_dim"]  # what is rotated
@@ -128,6 +127,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 2, "intermediate_size": 64},  # the last layers read keys of those before
     "gemma4_unified_assistant": {"num_kv_shared_layers": 0},
     "xmod": {"default_language": "en_XX"},
+    "dots3_note_text": {
+        **INDEXED,
+        "layer_types": ["indexed_attention", "sliding_attention"] * 2,
+        "mlp_layer_types": ["dense", "sparse"] * 2,
+        "per_layer_config": {layer: {"num_attention_heads": 2, "num_key_value_heads": 2} for layer in ("01", "03")},
+        "head_dim": 12,
+    },
 }
 
 
@@ -147,4 +153,6 @@ def build(model_type: str) -> PreTrainedModel:
                 drawn = torch.randn(weight.shape)
                 weight.copy_(drawn * 0.3 if weight.dim() > 1 else weight + drawn * 0.1)
         model.get_input_embeddings().weight *= 0.3
+        if (bias := getattr(model.get_output_embeddings(), "bias", None)) is not None:
+            bias[0] = -100  # never the padding token, which some models leave out when they count positions
     return model.float().eval()

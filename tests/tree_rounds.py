@@ -54,6 +54,7 @@ def worst_difference(model: Any, reader: TreeReader, lengths: Sequence[int] = (2
     cache = reader.new_cache()
     rows = list(range(len(texts)))
     cache.lengths = [0] * len(texts)
+    cache.reserve(len(texts), max(lengths) + 32)
     for start in range(0, max(lengths), -(-max(lengths) // pieces)):
         piece = [text[start : start + -(-max(lengths) // pieces)] for text in texts]
         padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(part) for part in piece], batch_first=True)

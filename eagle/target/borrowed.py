@@ -18,7 +18,7 @@ from eagle.core.drafter import TargetHead
 from eagle.disk import open_tensors, sha256, write_tensors, write_whole
 from eagle.target.stock_head import StockHead, stock_head
 from eagle.target.structure import base_of
-from eagle.target.trees.ladder import FAILURES
+from eagle.target.trees.means import FAILURES
 
 HEAD, CONFIG = "head.safetensors", "config.json"
 SCALES = ("embed_scale", "logit_scale", "softcap")

@@ -20,9 +20,9 @@ from eagle.target.structure import base_of, cache_name_of, count_cache_layers, d
 from eagle.target.taps import PLAIN, Layout, find_layout
 from eagle.target.trees.attention_rows import find_attention
 from eagle.target.trees.ladder import Probe, climb
-from eagle.target.trees.means import OFFSETS, ROWS, TABLES, Means
+from eagle.target.trees.means import OFFSETS, ORIGIN, ROWS, TABLES, UNLIMITED, Means
 from eagle.target.trees.mixers import Mixers, WholeModel, find_mixers
-from eagle.target.trees.positions import Places, place_tables
+from eagle.target.trees.positions import Places, first_position, place_tables
 from eagle.target.twin import share_weights
 
 
@@ -55,6 +55,8 @@ class TreeReader:
         self.base = base_of(self.model)
         self.layers = decoder_layers(self.base, len(layers))
         self.masks = Masks(self.original, self.config, means.grouped)
+        if UNLIMITED in means.extras:
+            self.masks.windows = dict.fromkeys(self.masks.windows)
         self.settings = vars(twin_config)
         self.mixers = Mixers()
         self.has_rows = ROWS in means.extras
@@ -68,6 +70,7 @@ class TreeReader:
             attention = find_attention(self.base, self.config, self._run_two)
             self.mixers = Mixers([*self.mixers.mixers, *attention], by_levels=means.levels)
         self.places: Places | None = None  # of the forward that runs, for models that count by themselves
+        self.origin = first_position(self) if ORIGIN in means.extras else 0  # of a text's first token
         if TABLES in means.extras:
             place_tables(self)
         if means.grouped:
@@ -115,7 +118,7 @@ class TreeReader:
         starts = [start - (positions.shape[1] - count) for start in cache.starts]
         inputs = {
             "input_ids": upload(tokens, device),
-            "position_ids": upload(positions[:, -count:], device),
+            "position_ids": upload(positions[:, -count:] + self.origin, device),
             "attention_mask": None if self.has_rows else self.masks(starts, positions, seen, columns),
             self.cache_name: cache,
         }

@@ -19,7 +19,7 @@ from eagle.target.borrowed import is_close
 from eagle.target.cache import TreeCache
 from eagle.target.lent_cache import LentCache
 from eagle.target.reader import TreeReader
-from eagle.target.trees.ladder import FAILURES
+from eagle.target.trees.means import FAILURES
 
 
 class TargetView:
@@ -151,7 +151,7 @@ class TargetView:
         """[B, N, D], the LM head's input, computed by the layers that are switched on."""
         return self.reader.base(
             inputs_embeds=hidden,
-            position_ids=upload(positions, self.device),
+            position_ids=upload(positions + self.reader.origin, self.device),
             attention_mask=mask,
             past_key_values=cache,
             use_cache=True,

@@ -51,3 +51,10 @@ def test_a_siblings_cache_is_seen(local: Any, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(AttentionRows, "run", rolled)
     assert worst_difference(local, reader) > 100 * EXACT
+
+
+def test_texts_of_other_lengths_run_apart(local: Any) -> None:
+    """The attention of each runs by itself, all else side by side."""
+    reader = checked_reader(local)
+    assert reader.reads_rows
+    assert worst_difference(local, reader, (21, 15, 30)) < EXACT

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from eagle.target.attention import Masks, attention_limits
 from eagle.target.cache import TreeCache
 from eagle.target.slots import Rows
-from tests.every_type import build
+from tests.every_type import SPECIAL, build
 from tests.tree_rounds import make_reader, worst_difference
 
 INDEXED = ["deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"]
@@ -23,7 +23,8 @@ EXACT = 1e-5
 def build_small(model_type: str, **values: Any) -> Any:
     """A tiny random model; sparse ones have 32 index heads, because with 4 many columns tie at ReLU's zero."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(build.__globals__["SPECIAL"], model_type, values | {"index_n_heads": 32})
+        special = SPECIAL.get(model_type, {}) | values | {"index_n_heads": 32}
+        patch.setitem(SPECIAL, model_type, special)
         return build(model_type)
 
 

@@ -10,10 +10,11 @@ import torch
 
 from eagle.target.reader import TreeReader
 from eagle.target.trees import positions
-from eagle.target.trees.means import OFFSETS, TABLES
+from eagle.target.trees.means import OFFSETS, ORIGIN, TABLES, UNLIMITED
 from tests.target.test_masks import EXACT, build_small
 from tests.tree_rounds import make_reader, read_plainly, worst_difference
 
+SHIFTED = ["data2vec-text", "roberta-prelayernorm", "xlm-roberta-xl", "xmod"]
 TABLED = {"bloom": {}, "mpt": {}, "falcon": {"alibi": True}}
 COUNTING = {
     # the scale of attention grows with every other token here
@@ -67,3 +68,29 @@ def test_a_column_in_place_of_a_position_is_seen(monkeypatch: pytest.MonkeyPatch
     assert worst_difference(bloom, readers[0]) > 100 * EXACT
     monkeypatch.setattr(positions.Places, "query_offsets", property(lambda places: places.starts[0]))
     assert worst_difference(llama, readers[1]) > 100 * EXACT
+
+
+def test_a_chunk_that_is_not_left_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that attend within chunks of 8 tokens give other states if they see all 21."""
+    llama = build_small("llama4_text", **COUNTING["llama4_text"])
+    reader = checked_reader(llama)
+    monkeypatch.setattr(reader.masks, "chunk", None)
+    assert worst_difference(llama, reader) > 100 * EXACT
+
+
+@pytest.mark.parametrize("model_type", ["roberta", *(pytest.param(t, marks=pytest.mark.slow) for t in SHIFTED)])
+def test_a_text_begins_at_the_models_own_first_position(model_type: str) -> None:
+    """These begin behind their padding index when they count by themselves, and not when they are given 0."""
+    model = build_small(model_type)
+    reader = checked_reader(model)
+    assert ORIGIN in reader.means.extras and reader.origin == 1 and not reader.follows_steps
+    assert worst_difference(model, reader, (21, 15, 30)) < EXACT
+
+
+@pytest.mark.slow
+def test_a_window_that_a_model_does_not_apply_is_left_out() -> None:
+    """Its config names one of 8 tokens, which its own forwards see beyond."""
+    model = build_small("moshi")
+    reader = checked_reader(model)
+    assert UNLIMITED in reader.means.extras and not reader.follows_steps
+    assert worst_difference(model, reader, (21, 15, 30)) < EXACT

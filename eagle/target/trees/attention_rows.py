@@ -26,6 +26,10 @@ class AttentionRows(Mixer):
         super().__init__(name, module, layer, set(), [])
         self.new_layer = new_layer
 
+    def kind_of(self, state: State) -> Any:
+        """The length of a text, whose columns are as many."""
+        return state["layer", 0].get_seq_length() if state else -1
+
     def run(
         self, inputs: Mapping[str, Any], state: State, paths: Paths, projections: Projections | None
     ) -> tuple[Any, State]:
@@ -43,9 +47,17 @@ class AttentionRows(Mixer):
         if projections is not None:
             projections.given, self.running = 0, (projections, paths)
         try:
-            return self.stock(**arguments), {("layer", 0): layer}
+            return keep_rows(self.stock(**arguments), paths), {("layer", 0): layer}
         finally:
             self.running = None
+
+
+def keep_rows(output: Any, paths: Paths) -> Any:
+    """A module's output with None for all but its tensors [P, D, width]: nobody reads weights of attention."""
+    if isinstance(output, tuple):
+        return tuple(keep_rows(part, paths) for part in output)
+    is_rows = isinstance(output, Tensor) and output.dim() == 3
+    return output if is_rows and output.shape[:2] == (len(paths.paths), paths.longest) else None
 
 
 def mask_paths(layer: Any, paths: int, count: int, like: Tensor) -> Tensor:

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from eagle.target.attention import attention_limits, can_group, layer_windows
 from eagle.target.cache import TreeCache
 from eagle.target.structure import base_of
-from eagle.target.trees.means import OFFSETS, ROWS, TABLES, Means
-from eagle.target.trees.positions import counts_columns, table_builders
+from eagle.target.trees.means import FAILURES, OFFSETS, ORIGIN, ROWS, TABLES, UNLIMITED, Means
+from eagle.target.trees.positions import counts_columns, first_position, table_builders
 
 LONGEST_PROBE = 4096  # tokens of a prompt that crosses a window
 COPIES = 32  # of one node of the tree: a model that counts rows would give the last another position than the first
-FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError)
 DIFFERENCE = 20.0  # times rounding: beyond it a model's step by one token is not its forward over a text
 
 
@@ -28,6 +27,10 @@ def means_of(reader: Any) -> Iterator[Means]:
     needed = (TABLES,) if table_builders(reader.base) else ()
     ways = [False, True] if reader.stateful else [False]
     yield from (Means(grouped=grouped, levels=levels, extras=needed) for levels in ways for grouped in kinds)
+    if first_position(reader):
+        yield from (Means(grouped=grouped, extras=(*needed, ORIGIN)) for grouped in kinds)
+    if any(reader.masks.windows.values()):  # a config may name a window that the model does not apply
+        yield Means(extras=(*needed, UNLIMITED))
     if counts_columns(reader):
         yield from (Means(levels=levels, extras=(*needed, OFFSETS)) for levels in ways)
     yield from (Means(levels=levels, extras=(*needed, ROWS)) for levels in ways)
@@ -90,7 +93,7 @@ class Probe:
         except FAILURES as error:
             return f"fails under a tree's mask and positions ({type(error).__name__}: {str(error)[:200]})"
         if nodes.shape != expected.shape:
-            return f"gives {len(expected)} states for {len(nodes)} tokens"
+            return f"hands on {len(nodes)} states for {len(expected)} nodes: not one for each token"
         if not (nodes - expected).norm() <= limit * expected.norm():
             return "reads a small tree unlike the texts along its paths, for it masks or places tokens by itself"
         limit = max(limit, torch.finfo(copies.dtype).eps)  # copies differ by rounding, however little a token makes out

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# of a model that is read in a way that it does not take
+FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError)
+
 # means that go with others
 TABLES = "tables by position"
+ORIGIN = "the model's own first position"
 OFFSETS = "offsets"
+UNLIMITED = "windows unused"
 ROWS = "attention as rows"
 
 

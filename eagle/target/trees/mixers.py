@@ -84,6 +84,10 @@ class Mixer:
             self.running = None
             self._set_own(held)
 
+    def kind_of(self, state: State) -> Any:
+        """Equal for states that can be rows of one."""
+        return bool(state)
+
     def _set_own(self, values: Sequence[Any]) -> None:
         for (owner, name), value in zip(self.own, values, strict=True):
             setattr(owner, name, value)

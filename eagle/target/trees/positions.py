@@ -12,10 +12,11 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from eagle.device import upload
 from eagle.target.attention import Masks, place_columns
+from eagle.target.trees.means import FAILURES
 
 TABLE_NAMES = re.compile("build.*alibi")
 COUNTERS = ("get_seq_length", "get_mask_sizes")  # by which a model counts columns of its cache
@@ -74,9 +75,38 @@ def counts_columns(reader: Any) -> bool:
         setattr(cache, name, partial(ask, getattr(cache, name)))
     try:
         reader.read_text(torch.arange(3), 0, cache)
-    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError):
+    except FAILURES:
         return False
     return bool(asked)
+
+
+@torch.inference_mode()
+def first_position(reader: Any) -> int:
+    """What a model that counts positions by itself gives to a text's first token, beyond what it makes of a given 0."""
+    embeddings = [part for part in reader.base.modules() if isinstance(part, nn.Embedding)]
+    if "position_ids" not in reader.arguments or len(embeddings) == 1:
+        return 0
+    tokens = torch.tensor([[token for token in range(3, 7) if token != reader.config.pad_token_id][:3]])
+    tokens = upload(tokens, reader.masks.device)
+
+    def read_indices(**given: Tensor) -> list[int]:
+        indices: list[int] = []
+        handles = [
+            part.register_forward_pre_hook(lambda _, args: indices.append(int(args[0].flatten()[0])))
+            for part in embeddings
+        ]
+        try:
+            reader.base(input_ids=tokens, use_cache=False, **given)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return indices
+
+    try:
+        own, given = read_indices(), read_indices(position_ids=torch.arange(3, device=tokens.device)[None])
+    except FAILURES:
+        return 0
+    return max(one - other for one, other in zip(own, given, strict=True))
 
 
 def table_builders(base: Any) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle.device import upload
 from eagle.target.trees.mixer_state import State, pick_states, split_state
 from eagle.target.trees.mixers import Mixer, Projections
 from eagle.target.trees.tree_plan import Path, Paths, Plan, batch_dimension
@@ -28,7 +29,7 @@ class Reading:
     def __init__(self, plan: Plan, states: Sequence[States], *, levels: bool, commits: bool = False) -> None:
         self.plan, self.states, self.levels, self.commits = plan, list(states), levels, commits
         self.inputs: dict[Mixer, Any] = {}  # at all nodes
-        self.projections: dict[Mixer, Projections] = {}
+        self.projections: dict[Mixer, Projections | None] = {}
         self.ends: dict[Mixer, list[State]] = {}  # behind each text's last node
         self.behind: dict[Mixer, dict[tuple[int, int], State]] = {}  # nodes (text, node), where read by levels
 
@@ -44,12 +45,41 @@ class Reading:
         if mixer in self.inputs:  # of nodes that were read before
             inputs = _join_nodes(self.inputs[mixer], inputs, (plan.shape[0], plan.first), (plan.shape[0], plan.new))
         paths, projections = plan.to_leaves, Projections()
-        output, state = mixer.run(inputs, pick_states(before, paths.texts), paths, projections)
+        states = [before[text] for text in paths.texts]
+        output, ends = self._run(mixer, inputs, states, paths, projections, splits=paths.is_whole)
         projections.is_complete = True
-        self.inputs[mixer], self.projections[mixer] = inputs, projections
+        self.inputs[mixer], self.projections[mixer] = inputs, projections if projections.outputs else None
         if paths.is_whole:
-            self.ends[mixer] = split_state(state, len(paths.texts))
+            self.ends[mixer] = ends
         return _map_rows(lambda rows: paths.scatter(rows, plan.new), output, paths)
+
+    def _run(
+        self,
+        mixer: Mixer,
+        inputs: Mapping[str, Any],
+        states: Sequence[State],
+        paths: Paths,
+        projections: Projections | None,
+        *,
+        splits: bool = True,
+    ) -> tuple[Any, list[State]]:
+        """The output for rows from a state each, and the states behind; rows run apart whose states do not join."""
+        groups: dict[Any, list[int]] = {}
+        for row, state in enumerate(states):
+            groups.setdefault(mixer.kind_of(state), []).append(row)
+        if len(groups) == 1:
+            output, state = mixer.run(inputs, pick_states(states, range(len(states))), paths, projections)
+            return output, split_state(state, len(states)) if splits else []
+        outputs, behind = [], dict[int, State]()
+        for rows in groups.values():
+            part = self.plan.paths([paths.paths[row] for row in rows])
+            output, state = mixer.run(inputs, pick_states(states, rows), part, None)
+            outputs.append(output)
+            behind |= dict(zip(rows, split_state(state, len(rows)), strict=True))
+        order = torch.tensor([row for rows in groups.values() for row in rows]).argsort()
+        joined = _join_rows(outputs, paths.longest)
+        joined = _map_rows(lambda rows: rows.index_select(0, upload(order, rows.device)), joined, paths)
+        return joined, [behind[row] for row in range(len(states))]
 
     def _read_levels(self, mixer: Mixer, inputs: dict[str, Any], before: list[State]) -> Any:
         """One call for each depth, every node from its parent's state."""
@@ -71,7 +101,7 @@ class Reading:
         plan, outputs = self.plan, []
         texts = [(text, list(range(len(own)))) for text, own in enumerate(plan.parents)]
         whole = plan.paths(texts)
-        alike = whole.is_whole and len({bool(state) for state in before}) == 1
+        alike = whole.is_whole and len({mixer.kind_of(state) for state in before}) == 1
         self.ends[mixer] = []
         for paths in [texts] if alike else [[text] for text in texts]:
             output, states = self._read_text(mixer, inputs, [before[text] for text, _ in paths], paths)
@@ -111,9 +141,8 @@ class Reading:
             return [self.behind[mixer][text, path[-1]] for text, path in rows.paths]
         if mixer in self.ends and rows.longest == self.plan.shape[1]:
             return [self.ends[mixer][text] for text in rows.texts]
-        state = pick_states([states.get(mixer, {}) for states in self.states], rows.texts)
-        state = mixer.run(self.inputs[mixer], state, rows, self.projections[mixer])[1]
-        return split_state(state, len(rows.texts))
+        states = [self.states[text].get(mixer, {}) for text in rows.texts]
+        return self._run(mixer, self.inputs[mixer], states, rows, self.projections[mixer])[1]
 
     def narrow(self, kept: Sequence[Path], states: Sequence[States]) -> Reading:
         """The reading of these texts' nodes alone, in this order, as after texts with these states."""
