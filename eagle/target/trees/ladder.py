@@ -101,6 +101,15 @@ class Probe:
             return "attends by the order of rows in its cache, which in a tree is not that of positions"
         return None
 
+    @torch.inference_mode()
+    def measure_worst(self) -> float:
+        """The largest relative difference of a node's states from the model's own."""
+        expected, _ = self._read_paths(self.tokens, self.count)
+        if self.reader.follows_steps:
+            expected = self._read_steps()
+        nodes = self._read_tree(self.tokens, self.count, self.reader.new_cache())
+        return float(((nodes - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
+
     def steps_differ(self) -> bool:
         """Whether the model's own step by one token gives something else than its forward over the text.
 
@@ -109,7 +118,7 @@ class Probe:
         try:
             expected = self._read_paths(self.tokens, self.count)[0][0]
             stepped = self._read_steps()[0]
-            at_once = self._go_on(self._start(), self.tokens[self.count :][[0, 1]][None], self.count)[0][0, 0]
+            at_once = self._go_on(self._start(), self.tokens[self.count :][[0, 1]][None])[0][0, 0]
         except FAILURES:
             return False
         rounding = max(float((at_once - expected).norm() / expected.norm()), 16 * torch.finfo(expected.dtype).eps)
@@ -120,24 +129,21 @@ class Probe:
         hidden = []
         for path in ([0, 1, 3], [0, 2, 4, 5]):
             cache = self._start()
-            for step, place in enumerate(path):
+            for place in path:
                 token = self.tokens[self.count + place].view(1, 1)
-                states, cache = self._go_on(cache, token, self.count + step)
+                states, cache = self._go_on(cache, token)
                 hidden.append(states[0])
         return torch.cat(hidden)
 
     def _start(self) -> Any:
         """The untouched model's own cache behind the prompt."""
-        return self._go_on(None, self.tokens[None, : self.count], 0)[1]
+        return self._go_on(None, self.tokens[None, : self.count])[1]
 
-    def _go_on(self, cache: Any, tokens: Tensor, start: int) -> tuple[Tensor, Any]:
+    def _go_on(self, cache: Any, tokens: Tensor) -> tuple[Tensor, Any]:
         """The untouched model's hidden states [1, T, D] at tokens [1, T] behind its own cache, and that cache."""
-        device, reader = self.reader.masks.device, self.reader
-        inputs: dict[str, Any] = {"input_ids": tokens.to(device), reader.cache_name: cache}
-        if "position_ids" in reader.arguments:
-            inputs["position_ids"] = torch.arange(start, start + tokens.shape[1], device=device)[None]
-        output = self.base(**inputs, use_cache=True)
-        return output.last_hidden_state, getattr(output, reader.cache_name)
+        name = self.reader.cache_name
+        output = self.base(input_ids=tokens.to(self.reader.masks.device), use_cache=True, **{name: cache})
+        return output.last_hidden_state, getattr(output, name)
 
     def compare_rows(self) -> bool:
         """Whether trees after two texts of different lengths give the same states side by side as alone."""
