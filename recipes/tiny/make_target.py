@@ -21,61 +21,31 @@ from time import perf_counter, process_time
 from typing import Any, NamedTuple
 
 import torch
-from sentencepiece import SentencePieceTrainer
 from torch.nn.functional import cross_entropy
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LlamaTokenizer
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from data_prep.chats.records import ROLES
 from eagle.device import fastest_dtype
 from eagle.disk import apply_umask, lock_folder
 from eagle.log import script
 from eval.result_files.results import ends_in_loop
-from recipes.tiny import corpora, train_target
+from recipes.tiny import corpora, train_target, train_tokenizer
 from recipes.tiny.train_target import BATCH, train
+from recipes.tiny.train_tokenizer import END, MAX_LENGTH
 
 WINDOW, NUM_STORIES, HELD_OUT_STORIES = 512, 3000, 24
 PROMPT_EVERY, NEW_TOKENS = 13, 160  # of the greedy answers whose loops are counted
 SYSTEM, SYSTEM_EVERY = "You answer questions about Python's libraries.", 8
-END, SPECIAL = "<|end|>", ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
-TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
-)
 MODEL: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 384,
     "num_hidden_layers": 10,
     "num_attention_heads": 2,
     "head_dim": 64,
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": MAX_LENGTH,
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
     "attn_implementation": "eager",  # at this size faster on a CPU than the fused kernel; it is not saved
-}
-SENTENCEPIECE: dict[str, Any] = {  # no normalisation and no added space, so that decoding gives back what was encoded
-    "model_type": "bpe",
-    "vocab_size": 2048,
-    "byte_fallback": True,
-    "normalization_rule_name": "identity",
-    "remove_extra_whitespaces": False,
-    "add_dummy_prefix": False,
-    "allow_whitespace_only_pieces": True,
-    "pad_id": 3,
-    "control_symbols": SPECIAL,
-    "minloglevel": 2,
-}
-TOKENIZER = {
-    "tokenizer_class": "LlamaTokenizer",
-    "bos_token": "<s>",
-    "eos_token": "</s>",
-    "pad_token": "<pad>",
-    "unk_token": "<unk>",
-    "additional_special_tokens": SPECIAL,
-    "add_bos_token": True,
-    "add_prefix_space": False,
-    "legacy": False,
-    "model_max_length": MODEL["max_position_embeddings"],
 }
 Record = dict[str, Any]
 
@@ -151,7 +121,8 @@ def make_once(out: Path, settings: dict[str, Any], build: Callable[[Path, Path],
 
 def list_versions() -> dict[str, str]:
     """The versions that decide the weights beside the settings: a hash of this code, and of the packages it uses."""
-    files = (__file__, str(train_target.__file__), str(corpora.__file__), corpora.STORIES)
+    modules = (train_target, train_tokenizer, corpora)
+    files = (__file__, *(str(module.__file__) for module in modules), corpora.STORIES)
     code = b"".join(Path(file).read_bytes() for file in files)
     installed = {package.name: package.version for package in distributions()}
     packages = [*corpora.PACKAGES, "transformers", "tokenizers", "sentencepiece"]
@@ -188,7 +159,7 @@ def build(folder: Path, begun: Path, settings: dict[str, Any]) -> dict[str, Any]
             lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
             (folder / "data" / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
     with phase(seconds, "tokenizer"):
-        tokenizer = train_tokenizer(splits["train"], folder / "target")
+        tokenizer = train_tokenizer.train(splits["train"], folder / "target")
         random.Random(seed).shuffle(splits["train"])
         train_rows, heldout_rows = (pack_conversations(records, tokenizer) for records in splits.values())
     with phase(seconds, "training"):
@@ -221,20 +192,6 @@ def phase(seconds: dict[str, dict[str, float]], name: str) -> Iterator[None]:
     wall, cpu = perf_counter(), process_time()
     yield
     seconds[name] = {"wall": round(perf_counter() - wall, 1), "cpu": round(process_time() - cpu, 1)}
-
-
-def train_tokenizer(records: Sequence[Record], folder: Path) -> Any:
-    """Train a SentencePiece BPE tokenizer; saved as tokenizer.model and, with the same ids, as tokenizer.json."""
-    folder.mkdir()
-    turns = (turn["value"] for record in records for turn in record["conversations"])
-    lines = (line for text in turns for line in text.split("\n") if line)
-    with (folder / "tokenizer.model").open("wb") as file:  # written by a path, the model would hold that path
-        SentencePieceTrainer.train(sentence_iterator=lines, model_writer=file, **SENTENCEPIECE)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER, indent=2) + "\n")
-    tokenizer = LlamaTokenizer.from_pretrained(folder)
-    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
-    return tokenizer
 
 
 def pack_conversations(records: Sequence[Record], tokenizer: Any) -> torch.Tensor:

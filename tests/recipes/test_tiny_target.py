@@ -19,16 +19,9 @@ from sentencepiece import SentencePieceProcessor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from recipes.tiny.corpora import C_MODULES, call_answer, docstring_conversations, extract_prose, parse_source
-from recipes.tiny.make_target import (
-    END,
-    SPECIAL,
-    make_once,
-    make_target,
-    new_model,
-    pack_conversations,
-    read_report,
-)
+from recipes.tiny.make_target import make_once, make_target, new_model, pack_conversations, read_report
 from recipes.tiny.train_target import SAVE_EVERY, train
+from recipes.tiny.train_tokenizer import END, SPECIAL
 
 ODD = [
     "",
