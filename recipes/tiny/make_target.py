@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from data_prep.chats.records import ROLES
 from eagle.device import fastest_dtype
@@ -36,7 +36,7 @@ from recipes.tiny.train_tokenizer import END, MAX_LENGTH
 WINDOW, NUM_STORIES, HELD_OUT_STORIES = 512, 3000, 24
 PROMPT_EVERY, NEW_TOKENS = 13, 160  # of the greedy answers whose loops are counted
 SYSTEM, SYSTEM_EVERY = "You answer questions about Python's libraries.", 8
-MODEL: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 384,
     "num_hidden_layers": 10,
@@ -45,7 +45,18 @@ MODEL: dict[str, Any] = {
     "max_position_embeddings": MAX_LENGTH,
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
-    "attn_implementation": "eager",  # at this size faster on a CPU than the fused kernel; it is not saved
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "hybrid": {  # every second layer keeps a gated delta rule's state in place of keys and values
+        "model_type": "qwen3_5_text",
+        "layer_types": 5 * ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 64,  # so that its matrices are as many numbers as the Llama's attention
+        "num_key_value_heads": 2,
+    },
 }
 Record = dict[str, Any]
 
@@ -90,12 +101,13 @@ def make_target(
     seed: int = 0,
     max_conversations: int | None = None,
     corpus: str = "docstrings",
+    model: str = "llama",
 ) -> dict[str, Any]:
     """Write `target/`, `data/` and `target_report.json` to `out`, unless they are there; returns the report."""
     steps = CORPORA[corpus].steps if steps is None else steps
-    settings: dict[str, Any] = {"corpus": corpus, "steps": steps, "seed": seed}
+    settings: dict[str, Any] = {"corpus": corpus, "model": model, "steps": steps, "seed": seed}
     settings |= {"max_conversations": max_conversations, "made_with": list_versions()}
-    folder = Path(out or CORPORA[corpus].out)
+    folder = Path(out or CORPORA[corpus].out + ("" if model == "llama" else f"-{model}"))
     return make_once(folder, settings, lambda unfinished, begun: build(unfinished, begun, settings))
 
 
@@ -164,7 +176,7 @@ def build(folder: Path, begun: Path, settings: dict[str, Any]) -> dict[str, Any]
         train_rows, heldout_rows = (pack_conversations(records, tokenizer) for records in splits.values())
     with phase(seconds, "training"):
         torch.manual_seed(seed)
-        model, bf16 = new_model(tokenizer), fastest_dtype("cpu") == torch.bfloat16
+        model, bf16 = new_model(tokenizer, settings["model"]), fastest_dtype("cpu") == torch.bfloat16
         train(model, train_rows, steps, seed, bf16, begun)
         model.save_pretrained(folder / "target")
     with phase(seconds, "measuring"):
@@ -206,10 +218,12 @@ def pack_conversations(records: Sequence[Record], tokenizer: Any) -> torch.Tenso
     return stream[: len(stream) // WINDOW * WINDOW].view(-1, WINDOW)
 
 
-def new_model(tokenizer: Any) -> Any:
+def new_model(tokenizer: Any, architecture: str = "llama") -> Any:
     """An untrained target; both end tokens stop its generations."""
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **ids, **MODEL))
+    config = AutoConfig.for_model(vocab_size=len(tokenizer), **ids, **SIZES, **MODELS[architecture])
+    # eager: at this size faster on a CPU than the fused kernel; it is not saved
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     ids["eos_token_id"] = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(END)]
     model.generation_config = GenerationConfig(**ids)
     return model
@@ -249,11 +263,12 @@ def main(argv: list[str]) -> None:
     """Make the target and print its report."""
     parser = argparse.ArgumentParser(prog="eagle tiny-target", description=__doc__)
     parser.add_argument("--corpus", choices=CORPORA, default="docstrings", help="what it learns")
-    parser.add_argument("--out", help="default: runs/tiny, of stories runs/demo")
+    parser.add_argument("--model", choices=MODELS, default="llama", help="hybrid: half of the layers linear attention")
+    parser.add_argument("--out", help="default: runs/tiny, of stories runs/demo; of a hybrid runs/tiny-hybrid")
     parser.add_argument("--steps", type=int, help="default: 400, of stories 150")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    report = make_target(args.out, args.steps, args.seed, corpus=args.corpus)
+    report = make_target(args.out, args.steps, args.seed, corpus=args.corpus, model=args.model)
     if args.corpus == "stories":
         conversations = report["conversations"]["train"]
         print(f"{report['parameters'] / 1e6:.1f} M parameters, trained on {conversations:,} conversations")
