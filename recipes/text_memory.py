@@ -55,7 +55,10 @@ def find_tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
 
 def table_of_states(texts: Mapping[str, TextMemory]) -> str:
     """The states of a text of some targets, as Markdown."""
-    lines = ["| target | states of a text | keys and values of a token | tokens with as many bytes |", "|---|---:|---:|---:|"]
+    lines = [
+        "| target | states of a text | keys and values of a token | tokens with as many bytes |",
+        "|---|---:|---:|---:|",
+    ]
     for name, text in texts.items():
         tokens = f"{text.states / text.token:,.0f}" if text.token else "no keys and values"
         lines.append(f"| {name} | {text.states / 2**20:.1f} MiB | {text.token / 2**10:.0f} KiB | {tokens} |")

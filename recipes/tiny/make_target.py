@@ -133,8 +133,8 @@ def make_once(out: Path, settings: dict[str, Any], build: Callable[[Path, Path],
 
 def list_versions() -> dict[str, str]:
     """The versions that decide the weights beside the settings: a hash of this code, and of the packages it uses."""
-    modules = (train_target, train_tokenizer, corpora)
-    files = (__file__, *(str(module.__file__) for module in modules), corpora.STORIES)
+    modules = [str(module.__file__) for module in (train_target, train_tokenizer, corpora)]
+    files: list[str | Path] = [__file__, *modules, corpora.STORIES]
     code = b"".join(Path(file).read_bytes() for file in files)
     installed = {package.name: package.version for package in distributions()}
     packages = [*corpora.PACKAGES, "transformers", "tokenizers", "sentencepiece"]
