@@ -100,9 +100,7 @@ def real_texts(target: Target, chats: Path) -> list[Text]:
 def share_outside(target: Target, drafter: Any, size: int, budget: Budget) -> float:
     """The share of decoding that is spent outside of the forwards of target and head."""
     names = [name for name in ("read", "fuse_taps", "logits") if isinstance(drafter, torch.nn.Module)]
-    with time_inside(
-        (target.reader.model.base_model, target.head.output), [(drafter, name) for name in names]
-    ) as inside:
+    with time_inside((target.reader.base, target.head.output), [(drafter, name) for name in names]) as inside:
         spent, _ = ours(target, drafter, equal_texts(target, size, seed=size), size, budget)
     return 1 - inside[0] / spent
 

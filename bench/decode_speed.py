@@ -23,6 +23,7 @@ from eagle.core.drafter import Committed, Drafter, Noise
 from eagle.drafters.lookup.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
 from eagle.log import script
+from eagle.target.structure import base_of
 
 CONTEXTS = (300, 3000)
 
@@ -122,7 +123,7 @@ def outside_forward(target: Target, drafter: Any, prompt: list[int], temperature
     options: dict[str, Any] = {"budget": Budget(10, 10), "sampling": Sampling(temperature=temperature), "stop": []}
     answer = stream(target, drafter, prompt, max_new_tokens=60, **options)
     next(answer)
-    with time_inside((target.model.base_model, target.head.output)) as inside:
+    with time_inside((base_of(target.model), target.head.output)) as inside:
         begun = process_time()
         for _ in answer:
             pass

@@ -106,7 +106,7 @@ def create_store(recipe: Recipe, folder: Path, expected: dict[str, Any], *, stri
         )
     plan = plan_extraction(examples, target, tuple(expected["taps"]), recipe.features)
     about: dict[str, Any] = {
-        "width": target.config.hidden_size,
+        "width": target.width_of(tuple(expected["taps"])),
         "precision": str(target.model.dtype).removeprefix("torch."),
         "target": target_name(recipe),
         "conversations": {"kept": tally.kept, "dropped": dict(tally.dropped)},

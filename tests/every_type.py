@@ -46,7 +46,7 @@ def shrunk(config: Any) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in vars(config).items():
         if name in config.sub_configs and value is not None:
-            values[name] = {**shrunk(value), "model_type": value.model_type}
+            values[name] = {**shrunk(value), **SPECIAL.get(value.model_type, {}), "model_type": value.model_type}
         elif isinstance(value, bool) or name.startswith("_"):
             continue
         elif isinstance(value, int):
@@ -87,17 +87,45 @@ NEEDED = {
 }
 # what no name tells: sizes that must fit each other
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64, "mamba_n_groups": 1}
+# with few index heads, scores tie at ReLU's zero, and which columns are the best is then left to rounding
+INDEXED = {"index_n_heads": 32}
+QWEN4 = {
+    **{"layer_types": ["linear_attention", "indexed_attention"] * 2, "ple_layer_ids": [3], "ple_embed_dim": 32},
+    **{"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "hc_lowrank": 8},
+    **{"indexer_compress_ratio": 4, "ngram_size": 3, "heads_per_ngram": 2, "ngram_vocab_size_base": 50},
+    **{"make_ngram_vocab_size_divisible_by": 4, "split_ngram_parts": 1},
+}
 SPECIAL: dict[str, dict[str, Any]] = {
-    "bamba": MAMBA,
+    "bamba": MAMBA | {"attn_layer_indices": [1, 3]},
     "falcon_h1": MAMBA,
-    "granitemoehybrid": MAMBA,
+    "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 64},
+    **dict.fromkeys(["deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "deepseek_v4"], INDEXED),
+    "qwen4_exp_text": QWEN4,
+    "jamba": {
+        **{"attn_layer_period": 2, "attn_layer_offset": 1},
+        **{"expert_layer_period": 2, "expert_layer_offset": 1},
+    },
+    "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16},
+    "zamba2": {
+        **{"layer_types": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3], "num_mem_blocks": 1},
+        **{"hidden_size": 64, "attention_hidden_size": 128, "attention_head_dim": 32, "num_attention_heads": 4},
+        **{"n_mamba_heads": 8, "mamba_ngroups": 1, "mamba_d_state": 16, "mamba_headdim": 16, "use_mem_rope": True},
+        "intermediate_size": 96,
+    },
+    "xlstm": {
+        **{"hidden_size": 64, "embedding_dim": 64, "num_heads": 4, "num_blocks": 4, "num_hidden_layers": 4},
+        **{"chunk_size": 16, "qk_dim_factor": 1.0, "v_dim_factor": 1.0},
+    },
+    "dots1": {"n_shared_experts": 1},
+    "hrm_text": {"num_layers_per_stack": 2, "H_cycles": 2, "L_cycles": 2, "num_hidden_layers": 12},
+    "reformer": {"axial_pos_shape": (16, 16), "axial_pos_embds_dim": (8, 24), "num_buckets": 4},
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "nemotron_h": {"mamba_num_heads": 4, "n_groups": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "opt": {"word_embed_proj_dim": 16},
-    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma3n_text": {"num_kv_shared_layers": 2, "intermediate_size": 64},  # the last layers read keys of those before
     "gemma4_unified_assistant": {"num_kv_shared_layers": 0},
     "xmod": {"default_language": "en_XX"},
 }

@@ -89,7 +89,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("stablelm", {}),
 }
 
-NO_TREES: dict[str, tuple[str, dict[str, Any]]] = {
+OTHER_MEANS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {**EXPERTS, **HEADS, **DELTA_RULE}),
     "mamba": ("mamba", {"state_size": 4}),
     "jamba": ("jamba", {"num_experts": 2, "mamba_d_state": 4, "attn_layer_period": 2, "attn_layer_offset": 1}),
@@ -101,7 +101,7 @@ NO_TREES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def build(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The family's model with every weight drawn afresh, wide enough that answers vary and biases matter."""
-    model_type, overrides = (FAMILIES | NO_TREES)[name]
+    model_type, overrides = (FAMILIES | OTHER_MEANS)[name]
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**COMMON, **overrides}))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -23,6 +23,7 @@ class TargetHead:
     embed_scale: float = 1.0
     logit_scale: float = 1.0
     softcap: float | None = None
+    width: int | None = None  # of the layers' states, where it is known; some embeddings have another
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TargetHead:
         """Return itself, so that a copied head shares the target."""
@@ -37,6 +38,11 @@ class TargetHead:
     def embed(self, tokens: Tensor) -> Tensor:
         """Token embeddings as the target's first layer sees them, without learned positions."""
         embedded = self.embedding(tokens)
+        if self.width not in (None, embedded.shape[-1]):
+            raise ValueError(
+                f"the target embeds tokens in width {embedded.shape[-1]} and its layers have width {self.width}: got a "
+                "method that reads both as one, expected one without embeddings, as draft_model, ngram or suffix"
+            )
         return embedded if self.embed_scale == 1.0 else embedded * self.embed_scale
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -79,6 +85,15 @@ class TargetHead:
             return self
         embedding, output = (in_dtype(copy.deepcopy(module), dtype) for module in (self.embedding, self.output))
         return replace(self, embedding=embedding, output=output)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the logits are one product with the matrix, scaled."""
+        return self.softcap is None
+
+    def start_matrix(self) -> Tensor:
+        """[V, D], from which a head's own LM head may start: the matrix with the scale of its logits."""
+        return self.weight * self.logit_scale
 
     @property
     def weight(self) -> Tensor:

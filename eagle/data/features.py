@@ -155,7 +155,7 @@ def plan_extraction(
 ) -> Plan:
     """The batches and shards of a feature store for these examples."""
     check_lengths(target, examples)
-    size = token_bytes(features.dtype, len(taps), target.config.hidden_size)
+    size = token_bytes(features.dtype, len(taps), target.width_of(taps))
     lengths = [len(example.tokens) for example in examples]
     return plan_shards(lengths, batch_slots(target, features.batch_tokens), max(features.shard_bytes // size, 1))
 
@@ -195,7 +195,7 @@ def forecast(target: Target, examples: Sequence[Example], plan: Plan, taps: tupl
             break
     rate = measured_tokens / (perf_counter() - start)
     tokens = sum(len(example.tokens) for example in examples)
-    size = _format_bytes(tokens * token_bytes(dtype, len(taps), target.config.hidden_size))
+    size = _format_bytes(tokens * token_bytes(dtype, len(taps), target.width_of(taps)))
     return (
         f"forecast: {tokens:,} tokens, {len(taps)} taps in {dtype}: {size} in {len(plan)} shards; one process computes "
         f"{rate:,.0f} tokens/s here: {tokens / rate / 60:.1f} min, divided by the number of processes"

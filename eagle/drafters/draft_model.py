@@ -30,8 +30,11 @@ from eagle.drafters.parts.objectives import Kind, Objective, OwnHead, distillati
 from eagle.drafters.parts.scoring import Seed
 from eagle.drafters.parts.text_state import split_ragged
 from eagle.drafters.parts.validation import validate_batch
-from eagle.target.cache import NoCache, TreeCache, with_room
+from eagle.target.borrowed import is_close
+from eagle.target.lent_cache import NoCache
 from eagle.target.loading import load_model, tokenizer_of
+from eagle.target.slots import with_room
+from eagle.target.structure import base_of, count_cache_layers
 from eagle.target.target import Target
 
 Divergence = Literal["tokens", "forward_kl", "reverse_kl", "jsd", "tv"]
@@ -83,6 +86,7 @@ class DraftModel(TrainableDrafter):
         if settings.model is None:
             return cls(settings, _small(target_config, settings))
         model = load_model(settings.model, torch.float32)
+        check_matrix(model)
         known = tokenizer_of(settings.model), tokenizer_of(target_config._name_or_path)
         check_vocabulary(*known, model.config.get_text_config().vocab_size, target_config.vocab_size)
         return cls(settings, model.config, model)
@@ -124,8 +128,8 @@ class DraftModel(TrainableDrafter):
     def _states(self, batch: Batch) -> Tensor:
         """[N, H], the LM head's input at every token."""
         slots = pad_sequence(list(batch.tokens.split(batch.lengths)), batch_first=True)
-        cache = NoCache(self.model.config.get_text_config().num_hidden_layers)
-        output = self.model.base_model(input_ids=self.clip_to_vocab(slots), past_key_values=cache, use_cache=False)
+        cache = NoCache(count_cache_layers(self.model.config.get_text_config()))
+        output = base_of(self.model)(input_ids=self.clip_to_vocab(slots), past_key_values=cache, use_cache=False)
         states = output.last_hidden_state
         return torch.cat([row[:length] for row, length in zip(states, batch.lengths, strict=True)])
 
@@ -176,7 +180,7 @@ class DraftModel(TrainableDrafter):
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
         """A function to time: the model's forward of `rows` rows after `context` tokens, in a separate cache."""
         (own,) = self.own
-        cache = TreeCache(own.config.num_hidden_layers)
+        cache = own.reader.new_cache()
         tokens = torch.ones(context + rows, dtype=torch.long)
 
         @torch.inference_mode()
@@ -203,6 +207,22 @@ def _small(target_config: Any, settings: DraftModelSettings) -> Any:
         "num_key_value_heads": heads if heads % whole.num_key_value_heads else whole.num_key_value_heads,
     }
     return head_shape(target_config, num_hidden_layers=settings.layers, **sizes)
+
+
+@torch.no_grad()
+def check_matrix(model: Any) -> None:
+    """Refuse to train a model whose logits are more than one product of its base's output with a matrix."""
+    tokens = torch.arange(1, 5)[None] % model.get_input_embeddings().weight.shape[0]
+    trained = model.training
+    model.eval()
+    states = base_of(model)(input_ids=tokens, use_cache=False).last_hidden_state
+    output, logits = model.get_output_embeddings(), model(input_ids=tokens, use_cache=False).logits
+    model.train(trained)
+    if states.shape[-1] != output.weight.shape[1] or not is_close(output(states), logits):
+        raise ValueError(
+            f"a {model.config.model_type} cannot be distilled here: its logits are scaled, capped or made of "
+            "transformed states. It drafts as it is; as a model to train take one whose LM head is a plain matrix"
+        )
 
 
 def check_vocabulary(own: Any, its: Any, own_size: int, size: int) -> None:

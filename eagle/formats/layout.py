@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
+from eagle.target.stock_head import StockHead
 
 Config = dict[str, Any]  # of config.json, whose values are of any kind
 PER_TARGET = ("partial_rotary_factor", "full_attention", "sliding_attention")  # heads turn whole vectors in one way
@@ -117,6 +118,8 @@ def output_of(drafter: TrainableDrafter, engine: str, advice: str = "no exporter
     """[V, H], the target's LM head, in the dtype of the head's weights."""
     if not drafter.frozen:
         raise ValueError(f"{engine}: the target's LM head is part of this layout: call bind(target.head) first")
+    if isinstance(drafter.frozen[0], StockHead):
+        raise ValueError(f"{engine}: the target's LM head transforms states, and engines take a matrix: {advice}")
     if getattr(drafter.frozen[0].output, "bias", None) is not None:
         raise ValueError(f"{engine}: the target's LM head has a bias, which would be dropped in silence: {advice}")
     return drafter.frozen[0].weight.detach().to("cpu", next(drafter.parameters()).dtype)

@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
-import inspect
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -90,19 +91,60 @@ def observing(settings: dict[str, Any], observe: Observe) -> Iterator[None]:
 
 
 def can_group(model: Any, config: Any) -> bool:
-    """Whether a model can run `grouped_attention`: it takes any registered attention and has no sliding windows."""
+    """Whether a model can run `grouped_attention`: it takes any registered attention and plain causal masks."""
     return (
         model._supports_attention_backend
         and vars(config).get(SWITCH) == "sdpa"
         and not any(layer_windows(config).values())
+        and not any(map(SPARSE.search, layer_kinds(config)))
     )
 
 
+STATEFUL = re.compile("linear|mamba|conv|recurrent|^(moe|mlp)$")  # layers of these types attend to nothing
+WINDOWED = re.compile("sliding|compressed|^any$")
+SPARSE = re.compile("chunk|index|sparse|compressed")  # their attention looks at the mask, so it must be there
+PLAIN = {"any", "full_attention", "sliding_attention"}
+
+
+def layer_kinds(config: Any) -> list[str]:
+    """The types of a model's layers; "any" where its config names none."""
+    return sorted(set(getattr(config, "layer_types", None) or ["any"]))
+
+
 def layer_windows(config: Any) -> dict[str, int | None]:
-    """The sliding window of each layer type, None for full attention."""
+    """The sliding window of each layer type that attends, None for an unlimited one."""
     window = getattr(config, "sliding_window", None)
-    kinds = sorted(set(getattr(config, "layer_types", None) or ["any"]))
-    return {kind: None if kind == "full_attention" else window for kind in kinds}
+    return {
+        kind: window if WINDOWED.search(kind) else None for kind in layer_kinds(config) if not STATEFUL.search(kind)
+    }
+
+
+# config keys that may bound attention; max_window_layers is a number of layers
+LIMIT_NAMES = re.compile(r"window(?!_layers)|chunk|block_size|local_attention|index\w*_(topk|budget)|compress_rates")
+BLOCK_NAMES = re.compile("index_block_size|compress_rates")  # tokens for each of the entries that "topk" counts
+
+
+def attention_limits(config: Any) -> set[int]:
+    """Numbers of tokens beyond which a model's attention may leave tokens out, by names in its config."""
+    named = {
+        name: [count for count in (value.values() if isinstance(value, dict) else [value]) if type(count) is int]
+        for name, value in vars(config).items()
+        if LIMIT_NAMES.search(name)
+    }
+    block = min((count for name, counts in named.items() if BLOCK_NAMES.search(name) for count in counts), default=1)
+    return {count * block if "topk" in name else count for name, counts in named.items() for count in counts}
+
+
+class MasksByKind(dict[str, Any]):
+    """Masks by layer type: attending types first, then those without a mask; one for any other type when asked for."""
+
+    def __init__(self, masks: dict[str, Any], rest: list[str], make: Callable[[str], Any]) -> None:
+        super().__init__(masks | dict.fromkeys(rest))
+        self.make = make
+
+    def __missing__(self, kind: str) -> Any:
+        self[kind] = None if STATEFUL.search(kind) else self.make(kind)
+        return self[kind]
 
 
 def query_groups(config: Any) -> int:
@@ -112,19 +154,23 @@ def query_groups(config: Any) -> int:
 
 
 class Masks:
-    """Additive attention masks for eager and sdpa: one mask, or a dict by layer type for sliding windows."""
+    """Additive attention masks for eager and sdpa: one mask, or a dict by layer type."""
 
     def __init__(self, model: Any, config: Any, grouped: bool) -> None:
         self.dtype = model.dtype
         self.device = model.get_input_embeddings().weight.device
         self.windows = layer_windows(config)
+        self.window = getattr(config, "sliding_window", None)
+        self.chunk = getattr(config, "attention_chunk_size", None)
+        self.maskless = [kind for kind in layer_kinds(config) if kind not in self.windows]
+        self.is_plain = not self.maskless and PLAIN.issuperset(self.windows)
         self.grouped = grouped
         self.groups = query_groups(config) if grouped else 1
         self.unmasked = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
 
     def __call__(
         self, starts: Sequence[int], positions: Tensor, seen: Tensor | None, columns: Tensor | None = None
-    ) -> Tensor | dict[str, Tensor]:
+    ) -> Any:
         """The mask of new tokens of B texts, over `starts` committed columns each and R new ones at positions [B, R].
 
         `seen` [B, N, R] marks which of the R each of the last N attends to; None for a chain of R new tokens.
@@ -132,15 +178,33 @@ class Masks:
         """
         count, level = positions.shape[1], min(starts) == max(starts)
         if self.grouped and level and (count == 1 or (seen is None and starts[0] == 0)):
-            return self.unmasked
+            return self.unmasked if self.is_plain else self._by_kind(lambda *reach: self.unmasked)
         seen = torch.ones(1, count, count, dtype=torch.bool).tril() if seen is None else seen
-        masks = {
-            kind: self._additive(starts, positions, seen, window, columns) for kind, window in self.windows.items()
-        }
+        make = partial(self._additive, starts, positions, seen, columns)
+        if not self.is_plain:
+            return self._by_kind(make)
+        masks = {kind: make(window, None) for kind, window in self.windows.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
+    def _by_kind(self, make: Callable[[int | None, int | None], Tensor]) -> MasksByKind | None:
+        """Masks by layer type, one for all types of one window and chunk; None where no layer attends."""
+        make = cache(make)
+
+        def mask_of(kind: str) -> Tensor:
+            window = self.windows.get(kind, self.window if WINDOWED.search(kind) else None)
+            return make(window, self.chunk if "chunk" in kind else None)
+
+        masks = {kind: mask_of(kind) for kind in self.windows}
+        return MasksByKind(masks, self.maskless, mask_of) if masks else None
+
     def _additive(
-        self, starts: Sequence[int], positions: Tensor, seen: Tensor, window: int | None, held: Tensor | None
+        self,
+        starts: Sequence[int],
+        positions: Tensor,
+        seen: Tensor,
+        held: Tensor | None,
+        window: int | None,
+        chunk: int | None,
     ) -> Tensor:
         """[B, 1, G * N, S]: 0 where a column is seen, the lowest number where it is not."""
         lowest, (_, count, new), device = torch.finfo(self.dtype).min, seen.shape, self.device
@@ -152,32 +216,36 @@ class Masks:
             for row, own, start in zip(mask, (~seen).expand(len(starts), -1, -1), starts, strict=True):
                 row[:, start : start + new].masked_fill_(own, lowest)
                 row[:, start + new :] = lowest
-        if window is not None:  # distance counts positions: siblings share one
+        if window is not None or chunk is not None:  # distance counts positions: siblings share one
             positions = upload(positions, device)
-            columns = torch.arange(mask.shape[2], device=device).repeat(len(starts), 1)
-            if held is not None:
-                columns[:, : held.shape[1]] = upload(held[:, : mask.shape[2]], device)
-            for row, start in enumerate(starts):
-                columns[row, start : start + new] = positions[row]
-            mask.masked_fill_(positions[:, -count:, None] - columns[:, None] >= window, lowest)
+            columns = place_columns(starts, positions, held)[:, None]
+            queries = positions[:, -count:, None]
+            if window is not None:
+                mask.masked_fill_(queries - columns >= window, lowest)
+            if chunk is not None:
+                mask.masked_fill_(queries // chunk != columns // chunk, lowest)
         mask = mask if self.groups == 1 else mask.repeat(1, self.groups, 1)
         return mask[:, None]
 
 
-def why_no_trees(model: Any, config: Any) -> str | None:
-    """The reason why this model cannot read a tree, or None."""
-    kinds = set(getattr(config, "layer_types", None) or [])
-    arguments = inspect.signature(type(model.base_model).forward).parameters
-    if model._is_stateful or "linear_attention" in kinds:
-        return "keeps recurrent state, which cannot branch"
-    if "past_key_values" not in arguments:
-        return "keeps no keys and values"
+def place_columns(starts: Sequence[int], positions: Tensor, held: Tensor | None = None) -> Tensor:
+    """[B, S], the position of every column: committed ones at `held`, else in order, then R new ones at [B, R]."""
+    new, device = positions.shape[1], positions.device
+    columns = torch.arange(max(starts) + new, device=device).repeat(len(starts), 1)
+    if held is not None:
+        held = upload(held[:, : columns.shape[1]], device)
+        columns[:, : held.shape[1]] = held
+    for row, start in enumerate(starts):
+        columns[row, start : start + new] = positions[row]
+    return columns
+
+
+def why_no_trees(config: Any, cache_name: str) -> str | None:
+    """The reason why a model cannot even be tried on a tree, or None."""
+    if not cache_name:
+        return "keeps nothing between its forwards"
     if config._attn_implementation not in ("eager", "sdpa"):
         return f"attends by {config._attn_implementation}, which takes no tree mask; load it with 'sdpa' or 'eager'"
-    if "position_ids" not in arguments or getattr(config, "alibi", False):
-        return "takes positions from a 2-D mask or their order, and so cannot place siblings side by side"
-    if unknown := kinds - {"full_attention", "sliding_attention"}:
-        return f"has layers of type {sorted(unknown)}, for which no tree mask is known"
     return None
 
 

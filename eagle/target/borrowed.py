@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from eagle.core.drafter import TargetHead
 from eagle.disk import open_tensors, sha256, write_tensors, write_whole
+from eagle.target.stock_head import StockHead, stock_head
+from eagle.target.structure import base_of
+from eagle.target.trees.ladder import FAILURES
 
 HEAD, CONFIG = "head.safetensors", "config.json"
 SCALES = ("embed_scale", "logit_scale", "softcap")
@@ -23,15 +26,16 @@ PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @torch.no_grad()
-def borrow_head(model: Any, config: Any, tokens: Tensor, states: Tensor) -> TargetHead:
-    """The embedding and LM head with the config's scales; ValueError if they do not reproduce the model's logits.
+def borrow_head(model: Any, config: Any, tokens: Tensor, first: Tensor | None, last: Tensor) -> TargetHead:
+    """The embedding and LM head with the config's scales, or by the model's own forward if it transforms states.
 
-    `states` [T, 2, D] are the first layer's and the LM head's inputs at `tokens` [1, T].
+    ValueError if neither gives the model's logits. `first` [T, D] and `last` [T, D'] are the first layer's input (None
+    if it is unknown) and the base's output at `tokens` [1, T].
     """
     embedding = model.get_input_embeddings()
     scales = (1.0, getattr(config, "embedding_multiplier", 1.0), config.hidden_size**0.5)
     embedded = embedding(tokens[0])
-    matching = [scale for scale in scales if is_close(states[:, 0], embedded * scale)]
+    matching = [scale for scale in scales if first is not None and is_close(first, embedded * scale)]
     head = TargetHead(
         embedding,
         model.get_output_embeddings(),
@@ -39,18 +43,23 @@ def borrow_head(model: Any, config: Any, tokens: Tensor, states: Tensor) -> Targ
         embed_scale=float(matching[0]) if matching else 1.0,
         logit_scale=getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1),
         softcap=getattr(config, "final_logit_softcapping", None),
+        width=config.hidden_size,
     )
-    if states.shape[-1] != head.weight.shape[1]:
+    expected = model(input_ids=tokens, use_cache=False).logits[0]
+    if last.shape[-1] == head.weight.shape[1] and is_close(head.logits(last), expected):
+        return head
+    output = base_of(model)(input_ids=tokens, use_cache=False)
+    try:
+        stock = stock_head(model, config, head, output)
+        fault = "" if is_close(stock.logits(last), expected) else "gives other logits"
+    except FAILURES as error:
+        fault = f"fails ({type(error).__name__}: {str(error)[:200]})"
+    if fault:
         raise ValueError(
-            f"{config.model_type} hands states of width {states.shape[-1]} to an LM head of width "
-            f"{head.weight.shape[1]}: it transforms states in between, so its LM head cannot be borrowed"
+            f"the logits of {config.model_type} are no function of its base's output alone: its own forward over given "
+            f"states {fault}, and its LM head cannot be borrowed"
         )
-    if not is_close(head.logits(states[:, 1]), model(input_ids=tokens, use_cache=False).logits[0]):
-        raise ValueError(
-            f"the logits of {config.model_type} are not head(hidden) with the scale and soft cap of its config: "
-            "its LM head cannot be borrowed; add its transform to TargetHead"
-        )
-    return head
+    return stock
 
 
 def is_close(got: Tensor, expected: Tensor) -> bool:
@@ -76,6 +85,9 @@ class Borrowed:
 def save_borrowed(folder: str | Path, head: TargetHead, config: Any) -> dict[str, str]:
     """Write head and config, return checksums by file name; {} if plain matrices cannot express the head."""
     folder = Path(folder)
+    if isinstance(head, StockHead):
+        print(f"the LM head of {config.model_type} transforms states: training on this store loads the whole target")
+        return {}
     tensors, scales = _split_head(head)
     if config.model_type not in CONFIG_MAPPING or not _reproduce_head(tensors, scales, head):
         return {}
@@ -90,7 +102,8 @@ def load_borrowed(folder: str | Path, device: str = "cpu") -> Borrowed:
     with open_tensors(Path(folder) / HEAD) as file:
         tensors = {name: file.get_tensor(name).to(device) for name in file.keys()}  # noqa: SIM118, it is no dict
         scales = json.loads(file.metadata()["scales"])
-    return Borrowed(AutoConfig.from_pretrained(folder), _build_head(tensors, scales))
+    config = AutoConfig.from_pretrained(folder)
+    return Borrowed(config, replace(_build_head(tensors, scales), width=config.hidden_size))
 
 
 def target_config(path: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Any:
@@ -138,7 +151,7 @@ def _reproduce_head(tensors: dict[str, Tensor], scales: dict[str, Any], head: Ta
     """Whether plain matrices give the head's logits: not if it is quantised, offloaded or transformed."""
     if any(tensor.is_meta or tensor.dtype not in PLAIN for tensor in tensors.values()):
         return False
-    plain = _build_head(tensors, scales)
+    plain, head = _build_head(tensors, scales), replace(head, width=None)
     tokens = torch.arange(min(64, len(tensors["embedding"])))
     embedded = head.embed(tokens.to(tensors["embedding"].device))
     hidden = embedded.to(head.weight.device)

@@ -1,211 +1,121 @@
-"""Keys, values and states of several texts, one slot each with its own length, updated in place."""
+"""A target's cache: keys, values, tapped states and the states of its mixers, for several texts."""
 
-# B slots of a forward, N new columns, S columns up to the last new one, X heads or taps, D width, M moved columns
+# N new columns, S columns up to the last new one, M moved columns
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
-from eagle.device import pick_rows, upload
-
-LEAST = 64  # columns of a first allocation
-
-
-def with_room(columns: int) -> int:
-    """The columns allocated for so many: half as many again, for a text that grows."""
-    return max(columns + columns // 2, LEAST)
-
-
-class Rows:
-    """One buffer [slots, X, columns, D] of a cache; X and D are those of the first write."""
-
-    def __init__(self, cache: SlotCache) -> None:
-        self.cache, self.buffer = cache, torch.empty(0, 0, 0, 0)
-
-    def write(self, new: Tensor) -> Tensor:
-        """Write [B, X, N, D] at the cache's aim; return [B, X, S, D], these slots up to the last new column."""
-        cache, (count, _, columns, width) = self.cache, new.shape
-        end = max(cache.starts) + columns
-        self.make_room(new, max(cache.slots) + 1, end)
-        buffer = self.buffer
-        held = buffer.narrow(0, cache.slots[0], count) if cache.is_dense and count < len(buffer) else buffer
-        if cache.is_level:
-            held.narrow(2, cache.starts[0], columns).copy_(new)
-        else:
-            rows = cache.flat_rows(columns, buffer)
-            buffer.view(-1, width).index_copy_(0, rows, new.reshape(-1, width))
-        held = held.narrow(2, 0, end)
-        return held if cache.is_dense else pick_rows(held, cache.slots)
-
-    def make_room(self, like: Tensor, slots: int, columns: int) -> None:
-        """Allocate at least this many slots and columns, for tensors [.., X, .., D] like the given one."""
-        if self.buffer.shape[2] < columns or self.buffer.shape[0] < slots:
-            self._allocate(like, *self.cache.room(columns))
-
-    def resize(self, slots: int, columns: int) -> None:
-        """Resize the buffer and keep what fits; does nothing before the first write."""
-        if self.buffer.shape[2]:
-            self._allocate(self.buffer, slots, columns)
-
-    def _allocate(self, like: Tensor, slots: int, columns: int) -> None:
-        """Allocate zeros, because masked columns are multiplied too and must be finite."""
-        old, sizes = self.buffer, (slots, like.shape[1], columns, like.shape[3])
-        self.buffer = like.new_zeros(sizes)
-        if old.shape[2]:
-            kept = min(old.shape[0], slots), min(old.shape[2], columns)
-            self.buffer[: kept[0], :, : kept[1]] = old[: kept[0], :, : kept[1]]
-
-
-class SlotCache:
-    """Buffers with a slot for each text: its committed columns, then those of the last forward until `keep`."""
-
-    def __init__(self) -> None:
-        self.lengths = [0]  # committed columns of every slot
-        self.buffers: list[Rows] = []
-        self.reserved = (1, 0)  # slots and columns that the texts at hand may come to
-        self.aim([0])
-
-    def add(self) -> Rows:
-        """Add a buffer."""
-        self.buffers.append(Rows(self))
-        return self.buffers[-1]
-
-    @property
-    def length(self) -> int:
-        """The committed columns of the first slot, for callers with a single text."""
-        return self.lengths[0]
-
-    @length.setter
-    def length(self, length: int) -> None:
-        self.lengths[0] = length
-        self.aim([0])
-
-    @property
-    def column_bytes(self) -> int:
-        """Bytes of one column of one slot, over all buffers in use."""
-        buffers = [rows.buffer for rows in self.buffers if rows.buffer.shape[2]]
-        return sum(buffer.shape[1] * buffer.shape[3] * buffer.element_size() for buffer in buffers)
-
-    def aim(self, slots: Sequence[int], starts: Sequence[int] | None = None) -> None:
-        """Direct the next writes to these slots, after their committed columns or from `starts` on."""
-        self.slots = list(slots)
-        self.starts = [self.lengths[slot] for slot in slots] if starts is None else list(starts)
-        self.is_dense = self.slots == list(range(self.slots[0], self.slots[0] + len(self.slots)))
-        self.is_level = self.is_dense and min(self.starts) == max(self.starts)
-        self.flat: dict[Any, Tensor] = {}
-
-    def room(self, end: int) -> tuple[int, int]:
-        """Slots and columns to allocate for texts up to this column."""
-        slots, columns = self.reserved
-        held = max(columns, self.sizes[1])
-        return max(slots, len(self.lengths)), held if held >= end else with_room(end)
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Allocated slots and columns."""
-        shapes = [rows.buffer.shape for rows in self.buffers if rows.buffer.shape[2]]
-        return (shapes[0][0], max(shape[2] for shape in shapes)) if shapes else (0, 0)
-
-    def flat_rows(self, count: int, buffer: Tensor) -> Tensor:
-        """[B * X * N], row numbers of new columns in [slots * X * columns, D], computed once per forward."""
-        heads, held = buffer.shape[1:3]
-        key = (heads, held, count, buffer.device)
-        if key not in self.flat:
-            first = torch.tensor(self.slots)[:, None, None] * heads + torch.arange(heads)[:, None]
-            places = torch.tensor(self.starts)[:, None, None] + torch.arange(count)
-            self.flat[key] = upload((first * held + places).flatten(), buffer.device)
-        return self.flat[key]
-
-    @torch.inference_mode()
-    def keep(self, paths: Mapping[int, Sequence[int]]) -> None:
-        """Commit these of each slot's newest columns, in this order; earlier columns stay in place."""
-        moves = [
-            (slot, self.lengths[slot] + node, self.lengths[slot] + place)
-            for slot, path in paths.items()
-            for place, node in enumerate(path)
-            if place != node
-        ]
-        if moves:
-            self._move(*torch.tensor(moves).T)
-        for slot, path in paths.items():
-            self.lengths[slot] += len(path)
-
-    @torch.inference_mode()
-    def drop(self, gaps: Mapping[int, tuple[int, int]]) -> None:
-        """Drop a range of committed columns of each slot; later columns move up."""
-        moves = [
-            torch.stack([torch.full_like(origin, slot), origin, origin - (stop - start)])
-            for slot, (start, stop) in gaps.items()
-            for origin in [torch.arange(stop, self.lengths[slot])]
-        ]
-        if moves:
-            self._move(*torch.cat(moves, dim=1))
-        for slot, (start, stop) in gaps.items():
-            self.lengths[slot] -= stop - start
-
-    def _move(self, slots: Tensor, origin: Tensor, place: Tensor) -> None:
-        """Copy columns [M] to other places of their slots in one operation."""
-        buffers = [held.buffer for held in self.buffers if held.buffer.shape[2]]
-        _copy_columns(zip(buffers, buffers, strict=True), torch.stack([slots, origin]), torch.stack([slots, place]))
-
-    @torch.inference_mode()
-    def swap(self, one: int, other: int) -> None:
-        """Exchange two slots."""
-        if one != other:
-            length = max(self.lengths[one], self.lengths[other])
-            for buffer in (rows.buffer for rows in self.buffers if rows.buffer.shape[2]):
-                first, second = buffer[one, :, :length], buffer[other, :, :length]
-                before = first.clone()
-                first.copy_(second)
-                second.copy_(before)
-            self.lengths[one], self.lengths[other] = self.lengths[other], self.lengths[one]
-
-    @torch.inference_mode()
-    def clear(self, slot: int) -> None:
-        """Empty a slot and fill it with zeros: a mask hides what a text left there, but not what is no number."""
-        for buffer in (rows.buffer for rows in self.buffers):
-            if slot < len(buffer):
-                buffer[slot].zero_()
-        if slot < len(self.lengths):
-            self.lengths[slot] = 0
-
-    @torch.inference_mode()
-    def copy(self, slot: int, other: int) -> None:
-        """Copy the committed columns of a slot into another slot."""
-        length = self.lengths[slot]
-        for rows in self.buffers:
-            if rows.buffer.shape[2] and len(rows.buffer) <= other:
-                rows.resize(*self.room(length))
-            rows.buffer[other:, :, :length][:1] = rows.buffer[slot:, :, :length][:1]
-        self.lengths[other] = length
-
-    @torch.inference_mode()
-    def reserve(self, slots: int, columns: int, most: int | None = None) -> None:
-        """Reserve so many slots and columns; what is held stays up to twice that, or to `most` slots times columns."""
-        held = self.sizes
-        sizes = max(slots, held[0]), max(columns, held[1])
-        if sizes[0] * sizes[1] > (2 * max(slots * columns, LEAST) if most is None else most):
-            sizes = slots, columns
-        self.reserved = sizes
-        self.lengths = [min(length, sizes[1]) for length in (self.lengths + [0] * sizes[0])[: sizes[0]]]
-        if held[0] > sizes[0] or held[1] > sizes[1]:
-            for rows in self.buffers:
-                rows.resize(*sizes)
+from eagle.target.slots import Rows, SlotCache, copy_columns
+from eagle.target.trees.mixers import Mixers
+from eagle.target.trees.text_states import TextStates
 
 
 class TreeCache(SlotCache, Cache):
-    """A target's keys, values and tapped states."""
+    """A target's keys, values and tapped states, and the states of its mixers if it has any."""
 
-    def __init__(self, num_layers: int) -> None:
+    lists: tuple[str, ...] = ()  # by layer, that a model's own kind of cache has beside keys and values
+
+    def __init__(
+        self, num_layers: int, stateful: Mapping[int, int] | None = None, mixers: Mixers | None = None
+    ) -> None:
         SlotCache.__init__(self)
-        layers: list[Any] = [_Layer(self) for _ in range(num_layers)]
+        self.mixers = mixers
+        self.states = TextStates() if mixers and mixers.mixers else None
+        numbers = stateful or {}  # of states, by layer
+        layers: list[Any] = [
+            _MixedLayer(self, numbers[layer]) if layer in numbers else _Layer(self) for layer in range(num_layers)
+        ]
         Cache.__init__(self, layers=layers)
+        for name in self.lists:
+            setattr(self, name, [None] * num_layers)
         self.tapped = self.add()
+
+    def aim(
+        self,
+        slots: Sequence[int],
+        starts: Sequence[int] | None = None,
+        sizes: Sequence[int] | None = None,
+        *,
+        commits: bool = False,
+    ) -> None:
+        """Direct the next writes as before; `sizes` are those of texts without padding, which a forward may commit."""
+        super().aim(slots, starts)
+        self.new_sizes, self.commits = sizes, commits
+
+    @contextmanager
+    def reading(self, mixers: Mixers, seen: Tensor | None, new: int, width: int) -> Iterator[None]:
+        """A context in which a model's mixers read `new` of `width` uncommitted nodes of each slot at the aim."""
+        if self.states is None:
+            yield
+            return
+        lengths = [start - (width - new) for start in self.starts]
+        sizes = self.new_sizes or [width] * len(self.slots)
+        reading = self.states.open(self.slots, lengths, sizes, seen, new, levels=mixers.by_levels, commits=self.commits)
+        with mixers.reporting_to(reading):
+            yield
+        self.states.close(self.slots, lengths, reading)
+
+    @torch.inference_mode()
+    def keep(self, paths: Mapping[int, Sequence[int]], counts: Mapping[int, int] | None = None) -> None:
+        """Commit nodes as before, and the states behind them; of only the first of them with `counts`."""
+        lengths = {slot: self.lengths[slot] for slot in paths}
+        super().keep(paths, counts)
+        if self.states is not None:
+            counts = {slot: len(path) for slot, path in paths.items()} if counts is None else counts
+            self.states.keep({slot: path[: counts[slot]] for slot, path in paths.items()}, lengths)
+            for slot, path in paths.items():
+                self.states.retain(slot, path[counts[slot] :], self.lengths[slot])
+
+    def swap(self, one: int, other: int) -> None:
+        super().swap(one, other)
+        if self.states is not None:
+            self.states.swap(one, other)
+
+    def clear(self, slot: int) -> None:
+        super().clear(slot)
+        if self.states is not None:
+            self.states.cut(slot, 0)
+
+    def copy(self, slot: int, other: int) -> None:
+        super().copy(slot, other)
+        if self.states is not None:
+            self.states.copy(slot, other)
+
+    def reserve(self, slots: int, columns: int, most: int | None = None) -> None:
+        super().reserve(slots, columns, most)
+        if self.states is not None:
+            self.states.resize(len(self.lengths))
+            self.lengths = [self.states.reusable(slot, length) for slot, length in enumerate(self.lengths)]
+
+    def reusable(self, slot: int, length: int) -> int:
+        """The longest part of a slot's first tokens after which reading can go on."""
+        if self.states is None:
+            return length
+        return 0 if self.mixers and self.mixers.by_levels else self.states.reusable(slot, length)
+
+    def snapshot(self, slot: int, length: int) -> None:
+        """Let reading go on after these first tokens of a slot even when it holds more."""
+        if self.states is not None:
+            self.states.snapshot(slot, length)
+
+    def cut(self, slot: int, length: int) -> None:
+        """Cut a slot's text to this length."""
+        self.lengths[slot] = length
+        if self.states is not None:
+            self.states.cut(slot, length)
 
     @torch.inference_mode()
     def copy_columns(self, source: TreeCache, origin: Tensor, place: Tensor) -> None:
@@ -214,27 +124,14 @@ class TreeCache(SlotCache, Cache):
         pairs = []
         layers: Any = zip(self.layers, source.layers, strict=True)
         for layer, read in layers:
-            for written, held in ((layer.key_rows, read.key_rows), (layer.value_rows, read.value_rows)):
+            if read.indexer_rows and not layer.indexer_rows:
+                layer.indexer_rows = self.add()
+            for written, held in zip(layer.rows, read.rows, strict=True):
+                if not held.buffer.shape[2]:  # a layer that keeps neither keys nor values
+                    continue
                 written.make_room(held.buffer, slots, columns)
                 pairs.append((held.buffer, written.buffer))
-        _copy_columns(pairs, origin, place)
-
-
-def _copy_columns(buffers: Iterable[tuple[Tensor, Tensor]], origin: Tensor, place: Tensor) -> None:
-    """Copy columns (slot, column) [2, M] from the first buffer of each pair to places of the second."""
-    rows: dict[Any, Tensor] = {}
-    for read, written in buffers:
-        heads, columns = read.shape[1], (read.shape[2], written.shape[2])
-        shape = (heads, *columns, read.device)
-        if shape not in rows:
-            flat = [
-                ((slots[:, None] * heads + torch.arange(heads)) * count + held[:, None]).flatten()
-                for (slots, held), count in zip((origin, place), columns, strict=True)
-            ]
-            rows[shape] = upload(torch.stack(flat), read.device)
-        before, after = rows[shape]
-        width = read.shape[3]
-        written.view(-1, width).index_copy_(0, after, read.view(-1, width).index_select(0, before))
+        copy_columns(pairs, origin, place)
 
 
 class _Layer(CacheLayerMixin):
@@ -247,6 +144,7 @@ class _Layer(CacheLayerMixin):
         super().__init__()
         self.owner = owner
         self.key_rows, self.value_rows = owner.add(), owner.add()
+        self.indexer_rows: Rows | None = None
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -255,65 +153,58 @@ class _Layer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return self.key_rows.write(key_states), self.value_rows.write(value_states)
 
-    def get_seq_length(self) -> int:
-        return max(self.owner.starts)
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Write the keys [B, N, D] by which a sparse attention picks its columns; return all of them, [B, S, D]."""
+        self.indexer_rows = self.indexer_rows or self.owner.add()
+        return self.indexer_rows.write(indexer_key_states[:, None])[:, 0]
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return max(self.owner.starts) + query_length, 0
+    @property
+    def rows(self) -> list[Rows]:
+        """The buffers of the layer."""
+        return [self.key_rows, self.value_rows, *([self.indexer_rows] if self.indexer_rows else [])]
 
-    def get_max_length(self) -> int:
-        return -1
+    def get_seq_length(self) -> Any:
+        """The number of columns, or what to add to `arange(N)` for the positions of N new tokens."""
+        return self.owner.places.query_offsets if self.owner.counts_positions else max(self.owner.starts)
 
+    def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
+        """The number of columns, and 0 or what to add to `arange(S)` for their positions."""
+        offsets = self.owner.places.column_offsets if self.owner.counts_positions else 0
+        return max(self.owner.starts) + query_length, offsets
 
-class NoCache(Cache):
-    """A cache that keeps nothing. Without a cache, transformers checks for packed texts, and the host waits."""
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """[3, B, S], the positions of earlier columns, which some models keep here; writing them does nothing."""
+        return None if self.owner.places is None else self.owner.places.earlier
 
-    def __init__(self, num_layers: int) -> None:
-        super().__init__(layers=[_Nothing() for _ in range(num_layers)])
-
-
-class _Nothing(CacheLayerMixin):
-    """A layer that returns only the new keys and values."""
-
-    is_sliding = False
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return key_states, value_states
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor) -> None:
+        pass
 
     def get_max_length(self) -> int:
         return -1
 
 
-class LentCache(Cache):
-    """Read-only keys and values [1, X, S, D] of committed tokens by layer; new tokens attend to them."""
+class _MixedLayer(_Layer, LinearAttentionLayer):
+    """A layer with keys and values whose mixers keep states too; those lie in forks of it."""
 
-    def __init__(self, lent: Sequence[tuple[Tensor, Tensor]]) -> None:
-        super().__init__(layers=[_Lent(keys, values) for keys, values in lent])
-        self.starts = [lent[0][0].shape[2]]
+    def __init__(self, owner: TreeCache, number_of_states: int) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+        _Layer.__init__(self, owner)
+
+    lazy_initialization = LinearAttentionLayer.lazy_initialization  # type: ignore[assignment]
 
 
-class _Lent(_Nothing):
-    """One layer's read-only keys and values, followed by the new ones."""
+def stateful_layers(config: Any) -> dict[int, int]:
+    """The number of states that a model's own cache keeps in each layer that has any."""
+    layers = enumerate(DynamicCache(config=config).layers)
+    return {
+        place: layer.number_of_states for place, layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)
+    }
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        super().__init__()
-        self.lent = keys, values
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        keys, values = self.lent
-        return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)
-
-    def get_seq_length(self) -> int:
-        return self.lent[0].shape[2]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.lent[0].shape[2] + query_length, 0
+def cache_kind(own: Any) -> type[TreeCache]:
+    """A kind of `TreeCache` that can stand in for a model's own cache."""
+    held = vars(own).items() if isinstance(own, Cache) else ()
+    lists = tuple(name for name, value in held if isinstance(value, list) and name != "layers")
+    return type("TreeCache", (TreeCache, type(own)), {"lists": lists}) if lists else TreeCache

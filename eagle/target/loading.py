@@ -137,8 +137,6 @@ def check_model(model: Any) -> None:
     name, output = type(model).__name__, model.get_output_embeddings()
     if getattr(model.config, "return_dict", True) is False:
         raise ValueError(f"{name}.config.return_dict is False, expected True: outputs are read by their names")
-    if model.base_model is model and output is not None:
-        raise ValueError(f"{name} keeps no base model apart from its LM head: the states between them cannot be read")
     if output is None:
         raise ValueError(
             f"{name} has no LM head: got a model that is no causal language model of transformers, "

@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from eagle.core.drafter import Committed
 from eagle.core.tree import DraftTree, TargetOutput, stack_trees
 from eagle.core.verify import Choose
 from eagle.device import pick_rows, upload
-from eagle.target.cache import TreeCache
 from eagle.target.prompt import PromptOutput
 from eagle.target.view import TargetTexts
 
@@ -35,7 +35,7 @@ class TargetState:
     ) -> None:
         target.check_taps(taps)
         self.target, self.taps, self.max_tokens, self.mark = target, taps, max_tokens, mark  # the weights' `WeightMark`
-        self.cache = TreeCache(len(target.layers))
+        self.cache = target.reader.new_cache()
         self.texts: list[list[int]] = [[]]  # of every slot
         self.rows: list[int] = []  # in the first slots
         self.needs: dict[int, int] = {}  # the columns that a row may come to
@@ -66,8 +66,10 @@ class TargetState:
         slot = len(self.rows)
         with self.target.lock:
             self.target.reader.check(rows=slot + 1)
+        if self.cache.mixers is not self.target.reader.mixers:  # other means were found to be needed
+            self.cache = self.target.reader.new_cache()
         self.needs[row] = len(prompt) + room
-        shared = [self._shared(text, prompt) for text in self.texts[slot:]] or [0]
+        shared = [self._shared(place, prompt) for place in range(slot, len(self.texts))] or [0]
         self._swap(slot, slot + shared.index(max(shared)))
         self._reserve(slot + 1)
         self._cut(slot, max(shared))
@@ -134,14 +136,15 @@ class TargetState:
     def _cut(self, slot: int, length: int) -> None:
         """Cut a slot's text to this length."""
         self.texts[slot] = self.texts[slot][:length]
-        self.cache.lengths[slot] = length
+        self.cache.cut(slot, length)
 
-    def _shared(self, text: list[int], prompt: list[int]) -> int:
+    def _shared(self, slot: int, prompt: list[int]) -> int:
         """The number of a prompt's tokens that a slot already holds; the last token is always read again."""
-        border = self.target.border
+        border, text = self.target.border, self.texts[slot]
         if (len(text) > border) != (len(prompt) > border):
             return 0
-        return min(_common_prefix(text, prompt), len(prompt) - 1)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt, strict=False)))
+        return self.cache.reusable(slot, min(same, len(prompt) - 1))
 
     # -- forwards -----------------------------------------------------------------------------------------------------
 
@@ -162,7 +165,8 @@ class TargetState:
                 break
         if not rows:
             return {}
-        if len(self.prompts[rows[0]]) <= self.target.border:  # one set of frequencies reads a text beyond it
+        # one set of frequencies reads a text beyond the border, and some mixers ignore what they have read
+        if len(self.prompts[rows[0]]) <= self.target.border and not self.target.reader.mixers.by_levels:
             left[0] = left[0][:most]
         logits = self.extend(dict(zip(rows, left, strict=True)))
         ended = [row for row in rows if self.length(row) == len(self.prompts[row])]
@@ -172,9 +176,8 @@ class TargetState:
         """Move a row whose prompt is read to the rows being decoded, and return its prompt's output."""
         prompt = self.prompts.pop(row)
         slot = self.rows.index(row)
-        features = None
-        if self.taps:
-            features = self.cache.tapped.buffer[slot, :, : len(prompt)].transpose(0, 1).clone()
+        features = self.features_at(row, range(len(prompt)))
+        self.cache.snapshot(slot, len(prompt))
         self._swap(slot, self.written)
         self.written += 1
         output = TargetOutput(DraftTree.chain(prompt[-1:]), logits[None], None, [len(prompt)], prompt[:-1])
@@ -193,7 +196,7 @@ class TargetState:
         steps = torch.arange(count).expand(len(rows), -1)
         # padding stands where the last token does: the model may have no later position
         steps = steps if min(sizes) == count else torch.minimum(steps, torch.tensor(sizes)[:, None] - 1)
-        hidden, _ = self._forward(slots, padded, torch.tensor(starts)[:, None] + steps, None)
+        hidden, _ = self._forward(slots, padded, torch.tensor(starts)[:, None] + steps, None, sizes=sizes, commits=True)
         for row, slot, size in zip(rows, slots, sizes, strict=True):
             self.texts[slot] += tokens[row]
             self.cache.lengths[slot] += size
@@ -221,7 +224,7 @@ class TargetState:
             self.target.check_growth(start, max(places[-1]) + 1)
         tokens, seen = stack_trees([tree for _, tree in trees])
         padded = [own + own[:1] * (count - len(own)) for own in places]  # padding stands where the root does
-        hidden, states = self._forward(slots, tokens, torch.tensor(padded), seen)
+        hidden, states = self._forward(slots, tokens, torch.tensor(padded), seen, sizes=sizes)
         nodes = [number * count + node for number, size in enumerate(sizes) for node in range(size)]
         logits = self.target.head.logits(pick_rows(hidden.flatten(0, 1), nodes)).split(sizes)
         outputs = {}
@@ -241,11 +244,11 @@ class TargetState:
 
         If there are fewer tokens than columns, the last columns move up behind the committed ones.
         """
-        self.cache.keep({self.rows.index(row): kept for row, kept in columns.items()})
+        slots = {row: self.rows.index(row) for row in columns}
+        counts = {slots[row]: len(kept) for row, kept in tokens.items()}
+        self.cache.keep({slots[row]: kept for row, kept in columns.items()}, counts)
         for row, kept in tokens.items():
-            slot = self.rows.index(row)
-            self.cache.lengths[slot] -= len(columns[row]) - len(kept)
-            self.texts[slot] += kept
+            self.texts[slots[row]] += kept
 
     @torch.inference_mode()
     def ahead(self, rows: Sequence[int], tokens: Tensor, depths: list[int], seen: Tensor) -> Tensor:
@@ -270,18 +273,19 @@ class TargetState:
         return TargetTexts(self.target.view(), self)
 
     def _forward(
-        self, slots: list[int], tokens: Tensor, positions: Tensor, seen: Tensor | None
+        self, slots: list[int], tokens: Tensor, positions: Tensor, seen: Tensor | None, **texts: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """The LM head's input [B, N, D] and the tapped states [B, L, N, D] at tokens [B, N]; see `TreeReader`."""
+        """The LM head's input [B, N, D] and tapped states [B, L, N, D] at tokens [B, N]; `texts` as in `aim`."""
         cache, reader = self.cache, self.target.reader
         unread = positions.shape[1] - tokens.shape[1]
-        cache.aim(slots, [cache.lengths[slot] + unread for slot in slots])
+        cache.aim(slots, [cache.lengths[slot] + unread for slot in slots], **texts)
         tapping: Any = reader.tapping(self.taps) if self.taps else nullcontext({})
         with self.target.lock, tapping as tapped:
             tapped[-1] = reader(tokens, positions, seen, cache)
         if not self.taps:
             return tapped[-1], None
-        states = torch.stack([tapped[tap].to(self.target.device) for tap in self.taps], dim=1)
+        count = tokens.shape[1]
+        states = torch.stack([tapped[tap][:, -count:].to(self.target.device) for tap in self.taps], dim=1)
         cache.tapped.write(states)
         return tapped[-1], states
 
@@ -314,7 +318,3 @@ class TargetState:
         alone = [row for row in rows if self.target.is_alone(self.length(row))]
         together = [row for row in rows if row not in alone]
         return [[row] for row in alone] + ([together] if together else [])
-
-
-def _common_prefix(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -44,7 +44,9 @@ class Target:
         self.device = model.get_input_embeddings().weight.device
         self.vocab_size = model.get_output_embeddings().weight.shape[0]  # may be more than the tokenizer knows
         tokens = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
-        self.head = borrow_head(model, self.config, tokens, self.features(tokens, (0, -1))[0])
+        with torch.no_grad():
+            states = {tap: rows[0] for tap, rows in self.reader.find_layouts(tokens).items()}
+        self.head = borrow_head(model, self.config, tokens, states.get(0), states[-1])
         self.border = rope_border(self.config)  # no text may grow across it
         self.sharded = False
         self.viewed: TargetView | None = None
@@ -231,14 +233,12 @@ class Target:
         self.check_taps(taps)
         with self.lock, self.reader.tapping(taps) as tapped:
             tapped[-1] = self.reader.read_texts(tokens)
-        states = [tapped[tap].to(self.device, dtype) for tap in taps if tap in tapped]
-        if len(states) < len(taps) or any(state.shape != states[0].shape for state in states):
-            shapes = {tap: tuple(state.shape) for tap, state in tapped.items()}
-            raise ValueError(
-                f"{self.config.model_type} hands states of different shapes from layer to layer, {shapes}, expected "
-                f"[batch, tokens, width] at taps {taps} (-1 is the LM head's input): its layers cannot be tapped"
-            )
-        return torch.stack(states, dim=2)
+        return torch.stack([tapped[tap].to(self.device, dtype) for tap in taps], dim=2)
+
+    def width_of(self, taps: tuple[int, ...]) -> int:
+        """The width of the states at these taps."""
+        self.check_taps(taps)
+        return self.reader.layouts[taps[0]].width
 
     def check_taps(self, taps: tuple[int, ...]) -> None:
         """Refuse taps that are not layer inputs of this target."""
@@ -247,6 +247,17 @@ class Target:
             raise ValueError(
                 f"taps {wrong} are no layer inputs of this target: expected 0..{count - 1}, or -1 for the LM head's "
                 f"input ({count} would be ambiguous: with or without the final norm)"
+            )
+        layouts, kind = self.reader.layouts, self.config.model_type
+        if wrong := [tap for tap in taps if tap not in layouts]:
+            raise ValueError(
+                f"taps {wrong} of {kind} are inputs of layers that a text does not run, or no states [batch, tokens, "
+                f"width] with or without streams: expected some of {sorted(layouts)} (-1 is the LM head's input)"
+            )
+        if len(widths := {tap: layouts[tap].width for tap in taps}) and len({*widths.values()}) > 1:
+            raise ValueError(
+                f"{kind} hands on states of different widths, {widths} by tap (-1 is the LM head's input): expected "
+                "taps of one width"
             )
 
     def check_prompt(self, prompt: list[int]) -> None:

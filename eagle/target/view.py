@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from eagle.device import upload
 from eagle.target.attention import Observe, can_observe, observing
 from eagle.target.borrowed import is_close
-from eagle.target.cache import LentCache, TreeCache
-from eagle.target.reader import FAILURES, TreeReader
+from eagle.target.cache import TreeCache
+from eagle.target.lent_cache import LentCache
+from eagle.target.reader import TreeReader
+from eagle.target.trees.ladder import FAILURES
 
 
 class TargetView:
@@ -27,7 +29,14 @@ class TargetView:
         self.head, self.device = target.head, target.device
         self.lock = target.lock  # layers are switched off while they run
         self.reader = TreeReader(target.model, target.config)
-        self.reader.build_model(target.reader.masks.grouped)
+        if target.reader.stateful:
+            target.reader.check()
+        if target.reader.means.whole:
+            raise ValueError(
+                f"{target.config.model_type} reads trees as a whole ({target.reader.means.describe()}), and its layers "
+                "cannot be run one by one: use a drafter with layers of its own"
+            )
+        self.reader.take(target.reader.means)
         self.decoder_layers = list(self.reader.layers)
         self._check(target)
 
@@ -51,7 +60,7 @@ class TargetView:
 
     def new_cache(self) -> TreeCache:
         """An empty cache; forwards write after its `length`, which the owner advances or commits by `keep`."""
-        return TreeCache(len(self))
+        return self.reader.new_cache()
 
     @torch.inference_mode()
     def embed(self, tokens: Tensor) -> Tensor:
@@ -76,7 +85,9 @@ class TargetView:
         starts = [place - (positions.shape[1] - hidden.shape[1]) for place in cache.starts]
         mask = self.reader.masks(starts, positions, seen)
         end = len(self) if end is None else end
-        return self._run(hidden, positions[:, -hidden.shape[1] :], mask, cache, start, end)
+        count, width = hidden.shape[1], positions.shape[1]
+        with self.reader.reading(cache, seen, count, width):
+            return self._run(hidden, positions[:, -count:], mask, cache, start, end)
 
     @torch.inference_mode()
     def run_layers(
@@ -91,6 +102,8 @@ class TargetView:
         places, masks = torch.tensor([positions]), self.reader.masks
         if mask is None:
             return self.read(hidden[None], places, None, cache, start, end)[0]
+        if self.reader.mixers.mixers:
+            raise ValueError("layers that keep a state have no rows that a mask could hide: pass no mask")
         additive: Any = torch.zeros(mask.shape, dtype=masks.dtype, device=masks.device)
         additive = additive.masked_fill_(~upload(mask, masks.device), torch.finfo(masks.dtype).min)[None, None]
         additive = additive if len(masks.windows) == 1 else dict.fromkeys(masks.windows, additive)
@@ -136,7 +149,7 @@ class TargetView:
 
     def _forward(self, hidden: Tensor, positions: Tensor, mask: Any, cache: TreeCache) -> Tensor:
         """[B, N, D], the LM head's input, computed by the layers that are switched on."""
-        return self.reader.model.base_model(
+        return self.reader.base(
             inputs_embeds=hidden,
             position_ids=upload(positions, self.device),
             attention_mask=mask,
@@ -229,7 +242,7 @@ class TargetTexts:
         """
         text = self.state.text(row)
         before = len(text) - count
-        kept = [self.keys_values(row, layer) for layer in range(len(self.view))]
+        kept = [self.keys_values(row, layer) for layer in range(len(self.state.cache.layers))]
         cache = LentCache([(keys[None, :, :before], values[None, :, :before]) for keys, values in kept])
         reader = self.view.reader
         with self.view.lock, observing(reader.settings, observe):

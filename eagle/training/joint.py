@@ -21,6 +21,7 @@ from eagle.drafters.parts.objectives import distillation_loss
 from eagle.drafters.parts.text_dropout import TextDropout
 from eagle.recipe import JointSection
 from eagle.target.loading import add_adapter
+from eagle.target.structure import base_of
 
 
 class AdapterDropout(nn.Dropout):
@@ -53,7 +54,7 @@ class Joint(nn.Module):
         self.adapted = add_adapter(model, settings.rank, settings.alpha, settings.dropout)
         self.dropouts = _replace_dropouts(self.adapted)
         self.head, self.frozen, self.settings = head, frozen, settings
-        self.body = (model.base_model,)  # in a tuple, as it is a part of `adapted` already
+        self.body = (base_of(model),)  # in a tuple, as it is a part of `adapted` already
         self.register_state_dict_post_hook(_drop_frozen)
         self.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.clear())
 

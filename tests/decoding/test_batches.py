@@ -160,15 +160,15 @@ def neighbours_offset(patch: pytest.MonkeyPatch) -> None:
     """A forward writes where another row's text ends."""
     aim = TreeCache.aim
 
-    def wrong(self: TreeCache, slots: Any, starts: Any = None) -> None:
-        aim(self, slots, None if starts is None else [*starts[1:], starts[0]])
+    def wrong(self: TreeCache, slots: Any, starts: Any = None, *sizes: Any, **options: Any) -> None:
+        aim(self, slots, None if starts is None else [*starts[1:], starts[0]], *sizes, **options)
 
     patch.setattr(TreeCache, "aim", wrong)
 
 
 def slots_not_cut(patch: pytest.MonkeyPatch) -> None:
     """A text begins with what its slot held before."""
-    patch.setattr(TargetState, "_shared", lambda self, text, prompt: min(len(text), len(prompt) - 1))
+    patch.setattr(TargetState, "_shared", lambda self, slot, prompt: min(len(self.texts[slot]), len(prompt) - 1))
 
 
 def noise_shared(patch: pytest.MonkeyPatch) -> None:
@@ -223,8 +223,8 @@ def positions_of_the_longest(patch: pytest.MonkeyPatch) -> None:
     """Every row's tokens stand where the longest row's do."""
     forward = TargetState._forward
 
-    def wrong(self: TargetState, slots: Any, tokens: Any, positions: torch.Tensor, seen: Any) -> Any:
-        return forward(self, slots, tokens, positions - positions[:, :1] + positions[:, 0].max(), seen)
+    def wrong(self: TargetState, slots: Any, tokens: Any, positions: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        return forward(self, slots, tokens, positions - positions[:, :1] + positions[:, 0].max(), *rest, **options)
 
     patch.setattr(TargetState, "_forward", wrong)
 

@@ -27,6 +27,7 @@ from eagle.device import in_dtype
 from eagle.doctor import examine
 from eagle.drafters.draft_model import DraftModel, DraftModelSettings, check_vocabulary
 from eagle.formats.checkpoint import save_head
+from tests.every_type import build
 from tests.families import own_logits
 
 PROMPT = [5, 9, 2, 7, 7, 1]
@@ -335,6 +336,15 @@ def test_a_draft_model_starts_from_one_on_disk(alike: Any, target: Target, tmp_p
     settings = DraftModelSettings(model=str(tmp_path / "small"))
     head = DraftModel.for_target(settings, target.config, target.head)
     assert all(torch.equal(weight, alike.state_dict()[name]) for name, weight in head.model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["bert", "gemma2"])
+def test_models_that_cap_logits_or_transform_states_are_refused(name: str, target: Target, tmp_path: Path) -> None:
+    """Their logits are no product of states with a matrix, which the loss of training takes them for."""
+    build(name).save_pretrained(tmp_path)
+    settings, config = DraftModelSettings(model=str(tmp_path)), copy.copy(target.config)
+    with pytest.raises(ValueError, match=f"a {name} cannot be distilled here"):
+        DraftModel.for_target(settings, config, target.head)
 
 
 def test_a_width_that_no_head_fits_is_refused(target: Target) -> None:

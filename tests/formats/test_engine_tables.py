@@ -9,8 +9,8 @@ from transformers import LlamaConfig
 from eagle.drafters import settings_of
 from eagle.formats.engines.registry import ENGINES, SERVERS
 from eagle.formats.export import EXPORTERS
-from eagle.formats.networks.eagle3_heads import FusedLayout
-from eagle.formats.networks.tensor_names import FUSED, network_of
+from eagle.formats.networks.eagle3_heads import FUSED, FusedLayout
+from eagle.formats.networks.network_layout import network_of
 from recipes.forecast import empty_head
 from tests.formats.test_export import NEWER, PLAIN, head_of, target_for
 from tests.formats.test_export_limits import TARGETS, head_for

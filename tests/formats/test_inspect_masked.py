@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from eagle.formats.networks.network import Network
+from eagle.formats.reading import lint
+from eagle.formats.reading.config_keys import Keys
 from eagle.formats.reading.files import FolderTensors
-from eagle.formats.reading.head_folder import HeadFolder, Keys
-from eagle.formats.reading.lint import check_masked
-from eagle.formats.reading.lint import find as find_fault
+from eagle.formats.reading.head_folder import HeadFolder
 from eagle.formats.reading.target_files import TargetFiles
 
 
@@ -28,7 +28,7 @@ def target(tmp_path: Path) -> TargetFiles:
 def find(settings: dict[str, object], target: TargetFiles | None) -> list[str]:
     """The findings for a head with these settings."""
     head = HeadFolder(Path(), {}, FolderTensors({}, {}), Keys({}), Keys({}), Keys({}), settings=settings)
-    return [find_fault(struck).what for struck in check_masked(head, Network(), target)]
+    return [lint.find(struck).what for struck in lint.check_masked(head, Network(), target)]
 
 
 def test_a_mask_that_texts_contain_is_named(target: TargetFiles) -> None:

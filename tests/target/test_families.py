@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     LogitsProcessorList,
     MinPLogitsWarper,
     PreTrainedModel,
@@ -29,8 +31,8 @@ from eagle.drafters.lookup.ngram import NgramDrafter
 from eagle.target.cache import TreeCache
 from tests.families import (
     FAMILIES,
-    NO_TREES,
     NUM_LAYERS,
+    OTHER_MEANS,
     VOCAB_SIZE,
     PlantedTrees,
     RandomTrees,
@@ -203,21 +205,30 @@ def test_taps_are_the_models_hidden_states(name: str) -> None:
         assert_close(features, expected[0, : len(features)])
 
 
-@pytest.mark.parametrize("name", NO_TREES)
-def test_what_cannot_read_trees_is_refused_but_tapped(name: str) -> None:
-    """State that cannot branch, or positions that cannot be given: decoding says why not, taps work."""
-    refused, taps = make(name), (0, 1, NUM_LAYERS - 1, -1)
+@pytest.mark.parametrize("name", OTHER_MEANS)
+def test_other_means_than_masks_leave_taps_and_answers_as_they_are(name: str) -> None:
+    """State from token to token, or positions that cannot be given: trees are read all the same."""
+    served, taps = make(name), (0, 1, NUM_LAYERS - 1, -1)
     text = torch.tensor([PROMPTS[0], PROMPTS[1][: len(PROMPTS[0])]])
     with torch.no_grad():
-        states = refused.model(input_ids=text, use_cache=False, output_hidden_states=True).hidden_states
+        states = served.model(input_ids=text, use_cache=False, output_hidden_states=True).hidden_states
         if name == "mamba":  # its hidden states leave out the first layer's input
-            states = (refused.model.get_input_embeddings()(text), *states)
+            states = (served.model.get_input_embeddings()(text), *states)
     expected = torch.stack([states[tap] for tap in taps], dim=2)
-    assert_close(refused.target.features(text, taps), expected)
-    with pytest.raises(ValueError, match=r"cannot read a tree: it (keeps recurrent state|takes positions)"):
-        refused.target.open().begin(PROMPTS[0], Choose(Sampling()))
-    with pytest.raises(ValueError, match="Taps, extraction and training work; decoding does not"):
-        generate(refused.target, NgramDrafter(), PROMPTS[0])
+    assert_close(served.target.features(text, taps), expected)
+    answer = own_answer(served.model, PROMPTS[0], 16)
+    drafter = PlantedTrees(PROMPTS[0] + answer)
+    assert generate(served.target, drafter, PROMPTS[0], max_new_tokens=16, stop=[]).tokens == answer
+
+
+def test_a_model_that_keeps_nothing_is_refused_but_tapped() -> None:
+    """Without a cache every cycle would read the whole text."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("openai-gpt", vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=2, n_positions=64)
+    target = Target(AutoModelForCausalLM.from_config(config))
+    assert target.features(torch.tensor(PROMPTS[:1]), (0, -1)).shape == (1, len(FIRST), 2, 32)
+    with pytest.raises(ValueError, match=r"cannot read a tree: it keeps nothing between its forwards\. Taps"):
+        generate(target, NgramDrafter(), PROMPTS[0], max_new_tokens=8)
 
 
 def test_attention_without_tree_masks_is_refused() -> None:
@@ -274,7 +285,11 @@ def siblings_seen(target: Target, patch: pytest.MonkeyPatch) -> None:
 def rejected_nodes_kept(target: Target, patch: pytest.MonkeyPatch) -> None:
     """The first rows stay in the cache, whichever were accepted."""
     keep = TreeCache.keep
-    patch.setattr(TreeCache, "keep", lambda cache, paths: keep(cache, {row: range(len(paths[row])) for row in paths}))
+
+    def wrong(cache: TreeCache, paths: Any, *counts: Any) -> None:
+        keep(cache, {row: range(len(paths[row])) for row in paths}, *counts)
+
+    patch.setattr(TreeCache, "keep", wrong)
 
 
 @pytest.mark.parametrize("name", ["mistral-sliding", "gemma3"])

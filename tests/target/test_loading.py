@@ -15,7 +15,7 @@ from eagle.drafters.draft_model import DraftModel, DraftModelSettings
 from eagle.drafters.none import NoDrafter
 from eagle.formats.export import EXPORTERS, export
 from eagle.target.loading import load_model
-from tests.families import FAMILIES, NO_TREES, build, own_answer, random_tokens
+from tests.families import FAMILIES, OTHER_MEANS, build, own_answer, random_tokens
 
 
 def change(folder: Path, **tensors: torch.Tensor | None) -> None:
@@ -89,7 +89,7 @@ def test_layers_behind_the_last_one_need_a_config_that_names_them(folder: Path) 
     assert load_model(folder, torch.float32).config.num_hidden_layers == 4
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *NO_TREES])
+@pytest.mark.parametrize("name", [*FAMILIES, *OTHER_MEANS])
 def test_every_family_comes_back_whole(name: str, tmp_path: Path) -> None:
     """What save_pretrained wrote is never called broken: tied weights, fused experts, buffers."""
     model = build(name)

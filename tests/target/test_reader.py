@@ -1,8 +1,9 @@
-"""Which models read trees is found out by reading one: those that would misread it are refused, or read otherwise."""
+"""How a model reads trees is found out by reading one: a means that would misread it is not taken."""
 
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from eagle import Sampling, Target, generate
 from eagle.core.verify import Choose
 from eagle.drafters.none import NoDrafter
+from eagle.target.trees.ladder import Probe
 from tests.families import COMMON, FAMILIES, PlantedTrees, RandomTrees, build, own_answer, random_tokens
 
 GPT_NEO = {
@@ -32,13 +34,12 @@ def build_small(model_type: str, overrides: dict[str, Any], dtype: torch.dtype =
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [8, 256])
-def test_windows_that_count_rows_are_refused(window: int, dtype: torch.dtype) -> None:
+def test_windows_that_count_rows_need_more_than_a_mask(window: int, dtype: torch.dtype) -> None:
     """GPT-Neo's local layers mask by places in the cache, of which siblings take one each."""
     target = Target(build_small("gpt_neo", {**GPT_NEO, "window_size": window}, dtype))
-    with pytest.raises(
-        ValueError, match=r"gpt_neo cannot read a tree: it (attends by the order of rows|reads a small tree)"
-    ):
-        generate(target, NoDrafter(), random_tokens(20, seed=1), max_new_tokens=4, stop=[])
+    assert re.search("by the order of rows|unlike the texts along its paths", Probe(target.reader).find_misreading())
+    target.reader.check()
+    assert target.reader.means.describe() != "mask"
     assert target.features(torch.ones(1, 9, dtype=torch.long), (0, -1)).shape == (1, 9, 2, COMMON["hidden_size"])
 
 
@@ -121,8 +122,9 @@ def test_a_planted_fault_is_seen_in_every_precision(
         return mask
 
     monkeypatch.setattr(masks, "_additive", broken)
-    with pytest.raises(ValueError, match="cannot read a tree: it reads a small tree unlike"):
-        target.open().begin([1, 2, 3], Choose(Sampling()))
+    assert "reads a small tree unlike" in Probe(target.reader).find_misreading()
+    target.open().begin([1, 2, 3], Choose(Sampling()))
+    assert target.reader.means.describe() != "mask"
 
 
 def test_the_check_runs_once_and_leaves_no_text() -> None:

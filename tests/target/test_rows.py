@@ -20,7 +20,7 @@ from eagle.core.verify import Choose
 from eagle.decoding.loop import Decoding
 from eagle.drafters.lookup.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
-from eagle.target.cache import LEAST
+from eagle.target.slots import LEAST
 from tests.batches import Bench, KnowsAnswers, Request, allocated
 from tests.families import FAMILIES, VOCAB_SIZE, build, own_answer, random_tokens
 

@@ -89,7 +89,7 @@ class Hydra(LevelHeads):
         for part in head.heads:
             nn.init.zeros_(part.bias)
             if frozen is not None:
-                part.weight.data.copy_(frozen.weight * frozen.logit_scale)
+                part.weight.data.copy_(frozen.start_matrix())
         return head
 
     @property

@@ -70,7 +70,7 @@ class Medusa(LevelHeads):
         head = cls(settings, head_shape(target_config))
         if frozen is not None:
             for part in head.heads:
-                part.weight.data.copy_(frozen.weight * frozen.logit_scale)
+                part.weight.data.copy_(frozen.start_matrix())
         return head
 
     @property

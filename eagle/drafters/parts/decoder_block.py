@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from eagle.core.drafter import HeadShape
 from eagle.drafters.parts.operations import RMSNorm, SwiGLUResidual, rotate_heads
-from eagle.target.cache import SlotCache
+from eagle.target.slots import SlotCache
 
 SHAPE_KEYS = [
     "vocab_size",

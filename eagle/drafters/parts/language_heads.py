@@ -66,16 +66,19 @@ class BiasedHead:
         return logits.add_(code @ self.weight.T) if out is None else torch.addmm(logits, code, self.weight.T, out=out)
 
     def slope(self, logits: Tensor, hidden: Tensor) -> Tensor | None:
-        """[.., V], how far the target's logits move with what lies below their softcap; None without one."""
-        if self.frozen.softcap is None:
+        """[.., V], how far the target's logits move with what lies below their softcap; None without one.
+
+        For a target that transforms states it is these [.., D].
+        """
+        if self.frozen.is_linear:
             return None
         state, code = self._split(hidden)
         return self.frozen.slope(logits - code @ self.weight.T, state)
 
     def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor:
         """[.., D + r], the gradient at hidden states and codes from that at the logits."""
-        bent = gradient if slope is None else gradient * slope  # the target's logits alone
-        return torch.cat([self.frozen.pull_back(bent, None), gradient @ self.weight], dim=-1)
+        whole = gradient if slope is None else gradient.clone()  # it is bent for the target's logits alone
+        return torch.cat([self.frozen.pull_back(whole, slope), gradient @ self.weight], dim=-1)
 
     def cast(self, dtype: torch.dtype) -> BiasedHead:
         """This head in another precision, with gradients that reach its own matrix."""

@@ -20,7 +20,7 @@ from eagle.drafters.parts.operations import rotate
 from eagle.drafters.parts.spans import Spans, attend
 from eagle.drafters.parts.text_state import TextHead
 from eagle.drafters.parts.window import Window
-from eagle.target.cache import SlotCache
+from eagle.target.slots import SlotCache
 
 Pair = tuple[Tensor, Tensor]
 """Cosines and sines at some rows, or keys and values of some."""

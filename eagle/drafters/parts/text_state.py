@@ -18,7 +18,7 @@ from eagle.device import upload
 from eagle.drafters.parts.decoder_block import Cache, Rotary, rotary_tables
 from eagle.drafters.parts.scoring import Seed
 from eagle.drafters.parts.window import Window
-from eagle.target.cache import SlotCache, with_room
+from eagle.target.slots import SlotCache, with_room
 
 SHORT = 16  # tokens up to which rows are read together, however different in number
 MOST = 4096  # tokens of one forward, padding included, unless a row alone has more

@@ -32,7 +32,7 @@ from eagle.drafters.parts.validation import validate_batch
 from eagle.drafters.recurrent.feature_head import add_noise
 from eagle.drafters.recurrent.head_state import HeadState, count_unlike
 from eagle.recipe import Section
-from eagle.target.cache import SlotCache
+from eagle.target.slots import SlotCache
 
 
 class FalconSettings(Section):

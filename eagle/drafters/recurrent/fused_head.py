@@ -110,8 +110,8 @@ class FusedHead(UnrolledDrafter):
         if settings.lm_head == "target":
             if frozen is None:
                 raise ValueError("drafter.lm_head is 'target', whose head was not given: call for_target with `frozen`")
-            rows = frozen.weight if head.drafts is None else frozen.weight[drafts.to(frozen.weight.device)]
-            head.lm_head.weight.data.copy_(rows * frozen.logit_scale)
+            rows = frozen.start_matrix()
+            head.lm_head.weight.data.copy_(rows if head.drafts is None else rows[drafts.to(rows.device)])
         return head
 
     @classmethod

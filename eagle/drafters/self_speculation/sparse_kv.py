@@ -18,7 +18,7 @@ from eagle.core.tree import DraftTree
 from eagle.device import upload
 from eagle.drafters.parts.growth import grow_rows, level_rows
 from eagle.drafters.parts.scoring import Seed
-from eagle.target.cache import with_room
+from eagle.target.slots import with_room
 from eagle.target.view import TargetTexts
 
 Select = Literal["recent", "snap"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Config, Layout, TargetConfig, rotary_of
-from eagle.formats.networks.tensor_names import NetworkLayout, network_of
+from eagle.formats.networks.network_layout import NetworkLayout, network_of
 from eagle.formats.reading.traps import Trap
 
 SCALINGS = ("linear", "llama3", "yarn")  # rotary ones that most engines read; longrope is chosen by length, by none

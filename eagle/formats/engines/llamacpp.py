@@ -5,8 +5,7 @@ from __future__ import annotations
 from eagle.formats.engines.engine import Engine
 from eagle.formats.networks.dflash_heads import DFLASH
 from eagle.formats.networks.dspark_heads import DSPARK, VANILLA_STYLES, ZLAB_STYLES, InjectedLayout
-from eagle.formats.networks.eagle3_heads import FusedLayout
-from eagle.formats.networks.tensor_names import FUSED
+from eagle.formats.networks.eagle3_heads import FUSED, FusedLayout
 from eagle.formats.reading import traps
 
 SERVE = """```sh

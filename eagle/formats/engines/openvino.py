@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from eagle.formats.engines.engine import Engine
-from eagle.formats.networks.eagle3_heads import FusedLayout
-from eagle.formats.networks.tensor_names import FUSED
+from eagle.formats.networks.eagle3_heads import FUSED, FusedLayout
 from eagle.formats.reading import traps
 
 SERVE = """Convert, say which layers the head reads, counted by their *outputs* (left out, OpenVINO reads each one too

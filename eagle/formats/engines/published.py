@@ -7,14 +7,13 @@ from eagle.formats.engines.engine import Engine
 from eagle.formats.layout import Layout, TargetConfig
 from eagle.formats.networks.dflash_heads import DFLASH
 from eagle.formats.networks.dspark_heads import DEEPSPEC_STYLES, DSPARK, SPECFORGE_STYLES, ZLAB_STYLES, InjectedLayout
-from eagle.formats.networks.eagle1_heads import FeatureLayout, add_embedding
-from eagle.formats.networks.eagle3_heads import FusedLayout
+from eagle.formats.networks.eagle1_heads import FEATURES, FeatureLayout, add_embedding
+from eagle.formats.networks.eagle3_heads import FUSED, FusedLayout
 from eagle.formats.networks.falcon_heads import FALCON, PublishedFalcon
 from eagle.formats.networks.hydra_heads import HYDRA, PublishedHydra
 from eagle.formats.networks.medusa_heads import MEDUSA, PublishedMedusa
 from eagle.formats.networks.mlp_speculators import SPECULATOR, PublishedSpeculator
 from eagle.formats.networks.mtp_layers import DEEPSEEK_NAMES, MIMO_NAMES, MTP, MtpLayout
-from eagle.formats.networks.tensor_names import FEATURES, FUSED
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mixtral")  # it takes every other target for a Mixtral
 
@@ -237,3 +236,4 @@ Its heads say here what they say there; generation by that code was not run by t
     },
     scalings=None,
 )
+PUBLISHED = (REFERENCE, MEDUSA_CODE, HYDRA_CODE, FMS, FALCON_CODE, ZLAB, DEEPSPEC, SPECFORGE, DEEPSEEK, MIMO)

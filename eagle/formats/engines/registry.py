@@ -8,41 +8,18 @@ from eagle.core.drafter import TrainableDrafter
 from eagle.formats.engines.engine import Engine
 from eagle.formats.engines.llamacpp import LLAMACPP
 from eagle.formats.engines.openvino import OPENVINO
-from eagle.formats.engines.published import (
-    DEEPSEEK,
-    DEEPSPEC,
-    FALCON_CODE,
-    FMS,
-    HYDRA_CODE,
-    MEDUSA_CODE,
-    MIMO,
-    REFERENCE,
-    SPECFORGE,
-    ZLAB,
-)
+from eagle.formats.engines.published import PUBLISHED
 from eagle.formats.engines.sglang import SGLANG
 from eagle.formats.engines.speculators import SPECULATORS
 from eagle.formats.engines.transformers import LANGUAGE_MODEL, TRANSFORMERS
 from eagle.formats.engines.trtllm import TRTLLM
 from eagle.formats.engines.vllm import VLLM
 from eagle.formats.layout import Layout, TargetConfig, check_fit, has_attention
-from eagle.formats.networks.eagle1_heads import FeatureLayout
-from eagle.formats.networks.eagle3_heads import FusedLayout
-from eagle.formats.networks.tensor_names import FEATURES, FUSED, network_of
+from eagle.formats.networks.eagle1_heads import FEATURES, FeatureLayout
+from eagle.formats.networks.eagle3_heads import FUSED, FusedLayout
+from eagle.formats.networks.network_layout import network_of
 
 SERVERS = (VLLM, SGLANG, TRTLLM, OPENVINO, LLAMACPP)
-PUBLISHED = (
-    REFERENCE,
-    MEDUSA_CODE,
-    HYDRA_CODE,
-    FMS,
-    FALCON_CODE,
-    ZLAB,
-    DEEPSPEC,
-    SPECFORGE,
-    DEEPSEEK,
-    MIMO,
-)  # the methods' own code
 ENGINES = (*SERVERS, SPECULATORS, *PUBLISHED, TRANSFORMERS)
 ADVICE = {
     LANGUAGE_MODEL: "it is a model of its own: export to transformers, a folder that engines load as any other model"

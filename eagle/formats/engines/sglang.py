@@ -12,9 +12,8 @@ from eagle.formats.networks.dspark_heads import (
     InjectedLayout,
     deepspec_config,
 )
-from eagle.formats.networks.eagle1_heads import FeatureLayout
-from eagle.formats.networks.eagle3_heads import FusedLayout
-from eagle.formats.networks.tensor_names import FEATURES, FUSED
+from eagle.formats.networks.eagle1_heads import FEATURES, FeatureLayout
+from eagle.formats.networks.eagle3_heads import FUSED, FusedLayout
 from eagle.formats.reading import traps
 
 SERVE = """```sh

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from eagle.formats.engines.engine import Engine
 from eagle.formats.layout import Layout, TargetConfig
-from eagle.formats.networks.tensor_names import NetworkLayout
+from eagle.formats.networks.network_layout import NetworkLayout
 
 LANGUAGE_MODEL = "draft_model"  # the network of a whole model
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from eagle.formats.engines.engine import Engine
-from eagle.formats.networks.eagle3_heads import FusedLayout
+from eagle.formats.networks.eagle3_heads import FUSED, FusedLayout
 from eagle.formats.networks.medusa_heads import MEDUSA
-from eagle.formats.networks.tensor_names import FUSED
 from eagle.formats.reading import traps
 
 SWITCHES = ("fc_norm", "norm_output")

@@ -5,13 +5,12 @@ from __future__ import annotations
 from eagle.formats.engines.engine import SCALINGS, Engine
 from eagle.formats.networks.dflash_heads import DFLASH
 from eagle.formats.networks.dspark_heads import DSPARK, VANILLA_STYLES, ZLAB_STYLES, InjectedLayout
-from eagle.formats.networks.eagle1_heads import FeatureLayout
-from eagle.formats.networks.eagle3_heads import SWITCHES, FusedLayout
+from eagle.formats.networks.eagle1_heads import FEATURES, FeatureLayout
+from eagle.formats.networks.eagle3_heads import FUSED, SWITCHES, FusedLayout
 from eagle.formats.networks.medusa_heads import MEDUSA, ServedMedusa
 from eagle.formats.networks.mlp_speculators import SPECULATOR
 from eagle.formats.networks.mtp_layers import MIMO_NAMES, MTP, MtpLayout
 from eagle.formats.networks.peagle_heads import PEAGLE, ParallelLayout
-from eagle.formats.networks.tensor_names import FEATURES, FUSED
 from eagle.formats.reading import traps
 
 COMMAND = 'vllm serve TARGET --speculative-config \'{{{asked}, "model": "HEAD", "num_speculative_tokens": DEPTH}}\''
@@ -77,13 +76,7 @@ VLLM = Engine(
         FEATURES: FeatureLayout(explain_serving("eagle", COUNTS), reads_bias=False),
         FUSED: FusedLayout(explain_serving("eagle3", COUNTS), switches=SWITCHES, reads_embedding=True, slides=True),
         MEDUSA: ServedMedusa(explain_serving("medusa", MEDUSA_ENDS + COUNTS) + PATH, until="0.32.0"),
-        MTP: MtpLayout(
-            IN_TARGET,
-            names=MIMO_NAMES,
-            hidden_first=True,
-            biased=True,
-            families=("mimo",),
-        ),
+        MTP: MtpLayout(IN_TARGET, names=MIMO_NAMES, hidden_first=True, biased=True, families=("mimo",)),
         PEAGLE: ParallelLayout(
             explain_serving("eagle3", PARALLEL, more='"parallel_drafting": true'),
             switches=SWITCHES,

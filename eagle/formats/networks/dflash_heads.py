@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.drafters.parts.decoder_block import head_shape
 from eagle.formats.layout import Config, TargetConfig, llama_config
-from eagle.formats.networks.network import FOLLOWS, ROTARY, Network
-from eagle.formats.networks.sizes import compare_count, count_parts
-from eagle.formats.networks.tensor_names import keep_names
+from eagle.formats.networks.network import FOLLOWS, ROTARY, Network, keep_names
 from eagle.formats.reading import traps
-from eagle.formats.reading.head_folder import EMBEDDING, OUTPUT, SPECULATORS, HeadFolder
+from eagle.formats.reading.head_folder import EMBEDDING, OUTPUT, SPECULATORS, HeadFolder, compare_count, count_parts
 from eagle.formats.reading.target_files import TargetFiles
 from eagle.formats.reading.traps import Strike, strike
 
@@ -38,21 +34,20 @@ class DFlash(Network):
     common: tuple[str, ...] = ("block_size",)
     spellings = ((ZLAB, NAMES),)
     spare: Mapping[str, str] = {ROTARY: FOLLOWS, r"verifier_(norm|lm_head)\.weight": "training alone reads it"}
-    slot_name, names_behind = (
-        "sample_from_anchor",
-        False,
-    )  # the key of what slots name; its default
+    slot_name = "sample_from_anchor"  # the key of what slots name
+    names_behind = False  # its default
 
     def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> Config:
         """Sizes are those of the tensors; what the slots name stands in the config alone."""
         keys, head.nested = head.keys, head.keys.section("dflash_config")
         head.layout = self._find_layout(head)
-        head.target_layers = head.block.size("num_target_layers") or keys.size("num_target_layers")
+        head.target_layers = head.block.read("num_target_layers") or keys.read("num_target_layers")
         blocks = compare_count(
-            head, head.block.size("num_hidden_layers"), count_parts(head, r"layers\.(\d+)\."), "layers"
+            head, head.block.read("num_hidden_layers"), count_parts(head, r"layers\.(\d+)\."), "layers"
         )
+        head.overrides = {"num_hidden_layers": max(blocks, 1), "qk_norm": True}
         self._refuse_others(head)
-        slots = head.nested.size("block_size") or keys.size("block_size")
+        slots = head.nested.read("block_size") or keys.read("block_size")
         if slots is None:
             head.problem(
                 "config.json: no block_size, the slots of a block", "Take it from the config of the training run"
@@ -63,7 +58,7 @@ class DFlash(Network):
             "slots": slots or 2,
             "sample_from_anchor": self._read_anchor(head),
             "intermediate_size": head.shape["intermediate_size"],
-            "causal": bool(_first(keys.flag("is_causal"), head.nested.flag("causal"))),
+            "causal": bool(_first(keys.read("is_causal"), head.nested.read("causal"))),
             "mask_token": self._read_mask(head),
         }
         corrected = self.read_correction(head)
@@ -85,10 +80,10 @@ class DFlash(Network):
     def _refuse_others(self, head: HeadFolder) -> None:
         """Record settings that no block of this project has."""
         keys, block, nested = head.keys, head.block, head.nested
-        slides = "sliding_attention" in block.words("layer_types") or bool(block.flag("use_sliding_window"))
-        drafts, width = keys.size("draft_vocab_size"), keys.size("target_hidden_size")
+        slides = "sliding_attention" in (block.read("layer_types") or []) or bool(block.read("use_sliding_window"))
+        drafts, width = keys.read("draft_vocab_size"), keys.read("target_hidden_size")
         refused = {
-            "hidden_act": block.text("hidden_act") not in (None, "silu"),
+            "hidden_act": block.read("hidden_act") not in (None, "silu"),
             "layer_types": slides,
             "draft_vocab_size": drafts not in (None, head.shape["vocab_size"]),
             "target_hidden_size": width not in (None, head.shape["hidden_size"]),
@@ -102,9 +97,10 @@ class DFlash(Network):
 
     def _read_taps(self, head: HeadFolder, target: TargetFiles | None, blocks: int) -> tuple[int, ...]:
         """Inputs of layers, of ids that count outputs, or inputs in the layout of speculators."""
-        layers = target.layers if target else head.keys.size("num_target_layers")
-        taps = head.keys.whole("aux_hidden_state_layer_ids")
-        outputs = _first(head.nested.whole("target_layer_ids", -1), head.keys.whole("target_layer_ids", -1))
+        layers = target.layers if target else head.keys.read("num_target_layers")
+        inputs = head.keys.read("aux_hidden_state_layer_ids")
+        outputs = _first(head.nested.read("target_layer_ids"), head.keys.read("target_layer_ids"))
+        taps = None if inputs is None else tuple(inputs)
         if taps is None and outputs is not None:
             taps = tuple(layer + 1 for layer in outputs)
         if taps is None and layers and head.layout in (ZLAB, SPECFORGE):
@@ -125,9 +121,9 @@ class DFlash(Network):
 
     def _read_anchor(self, head: HeadFolder) -> bool:
         """Whether the first slot predicts a token; by default as in the layout's own code, with a note."""
-        keys, nested, shift = head.keys, head.nested, head.nested.flag("shift_label")
-        stated = _first(keys.flag("sample_from_anchor"), nested.flag("sample_from_anchor"))
-        bonus = keys.flag("dspark_bonus_anchor")
+        keys, nested, shift = head.keys, head.nested, head.nested.read("shift_label")
+        stated = _first(keys.read("sample_from_anchor"), nested.read("sample_from_anchor"))
+        bonus = keys.read("dspark_bonus_anchor")
         if None not in (stated, bonus) and stated == bonus:
             head.problem(f"config.json: sample_from_anchor and dspark_bonus_anchor are both {stated}", "Correct one")
         if None not in (stated, shift) and stated != shift and self.slot_name == "shift_label":
@@ -142,7 +138,7 @@ class DFlash(Network):
     def _read_mask(self, head: HeadFolder) -> int:
         """The mask token, which only the config gives."""
         mask, size = (
-            _first(head.nested.token("mask_token_id"), head.keys.token("mask_token_id")),
+            _first(head.nested.read("mask_token_id"), head.keys.read("mask_token_id")),
             head.shape["vocab_size"],
         )
         if mask is None:
@@ -151,18 +147,10 @@ class DFlash(Network):
             head.problem(f"config.json: mask_token_id is {mask}, the vocabulary has {size} tokens", "Correct it")
         return mask or 0
 
-    def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
-        """The config's sizes, with so many blocks that norm queries and keys."""
-        return head_shape(SimpleNamespace(**head.shape), num_hidden_layers=head.settings["blocks"], qk_norm=True)
-
     def list_facts(self, head: HeadFolder) -> Config:
         """The head's convention among the two named DFlash."""
         place = BEHIND if head.settings.get("sample_from_anchor") else OWN_PLACE
-        return {
-            **super().list_facts(head),
-            "method": head.method,
-            "slots": f"{head.settings.get('slots')}: {place}",
-        }
+        return {**super().list_facts(head), "method": head.method, "slots": f"{head.settings.get('slots')}: {place}"}
 
     def list_faults(self, head: HeadFolder, target: TargetFiles | None) -> Iterator[Strike]:
         """The default that engines take where a config does not say which token a slot predicts."""

@@ -20,9 +20,10 @@ from eagle.formats.networks.dflash_heads import (
     qwen3_config,
     zlab_config,
 )
-from eagle.formats.networks.sizes import compare_size
-from eagle.formats.networks.tensor_names import NetworkLayout, keep_names, reorder_taps
-from eagle.formats.reading.head_folder import EMBEDDING, OUTPUT, HeadFolder, short
+from eagle.formats.networks.network import keep_names
+from eagle.formats.networks.network_layout import NetworkLayout, reorder_taps
+from eagle.formats.reading.config_keys import short
+from eagle.formats.reading.head_folder import EMBEDDING, OUTPUT, HeadFolder, compare_size
 
 DSPARK, CONFIDENCE = "dspark", "confidence_head.proj.weight"
 MARKOV, DOMINO = "markov_head.markov_w1.weight", "embed_proj.0.weight"
@@ -43,9 +44,9 @@ class DSpark(DFlash):
     def read_correction(self, head: HeadFolder) -> Config:
         """The correction of a slot's logits by its tensors; a note if the config disagrees."""
         places = (head.keys, head.nested)
-        ranks = [rank for part in places if (rank := part.token("markov_rank")) is not None]
-        kinds = [kind for part in places if (kind := part.text("markov_head_type")) is not None]
-        flags = [flag for part in places if (flag := part.flag("enable_confidence_head")) is not None]
+        ranks = [rank for part in places if (rank := part.read("markov_rank")) is not None]
+        kinds = [kind for part in places if (kind := part.read("markov_head_type")) is not None]
+        flags = [flag for part in places if (flag := part.read("enable_confidence_head")) is not None]
         for part in places:
             part.taken |= {"confidence_head_with_markov", "emb_dim", "gru_hidden_dim"}
         markov, rank, further = "none", 1, {}
@@ -69,7 +70,7 @@ class DSpark(DFlash):
 
     def _read_gru(self, head: HeadFolder) -> Config:
         """Domino's cell, and how many levels it leaves as they are."""
-        unbiased = head.nested.token("pure_draft_prefix_len")
+        unbiased = head.nested.read("pure_draft_prefix_len")
         if unbiased is None:
             head.notes.append("no pure_draft_prefix_len: 0, as SpecForge takes it")
         return {"gru_size": _size(head, "prefix_gru.weight_hh_l0", 1), "unbiased": unbiased or 0}

@@ -9,9 +9,10 @@ import torch
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Config, Layout, TargetConfig, embedding_of, llama_config, scale_of, tensors_of
-from eagle.formats.networks.network import Network
-from eagle.formats.networks.tensor_names import NetworkLayout, Spelling, keep_names
+from eagle.formats.networks.network import Network, Spelling, keep_names
+from eagle.formats.networks.network_layout import NetworkLayout
 from eagle.formats.reading import traps
+from eagle.formats.reading.config_keys import Keys
 from eagle.formats.reading.files import has
 from eagle.formats.reading.head_folder import (
     AUTOMODEL,
@@ -23,11 +24,11 @@ from eagle.formats.reading.head_folder import (
     REFERENCE,
     SPECULATORS,
     HeadFolder,
-    Keys,
 )
 from eagle.formats.reading.target_files import TargetFiles
 from eagle.formats.reading.traps import Strike, strike
 
+FEATURES = "features"  # the name of the network
 AUTOMODEL_CLASS = "LlamaEagle3DraftModel"
 BLOCK = keep_names("layers.0.*", "fc.weight", "fc.bias", EMBEDDING, OUTPUT)
 
@@ -40,36 +41,40 @@ class Eagle1(Network):
     spellings: tuple[tuple[str, Spelling], ...] = ((EAGLE1, BLOCK),)
     own_copies: tuple[str, ...] = (EMBEDDING,)
     remedies: Mapping[str, str] = {"fc.weight": "Engines start from random numbers there without a word: export again"}
-    lists_all = True
+    beside: Mapping[str, tuple[str, ...]] = dict.fromkeys((EMBEDDING, OUTPUT), ("vocab_size", "hidden_size"))
+    lists_all = takes_positions = True
     classes: frozenset[str] = frozenset({"LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"})
     layers = EAGLE1  # the layout of a head whose block is called layers.0
 
     def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> Config:
         """The settings that change what is computed; those without a counterpart here are refused."""
         head.layout = self._find_layout(head)
-        keys, block, nested = head.keys, head.block, head.nested
         self._refuse_others(head)
-        keys.taken |= {"mask_token_id", "quantization_config"}
-        for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias"):
-            block.flag(name)
-        block.size("num_hidden_layers")
-        if block is not keys:
-            keys.flag("tie_word_embeddings")
-        if head.layout == SPECULATORS:
-            keys.section("speculators_config")
-        head.draft_vocab_size = head.shape["vocab_size"]
+        window = self.read_block(head, head.layout)
         settings = {"intermediate_size": head.shape["intermediate_size"], **self.read_switches(head)}
-        if window := _read_window(block):
+        if window:
             settings["window"] = {"sinks": 0, "recent": window}
-        nested.flag("use_aux_hidden_state")
+        head.nested.read("use_aux_hidden_state")
         return settings
+
+    def read_block(self, head: HeadFolder, layout: str) -> int | None:
+        """The window of the block; of its other keys only the kind is checked, for tensors decide."""
+        keys, block = head.keys, head.block
+        keys.taken |= {"mask_token_id", "quantization_config"}
+        for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "num_hidden_layers"):
+            block.read(name)
+        if block is not keys:
+            keys.read("tie_word_embeddings")
+        if layout == SPECULATORS:
+            keys.section("speculators_config")
+        return _read_window(block)
 
     def _find_layout(self, head: HeadFolder) -> str:
         """The project that writes checkpoints like this one."""
         config = head.config
         if "speculators_model_type" in config or "transformer_layer_config" in config:
             return SPECULATORS
-        if head.prefixed:
+        if any(name.startswith("model.") for name in head.tensors.stored):
             return AUTOMODEL
         if head.has_block("midlayer."):
             return REFERENCE if head.architectures[:1] == ["LlamaForCausalLM"] else MIDLAYER
@@ -81,13 +86,13 @@ class Eagle1(Network):
         """Record the settings that no head of this project has."""
         keys, block, nested = head.keys, head.block, head.nested
         refused = {
-            "hidden_act": block.text("hidden_act") not in (None, "silu"),
+            "hidden_act": block.read("hidden_act") not in (None, "silu"),
             "sliding_window": _slides(block) and not _read_window(block),
-            "target_hidden_size": keys.size("target_hidden_size") not in (None, head.shape["hidden_size"]),
-            "norm_before_fc": bool(keys.flag("norm_before_fc") or nested.flag("norm_before_fc")),
-            "parallel_draft_step": (nested.size("parallel_draft_step") or 1) > 1,
-            "use_mtp_layernorm": bool(nested.flag("use_mtp_layernorm")),
-            "use_input_layernorm_in_first_layer": nested.flag("use_input_layernorm_in_first_layer") is False,
+            "target_hidden_size": keys.read("target_hidden_size") not in (None, head.shape["hidden_size"]),
+            "norm_before_fc": bool(keys.read("norm_before_fc") or nested.read("norm_before_fc")),
+            "parallel_draft_step": (nested.read("parallel_draft_step") or 1) > 1,
+            "use_mtp_layernorm": bool(nested.read("use_mtp_layernorm")),
+            "use_input_layernorm_in_first_layer": nested.read("use_input_layernorm_in_first_layer") is False,
             "mask_token_id": "mask_token_id" in keys.values,
             "quantization_config": bool(keys.values.get("quantization_config")),
         }
@@ -95,7 +100,8 @@ class Eagle1(Network):
 
     def read_switches(self, head: HeadFolder) -> Config:
         """One switch: the file decides whether `fc` has a bias."""
-        entry, promised = head.entry("fc.bias"), head.keys.flag("bias")
+        head.draft_vocab_size = head.shape["vocab_size"]
+        entry, promised = head.entry("fc.bias"), head.keys.read("bias")
         if promised and entry is None:
             head.problem("config.json says that fc has a bias, and fc.bias is missing", "Export the head again")
         if promised is None:
@@ -104,34 +110,17 @@ class Eagle1(Network):
         return {"fc_bias": entry is not None}
 
     def settle(
-        self, head: HeadFolder, target: TargetFiles | None, taps: tuple[int, ...] | None, notes: list[str]
-    ) -> None:
-        """A bias of zeros is none, and positions are the target's."""
-        super().settle(head, target, taps, notes)
-        self.settle_bias(head, notes)
-        self.settle_positions(head, target, notes)
-
-    def settle_bias(self, head: HeadFolder, notes: list[str]) -> None:
-        """Leave out a bias of zeros; ValueError if the config denies another one."""
+        self, head: HeadFolder, target: TargetFiles | None, taps: tuple[int, ...] | None, norm_output: str | None
+    ) -> list[str]:
+        """A bias of zeros is none."""
         if "fc.bias" in head.names and not bool(head.load("fc.bias").any()):
             head.settings["fc_bias"] = False
-            notes.append("fc.bias is all zeros and left out: it changes nothing")
-        elif head.settings["fc_bias"] and head.keys.values.get("bias") is False:
+            return ["fc.bias is all zeros and left out: it changes nothing"]
+        if head.settings["fc_bias"] and head.keys.values.get("bias") is False:
             raise ValueError(
                 "config.json: bias is false, and fc.bias is there and not zero: correct the one that is wrong"
             )
-
-    def settle_positions(self, head: HeadFolder, target: TargetFiles | None, notes: list[str]) -> None:
-        """Take the target's number of positions where it changes nothing."""
-        ours, theirs = head.shape["max_position_embeddings"], target.positions if target else None
-        if theirs not in (None, ours) and head.shape["rope_parameters"]["rope_type"] == "default":
-            change = f"{ours} became {theirs}, the target's"
-            notes.append(f"max_position_embeddings {change}: it changes nothing that is computed")
-            head.shape["max_position_embeddings"] = theirs
-
-    def sizes_beside(self, head: HeadFolder) -> dict[str, tuple[int, ...]]:
-        """Copies of the target's matrices."""
-        return dict.fromkeys(self.borrowed, (head.shape["vocab_size"], head.shape["hidden_size"]))
+        return []
 
     def list_faults(self, head: HeadFolder, target: TargetFiles | None) -> Iterator[Strike]:
         """Names and biases that some engines take otherwise."""
@@ -145,9 +134,9 @@ class Eagle1(Network):
 
     def list_names(self, head: HeadFolder) -> Iterator[Strike]:
         """Names of tensors and architectures that engines do not know."""
-        if head.prefixed:
+        if count := sum(name.startswith("model.") for name in head.tensors.stored):
             is_fatal = AUTOMODEL_CLASS not in head.architectures and not has(head.path, "eagle_meta.pt")
-            yield strike(traps.MODEL_PREFIX, fatal=is_fatal, count=len(head.prefixed))
+            yield strike(traps.MODEL_PREFIX, fatal=is_fatal, count=count)
         if not set(head.architectures) & self.classes:
             yield strike(traps.ARCHITECTURE, names=head.architectures or "missing")
 
@@ -190,13 +179,13 @@ def _is_bias_read(layout: NetworkLayout, is_read: bool) -> bool:
 
 
 def _slides(block: Keys) -> bool:
-    window, used, kinds = block.size("sliding_window"), block.flag("use_sliding_window"), block.words("layer_types")
+    window, used, kinds = (block.read(name) for name in ("sliding_window", "use_sliding_window", "layer_types"))
     return "sliding_attention" in kinds[:1] if kinds else bool(window and used is not False)
 
 
 def _read_window(block: Keys) -> int | None:
     """The window switched on by `layer_types`, as engines read it; without `layer_types` engines differ."""
-    return block.size("sliding_window") if "sliding_attention" in block.words("layer_types")[:1] else None
+    return block.read("sliding_window") if "sliding_attention" in (block.read("layer_types") or [])[:1] else None
 
 
 @dataclass(frozen=True)

@@ -7,24 +7,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.drafters.parts.decoder_block import head_shape
 from eagle.formats.layout import Config, Layout, TargetConfig, embedding_of, llama_config, scale_of, tensors_of
-from eagle.formats.networks.draft_tokens import check_draft_vocab, mark_tokens
 from eagle.formats.networks.eagle1_heads import AUTOMODEL_CLASS, BLOCK, Eagle1, list_block_facts
-from eagle.formats.networks.layer_ids import LAYER_IDS, choose_taps, list_wrong_ids
-from eagle.formats.networks.tensor_names import NetworkLayout, keep_names, rename_tensors, reorder_taps
+from eagle.formats.networks.layers_and_tokens import (
+    LAYER_IDS,
+    check_draft_vocab,
+    choose_taps,
+    list_wrong_ids,
+    mark_tokens,
+)
+from eagle.formats.networks.network import keep_names, rename_tensors
+from eagle.formats.networks.network_layout import NetworkLayout, reorder_taps
 from eagle.formats.reading import traps
 from eagle.formats.reading.head_folder import EMBEDDING, LAYERS, MIDLAYER, MODELOPT, REFERENCE, SPECULATORS, HeadFolder
 from eagle.formats.reading.target_files import EMBEDDINGS, TargetFiles
 from eagle.formats.reading.traps import Strike, strike
 
+FUSED = "fused"  # the name of the network
 SWITCHES = ("norm_before_residual", "fc_norm", "norm_output")
 MIDLAYER_NAMES = {"layers.0.*": "midlayer.*"}  # most engines call the block so, and all of them know it by that name
 NAMES = {**BLOCK, **keep_names("fc_norm.#.weight", "norm.weight", "d2t", "t2d")}
@@ -44,6 +48,13 @@ class Eagle3(Eagle1):
     spellings = ((MIDLAYER, MIDLAYER_NAMES), (LAYERS, NAMES))
     borrowed: Mapping[str, tuple[str, ...]] = {EMBEDDING: EMBEDDINGS}
     indices = ("d2t", "t2d")
+    beside: Mapping[str, tuple[str, ...]] = {
+        EMBEDDING: ("vocab_size", "hidden_size"),
+        "d2t": ("draft_vocab_size",),
+        "t2d": ("vocab_size",),
+        "fc.bias": ("hidden_size",),
+    }
+    takes_taps = True
     remedies: Mapping[str, str] = {
         **Eagle1.remedies,
         "lm_head.weight": "Engines use the target's, random numbers or none: export it, a head trains its own",
@@ -70,9 +81,12 @@ class Eagle3(Eagle1):
         if is_there != switches["fc_norm"]:
             state = f"fc_norm.0.weight {'is' if is_there else 'is not'} there"
             head.problem(f"config.json: fc_norm is {switches['fc_norm']}, and {state}")
-        if head.nested.flag("use_aux_hidden_state") is False:
+        if head.nested.read("use_aux_hidden_state") is False:
             head.problem("config.json: eagle_config.use_aux_hidden_state is false, but this is EAGLE-3's network")
-        self.read_layer_ids(head)
+        inputs, outputs = head.keys.read(LAYER_IDS), head.nested.read(LAYER_IDS)
+        head.inputs = None if inputs is None else tuple(inputs)
+        if outputs:  # ModelOpt writes [] for its default
+            head.outputs, head.inputs_by_outputs = tuple(outputs), tuple(layer + 1 for layer in outputs)
         is_reduced = head.draft_vocab_size < head.shape["vocab_size"]
         return {
             **switches,
@@ -83,47 +97,33 @@ class Eagle3(Eagle1):
     def read_draft_vocab(self, head: HeadFolder) -> None:
         """The number of tokens that can be drafted."""
         output, vocab_size = head.entry("lm_head.weight"), head.shape["vocab_size"]
-        size = head.keys.size("draft_vocab_size")
+        size = head.keys.read("draft_vocab_size")
         if size is None:
             size = output.shape[0] if output and output.shape else vocab_size
             where = "the rows of lm_head.weight" if output else "the whole vocabulary"
             head.notes.append(f"no draft_vocab_size: {size}, {where}")
         if size > vocab_size:
             head.problem(f"draft_vocab_size is {size}, more than the vocabulary of {vocab_size}", fatal=False)
-        head.draft_vocab_size = size
-
-    def read_layer_ids(self, head: HeadFolder) -> None:
-        """Layer ids stand at the top of the config as inputs, in eagle_config as outputs."""
-        head.inputs = head.keys.whole(LAYER_IDS)
-        head.outputs = head.nested.whole(LAYER_IDS) or None  # ModelOpt writes [] for its default
-
-    def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
-        """The config's sizes, with the rows of the LM head."""
-        return head_shape(SimpleNamespace(**head.shape), draft_vocab_size=head.draft_vocab_size)
+        head.draft_vocab_size = head.overrides["draft_vocab_size"] = size
 
     def settle(
-        self, head: HeadFolder, target: TargetFiles | None, taps: tuple[int, ...] | None, notes: list[str]
-    ) -> None:
-        """The taps, by two statements of the config that must agree, as asked, or the usual ones."""
-        head.settings["taps"] = choose_taps(head, target.layers if target else None, taps, notes)
+        self, head: HeadFolder, target: TargetFiles | None, taps: tuple[int, ...] | None, norm_output: str | None
+    ) -> list[str]:
+        """The taps, by two statements of the config that must agree, as asked, or the usual ones; and `norm_output`."""
+        if "norm_output" in head.settings:
+            settle_norm_output(head, norm_output)
+        head.settings["taps"], notes = choose_taps(head, target.layers if target else None, taps)
         if "fc.bias" in head.names and bool(head.load("fc.bias").any()):
             raise ValueError("fc.bias is not zero, and EAGLE-3 has no bias in fc: no engine would add it")
         if "fc.bias" in head.names:
             notes.append("fc.bias is all zeros and left out: it changes nothing")
-        check_draft_vocab(head, notes)
-        self.settle_positions(head, target, notes)
-
-    def sizes_beside(self, head: HeadFolder) -> dict[str, tuple[int, ...]]:
-        """A draft vocabulary of all tokens, and a bias of zeros."""
-        width, vocab_size = head.shape["hidden_size"], head.shape["vocab_size"]
-        sizes = {"d2t": (head.draft_vocab_size,), "t2d": (vocab_size,), "fc.bias": (width,)}
-        return {**super().sizes_beside(head), **sizes}
+        return [*notes, *check_draft_vocab(head)]
 
     def may_lack(self, head: HeadFolder, name: str) -> str:
         """The mask of the draft's tokens, which follows from them."""
         return "no t2d: made from d2t" if name == "t2d" else ""
 
-    def make_tensor(self, head: HeadFolder, name: str) -> Tensor:
+    def make_tensor(self, head: HeadFolder, name: str, size: torch.Size) -> Tensor:
         """Offsets as whole numbers, and the mask that follows from them."""
         if name not in self.indices:
             return head.load(name)
@@ -175,7 +175,7 @@ class Eagle3(Eagle1):
 
 def read_switch(head: HeadFolder, name: str) -> bool:
     """A switch at the top of a config or in eagle_config; off if it is in neither."""
-    outer, inner = head.keys.flag(name), head.nested.flag(name)
+    outer, inner = head.keys.read(name), head.nested.read(name)
     if None not in (outer, inner) and outer != inner:
         head.problem(f"config.json: {name} is {outer} and eagle_config.{name} is {inner}", "Correct one of them")
     if outer is None and inner is None:

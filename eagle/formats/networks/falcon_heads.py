@@ -11,8 +11,8 @@ from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Config, Layout, TargetConfig, check_family, embedding_of, llama_config, tensors_of
-from eagle.formats.networks.network import FOLLOWS, ROTARY, Network
-from eagle.formats.networks.tensor_names import NetworkLayout, keep_names, rename_tensors
+from eagle.formats.networks.network import FOLLOWS, ROTARY, Network, keep_names, rename_tensors
+from eagle.formats.networks.network_layout import NetworkLayout
 from eagle.formats.reading.head_folder import EMBEDDING, HeadFolder
 from eagle.formats.reading.target_files import TargetFiles
 
@@ -35,10 +35,10 @@ class Falcon(Network):
 
     def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> Config:
         """A block of k tokens; EAGLE-1's layer behind an LSTM of two."""
-        k = head.keys.size("k_mask")
+        k = head.keys.read("k_mask")
         if k is None:
             head.problem("config.json: no k_mask, the tokens of a block", "Take it from the config of the training run")
-        head.refuse({"hidden_act": head.keys.text("hidden_act") not in (None, "silu")})
+        head.refuse({"hidden_act": head.keys.read("hidden_act") not in (None, "silu")})
         # a second layer and biases would be tensors that nothing here has
         head.take("bias", "num_hidden_layers", "attention_bias", "mlp_bias", "qkv_bias", "tie_word_embeddings")
         head.notes.append(
@@ -55,13 +55,11 @@ class Falcon(Network):
         """Biases of the gates."""
         return "no biases of the LSTM: zeros" if re.fullmatch(r"gates\.\d\.bias", name) else ""
 
-    def make_tensor(self, head: HeadFolder, name: str) -> Tensor:
+    def make_tensor(self, head: HeadFolder, name: str, size: torch.Size) -> Tensor:
         """Input, cell and output gate; both biases of a gate are one."""
-        if not name.startswith("gates."):
-            return head.load(name)
-        if name not in head.names:
-            return torch.zeros(3 * head.shape["hidden_size"])
-        read = head.load(name)
+        read = super().make_tensor(head, name, size)
+        if not name.startswith("gates.") or name not in head.names:
+            return read
         if name.endswith(".bias") and (theirs := head.names[name].replace("_ih_", "_hh_")) in head.tensors.stored:
             read = read + head.tensors.load(theirs)
         entry, _, cell, output = read.chunk(4)

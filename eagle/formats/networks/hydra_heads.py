@@ -10,10 +10,10 @@ from typing import Any
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Config, Layout, TargetConfig, base_config, check_family, tensors_of
 from eagle.formats.networks.medusa_heads import check_shared
-from eagle.formats.networks.network import FOLLOWS, ROTARY, Network
-from eagle.formats.networks.sizes import borrow_sizes, compare_count, count_parts, read_sides
-from eagle.formats.networks.tensor_names import USUAL_THETA, NetworkLayout, rename_tensors
-from eagle.formats.reading.head_folder import EMBEDDING, HeadFolder, short
+from eagle.formats.networks.network import FOLLOWS, ROTARY, Network, rename_tensors
+from eagle.formats.networks.network_layout import NetworkLayout
+from eagle.formats.reading.config_keys import USUAL_THETA, short
+from eagle.formats.reading.head_folder import EMBEDDING, HeadFolder, compare_count, count_parts, read_sides
 from eagle.formats.reading.target_files import TargetFiles
 
 HYDRA = "hydra"
@@ -60,13 +60,13 @@ class Hydra(Network):
         """Heads that read the tokens between state and guess, over the target's last state."""
         keys, prefix = head.keys, self._has_prefix(head)
         keys.taken |= {"base_model_name_or_path", "hidden_state_offset"}
-        arch, offset = keys.text("hydra_head_arch"), keys.values.get("hidden_state_offset")
+        arch, offset = keys.read("hydra_head_arch"), keys.values.get("hidden_state_offset")
         if arch not in (None, "prefix-mlp" if prefix else "mlp"):
             head.problem(f"config.json: hydra_head_arch is {short(arch)}, and the tensors are not such", fatal=False)
         if offset not in (None, 0):
             what = f"config.json: hidden_state_offset is {short(offset)}: heads here read the last state"
             head.problem(what, fatal=False)
-        if keys.flag("grounded_heads") is False or "blocks.0.0.residual.weight" not in head.names:
+        if keys.read("grounded_heads") is False or "blocks.0.0.residual.weight" not in head.names:
             what = "heads that do not read the drafted tokens (grounded_heads is false); none here are such"
             head.problem(what, fatal=False)
         read_sides(head, target, "heads.0.weight", "heads.0.weight")
@@ -77,14 +77,14 @@ class Hydra(Network):
             head.notes.append(f"blocks 1 to {layers - 1} of a level are one there, and as many here that begin equal")
         levels = count_parts(head, r"blocks\.(\d+)")
         return {
-            "levels": compare_count(head, keys.size("hydra_num_heads"), levels, "heads"),
-            "layers": compare_count(head, keys.size("hydra_num_layers"), layers, "layers of each"),
+            "levels": compare_count(head, keys.read("hydra_num_heads"), levels, "heads"),
+            "layers": compare_count(head, keys.read("hydra_num_layers"), layers, "layers of each"),
             "prefix": prefix,
         }
 
     def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
         """The target's, but for the base of its rotary positions, which that code never looked at."""
-        shape = borrow_sizes(head, target)
+        shape = super().read_shape(head, target)
         if head.settings["prefix"] and shape.rope_parameters["rope_theta"] != USUAL_THETA:
             note = f"rope_theta of the prefix layer: {USUAL_THETA:g} for every target there"
             head.notes += [note] if note not in head.notes else []

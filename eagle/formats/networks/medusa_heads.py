@@ -5,18 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Config, Layout, TargetConfig, base_config, check_family, output_of, tensors_of
-from eagle.formats.networks.network import Network
-from eagle.formats.networks.sizes import borrow_sizes, compare_count, count_parts, read_sides
-from eagle.formats.networks.tensor_names import NetworkLayout, rename_tensors
+from eagle.formats.networks.network import Network, rename_tensors
+from eagle.formats.networks.network_layout import NetworkLayout
 from eagle.formats.reading import traps
-from eagle.formats.reading.head_folder import OUTPUT, HeadFolder
+from eagle.formats.reading.head_folder import OUTPUT, HeadFolder, compare_count, count_parts, read_sides
 from eagle.formats.reading.target_files import TargetFiles
 from eagle.formats.reading.traps import Strike, strike
 
@@ -36,11 +34,7 @@ class Medusa(Network):
     name, method, methods = "Medusa heads", MEDUSA, (MEDUSA,)
     tensors = r"(medusa_heads?|lm_heads|blocks\.\d+\.layers)\.|\d+\.\d+\.(linear\.)?(weight|bias)$"
     words, keys = "medusa", ("medusa_num_heads", "medusa_num_layers")
-    spellings = (
-        ("FasterDecoding/Medusa", AUTHORS),
-        ("vLLM", VLLM_NAMES),
-        *(("ModelOpt", names) for names in MODELOPT),
-    )
+    spellings = (("FasterDecoding/Medusa", AUTHORS), ("vLLM", VLLM_NAMES), *(("ModelOpt", names) for names in MODELOPT))
     has_block = False
     prefixes = ()
     spare: Mapping[str, str] = {r"model\..*": "they are the target's own"}
@@ -49,14 +43,14 @@ class Medusa(Network):
         """Levels and blocks are those of the file: published configs say two heads where there are five."""
         keys = head.keys
         nested = keys.section("medusa")
-        heads = [keys.size("medusa_num_heads"), keys.size("num_heads"), nested.size("num_medusa_heads")]
-        layers = [keys.size("medusa_num_layers"), nested.size("num_medusa_layers")]
+        heads = [keys.read("medusa_num_heads"), keys.read("num_heads"), nested.read("num_medusa_heads")]
+        layers = [keys.read("medusa_num_layers"), nested.read("num_medusa_layers")]
         keys.taken |= {"version", "base_model_name_or_path", "medusa_fc_bias", "max_paths", "topk", "max_seq_len"}
-        shares = bool(keys.flag("original_lm_head")) or not any(name.startswith("heads.") for name in head.names)
-        scale, fewer = keys.number("logit_scale"), keys.size("truncated_vocab_size")
+        shares = bool(keys.read("original_lm_head")) or not any(name.startswith("heads.") for name in head.names)
+        scale, fewer = keys.read("logit_scale"), keys.read("truncated_vocab_size")
         if scale not in (None, 1.0) and not shares:
             head.problem(f"config.json: logit_scale is {scale}, and LM heads here have none", fatal=False)
-        if fewer not in (None, keys.size("vocab_size")) or "token_map" in head.tensors.stored:
+        if fewer not in (None, keys.read("vocab_size")) or "token_map" in head.tensors.stored:
             head.problem("it drafts some tokens of the vocabulary alone (token_map), which no Medusa head here can", "")
         if shares and "heads.0.weight" in head.names:
             head.names[OUTPUT] = head.names.pop("heads.0.weight")
@@ -67,10 +61,6 @@ class Medusa(Network):
             "layers": compare_count(head, next(filter(None, layers), None), blocks, "layers of each"),
             "lm_head": "target" if shares else "own",
         }
-
-    def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
-        """Width and vocabulary, for it has no attention."""
-        return borrow_sizes(head, target)
 
     def list_faults(self, head: HeadFolder, target: TargetFiles | None) -> Iterator[Strike]:
         """Biases that vLLM would not load, and counts that it would read instead of its own."""
@@ -86,10 +76,6 @@ class Medusa(Network):
         """Biases, all of them: vLLM's heads have none unless their config says so."""
         some = any(ours.startswith("blocks.") and ours.endswith(".bias") for ours in head.names)
         return "" if some or not name.endswith(".bias") else "no biases: zeros, which change nothing"
-
-    def make_tensor(self, head: HeadFolder, name: str) -> Tensor:
-        """Make a tensor; a bias that no file holds is zero."""
-        return head.load(name) if name in head.names else torch.zeros(head.shape["hidden_size"])
 
 
 @dataclass(frozen=True)

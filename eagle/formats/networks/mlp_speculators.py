@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Config, Layout, TargetConfig, tensors_of
-from eagle.formats.networks.network import Network
-from eagle.formats.networks.sizes import borrow_sizes, compare_count, compare_size, read_sides
-from eagle.formats.networks.tensor_names import NetworkLayout, rename_tensors
-from eagle.formats.reading.head_folder import HeadFolder
+from eagle.formats.networks.network import Network, rename_tensors
+from eagle.formats.networks.network_layout import NetworkLayout
+from eagle.formats.reading.head_folder import HeadFolder, compare_count, compare_size, read_sides
 from eagle.formats.reading.target_files import TargetFiles
 
 SPECULATOR = "mlp_speculator"
@@ -38,7 +36,7 @@ class Speculator(Network):
 
     def _is_tied(self, head: HeadFolder) -> bool:
         """Whether levels share tensors: as the config says, else where a file holds fewer than it has levels."""
-        stated = head.keys.flag("tie_weights")
+        stated = head.keys.read("tie_weights")
         counts = {len([name for name in head.tensors.stored if f"{part}." in name]) for part in ("emb", "proj", "head")}
         return bool(stated) if stated is not None else len(counts) > 1
 
@@ -53,7 +51,7 @@ class Speculator(Network):
         keys, tied = head.keys, self._is_tied(head)
         keys.taken |= {"top_k_tokens_per_head", "n_candidates", "num_lookahead_tokens", "emb_dim", "inner_dim"}
         read_sides(head, target, "proj.0.weight", "head.0.weight")
-        entry, n_predict = head.entry("proj.0.weight"), keys.size("n_predict")
+        entry, n_predict = head.entry("proj.0.weight"), keys.read("n_predict")
         inner, width = entry.shape if entry and len(entry.shape) == 2 else (1, None)
         compare_size(head, "emb_dim", keys.values.get("emb_dim"), width)
         stated = keys.values.get("inner_dim")
@@ -64,18 +62,14 @@ class Speculator(Network):
         numbered = (re.search(r"(?:emb|head|ln|proj)\.(\d+)\.", name) for name in head.tensors.stored)
         found = len({level[1] for level in numbered if level})
         for name, default in {"scale_input": False, "tie_weights": tied}.items():
-            if keys.flag(name) is None:
+            if keys.read(name) is None:
                 head.notes.append(f"no {name}: {str(default).lower()}")
         return {
             "levels": (n_predict or found) if tied else compare_count(head, n_predict, found, "levels"),
             "inner_dim": inner,
             "tie_weights": tied,
-            "scale_input": bool(keys.flag("scale_input")),
+            "scale_input": bool(keys.read("scale_input")),
         }
-
-    def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
-        """Width and vocabulary, for it has no attention."""
-        return borrow_sizes(head, target)
 
 
 @dataclass(frozen=True)

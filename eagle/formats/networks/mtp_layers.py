@@ -7,16 +7,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.drafters.parts.decoder_block import head_shape
 from eagle.formats.layout import Config, Layout, TargetConfig, embedding_of, output_of, scale_of, tensors_of
-from eagle.formats.networks.network import FOLLOWS, ROTARY, Network
-from eagle.formats.networks.tensor_names import NetworkLayout, Spelling, rename_tensors
+from eagle.formats.networks.network import FOLLOWS, ROTARY, Network, Spelling, rename_tensors
+from eagle.formats.networks.network_layout import NetworkLayout
 from eagle.formats.reading.head_folder import EMBEDDING, OUTPUT, SPECULATORS, HeadFolder
 from eagle.formats.reading.target_files import TargetFiles
 
@@ -73,24 +70,18 @@ class Mtp(Network):
         if len(layers) > 1:
             head.problem(f"it holds {len(layers)} such layers, and heads here have one", fatal=False)
         refused = {
-            "hidden_act": block.text("hidden_act") not in (None, "silu"),
+            "hidden_act": block.read("hidden_act") not in (None, "silu"),
             "model_type": head.layout == SPECULATORS and block.values.get("model_type") not in PLAIN,
             "quantization_config": bool(keys.values.get("quantization_config")),
         }
         head.refuse(refused, "block")
         for part in (keys, block):  # of a whole model, whose other keys do not matter to this layer
             part.taken |= part.values.keys()
-        count = keys.size("num_hidden_layers") if "num_nextn_predict_layers" in head.config else None
+        count = keys.read("num_hidden_layers") if "num_nextn_predict_layers" in head.config else None
         head.target_layers = None if count == 1 else count  # one layer is the head's own
+        parts = {"qk_norm": "q_norm.weight", "qkv_bias": "q_proj.bias"}
+        head.overrides = {kind: f"layers.0.self_attn.{part}" in head.names for kind, part in parts.items()}
         return {"hidden_first": head.layout == MIMO}
-
-    def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
-        """The config's sizes; norms by head and biases where there are such tensors."""
-        kinds = {name: f"layers.0.self_attn.{part}" in head.names for name, part in PARTS.items()}
-        return head_shape(SimpleNamespace(**head.shape), **kinds)
-
-
-PARTS = {"qk_norm": "q_norm.weight", "qkv_bias": "q_proj.bias"}
 
 
 def _own_layer(head: HeadFolder) -> str:

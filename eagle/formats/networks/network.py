@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,14 +18,25 @@ from eagle.drafters import DRAFTERS
 from eagle.drafters.parts.decoder_block import head_shape
 from eagle.formats.checkpoint import build_head
 from eagle.formats.layout import Config
-from eagle.formats.networks.sizes import read_sizes
-from eagle.formats.networks.tensor_names import Spelling, fill_name, match_name
-from eagle.formats.reading.head_folder import EMBEDDING, OUTPUT, OWN, Finding, HeadFolder, name_part
-from eagle.formats.reading.target_files import EMBEDDINGS, LM_HEADS, TargetFiles, count_differing_rows
+from eagle.formats.reading.head_folder import (
+    EMBEDDING,
+    OUTPUT,
+    OWN,
+    Finding,
+    HeadFolder,
+    compare_borrowed,
+    compare_copies,
+    list_some,
+    read_own,
+    read_sizes,
+    refuse_tensors,
+)
+from eagle.formats.reading.target_files import EMBEDDINGS, LM_HEADS, TargetFiles
 from eagle.formats.reading.traps import Strike
 
 ROTARY = r"(.*\.)?(inv_freq|cos_cached|sin_cached)"
 FOLLOWS = "follows from the rotary parameters"
+Spelling = Mapping[str, str]  # our names and another tool's
 
 
 class Network:
@@ -45,9 +57,12 @@ class Network:
     indices: tuple[str, ...] = ()  # tensors that hold no weights
     zeros: str = r".*\.bias"  # what may be all zeros
     remedies: Mapping[str, str] = {}  # of missing tensors
+    beside: Mapping[str, tuple[str, ...]] = {}  # what may stand beside the network's tensors, with its sides
     has_block: bool = True  # whether its config has the sizes of a Llama block
     lists_all: bool = False  # whether tensors are compared with the config's sizes where something else is wrong too
     rotates: bool = True  # whether the config's rotary parameters are those of its attention
+    takes_taps: bool = False  # whether an import may say which layers it reads
+    takes_positions: bool = False  # whether an import takes the target's number of positions
 
     def rename(self, head: HeadFolder, name: str, ours: str) -> str | None:
         """Our name of a tensor, from the one that its spelling gave; None for one that is no part of the head."""
@@ -58,32 +73,31 @@ class Network:
         raise NotImplementedError
 
     def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
-        """The sizes of the head, by its config."""
-        return head_shape(SimpleNamespace(**head.shape))
+        """The sizes of the head: its config's, or the target's where only width and vocabulary matter."""
+        if self.has_block:
+            return head_shape(SimpleNamespace(**head.shape), **head.overrides)
+        width, vocab_size = head.shape["hidden_size"], head.shape["vocab_size"]
+        plain = {"num_attention_heads": 1, "intermediate_size": width, "max_position_embeddings": 2048}
+        held = {**target.config, "rope_parameters": target.rope or None} if target else plain
+        return head_shape(SimpleNamespace(**{**held, "hidden_size": width, "vocab_size": vocab_size}))
 
     def size_of(self, name: str, size: tuple[int, ...]) -> tuple[int, ...]:
         """The size of the tensor in the file which holds one of ours of this size."""
         return size
-
-    def sizes_beside(self, head: HeadFolder) -> dict[str, tuple[int, ...]]:
-        """Tensors that may stand beside the network's, with their sizes."""
-        return {}
 
     def may_lack(self, head: HeadFolder, name: str) -> str:
         """Why a tensor may be absent from the file; "" if it may not."""
         return ""
 
     def settle(
-        self, head: HeadFolder, target: TargetFiles | None, taps: tuple[int, ...] | None, notes: list[str]
-    ) -> None:
-        """Settle for an import what the config leaves open; ValueError if taps are asked for that it does not read."""
-        reads = tuple(head.settings.get("taps", (-1,)))
-        if taps not in (None, reads):
-            raise ValueError(f"taps are {taps}, but such heads read {reads}: leave them out")
+        self, head: HeadFolder, target: TargetFiles | None, taps: tuple[int, ...] | None, norm_output: str | None
+    ) -> list[str]:
+        """Settle for an import what the config leaves open; returns notes on it."""
+        return []
 
-    def make_tensor(self, head: HeadFolder, name: str) -> Tensor:
-        """Make one of our tensors from the file's tensors."""
-        return head.load(name)
+    def make_tensor(self, head: HeadFolder, name: str, size: torch.Size) -> Tensor:
+        """Make one of our tensors from the file's tensors; one that may be absent is zeros."""
+        return head.load(name) if name in head.names else torch.zeros(size)
 
     def list_faults(self, head: HeadFolder, target: TargetFiles | None) -> Iterator[Strike]:
         """The traps of this network: settings that engines read differently."""
@@ -103,23 +117,22 @@ class Network:
         """Match each tensor and key of a recognised head; obstacles to an import become problems."""
         head.method = self.method
         if head.layout == OWN:
-            _read_own(head)
+            read_own(head)
         else:
             copies = self._name_tensors(head)
             if self.has_block:
                 read_sizes(head)
             head.settings = self.read_settings(head, target)
-            _compare_copies(head, copies)
+            compare_copies(head, copies)
+        head.list_unknown_keys()
         for name in sorted(head.names.keys() & self.borrowed.keys()):
-            self._compare_borrowed(head, name, target)
+            compare_borrowed(head, name, self.borrowed[name], name in self.own_copies, target)
         if target and head.target_layers not in (None, target.layers):
             what = f"the head is for a target of {head.target_layers} layers, {target.path} has {target.layers}"
             head.problem(what, "Name the right target")
         self._check_tensors(head, target)
         fix = "Correct it by the run that made the head"
         head.problems += [Finding(f"config.json: {wrong}", fix=fix) for wrong in dict.fromkeys(head.keys.wrong)]
-        sections = {id(section): section for section in (head.keys, head.block, head.nested)}.values()
-        head.unknown_keys = [name for section in sections for name in section.left()]
 
     def _name_tensors(self, head: HeadFolder) -> dict[str, str]:
         """This project's name of each tensor; the duplicates by name."""
@@ -134,8 +147,8 @@ class Network:
             else:
                 head.names[ours] = name
                 head.layout = head.layout if ours in self.borrowed else who
-        _refuse_tensors(head, left_out.pop("", []))
-        head.notes += [f"{_list_some(names)} left out: {why}" for why, names in left_out.items()]
+        refuse_tensors(head, left_out.pop("", []))
+        head.notes += [f"{list_some(names)} left out: {why}" for why, names in left_out.items()]
         return copies
 
     def _find_name(self, head: HeadFolder, name: str) -> tuple[str, str | None]:
@@ -152,30 +165,6 @@ class Network:
         for prefix in self.prefixes:
             name = name.removeprefix(prefix)
         return name
-
-    def _compare_borrowed(self, head: HeadFolder, name: str, target: TargetFiles | None) -> None:
-        """Compare the checkpoint's copies of target tensors with the target's, which a head here borrows."""
-        stored, known_as = head.names[name], self.borrowed[name]
-        left_out = f"{stored} is left out, heads here use the target's"
-        theirs = target.matrix(known_as) if target else None
-        if theirs is None:
-            why = "the target has none by that name" if target else "no --target"
-            head.notes.append(f"{left_out}; not compared: {why}")
-            return
-        ours = head.load(name)
-        if not ours.is_floating_point():
-            head.problem(f"{stored} is in {ours.dtype}, expected plain weights", "Copy it again")
-        elif ours.shape != theirs.shape:
-            head.problem(f"{stored} is {list(ours.shape)}, the target's is {list(theirs.shape)}", "Another target?")
-        elif differing := count_differing_rows(ours, theirs):
-            if name in self.own_copies:
-                head.differing[name] = (differing, len(ours))
-                head.notes.append(f"{left_out}; {differing} of {len(ours)} rows DIFFER from it")
-            else:
-                what = f"{stored} differs from the target's in {differing} of {len(ours)} rows"
-                head.problem(what, "Another target, or trained?")
-        else:
-            head.notes.append(f"{left_out}; they are equal")
 
     def _build(self, head: HeadFolder, target: TargetFiles | None) -> TrainableDrafter:
         """A head with these settings and sizes, and uninitialised weights."""
@@ -201,7 +190,8 @@ class Network:
         expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
         if head.layout != OWN:
             expected = {name: self.size_of(name, size) for name, size in expected.items()}
-        beside = self.sizes_beside(head)
+        sides = {**head.shape, "draft_vocab_size": head.draft_vocab_size}
+        beside = {name: tuple(sides[side] for side in named) for name, named in self.beside.items()}
         for name, size in {**beside, **expected}.items():
             if name in expected or name in head.names:
                 self._check_tensor(head, name, size)
@@ -209,9 +199,9 @@ class Network:
         others = [head.names[name] for name in sorted(head.names.keys() - known)]
         some = [name for name in others if not self.lists_all and re.search(r"_proj\.bias|\.[qk]_norm\.", name)]
         if some:  # heads of this network may have such, all of them or none
-            what = f"tensors of no part of this head: {_list_some(some)}"
+            what = f"tensors of no part of this head: {list_some(some)}"
             head.problem(what, "Correct config.json, or copy both files again")
-        _refuse_tensors(head, [name for name in others if name not in some])
+        refuse_tensors(head, [name for name in others if name not in some])
 
     def _check_tensor(self, head: HeadFolder, name: str, size: tuple[int, ...]) -> None:
         """Record what is wrong with one tensor."""
@@ -232,20 +222,26 @@ class Network:
             head.problem(f"{head.names[name]} is in {entry.dtype}, expected plain weights", fatal=False)
 
     def convert(
-        self, head: HeadFolder, target: TargetFiles | None, taps: tuple[int, ...] | None
+        self, head: HeadFolder, target: TargetFiles | None, taps: tuple[int, ...] | None, norm_output: str | None
     ) -> tuple[TrainableDrafter, list[str]]:
         """The head as one of this project, with notes on all that was assumed or left out."""
-        notes = [*head.notes]
-        if head.unknown_keys:
-            notes.append(f"unknown keys of config.json, not used: {', '.join(head.unknown_keys):.400}")
         width, vocab_size = head.shape.get("hidden_size"), head.shape.get("vocab_size")
         if head.shape and target and (target.width, target.vocab_size) != (width, vocab_size):
             ours, theirs = f"{width} wide with {vocab_size} tokens", f"{target.width} wide with {target.vocab_size}"
             head.problem(f"the head is for a target {ours}, {target.path} is {theirs}: name the right target")
-        head.refuse_problems()
-        self.settle(head, target, taps, notes)
+        positions = _take_positions(head, target) if self.takes_positions else []
+        _refuse_problems(head)
+        keys = ", ".join(head.unknown_keys)
+        unknown = [f"unknown keys of config.json, not used: {keys:.400}"] if keys else []
+        reads = tuple(head.settings.get("taps", (-1,)))
+        if not self.takes_taps and taps not in (None, reads):
+            raise ValueError(f"taps are {taps}, but such heads read {reads}: leave them out")
+        settled = self.settle(head, target, taps, norm_output)
+        notes = [*head.notes, *unknown, *settled, *positions]
+        head.kind = self.describe(head)
         drafter = self._build(head, target)
-        weights = {name: self.make_tensor(head, name) for name in drafter.state_dict()}
+        expected = drafter.state_dict().items()
+        weights = {name: self.make_tensor(head, name, tensor.shape) for name, tensor in expected}
         for name, weight in weights.items():
             if not bool(weight.float().isfinite().all()):
                 raise ValueError(f"{head.names[name]} holds numbers that are not finite: take an earlier checkpoint")
@@ -257,41 +253,58 @@ class Network:
         return drafter, notes
 
 
-def _read_own(head: HeadFolder) -> None:
-    """The settings and sizes of a head of this project, under its own names."""
-    head.names = {name: name for name in head.tensors.stored}
-    read_sizes(head)
-    head.settings = dict(head.config["settings"])
-    head.draft_vocab_size = head.block.size("draft_vocab_size") or head.shape["vocab_size"]
-    taps = head.settings.get("taps")
-    head.inputs = tuple(taps) if isinstance(taps, list) and all(type(tap) is int for tap in taps) else None
-    head.tap_count = len(head.inputs or (1,))
-    head.nested.taken |= head.nested.values.keys()
-    head.block.taken |= head.block.values.keys()
+def _refuse_problems(head: HeadFolder) -> None:
+    """Raise a ValueError with all problems that prevent an import."""
+    listed = [f"- {problem.what}{f'. {problem.fix}' if problem.fix else ''}" for problem in head.problems]
+    if listed:
+        named = f"{head.path}, {head.kind},"
+        raise ValueError("\n".join([f"{named} cannot become a head of this project:", *listed]))
 
 
-def _refuse_tensors(head: HeadFolder, names: list[str]) -> None:
-    """Record tensors that no network here has, by what they are."""
-    parts: dict[str, list[str]] = {}
-    for name in names:
-        bare = re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
-        parts.setdefault(name_part(bare), []).append(name)
-    for part, stored in parts.items():
-        if part:
-            head.problem(f"{part}: {_list_some(stored)}; no head here has that", fatal=False)
-        else:
-            fix = "Take them out if they do not matter: nothing is left out here"
-            head.problem(f"unknown tensors: {_list_some(stored)}", fix)
+def _take_positions(head: HeadFolder, target: TargetFiles | None) -> list[str]:
+    """Take the target's number of positions where it changes nothing."""
+    ours, theirs = head.shape["max_position_embeddings"], target.positions if target else None
+    if theirs in (None, ours) or head.shape["rope_parameters"]["rope_type"] != "default":
+        return []
+    head.shape["max_position_embeddings"] = theirs
+    return [f"max_position_embeddings {ours} became {theirs}, the target's: it changes nothing that is computed"]
 
 
-def _compare_copies(head: HeadFolder, copies: dict[str, str]) -> None:
-    """Record tensors that stand twice and differ."""
-    for theirs, ours in copies.items():
-        if not torch.equal(head.tensors.load(theirs).float(), head.load(ours).float()):  # float8 is compared by nobody
-            head.problem(f"{theirs} differs from {head.names[ours]}, and both are {ours} here", "Keep the right one")
-    if copies:
-        head.notes.append(f"{_list_some(list(copies))} are left out: they are what other levels have too")
+# -- names of tensors in two spellings ---------------------------------------------------------------------------------
 
 
-def _list_some(names: list[str]) -> str:
-    return f"{', '.join(names[:4]):.300}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+def match_name(pattern: str, name: str) -> tuple[str, ...] | None:
+    """The parts of a name for which `#` (a number) and `*` (anything) stand; None if the name is another."""
+    found = _compile(pattern).fullmatch(name)
+    return None if found is None else found.groups()
+
+
+def fill_name(pattern: str, parts: Iterable[str], numbers: Mapping[str, Any]) -> str:
+    """The name with these parts in place of `#` and `*`, and with numbers in place of their names in braces."""
+    rest = iter(parts)
+    return re.sub(r"[#*]", lambda _: next(rest), pattern).format_map(numbers)
+
+
+@cache
+def _compile(pattern: str) -> re.Pattern[str]:
+    """A pattern of names as a regular expression; a number in braces may be any."""
+    kinds = {"#": r"(\d+)", "*": r"((?!.*inv_freq).+)"}
+    pieces = re.split(r"(#|\*|\{\w+\})", pattern)
+    return re.compile("".join(r"\d+" if part[:1] == "{" else kinds.get(part, re.escape(part)) for part in pieces))
+
+
+def rename_tensors(tensors: Mapping[str, Tensor], spelling: Spelling, **numbers: Any) -> dict[str, Tensor]:
+    """Tensors under the names of another tool; a name that its spelling lacks stays."""
+    return {_rename(name, spelling, numbers): tensor for name, tensor in tensors.items()}
+
+
+def _rename(name: str, spelling: Spelling, numbers: Mapping[str, Any]) -> str:
+    for ours, theirs in spelling.items():
+        if (parts := match_name(ours, name)) is not None:
+            return fill_name(theirs, parts, numbers)
+    return name
+
+
+def keep_names(*names: str) -> Spelling:
+    """The spelling of names that are ours."""
+    return dict(zip(names, names, strict=True))

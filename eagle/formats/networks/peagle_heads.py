@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
-from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.drafters.parts.decoder_block import head_shape
 from eagle.formats.layout import Config, Layout, TargetConfig
 from eagle.formats.networks.dflash_heads import mask_of
-from eagle.formats.networks.eagle3_heads import (
-    MIDLAYER_NAMES,
-    NAMES,
-    Eagle3,
-    FusedLayout,
-)
-from eagle.formats.networks.layer_ids import list_wrong_ids
-from eagle.formats.networks.network import FOLLOWS, ROTARY, Network
-from eagle.formats.networks.sizes import compare_count, count_parts
-from eagle.formats.networks.tensor_names import MASK_HIDDEN, keep_names
-from eagle.formats.reading.head_folder import HeadFolder
+from eagle.formats.networks.eagle3_heads import MIDLAYER_NAMES, NAMES, Eagle3, FusedLayout
+from eagle.formats.networks.layers_and_tokens import list_wrong_ids
+from eagle.formats.networks.network import FOLLOWS, ROTARY, Network, keep_names
+from eagle.formats.networks.network_layout import MASK_HIDDEN
+from eagle.formats.reading.head_folder import HeadFolder, compare_count, count_parts
 from eagle.formats.reading.target_files import TargetFiles
 from eagle.formats.reading.traps import Strike
 
@@ -40,12 +31,14 @@ class PEagle(Eagle3):
 
     def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> Config:
         """EAGLE-3's settings without a window, and the mask token, for which there is no default."""
-        layout, settings = head.layout, super().read_settings(head, target)
-        head.layout = layout
+        self._refuse_others(head)
+        self.read_block(head, self._find_layout(head))
+        settings = {"intermediate_size": head.shape["intermediate_size"], **self.read_switches(head)}
         found = count_parts(head, r"layers\.(\d+)\.")
-        blocks = compare_count(head, head.block.size("num_hidden_layers"), found, "layers")
+        blocks = compare_count(head, head.block.read("num_hidden_layers"), found, "layers")
         settings.pop("norm_output")  # a state that is never read again
-        settings.pop("window", None)
+        head.overrides["num_hidden_layers"] = max(blocks, 1)
+        head.overrides["qk_norm"] = "layers.0.self_attn.q_norm.weight" in head.names
         taps = head.inputs or head.inputs_by_outputs
         return {**settings, "taps": taps or settings["taps"], "blocks": max(blocks, 1), "mask_token": _read_mask(head)}
 
@@ -53,24 +46,16 @@ class PEagle(Eagle3):
         """Record the settings that no head of this project has."""
         keys, block = head.keys, head.block
         refused = {
-            "hidden_act": block.text("hidden_act") not in (None, "silu"),
-            "layer_types": "sliding_attention" in block.words("layer_types") or bool(block.flag("use_sliding_window")),
-            "norm_before_fc": bool(keys.flag("norm_before_fc")),
-            "target_hidden_size": keys.size("target_hidden_size") not in (None, head.shape["hidden_size"]),
+            "hidden_act": block.read("hidden_act") not in (None, "silu"),
+            "layer_types": "sliding_attention" in (block.read("layer_types") or [])
+            or bool(block.read("use_sliding_window")),
+            "norm_before_fc": bool(keys.read("norm_before_fc")),
+            "target_hidden_size": keys.read("target_hidden_size") not in (None, head.shape["hidden_size"]),
             "quantization_config": bool(keys.values.get("quantization_config")),
         }
         head.refuse(refused)
         head.take("tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window")
         keys.taken |= {"speculators_config"}
-
-    def read_shape(self, head: HeadFolder, target: TargetFiles | None) -> Any:
-        """The config's sizes; queries and keys are normed where there are such norms."""
-        further = {
-            "num_hidden_layers": head.settings["blocks"],
-            "draft_vocab_size": head.draft_vocab_size,
-            "qk_norm": "layers.0.self_attn.q_norm.weight" in head.names,
-        }
-        return head_shape(SimpleNamespace(**head.shape), **further)
 
     def list_faults(self, head: HeadFolder, target: TargetFiles | None) -> Iterator[Strike]:
         """Layer ids that contradict each other, the tensors or the target."""
@@ -82,7 +67,7 @@ class PEagle(Eagle3):
 
 def _read_mask(head: HeadFolder) -> int:
     """The token that stands where none is known, by any of its names."""
-    named = {name: head.keys.token(name) for name in ("mask_token_id", "pard_token", "ptd_token_id")}
+    named = {name: head.keys.read(name) for name in ("mask_token_id", "pard_token", "ptd_token_id")}
     masks = {name: token for name, token in named.items() if token is not None}
     size = head.shape["vocab_size"]
     if not masks:

@@ -1,1 +1,1 @@
-"""Checkpoints of unknown origin: files, recognition, inspection and conversion."""
+"""Checkpoints of unknown origin, in one pass: files, keys of the config, recognition, and the network's own table."""

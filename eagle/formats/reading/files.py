@@ -47,6 +47,7 @@ class FolderTensors:
 
     stored: dict[str, TensorEntry] = field(default_factory=dict)
     pickled: dict[Path, dict[str, Tensor]] = field(default_factory=dict)  # of .bin files, mapped and not read
+    files: list[Path] = field(default_factory=list)  # as they are called in the folder
 
     def load(self, name: str) -> Tensor:
         """The values of one tensor."""
@@ -66,6 +67,18 @@ def folder_at(path: str | Path) -> Path:
     if not folder.is_dir():
         raise ValueError(f"{path} is no folder: expected one with config.json and weights")
     return folder
+
+
+def check_empty(out: str | Path, source: Path) -> None:
+    """Refuse an output folder that is not empty, or that overlaps its source."""
+    folder = Path(out)
+    aside = folder.with_name(folder.name + ".part")
+    for path in (folder, aside):
+        if path.is_symlink() or (path.exists() and (path is aside or not path.is_dir() or any(path.iterdir()))):
+            raise ValueError(f"{path} is there already: name a new folder, or take it away")
+    real = folder.resolve()
+    if real.is_relative_to(source) or source.is_relative_to(real):
+        raise ValueError(f"{out} lies in {source}, or around it: name another folder for the head")
 
 
 def plain_file(folder: Path, name: str) -> Path:
@@ -152,13 +165,8 @@ def _shorten(error: object) -> str:
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
-def weight_files(folder: Path) -> list[str]:
-    """The names of the weight files; safetensors are preferred to pickles."""
-    return sorted(set(_weight_map(folder).values()))
-
-
 def _weight_map(folder: Path) -> dict[str, str]:
-    """The file of each tensor by the index; without an index, the file with all tensors."""
+    """The file of each tensor by the index; without an index, the file with all tensors, safetensors before pickles."""
     for whole in WHOLE:
         if has(folder, whole):
             return {"": whole}
@@ -195,6 +203,7 @@ def read_tensors(folder: Path, most: int | None = LARGEST) -> FolderTensors:
         if twice := sorted(entries.keys() & tensors.stored.keys()):
             raise ValueError(f"{shown} holds {twice[0]}, which another file holds too")
         tensors.stored.update(entries)
+        tensors.files.append(shown)
     if "" not in files and (wrong := sorted(files.keys() ^ tensors.stored.keys())):
         raise ValueError(
             f"{folder}: index and files differ in {', '.join(map(repr, wrong[:4])):.300}: copy them all again"

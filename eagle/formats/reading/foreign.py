@@ -16,8 +16,8 @@ from eagle.data.identity import fingerprint
 from eagle.disk import lock_path
 from eagle.formats.checkpoint import load_head, save_head
 from eagle.formats.layout import check_fit
-from eagle.formats.networks.eagle3_heads import settle_norm_output
-from eagle.formats.reading.files import folder_at, read_json, weight_files
+from eagle.formats.networks.eagle3_heads import NEXT_STEP
+from eagle.formats.reading.files import check_empty, folder_at, read_json
 from eagle.formats.reading.head_folder import OWN, UNKNOWN, Finding, HeadFolder
 from eagle.formats.reading.lint import lint
 from eagle.formats.reading.recognise import kind_by_config, read_folder
@@ -75,7 +75,7 @@ def read_head(folder: str | Path, target: str | None = None, taps: tuple[int, ..
         return _load_own(head.path, target)
     target_files = None if target is None else TargetFiles.read(target)
     network.match(head, target_files)
-    return network.convert(head, target_files, taps)[0]
+    return network.convert(head, target_files, taps, NEXT_STEP)[0]
 
 
 def _load_own(path: Path, target: str | None) -> TrainableDrafter:
@@ -101,43 +101,25 @@ def import_head(
     """Write a checkpoint as a head of this project; returns notes on all that was used, left out or assumed."""
     with lock_path(out):
         source = folder_at(folder)
-        _check_empty(out, source)
+        check_empty(out, source)
         target_files = None if target is None else TargetFiles.read(target)
         head, network = read_folder(source)
         if head.layout == OWN:
             raise ValueError(f"{folder} is a head of this project already: copy it")
         network.match(head, target_files)
-        if not head.problems and "norm_output" in head.settings:
-            settle_norm_output(head, norm_output)
-        drafter, notes = network.convert(head, target_files, taps)
-        weights = fingerprint([source / name for name in weight_files(source)])
-        provenance = {
-            "eagle": __version__,
-            "imported": {"layout": head.layout, "weights": weights, "notes": notes},
-        }
-        verifier = head.keys.section("speculators_config").section("verifier").text("name_or_path")
-        verifier = verifier or head.keys.text("base_model_name_or_path")
+        drafter, notes = network.convert(head, target_files, taps, norm_output)
+        imported = {"layout": head.layout, "weights": fingerprint(head.tensors.files), "notes": notes}
+        verifier = head.keys.section("speculators_config").section("verifier").read("name_or_path")
+        verifier = verifier or head.keys.read("base_model_name_or_path")
         recipe = {
             "target": {"path": target or verifier or "unknown"},
             "data": {"train": "unknown: the head was imported"},
             "drafter": drafter.settings.model_dump(mode="json"),
             "train": {"out": Path(out).name, "imported_from": head.layout},
         }
-        save_head(out, drafter, yaml.safe_dump(recipe, sort_keys=False), provenance)
-    title = f"{folder}: {network.describe(head)}, {head.layout}; every tensor was used or is named here"
+        save_head(out, drafter, yaml.safe_dump(recipe, sort_keys=False), {"eagle": __version__, "imported": imported})
+    title = f"{folder}: {head.kind}, {head.layout}; every tensor was used or is named here"
     return "\n".join([title, *notes, f"{out} is a head of this project"])
-
-
-def _check_empty(out: str | Path, source: Path) -> None:
-    """Refuse an output folder that is not empty, or that overlaps its source."""
-    folder = Path(out)
-    aside = folder.with_name(folder.name + ".part")
-    for path in (folder, aside):
-        if path.is_symlink() or (path.exists() and (path is aside or not path.is_dir() or any(path.iterdir()))):
-            raise ValueError(f"{path} is there already: name a new folder, or take it away")
-    real = folder.resolve()
-    if real.is_relative_to(source) or source.is_relative_to(real):
-        raise ValueError(f"{out} lies in {source}, or around it: name another folder for the head")
 
 
 def _kind_of_unreadable(path: Path) -> str:

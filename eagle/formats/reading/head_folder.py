@@ -1,19 +1,21 @@
-"""A checkpoint of unknown origin: its config's keys, typed; its own statements; and its faults."""
+"""A checkpoint of unknown origin: its tensors by our names, its sizes, its own statements and its faults."""
 
-# D tokens that can be drafted
+# H width, V vocabulary, D tokens that can be drafted
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from eagle.formats.reading.config_keys import NO_MATTER, Keys, read_rope, short
 from eagle.formats.reading.files import FolderTensors, TensorEntry
+from eagle.formats.reading.target_files import TargetFiles, count_differing_rows
 
 OWN, SPECULATORS, AUTOMODEL, REFERENCE = "this project", "speculators", "Automodel", "SafeAILab/EAGLE"
 MODELOPT, MIDLAYER, LAYERS, UNKNOWN = "ModelOpt", "EAGLE-3, midlayer.*", "EAGLE-3, layers.0.*", "unknown"
@@ -32,155 +34,6 @@ FOREIGN_PARTS = {  # tensors that no network here has
     r".*\.(weight_scale|input_scale|qweight|qzeros|scales|weight_packed)": "quantised weights",
 }
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"  # the target's, by our names
-MOST = 2**31  # of any size
-# of a Llama config or a speculators one, and without any bearing on what a head computes
-NO_MATTER = {
-    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "auto_map", "_name_or_path",
-    "name_or_path", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "cls_token_id",
-    "use_cache", "initializer_range", "pretraining_tp", "attention_dropout", "hidden_dropout", "resid_pdrop",
-    "embd_pdrop", "return_dict", "output_attentions", "output_hidden_states", "chunk_size_feed_forward",
-    "is_encoder_decoder", "id2label", "label2id", "problem_type", "_attn_implementation", "attn_implementation",
-    "_attn_implementation_autoset", "has_no_defaults_at_init", "speculators_version", "speculators_model_type",
-    "embed_requires_grad", "max_window_layers", "use_last_layernorm", "next_layer_regular", "num_target_layers",
-    "parallel_draft_heads_num_layers", "eagle_decoder_type", "has_lm_head", "target_model_type", "ttt_length",
-    "torchscript", "tokenizer_class", "task_specific_params", "prefix", "finetuning_task",
-    "is_decoder", "add_cross_attention", "cross_attention_hidden_size", "tie_encoder_decoder", "pruned_heads",
-    "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "temperature", "top_k",
-    "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "output_scores",
-    "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "return_dict_in_generate",
-    "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
-    "suppress_tokens", "begin_suppress_tokens", "decoder_start_token_id", "diversity_penalty", "use_bfloat16",
-    "tf_legacy_loss", "bias_heads", "modules_in_block_to_quantize",
-}  # fmt: skip
-ROPE = {
-    "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
-    "beta_slow", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim",
-    "truncate", "partial_rotary_factor",
-}  # fmt: skip
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
-
-
-@dataclass
-class Keys:
-    """The values of a mapping; a value of a wrong type is reported and treated as absent, like null."""
-
-    values: dict[str, Any]
-    where: str = ""  # the section, in front of each name
-    wrong: list[str] = field(default_factory=list)
-    taken: set[str] = field(default_factory=set)
-
-    def size(self, name: str) -> int | None:
-        """A whole number above 0."""
-        return self._take(name, "a whole number above 0", lambda value: type(value) is int and 0 < value < MOST)
-
-    def token(self, name: str) -> int | None:
-        """A whole number, 0 or more."""
-        return self._take(name, "a whole number, 0 or more", lambda value: type(value) is int and 0 <= value < MOST)
-
-    def number(self, name: str) -> float | None:
-        """A finite number above 0."""
-        return self._take(name, "a number above 0", is_number)
-
-    def flag(self, name: str) -> bool | None:
-        """True or false."""
-        return self._take(name, "true or false", lambda value: isinstance(value, bool))
-
-    def text(self, name: str) -> str | None:
-        """A string."""
-        return self._take(name, "a text", lambda value: isinstance(value, str))
-
-    def whole(self, name: str, least: int = 0) -> tuple[int, ...] | None:
-        """A list of whole numbers, each at least `least`."""
-        numbers = self._take(
-            name,
-            f"a list of whole numbers, {least} or more",
-            lambda value: _is_list(value, lambda number: type(number) is int and least <= number < MOST),
-        )
-        return None if numbers is None else tuple(numbers)
-
-    def words(self, name: str) -> tuple[str, ...]:
-        """A list of strings; empty if absent."""
-        texts = self._take(name, "a list of texts", lambda value: _is_list(value, lambda word: isinstance(word, str)))
-        return tuple(texts or ())
-
-    def section(self, name: str) -> Keys:
-        """A nested mapping, which reports to the same list."""
-        values = self._take(name, "a mapping", lambda value: isinstance(value, dict))
-        return Keys(values or {}, f"{self.where}{name}.", self.wrong)
-
-    def left(self) -> list[str]:
-        """The keys with a value that were not used and are not known to be irrelevant."""
-        held = {name for name, value in self.values.items() if value is not None}
-        left = sorted(held - self.taken - NO_MATTER)
-        return [f"{self.where}{name if name.isprintable() else ascii(name)}"[:100] for name in left]
-
-    def _take(self, name: str, expected: str, fits: Callable[[Any], bool]) -> Any:
-        self.taken.add(name)
-        value = self.values.get(name)
-        if value is None or fits(value):
-            return value
-        self.wrong.append(f"{self.where}{name} is {short(value)}, expected {expected}")
-        return None
-
-
-def short(value: Any) -> str:
-    """A value, shortened, as an error shows it."""
-    if isinstance(value, int) and abs(value) > 10**30:
-        return "an absurd number"
-    if isinstance(value, dict | list) and len(value) > 8:
-        return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)}"
-    try:
-        return f"{value!r:.60}"
-    except RecursionError:
-        return "a deeply nested value"
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is a finite number above 0."""
-    return type(value) in (int, float) and 0 < value < 1e30 and math.isfinite(value)
-
-
-def _is_list(value: Any, fits: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list) and len(value) <= 1000 and all(map(fits, value))
-
-
-def _is_rotary_value(value: Any) -> bool:
-    number = type(value) in (int, float) and abs(value) < 1e30
-    return number or isinstance(value, str | bool) or _is_list(value, is_number)
-
-
-def read_rope(keys: Keys, notes: list[str]) -> dict[str, Any]:
-    """The rotary parameters in any of a config's three spellings; a note if two disagree."""
-    theta = keys.number("rope_theta")
-    newer, older = keys.section("rope_parameters"), keys.section("rope_scaling")
-    rope: dict[str, Any] = {}
-    for section in (older, newer):
-        values = {name: value for name, value in section.values.items() if value is not None}
-        kind = values.pop("type", None)
-        if kind is not None:
-            values.setdefault("rope_type", kind)
-        if bad := [name for name, value in values.items() if not _is_rotary_value(value)]:
-            keys.wrong.append(f"{section.where}{bad[0]} is {short(values[bad[0]])}, expected a number or a word")
-            continue
-        for name in (name for name in rope.keys() & values.keys() if rope[name] != values[name]):
-            keys.wrong.append(f"rope_scaling and rope_parameters differ in {name}: {rope[name]!r}, {values[name]!r}")
-        rope |= values
-    if "rope_theta" in rope and not is_number(rope["rope_theta"]):
-        keys.wrong.append(f"rope_theta is {short(rope.pop('rope_theta'))}, expected a number above 0")
-    if theta is not None and rope.setdefault("rope_theta", theta) != theta:
-        keys.wrong.append(f"rope_theta is {theta:g}, but {rope['rope_theta']!r} inside of the rotary parameters")
-    if unknown := sorted(rope.keys() - ROPE):
-        notes.append(f"unknown rotary parameters, not used: {', '.join(map(repr, unknown)):.200}")
-        rope = {name: value for name, value in rope.items() if name in ROPE}
-    if "rope_theta" not in rope:
-        notes.append("no rope_theta: 10000, as in a Llama config without one")
-    if rope.setdefault("rope_type", "default") not in ROPE_TYPES:
-        keys.wrong.append(f"rope_type is {short(rope.pop('rope_type'))}, expected one of {', '.join(ROPE_TYPES)}")
-    partial = rope.pop("partial_rotary_factor", None) or keys.number("partial_rotary_factor")
-    if partial not in (None, 1, 1.0):
-        keys.wrong.append(f"partial_rotary_factor is {partial!r}, expected 1: heads turn whole vectors")
-    rope = {"rope_type": "default", "rope_theta": 10000.0, **rope}
-    return {**rope, "rope_theta": float(rope["rope_theta"])}
 
 
 @dataclass(frozen=True)
@@ -214,31 +67,32 @@ class HeadFolder:
     layer: str = ""  # that it is, by its number in a whole model
     names: dict[str, str] = field(default_factory=dict)  # ours: theirs
     shape: dict[str, Any] = field(default_factory=dict)
+    overrides: dict[str, Any] = field(default_factory=dict)  # of the shape, by the tensors
     target_layers: int | None = None  # where the config tells
     draft_vocab_size: int = 0  # D
     tap_count: int = 1
     differing: dict[str, tuple[int, int]] = field(default_factory=dict)  # rows of copies that are not the target's
     inputs: tuple[int, ...] | None = None  # layer ids that count inputs
     outputs: tuple[int, ...] | None = None  # layer ids that count outputs
+    inputs_by_outputs: tuple[int, ...] | None = None  # the same layers, by their inputs
     problems: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     unknown_keys: list[str] = field(default_factory=list)
 
-    @property
-    def inputs_by_outputs(self) -> tuple[int, ...] | None:
-        """Layer ids that count outputs, converted to ids that count inputs."""
-        return None if self.outputs is None else tuple(layer + 1 for layer in self.outputs)
+    def list_unknown_keys(self) -> None:
+        """List the keys of its config with a value that nothing here reads, and that may matter."""
+        for section in {id(section): section for section in (self.keys, self.block, self.nested)}.values():
+            held = {name for name, value in section.values.items() if value is not None}
+            left = sorted(held - section.taken - NO_MATTER)
+            self.unknown_keys += [
+                f"{section.where}{name if name.isprintable() else ascii(name)}"[:100] for name in left
+            ]
 
     @property
     def architectures(self) -> list[str]:
         """The config's architectures, by which engines choose what to load."""
         named = self.config.get("architectures")
         return [name[:80] for name in named if isinstance(name, str)][:8] if isinstance(named, list) else []
-
-    @property
-    def prefixed(self) -> list[str]:
-        """Tensors whose names begin with `model.`."""
-        return [name for name in self.tensors.stored if name.startswith("model.")]
 
     def has_block(self, prefix: str) -> bool:
         """Whether some tensor's name begins with this prefix."""
@@ -268,14 +122,155 @@ class HeadFolder:
         for section in (self.keys, self.block, self.nested):
             section.taken |= set(names)
 
-    def refuse_problems(self) -> None:
-        """Raise a ValueError with all problems that prevent an import."""
-        listed = [f"- {problem.what}{f'. {problem.fix}' if problem.fix else ''}" for problem in self.problems]
-        if listed:
-            named = f"{self.path}, {self.kind},"
-            raise ValueError("\n".join([f"{named} cannot become a head of this project:", *listed]))
-
 
 def name_part(name: str) -> str:
     """The meaning of a tensor that no network here has; "" if unknown."""
     return next((part for pattern, part in FOREIGN_PARTS.items() if re.match(pattern, name)), "")
+
+
+def list_some(names: list[str]) -> str:
+    """The first names of a list, and the number of the others."""
+    return f"{', '.join(names[:4]):.300}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def refuse_tensors(head: HeadFolder, names: list[str]) -> None:
+    """Record tensors that no network here has, by what they are."""
+    parts: dict[str, list[str]] = {}
+    for name in names:
+        bare = re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
+        parts.setdefault(name_part(bare), []).append(name)
+    for part, stored in parts.items():
+        if part:
+            head.problem(f"{part}: {list_some(stored)}; no head here has that", fatal=False)
+        else:
+            fix = "Take them out if they do not matter: nothing is left out here"
+            head.problem(f"unknown tensors: {list_some(stored)}", fix)
+
+
+# -- copies and sizes, by tensors, config and target -----------------------------------------------------------------
+
+
+def compare_copies(head: HeadFolder, copies: dict[str, str]) -> None:
+    """Record tensors that stand twice and differ."""
+    for theirs, ours in copies.items():
+        if not torch.equal(head.tensors.load(theirs).float(), head.load(ours).float()):  # float8 is compared by nobody
+            head.problem(f"{theirs} differs from {head.names[ours]}, and both are {ours} here", "Keep the right one")
+    if copies:
+        head.notes.append(f"{list_some(list(copies))} are left out: they are what other levels have too")
+
+
+def compare_borrowed(
+    head: HeadFolder, name: str, known_as: tuple[str, ...], may_differ: bool, target: TargetFiles | None
+) -> None:
+    """Compare the checkpoint's copy of a target's tensor with the target's, which a head here borrows."""
+    stored = head.names[name]
+    left_out = f"{stored} is left out, heads here use the target's"
+    if target is None:
+        head.notes.append(f"{left_out}; not compared: no --target")
+        return
+    ours, theirs = head.load(name), target.matrix(known_as)
+    if theirs is None:
+        head.notes.append(f"{left_out}; not compared: the target has none by that name")
+        return
+    if not ours.is_floating_point():
+        head.problem(f"{stored} is in {ours.dtype}, expected plain weights", "Copy it again")
+    elif ours.shape != theirs.shape:
+        head.problem(f"{stored} is {list(ours.shape)}, the target's is {list(theirs.shape)}", "Another target?")
+    elif differing := count_differing_rows(ours, theirs):
+        if may_differ:
+            head.differing[name] = (differing, len(ours))
+            head.notes.append(f"{left_out}; {differing} of {len(ours)} rows DIFFER from it")
+        else:
+            what = f"{stored} differs from the target's in {differing} of {len(ours)} rows"
+            head.problem(what, "Another target, or trained?")
+    else:
+        head.notes.append(f"{left_out}; they are equal")
+
+
+def count_parts(head: HeadFolder, pattern: str) -> int:
+    """The number of different indices at one place of our names."""
+    return len({found[1] for name in head.names if (found := re.match(pattern, name))})
+
+
+def compare_count(head: HeadFolder, stated: int | None, found: int, what: str) -> int:
+    """The count found in the file; a note if the config states another one."""
+    if stated is not None and stated > found:
+        head.problem(f"config.json says {stated} {what}, the file holds {found}", "Copy it again")
+    elif stated not in (None, found):
+        head.notes.append(f"config.json says {stated} {what}, the file holds {found}, which are read")
+    return found
+
+
+def compare_size(head: HeadFolder, key: str, stated: Any, found: int | None) -> None:
+    """Note a size in the config that differs from the tensors'."""
+    if None not in (stated, found) and stated != found:
+        head.problem(f"config.json: {key} is {short(stated)}, the tensors have {found}", "Copy both files again")
+
+
+def read_sides(head: HeadFolder, target: TargetFiles | None, width: str, rows: str) -> None:
+    """Width and vocabulary, by the tensors that have them, else as the config or the target says."""
+    for key, name, side in (("hidden_size", width, 1), ("vocab_size", rows, 0)):
+        stated, entry = head.keys.read(key), head.entry(name)
+        found = entry.shape[side] if entry and len(entry.shape) == 2 else None
+        compare_size(head, key, stated, found)
+        size = found or stated or (target and (target.width if key == "hidden_size" else target.vocab_size))
+        if not size:
+            head.problem(
+                f"no {key} in config.json, and no tensor tells it", "Name the target with --target", fatal=False
+            )
+        head.shape[key] = size or 1
+
+
+def read_sizes(head: HeadFolder) -> None:
+    """The block's sizes from the config, else from its tensors, else Llama's defaults."""
+    block = head.block
+    width = _read_size(head, "hidden_size", "fc.weight")
+    heads = block.read("num_attention_heads")
+    if heads is None:
+        head.problem("config.json: no num_attention_heads", "Take it from the config of the training run")
+    head.shape = {
+        "hidden_size": width,
+        "intermediate_size": _read_size(head, "intermediate_size", "layers.0.mlp.gate_proj.weight"),
+        "num_attention_heads": heads or 1,
+        "vocab_size": _read_size(head, "vocab_size", EMBEDDING if EMBEDDING in head.names else "t2d"),
+        "rope_parameters": read_rope(block, head.notes),
+    }
+    defaults = {
+        "num_key_value_heads": heads or 1,
+        "head_dim": max(width // (heads or 1), 1),
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+    }
+    for name, default in defaults.items():
+        value = block.read(name)
+        if not value:
+            head.notes.append(f"no {name}: {default}, as in a Llama config without one")
+        head.shape[name] = value or default
+    head.shape["rms_norm_eps"] = float(head.shape["rms_norm_eps"])
+    shared = head.shape["num_key_value_heads"]
+    if heads and heads % shared:
+        head.problem(f"config.json: {heads} heads cannot share {shared} key-value heads", "Correct one of them")
+
+
+def _read_size(head: HeadFolder, name: str, tensor: str) -> int:
+    """A size by the config, else the rows of a tensor."""
+    size, entry = head.block.read(name), head.entry(tensor)
+    if size is None and entry is not None and len(entry.shape) > 0:
+        size = entry.shape[0]
+        head.notes.append(f"no {name}: {size}, the rows of {tensor}")
+    if not size:
+        head.problem(f"config.json: no {name}", "Take it from the config of the target or of the training run")
+    return size or 1
+
+
+def read_own(head: HeadFolder) -> None:
+    """The settings and sizes of a head of this project, under its own names."""
+    head.names = {name: name for name in head.tensors.stored}
+    read_sizes(head)
+    head.settings = dict(head.config["settings"])
+    head.draft_vocab_size = head.block.read("draft_vocab_size") or head.shape["vocab_size"]
+    taps = head.settings.get("taps")
+    head.inputs = tuple(taps) if isinstance(taps, list) and all(type(tap) is int for tap in taps) else None
+    head.tap_count = len(head.inputs or (1,))
+    head.nested.taken |= head.nested.values.keys()
+    head.block.taken |= head.block.values.keys()

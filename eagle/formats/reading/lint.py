@@ -10,10 +10,10 @@ from typing import Any
 
 from eagle.data.identity import target_identity
 from eagle.formats.engines.registry import SERVERS
-from eagle.formats.networks.draft_tokens import list_vocabulary
+from eagle.formats.networks.layers_and_tokens import list_vocabulary
 from eagle.formats.networks.network import Network
-from eagle.formats.networks.tensor_names import USUAL_THETA
 from eagle.formats.reading import traps
+from eagle.formats.reading.config_keys import USUAL_THETA
 from eagle.formats.reading.files import has, read_json
 from eagle.formats.reading.head_folder import MODELOPT, OWN, Finding, HeadFolder
 from eagle.formats.reading.target_files import TargetFiles

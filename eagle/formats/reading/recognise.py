@@ -18,8 +18,9 @@ from eagle.formats.networks.mlp_speculators import Speculator
 from eagle.formats.networks.mtp_layers import Mtp
 from eagle.formats.networks.network import Network
 from eagle.formats.networks.peagle_heads import PEagle
+from eagle.formats.reading.config_keys import Keys, short
 from eagle.formats.reading.files import read_json, read_tensors
-from eagle.formats.reading.head_folder import OWN, HeadFolder, Keys, name_part, short
+from eagle.formats.reading.head_folder import OWN, HeadFolder, name_part
 from eagle.formats.reading.target_files import TargetFiles
 
 NOT_YET = "Heads of this kind are not readable here yet: serve it with an engine that knows it"
@@ -156,7 +157,7 @@ def _is_fused(head: HeadFolder) -> bool:
     words = f"{head.architectures[:1]} {head.config.get('speculators_model_type')}".lower()
     query, width = head.entry("layers.0.self_attn.q_proj.weight"), head.config.get("hidden_size")
     is_wide = query and len(query.shape) == 2 and type(width) is int and query.shape[1] == 2 * width
-    named = "draft_vocab_size" in head.config or "eagle3" in words or head.has_block("midlayer.")
+    named = head.has_block("midlayer.") or "draft_vocab_size" in head.config or "eagle3" in words
     return bool(FUSED_TENSORS & head.names.keys() or named or is_wide)
 
 

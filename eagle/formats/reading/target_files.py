@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from eagle.data.identity import folder_of
+from eagle.formats.reading.config_keys import Keys, read_rope
 from eagle.formats.reading.files import FolderTensors, folder_at, read_json, read_tensors
-from eagle.formats.reading.head_folder import Keys, read_rope
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 LM_HEADS = ("lm_head.weight", "embed_out.weight")
@@ -39,14 +39,14 @@ class TargetFiles:
         config, tensors = read_json(folder, "config.json"), read_tensors(folder, most=None)
         text = config.get("text_config")
         keys = Keys(text if isinstance(text, dict) else config)
-        layers, width, vocab_size = (keys.size(name) for name in ("num_hidden_layers", "hidden_size", "vocab_size"))
+        layers, width, vocab_size = (keys.read(name) for name in ("num_hidden_layers", "hidden_size", "vocab_size"))
         if layers is None or width is None or vocab_size is None:
             raise ValueError(
                 f"the config.json of {path} does not tell layers, width and vocabulary: is it the target's?"
             )
-        tied, rope = keys.flag("tie_word_embeddings"), read_rope(keys, [])
+        tied, rope = keys.read("tie_word_embeddings"), read_rope(keys, [])
         rope = {} if keys.wrong else rope  # some targets turn each kind of layer in its own way
-        positions = keys.size("max_position_embeddings")
+        positions = keys.read("max_position_embeddings")
         return cls(path, layers, width, vocab_size, positions, rope, bool(tied), keys.values, tensors)
 
     def ordinary_tokens(self) -> dict[int, str]:

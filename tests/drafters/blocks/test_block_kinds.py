@@ -15,7 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from eagle.drafters.parts.decoder_block import Cache, NormedBlock, Rotary, head_shape
 from eagle.drafters.parts.spans import Spans
 from eagle.drafters.parts.text_blocks import key_value, position_tables, read_rows
-from eagle.target.cache import SlotCache
+from eagle.target.slots import SlotCache
 
 SIZES = {"vocab_size": 32, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4, "head_dim": 8}
 KINDS = {

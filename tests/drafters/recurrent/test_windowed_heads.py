@@ -23,7 +23,7 @@ from eagle.drafters.parts.window import Window
 from eagle.drafters.recurrent import head_state
 from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.drafters.recurrent.head_state import HeadState
-from eagle.target.cache import SlotCache
+from eagle.target.slots import SlotCache
 from tests import naive_unroll
 from tests.drafters.recurrent.test_static_loop import BUDGETS as STATIC_BUDGETS
 from tests.drafters.recurrent.test_static_loop import replay

@@ -1,0 +1,155 @@
+"""The keys of a config of unknown origin, each with the kind of its values, and rotary parameters in all spellings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+USUAL_THETA = 10000.0  # of Llama when the first methods were written, which some trainers keep whatever the target has
+MOST = 2**31  # of any size
+# of a Llama config or a speculators one, and without any bearing on what a head computes
+NO_MATTER = {
+    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "auto_map", "_name_or_path",
+    "name_or_path", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "cls_token_id",
+    "use_cache", "initializer_range", "pretraining_tp", "attention_dropout", "hidden_dropout", "resid_pdrop",
+    "embd_pdrop", "return_dict", "output_attentions", "output_hidden_states", "chunk_size_feed_forward",
+    "is_encoder_decoder", "id2label", "label2id", "problem_type", "_attn_implementation", "attn_implementation",
+    "_attn_implementation_autoset", "has_no_defaults_at_init", "speculators_version", "speculators_model_type",
+    "embed_requires_grad", "max_window_layers", "use_last_layernorm", "next_layer_regular", "num_target_layers",
+    "parallel_draft_heads_num_layers", "eagle_decoder_type", "has_lm_head", "target_model_type", "ttt_length",
+    "torchscript", "tokenizer_class", "task_specific_params", "prefix", "finetuning_task",
+    "is_decoder", "add_cross_attention", "cross_attention_hidden_size", "tie_encoder_decoder", "pruned_heads",
+    "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "temperature", "top_k",
+    "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "output_scores",
+    "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "return_dict_in_generate",
+    "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
+    "suppress_tokens", "begin_suppress_tokens", "decoder_start_token_id", "diversity_penalty", "use_bfloat16",
+    "tf_legacy_loss", "bias_heads", "modules_in_block_to_quantize",
+}  # fmt: skip
+ROPE = {
+    "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
+    "beta_slow", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim",
+    "truncate", "partial_rotary_factor",
+}  # fmt: skip
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number above 0."""
+    return type(value) in (int, float) and 0 < value < 1e30 and math.isfinite(value)
+
+
+def _is_whole(value: Any, least: int = 0) -> bool:
+    return type(value) is int and least <= value < MOST
+
+
+def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and len(value) <= 1000 and all(map(fits, value))
+
+
+VALUE_KINDS: dict[str, Callable[[Any], bool]] = {
+    "a whole number above 0": lambda value: _is_whole(value, 1),
+    "a whole number, 0 or more": _is_whole,
+    "a number above 0": is_number,
+    "true or false": lambda value: isinstance(value, bool),
+    "a text": lambda value: isinstance(value, str),
+    "a number or a word": lambda value: (
+        isinstance(value, str | bool)
+        or (type(value) in (int, float) and abs(value) < 1e30)
+        or _list_of(is_number)(value)
+    ),
+    "a mapping": lambda value: isinstance(value, dict),
+    "a list of texts": _list_of(lambda value: isinstance(value, str)),
+    "a list of whole numbers, 0 or more": _list_of(_is_whole),
+    "a list of whole numbers, -1 or more": _list_of(lambda value: _is_whole(value, -1)),
+}
+KEYS_READ = {  # the keys that are read, by the kind of their values
+    "a whole number above 0": "hidden_size intermediate_size vocab_size draft_vocab_size truncated_vocab_size head_dim "
+    "num_attention_heads num_key_value_heads num_hidden_layers num_target_layers max_position_embeddings block_size "
+    "sliding_window target_hidden_size parallel_draft_step n_predict k_mask num_heads num_medusa_heads "
+    "num_medusa_layers medusa_num_heads medusa_num_layers hydra_num_heads hydra_num_layers",
+    "a whole number, 0 or more": "mask_token_id pard_token ptd_token_id markov_rank pure_draft_prefix_len",
+    "a number above 0": "rope_theta partial_rotary_factor rms_norm_eps logit_scale",
+    "true or false": "bias attention_bias mlp_bias qkv_bias tie_word_embeddings tie_weights scale_input norm_before_fc "
+    "norm_before_residual fc_norm norm_output use_mtp_layernorm use_input_layernorm_in_first_layer "
+    "use_aux_hidden_state use_sliding_window is_causal causal sample_from_anchor dspark_bonus_anchor shift_label "
+    "enable_confidence_head grounded_heads original_lm_head",
+    "a text": "hidden_act hydra_head_arch markov_head_type name_or_path base_model_name_or_path",
+    "a mapping": "shape transformer_layer_config settings eagle_config dflash_config medusa speculators_config "
+    "verifier rope_parameters rope_scaling",
+    "a list of texts": "layer_types",
+    "a list of whole numbers, 0 or more": "eagle_aux_hidden_state_layer_ids aux_hidden_state_layer_ids",
+    "a list of whole numbers, -1 or more": "target_layer_ids",
+}
+KIND_OF = {name: kind for kind, names in KEYS_READ.items() for name in names.split()}
+
+
+@dataclass
+class Keys:
+    """The values of a mapping; a value of a wrong type is reported and treated as absent, like null."""
+
+    values: dict[str, Any]
+    where: str = ""  # the section, in front of each name
+    wrong: list[str] = field(default_factory=list)
+    taken: set[str] = field(default_factory=set)
+
+    def read(self, name: str) -> Any:
+        """The value of a key of the table."""
+        self.taken.add(name)
+        value, kind = self.values.get(name), KIND_OF[name]
+        if value is None or VALUE_KINDS[kind](value):
+            return value
+        self.wrong.append(f"{self.where}{name} is {short(value)}, expected {kind}")
+        return None
+
+    def section(self, name: str) -> Keys:
+        """A nested mapping, which reports to the same list."""
+        return Keys(self.read(name) or {}, f"{self.where}{name}.", self.wrong)
+
+
+def short(value: Any) -> str:
+    """A value, shortened, as an error shows it."""
+    if isinstance(value, int) and abs(value) > 10**30:
+        return "an absurd number"
+    if isinstance(value, dict | list) and len(value) > 8:
+        return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)}"
+    try:
+        return f"{value!r:.60}"
+    except RecursionError:
+        return "a deeply nested value"
+
+
+def read_rope(keys: Keys, notes: list[str]) -> dict[str, Any]:
+    """The rotary parameters in any of a config's three spellings; a note if two disagree."""
+    theta = keys.read("rope_theta")
+    newer, older = keys.section("rope_parameters"), keys.section("rope_scaling")
+    rope, is_rotary = dict[str, Any](), VALUE_KINDS["a number or a word"]
+    for section in (older, newer):
+        values = {name: value for name, value in section.values.items() if value is not None}
+        kind = values.pop("type", None)
+        if kind is not None:
+            values.setdefault("rope_type", kind)
+        if bad := [name for name, value in values.items() if not is_rotary(value)]:
+            keys.wrong.append(f"{section.where}{bad[0]} is {short(values[bad[0]])}, expected a number or a word")
+            continue
+        for name in (name for name in rope.keys() & values.keys() if rope[name] != values[name]):
+            keys.wrong.append(f"rope_scaling and rope_parameters differ in {name}: {rope[name]!r}, {values[name]!r}")
+        rope |= values
+    if "rope_theta" in rope and not is_number(rope["rope_theta"]):
+        keys.wrong.append(f"rope_theta is {short(rope.pop('rope_theta'))}, expected a number above 0")
+    if theta is not None and rope.setdefault("rope_theta", theta) != theta:
+        keys.wrong.append(f"rope_theta is {theta:g}, but {rope['rope_theta']!r} inside of the rotary parameters")
+    if unknown := sorted(rope.keys() - ROPE):
+        notes.append(f"unknown rotary parameters, not used: {', '.join(map(repr, unknown)):.200}")
+        rope = {name: value for name, value in rope.items() if name in ROPE}
+    if "rope_theta" not in rope:
+        notes.append("no rope_theta: 10000, as in a Llama config without one")
+    if rope.setdefault("rope_type", "default") not in ROPE_TYPES:
+        keys.wrong.append(f"rope_type is {short(rope.pop('rope_type'))}, expected one of {', '.join(ROPE_TYPES)}")
+    partial = rope.pop("partial_rotary_factor", None) or keys.read("partial_rotary_factor")
+    if partial not in (None, 1, 1.0):
+        keys.wrong.append(f"partial_rotary_factor is {partial!r}, expected 1: heads turn whole vectors")
+    rope = {"rope_type": "default", "rope_theta": 10000.0, **rope}
+    return {**rope, "rope_theta": float(rope["rope_theta"])}

@@ -1,0 +1,101 @@
+"""An LM head that transforms states before its matrix: its logits by the model's own forward over given states."""
+
+# D width of the states, V vocabulary
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eagle.core.drafter import TargetHead
+from eagle.device import in_dtype
+from eagle.target.structure import base_of
+from eagle.target.twin import share_weights
+
+
+@dataclass(frozen=True, slots=True)
+class StockHead(TargetHead):
+    """The target's embedding and the part of its forward above its base; gradients go through that forward too."""
+
+    model: Any = None  # the target's modules over its own weights, with a `Given` for its base
+    matrix: Tensor | None = None  # [V, D'], of the last linear layer
+    rows: Tensor | slice | None = None  # of the vocabulary; None for all
+
+    @property
+    def weight(self) -> Tensor:
+        """[V, D'], the last matrix: its precision and vocabulary are the head's, its product with states is not."""
+        assert self.matrix is not None
+        return self.matrix
+
+    @property
+    def is_linear(self) -> bool:
+        """False: the logits are more than one product."""
+        return False
+
+    def start_matrix(self) -> Tensor:
+        """[V, D], the last matrix, from which a head's own may start; it takes transformed states."""
+        if self.weight.shape[1] != self.width:
+            raise ValueError(
+                f"the target's LM head transforms states of width {self.width} to {self.weight.shape[1]} before its "
+                "matrix, and a draft head has no such matrix to start from: train another method, or with "
+                "drafter.lm_head: random where the method has one"
+            )
+        return self.weight
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """The target's logits from its base's output, in the weights' dtype; `out` is memory to write them to."""
+        states = hidden.to(self.weight.dtype)
+        logits: Tensor = self.model(input_ids=states.reshape(1, -1, hidden.shape[-1])).logits
+        logits = logits if self.rows is None else logits[..., self.rows]
+        logits = logits.view(*hidden.shape[:-1], -1)
+        return logits if out is None else out.copy_(logits)
+
+    def slope(self, logits: Tensor, hidden: Tensor) -> Tensor:
+        """The states themselves, from which `pull_back` runs the forward again."""
+        return hidden
+
+    def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor:
+        """[.., D], the gradient at the hidden states (`slope`) from that at the logits, through the model's forward."""
+        assert slope is not None
+        with torch.enable_grad():
+            hidden = slope.detach().requires_grad_()
+            logits = self.logits(hidden)
+        return torch.autograd.grad(logits, hidden, gradient.to(logits.dtype))[0].to(self.weight.dtype)
+
+    def narrow(self, tokens: Tensor | slice) -> StockHead:
+        """A head for a subset of the vocabulary, which picks its logits."""
+        return replace(self, rows=tokens, matrix=self.weight[tokens])
+
+    def cast(self, dtype: torch.dtype) -> StockHead:
+        """This head in another precision: itself if it has it, else a copy."""
+        if self.weight.dtype == dtype:
+            return self
+        embedding, model = (in_dtype(copy.deepcopy(part), dtype) for part in (self.embedding, self.model))
+        return replace(self, embedding=embedding, model=model, matrix=self.weight.to(dtype))
+
+
+class Given(nn.Module):
+    """Stands where a model's base stood, and hands on the states that it gets in place of token ids."""
+
+    def __init__(self, output: type[Any]) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The base's kind of output, with these states [B, T, D]."""
+        return self.output(last_hidden_state=input_ids)
+
+
+def stock_head(model: Any, config: Any, head: TargetHead, output: Any) -> StockHead:
+    """A head by the model's own forward; `output` is what its base gave for some text."""
+    base = base_of(model)
+    ((path, _),) = [(name, module) for name, module in model.named_modules() if module is base]
+    upper, _ = share_weights(model, config, nn.ModuleList())
+    parent, _, name = path.rpartition(".")
+    upper.get_submodule(parent)._modules[name] = Given(type(output))
+    given = StockHead(head.embedding, head.output, head.embed_scale, width=head.width)
+    return replace(given, model=upper, matrix=head.output.get_parameter("weight"))

@@ -1,0 +1,50 @@
+"""How a model's layers lay out the states that they hand on, and the one state a token that a tap gives."""
+
+# B texts, T tokens, S streams, D width
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+PLAIN, FIRST, THIRD, JOINED, TURNED = "[B, T, D]", "[S, B, T, D]", "[B, T, S, D]", "[B, T, S * D]", "[T, B, D]"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The shape of a layer's input. Of several streams a tap gives their mean, as engines do (vLLM, DeepSeek-V4)."""
+
+    axes: str
+    width: int
+
+    def read(self, states: Tensor) -> Tensor:
+        """[B, T, D], one state a token."""
+        match self.axes:
+            case "[S, B, T, D]":
+                return states.mean(0)
+            case "[B, T, S, D]":
+                return states.mean(2)
+            case "[B, T, S * D]":
+                return states.unflatten(-1, (-1, self.width)).mean(2)
+            case "[T, B, D]":
+                return states.transpose(0, 1)
+        return states
+
+
+def find_layout(states: Tensor, length: int, width: int) -> Layout | None:
+    """The layout of a layer's input for one text of `length` tokens, more than one; None if it is none that is known.
+
+    One text tells them apart whatever the number of streams: its batch axis is 1 and stands beside that of its tokens.
+    """
+    *axes, last = states.shape
+    if axes == [1, length]:
+        streams, rest = divmod(last, width)
+        return Layout(JOINED, width) if streams > 1 and not rest else Layout(PLAIN, last)
+    if axes == [length, 1]:
+        return Layout(TURNED, last)
+    if len(axes) == 3 and axes[1:] == [1, length]:
+        return Layout(FIRST, last)
+    if len(axes) == 3 and axes[:2] == [1, length]:
+        return Layout(THIRD, last)
+    return None

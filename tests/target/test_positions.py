@@ -1,0 +1,69 @@
+"""Models that count positions by themselves: tables by position (ALiBi), and lengths of the cache as offsets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from eagle.target.reader import TreeReader
+from eagle.target.trees import positions
+from eagle.target.trees.means import OFFSETS, TABLES
+from tests.target.test_masks import EXACT, build_small
+from tests.tree_rounds import make_reader, read_plainly, worst_difference
+
+TABLED = {"bloom": {}, "mpt": {}, "falcon": {"alibi": True}}
+COUNTING = {
+    # the scale of attention grows with every other token here
+    "llama4_text": {"floor_scale": 2, "attn_scale": 0.5, "no_rope_layers": [1, 0, 1, 0], "first_k_dense_replace": 4},
+    "inkling_text": {},
+}
+
+
+def checked_reader(model: Any) -> TreeReader:
+    """A reader that has found its means for texts alone and side by side."""
+    reader = make_reader(model)
+    reader.check(rows=2)
+    return reader
+
+
+@pytest.mark.parametrize(
+    "model_type", ["bloom", pytest.param("mpt", marks=pytest.mark.slow), pytest.param("falcon", marks=pytest.mark.slow)]
+)
+def test_a_table_is_indexed_by_position(model_type: str) -> None:
+    """Siblings get one entry of the stock table; the model itself keeps its own."""
+    model = build_small(model_type, **TABLED[model_type])
+    reader = checked_reader(model)
+    assert TABLES in reader.means.extras
+    assert reader.reads_rows == (model_type != "mpt")  # whose table has no row a text
+    text = list(range(3, 20))
+    before = read_plainly(model, text)
+    for lengths in [(21,), (21, 15, 30)] if reader.reads_rows else [(21,)]:
+        assert worst_difference(model, reader, lengths, pieces=1) < EXACT
+    assert torch.equal(read_plainly(reader.original, text), before)
+
+
+@pytest.mark.parametrize("model_type", ["llama4_text", pytest.param("inkling_text", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pieces", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_counting_model_gets_the_distance_to_its_count(model_type: str, pieces: int) -> None:
+    """Its check tells that masks alone are not enough, and that texts are read one by one."""
+    model = build_small(model_type, **COUNTING[model_type])
+    reader = checked_reader(model)
+    assert OFFSETS in reader.means.extras and reader.reads_rows is False
+    assert worst_difference(model, reader, (21,), pieces) < EXACT
+
+
+def test_a_column_in_place_of_a_position_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a table by the order of columns, or a length for an offset, states are others."""
+    bloom, llama = build_small("bloom"), build_small("llama4_text", **COUNTING["llama4_text"])
+    readers = [checked_reader(bloom), checked_reader(llama)]
+
+    def in_order(starts: Sequence[int], positions: torch.Tensor, held: Any = None) -> torch.Tensor:
+        return torch.arange(max(starts) + positions.shape[1]).repeat(len(starts), 1)
+
+    monkeypatch.setattr(positions, "place_columns", in_order)
+    assert worst_difference(bloom, readers[0]) > 100 * EXACT
+    monkeypatch.setattr(positions.Places, "query_offsets", property(lambda places: places.starts[0]))
+    assert worst_difference(llama, readers[1]) > 100 * EXACT
