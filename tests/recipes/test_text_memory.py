@@ -8,6 +8,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from eagle import Target
+from eagle.core.verify import Choose, Sampling
+from eagle.target.state import TargetState
 from recipes import text_memory as module
 from recipes.forecast import read_sizes, sizes_of
 from recipes.text_memory import TextMemory, text_memory
@@ -48,12 +51,15 @@ def test_states_are_those_of_their_shapes(family: str) -> None:
 
 @pytest.mark.parametrize("family", [name for name, (_, text) in MODELS.items() if text])
 def test_a_real_text_takes_what_is_forecast(family: str) -> None:
-    """States once, keys and values by the token, in the cache of a model with numbers after nine tokens."""
+    """States once, keys and values by the token, in a model's cache after nine tokens; a text here holds as much."""
     model = AutoModelForCausalLM.from_config(config_of(family), dtype=torch.bfloat16).eval()
     cache = model(torch.arange(9)[None], use_cache=True).past_key_values
     parts = [part for layer in cache.layers for value in vars(layer).values() for part in tensors_of(value)]
     text = MODELS[family][1]
     assert text and sum(part.nbytes for part in parts if part.is_floating_point()) == text.states + 9 * text.token
+    state = TargetState(Target(model), ())
+    state.begin([1, 2, 3], Choose(Sampling()))
+    assert state.cache.states is not None and state.cache.states.state_bytes() == text.states
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
