@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 from eagle.decoding.decode import generate
 from eagle.formats.checkpoint import load_drafter, load_head
 from eagle.target.target import Target
-from recipes.tiny.make_target import END, SPECIAL, TEMPLATE
+from recipes.tiny.train_tokenizer import END, SPECIAL, TEMPLATE
 
 SIZES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {

@@ -19,13 +19,18 @@ from eagle.core.examples import MAX_PENDING
 from eagle.data.features import BATCH_TOKENS, taps_of
 from eagle.data.shards import token_bytes
 from eagle.drafters import DRAFTERS, settings_of
+from eagle.drafters.parts.decoder_block import widest
 from eagle.log import script
 from eagle.recipe import DataSection, Recipe
 from eagle.shipped import RECIPES, STAGES
 from recipes.footprint import EmptyRun, Footprint, empty_target_head
+from recipes.text_memory import TextMemory, table_of_states, text_memory
 
 KNOWN = STAGES / "docs/results/sizes.json"
-SHIPPED = ("vicuna-7b", "llama-3.1-8b", "llama-3.1-70b", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "mimo-7b")
+SHIPPED = (
+    *("vicuna-7b", "llama-3.1-8b", "llama-3.1-70b", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "mimo-7b"),
+    *("qwen3-next-80b", "qwen3.5-9b", "nemotron-3-nano", "gemma-3n", "llama-4-scout"),
+)
 CONVERSATIONS = {"Aeala/ShareGPT_Vicuna_unfiltered": 68_000}
 TOKENS = 1_330  # of a ShareGPT conversation cut at 2,048: its published 740 GB at a width of 4,096 in bf16
 SUPERVISED = 0.75  # share of these tokens
@@ -50,6 +55,7 @@ class Sizes:
     tie_word_embeddings: bool
     parameters: int
     active: int  # parameters that one token visits
+    text: TextMemory | None = None  # of a target that keeps states of a text
 
     @property
     def config(self) -> LlamaConfig:
@@ -192,14 +198,19 @@ def sizes_of(path: str, revision: str | None = None) -> Sizes:
     """The sizes of a target: of a published one from the table, else from its config."""
     known = json.loads(KNOWN.read_text()) if KNOWN.exists() else {}
     if path in known and revision is None:
-        return Sizes(**known[path])
-    return sizes_of_config(AutoConfig.from_pretrained(path, revision=revision))
+        return read_sizes(known[path])
+    return sizes_of_config(AutoConfig.from_pretrained(path, revision=revision).get_text_config())
+
+
+def read_sizes(row: dict[str, Any]) -> Sizes:
+    """The sizes of a row of the table."""
+    return Sizes(**{**row, "text": TextMemory(*row["text"]) if "text" in row else None})
 
 
 def sizes_of_config(config: Any) -> Sizes:
     """The sizes of the model that a config describes."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     count = next((held for name in names if (held := getattr(config, name, None))), 1)
     idle = 1 - (getattr(config, "num_experts_per_tok", None) or 1) / count
@@ -207,7 +218,7 @@ def sizes_of_config(config: Any) -> Sizes:
     return Sizes(
         config.vocab_size,
         config.hidden_size,
-        config.intermediate_size,
+        widest(config.intermediate_size),
         config.num_attention_heads,
         config.num_key_value_heads,
         config.num_hidden_layers,
@@ -215,6 +226,7 @@ def sizes_of_config(config: Any) -> Sizes:
         bool(config.tie_word_embeddings),
         parameters(model),
         round(parameters(model) - experts * idle),
+        text_memory(model),
     )
 
 
@@ -252,13 +264,15 @@ def table(rows: dict[str, Forecast]) -> str:
 
 
 def of_recipes(paths: list[str], cards: int = CARDS, tflops: float = TFLOPS, conversations: int | None = None) -> str:
-    """The table of some recipes."""
-    rows = {}
+    """The table of some recipes, and of the states that their targets keep."""
+    rows, texts = {}, {}
     for path in paths:
         recipe = Recipe.load(path)
         sizes = sizes_of(recipe.target.path, recipe.target.revision)
         rows[f"`{path}`"] = forecast(recipe, sizes, conversations or conversations_of(recipe), cards, tflops)
-    return table(rows)
+        if sizes.text:
+            texts[recipe.target.path] = sizes.text
+    return f"{table(rows)}\n\n{table_of_states(texts)}" if texts else table(rows)
 
 
 def shipped() -> list[str]:
@@ -271,7 +285,7 @@ def of_targets() -> str:
     """The table of known targets, each with what `llama-3.1-8b` says."""
     recipe = Recipe.load("llama-3.1-8b/eagle1")
     known = sorted(json.loads(KNOWN.read_text()).items(), key=lambda item: item[1]["parameters"])
-    return table({name: forecast(recipe, Sizes(**sizes), 68_000) for name, sizes in known})
+    return table({name: forecast(recipe, read_sizes(sizes), 68_000) for name, sizes in known})
 
 
 def main(argv: list[str]) -> None:

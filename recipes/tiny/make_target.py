@@ -21,61 +21,42 @@ from time import perf_counter, process_time
 from typing import Any, NamedTuple
 
 import torch
-from sentencepiece import SentencePieceTrainer
 from torch.nn.functional import cross_entropy
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LlamaTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from data_prep.chats.records import ROLES
 from eagle.device import fastest_dtype
 from eagle.disk import apply_umask, lock_folder
 from eagle.log import script
 from eval.result_files.results import ends_in_loop
-from recipes.tiny import corpora, train_target
+from recipes.tiny import corpora, train_target, train_tokenizer
 from recipes.tiny.train_target import BATCH, train
+from recipes.tiny.train_tokenizer import END, MAX_LENGTH
 
 WINDOW, NUM_STORIES, HELD_OUT_STORIES = 512, 3000, 24
 PROMPT_EVERY, NEW_TOKENS = 13, 160  # of the greedy answers whose loops are counted
 SYSTEM, SYSTEM_EVERY = "You answer questions about Python's libraries.", 8
-END, SPECIAL = "<|end|>", ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
-TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
-)
-MODEL: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 384,
     "num_hidden_layers": 10,
     "num_attention_heads": 2,
     "head_dim": 64,
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": MAX_LENGTH,
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
-    "attn_implementation": "eager",  # at this size faster on a CPU than the fused kernel; it is not saved
 }
-SENTENCEPIECE: dict[str, Any] = {  # no normalisation and no added space, so that decoding gives back what was encoded
-    "model_type": "bpe",
-    "vocab_size": 2048,
-    "byte_fallback": True,
-    "normalization_rule_name": "identity",
-    "remove_extra_whitespaces": False,
-    "add_dummy_prefix": False,
-    "allow_whitespace_only_pieces": True,
-    "pad_id": 3,
-    "control_symbols": SPECIAL,
-    "minloglevel": 2,
-}
-TOKENIZER = {
-    "tokenizer_class": "LlamaTokenizer",
-    "bos_token": "<s>",
-    "eos_token": "</s>",
-    "pad_token": "<pad>",
-    "unk_token": "<unk>",
-    "additional_special_tokens": SPECIAL,
-    "add_bos_token": True,
-    "add_prefix_space": False,
-    "legacy": False,
-    "model_max_length": MODEL["max_position_embeddings"],
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "hybrid": {  # every second layer keeps a gated delta rule's state in place of keys and values
+        "model_type": "qwen3_5_text",
+        "layer_types": 5 * ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 64,  # so that its matrices are as many numbers as the Llama's attention
+        "num_key_value_heads": 2,
+    },
 }
 Record = dict[str, Any]
 
@@ -120,12 +101,13 @@ def make_target(
     seed: int = 0,
     max_conversations: int | None = None,
     corpus: str = "docstrings",
+    model: str = "llama",
 ) -> dict[str, Any]:
     """Write `target/`, `data/` and `target_report.json` to `out`, unless they are there; returns the report."""
     steps = CORPORA[corpus].steps if steps is None else steps
-    settings: dict[str, Any] = {"corpus": corpus, "steps": steps, "seed": seed}
+    settings: dict[str, Any] = {"corpus": corpus, "model": model, "steps": steps, "seed": seed}
     settings |= {"max_conversations": max_conversations, "made_with": list_versions()}
-    folder = Path(out or CORPORA[corpus].out)
+    folder = Path(out or CORPORA[corpus].out + ("" if model == "llama" else f"-{model}"))
     return make_once(folder, settings, lambda unfinished, begun: build(unfinished, begun, settings))
 
 
@@ -151,7 +133,8 @@ def make_once(out: Path, settings: dict[str, Any], build: Callable[[Path, Path],
 
 def list_versions() -> dict[str, str]:
     """The versions that decide the weights beside the settings: a hash of this code, and of the packages it uses."""
-    files = (__file__, str(train_target.__file__), str(corpora.__file__), corpora.STORIES)
+    modules = [str(module.__file__) for module in (train_target, train_tokenizer, corpora)]
+    files: list[str | Path] = [__file__, *modules, corpora.STORIES]
     code = b"".join(Path(file).read_bytes() for file in files)
     installed = {package.name: package.version for package in distributions()}
     packages = [*corpora.PACKAGES, "transformers", "tokenizers", "sentencepiece"]
@@ -188,12 +171,12 @@ def build(folder: Path, begun: Path, settings: dict[str, Any]) -> dict[str, Any]
             lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
             (folder / "data" / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
     with phase(seconds, "tokenizer"):
-        tokenizer = train_tokenizer(splits["train"], folder / "target")
+        tokenizer = train_tokenizer.train(splits["train"], folder / "target")
         random.Random(seed).shuffle(splits["train"])
         train_rows, heldout_rows = (pack_conversations(records, tokenizer) for records in splits.values())
     with phase(seconds, "training"):
         torch.manual_seed(seed)
-        model, bf16 = new_model(tokenizer), fastest_dtype("cpu") == torch.bfloat16
+        model, bf16 = new_model(tokenizer, settings["model"]), fastest_dtype("cpu") == torch.bfloat16
         train(model, train_rows, steps, seed, bf16, begun)
         model.save_pretrained(folder / "target")
     with phase(seconds, "measuring"):
@@ -223,20 +206,6 @@ def phase(seconds: dict[str, dict[str, float]], name: str) -> Iterator[None]:
     seconds[name] = {"wall": round(perf_counter() - wall, 1), "cpu": round(process_time() - cpu, 1)}
 
 
-def train_tokenizer(records: Sequence[Record], folder: Path) -> Any:
-    """Train a SentencePiece BPE tokenizer; saved as tokenizer.model and, with the same ids, as tokenizer.json."""
-    folder.mkdir()
-    turns = (turn["value"] for record in records for turn in record["conversations"])
-    lines = (line for text in turns for line in text.split("\n") if line)
-    with (folder / "tokenizer.model").open("wb") as file:  # written by a path, the model would hold that path
-        SentencePieceTrainer.train(sentence_iterator=lines, model_writer=file, **SENTENCEPIECE)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER, indent=2) + "\n")
-    tokenizer = LlamaTokenizer.from_pretrained(folder)
-    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
-    return tokenizer
-
-
 def pack_conversations(records: Sequence[Record], tokenizer: Any) -> torch.Tensor:
     """Concatenate conversations and cut them into rows of `WINDOW` tokens; the remainder is left out."""
     chats = []
@@ -249,10 +218,12 @@ def pack_conversations(records: Sequence[Record], tokenizer: Any) -> torch.Tenso
     return stream[: len(stream) // WINDOW * WINDOW].view(-1, WINDOW)
 
 
-def new_model(tokenizer: Any) -> Any:
+def new_model(tokenizer: Any, architecture: str = "llama") -> Any:
     """An untrained target; both end tokens stop its generations."""
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **ids, **MODEL))
+    config = AutoConfig.for_model(vocab_size=len(tokenizer), **ids, **SIZES, **MODELS[architecture])
+    # eager: at this size faster on a CPU than the fused kernel; it is not saved
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     ids["eos_token_id"] = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(END)]
     model.generation_config = GenerationConfig(**ids)
     return model
@@ -292,11 +263,12 @@ def main(argv: list[str]) -> None:
     """Make the target and print its report."""
     parser = argparse.ArgumentParser(prog="eagle tiny-target", description=__doc__)
     parser.add_argument("--corpus", choices=CORPORA, default="docstrings", help="what it learns")
-    parser.add_argument("--out", help="default: runs/tiny, of stories runs/demo")
+    parser.add_argument("--model", choices=MODELS, default="llama", help="hybrid: half of the layers linear attention")
+    parser.add_argument("--out", help="default: runs/tiny, of stories runs/demo; of a hybrid runs/tiny-hybrid")
     parser.add_argument("--steps", type=int, help="default: 400, of stories 150")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    report = make_target(args.out, args.steps, args.seed, corpus=args.corpus)
+    report = make_target(args.out, args.steps, args.seed, corpus=args.corpus, model=args.model)
     if args.corpus == "stories":
         conversations = report["conversations"]["train"]
         print(f"{report['parameters'] / 1e6:.1f} M parameters, trained on {conversations:,} conversations")

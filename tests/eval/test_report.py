@@ -59,6 +59,8 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("measurements/drafters.md", "compare_self.json", comparison_table),
         ("measurements/long-context.md", "compare_window.json", comparison_table),
         ("measurements/methods.md", "compare_tiny.json", comparison_table),
+        ("measurements/methods.md", "compare_hybrid.json", comparison_table),
+        ("measurements/methods.md", "compare_hybrid_llama.json", comparison_table),
         ("recipes.md", "memory.json", memory_table),
         ("recipes.md", "cards.json", card_table),
     ],

@@ -33,6 +33,7 @@ from recipes.forecast import (
     token_flops,
     training_bytes,
 )
+from recipes.text_memory import TextMemory, table_of_states
 from tests.registry import BY_DEFAULT
 
 ROOT = Path(__file__).parents[2]
@@ -74,18 +75,20 @@ def test_a_method_of_other_parts_is_forecast() -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    """Both tables of docs/recipes.md."""
+    """Its tables of docs/recipes.md: recipes, states of texts, and targets."""
     module.main([])
-    shipped, targets = capsys.readouterr().out.strip().split("\n\n")
     page = (ROOT / "docs/recipes.md").read_text()
-    assert shipped in page and targets in page
+    printed = capsys.readouterr().out.strip().split("\n\n")
+    assert len(printed) == 3 and all(part in page for part in printed)
 
 
 def test_rows_of_the_page_are_what_the_command_prints() -> None:
-    """One of either table."""
+    """One of each table; a target without states has no row in that of states."""
     page, recipe = (ROOT / "docs/recipes.md").read_text(), Recipe.load(ROOT / "recipes/llama-3.1-8b/eagle1.yaml")
     other = table({"Qwen/Qwen3-0.6B": forecast(recipe, sizes_of("Qwen/Qwen3-0.6B"), 68_000)})
-    for printed in (of_recipes(["recipes/vicuna-7b/eagle1.yaml"]), other):
+    name = "Qwen/Qwen3-Next-80B-A3B-Instruct"
+    states = table_of_states({name: sizes_of(name).text or TextMemory(0, 0)})
+    for printed in (of_recipes(["recipes/vicuna-7b/eagle1.yaml"]), other, states):
         assert printed.splitlines()[-1] in page
 
 
@@ -208,4 +211,4 @@ def test_the_table_of_sizes_is_the_configs_own(name: str) -> None:
     made = sizes_of_config(AutoConfig.for_model(facts.pop("model_type"), **facts))
     known = json.loads(module.KNOWN.read_text())
     (row,) = (sizes for path, sizes in known.items() if path.split("/")[1].lower() == name)
-    assert made == module.Sizes(**row)
+    assert made == module.read_sizes(row)

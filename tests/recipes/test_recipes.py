@@ -20,7 +20,7 @@ from eagle.data.features import taps_of
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.recipe import Recipe
 from eagle.training.plan import Plan
-from recipes.forecast import Sizes, empty_head, parameters
+from recipes.forecast import empty_head, parameters, read_sizes
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(
@@ -119,7 +119,23 @@ def test_every_method_has_a_row_among_the_papers_and_a_recipe(kind: str) -> None
 
 SIZES = json.loads((ROOT / "docs/results/sizes.json").read_text())
 LARGE = [path for path in RECIPES if path.parent.name != "tiny"]
-FAMILY = {"qwen3-8b": "qwen3", "qwen3-30b-a3b": "qwen3_moe", "gpt-oss-20b": "gpt_oss", "mimo-7b": "qwen2"}
+FAMILY = {
+    **{"qwen3-8b": "qwen3", "qwen3-30b-a3b": "qwen3_moe", "gpt-oss-20b": "gpt_oss", "mimo-7b": "qwen2"},
+    **{"qwen3-next-80b": "qwen3_next", "qwen3.5-9b": "qwen3_5_text", "nemotron-3-nano": "nemotron_h"},
+    **{"gemma-3n": "gemma3n_text", "llama-4-scout": "llama4_text"},
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+FURTHER = {  # sizes that these families have beside those of all
+    "qwen3_moe": {"num_experts": 4, **EXPERTS},
+    "gpt_oss": {"num_local_experts": 4, **EXPERTS},
+    "qwen3_next": {"num_experts": 4, **EXPERTS, **LINEAR},
+    "qwen3_5_text": LINEAR,
+    "nemotron_h": {"n_routed_experts": 4, "mamba_num_heads": 8, **EXPERTS},
+    "gemma3n_text": {"num_kv_shared_layers": 1},
+    "llama4_text": {"num_local_experts": 4},
+}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}  # of a head whose target turns nothing
 
 
 def settings_in(path: Path, *overrides: str) -> Any:
@@ -129,7 +145,7 @@ def settings_in(path: Path, *overrides: str) -> Any:
 
 def learned(settings: Any, target: str) -> int:
     """The parameters of a head for a published target, counted without their numbers."""
-    return parameters(empty_head(settings, Sizes(**SIZES[target]).config))
+    return parameters(empty_head(settings, read_sizes(SIZES[target]).config))
 
 
 def by_hand(settings: Any, sizes: dict[str, Any]) -> int:
@@ -230,7 +246,7 @@ def test_the_published_head_of_a_mixture_is_as_wide() -> None:
 
 
 STARTED = [path for path in RECIPES if Recipe.load(path).train.init]
-ANY = Sizes(**SIZES["Qwen/Qwen3-8B"]).config
+ANY = read_sizes(SIZES["Qwen/Qwen3-8B"]).config
 
 
 @pytest.mark.parametrize("path", STARTED, ids=named)
@@ -259,13 +275,11 @@ def sixteenth(sizes: dict[str, Any], family: str) -> Target:
     """A target with every size divided by 16: the width of a head of attention, not how many there are."""
     small = {key: sizes[key] // 16 for key in ("vocab_size", "hidden_size", "intermediate_size", "head_dim")}
     small["hidden_size"] += -small["hidden_size"] % sizes["num_attention_heads"]  # a head's config must divide it
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": small["intermediate_size"] // 8}
-    experts |= {"num_local_experts": 4} if family == "gpt_oss" else {}
     config = AutoConfig.for_model(
         family,
         **{key: sizes[key] for key in ("num_attention_heads", "num_key_value_heads")},
         **small,
-        **(experts if family in ("qwen3_moe", "gpt_oss") else {}),
+        **FURTHER.get(family, {}),
         num_hidden_layers=4,
     )
     torch.manual_seed(0)
@@ -283,7 +297,7 @@ def test_a_recipe_takes_a_step_at_a_sixteenth_of_its_size(path: Path) -> None:
     settings = settings.model_copy(update={name: size // 16 for name, size in small.items() if size})
     texts = [torch.randint(target.config.vocab_size, (length,)) for length in (40, 24)]
     head = DRAFTERS[settings.kind].for_target(settings, target.config, target.head, supervised=texts).train()
-    assert head.shape.rope_parameters == target.config.rope_parameters
+    assert head.shape.rope_parameters == getattr(target.config, "rope_parameters", PLAIN_ROPE)
     taps = taps_of(settings, target.config)
     read = [target.features(tokens[None], taps)[0] for tokens in texts]
     batch = collate(

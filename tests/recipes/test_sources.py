@@ -153,6 +153,15 @@ RECIPES: dict[str, tuple[str, Values]] = {
         },
     ),
     "mimo-7b/mtp": ("FastMTP", {}),
+    "qwen3-next-80b/eagle3": ("EAGLE-3", {**OURS_3, "lr": 1e-4, "intermediate_size": 5120}),
+    "qwen3.5-9b/eagle3": ("EAGLE-3", OURS_3),
+    "qwen3.5-9b/mtp": (
+        "FastMTP",
+        {"max_length": 2048, "start": "random", "hidden_first": False, "epochs": 10, "lr": 1e-4},
+    ),
+    "nemotron-3-nano/eagle3": ("EAGLE-3", {**OURS_3, "lr": 1e-4, "intermediate_size": 8064}),
+    "gemma-3n/eagle3": ("EAGLE-3", {**OURS_3, "lr": 1e-4, "intermediate_size": 16_384}),
+    "llama-4-scout/eagle3": ("EAGLE-3", {**OURS_3, "intermediate_size": 32_768}),
 }
 
 

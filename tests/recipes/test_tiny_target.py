@@ -19,16 +19,9 @@ from sentencepiece import SentencePieceProcessor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from recipes.tiny.corpora import C_MODULES, call_answer, docstring_conversations, extract_prose, parse_source
-from recipes.tiny.make_target import (
-    END,
-    SPECIAL,
-    make_once,
-    make_target,
-    new_model,
-    pack_conversations,
-    read_report,
-)
+from recipes.tiny.make_target import MODELS, make_once, make_target, new_model, pack_conversations, read_report
 from recipes.tiny.train_target import SAVE_EVERY, train
+from recipes.tiny.train_tokenizer import END, SPECIAL
 
 ODD = [
     "",
@@ -157,13 +150,25 @@ def test_a_finished_target_is_kept_and_an_unfinished_one_is_not(tiny_target_dir:
     assert read_report(tmp_path, settings) is None
 
 
+def test_half_of_a_hybrid_is_linear_attention(tokenizer: Any) -> None:
+    """Every second layer; it has as many parameters as the Llama, to a twentieth, and generates text by itself."""
+    llama, hybrid = (new_model(tokenizer, model).eval() for model in ("llama", "hybrid"))
+    cache = hybrid.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, return_dict_in_generate=True).past_key_values
+    assert [hasattr(layer, "recurrent_states") for layer in cache.layers] == 5 * [True, False]
+    assert hybrid.num_parameters() == pytest.approx(llama.num_parameters(), rel=0.05)
+    assert hybrid.generation_config.to_dict() == llama.generation_config.to_dict()
+
+
 @pytest.mark.slow
-def test_the_same_seed_gives_the_same_weights(tiny_target_dir: Path, tokenizer: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", MODELS)
+def test_the_same_seed_gives_the_same_weights(
+    architecture: str, tiny_target_dir: Path, tokenizer: Any, tmp_path: Path
+) -> None:
     rows = pack_conversations(records(tiny_target_dir, "train"), tokenizer)
 
     def trained(seed: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(seed)
-        model = new_model(tokenizer)
+        model = new_model(tokenizer, architecture)
         train(model, rows, 3, seed, bf16=True, begun=tmp_path / "begun.pt")
         return model.state_dict()
 

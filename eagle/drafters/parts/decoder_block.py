@@ -38,10 +38,16 @@ def head_shape(target_config: Any, **overrides: Any) -> HeadShape:
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }
-    sizes = {key: getattr(target_config, key, None) for key in SHAPE_KEYS}
+    sizes: dict[str, Any] = {key: getattr(target_config, key, None) for key in SHAPE_KEYS}
     sizes = {key: defaults.get(key) if value is None else value for key, value in sizes.items()}
+    sizes["intermediate_size"] = widest(sizes["intermediate_size"])
     shape: Any = LlamaConfig(**{**sizes, "num_hidden_layers": 1, **overrides}, tie_word_embeddings=False)
     return shape
+
+
+def widest(sizes: int | list[int]) -> int:
+    """The width of an MLP, the largest where a config has one for each layer."""
+    return sizes if isinstance(sizes, int) else max(sizes)
 
 
 class Cache:
