@@ -240,13 +240,11 @@ class TargetState:
         self.keep_columns(paths, {row: [tokens[row][node] for node in path] for row, path in paths.items()})
 
     def keep_columns(self, columns: Mapping[int, Sequence[int]], tokens: Mapping[int, list[int]]) -> None:
-        """Commit some columns of each row that were read last, which hold these tokens.
-
-        If there are fewer tokens than columns, the last columns move up behind the committed ones.
-        """
+        """Commit columns of each row that were read last, one for each of its tokens; further ones move up behind."""
         slots = {row: self.rows.index(row) for row in columns}
         counts = {slots[row]: len(kept) for row, kept in tokens.items()}
-        self.cache.keep({slots[row]: kept for row, kept in columns.items()}, counts)
+        with self.target.lock:  # modules that keep a state run again
+            self.cache.keep({slots[row]: kept for row, kept in columns.items()}, counts)
         for row, kept in tokens.items():
             self.texts[slots[row]] += kept
 
