@@ -91,5 +91,5 @@ def test_a_longer_text_than_is_held_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 def late_cut(self: text_states.TextStates, slot: int, length: int) -> None:
     """The states of a longer text stand for those of a shorter one."""
     held = self.slots[slot]
-    held.held = {length: states for states in [*held.held.values()][-1:]} if length else {}
+    held.held = {length: [*held.held.values()][-1]} if length and held.held else {}
     held.reading = None
