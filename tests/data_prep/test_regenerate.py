@@ -36,6 +36,7 @@ from eagle.drafters.none import NoDrafter
 from eagle.formats.checkpoint import save_head, write_budget
 from eagle.recipe import DataSection, Recipe, RegenerateSection, TargetSection
 from eagle.target.state import TargetState
+from tests import every_type
 from tests.families import build, own_answer, random_tokens
 
 TINY = Path(__file__).parents[2] / "recipes/tiny/eagle1.yaml"
@@ -326,11 +327,11 @@ def test_neighbours_and_drafts_change_no_answer_of_any_family(name: str, drafter
         )
 
 
-@pytest.mark.parametrize("name", ["mamba", "bloom", "qwen3_next"])
+@pytest.mark.parametrize("name", ["openai-gpt", "xlnet"])
 def test_a_model_that_reads_no_trees_is_refused(name: str) -> None:
     """With the way out."""
     with pytest.raises(ValueError, match=r"cannot read a tree: .*\. For its answers serve it, and name regen"):
-        Local(Target(build(name)), Numbers(), section_of(Path("-")))
+        Local(Target(every_type.build(name)), Numbers(), section_of(Path("-")))
 
 
 def prompts(target: Target) -> list[Prompt]:

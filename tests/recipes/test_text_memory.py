@@ -59,7 +59,7 @@ def test_a_real_text_takes_what_is_forecast(family: str) -> None:
     assert text and sum(part.nbytes for part in parts if part.is_floating_point()) == text.states + 9 * text.token
     state = TargetState(Target(model), ())
     state.begin([1, 2, 3], Choose(Sampling()))
-    assert state.cache.states is not None and state.cache.states.state_bytes() == text.states
+    assert state.cache.states is not None and state.cache.states.state_bytes(0) == text.states
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
