@@ -138,6 +138,8 @@ def measure(recipe: Recipe, path: str, *, again: bool = False, processes: Proces
     if recipe.eval.goodput_policy:
         drafters = add_policies(recipe, target, drafters, asked)
     settings = describe_run(recipe, target, drafters, processes.count)
+    if "trees" in settings and processes.is_first:
+        print(f"trees are read by {settings['trees']}")
     results = processes.share(lambda: ResultsWriter(stored, settings, again=again))
     measurement = Measurement(recipe, target, drafters, asked, results, processes)
     if measurement.has_all():

@@ -140,6 +140,8 @@ def _generate(args: argparse.Namespace) -> None:
     print()
     legend = f" ({GREEN}green{PLAIN}: drafted)" if coloured else ""
     print(f"{args.drafter}: {drafted}{legend}", file=sys.stderr)
+    if (trees := target.describe()) != "mask":
+        print(f"trees are read by {trees}", file=sys.stderr)
     if policy is not None:
         levels = fmean([cycle.depth for cycle in drafted.trace.cycles] or [0])
         print(f"policy: {levels:.1f} levels a cycle, of 0 to {policy.budget.depth}", file=sys.stderr)
