@@ -112,20 +112,14 @@ class TreeReader:
             self.cache_name: cache,
         }
         taken = {name: value for name, value in inputs.items() if name in self.arguments}
-        places = Places(starts, positions, count, columns, self.masks)
-        with self.reading(cache, seen, count, positions.shape[1]), self._placing(places, cache):
-            output = self.base(**taken, use_cache=True)
-        return output if isinstance(output, Tensor) else output.last_hidden_state
-
-    @contextmanager
-    def _placing(self, places: Places, cache: Any) -> Iterator[None]:
-        """A context in which the model, and its cache, tell positions from these places."""
-        self.places = cache.places = places
+        self.places = cache.places = Places(starts, positions, count, columns, self.masks)
         cache.counts_positions = OFFSETS in self.means.extras
         try:
-            yield
+            with self.reading(cache, seen, count, positions.shape[1]):
+                output = self.base(**taken, use_cache=True)
         finally:
             self.places, cache.counts_positions = None, False
+        return output if isinstance(output, Tensor) else output.last_hidden_state
 
     def read_text(
         self, tokens: Tensor, start: int, cache: TreeCache, depths: Sequence[int] = (), seen: Tensor | None = None
