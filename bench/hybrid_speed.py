@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from heapq import nlargest
 from pathlib import Path
 from statistics import median
@@ -23,7 +23,7 @@ from transformers.models.qwen3_5 import Qwen3_5TextConfig
 from bench.machine import made_on, markdown, take_turns, write_results
 from eagle import DraftTree, Target
 from eagle.core.tree import PUBLISHED_TREE, Paths
-from eagle.log import script
+from eagle.log import progress, script
 from eagle.target.state import TargetState
 from eagle.target.trees.means import Means
 from eagle.target.trees.tree_plan import Plan
@@ -85,50 +85,47 @@ class Side:
     """A target whose text grows by trees that it reads by given means."""
 
     def __init__(self, model: Any, means: Means, prompt: list[int]) -> None:
-        self.target = Target(model)
-        self.target.reader.take(means)
-        self.target.reader.checked = True  # the means that are asked for, not the cheapest that pass
-        self.prompt = prompt
-
-    def start(self, room: int) -> TargetState:
-        """A state behind the prompt."""
-        self.target.forget()
-        state = self.target.open()
-        state.admit(0, self.prompt, room)
-        while not state.read_prompts():
+        target = Target(model)
+        target.reader.take(means)
+        target.reader.checked = True  # the means that are asked for, not the cheapest that pass
+        self.state, self.model = target.open(), model
+        self.state.admit(0, prompt, room=1024)
+        while not self.state.read_prompts():
             pass
-        return state
 
     def cycle(self, tree: DraftTree) -> tuple[float, float]:
-        """CPU seconds of reading a tree and of keeping half of its longest path, behind the prompt."""
-        state, path = self.start(len(tree)), longest_path(tree)
+        """CPU seconds of reading a tree, and of keeping half of its longest path."""
+        path = longest_path(tree)
         begun = process_time()
-        state.read({0: tree})
+        self.state.read({0: tree})
         read = process_time()
-        state.keep({0: path[: -(-len(path) // 2)]})
+        self.state.keep({0: path[: -(-len(path) // 2)]})
         return read - begun, process_time() - read
 
     @torch.inference_mode()
     def difference(self, tree: DraftTree) -> float:
         """The largest relative difference from the untouched model's plain logits along the longest path."""
-        path, state = longest_path(tree), self.start(len(tree))
-        found = state.read({0: tree})[0].logits[path].float()
-        text = torch.tensor([[*self.prompt, *tree.tokens[path].tolist()]])
-        expected = self.target.model(text, use_cache=False).logits[0, -len(path) :].float()
+        path = longest_path(tree)
+        found = self.state.read({0: tree})[0].logits[path].float()
+        text = torch.tensor([[*self.state.text(0), *tree.tokens[path].tolist()]])
+        expected = self.model(text, use_cache=False, logits_to_keep=len(path)).logits[0].float()
         return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 
-def plain_step(model: Any, prompt: list[int]) -> Callable[[], tuple[float, float]]:
-    """CPU seconds of the untouched model's step by one token behind the prompt, with its own cache."""
+class Stepped:
+    """The untouched model, which goes on by one token with its own cache."""
 
     @torch.inference_mode()
-    def run() -> tuple[float, float]:
-        cache = model(torch.tensor([prompt]), logits_to_keep=1, use_cache=True).past_key_values
-        begun = process_time()
-        model(torch.tensor([[1]]), past_key_values=cache)
-        return process_time() - begun, 0.0
+    def __init__(self, model: Any, prompt: list[int]) -> None:
+        self.model = model
+        self.cache = model(torch.tensor([prompt]), logits_to_keep=1, use_cache=True).past_key_values
 
-    return run
+    @torch.inference_mode()
+    def cycle(self, tree: DraftTree) -> tuple[float, float]:
+        """CPU seconds of a step, whatever the draft."""
+        begun = process_time()
+        self.model(tree.tokens[None, :1], past_key_values=self.cache)
+        return process_time() - begun, 0.0
 
 
 def measure(dtype: str, rounds: int, **shape: int) -> dict[str, Any]:
@@ -136,28 +133,32 @@ def measure(dtype: str, rounds: int, **shape: int) -> dict[str, Any]:
     model = random_hybrid(DTYPES[dtype], **shape)
     prompt = torch.randint(model.config.vocab_size, (CONTEXT,), generator=torch.Generator().manual_seed(1)).tolist()
     sides = {name: Side(model, means, prompt) for name, means in MEANS.items()}
-    drafts, rows = shapes(), {}
-    step = plain_step(model, prompt)
-    for draft, tree in drafts.items():
-        runs = {name: lambda side=side, tree=tree: side.cycle(tree) for name, side in sides.items()}
-        times = take_turns(rounds + 1, {"plain": step, **runs})  # the first of each is not counted
-        rows[draft] = {
-            **{
-                name: [round(1000 * median(part), 2) for part in zip(*figures[1:], strict=True)]
-                for name, figures in times.items()
-            },
-            "difference": {name: side.difference(tree) for name, side in sides.items()},
-        }
-    return {"milliseconds of read and keep": rows, "states": states_of(sides["paths"])}
+    turns: dict[str, Any] = {"plain": Stepped(model, prompt), **sides}
+    rows = {}
+    for draft, tree in progress(shapes().items(), f"drafts, {dtype}", len(shapes())):
+        runs = {name: lambda side=side, tree=tree: side.cycle(tree) for name, side in turns.items()}
+        times = take_turns(rounds + 1, runs)
+        rows[draft] = {name: milliseconds(figures[1:]) for name, figures in times.items()}  # the first warms up
+    last = shapes()["tree of 61"]
+    return {
+        "read and keep, ms": rows,
+        "difference": {name: side.difference(last) for name, side in sides.items()},
+        "states": states_of(sides["paths"].state),
+    }
 
 
-def states_of(side: Side) -> dict[str, int]:
+def milliseconds(times: Sequence[tuple[float, float]]) -> list[float]:
+    """The medians of reading and of keeping."""
+    return [round(1000 * median(part), 2) for part in zip(*times, strict=True)]
+
+
+def states_of(state: TargetState) -> dict[str, int]:
     """Bytes of the mixers' states of one text, as they are held and as the config has them."""
-    state, config = side.start(1), side.target.config
+    config = state.target.config
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
     recurrent = config.linear_key_head_dim * values * 4  # fp32
-    convolution = (2 * keys + values) * config.linear_conv_kernel_dim * side.target.model.dtype.itemsize
+    convolution = (2 * keys + values) * config.linear_conv_kernel_dim * state.target.model.dtype.itemsize
     assert state.cache.states
     return {
         "held": state.cache.states.state_bytes(),
@@ -191,7 +192,7 @@ def table(results: dict[str, Any]) -> str:
     """The results as Markdown."""
     parts = []
     for dtype, figures in results["measured"].items():
-        rows = [_row(draft, row) for draft, row in figures["milliseconds of read and keep"].items()]
+        rows = [_row(draft, row) for draft, row in figures["read and keep, ms"].items()]
         head = (
             f"{dtype}: ms of read + keep",
             "plain step",
