@@ -160,8 +160,9 @@ def states_of(state: TargetState) -> dict[str, int]:
     recurrent = config.linear_key_head_dim * values * 4  # fp32
     convolution = (2 * keys + values) * config.linear_conv_kernel_dim * state.target.model.dtype.itemsize
     assert state.cache.states
+    held = state.cache.states.slots[0].held
     return {
-        "held": state.cache.states.state_bytes(),
+        "held": sum(tensor.nbytes for part in held[max(held)].values() for tensor in part.values()),
         "by the config": config.layer_types.count("linear_attention") * (recurrent + convolution),
         "keys and values of a token": state.cache.column_bytes,
     }
