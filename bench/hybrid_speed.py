@@ -56,7 +56,7 @@ def grown_tree(nodes: int, depth: int, top_k: int = 10) -> Paths:
     for _ in range(depth):
         children = []
         for weight, path in level:
-            rates = torch.randn(top_k, generator=generator).mul(2).softmax(0).sort(descending=True).values.tolist()
+            rates = torch.randn(top_k, generator=generator).mul(2.5).softmax(0).sort(descending=True).values.tolist()
             children += [(weight * rate, (*path, rank)) for rank, rate in enumerate(rates)]
         level = nlargest(top_k, children)
         grown += children
@@ -163,8 +163,8 @@ def states_of(state: TargetState) -> dict[str, int]:
     held = state.cache.states.slots[0].held
     return {
         "held": sum(tensor.nbytes for part in held[max(held)].values() for tensor in part.values()),
-        "by the config": config.layer_types.count("linear_attention") * (recurrent + convolution),
-        "keys and values of a token": state.cache.column_bytes,
+        "forecast": config.layer_types.count("linear_attention") * (recurrent + convolution),
+        "token": state.cache.column_bytes,
     }
 
 
@@ -191,33 +191,29 @@ def forecast(dtype: str, **shape: int) -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> str:
     """The results as Markdown."""
-    parts = []
-    for dtype, figures in results["measured"].items():
-        rows = [_row(draft, row) for draft, row in figures["read and keep, ms"].items()]
-        head = (
-            f"{dtype}: ms of read + keep",
-            "plain step",
-            *MEANS,
-            "paths : levels",
-            "cycle by the cheaper : plain step",
-        )
-        parts.append(markdown(head, rows))
-    rows = []
-    for draft, row in results["forecast"]["drafts"].items():
-        ours, other = row["paths"], row["levels"]
-        rows.append((draft, ours["rows"], other["rows"], *(f"{x['bytes'] / 1e6:,.0f} MB" for x in (ours, other))))
-    parts.append(
-        markdown(("a mixer in bfloat16", "rows, paths", "rows, levels", "traffic, paths", "traffic, levels"), rows)
-    )
-    rows = []
-    for dtype, figures in results["measured"].items():
-        held = figures["states"]
-        token = held["keys and values of a token"]
-        sizes = [f"{held[name] / 2**20:.3f} MiB" for name in ("held", "by the config")]
-        rows.append((dtype, *sizes, f"{token} bytes", f"{held['held'] / token:,.0f}"))
-    head = ("states of one text", "held", "by the config", "keys and values of a token", "tokens with as many bytes")
-    parts.append(markdown(head, rows, results["machine"]))
+    measured = results["measured"]
+    head = ("plain step", *MEANS, "paths : levels", "the cheaper : plain step")
+    parts = [
+        markdown((f"{dtype}, ms", *head), [_row(*row) for row in figures["read and keep, ms"].items()])
+        for dtype, figures in measured.items()
+    ]
+    head = ("rows of paths", "rows of levels", "traffic of paths", "traffic of levels")
+    drafts = results["forecast"]["drafts"].items()
+    parts.append(markdown(("forecast of a mixer, bfloat16", *head), [_forecast_row(*row) for row in drafts]))
+    head = ("held", "by the config", "keys and values of a token", "tokens with as many bytes")
+    rows = [_state_row(dtype, **figures["states"]) for dtype, figures in measured.items()]
+    parts.append(markdown(("states of one text", *head), rows, results["machine"]))
     return "\n\n".join(parts)
+
+
+def _forecast_row(draft: str, row: dict[str, Any]) -> Sequence[Any]:
+    sides = row["paths"], row["levels"]
+    return draft, *(side["rows"] for side in sides), *(f"{side['bytes'] / 1e6:,.0f} MB" for side in sides)
+
+
+def _state_row(dtype: str, held: int, forecast: int, token: int) -> Sequence[Any]:
+    sizes = [f"{size / 2**20:.4g} MiB" for size in (held, forecast)]
+    return dtype, *sizes, f"{token / 2**10:g} KiB", f"{held / token:,.0f}"
 
 
 def _row(draft: str, row: dict[str, Any]) -> Sequence[Any]:
