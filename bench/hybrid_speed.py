@@ -192,7 +192,7 @@ def forecast(dtype: str, **shape: int) -> dict[str, Any]:
 def table(results: dict[str, Any]) -> str:
     """The results as Markdown."""
     measured = results["measured"]
-    head = ("plain step", *MEANS, "paths : levels", "the cheaper : plain step")
+    head = ("plain step", *MEANS, "paths : levels", "paths : plain step")
     parts = [
         markdown((f"{dtype}, ms", *head), [_row(*row) for row in figures["read and keep, ms"].items()])
         for dtype, figures in measured.items()
@@ -200,7 +200,7 @@ def table(results: dict[str, Any]) -> str:
     head = ("rows of paths", "rows of levels", "traffic of paths", "traffic of levels")
     drafts = results["forecast"]["drafts"].items()
     parts.append(markdown(("forecast of a mixer, bfloat16", *head), [_forecast_row(*row) for row in drafts]))
-    head = ("held", "by the config", "keys and values of a token", "tokens with as many bytes")
+    head = ("held", "forecast", "keys and values of a token", "tokens with as many bytes")
     rows = [_state_row(dtype, **figures["states"]) for dtype, figures in measured.items()]
     parts.append(markdown(("states of one text", *head), rows, results["machine"]))
     return "\n\n".join(parts)
@@ -219,8 +219,8 @@ def _state_row(dtype: str, held: int, forecast: int, token: int) -> Sequence[Any
 def _row(draft: str, row: dict[str, Any]) -> Sequence[Any]:
     totals = {name: sum(row[name]) for name in ("plain", *MEANS)}
     cells = [f"{row[name][0]:.0f} + {row[name][1]:.0f}" for name in MEANS]
-    ratio, best = totals["paths"] / totals["levels"], min(totals["paths"], totals["levels"])
-    return draft, f"{totals['plain']:.0f}", *cells, f"{ratio:.2f}", f"{best / totals['plain']:.2f}"
+    ratios = [f"{totals['paths'] / totals[other]:.2f}" for other in ("levels", "plain")]
+    return draft, f"{totals['plain']:.0f}", *cells, *ratios
 
 
 def main(argv: list[str]) -> None:
