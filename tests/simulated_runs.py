@@ -18,7 +18,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.qwen3_5 import Qwen3_5TextConfig
 
 from eagle import Budget, Sampling, Target, beam_search, generate, load_drafter
 from eagle.core.drafter import TrainableDrafter
@@ -33,6 +34,7 @@ from eagle.drafters.lookup.ngram import NgramDrafter
 from eagle.drafters.parts import spans
 from eagle.drafters.several import FirstOf
 from eagle.recipe import TrainSection
+from eagle.target.trees.means import Means
 from eagle.training.train import _Run
 from tests import simulated
 from tests.registry import BY_DEFAULT
@@ -85,6 +87,22 @@ def new_target(device: torch.device) -> Target:
     return Target(model.to(device))
 
 
+def new_hybrid(device: torch.device, **means: bool) -> Target:
+    """A random model of which half the layers keep a state, read by these means."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    states = {f"linear_{part}_head_dim": 8 for part in ("key", "value")}
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "head_dim": 8}
+    kinds = ["linear_attention", "full_attention"] * 2
+    config = Qwen3_5TextConfig(vocab_size=SIZE, num_hidden_layers=4, layer_types=kinds, **sizes, **states, **heads)
+    model = AutoModelForCausalLM.from_config(config)
+    torch.nn.init.normal_(model.lm_head.weight, std=0.4)
+    target = Target(model.to(device))
+    generate(target, load_drafter("none", target), PROMPTS, max_new_tokens=2)  # reads small trees once
+    target.reader.take(Means(**means))
+    return target
+
+
 def new_drafter(name: str, target: Target) -> Any:
     """A drafter that is bound to a target, of random weights."""
     if name == "several":
@@ -110,6 +128,11 @@ def decode(name: str, sampling: str, budget: str, batch: bool, target: Target) -
         answer = generate(target, drafter, PROMPTS if batch else PROMPTS[0], stop=[], **options)
     traces = answer if batch else [answer]
     return [(trace.tokens, trace.cycles) for trace in traces], crossed
+
+
+def decode_hybrid(means: dict[str, bool], name: str, target: Target) -> tuple[Any, list[Any]]:
+    """Tokens and cycles of a hybrid's answers, and what crossed meanwhile."""
+    return decode(name, "greedy", "grown", True, new_hybrid(target.device, **means))
 
 
 def search(name: str, target: Target) -> tuple[Any, list[Any]]:
@@ -242,6 +265,9 @@ def every_run() -> dict[str, Run]:
     runs["decode eagle3, window, greedy, grown, batch"] = partial(decode, "eagle3, window", "greedy", "grown", True)
     runs["decode eagle3, lenient, grown"] = partial(decode, "eagle3", "lenient", "grown", False)
     runs["decode eagle3, typical, grown, batch"] = partial(decode, "eagle3", "typical", "grown", True)
+    for way, means in (("paths", {}), ("levels", {"levels": True})):
+        for name in ("ngram", "eagle3"):
+            runs[f"decode {name}, greedy, grown, batch, hybrid by {way}"] = partial(decode_hybrid, means, name)
     for name in ("ngram", "eagle3", "medusa", "falcon", "draft_model", "several"):
         runs[f"search {name}"] = partial(search, name)
     for name, head in HEADS.items():

@@ -28,6 +28,7 @@ DRAWN = {f"verify.{name}" for name in ("sample_tree", "sample_block", "walk_leni
 FAST = [
     *("decode eagle3, greedy, grown", "decode eagle3, T=1, grown, batch", "decode medusa, T=1, grown, batch"),
     "decode lookahead, T=1, grown, batch",
+    "decode ngram, greedy, grown, batch, hybrid by paths",
     *(
         "train eagle1",
         "train eagle3.1",

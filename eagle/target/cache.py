@@ -68,16 +68,18 @@ class TreeCache(SlotCache, Cache):
             yield
         self.states.close(self.slots, lengths, reading)
 
-    @torch.inference_mode()
     def keep(self, paths: Mapping[int, Sequence[int]], counts: Mapping[int, int] | None = None) -> None:
         """Commit nodes as before, and the states behind them; of only the first of them with `counts`."""
-        lengths = {slot: self.lengths[slot] for slot in paths}
-        super().keep(paths, counts)
         if self.states is not None:
-            counts = {slot: len(path) for slot, path in paths.items()} if counts is None else counts
-            self.states.keep({slot: path[: counts[slot]] for slot, path in paths.items()}, lengths)
-            for slot, path in paths.items():
-                self.states.retain(slot, path[counts[slot] :], self.lengths[slot])
+            self._keep_states(self.states, paths, counts or {slot: len(path) for slot, path in paths.items()})
+        super().keep(paths, counts)
+
+    @torch.inference_mode()
+    def _keep_states(self, states: TextStates, paths: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> None:
+        """Commit the states behind the first nodes of each slot's path, and go on holding those of the others."""
+        states.keep({slot: path[: counts[slot]] for slot, path in paths.items()}, self.lengths)
+        for slot, path in paths.items():
+            states.retain(slot, path[counts[slot] :], self.lengths[slot] + counts[slot])
 
     def swap(self, one: int, other: int) -> None:
         super().swap(one, other)

@@ -123,20 +123,20 @@ class TreeReader:
             self.cache_name: cache,
         }
         taken = {name: value for name, value in inputs.items() if name in self.arguments}
-        places = Places(starts, positions, count, columns, self.masks)
-        with self.reading(cache, seen, count, positions.shape[1]), self.placing(places, cache):
-            output = self.base(**taken, use_cache=True)
+        self.place(Places(starts, positions, count, columns, self.masks), cache)
+        try:
+            with self.reading(cache, seen, count, positions.shape[1]):
+                output = self.base(**taken, use_cache=True)
+        finally:
+            self.place(None, cache)
         return output if isinstance(output, Tensor) else output.last_hidden_state
 
-    @contextmanager
-    def placing(self, places: Places, cache: Any) -> Iterator[None]:
-        """A context in which the model, and its cache, tell positions from these places."""
-        self.places = cache.places = places
-        cache.counts_positions = OFFSETS in self.means.extras
-        try:
-            yield
-        finally:
-            self.places, cache.counts_positions = None, False
+    def place(self, places: Places | None, cache: Any) -> None:
+        """Let the model, and its cache, tell positions from these places in the forward that comes; None: no more."""
+        self.places = places
+        if places is not None:
+            cache.places = places
+        cache.counts_positions = places is not None and OFFSETS in self.means.extras
 
     def read_text(
         self, tokens: Tensor, start: int, cache: TreeCache, depths: Sequence[int] = (), seen: Tensor | None = None

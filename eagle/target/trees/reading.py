@@ -84,16 +84,14 @@ class Reading:
     def _read_levels(self, mixer: Mixer, inputs: dict[str, Any], before: list[State]) -> Any:
         """One call for each depth, every node from its parent's state."""
         plan, behind = self.plan, self.behind.setdefault(mixer, {})
-        new = Plan(plan.parents, plan.new, plan.new)  # the inputs are those of new nodes
+        levels, nodes = plan.level_rows
         outputs: list[Any] = []
-        for level in plan.levels:
+        for level, rows in zip(plan.levels, levels, strict=True):
             parents = [(text, plan.parents[text][node]) for text, node in level]
             states = [before[text] if parent == -1 else behind[text, parent] for text, parent in parents]
-            nodes = new.paths([(text, [node - plan.first]) for text, node in level])
-            output, state = mixer.run(inputs, pick_states(states, range(len(states))), nodes, None)
+            output, state = mixer.run(inputs, pick_states(states, range(len(states))), rows, None)
             behind |= dict(zip(level, split_state(state, len(level)), strict=True))
             outputs.append(output)
-        nodes = new.paths([(text, [node - plan.first]) for level in plan.levels for text, node in level])
         return _map_rows(lambda rows: nodes.scatter(rows, plan.new), _join_rows(outputs), nodes)
 
     def _read_texts(self, mixer: Mixer, inputs: dict[str, Any], before: list[State]) -> Any:

@@ -72,8 +72,8 @@ class TextStates:
                 states = {mixer: ends[text] for mixer, ends in reading.ends.items()}
                 self._advance(slot, length, length + len(parents), states)
 
-    def keep(self, paths: Mapping[int, Sequence[int]], lengths: Mapping[int, int]) -> None:
-        """Commit a path of nodes after each slot's text of this length."""
+    def keep(self, paths: Mapping[int, Sequence[int]], lengths: Sequence[int]) -> None:
+        """Commit a path of nodes after each slot's text; `lengths` are those of all slots."""
         groups: dict[int, tuple[Reading, dict[int, int]]] = {}
         for slot, path in paths.items():
             reading = self.slots[slot].reading

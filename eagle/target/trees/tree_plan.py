@@ -133,6 +133,13 @@ class Plan:
                 levels[depths[node]].append((text, node))
         return levels
 
+    @cached_property
+    def level_rows(self) -> tuple[list[Paths], Paths]:
+        """The nodes of each level, and those of all, as rows of one; they are numbered among the new nodes."""
+        levels = [[(text, [node - self.first]) for text, node in level] for level in self.levels]
+        shape = self.shape[0], self.new
+        return [Paths(level, shape) for level in levels], Paths([row for level in levels for row in level], shape)
+
     def path(self, text: int, node: int) -> list[int]:
         """The nodes from the committed text to this one."""
         path = []
