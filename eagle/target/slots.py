@@ -162,8 +162,10 @@ class SlotCache:
         """Exchange two slots."""
         if one != other:
             length = max(self.lengths[one], self.lengths[other])
-            for buffer in (rows.buffer for rows in self.buffers if rows.buffer.shape[2]):
-                first, second = buffer[one, :, :length], buffer[other, :, :length]
+            for rows in (rows for rows in self.buffers if rows.buffer.shape[2]):
+                if len(rows.buffer) <= max(one, other):  # a slot whose text has not been read yet
+                    rows.resize(*self.room(length))
+                first, second = rows.buffer[one, :, :length], rows.buffer[other, :, :length]
                 before = first.clone()
                 first.copy_(second)
                 second.copy_(before)

@@ -146,15 +146,18 @@ class WholeModel(Mixer):
         self.rows = paths
         try:
             if self.singly and paths.longest == 1:
-                return self._step(arguments, len(paths.paths))
+                return self._step(arguments, paths)
             output = self.stock(**arguments)
         finally:
             self.rows = None
         return output.last_hidden_state, {("cache", 0): getattr(output, self.cache_name)}
 
-    def _step(self, arguments: dict[str, Any], count: int) -> tuple[Tensor, State]:
+    def _step(self, arguments: dict[str, Any], paths: Paths) -> tuple[Tensor, State]:
         """A token of each row after the other."""
-        outputs = [self.stock(**row_of(arguments, row)) for row in range(count)]
+        outputs = []
+        for row, path in enumerate(paths.paths):
+            self.rows = Paths([path], paths.shape)
+            outputs.append(self.stock(**row_of(arguments, row)))
         hidden = torch.cat([output.last_hidden_state for output in outputs])
         return hidden, {("cache", 0): join([getattr(output, self.cache_name) for output in outputs])}
 
