@@ -31,17 +31,35 @@ SHAPE_KEYS = [
 
 def head_shape(target_config: Any, **overrides: Any) -> HeadShape:
     """The config of a Llama head for a target, with one layer by default: engines load no other shape."""
-    width, heads = target_config.hidden_size, target_config.num_attention_heads
+    width = target_config.hidden_size
+    named = getattr(target_config, "num_attention_heads", None)
+    heads = named or count_heads(width)
     defaults = {
+        "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "head_dim": width // heads,
+        "intermediate_size": 4 * width,
+        "max_position_embeddings": 2048,  # as a Llama's where none are named
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }
-    sizes = {key: getattr(target_config, key, None) for key in SHAPE_KEYS}
+    sizes: dict[str, Any] = {key: getattr(target_config, key, None) for key in SHAPE_KEYS}
     sizes = {key: defaults.get(key) if value is None else value for key, value in sizes.items()}
+    sizes["intermediate_size"] = widest(sizes["intermediate_size"])
+    if not named:  # a head's width is then that of something else
+        sizes["head_dim"] = width // heads
     shape: Any = LlamaConfig(**{**sizes, "num_hidden_layers": 1, **overrides}, tie_word_embeddings=False)
     return shape
+
+
+def count_heads(width: int) -> int:
+    """The number of heads for a target that has no attention: of the widest usual size."""
+    return next(width // size for size in (128, 64, 32, 16, 8, 4, 2, 1) if width % size == 0)
+
+
+def widest(sizes: int | list[int]) -> int:
+    """The width of an MLP, the largest where a config has one for each layer."""
+    return sizes if isinstance(sizes, int) else max(sizes)
 
 
 class Cache:
