@@ -113,12 +113,12 @@ class TreeReader:
         }
         taken = {name: value for name, value in inputs.items() if name in self.arguments}
         places = Places(starts, positions, count, columns, self.masks)
-        with self.reading(cache, seen, count, positions.shape[1]), self._placing(places, cache):
+        with self.reading(cache, seen, count, positions.shape[1]), self.placing(places, cache):
             output = self.base(**taken, use_cache=True)
         return output if isinstance(output, Tensor) else output.last_hidden_state
 
     @contextmanager
-    def _placing(self, places: Places, cache: Any) -> Iterator[None]:
+    def placing(self, places: Places, cache: Any) -> Iterator[None]:
         """A context in which the model, and its cache, tell positions from these places."""
         self.places = cache.places = places
         cache.counts_positions = OFFSETS in self.means.extras

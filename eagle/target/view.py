@@ -20,6 +20,7 @@ from eagle.target.cache import TreeCache
 from eagle.target.lent_cache import LentCache
 from eagle.target.reader import TreeReader
 from eagle.target.trees.ladder import FAILURES
+from eagle.target.trees.positions import Places
 
 
 class TargetView:
@@ -38,6 +39,7 @@ class TargetView:
             )
         self.reader.take(target.reader.means)
         self.decoder_layers = list(self.reader.layers)
+        self.returns_tuples = False  # as layers of some models do
         self._check(target)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TargetView:
@@ -52,6 +54,11 @@ class TargetView:
     def has_windows(self) -> bool:
         """Whether some layers see a sliding window of positions."""
         return any(self.reader.masks.windows.values())
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether some layers keep a state, which holds all tokens of a text and cannot do without some of them."""
+        return bool(self.reader.mixers.mixers)
 
     @property
     def shows_attention(self) -> bool:
@@ -83,11 +90,11 @@ class TargetView:
         [B, R] on the host, and see all committed columns; `seen` [B, N, R] marks those of the R, None: earlier ones.
         """
         starts = [place - (positions.shape[1] - hidden.shape[1]) for place in cache.starts]
-        mask = self.reader.masks(starts, positions, seen)
+        mask = None if self.reader.has_rows else self.reader.masks(starts, positions, seen)
         end = len(self) if end is None else end
         count, width = hidden.shape[1], positions.shape[1]
         with self.reader.reading(cache, seen, count, width):
-            return self._run(hidden, positions[:, -count:], mask, cache, start, end)
+            return self._run(hidden, positions, mask, cache, start, end)
 
     @torch.inference_mode()
     def run_layers(
@@ -102,7 +109,7 @@ class TargetView:
         places, masks = torch.tensor([positions]), self.reader.masks
         if mask is None:
             return self.read(hidden[None], places, None, cache, start, end)[0]
-        if self.reader.mixers.mixers:
+        if self.keeps_states:
             raise ValueError("layers that keep a state have no rows that a mask could hide: pass no mask")
         additive: Any = torch.zeros(mask.shape, dtype=masks.dtype, device=masks.device)
         additive = additive.masked_fill_(~upload(mask, masks.device), torch.finfo(masks.dtype).min)[None, None]
@@ -148,14 +155,17 @@ class TargetView:
         return output[0]
 
     def _forward(self, hidden: Tensor, positions: Tensor, mask: Any, cache: TreeCache) -> Tensor:
-        """[B, N, D], the LM head's input, computed by the layers that are switched on."""
-        return self.reader.base(
-            inputs_embeds=hidden,
-            position_ids=upload(positions, self.device),
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state
+        """[B, N, D], the LM head's input, computed by the layers that are switched on; positions [B, R]."""
+        count = hidden.shape[1]
+        starts = [place - (positions.shape[1] - count) for place in cache.starts]
+        with self.reader.placing(Places(starts, positions, count, None, self.reader.masks), cache):
+            inputs = {
+                "position_ids": upload(positions[:, -count:], self.device),
+                "attention_mask": mask,
+                self.reader.cache_name: cache,
+            }
+            taken = {name: value for name, value in inputs.items() if name in self.reader.arguments}
+            return self.reader.base(inputs_embeds=hidden, use_cache=True, **taken).last_hidden_state
 
     @contextmanager
     def _only(self, hidden: Tensor, start: int, end: int) -> Iterator[list[Tensor]]:
@@ -163,8 +173,8 @@ class TargetView:
         layers, output = self.reader.layers, list[Tensor]()
         try:
             for place, layer in enumerate(self.decoder_layers):
-                runs = layer if start <= place < end else None
-                layers[place] = _Layer(runs, hidden if place == min(start, len(self) - 1) else None, output)
+                given = hidden if place == min(start, len(self) - 1) else None
+                layers[place] = _Layer(layer, given, output, runs=start <= place < end, wraps=self.returns_tuples)
             yield output
         finally:
             for place, layer in enumerate(self.decoder_layers):
@@ -174,9 +184,19 @@ class TargetView:
         """Refuse a model whose forward is not simply its layers in sequence."""
         tokens = torch.arange(1, 5) % target.vocab_size
         expected = target.model(input_ids=tokens[None].to(self.device), use_cache=False).logits[0]
+
+        def run(layers: int) -> Tensor:
+            hidden = self.run_layers(self.embed(tokens), [0, 1, 2, 3], 0, layers, self.new_cache())
+            return self.logits(hidden)
+
+        def note(layer: nn.Module, args: Any, output: Any) -> None:
+            self.returns_tuples = isinstance(output, tuple)
+
         try:
-            hidden = self.run_layers(self.embed(tokens), [0, 1, 2, 3], 0, len(self), self.new_cache())
-            fault = "" if is_close(self.logits(hidden), expected) else "give other logits than the model"
+            with self.decoder_layers[0].register_forward_hook(note):
+                self.run_layers(self.embed(tokens), [0, 1, 2, 3], 0, len(self), self.new_cache())
+            fault = "" if is_close(run(len(self)), expected) else "give other logits than the model"
+            run(1)  # the others are left out
         except FAILURES as error:
             fault = f"fail ({type(error).__name__}: {str(error)[:200]})"
         if fault:
@@ -186,14 +206,24 @@ class TargetView:
 class _Layer(nn.Module):
     """A layer that can be skipped or given other hidden states in a forward."""
 
-    def __init__(self, layer: nn.Module | None, hidden: Tensor | None, output: list[Tensor]) -> None:
+    def __init__(
+        self, layer: nn.Module, hidden: Tensor | None, output: list[Tensor], *, runs: bool, wraps: bool
+    ) -> None:
         super().__init__()
-        self.layer, self.hidden, self.output = layer, hidden, output
+        self.layer, self.hidden, self.output, self.runs, self.wraps = layer, hidden, output, runs, wraps
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[B, N, D]; layers that return a tuple return the states first."""
+    def __getattr__(self, name: str) -> Any:
+        """What the model reads of its layers, as their kinds."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """[B, N, D]; layers that return a tuple return the states first, as do those that are left out."""
         hidden = hidden_states if self.hidden is None else self.hidden
-        result = hidden if self.layer is None else self.layer(hidden, *args, **kwargs)
+        left_out = (hidden,) if self.wraps else hidden
+        result = self.layer(hidden, *args, **kwargs) if self.runs else left_out
         self.output[:] = [result if isinstance(result, Tensor) else result[0]]
         return result
 

@@ -44,7 +44,12 @@ class SparseKv(Drafter):
         self.views: tuple[Any, ...] = ()  # in a tuple, as heads keep what they borrow
 
     def bind_target(self, view: Any) -> None:
-        """Take the target's layers for timing; "snap" refuses models whose attention cannot be observed."""
+        """Take the target's layers for timing; models that keep states and, for "snap", others are refused."""
+        if view.keeps_states:
+            raise ValueError(
+                "some layers of the target keep a state, which holds all tokens of a text and not a choice of them: "
+                "expected attention in all layers; take another drafter, as early_exit"
+            )
         if self.select == "snap":
             if not view.shows_attention:
                 raise ValueError("the target's attention shows no queries to choose by: load it with 'sdpa'")
