@@ -55,7 +55,7 @@ def answer_naively(logits: Logits, prompt: Sequence[int], count: int, sampling: 
 def search_naively(
     make: Callable[[], Logits], prompt: Sequence[int], beams: int, count: int
 ) -> tuple[list[list[int]], list[float]]:
-    """The best continuations of one length, and their log-probs over it; every step reads each beam from its prompt on."""
+    """The best continuations of one length with their log-probs over it, each read from its prompt on in every step."""
 
     def after(answer: list[int]) -> Tensor:
         logits = make()

@@ -180,6 +180,7 @@ class DraftModel(TrainableDrafter):
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
         """A function to time: the model's forward of `rows` rows after `context` tokens, in a separate cache."""
         (own,) = self.own
+        own.reader.check()
         cache = own.reader.new_cache()
         tokens = torch.ones(context + rows, dtype=torch.long)
 

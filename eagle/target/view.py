@@ -158,14 +158,18 @@ class TargetView:
         """[B, N, D], the LM head's input, computed by the layers that are switched on; positions [B, R]."""
         count = hidden.shape[1]
         starts = [place - (positions.shape[1] - count) for place in cache.starts]
-        with self.reader.placing(Places(starts, positions, count, None, self.reader.masks), cache):
-            inputs = {
-                "position_ids": upload(positions[:, -count:] + self.reader.origin, self.device),
-                "attention_mask": mask,
-                self.reader.cache_name: cache,
-            }
-            taken = {name: value for name, value in inputs.items() if name in self.reader.arguments}
-            return self.reader.base(inputs_embeds=hidden, use_cache=True, **taken).last_hidden_state
+        reader = self.reader
+        inputs = {
+            "position_ids": upload(positions[:, -count:] + reader.origin, self.device),
+            "attention_mask": mask,
+            reader.cache_name: cache,
+        }
+        taken = {name: value for name, value in inputs.items() if name in reader.arguments}
+        reader.place(Places(starts, positions, count, None, reader.masks), cache)
+        try:
+            return reader.base(inputs_embeds=hidden, use_cache=True, **taken).last_hidden_state
+        finally:
+            reader.place(None, cache)
 
     @contextmanager
     def _only(self, hidden: Tensor, start: int, end: int) -> Iterator[list[Tensor]]:

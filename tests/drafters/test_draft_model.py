@@ -27,9 +27,11 @@ from eagle.device import in_dtype
 from eagle.doctor import examine
 from eagle.drafters.draft_model import DraftModel, DraftModelSettings, check_vocabulary
 from eagle.formats.checkpoint import save_head
-from tests.every_type import build
+from tests.every_type import VOCAB, build
 from tests.families import own_logits
+from tests.own_answers import answer_naively, cached_steps, whole_texts
 
+slow = pytest.mark.slow
 PROMPT = [5, 9, 2, 7, 7, 1]
 MODES = {
     "greedy": (Sampling(), "noise"),
@@ -207,15 +209,40 @@ def test_a_longrope_model_is_silent_behind_its_border(mode: str, target: Target)
     assert all(cycle.nodes for cycle in beyond.cycles[:5])
 
 
-@pytest.mark.parametrize("name", ["bloom", "mamba", "gpt_neo"])
-def test_models_that_read_no_trees_are_refused_as_draft_models(name: str, target: Target, tmp_path: Path) -> None:
-    """A draft tree is read by the draft model too, so the same sentences hold."""
-    sizes = {"bloom": {"n_head": 4, "hidden_size": 32}, "mamba": {"hidden_size": 32, "state_size": 4}}
-    gpt_neo = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
-    config = AutoConfig.for_model(name, vocab_size=48, num_hidden_layers=2, **sizes.get(name, gpt_neo))
+def test_a_model_that_reads_no_trees_is_refused_as_draft_model(target: Target, tmp_path: Path) -> None:
+    """A draft tree is read by the draft model too, so the same sentence holds."""
+    config = AutoConfig.for_model("openai-gpt", vocab_size=48, n_embd=32, n_layer=2, n_head=4)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"{name} cannot read a tree: it "):
+    with pytest.raises(ValueError, match="openai-gpt cannot read a tree: it "):
         load_drafter(tmp_path, target)
+
+
+SERVED = ["qwen3_5_text", "jamba", "nemotron_h", "bloom", "gpt_neo", "rwkv"]
+
+
+@pytest.mark.parametrize("name", [name if name == "jamba" else pytest.param(name, marks=slow) for name in SERVED])
+def test_models_with_states_draft_what_they_would_write(name: str) -> None:
+    """Every draft is the model's own continuation, by naive loops, whatever of the one before was kept."""
+    target, model = Target(model_of(2, 0, vocab_size=VOCAB)), build(name)
+    drafter, text, drafted = drafter_of(model, target), list[int](), 0
+    steps = target_steps(drafter)
+
+    def check(news: Committed, tree: DraftTree) -> None:
+        nonlocal drafted
+        text.extend(news.tokens.tolist())
+        root, count = [*text, int(tree.tokens[0])], len(tree) - 1
+        assert tree.tokens[1:].tolist() == answer_naively(steps(model), root, count, Sampling())
+        drafted += count
+
+    options: dict[str, Any] = {"budget": Budget.fixed(chain_paths(3)), "max_new_tokens": 10, "stop": []}
+    trace = generate(target, Watched(drafter, check), PROMPT, **options)
+    assert trace.tokens == generate(target, load_drafter("none", target), PROMPT, **options).tokens and drafted > 20
+
+
+def target_steps(drafter: DraftModel) -> Any:
+    """The truth of a draft model: its forwards over whole texts, or its own steps where these differ."""
+    drafter.own[0].reader.check()
+    return cached_steps if drafter.own[0].reader.follows_steps else whole_texts
 
 
 # -- vocabularies -----------------------------------------------------------------------------------------------------

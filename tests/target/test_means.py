@@ -12,14 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from eagle import Target, beam_search, load_drafter
+from eagle.drafters import DRAFTERS as DRAFTERS_BY_KIND
+from eagle.drafters import settings_of
 from eagle.drafters.draft_model import DraftModel, DraftModelSettings
+from eagle.drafters.parts.decoder_block import head_shape
 from eagle.drafters.self_speculation.lookahead import LookaheadDrafter
 from eagle.target import state
 from eagle.target.state import TargetState
-from tests.batches import MAKE, Bench, Request, new_head
-from tests.every_type import SPECIAL, VOCAB, build
+from eagle.target.structure import base_of, decoder_layers
+from tests.batches import MAKE, Bench, Request, new_head, own_model
+from tests.every_type import LAYERS, SPECIAL, VOCAB, build
 from tests.families import RandomTrees, random_tokens
 from tests.own_answers import Logits, answer_naively, cached_steps, search_naively, whole_texts
 from tests.target.test_masks import build_small
@@ -42,6 +47,7 @@ CHANGED: dict[str, dict[str, Any]] = {
 TEMPERATURES = [0.0, 0.7, 1.0]
 # whose layers cannot be run one by one: they start from more than one state, or are read with the whole model
 NO_VIEW = ["gemma3n_text", "bloom", "recurrent_gemma", "zamba2", "xlstm", "gpt_neo", "deepseek_v4", "rwkv"]
+VIEWED = [model_type for model_type in TYPES if model_type not in NO_VIEW]
 
 
 class Own(Bench):
@@ -104,6 +110,13 @@ def assert_own(bench: Own, kind: str, requests: list[Request], batch_size: int, 
         accepted=sum(cycle.accepted for cycle in cycles),
         shared=sum(cycle.rows > 1 for cycle in cycles),
     )
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", pytest.param("jamba", marks=pytest.mark.slow), "bloom"])
+def test_a_ragged_batch_is_lossless(model_type: str) -> None:
+    """By paths, by levels and with tables: rows come and go, and trees are kept."""
+    counts = assert_own(own(model_type), "trees", own(model_type).draw(4, seed=1, most=8), 3, random.Random(0))
+    assert counts["shared"] and counts["accepted"]
 
 
 @pytest.mark.slow
@@ -204,3 +217,57 @@ def test_beams_are_lossless(model_type: str) -> None:
         assert torch.tensor(found.scores).allclose(torch.tensor(scores), atol=1e-4)
         total += Counter(searches=1, beams=beams, tokens=beams * count, ties=found.near_ties > 0)
     print(f"{model_type}: {dict(total)}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", VIEWED)
+def test_layers_run_one_by_one(model_type: str) -> None:
+    """What the first layers of a view leave is the untouched model's, also where siblings' positions are counted."""
+    bench, tokens = own(model_type), torch.tensor(random_tokens(9, seed=1))
+    view, layers, states = bench.target.view(), decoder_layers(base_of(bench.model), LAYERS), list[torch.Tensor]()
+    for layer in layers:
+        layer.register_forward_pre_hook(
+            lambda _, args, kwargs: states.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+        )
+    try:
+        whole_texts(bench.model)(tokens.tolist())
+    finally:
+        for layer in layers:
+            layer._forward_pre_hooks.clear()
+    cache = view.new_cache()
+    cache.aim([0], commits=True)
+    view.read(states[0][:, :7], torch.arange(7)[None], None, cache, 0, 2)
+    cache.length = 7
+    seen = torch.tensor([[[True, False, False], [True, True, False], [True, False, True]]])
+    nodes = states[0][:, [7, 0, 8]]  # the last token, and a wrong one before it
+    found = view.read(nodes, torch.tensor([[7, 8, 8]]), seen, cache, 0, 2)
+    torch.testing.assert_close(found[:, [0, 2]], states[2][:, 7:], rtol=1e-3, atol=1e-4)
+    probe = load_drafter("early_exit", bench.target).probe(7, 3, 2)
+    for timed in (probe, own_model(bench.target).probe(7, 3, 2)):
+        assert timed().shape == timed().shape == (2, VOCAB)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", NO_VIEW)
+def test_layers_that_cannot_run_one_by_one_are_refused(model_type: str) -> None:
+    """In words, when an early exit is made."""
+    with pytest.raises(ValueError, match="one by one"):
+        load_drafter("early_exit", own(model_type).target)
+
+
+def test_what_a_hybrid_cannot_serve_is_refused() -> None:
+    """A choice of columns of a state, and blocks of another kind to start a head from."""
+    target = own("qwen3_5_text").target
+    with pytest.raises(ValueError, match=r"keep a state.*expected attention in all layers"):
+        load_drafter("sparse_kv", target)
+    settings = settings_of({"kind": "spire"}, "test")
+    with pytest.raises(ValueError, match=r"qwen3_5_text has .*which no Llama block has|has no Llama blocks"):
+        DRAFTERS_BY_KIND["spire"].for_target(settings, target.config, target.head, weights=target.tensor)
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "mamba2", "rwkv", "gemma3n_text"])
+def test_heads_have_sizes_that_their_target_does_not_name(model_type: str) -> None:
+    """Heads of attention, an MLP and positions for targets without any; one width where each layer has its own."""
+    shape: Any = head_shape(AutoConfig.for_model(model_type))
+    assert shape.num_attention_heads * shape.head_dim == AutoConfig.for_model(model_type).hidden_size
+    assert shape.intermediate_size >= 2 * shape.hidden_size and shape.max_position_embeddings >= 1024

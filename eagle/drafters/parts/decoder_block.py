@@ -32,7 +32,8 @@ SHAPE_KEYS = [
 def head_shape(target_config: Any, **overrides: Any) -> HeadShape:
     """The config of a Llama head for a target, with one layer by default: engines load no other shape."""
     width = target_config.hidden_size
-    heads = getattr(target_config, "num_attention_heads", None) or count_heads(width)
+    named = getattr(target_config, "num_attention_heads", None)
+    heads = named or count_heads(width)
     defaults = {
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
@@ -45,6 +46,8 @@ def head_shape(target_config: Any, **overrides: Any) -> HeadShape:
     sizes: dict[str, Any] = {key: getattr(target_config, key, None) for key in SHAPE_KEYS}
     sizes = {key: defaults.get(key) if value is None else value for key, value in sizes.items()}
     sizes["intermediate_size"] = widest(sizes["intermediate_size"])
+    if not named:  # a head's width is then that of something else
+        sizes["head_dim"] = width // heads
     shape: Any = LlamaConfig(**{**sizes, "num_hidden_layers": 1, **overrides}, tie_word_embeddings=False)
     return shape
 

@@ -65,6 +65,7 @@ class ExitDrafter(Drafter):
         hidden = view.embed(torch.ones(1, context + rows, dtype=torch.long))
         positions, layers = torch.arange(context + rows)[None], exit_layer(self.layers, len(view))
         if context:
+            cache.aim([0], commits=True)
             view.read(hidden[:, :context], positions[:, :context], None, cache, 0, layers)
         cache.length = context
 

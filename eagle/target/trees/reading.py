@@ -206,4 +206,9 @@ def _join_nodes(old: Any, new: Any, before: tuple[int, int], shape: tuple[int, i
         return torch.cat([old.expand(sizes), new.expand(sizes)], dim=batch + 1)
     if isinstance(new, (tuple, list)):
         return type(new)(_join_nodes(a, b, before, shape) for a, b in zip(old, new, strict=True))
-    return {name: _join_nodes(old[name], new[name], before, shape) for name in new} if isinstance(new, dict) else new
+    if isinstance(new, dict):  # masks are made anew for paths
+        return {
+            name: value if "mask" in name else _join_nodes(old[name], value, before, shape)
+            for name, value in new.items()
+        }
+    return new
