@@ -39,6 +39,9 @@ STEPS = ["nemotron_h", "zamba2", "xlstm"]  # whose own steps differ from their f
 ROWS = ["gpt_neo", "deepseek_v4"]
 WHOLE = ["rwkv"]
 TYPES = [*MASKS, *TABLED, *OFFSET, *PATHS, *LEVELS, *STEPS, *ROWS, *WHOLE]
+SOME = ["bloom", "llama4_text", "qwen3_5_text", "jamba", "nemotron_h", "gpt_neo"]  # one of each mechanism
+# all of them take a quarter of an hour
+EVERY = [pytest.param(model_type, marks=() if model_type in SOME else pytest.mark.long) for model_type in TYPES]
 CHANGED: dict[str, dict[str, Any]] = {
     **COUNTING,
     "bloom": {"n_layer": 4},
@@ -120,7 +123,7 @@ def test_a_ragged_batch_is_lossless(model_type: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", EVERY)
 def test_every_drafter_is_lossless(model_type: str) -> None:
     """Ragged batches of 1 to 6 texts, at once and coming in at random, at T = 0, 0.7 and 1."""
     bench, total, dice = own(model_type), Counter[str](), random.Random(model_type)
@@ -134,7 +137,7 @@ def test_every_drafter_is_lossless(model_type: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", EVERY)
 def test_prompts_in_chunks_are_lossless(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of up to 60 tokens, read in pieces of up to 7 with padding where the means allow pieces."""
     bench, total = own(model_type), Counter[str]()
@@ -189,7 +192,7 @@ def answer_in_turn(bench: Own, kind: str, requests: list[Request]) -> tuple[bool
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", EVERY)
 def test_shared_prefixes_are_lossless(model_type: str) -> None:
     """What a prompt shares with the text before it is not read again, where states behind it are held."""
     bench, total = own(model_type), Counter[str]()
@@ -203,7 +206,7 @@ def test_shared_prefixes_are_lossless(model_type: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", EVERY)
 def test_beams_are_lossless(model_type: str) -> None:
     """The answers and scores of a search that reads every beam from its prompt on."""
     bench, total = own(model_type), Counter[str]()
