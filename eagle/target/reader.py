@@ -118,7 +118,7 @@ class TreeReader:
         starts = [start - (positions.shape[1] - count) for start in cache.starts]
         inputs = {
             "input_ids": upload(tokens, device),
-            "position_ids": upload(positions[:, -count:] + self.origin, device),
+            "position_ids": upload(self.from_origin(positions[:, -count:]), device),
             "attention_mask": None if self.has_rows else self.masks(starts, positions, seen, columns),
             self.cache_name: cache,
         }
@@ -130,6 +130,10 @@ class TreeReader:
         finally:
             self.place(None, cache)
         return output if isinstance(output, Tensor) else output.last_hidden_state
+
+    def from_origin(self, positions: Tensor) -> Tensor:
+        """Positions as the model counts them, from its own first one."""
+        return positions + self.origin if self.origin else positions
 
     def place(self, places: Places | None, cache: Any) -> None:
         """Let the model, and its cache, tell positions from these places in the forward that comes; None: no more."""
