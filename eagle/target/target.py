@@ -65,9 +65,9 @@ class Target:
     def describe(self) -> str:
         """How this target reads trees, as logs and result files name it; finds that out where no text was read yet."""
         with self.lock:
-            self.reader.check()
+            self.reader.check(rows=2)
         truth = "; the truth is its own steps by one token" if self.reader.follows_steps else ""
-        return self.reader.describe() + truth
+        return self.reader.describe() + ("; one text at a time" if self.reader.reads_rows is False else "") + truth
 
     def __reduce__(self) -> Any:
         """Copy without locks and open texts, which cannot be copied."""

@@ -93,7 +93,7 @@ class TargetView:
         mask = None if self.reader.has_rows else self.reader.masks(starts, positions, seen)
         end = len(self) if end is None else end
         count, width = hidden.shape[1], positions.shape[1]
-        with self.reader.reading(cache, seen, count, width):
+        with self.lock, self.reader.reading(cache, seen, count, width):
             return self._run(hidden, positions, mask, cache, start, end)
 
     @torch.inference_mode()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+from typing import Any
 
 import pytest
 import torch
@@ -93,3 +95,38 @@ def late_cut(self: text_states.TextStates, slot: int, length: int) -> None:
     held = self.slots[slot]
     held.held = {length: [*held.held.values()][-1]} if length and held.held else {}
     held.reading = None
+
+
+def test_states_are_read_under_the_targets_lock() -> None:
+    """A view of layers waits for another thread's forward before modules report to its reading."""
+    target = Target(build("qwen3_next"))
+    view = target.view()
+    cache = view.new_cache()
+    cache.aim([0])
+    hidden, positions = view.embed(torch.tensor([PROMPT])), torch.arange(len(PROMPT))[None]
+    expected = view.read(hidden, positions, None, view.new_cache())
+    free: list[bool] = []
+
+    def try_lock() -> None:
+        free.append(target.lock.acquire(blocking=False))
+        if free[-1]:
+            target.lock.release()
+
+    opened = cache.reading
+
+    def reading(*args: Any) -> Any:
+        other = threading.Thread(target=try_lock)
+        other.start()
+        other.join()
+        return opened(*args)
+
+    cache.reading = reading
+    assert torch.equal(view.read(hidden, positions, None, cache), expected)
+    assert free == [False]
+
+
+def test_states_that_are_not_held_are_an_error_in_words() -> None:
+    """Reading on behind a length without states names those that are held."""
+    states = Target(build("qwen3_next")).reader.new_cache().states or text_states.TextStates()
+    with pytest.raises(RuntimeError, match=r"slot 0 holds states behind \[\] tokens, not behind 3"):
+        states.open([0], [3], [1], None, 1, levels=False, commits=False)

@@ -114,8 +114,7 @@ def outcome(model_type: str) -> dict[str, Any]:
             return {"outcome": "refused", "why": str(error)}
         except Exception as error:
             return {"outcome": "raw", "why": f"{type(error).__name__}: {str(error)[:200]}"}
-    alone = "" if target.reader.reads_rows else "; one text at a time"
-    return {"outcome": result, "means": means + alone, "worst": float(f"{worst:.1e}")}
+    return {"outcome": result, "means": means, "worst": float(f"{worst:.1e}")}
 
 
 def main() -> None:

@@ -44,13 +44,23 @@ class TextStates:
         commits: bool,
     ) -> Reading:
         """A forward over the last `new` of so many uncommitted nodes of each slot; `seen` as in `find_parents`."""
-        states = [self.slots[slot].held[length] if length else {} for slot, length in zip(slots, lengths, strict=True)]
+        states = [self._behind(slot, length) for slot, length in zip(slots, lengths, strict=True)]
         width = max(sizes)
         if width == new:
             parents = find_parents(seen, sizes, [[]] * len(slots))
             return Reading(Plan(parents, width, new), states, levels=levels, commits=commits)
         earlier = self._narrow(slots, states)
         return earlier.extend(find_parents(seen, sizes, earlier.plan.parents), new)
+
+    def _behind(self, slot: int, length: int) -> States:
+        """The states behind so many tokens of a slot's text."""
+        held = self.slots[slot].held
+        if length and length not in held:
+            raise RuntimeError(
+                f"slot {slot} holds states behind {sorted(held)} tokens, not behind {length}: go back by `cut` to "
+                "`reusable` tokens, and read on from there"
+            )
+        return held[length] if length else {}
 
     def _narrow(self, slots: Sequence[int], states: Sequence[States]) -> Reading:
         """The forward that has read the uncommitted nodes of these slots."""
