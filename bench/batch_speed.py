@@ -8,7 +8,10 @@ from __future__ import annotations
 import argparse
 import os
 import random
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 from time import process_time
@@ -23,7 +26,10 @@ from data_prep.conversations import Tally, read_conversations
 from eagle import Budget, Target, generate
 from eagle.core.drafter import Drafter
 from eagle.core.tree import chain_paths
+from eagle.decoding.cycle_times import measure_costs, time_cycles
+from eagle.decoding.forward_costs import Costs
 from eagle.drafters.none import NoDrafter
+from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.formats.checkpoint import load_drafter
 from eagle.log import progress, script
 from eagle.target.loading import parse_dtype
@@ -31,6 +37,8 @@ from eagle.target.loading import parse_dtype
 BATCHES = (4, 8, 16)
 NEW_TOKENS = 64
 LONGEST = 256, 1024  # tokens of a real prompt, and of a real answer
+SIDE_BY_SIDE, MODELLED_CONTEXT = (1, 4, 16), 200  # of modelled cycles
+TREES, CALIBRATION = (Budget(3, 3, 1), Budget(8, 3, 4), Budget(25, 5, 5)), Budget(12, 4, 4)
 WAVES, REAL_ROUNDS = 4, 1  # batches of texts of real lengths in a round, and rounds
 
 Text = tuple[list[int], int]  # a prompt, and how long its answer is
@@ -121,6 +129,51 @@ def overhead(target: Target, head: str | None, rounds: int) -> dict[str, float]:
     }
 
 
+def model_cycles(target: Target, drafter: Drafter, rounds: int) -> dict[str, dict[str, float]]:
+    """Milliseconds of cycles by batch and nodes, and modelled over measured ones: the median of rounds.
+
+    Each round measures costs of its own, at one budget, and then cycles of all trees.
+    """
+    prompts = [prompt for prompt, _ in equal_texts(target, max(SIDE_BY_SIDE), seed=0)]
+    prompts = [(prompt * MODELLED_CONTEXT)[:MODELLED_CONTEXT] for prompt in prompts]
+    options: dict[str, Any] = {"max_new_tokens": 4 * NEW_TOKENS}
+    figures: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    for _, size in progress(list(product(range(rounds), SIDE_BY_SIDE)), "cycles", rounds * len(SIDE_BY_SIDE)):
+        rows = {1, 2, 9, 26, *(number * size for number in (1, 2, 3, 4, 5))}
+        tables: dict[str, Any] = {"sizes": rows, "batch_sizes": (size,), "batch_tokens": (1, 2, 4, 5, 9, 26)}
+        tables |= {"contexts": (MODELLED_CONTEXT,), "rounds": 3}
+        costs, timed = measure_costs(target, drafter, prompts, CALIBRATION, options, **tables)
+        cycles = {0: [cycle for cycle in timed[size] if not cycle.levels]}
+        for tree in TREES:
+            timed_tree = time_cycles(costs, target, drafter, prompts[:size], tree, **options, stop=[])
+            cycles[tree.nodes] = [cycle for cycle in timed_tree if cycle.levels == tree.depth]
+        for nodes, alike in cycles.items():
+            measured = median(sum(cycle.seconds.values()) for cycle in alike)
+            places = [(cycle.nodes, cycle.rows or (), cycle.context) for cycle in alike]
+            modelled, bare = (
+                median(each.cycle(*place, size) for place in places) for each in (costs, without_overhead(costs))
+            )
+            figures[f"B = {size}, {nodes} nodes"].append((1000 * measured, modelled / measured, bare / measured))
+    return {case: round_figures(*zip(*rows, strict=True)) for case, rows in figures.items()}
+
+
+def round_figures(*columns: Sequence[float]) -> dict[str, float]:
+    """The median of each column by its name."""
+    names = ("measured, ms", "modelled", "forwards alone")
+    return {name: float(f"{median(column):.3g}") for name, column in zip(names, columns, strict=True)}
+
+
+def without_overhead(costs: Costs) -> Costs:
+    """The costs of forwards alone."""
+    return replace(costs, outside=(0.0, 0.0), batches=tuple(map(without_overhead, costs.batches)))
+
+
+def cycle_table(results: dict[str, Any]) -> str:
+    """Modelled cycles as Markdown."""
+    rows = [(case, *row.values()) for case, row in results["cycles"].items()]
+    return markdown(("cycle", *next(iter(results["cycles"].values()))), rows, results["machine"])
+
+
 def peak_bytes() -> int:
     """Peak memory of this process since its counter was reset (Linux)."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
@@ -187,14 +240,22 @@ def main(argv: list[str]) -> None:
     """Measure, print and write the result file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--chats", type=Path, required=True, help="conversations, for the lengths of real answers")
+    parser.add_argument("--chats", type=Path, help="conversations, for the lengths of real answers")
     parser.add_argument("--head", help="a head for the share of time beside the forwards")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=1000, help="of the load")
     parser.add_argument("--out", type=Path, default=Path("docs/results/batch_speed.json"))
+    parser.add_argument("--cycles", type=Path, help="measure nothing but modelled cycles, of a new head without one")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     target = Target.load(args.model, dtype="float32")
+    if args.cycles:
+        torch.manual_seed(0)
+        new = Eagle1.for_target(Eagle1.Settings(), target.config).bind(target.head)
+        cycles = model_cycles(target, load_drafter(args.head, target) if args.head else new, args.rounds)
+        results = {"machine": made_on(target=args.model.name), "cycles": cycles}
+        print(cycle_table(results))
+        return write_results(args.cycles, results)
     results = {
         "machine": made_on(target=args.model.name),
         "load": load(target, args.prompts, size=16, room=8000),

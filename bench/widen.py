@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from bench.batch_speed import real_texts
 from bench.machine import made_on, markdown, write_results
 from eagle import Target
+from eagle.decoding.cycle_times import bare_costs
 from eagle.log import progress, script
-from eval.costs import bare_costs
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = 300

@@ -13,12 +13,14 @@ import torch
 from eagle.core.drafter import Drafter
 from eagle.core.trace import Trace
 from eagle.core.verify import Sampling
+from eagle.decoding.cycle_times import SIZES, measure_costs
 from eagle.decoding.decode import generate
+from eagle.decoding.forward_costs import Costs
 from eagle.disk import lock_path
 from eagle.log import interrupted_by_user, progress, script
 from eagle.recipe import Recipe, command_line
 from eagle.target.target import Target
-from eval.costs import SIZES, bare_costs
+from eval.costs import NOT_DRAFTING
 from eval.load_run import (
     MeasuredDrafter,
     add_policies,
@@ -99,28 +101,31 @@ def time_answer(
 
 
 def costs_of(measurement: Measurement) -> dict[str, Any]:
-    """Bare forwards by drafter, each head's timed once, from the shortest prompt to the end of the longest answer."""
+    """Costs by drafter, each head's measured once, from the shortest prompt to the end of the longest answer."""
     asked, recipe = measurement.questions, measurement.recipe
-    prompts = [encode_prompt(recipe, measurement.target, question.turns[:1]) for question in asked]
-    lengths = [len(prompt) for prompt in prompts if prompt is not None] or [1]
-    low = min(lengths)
-    high = max(lengths) + recipe.eval.max_new_tokens * max(len(question.turns) for question in asked)
+    encoded = [encode_prompt(recipe, measurement.target, question.turns[:1]) for question in asked]
+    prompts = [prompt for prompt in encoded if prompt is not None] or [[1]]
+    low = min(map(len, prompts))
+    high = max(map(len, prompts)) + recipe.eval.max_new_tokens * max(len(question.turns) for question in asked)
     widest = 1 + max(measured.budget.nodes for measured in measurement.drafters.values())
-    sizes, tokens = measurement.batch_sizes, [*(size for size in SIZES if size < widest), widest]
+    tables: dict[str, Any] = {"contexts": [low, (low + high) // 2, high], "batch_sizes": measurement.batch_sizes}
+    tables["batch_tokens"] = [*(size for size in SIZES if size < widest), widest]
+    options = {"max_new_tokens": recipe.eval.max_new_tokens}
+    by_drafter: dict[Drafter | None, Costs] = {}
     costs: dict[str, Any] = {}
-    by_drafter: dict[Drafter | None, Any] = {}
     for name, measured in measurement.drafters.items():
         timed = measured.drafter if measured.drafter.probe(1, 1, 1) else None  # the others share the target's forwards
         if timed not in by_drafter:
-            contexts = [low, (low + high) // 2, high]
-            bare = bare_costs(measurement.target, timed, contexts, batch_sizes=sizes, batch_tokens=tokens)
-            by_drafter[timed] = asdict(bare)
-        costs[name] = by_drafter[timed]
+            budget = NOT_DRAFTING if timed is None else measured.budget
+            by_drafter[timed], _ = measure_costs(
+                measurement.target, measured.drafter, prompts, budget, options, **tables
+            )
+        forwards = unread = None
         if timed is not None:
             levels = range(measured.budget.depth + 1)
             forwards = [timed.forwards(measured.budget.within(level)) for level in levels]
             unread = [[timed.unread(accepted, level) for accepted in range(level + 1)] for level in levels]
-            costs[name] = {**by_drafter[timed], "forwards": forwards, "unread": unread}
+        costs[name] = {**asdict(by_drafter[timed]), "forwards": forwards, "unread": unread}
     return costs
 
 

@@ -15,10 +15,10 @@ from eagle.core.drafter import Committed, Drafter
 from eagle.core.trace import Cycle
 from eagle.core.tree import DraftTree
 from eagle.core.verify import Choose, Sampling, walk
+from eagle.decoding.cycle_times import clock_of
 from eagle.decoding.decode import generate
 from eagle.drafters.none import NoDrafter
 from eagle.target.target import Target
-from eval.costs import clock_of
 
 NOWHERE = -1  # the token after the last: no draft equals it
 

@@ -18,11 +18,14 @@ from eagle.core.budget import Budget
 from eagle.core.drafter import Drafter
 from eagle.core.tree import best_tree
 from eagle.core.verify import Sampling
+from eagle.decoding.cycle_costs import PENDING
+from eagle.decoding.cycle_times import measure_costs
+from eagle.decoding.forward_costs import Costs
 from eagle.formats.checkpoint import load_drafter, write_budget
 from eagle.log import progress, script
 from eagle.recipe import Recipe, command_line
 from eagle.target.target import Target
-from eval.costs import Costs, Shape, bare_costs, draft_seconds
+from eval.costs import NOT_DRAFTING, asked_budgets, draft_seconds, model_seconds, shape_of
 from eval.load_run import load_named, load_target, settle_threads
 from eval.prompts import Question, questions
 from eval.replay import Answer, answer, plain, rates_by_rank, record_cycles, replay
@@ -32,8 +35,8 @@ NODES, DEPTHS, TOP_K = (2, 3, 4, 6, 8, 12, 16, 25, 40, 60), (1, 2, 3, 4, 6, 8), 
 CHAINS = range(1, 9)
 GUESS = ((0.6, 0.15, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01),)  # acceptance by rank, before any is known
 WIDE = best_tree(GUESS, 500, 6)  # where it is looked for: many ranks behind likely nodes, few behind others
-MARGIN = 1.03  # growing and verifying take time beside the forwards: a smaller gain on paper may be none
-NOT_DRAFTING = Budget(0, 0, 0)
+TRIAL = Budget(8, 4, 3)  # whose cycles show what is spent beside forwards
+MARGIN = 1.03  # a smaller gain on paper may be none
 
 
 def chain(length: int) -> Budget:
@@ -94,11 +97,10 @@ class Tuning:
         records = self.records.setdefault(budget, [])
         records += [self._replay_answer(known, budget) for known in answers[len(records) :]]
         shown = [pair for pair in zip(answers, records, strict=False) if task in (None, pair[0].task)]
-        paid = budget if budget.nodes else None
         cycles = [row for _, rows in shown for row in rows]
-        drafts = self._drafts(budget)
-        seconds = sum(self.costs.model_seconds(rows, paid, known.limit, self.drafter, drafts) for known, rows in shown)
-        return Trial(budget, len(cycles), sum(row["committed"] for row in cycles), seconds)
+        asked = [asked_budgets(rows, budget, known.limit) for known, rows in shown]
+        seconds = model_seconds(self.costs, [{"cycles": rows} for _, rows in shown], asked, self.drafter)
+        return Trial(budget, len(cycles), sum(row["committed"] for row in cycles), sum(seconds))
 
     def _replay_answer(self, known: Answer, budget: Budget) -> list[dict[str, Any]]:
         if not budget.nodes:
@@ -107,10 +109,6 @@ class Tuning:
         cycles = replay(self.target, self.drafter, known, budget, seconds)
         return record_cycles(known, cycles, seconds)
 
-    def _drafts(self, budget: Budget) -> dict[Shape, float]:
-        """Seconds of this budget's drafts by their shape, as the replays took them."""
-        return draft_seconds(row for rows in self.records.get(budget, []) for row in rows)
-
     def break_even(self, budget: Budget, task: str | None = None) -> float:
         """The acceptance length below which this budget is slower than no draft, at the answers' mean context.
 
@@ -118,11 +116,11 @@ class Tuning:
         """
         known = [one for one in self.answers if task in (None, one.task)]
         context = sum(one.prompt + one.length // 2 for one in known) // len(known)
-        rows = self.costs.rows(self.drafter, budget, 2) if budget.nodes else ()
+        rows = self.costs.rows(self.drafter, budget, PENDING)
         drafting = 0.0
-        if rows is None and (replayed := [row for cycles in self.records.get(budget, []) for row in cycles]):
-            drafts = self._drafts(budget)
-            drafting = fmean(drafts.get((row["nodes"], row["depth"]), 0.0) for row in replayed)
+        if rows is None and (replayed := [[row] for cycles in self.records.get(budget, []) for row in cycles]):
+            drafts = draft_seconds(replayed)
+            drafting = fmean(drafts.get(shape_of(cycle), 0.0) for cycle in replayed)
         return (self.costs.cycle(budget.nodes, rows or (), context) + drafting) / self.costs.read(1, context)
 
     def could_pay(self, budget: Budget) -> bool:
@@ -271,7 +269,7 @@ def main(argv: list[str]) -> None:
     settle_threads(target)
     drafter = load_named(recipe, target, args.drafter) if args.drafter else load_drafter(head, target)
     answers = answer_prompts(recipe, target, drafter.taps)
-    tuning = Tuning(target, drafter, answers, bare_costs(target, drafter, contexts_of(answers)))
+    tuning = Tuning(target, drafter, answers, time_forwards(target, drafter, answers))
     rates = acceptance_by_rank(tuning)
     own = [] if drafter.budget is None else [drafter.budget]
     candidates = list(dict.fromkeys([*own, *map(chain, CHAINS), *dynamic(), *fixed(rates)]))
@@ -297,10 +295,11 @@ def main(argv: list[str]) -> None:
         print(f"written into {head}/config.json")
 
 
-def contexts_of(answers: Sequence[Answer]) -> list[int]:
-    """Where to time forwards: from the shortest prompt to the end of the longest answer."""
+def time_forwards(target: Target, drafter: Drafter, answers: Sequence[Answer]) -> Costs:
+    """The costs of forwards from the shortest prompt to the end of the longest answer, and of cycles beside them."""
     low, high = min(known.prompt for known in answers), max(len(known.tokens) for known in answers)
-    return [low, (low + high) // 2, high]
+    prompts, options = [known.tokens[: known.prompt] for known in answers], {"max_new_tokens": answers[0].limit}
+    return measure_costs(target, drafter, prompts, TRIAL, options, contexts=[low, (low + high) // 2, high])[0]
 
 
 if __name__ == "__main__":

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean
 from typing import Any
 
 from eagle.core.budget import Budget
 from eagle.core.drafter import Drafter
 from eagle.core.trace import Cycle
 from eagle.decoding.cycle_costs import CycleCosts
+from eagle.decoding.forward_costs import Costs
 from eagle.decoding.goodput import Goodput
 from eagle.target.target import Target
-from eval.costs import Costs
+from eval.costs import model_seconds
 from eval.replay import Answer, record_cycles, replay
-
-PENDING = 2  # tokens that a draft's first forward reads, where little is accepted
 
 
 class NotedPolicy:
@@ -35,45 +33,20 @@ class NotedPolicy:
         self.policy.learn(cycle)
 
 
-def policy_of_costs(costs: Costs, drafter: Drafter, budget: Budget, context: int, draft_seconds: float) -> Goodput:
-    """A policy for one text by bare forwards; drafts without forwards take so many seconds each."""
-    draft, read = [0.0], [costs.read(1, context)]
-    for levels in range(1, budget.depth + 1):
-        here = budget.within(levels)
-        rows = costs.rows(drafter, here, PENDING)
-        draft.append(draft_seconds if rows is None else costs.draft(rows, context))
-        read.append(costs.read(1 + _most_nodes(here), context))
-    return Goodput.of_costs(CycleCosts.of_one(draft, read), budget)
-
-
 def replay_policy(
     target: Target, drafter: Drafter, answers: Sequence[Answer], costs: Costs, budget: Budget, draft_seconds: float
 ) -> tuple[int, float]:
-    """Committed tokens and modelled seconds of a policy within a budget, which learns from answer to answer."""
-    context = int(fmean(known.prompt + known.length // 2 for known in answers))
-    policy = policy_of_costs(costs, drafter, budget, context, draft_seconds)
-    tokens, total = 0, 0.0
+    """Committed tokens and modelled seconds of a policy within a budget, which learns from answer to answer.
+
+    Drafts without forwards take so many seconds each.
+    """
+    drafts = {1: [0.0, *[draft_seconds] * budget.depth]}
+    policy = Goodput.of_costs(CycleCosts.of_forwards(costs, drafter, budget, drafts), budget)
+    records: list[dict[str, Any]] = []
+    budgets: list[list[Budget]] = []
     for known in answers:
         noted, seconds = NotedPolicy(policy), list[float]()
-        cycles = record_cycles(known, replay(target, drafter, known, noted, seconds), seconds)
-        tokens += sum(cycle["committed"] for cycle in cycles)
-        total += _model_seconds(cycles, noted.budgets, costs, drafter)
-    return tokens, total
-
-
-def _model_seconds(cycles: list[dict[str, Any]], budgets: list[Budget], costs: Costs, drafter: Drafter) -> float:
-    """Seconds of one answer's cycles, each with a budget of its own, at the prices of bare forwards."""
-    total, pending = 0.0, 1
-    for cycle, budget in zip(cycles, budgets, strict=True):
-        rows = () if budget.is_empty else costs.rows(drafter, budget, pending)
-        total += costs.cycle(cycle["nodes"], rows or (), cycle["context"])
-        total += cycle["seconds"]["draft"] if rows is None else 0.0
-        pending = pending + 1 if budget.is_empty else drafter.unread(cycle["accepted"], cycle["depth"])
-    return total
-
-
-def _most_nodes(budget: Budget) -> int:
-    """The nodes of a full tree of this budget."""
-    if budget.paths is not None:
-        return sum(len(path) <= budget.depth for path in budget.paths)
-    return min(budget.nodes, sum(budget.top_k**level for level in range(1, budget.depth + 1)))
+        records.append({"cycles": record_cycles(known, replay(target, drafter, known, noted, seconds), seconds)})
+        budgets.append(noted.budgets)
+    tokens = sum(cycle["committed"] for record in records for cycle in record["cycles"])
+    return tokens, sum(model_seconds(costs, records, budgets, drafter))

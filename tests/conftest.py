@@ -155,8 +155,8 @@ def using(base: Any) -> Callable[[str], Any]:
 def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clocks that go on by a second whenever they are read: what is timed takes one, whatever the machine does."""
     ticks = count()
-    for module in ("costs", "replay"):
-        monkeypatch.setattr(f"eval.{module}.clock_of", lambda _: lambda: float(next(ticks)))
+    for module in ("eagle.decoding.cycle_times", "eval.replay"):
+        monkeypatch.setattr(f"{module}.clock_of", lambda _: lambda: float(next(ticks)))
     monkeypatch.setattr("eagle.decoding.loop.perf_counter", lambda: float(next(ticks)))
 
 

@@ -21,6 +21,7 @@ from eagle import Budget, Sampling, Target, generate, load_drafter
 from eagle.core.drafter import Committed, Drafter, Noise, Reads, TargetHead, TrainableDrafter
 from eagle.core.examples import Batch
 from eagle.core.tree import PUBLISHED_TREE, DraftTree, Paths, chain_paths
+from eagle.decoding.cycle_times import bare_costs
 from eagle.doctor import diagnose
 from eagle.doctor.texts import answer_prompts
 from eagle.drafters import DRAFTERS, settings_of
@@ -35,7 +36,6 @@ from eagle.formats.export import EXPORTERS
 from eagle.recipe import Section
 from eagle.target.view import TargetTexts
 from eval.compare import main as compare
-from eval.costs import bare_costs
 from eval.replay import answer
 from eval.tune import NOT_DRAFTING, Tuning, chain
 from recipes.forecast import empty_head, token_flops, training_bytes

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
+from eagle.core.budget import Budget
+from eagle.core.drafter import Drafter
+from eagle.decoding.forward_costs import Costs, line
 
 Grid = tuple[tuple[tuple[float, ...], ...], ...]
 STEP = 64  # tokens of context between which costs are not told apart
+PENDING = 2  # tokens that a draft's first forward reads, where little is accepted
 
 
 @dataclass(frozen=True)
 class CycleCosts:
     """Seconds of drafting and of the rest of a cycle, `[batch size][context][levels]`, with equal depth for all texts.
 
-    Costs are interpolated linearly between measured sizes and contexts, and extrapolated beyond the largest batch.
+    Costs are interpolated linearly between measured sizes and contexts, and extrapolated beyond the largest.
     """
 
     batch_sizes: tuple[int, ...]
@@ -28,6 +31,29 @@ class CycleCosts:
     def of_one(cls, draft: Sequence[float], read: Sequence[float]) -> CycleCosts:
         """Costs of one text of any length."""
         return cls((1,), (0,), ((tuple(draft),),), ((tuple(read),),))
+
+    @classmethod
+    def of_forwards(
+        cls, costs: Costs, drafter: Drafter, budget: Budget, drafts: Mapping[int, Sequence[float]]
+    ) -> CycleCosts:
+        """Costs of a budget's levels by bare forwards, at all numbers of texts and contexts that were measured.
+
+        Drafts whose forwards have no costs take the seconds of their levels in `drafts`, by number of texts.
+        """
+        asked = [budget.within(level) for level in range(budget.depth + 1)]
+        rows, nodes = [costs.rows(drafter, here, PENDING) for here in asked], [count_nodes(here) for here in asked]
+
+        def draft_and_read(texts: int, context: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+            draft = [
+                drafts[texts][level] if forwards is None else costs.draft(forwards, context, texts)
+                for level, forwards in enumerate(rows)
+            ]
+            return tuple(draft), tuple(costs.read(1 + count, context, texts) for count in nodes)
+
+        sizes = tuple(each.texts for each in (costs, *costs.batches))
+        grid = [[draft_and_read(texts, context) for context in costs.contexts] for texts in sizes]
+        draft, read = (tuple(tuple(pair[kind] for pair in row) for row in grid) for kind in (0, 1))
+        return cls(sizes, costs.contexts, draft, read)
 
     def at(self, texts: int, context: int) -> CostTable:
         """The costs of a cycle of `texts` texts, the longest of which has `context` tokens."""
@@ -60,25 +86,20 @@ class CostTable:
         return seconds
 
 
+def count_nodes(budget: Budget) -> int:
+    """The nodes of a full tree of this budget."""
+    if budget.paths is not None:
+        return sum(len(path) <= budget.depth for path in budget.paths)
+    return min(budget.nodes, sum(budget.top_k**level for level in range(1, budget.depth + 1)))
+
+
 @lru_cache(4096)
 def _table(costs: CycleCosts, texts: int, context: int) -> CostTable:
-    draft = [[0.0] * len(costs.draft[0][0])]
-    draft += [
-        _line(costs.batch_sizes, _at_context(costs, costs.draft, context), count) for count in range(1, texts + 1)
-    ]
-    return CostTable(draft, _line(costs.batch_sizes, _at_context(costs, costs.read, context), texts))
+    draft = [_line(costs, costs.draft, count, context) for count in range(1, texts + 1)]
+    return CostTable([[0.0] * len(draft[0]), *draft], _line(costs, costs.read, texts, context))
 
 
-def _at_context(costs: CycleCosts, grid: Grid, context: int) -> list[list[float]]:
-    """[batch size][levels] at a context."""
-    return [_line(costs.contexts, rows, context) for rows in grid]
-
-
-def _line(places: Sequence[int], rows: Sequence[Sequence[float]], place: int) -> list[float]:
-    """The row at a place: interpolated, extrapolated from the last two rows, or the first row before all places."""
-    if len(places) == 1 or place <= places[0]:
-        return list(rows[0])
-    right = next((i for i, known in enumerate(places) if known >= place), len(places) - 1)
-    share = (place - places[right - 1]) / (places[right] - places[right - 1])
-    before, after = np.asarray(rows[right - 1]), np.asarray(rows[right])
-    return np.maximum(before + share * (after - before), 0.0).tolist()
+def _line(costs: CycleCosts, grid: Grid, texts: int, context: int) -> list[float]:
+    """[levels], between the sizes and contexts next to these."""
+    at_context = [[line(costs.contexts, level, context) for level in zip(*rows, strict=True)] for rows in grid]
+    return [line(costs.batch_sizes, level, texts) for level in zip(*at_context, strict=True)]

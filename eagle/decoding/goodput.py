@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from eagle.core.arguments import positive_ints, prompt_rows, token_ids
+from eagle.core.arguments import check_call, positive_ints, prompt_rows, refuse_options, token_ids
 from eagle.core.budget import Budget, Draw
 from eagle.core.drafter import Drafter
 from eagle.core.sampling import Sampling, number, whole
@@ -13,12 +13,13 @@ from eagle.core.trace import Cycle
 from eagle.core.tree import chain_paths
 from eagle.decoding.acceptance import LEAST, Acceptance, Average
 from eagle.decoding.allocate import Batch
-from eagle.decoding.cycle_costs import CycleCosts
-from eagle.decoding.cycle_times import time_cycles
+from eagle.decoding.cycle_costs import PENDING, CycleCosts, count_nodes
+from eagle.decoding.cycle_times import ROUNDS, draft_levels, measure_costs
 from eagle.target.target import Target
 
 BATCH_SIZES = (1, 2, 4, 8, 16)
 ONLY = 0  # the number of a text by itself
+GENERATION = ("sampling", "max_new_tokens", "stop", "max_tokens_in_cache")
 HINT = "measure them with Goodput.measure(target, drafter, prompt, budget)"
 
 
@@ -75,7 +76,7 @@ class Goodput:
         self.draft, self.read, self.max_nodes = list(draft), list(read), max_nodes
         self.costs = costs or CycleCosts.of_one(draft, read)
         self.exploration, self.memory = share, memory
-        self.nodes_at = [_count_nodes(self.budget, level) for level in range(depth + 1)]
+        self.nodes_at = _nodes_at(self.budget)
         self.acceptance = Acceptance(depth, memory)
         self.spent = self.explored = 0.0  # seconds
         self.asked: dict[int, int] = {}  # levels of each text in this cycle
@@ -114,13 +115,15 @@ class Goodput:
         batch_sizes: Sequence[int] | None = None,
         contexts: Sequence[int] = (),
         max_nodes: int | None = None,
+        clock: Callable[[], float] | None = None,
         **options: Any,
     ) -> Goodput:
-        """A policy with costs measured in short generations that alternate between all draft depths.
+        """A policy with costs from bare forwards, and from short generations that alternate between all draft depths.
 
         With several prompts, batches of 1, 2, 4, 8 and 16 texts (or `batch_sizes`) are measured, and the prompts take
-        turns. With `contexts` the prompts are repeated or cut to these lengths. The options are those of `generate`.
-        The budget defaults to the drafter's, else a chain of eight. Depths that were not measured are interpolated.
+        turns. Forwards are timed behind `contexts`, or behind the longest prompt; with `contexts` the prompts are
+        repeated or cut to the first. The options are those of `generate`, the sampling and the limit one for all.
+        The budget defaults to the drafter's, else a chain of eight. `clock` is by default one of CPU seconds.
         """
         rows = prompt_rows(prompt, None)
         prompts = [token_ids(prompt)] if rows is None else rows
@@ -130,10 +133,30 @@ class Goodput:
         max_nodes = None if max_nodes is None else whole("max_nodes", max_nodes)
         if not prompts:
             raise ValueError("the prompts are an empty list, expected at least one")
-        tuned = drafter.budget if isinstance(drafter, Drafter) else None  # `stream` refuses what is no drafter
+        tuned = drafter.budget if isinstance(drafter, Drafter) else None
         budget = budget or tuned or Budget.fixed(chain_paths(8))
-        costs = time_cycles(target, drafter, prompts, budget, sizes, contexts, options)
-        return cls.of_costs(costs, budget, max_nodes=max_nodes)
+        refuse_options(options.keys() - {*GENERATION}, GENERATION)
+        check_call(target, drafter, options.get("sampling") or Sampling(), budget)
+        if contexts:
+            prompts = [(tokens * -(-contexts[0] // len(tokens)))[: contexts[0]] for tokens in prompts]
+        costs, cycles = measure_costs(
+            target,
+            drafter,
+            prompts,
+            budget,
+            options,
+            contexts=contexts or (max(map(len, prompts)),),
+            sizes=_rows_read(drafter, budget, max(sizes)),
+            batch_sizes=sizes,
+            batch_tokens=[1 + nodes for nodes in _nodes_at(budget)],
+            rounds=ROUNDS,
+            clock=clock,
+        )
+        drafts = {}
+        if costs.rows(drafter, budget, PENDING) is None:  # no forwards have costs
+            limit = {"limit": options["max_new_tokens"]} if "max_new_tokens" in options else {}
+            drafts = {texts: draft_levels(each, budget.depth, **limit) for texts, each in cycles.items()}
+        return cls.of_costs(CycleCosts.of_forwards(costs, drafter, budget, drafts), budget, max_nodes=max_nodes)
 
     measured = measure  # its name in earlier releases
 
@@ -228,10 +251,12 @@ def goodput_budget(
     return Goodput.measure(target, drafter, [list(p) for p in prompts], budget, batch_sizes, contexts, **options)
 
 
-def _count_nodes(budget: Budget, levels: int) -> int:
-    """The maximum number of nodes of a tree with `levels` levels."""
-    if levels == 0:
-        return 0
-    if budget.paths is not None:
-        return sum(len(path) <= levels for path in budget.paths)
-    return min(budget.nodes, sum(budget.top_k**level for level in range(1, levels + 1)))
+def _nodes_at(budget: Budget) -> list[int]:
+    """The nodes of full trees by levels."""
+    return [count_nodes(budget.within(level)) for level in range(budget.depth + 1)]
+
+
+def _rows_read(drafter: Drafter, budget: Budget, texts: int) -> set[int]:
+    """The rows of the forwards of target and drafter, with one text and with so many."""
+    drafted = {PENDING, *(drafter.forwards(budget) or ())}
+    return {1, *drafted, *(texts * rows for rows in drafted), *(1 + nodes for nodes in _nodes_at(budget))}

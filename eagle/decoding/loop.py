@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
@@ -30,6 +30,7 @@ class Decoding:
     """Texts decoded side by side, up to `batch_size` at once: `add` prompts, then `step` until `is_done`.
 
     An error that only one text causes ends that text: its trace's `finish` is "error", and its `error` says which.
+    `timing` keeps the seconds of cycles, by the wall's clock or by one that is given.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Decoding:
         budget: Budget | Policy | None = None,
         batch_size: int = 1,
         max_tokens_in_cache: int | None = None,
-        timing: bool = False,
+        timing: bool | Callable[[], float] = False,
     ) -> None:
         self.target, self.drafter, self.batch_size = target, drafter, batch_size
         self.budget: Budget | Policy = budget or drafter.budget or Budget()
@@ -265,9 +266,9 @@ class Decoding:
 
 
 class _Clock:
-    """Records the seconds of each part of a cycle, if `on`."""
+    """Records the seconds of each part of a cycle, if `on`, which may be a clock to read."""
 
-    def __init__(self, device: torch.device, on: bool) -> None:
+    def __init__(self, device: torch.device, on: bool | Callable[[], float]) -> None:
         self.device, self.on, self.last = device, on, 0.0
         self.seconds: dict[str, float] | None = None
 
@@ -285,4 +286,4 @@ class _Clock:
     def _now(self) -> float:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-        return perf_counter()
+        return self.on() if callable(self.on) else perf_counter()

@@ -94,8 +94,8 @@ def headline(report: ReportData) -> Html:
         "τ is the acceptance length: tokens committed per target forward, its own included, prefill excluded. Speed-up "
         "is tokens per second over those of plain decoding (none) on the same prompts in the same run, in wall time, "
         "and in CPU seconds too where answers had to wait for other work on the machine; modelled speed-up takes the "
-        "recorded cycles at the bare costs of their forwards instead, which other work does not disturb. Beside each "
-        "figure is its 95% interval: bootstrap over prompts, clustered by conversation."
+        "recorded cycles at the costs of bare forwards and of the loop instead, which other work does not disturb. "
+        "Beside each figure is its 95% interval: bootstrap over prompts, clustered by conversation."
     )
     rows = [(heading, [row(group) for group in groups]) for heading, groups in by_temperature(report.groups)]
     lines = {

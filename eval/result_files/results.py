@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from eagle.core.budget import Budget
+from eagle.decoding.forward_costs import Costs
 from eagle.markup import Html, table
-from eval.batch_costs import share_batches
-from eval.costs import Costs, draft_seconds
+from eval.costs import asked_budgets, model_seconds
 from eval.result_files.figures import format_number
 from eval.result_files.statistics import Difference, Estimate, Row, Statistic, estimate, estimate_difference, ratio
 
@@ -216,8 +216,7 @@ class Results:
             group = groups.setdefault((key[-1], answer["temperature"], answer["drafter"]), [])
             group.append({**answer, "baseline": baselines[key]})
         for (batch_size, _, name), rows in groups.items():
-            add = self._add_modelled if batch_size == 1 else self._add_modelled_batches
-            add(name, rows)
+            self._add_modelled(name, rows, batch_size)
         steps: dict[tuple[int, float, str], list[Answer]] = {}
         for batch in self.batches:
             steps.setdefault((batch["batch_size"], batch["temperature"], batch["drafter"]), []).append(batch)
@@ -226,20 +225,10 @@ class Results:
             for key, rows in groups.items()
         ]
 
-    def _add_modelled_batches(self, drafter: str, answers: list[Answer]) -> None:
-        """Tokens and modelled seconds of answers written in batches: each takes its share of the cycles' seconds."""
-        if (bare := (self.header.get("costs") or {}).get(drafter)) is None or not bare.get("batches"):
-            return
-        costs = Costs.parse(bare)
-        drafted = share_batches(costs, answers, drafter != "none")
-        plain = share_batches(costs, [answer["baseline"] for answer in answers], False)
-        for answer, seconds, baseline_seconds in zip(answers, drafted, plain, strict=True):
-            tokens, baseline_tokens = count_cycles(answer)[0], count_cycles(answer["baseline"])[0]
-            answer["modelled"] = tokens, seconds, baseline_tokens, baseline_seconds
-
-    def _add_modelled(self, drafter: str, answers: list[Answer]) -> None:
-        """Tokens and seconds of each answer and of its baseline, at the bare costs in the header if it has them."""
-        if (bare := (self.header.get("costs") or {}).get(drafter)) is None:
+    def _add_modelled(self, drafter: str, answers: list[Answer], batch_size: int) -> None:
+        """Tokens and seconds of each answer and of its baseline, at the costs in the header if it has them."""
+        bare = (self.header.get("costs") or {}).get(drafter)
+        if bare is None or (batch_size > 1 and not bare.get("batches")):
             return
         costs, limit = Costs.parse(bare), self.header.get("new_tokens")
         values = self.settings(drafter)["budget"]
@@ -247,14 +236,15 @@ class Results:
         budget = Budget(**{**values, "paths": paths and tuple(map(tuple, paths))})
         if "policy" in self.settings(drafter):  # budgets change from cycle to cycle: drafts cost what they took
             costs = replace(costs, first=None, level=None)
-        recorded = (cycle for answer in answers for cycle in cycles(answer))
-        drafting = {} if costs.first or not budget.nodes else draft_seconds(recorded)
-        for answer in answers:
-            seconds = costs.model_seconds(cycles(answer), budget, limit)
-            seconds += sum(drafting.get((cycle["nodes"], cycle["depth"]), 0.0) for cycle in cycles(answer))
-            baseline = answer["baseline"]
-            baseline_seconds = costs.model_seconds(cycles(baseline))
-            answer["modelled"] = count_cycles(answer)[0], seconds, count_cycles(baseline)[0], baseline_seconds
+
+        def seconds(rows: list[Answer], budget: Budget | None) -> list[float]:
+            rows = [{**row, "cycles": cycles(row)} for row in rows]
+            return model_seconds(costs, rows, [asked_budgets(row["cycles"], budget, limit) for row in rows])
+
+        baselines = [answer["baseline"] for answer in answers]
+        for answer, *both in zip(answers, seconds(answers, budget), seconds(baselines, None), strict=True):
+            (tokens, _), (baseline_tokens, _) = count_cycles(answer), count_cycles(answer["baseline"])
+            answer["modelled"] = tokens, both[0], baseline_tokens, both[1]
 
     def _rule(self, drafter: str, temperature: float) -> str:
         """How a drafter chose its tokens, from its budget in the header."""

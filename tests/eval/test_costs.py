@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from eagle import Budget, DraftTree, Sampling, Target, generate
+from eagle import Budget, Sampling, Target, generate
 from eagle.core.tree import PUBLISHED_TREE, chain_paths
-from eagle.core.verify import Choose
+from eagle.decoding.cycle_times import bare_costs
+from eagle.decoding.forward_costs import Costs
 from eagle.drafters.none import NoDrafter
 from eagle.drafters.recurrent.eagle1 import Eagle1
-from eval.costs import Costs, bare_costs, bare_read
 from eval.result_files.answer_rows import cycle_of
 from tests.families import build, random_tokens
+from tests.modelled import seconds_of
 
 PROMPT = random_tokens(20, seed=3)
 BUDGETS = [Budget(6, 6, 1), Budget(8, 4, 3), Budget(3, 2, 10), Budget(25, 5, 4), Budget.fixed(PUBLISHED_TREE)]
@@ -75,7 +76,7 @@ def test_modelled_time_charges_what_was_read(target: Target, head: Eagle1, budge
     levels = sum(rows.head) - len(PROMPT) - told
     expected = sum(rows.target[1:]) + 1e-3 * first + 1e-6 * levels
     cycles = list(map(cycle_of, trace.cycles))
-    assert COUNTING.model_seconds(cycles, budget, limit=30) == pytest.approx(expected, abs=1e-9)
+    assert seconds_of(COUNTING, cycles, budget, limit=30) == pytest.approx(expected, abs=1e-9)
     assert sum(cycle.accepted for cycle in trace.cycles) > 0
 
 
@@ -83,18 +84,18 @@ def test_plain_decoding_is_charged_single_reads(target: Target, head: Eagle1) ->
     """Neither a head that was not used nor one that is not there costs anything."""
     trace = generate(target, NoDrafter(), PROMPT, max_new_tokens=12, stop=[])
     cycles = list(map(cycle_of, trace.cycles))
-    assert COUNTING.model_seconds(cycles) == 11
+    assert seconds_of(COUNTING, cycles) == 11
     alone = replace(COUNTING, first=None, level=None)
-    assert alone.model_seconds(cycles, Budget(4, 4, 1)) == 11
+    assert seconds_of(alone, cycles, Budget(4, 4, 1)) == 11
 
 
 def test_recorded_seconds_are_charged_where_a_draft_was_asked_for() -> None:
     """Not at an answer's end, where no level has room, though drafts of no nodes took their time elsewhere."""
-    cycle = {"nodes": 0, "depth": 0, "accepted": 0, "committed": 1, "context": 5}
-    alone, drafts = replace(COUNTING, first=None, level=None), {(0, 0): 9.0}
-    assert alone.model_seconds([cycle], Budget(4, 4, 1), limit=3, drafts=drafts) == 1 + 9
-    assert alone.model_seconds([cycle], Budget(4, 4, 1), limit=2, drafts=drafts) == 1
-    assert COUNTING.model_seconds([cycle], Budget(4, 4, 1), limit=2, drafts=drafts) == 1
+    cycle = {"nodes": 0, "depth": 0, "accepted": 0, "committed": 1, "context": 5, "seconds": {"draft": 9.0}}
+    alone = replace(COUNTING, first=None, level=None)
+    assert seconds_of(alone, [cycle], Budget(4, 4, 1), limit=3) == 1 + 9
+    assert seconds_of(alone, [cycle], Budget(4, 4, 1), limit=2) == 1
+    assert seconds_of(COUNTING, [cycle], Budget(4, 4, 1), limit=2) == 1
 
 
 @pytest.mark.parametrize("budget", BUDGETS, ids=lambda budget: f"{budget.nodes}-{budget.depth}-{budget.top_k}")
@@ -114,13 +115,13 @@ def test_a_results_file_tells_what_a_draft_left_unread() -> None:
     cycles = [{"nodes": 2, "depth": 2, "accepted": 2, "committed": 3, "context": place} for place in (9, 12, 15)]
     budget = Budget(2, 2, 1)
     # a cycle reads 3 rows of the target, and drafts by 1 + 1; without what is told by 3 + 1 behind the first
-    assert told.model_seconds(cycles, budget) == pytest.approx(3 * (3 + 2))
-    assert costs.model_seconds(cycles, budget) == pytest.approx(3 * (3 + 2) + 2 * 2)
+    assert seconds_of(told, cycles, budget) == pytest.approx(3 * (3 + 2))
+    assert seconds_of(costs, cycles, budget) == pytest.approx(3 * (3 + 2) + 2 * 2)
     assert Costs.parse(json.loads(json.dumps(asdict(told)))) == told
 
 
 def test_costs_lie_on_straight_lines_between_what_was_measured() -> None:
-    """In both directions as numpy has it; beyond the ends the line goes on, but never below nothing."""
+    """In both directions as numpy has it, also before the first; beyond the last the line goes on."""
     table = ((1.0, 1.5, 4.0), (2.0, 2.5, 6.0))
     costs = Costs((100, 500), (1, 4, 16), table)
     for size in (1, 2, 3.5, 4, 10, 16):
@@ -128,7 +129,7 @@ def test_costs_lie_on_straight_lines_between_what_was_measured() -> None:
         for context in (100, 250, 500):
             assert costs.read(size, context) == pytest.approx(np.interp(context, (100, 500), ends))
     assert costs.read(28, 100) == pytest.approx(6.5) and costs.read(1, 900) == pytest.approx(3)
-    assert Costs((100, 200), (1,), ((1.0,), (2.0,))).read(1, 0) == 0
+    assert Costs((100, 200), (1,), ((1.0,), (2.0,))).read(1, 0) == 1
 
 
 def test_costs_of_batches_lie_between_those_measured() -> None:
@@ -149,15 +150,6 @@ def test_costs_survive_json() -> None:
     assert Costs.parse(json.loads(json.dumps(asdict(alone)))) == alone
 
 
-@pytest.mark.parametrize("size", [1, 7])
-def test_a_bare_read_is_the_readers_forward(target: Target, size: int) -> None:
-    """The same logits as reading a chain of the same tokens there."""
-    state = target.open()
-    state.begin(PROMPT, Choose(Sampling()), room=16)
-    expected = state.read({0: DraftTree.chain([1] * size)})[0].logits
-    assert torch.equal(bare_read(state, size)().logits[0], expected)
-
-
 @pytest.mark.parametrize(("size", "scored"), [(1, 1), (5, 1), (5, 5)])
 def test_a_bare_draft_is_the_heads_forward(target: Target, head: Eagle1, size: int, scored: int) -> None:
     """The same logits as one causal pass over all of the text, however often it is run."""
@@ -168,30 +160,18 @@ def test_a_bare_draft_is_the_heads_forward(target: Target, head: Eagle1, size: i
     torch.testing.assert_close(run(), target.head.logits(states)[-scored:])
 
 
-def test_what_is_measured_is_a_table_of_seconds(target: Target, head: Eagle1, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_measured_is_a_table_of_seconds(target: Target, head: Eagle1) -> None:
     """Contexts that the model has no positions for are shortened; by a clock that ticks with every row read."""
     longest = target.max_positions
     with Rows(target, head) as rows:
-        monkeypatch.setattr("eval.costs.clock_of", lambda _: lambda: sum(rows.target) + 1000 * sum(rows.head))
-        costs = bare_costs(target, head, (16, 10**6), (192, 1), rounds=3)
+        clock: Any = lambda: sum(rows.target) + 1000 * sum(rows.head)  # noqa: E731
+        costs = bare_costs(target, head, (16, 10**6), (192, 1), rounds=3, clock=clock)
         assert costs.contexts == (16, longest - 192) and costs.sizes == (1, 192)
         assert costs.target == ((1, 192),) * 2
         assert costs.first == costs.level == ((1000, 192_000),) * 2
         assert bare_costs(target, NoDrafter(), (16,), (1,), rounds=1).level is None
         batches = bare_costs(
-            target, head, (16, 24, 32), (1,), rounds=3, batch_sizes=(16, 1, 2), batch_tokens=(1, 8)
+            target, head, (16, 24, 32), (1,), rounds=3, batch_sizes=(16, 1, 2), batch_tokens=(1, 8), clock=clock
         ).batches
     found = [(batch.texts, batch.contexts, batch.sizes, batch.target, batch.level) for batch in batches]
     assert found == [(n, (16, 32), (1, 8), ((n, 8 * n),) * 2, None) for n in (2, 16)]
-
-
-def test_a_bare_read_of_a_batch_is_the_readers_forward(target: Target) -> None:
-    """Texts of unequal lengths, each with the logits of reading the same chain behind it."""
-    state = target.open()
-    for row, prompt in enumerate((PROMPT, PROMPT[:7])):
-        state.admit(row, prompt, 16)
-    while state.prompts:
-        state.read_prompts()
-    outputs = state.read(dict.fromkeys((0, 1), DraftTree.chain([1] * 3)))
-    for logits, row in zip(bare_read(state, 3)().logits, state.rows, strict=True):
-        torch.testing.assert_close(logits, outputs[row].logits)

@@ -20,13 +20,13 @@ from transformers import AutoConfig
 from eagle import Target
 from eagle.core.budget import Budget
 from eagle.core.tree import chain_paths
+from eagle.decoding.forward_costs import Costs
 from eagle.decoding.goodput import Goodput
 from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head
 from eagle.recipe import Recipe
 from eagle.target.state import TargetState
-from eval.batch_costs import share_batches
-from eval.costs import Costs
+from eval.costs import asked_budgets, model_seconds
 from eval.measure import measure
 from eval.report import markdown, page
 from eval.result_files.results import read_results
@@ -210,8 +210,10 @@ def test_modelled_seconds_are_those_of_the_forwards(small: Recipe) -> None:
     expected = sum(
         (1 + 0.9 * (len(cycles) - 1)) * (1 + max(cycle["nodes"] for cycle in cycles)) for cycles in shared.values()
     )
-    assert sum(share_batches(flat, group.answers, False)) == pytest.approx(expected)
-    assert share_batches(flat, group.answers, True) > share_batches(flat, group.answers, False)
+    plain = [asked_budgets(answer["cycles"], None) for answer in group.answers]
+    assert sum(model_seconds(flat, group.answers, plain)) == pytest.approx(expected)
+    drafting = [asked_budgets(answer["cycles"], Budget(2, 2, 1)) for answer in group.answers]
+    assert sum(model_seconds(flat, group.answers, drafting)) > expected
     assert all(group.is_modelled for group in results.groups())
 
 

@@ -11,8 +11,8 @@ import pytest
 from synthetic import HOSTILE, RATES, answer, pieces, write
 
 from eagle.core.budget import Budget
+from eagle.decoding.forward_costs import Costs
 from eagle.markup import Html, html, readable, tag
-from eval.costs import Costs
 from eval.page.page_accepted import accepted_lengths, bin_confidences, by_position, most_used_nodes
 from eval.page.page_batches import points_by_size, texts_in_a_step
 from eval.page.page_parts import ReportData, labels
@@ -29,6 +29,7 @@ from eval.result_files.results import (
     read_results,
 )
 from eval.result_files.statistics import Row, estimate
+from tests.modelled import seconds_of
 
 ROOT = Path(__file__).parents[2]
 FIGURES = {
@@ -326,8 +327,8 @@ def test_modelled_time_takes_the_headers_costs(tmp_path: Path) -> None:
     path = write(tmp_path / "results.jsonl", ["eagle1"], (0.0,), costs={"eagle1": dear}, new_tokens=49)
     report = ReportData.load([path])
     costs = Costs.parse(dear)
-    spent = sum(costs.model_seconds(cycles(one), Budget(8, 5, 3), 49) for one in report.drafting[0].answers)
-    plain = sum(costs.model_seconds(cycles(one["baseline"])) for one in report.drafting[0].answers)
+    spent = sum(seconds_of(costs, cycles(one), Budget(8, 5, 3), 49) for one in report.drafting[0].answers)
+    plain = sum(seconds_of(costs, cycles(one["baseline"])) for one in report.drafting[0].answers)
     assert report.drafting[0].estimate(MODELLED_SPEED_UP).value == pytest.approx(plain / spent)
     made = Parsed(page([path]))
     assert "modelled" in made.sections["headline"]

@@ -15,6 +15,8 @@ import torch
 from eagle import Budget, DraftTree, Sampling, Target, generate, load_drafter
 from eagle.core.drafter import Committed, Noise
 from eagle.core.tree import PUBLISHED_TREE
+from eagle.decoding.cycle_times import bare_costs
+from eagle.decoding.forward_costs import Costs
 from eagle.drafters.draft_model import DraftModel
 from eagle.drafters.lookup.bigram import BigramDrafter
 from eagle.drafters.lookup.ngram import NgramDrafter, NgramText
@@ -22,7 +24,6 @@ from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head, write_budget
 from eagle.recipe import Recipe
 from eval import tune
-from eval.costs import Costs, bare_costs
 from eval.prompts import questions
 from eval.replay import Answer, answer, plain, rates_by_rank, record_cycles, replay
 from eval.result_files.answer_rows import cycle_of
@@ -30,6 +31,7 @@ from eval.tune import NOT_DRAFTING, Tuning, chain, search
 from eval.tune_policy import replay_policy
 from tests.drafters.recurrent.test_eagle1 import head as head  # the untrained head of the suite's tiny target
 from tests.families import build, random_tokens
+from tests.modelled import seconds_of
 from tests.tables import some_tables
 from tests.trained import RECIPE
 
@@ -165,7 +167,7 @@ def test_the_search_is_within_three_percent_of_trying_everything(
     speeds = {}
     for budget, answers in decoded.items():
         paid, limits = budget if budget.nodes else None, [told.limit for told in tuning.answers]
-        seconds = sum(costs.model_seconds(cycles, paid, limit) for cycles, limit in zip(answers, limits, strict=True))
+        seconds = sum(seconds_of(costs, cycles, paid, limit) for cycles, limit in zip(answers, limits, strict=True))
         speeds[budget] = sum(cycle["committed"] for cycles in answers for cycle in cycles) / seconds
     assert found.speed == pytest.approx(speeds[found.budget])
     assert found.speed >= 0.97 * max(speeds.values())

@@ -12,14 +12,15 @@ from eagle import Budget, Sampling, Target, generate
 from eagle.core.drafter import Committed
 from eagle.core.examples import Batch, Example, collate
 from eagle.core.tree import PUBLISHED_TREE, Paths, best_tree
+from eagle.decoding.forward_costs import Costs
 from eagle.decoding.goodput import Goodput
 from eagle.drafters import DRAFTERS, settings_of
 from eval import tune
-from eval.costs import Costs
 from eval.replay import Answer, answer
 from eval.result_files.answer_rows import cycle_of
 from eval.tune import Tuning, acceptance_by_rank, chain, fixed, search
 from tests.families import build, random_tokens
+from tests.modelled import seconds_of
 from tests.registry import LEVEL_HEADS
 from tests.trained import fixture_seed
 
@@ -60,7 +61,7 @@ def test_forwards_are_those_that_a_draft_takes(name: str, budget: Budget, target
     update = Committed(torch.tensor([3]), torch.randn(1, 1, target.config.hidden_size), 5)
     head.begin().propose(update, budget)
     assert head.forwards(budget) == tuple(read[1:]) and len(read) <= LEVELS
-    assert COUNTING.rows(head, budget, 4) == (4, *read[1:])
+    assert COUNTING.rows(head, budget, 4) == ((4, *read[1:]) if budget.nodes else ())
     assert bool(read[1:]) == (head.reads_tokens and budget.depth > 1)
 
 
@@ -73,10 +74,10 @@ def test_recorded_cycles_cost_the_drafters_own_forwards(name: str, budget: Budge
     cycles = list(map(cycle_of, trace.cycles))
     forwards = tuple(head.forwards(budget.within(levels)) for levels in range(budget.depth + 1))
     stored = replace(COUNTING, forwards=forwards)
-    expected = COUNTING.model_seconds(cycles, budget, 20, head)
-    assert stored.model_seconds(cycles, budget, 20) == expected
+    expected = seconds_of(COUNTING, cycles, budget, 20, head)
+    assert seconds_of(stored, cycles, budget, 20) == expected
     if not head.reads_tokens or budget.depth > LEVELS:
-        assert COUNTING.model_seconds(cycles, budget, 20) > expected
+        assert seconds_of(COUNTING, cycles, budget, 20) > expected
 
 
 @pytest.mark.parametrize("name", LEVEL_HEADS)

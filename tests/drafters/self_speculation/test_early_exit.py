@@ -13,11 +13,11 @@ from torch import Tensor
 from eagle import Budget, Sampling, Target, Trace, generate, load_drafter
 from eagle.core.trace import Cycle
 from eagle.core.tree import chain_paths
+from eagle.decoding.cycle_times import bare_costs
 from eagle.decoding.loop import Decoding
 from eagle.drafters.self_speculation import exit_state
 from eagle.drafters.self_speculation.early_exit import EarlyExit
 from eagle.target.view import TargetTexts
-from eval.costs import bare_costs
 from tests.families import NUM_LAYERS, build, own_answer, own_logits, random_tokens
 
 PROMPTS = [random_tokens(count, seed) for seed, count in enumerate((6, 11, 3))]
