@@ -28,44 +28,37 @@ from eagle.target.loading import parse_dtype
 from eagle.target.packed import pack_head
 from eval.costs import bare_read, time_action
 
-RUNS = (
-    ("0.025 B", "float32"),
-    ("0.025 B", "bfloat16"),
-    ("0.3 B", "float32"),
-    ("0.3 B", "bfloat16"),
-    ("1 B", "bfloat16"),
-)
+SIZES = {"0.025 B": ("float32", "bfloat16"), "0.3 B": ("float32", "bfloat16"), "1 B": ("bfloat16",)}
 LONG = 512  # tokens of a forward as extraction reads them
 HEADS = ((384, 8192), (2048, 32768))  # width and vocabulary of LM heads
 ROWS = (1, 4, 8, 10, 16, 64)
 DTYPES = ("float32", "bfloat16")
 SIDES = {"plain": False, "packed": True}
 LOAD = """
-import json, resource, sys
-from time import perf_counter
+import json, sys
+from time import process_time
 import torch
 from eagle import Target
 torch.set_num_threads(1)
-start = perf_counter()
+start = process_time()
 target = Target.load(sys.argv[1], dtype=sys.argv[2], packed=sys.argv[3] == "packed")
-seconds = perf_counter() - start
+seconds = process_time() - start
 with torch.inference_mode():
-    target.reader.model(input_ids=torch.ones(1, 4, dtype=torch.long))
-held = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS"))
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(json.dumps({"s": round(seconds, 1), "MB": held // 1024, "peak MB": peak // 1024}))
+    target.model(input_ids=torch.ones(1, 4, dtype=torch.long))
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+held, peak = (int(status[name].split()[0]) // 1024 for name in ("VmRSS", "VmHWM"))
+print(json.dumps({"s": round(seconds, 1), "MB": held, "peak MB": peak}))
 """
 
 
-def measure_load(folder: Path, dtype: str, rounds: int) -> dict[str, dict[str, float]]:
-    """Seconds of loading, and megabytes of a process that then reads a text, at most and in the end."""
-
-    def load(side: str) -> dict[str, float]:
+def measure_load(folder: Path, dtype: str) -> dict[str, dict[str, float]]:
+    """CPU seconds of loading, and megabytes of a process that then reads a text, at most and in the end."""
+    figures = {}
+    for side in SIDES:
         command = [sys.executable, "-c", LOAD, str(folder), dtype, side]
-        return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-
-    turns = take_turns(rounds, {side: lambda side=side: load(side) for side in SIDES})
-    return {side: {name: median(row[name] for row in rows) for name in rows[0]} for side, rows in turns.items()}
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        figures[side] = json.loads(output.splitlines()[-1])
+    return figures
 
 
 def compare_times(sides: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
@@ -140,7 +133,7 @@ def measure_size(args: argparse.Namespace, size: str, dtype: str, results: dict[
     with TemporaryDirectory() as folder:
         wide.save_pretrained(folder)
         del model, wide
-        results["loading"][f"{size}, {dtype}"] = measure_load(Path(folder), dtype, 3)
+        results["loading"][f"{size}, {dtype}"] = measure_load(Path(folder), dtype)
         targets = {side: Target.load(folder, dtype=dtype, packed=packed) for side, packed in SIDES.items()}
     for threads in args.threads:
         torch.set_num_threads(threads)
@@ -153,6 +146,7 @@ def main(argv: Sequence[str]) -> None:
     """Measure, print and write the result file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--out", type=Path, default=Path("docs/results/packed.json"))
@@ -166,7 +160,8 @@ def main(argv: Sequence[str]) -> None:
             results["LM heads"][f"{width} x {vocab_size}, {dtype}"] = measure_head(
                 width, vocab_size, dtype, args.rounds
             )
-    for size, dtype in progress(RUNS, "sizes", len(RUNS)):
+    runs = [(size, dtype) for size in args.sizes for dtype in SIZES[size]]
+    for size, dtype in progress(runs, "sizes", len(runs)):
         measure_size(args, size, dtype, results)
         write_results(args.out, results)
     print(table(results))

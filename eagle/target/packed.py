@@ -97,7 +97,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def can_multiply(x: Tensor, weight: Tensor) -> bool:
     """Whether `multiply` takes this input: without gradients, and in the weight's dtype."""
-    is_learning = torch.is_grad_enabled() and x.requires_grad
+    is_learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return x.dtype == weight.dtype and not is_learning and not torch.is_autocast_enabled("cpu")
 
 
@@ -154,7 +154,7 @@ def pack_model(model: Any, smallest: int = SMALLEST) -> int:
 
 def pack_head(head: Any, smallest: int = SMALLEST) -> Any:
     """Give an LM head a packed copy beside its plain matrix, if it is one that can be packed."""
-    if can_pack(head, smallest):
+    if can_pack(head, smallest) and has_kernels(head.weight.dtype):
         head.__class__, head.packed = PackedHead, {}
     return head
 
