@@ -18,14 +18,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from bench.machine import made_on, markdown, take_turns, write_results
 from bench.widen import CONTEXT, TOKENS, widened_model
 from eagle import Target
 from eagle.log import progress, script
-from eagle.target.loading import parse_dtype
-from eagle.target.packed import pack_head
+from eagle.target.loading import load_model, parse_dtype
+from eagle.target.weights.packed import pack_head
 from eval.costs import bare_read, time_action
 
 SIZES = {"0.025 B": ("float32", "bfloat16"), "0.3 B": ("float32", "bfloat16"), "1 B": ("bfloat16",)}
@@ -127,7 +126,7 @@ def table(results: dict[str, Any]) -> str:
 
 def measure_size(args: argparse.Namespace, size: str, dtype: str, results: dict[str, Any]) -> None:
     """Measure a widened model."""
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=parse_dtype(dtype)).eval()
+    model = load_model(args.model, parse_dtype(dtype)).eval()
     weights = 1e9 * float(size.split()[0])
     wide = model if weights < 1e8 else widened_model(model, weights)
     with TemporaryDirectory() as folder:
@@ -153,6 +152,7 @@ def main(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    load_model(args.model, torch.float32)  # refuses a wrong path before anything is timed
     results: dict[str, Any] = {"machine": made_on(target=args.model.name), "context": CONTEXT}
     results |= {"forwards": {}, "LM heads": {}, "loading": {}}
     for width, vocab_size in HEADS:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from eagle.target.packed import unpack_model
+from eagle.target.weights.packed import unpack_model
 
 # buffers that older releases saved and newer ones compute; multi-token prediction layers, which are not run
 COMPUTED = re.compile(

@@ -25,12 +25,12 @@ from eagle.device import best_device, check_device, fastest_dtype, in_dtype
 from eagle.target.attention import Masks, rope_border
 from eagle.target.borrowed import borrow_head
 from eagle.target.loading import check_model, load_model, parse_dtype, read_spare_tensor, tokenizer_of
-from eagle.target.packed import count_packed, pack_model, to_plain, unpack_model
 from eagle.target.reader import TreeReader
 from eagle.target.state import TargetState
 from eagle.target.trees.text_states import count_states
 from eagle.target.view import TargetView
-from eagle.target.weight_mark import WeightMark
+from eagle.target.weights.packed import count_packed, pack_model, to_plain, unpack_model
+from eagle.target.weights.weight_mark import WeightMark
 
 
 class Target:

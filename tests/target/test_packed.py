@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from eagle import Target, generate
+from eagle import Budget, Target, generate
+from eagle.drafters.recurrent.eagle3 import Eagle3, Eagle3Settings
 from eagle.target.loading import add_adapter
-from eagle.target.packed import PackedHead, PackedLinear, count_packed, has_kernels, pack_head, pack_model
+from eagle.target.weights.packed import PackedHead, PackedLinear, count_packed, has_kernels, pack_head, pack_model
 from tests.families import FAMILIES, PlantedTrees, build, own_answer, own_choices, random_tokens
 
 pytestmark = pytest.mark.skipif(not has_kernels(torch.float32), reason="this torch packs no weights here")
@@ -158,6 +159,32 @@ def test_load_packs_where_it_is_asked_to_and_says_why_not(tmp_path: Path) -> Non
     assert count_packed(Target.load(tmp_path, dtype="bfloat16", packed=False).model) == 0
     with pytest.raises(ValueError, match="packed is True, and none of LlamaForCausalLM's weights"):
         Target.load(tmp_path, dtype="float64", packed=True)
+
+
+def test_a_head_packs_its_own_lm_head_where_the_targets_is() -> None:
+    """Its drafts stay, also once its LM head was written to."""
+    model, packed = packed_pair("llama")
+    settings = Eagle3Settings(taps=(0, 1, 2), lm_head="random")
+    torch.manual_seed(0)
+    heads = [Eagle3.for_target(settings, model.config, Target(model).head)]
+    heads.append(copy.deepcopy(heads[0]))
+    for head, target in zip(heads, (Target(model), Target(packed)), strict=True):
+        head.bind(target.head)
+    assert not isinstance(heads[0].lm_head, PackedHead)
+    pack_head(heads[1].lm_head, smallest=0)
+    for _ in range(2):
+        traces = [
+            generate(target, head, PROMPT, budget=Budget(nodes=6, depth=3, top_k=3), max_new_tokens=12)
+            for head, target in zip(heads, (Target(model), Target(packed)), strict=True)
+        ]
+        assert traces[0].tokens == traces[1].tokens == own_answer(model, PROMPT, 12)
+        with torch.no_grad():
+            changed = torch.randn_like(heads[0].lm_head.weight)
+            for head in heads:
+                head.lm_head.weight.copy_(changed)
+        x = torch.randn(1, 3, changed.shape[1])
+        with torch.no_grad():
+            assert torch.allclose(heads[1].lm_head(x), x @ changed.T, atol=1e-4)
 
 
 def test_hooks_and_types_stay() -> None:

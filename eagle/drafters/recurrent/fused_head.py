@@ -26,7 +26,7 @@ from eagle.drafters.parts.objectives import Kind
 from eagle.drafters.recurrent.reduced_vocab import load_draft_vocab
 from eagle.drafters.recurrent.unroll import UnrolledDrafter
 from eagle.recipe import Section
-from eagle.target.packed import PackedHead, pack_head
+from eagle.target.weights.packed import PackedHead, pack_head
 
 
 class FusedSettings(Section):

@@ -133,7 +133,8 @@ def pack_model(model: Any, smallest: int = SMALLEST) -> int:
     0 if a forward then fails or gives other logits: all stays plain.
     """
     head, base = model.get_output_embeddings(), base_of(model)
-    if head is None or not has_kernels(model.dtype):
+    on_cpu = model.get_input_embeddings().weight.device.type == "cpu"
+    if head is None or not on_cpu or not has_kernels(model.dtype):
         return 0
     tokens = torch.arange(1, 5)[None] % head.weight.shape[0]
     expected = model(input_ids=tokens, use_cache=False).logits
