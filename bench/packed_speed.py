@@ -115,13 +115,10 @@ def table(results: dict[str, Any]) -> str:
         for name, figures in results["loading"].items()
     ]
     titles = [f"{key}, {side}" for key in ("s", "MB held", "MB at most") for side in SIDES]
-    return "\n\n".join(
-        [
-            markdown(("packed / plain, tokens", "one token, plain", *TOKENS, LONG), forwards),
-            markdown(("LM head alone, rows", "one row, plain", *ROWS), heads),
-            markdown(("loading", *titles), loads, results["machine"]),
-        ]
-    )
+    parts = [markdown(("packed / plain, tokens", "one token, plain", *TOKENS, LONG), forwards)]
+    parts += [markdown(("loading", *titles), loads)] if loads else []
+    parts += [markdown(("LM head alone, rows", "one row, plain", *ROWS), heads, results["machine"])]
+    return "\n\n".join(parts)
 
 
 def measure_size(args: argparse.Namespace, size: str, dtype: str, results: dict[str, Any]) -> None:
