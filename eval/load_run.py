@@ -61,14 +61,17 @@ class MeasuredDrafter:
         return {"head": self.head, **options, "weights": weights, "budget": asdict(self.budget), **policy}
 
 
-def load_target(recipe: Recipe) -> Target:
-    """The recipe's target; on a CPU in fp32 unless the recipe names a precision, so that output can be compared."""
+def load_target(recipe: Recipe, **options: Any) -> Target:
+    """The recipe's target; on a CPU in fp32 unless the recipe names a precision, so that output can be compared.
+
+    `options` of `Target.load` go before the recipe's.
+    """
     if recipe.joint is not None:
         served = Path(recipe.train.out) / "head/recipe.yaml"
         raise ValueError(
             f"this recipe makes a new target of {recipe.target.path}: take {served}, which names the new one"
         )
-    section = recipe.target.model_dump()
+    section = recipe.target.model_dump() | options
     if section["dtype"] == "auto" and best_device() == "cpu":
         section["dtype"] = "float32"
     target = Target.load(**section)

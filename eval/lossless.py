@@ -298,7 +298,7 @@ def main(argv: list[str]) -> None:
     args = parser.parse_intermixed_args(argv)
     size = [] if args.batch_size is None else [f"eval.batch_size={args.batch_size}"]
     recipe = Recipe.load(args.recipe, [*args.overrides, *size])
-    target, model = load_target(recipe), load_target(recipe).model  # the second one reads no tree, ever
+    target, model = load_target(recipe), load_target(recipe, packed=False).model  # the second one reads no tree, ever
     drafters = load_drafters(recipe, target)
     if recipe.eval.goodput_policy:
         drafters = add_policies(recipe, target, drafters, questions(recipe))

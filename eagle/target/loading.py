@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
+from eagle.target.weights.packed import unpack_model
+
 # buffers that older releases saved and newer ones compute; multi-token prediction layers, which are not run
 COMPUTED = re.compile(
     r"(rotary_emb|rotary_pos_emb)\.inv_freq$|\.(attn|attention|self_attn)\.(masked_)?bias$|^(model\.)?mtp(_layers)?\."
@@ -124,6 +126,7 @@ def add_adapter(model: Any, rank: int, alpha: int, dropout: float) -> Any:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise ValueError("training a target needs peft, which makes its adapters: `pip install peft`") from None
+    unpack_model(model)
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules="all-linear")
     return get_peft_model(model, config)
 

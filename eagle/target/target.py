@@ -29,7 +29,8 @@ from eagle.target.reader import TreeReader
 from eagle.target.state import TargetState
 from eagle.target.trees.text_states import count_states
 from eagle.target.view import TargetView
-from eagle.target.weight_mark import WeightMark
+from eagle.target.weights.packed import count_packed, pack_model, to_plain, unpack_model
+from eagle.target.weights.weight_mark import WeightMark
 
 
 class Target:
@@ -67,7 +68,9 @@ class Target:
         with self.lock:
             self.reader.check(rows=2)
         truth = "; the truth is its own steps by one token" if self.reader.follows_steps else ""
-        return self.reader.describe() + ("; one text at a time" if self.reader.reads_rows is False else "") + truth
+        alone = "; one text at a time" if self.reader.reads_rows is False else ""
+        packed = f"; {count} linears are packed" if (count := count_packed(self.model)) else ""
+        return self.reader.describe() + alone + packed + truth
 
     def __reduce__(self) -> Any:
         """Copy without locks and open texts, which cannot be copied."""
@@ -84,8 +87,13 @@ class Target:
         revision: str | None = None,
         trust_remote_code: bool = False,
         adapter: str | None = None,
+        packed: bool | None = None,
     ) -> Target:
-        """Load a target from a folder or a hub id; dtype "auto" is bf16 where the device multiplies in it."""
+        """Load a target from a folder or a hub id; dtype "auto" is bf16 where the device multiplies in it.
+
+        `packed` holds the weights of linears on a CPU in a layout that is faster to read; by default in bf16 alone, as
+        in fp32 forwards of one token are then slower.
+        """
         if not isinstance(path, (str, Path)) or not str(path):
             raise ValueError(f"Target.load got the path {path!r:.60}, expected a folder of save_pretrained or a hub id")
         device = check_device(device)
@@ -95,12 +103,21 @@ class Target:
         if device_map is None and not getattr(model, "is_quantized", False):
             mixed = model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict
             model = (model if mixed else in_dtype(model, dtype)).to(device)
+        if packed or (packed is None and model.dtype == fastest_dtype("cpu") == torch.bfloat16):
+            count = pack_model(model)
+            if packed and not count:
+                raise ValueError(
+                    f"packed is True, and none of {type(model).__name__}'s weights can be packed: got {model.dtype} on "
+                    f"{model.device}, expected large linear layers in float32 or bfloat16 on a CPU for which torch has "
+                    "oneDNN, read through their forward alone: leave packed out"
+                )
         return cls(model, tokenizer_of(path, **source))
 
     def shard(self) -> Target:
         """Shard this target's layers over the devices of all processes, which must then run its forwards together."""
         if not dist.is_initialized():  # one process
             return self
+        unpack_model(self.model)
         self.device = torch.device(best_device())
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         for layer in self.layers:  # one at a time moves to the device, where only its shard stays
@@ -126,13 +143,13 @@ class Target:
 
         Tensors of a multi-token prediction layer, which transformers does not load, are read from the model's files.
         """
-        state = self.model.state_dict()
+        state = self.model.state_dict(keep_vars=True)
         tensor = state[name] if name in state else read_spare_tensor(self.model, name)
         if tensor is None:
             raise ValueError(
                 f"{self.config.model_type} has no tensor {name}: expected one as {', '.join([*state][:3])}"
             )
-        return tensor
+        return to_plain(tensor.detach())
 
     @property
     def masks(self) -> Masks:

@@ -20,7 +20,7 @@ from eagle.core.verify import Sampling
 from eagle.data.features import LiveFeatures
 from eagle.data.on_policy import OnPolicyFeatures, sample_answers, trained_target
 from eagle.drafters import DRAFTERS, settings_of
-from eagle.target.weight_mark import WeightMark
+from eagle.target.weights.weight_mark import WeightMark
 
 ROOT = Path(__file__).parents[2]
 ANSWERS = [(4, 9), (12, 40), (45, 50)]  # of every text but the last, which has the second alone

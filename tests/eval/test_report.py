@@ -15,6 +15,7 @@ from bench.batch_speed import table as batch_table
 from bench.decode_speed import table as decode_table
 from bench.extract_speed import table as extract_table
 from bench.hybrid_speed import table as hybrid_table
+from bench.packed_speed import table as packed_table
 from bench.rehearsal import table as rehearsal_table
 from bench.train_report import block_table
 from bench.train_report import eagle1_table as train_table
@@ -47,6 +48,7 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("measurements/decoding-speed.md", "decode_speed.json", decode_table),
         ("measurements/decoding-speed.md", "batch_speed.json", batch_table),
         ("measurements/decoding-speed.md", "hybrid_speed.json", hybrid_table),
+        ("measurements/decoding-speed.md", "packed.json", packed_table),
         ("measurements/data-preparation.md", "extract_speed.json", extract_table),
         ("measurements/serving.md", "engines.json", engines_table),
         ("measurements/serving.md", "broken_heads.json", broken_table),

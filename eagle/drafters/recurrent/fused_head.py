@@ -26,6 +26,7 @@ from eagle.drafters.parts.objectives import Kind
 from eagle.drafters.recurrent.reduced_vocab import load_draft_vocab
 from eagle.drafters.recurrent.unroll import UnrolledDrafter
 from eagle.recipe import Section
+from eagle.target.weights.packed import PackedHead, pack_head
 
 
 class FusedSettings(Section):
@@ -123,6 +124,13 @@ class FusedHead(UnrolledDrafter):
     def drafts(self) -> Tensor | None:  # type: ignore[override]
         """[D], the draft vocabulary; None for all tokens."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device) if "d2t" in self._buffers else None
+
+    def bind(self, frozen: TargetHead) -> FusedHead:
+        """Give the head what it borrows; its own LM head is packed where the target's is."""
+        if isinstance(frozen.output, PackedHead):
+            pack_head(self.lm_head)
+        super().bind(frozen)
+        return self
 
     # -- one level ----------------------------------------------------------------------------------------------------
 

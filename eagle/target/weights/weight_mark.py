@@ -18,7 +18,7 @@ class WeightMark:
         """The mark; None if there is none."""
         try:
             return [
-                (weight.data_ptr(), weight._version)
+                (id(weight) if weight.is_mkldnn else weight.data_ptr(), weight._version)
                 for owner in self.owners
                 for weight in owner.values()
                 if weight is not None

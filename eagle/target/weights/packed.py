@@ -1,0 +1,175 @@
+"""Linears on a CPU whose weights lie in oneDNN's own layout, in which products of few rows are faster."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eagle.target.borrowed import is_close
+from eagle.target.structure import base_of
+from eagle.target.trees.means import FAILURES
+
+DTYPES = (torch.float32, torch.bfloat16)
+SMALLEST = 2**15  # weights; the products of smaller matrices take less time than the call of oneDNN
+
+
+class PackedLinear(nn.Linear):
+    """A linear whose weight lies in oneDNN's layout alone, or plainly once it was replaced, moved, cast or copied.
+
+    A packed weight has a shape and a dtype. `to_dense()` copies it, and torch refuses what else would read or write it.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., out_features], x @ weight.T + bias."""
+        weight = self.weight
+        if not weight.is_mkldnn:
+            return F.linear(x, weight, self.bias)
+        if not can_multiply(x, weight):
+            return F.linear(x, weight.to_dense(), self.bias)
+        return multiply(x, weight, self.bias)
+
+    def unpack(self) -> None:
+        """Lay the weight out plainly, also in module trees that share it."""
+        if self.weight.is_mkldnn:
+            self.weight = nn.Parameter(self.weight.to_dense(), requires_grad=False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move or cast a plain weight."""
+        self.unpack()
+        return super()._apply(fn, recurse)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Save a plain copy, or with `keep_vars` the weight itself."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            destination[f"{prefix}weight"] = to_plain(destination[f"{prefix}weight"])
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """Load into a plain weight."""
+        self.unpack()
+        super()._load_from_state_dict(*args)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state of a plain copy."""
+        return {**vars(self), "_parameters": {**self._parameters, "weight": nn.Parameter(to_plain(self.weight), False)}}
+
+
+class PackedHead(nn.Linear):
+    """An LM head that has its plain weight, which others borrow or are tied to, and a packed copy beside it.
+
+    The copy is made anew where the weight was written to or replaced.
+    """
+
+    packed: dict[str, Any] | None  # shared by module trees that share weights; None: not packed
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., out_features], x @ weight.T + bias."""
+        weight = self.weight
+        # one row in fp32 is faster over plain weights
+        few = weight.dtype == torch.float32 and x.numel() == x.shape[-1]
+        if self.packed is None or few or not (can_pack(self, 0) and can_multiply(x, weight)):
+            return F.linear(x, weight, self.bias)
+        mark = weight.data_ptr(), weight._version
+        if self.packed.get("mark") != mark:
+            self.packed.update(mark=mark, weight=pack(weight))
+        return multiply(x, self.packed["weight"], self.bias)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state of a plain copy."""
+        return {**vars(self), "packed": None}
+
+
+def pack(weight: Tensor) -> Tensor:
+    """A copy of a weight in the layout in which oneDNN multiplies."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+    return packed
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[.., V], x @ weight.T + bias with a packed weight."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+    return product
+
+
+def can_multiply(x: Tensor, weight: Tensor) -> bool:
+    """Whether `multiply` takes this input: without gradients, and in the weight's dtype."""
+    is_learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return x.dtype == weight.dtype and not is_learning and not torch.is_autocast_enabled("cpu")
+
+
+def to_plain(weight: Tensor) -> Tensor:
+    """The weight, or a plain copy if it is packed."""
+    return weight.to_dense() if weight.is_mkldnn else weight
+
+
+def can_pack(module: nn.Module, smallest: int = SMALLEST) -> bool:
+    """Whether a module is a stock or packed linear with a plain weight on the CPU."""
+    if type(module) not in (nn.Linear, PackedHead) or "forward" in vars(module):  # accelerate puts its own there
+        return False
+    weight: Any = module.weight
+    fits = weight.device.type == "cpu" and weight.layout == torch.strided and weight.dtype in DTYPES
+    return fits and not weight.is_inference() and weight.numel() >= smallest
+
+
+def has_kernels(dtype: torch.dtype) -> bool:
+    """Whether this torch packs weights of this dtype on this processor."""
+    if not torch.backends.mkldnn.is_available() or dtype not in DTYPES:
+        return False
+    try:
+        matrix = torch.ones(16, 16, dtype=dtype)
+        return torch.equal(multiply(matrix, pack(matrix), None), matrix @ matrix)
+    except (AttributeError, *FAILURES):
+        return False
+
+
+@torch.no_grad()
+def pack_model(model: Any, smallest: int = SMALLEST) -> int:
+    """Pack a model's linears in place, and its LM head beside its plain matrix; the number of packed ones.
+
+    0 if a forward then fails or gives other logits: all stays plain.
+    """
+    head, base = model.get_output_embeddings(), base_of(model)
+    on_cpu = model.get_input_embeddings().weight.device.type == "cpu"
+    if head is None or not on_cpu or not has_kernels(model.dtype):
+        return 0
+    tokens = torch.arange(1, 5)[None] % head.weight.shape[0]
+    expected = model(input_ids=tokens, use_cache=False).logits
+    uses = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
+    linears = [part for part in base.modules() if can_pack(part, smallest) and uses[id(part.weight)] == 1]
+    for linear in linears:
+        linear.__class__ = PackedLinear
+        linear.weight = nn.Parameter(pack(linear.weight), requires_grad=False)
+    pack_head(head, smallest)
+    try:
+        if is_close(model(input_ids=tokens, use_cache=False).logits, expected):
+            return count_packed(model)
+    except FAILURES:  # it reads a weight by itself
+        pass
+    unpack_model(model)
+    return 0
+
+
+def pack_head(head: Any, smallest: int = SMALLEST) -> Any:
+    """Give an LM head a packed copy beside its plain matrix, if it is one that can be packed."""
+    if can_pack(head, smallest) and has_kernels(head.weight.dtype):
+        head.__class__, head.packed = PackedHead, {}
+    return head
+
+
+def unpack_model(model: nn.Module) -> None:
+    """Lay out all weights of a model plainly, also in module trees that share them."""
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            module.unpack()
+        if isinstance(module, PackedHead) and module.packed is not None:
+            module.packed = None
+
+
+def count_packed(model: nn.Module) -> int:
+    """The number of linears that are read through packed weights."""
+    linears = sum(isinstance(module, PackedLinear) and module.weight.is_mkldnn for module in model.modules())
+    return linears + sum(isinstance(module, PackedHead) and module.packed is not None for module in model.modules())
