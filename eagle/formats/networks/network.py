@@ -147,8 +147,11 @@ class Network:
             else:
                 head.names[ours] = name
                 head.layout = head.layout if ours in self.borrowed else who
-        refuse_tensors(head, left_out.pop("", []))
-        head.notes += [f"{list_some(names)} left out: {why}" for why, names in left_out.items()]
+        for why, names in left_out.items():
+            if why:
+                head.notes.append(f"{list_some(names)} left out: {why}")
+            else:
+                refuse_tensors(head, names)
         return copies
 
     def _find_name(self, head: HeadFolder, name: str) -> tuple[str, str | None]:
@@ -201,7 +204,8 @@ class Network:
         if some:  # heads of this network may have such, all of them or none
             what = f"tensors of no part of this head: {list_some(some)}"
             head.problem(what, "Correct config.json, or copy both files again")
-        refuse_tensors(head, [name for name in others if name not in some])
+        if unknown := [name for name in others if name not in some]:
+            refuse_tensors(head, unknown)
 
     def _check_tensor(self, head: HeadFolder, name: str, size: tuple[int, ...]) -> None:
         """Record what is wrong with one tensor."""
