@@ -91,14 +91,14 @@ class Costs:
         """
         total, pending, done = 0.0, 1, 1
         for cycle in cycles:
-            here = None if budget is None else budget if limit is None else budget.within(limit - done - 1)
-            asked = here is not None and not here.is_empty
-            rows = self.rows(drafter, here, pending) if here is not None and asked else None
+            step_budget = None if budget is None else budget if limit is None else budget.within(limit - done - 1)
+            is_drafted = step_budget is not None and not step_budget.is_empty
+            rows = self.rows(drafter, step_budget, pending) if step_budget is not None and is_drafted else None
             shape = cycle["nodes"], cycle["depth"]
-            recorded = drafts.get(shape, 0.0) if drafts and asked and rows is None else 0.0
+            recorded = drafts.get(shape, 0.0) if drafts and is_drafted and rows is None else 0.0
             total += self.cycle(cycle["nodes"], rows or (), cycle["context"]) + recorded
             left = self.rows_left(drafter, cycle["accepted"], cycle["depth"])
-            pending = left if asked else pending + cycle["accepted"] + 1
+            pending = left if is_drafted else pending + cycle["accepted"] + 1
             done += cycle["committed"]
         return total
 

@@ -92,20 +92,21 @@ class Tuning:
         """The budget along the first `count` answers, or those of them that belong to a task."""
         answers = self.answers[:count]
         records = self.records.setdefault(budget, [])
-        records += [self._replay_answer(known, budget) for known in answers[len(records) :]]
+        records += [self._replay_answer(target_answer, budget) for target_answer in answers[len(records) :]]
         shown = [pair for pair in zip(answers, records, strict=False) if task in (None, pair[0].task)]
         paid = budget if budget.nodes else None
         cycles = [row for _, rows in shown for row in rows]
         drafts = self._drafts(budget)
-        seconds = sum(self.costs.model_seconds(rows, paid, known.limit, self.drafter, drafts) for known, rows in shown)
+        limits = [(rows, target_answer.limit) for target_answer, rows in shown]
+        seconds = sum(self.costs.model_seconds(rows, paid, limit, self.drafter, drafts) for rows, limit in limits)
         return Trial(budget, len(cycles), sum(row["committed"] for row in cycles), seconds)
 
-    def _replay_answer(self, known: Answer, budget: Budget) -> list[dict[str, Any]]:
+    def _replay_answer(self, target_answer: Answer, budget: Budget) -> list[dict[str, Any]]:
         if not budget.nodes:
-            return plain(known)
+            return plain(target_answer)
         seconds: list[float] = []
-        cycles = replay(self.target, self.drafter, known, budget, seconds)
-        return record_cycles(known, cycles, seconds)
+        cycles = replay(self.target, self.drafter, target_answer, budget, seconds)
+        return record_cycles(target_answer, cycles, seconds)
 
     def _drafts(self, budget: Budget) -> dict[Shape, float]:
         """Seconds of this budget's drafts by their shape, as the replays took them."""
@@ -116,8 +117,9 @@ class Tuning:
 
         Of a drafter without bare costs it holds the drafts that were replayed, so none before the first replay.
         """
-        known = [one for one in self.answers if task in (None, one.task)]
-        context = sum(one.prompt + one.length // 2 for one in known) // len(known)
+        answers = [target_answer for target_answer in self.answers if task in (None, target_answer.task)]
+        middles = [target_answer.prompt + target_answer.length // 2 for target_answer in answers]
+        context = sum(middles) // len(middles)
         rows = self.costs.rows(self.drafter, budget, 2) if budget.nodes else ()
         drafting = 0.0
         if rows is None and (replayed := [row for cycles in self.records.get(budget, []) for row in cycles]):
@@ -148,36 +150,41 @@ def acceptance_by_rank(tuning: Tuning) -> list[list[float]]:
     """How often the target chooses each child, by depth and rank, along half of the answers."""
     wide = Budget.fixed(WIDE)
     few = tuning.answers[: max(len(tuning.answers) // 2, 8)]
-    return rates_by_rank(cycle for known in few for cycle in replay(tuning.target, tuning.drafter, known, wide))
+    replays = (replay(tuning.target, tuning.drafter, target_answer, wide) for target_answer in few)
+    return rates_by_rank(cycle for cycles in replays for cycle in cycles)
 
 
 def tuning_questions(recipe: Recipe) -> list[Question]:
     """The questions behind those that are measured, so that no tree is measured on what it was fitted to."""
     measured = questions(recipe)
     twice = recipe.eval.model_copy(update={"count": 2 * recipe.eval.count})
-    behind = [one for one in questions(recipe.model_copy(update={"eval": twice})) if one not in measured]
+    more = questions(recipe.model_copy(update={"eval": twice}))
+    behind = [question for question in more if question not in measured]
     if not behind:
         print(f"the sets have no more than the {len(measured)} questions that are measured: they are tuned on, too")
     ranks: Counter[str] = Counter()
     order = []
-    for one in behind or measured:
-        ranks[one.set] += 1
-        order.append((ranks[one.set], one))
-    return [one for _, one in sorted(order, key=lambda pair: pair[0])]  # the sets in turn: the first few are of all
+    for question in behind or measured:
+        ranks[question.set] += 1
+        order.append((ranks[question.set], question))
+    order.sort(key=lambda pair: pair[0])  # the sets in turn: the first few are of all
+    return [question for _, question in order]
 
 
 def answer_prompts(recipe: Recipe, target: Target, taps: tuple[int, ...]) -> list[Answer]:
     """The target's own answers to the first turns of the tuning questions, at every temperature of the recipe."""
-    asked, limit = tuning_questions(recipe), recipe.eval.max_new_tokens
+    chosen = tuning_questions(recipe)
+    limit = recipe.eval.max_new_tokens
     answers = []
-    for number, one in enumerate(progress(asked, "answer the tuning questions", len(asked))):
-        prompt = target.chat([{"role": "user", "content": one.turns[0]}], **recipe.data.template_kwargs)
+    for number, question in enumerate(progress(chosen, "answer the tuning questions", len(chosen))):
+        prompt = target.chat([{"role": "user", "content": question.turns[0]}], **recipe.data.template_kwargs)
         for temperature in recipe.eval.temperatures:
             sampling = Sampling(temperature=temperature, request=number)
-            known = answer(target, taps, prompt, limit=limit, sampling=sampling, task=one.task or one.set)
-            answers += [known] if known.length > 1 else []
+            task = question.task or question.set
+            target_answer = answer(target, taps, prompt, limit=limit, sampling=sampling, task=task)
+            answers += [target_answer] if target_answer.length > 1 else []
     if not answers:
-        raise ValueError(f"the target answers none of the {len(asked)} tuning questions with more than one token")
+        raise ValueError(f"the target answers none of the {len(chosen)} tuning questions with more than one token")
     return answers
 
 
@@ -201,7 +208,7 @@ def by_rank(rates: Sequence[Sequence[float]]) -> str:
 
 def chains_by_task(tuning: Tuning) -> str:
     """tau and modelled speed-up of chains, per task and over all, as a table."""
-    tasks = dict.fromkeys(known.task for known in tuning.answers)
+    tasks = dict.fromkeys(target_answer.task for target_answer in tuning.answers)
     lines = [f"{'tau, speed-up':22}" + "".join(f"{f'k = {length}':>13}" for length in CHAINS)]
     for task in [*tasks, None] if len(tasks) > 1 else [None]:
         plain = tuning.trial(NOT_DRAFTING, task=task).speed
@@ -214,14 +221,14 @@ def chains_by_task(tuning: Tuning) -> str:
 
 def ranking(tuning: Tuning, count: int = 12) -> str:
     """The fastest of the budgets that were replayed along every answer."""
-    whole = [one for one, rows in tuning.records.items() if len(rows) == len(tuning.answers)]
+    whole = [budget for budget, rows in tuning.records.items() if len(rows) == len(tuning.answers)]
     whole.sort(key=lambda budget: -tuning.trial(budget).speed)
     return _table("fastest, modelled", [(name_budget(budget), tuning, budget, None) for budget in whole[:count]])
 
 
 def choice_by_task(tuning: Tuning, budget: Budget) -> str:
     """The chosen budget on each task."""
-    tasks = dict.fromkeys(known.task for known in tuning.answers)
+    tasks = dict.fromkeys(target_answer.task for target_answer in tuning.answers)
     return _table(f"{name_budget(budget)}, by task", [(task, tuning, budget, task) for task in tasks])
 
 
@@ -273,8 +280,8 @@ def main(argv: list[str]) -> None:
     answers = answer_prompts(recipe, target, drafter.taps)
     tuning = Tuning(target, drafter, answers, bare_costs(target, drafter, contexts_of(answers)))
     rates = acceptance_by_rank(tuning)
-    own = [] if drafter.budget is None else [drafter.budget]
-    candidates = list(dict.fromkeys([*own, *map(chain, CHAINS), *dynamic(), *fixed(rates)]))
+    written = [] if drafter.budget is None else [drafter.budget]
+    candidates = list(dict.fromkeys([*written, *map(chain, CHAINS), *dynamic(), *fixed(rates)]))
     best = search(tuning, candidates)
     print(by_rank(rates), chains_by_task(tuning), ranking(tuning), sep="\n\n")
     chains = [tuning.trial(chain(length)) for length in CHAINS]
@@ -285,7 +292,7 @@ def main(argv: list[str]) -> None:
     if recipe.eval.goodput_policy:
         print(policy_line(tuning))
     if args.exhaustive:
-        every = [tuning.trial(one) for one in [NOT_DRAFTING, *progress(candidates, "every shape", len(candidates))]]
+        every = [tuning.trial(shape) for shape in [NOT_DRAFTING, *progress(candidates, "every shape", len(candidates))]]
         top = max(every, key=lambda trial: trial.speed)
         share = tuning.trial(budget).speed / top.speed
         print(
@@ -299,7 +306,8 @@ def main(argv: list[str]) -> None:
 
 def contexts_of(answers: Sequence[Answer]) -> list[int]:
     """Where to time forwards: from the shortest prompt to the end of the longest answer."""
-    low, high = min(known.prompt for known in answers), max(len(known.tokens) for known in answers)
+    low = min(target_answer.prompt for target_answer in answers)
+    high = max(len(target_answer.tokens) for target_answer in answers)
     return [low, (low + high) // 2, high]
 
 

@@ -39,10 +39,10 @@ def policy_of_costs(costs: Costs, drafter: Drafter, budget: Budget, context: int
     """A policy for one text by bare forwards; drafts without forwards take so many seconds each."""
     draft, read = [0.0], [costs.read(1, context)]
     for levels in range(1, budget.depth + 1):
-        here = budget.within(levels)
-        rows = costs.rows(drafter, here, PENDING)
+        level_budget = budget.within(levels)
+        rows = costs.rows(drafter, level_budget, PENDING)
         draft.append(draft_seconds if rows is None else costs.draft(rows, context))
-        read.append(costs.read(1 + _most_nodes(here), context))
+        read.append(costs.read(1 + _most_nodes(level_budget), context))
     return Goodput.of_costs(CycleCosts.of_one(draft, read), budget)
 
 
@@ -50,12 +50,12 @@ def replay_policy(
     target: Target, drafter: Drafter, answers: Sequence[Answer], costs: Costs, budget: Budget, draft_seconds: float
 ) -> tuple[int, float]:
     """Committed tokens and modelled seconds of a policy within a budget, which learns from answer to answer."""
-    context = int(fmean(known.prompt + known.length // 2 for known in answers))
+    context = int(fmean(target_answer.prompt + target_answer.length // 2 for target_answer in answers))
     policy = policy_of_costs(costs, drafter, budget, context, draft_seconds)
     tokens, total = 0, 0.0
-    for known in answers:
+    for target_answer in answers:
         noted, seconds = NotedPolicy(policy), list[float]()
-        cycles = record_cycles(known, replay(target, drafter, known, noted, seconds), seconds)
+        cycles = record_cycles(target_answer, replay(target, drafter, target_answer, noted, seconds), seconds)
         tokens += sum(cycle["committed"] for cycle in cycles)
         total += _model_seconds(cycles, noted.budgets, costs, drafter)
     return tokens, total

@@ -109,5 +109,5 @@ def _of_length(tokens: list[int], length: int) -> list[int]:
 
 def _interpolate(seconds: Medians, levels: int) -> tuple[float, ...]:
     """Median seconds of 0 to `levels` levels, interpolated linearly where nothing was measured."""
-    known = sorted(seconds)
-    return tuple(np.interp(range(levels + 1), known, [median(seconds[level]) for level in known]).tolist())
+    measured = sorted(seconds)
+    return tuple(np.interp(range(levels + 1), measured, [median(seconds[level]) for level in measured]).tolist())

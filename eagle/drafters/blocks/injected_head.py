@@ -110,8 +110,8 @@ class InjectedHead(TrainableDrafter):
             )
         sizes = {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
         shape = head_shape(target_config, num_hidden_layers=settings.blocks, qk_norm=settings.qk_norm, **sizes)
-        found = {"taps": cls.taps_for(settings, target_config), "mask_token": mask}
-        head = cls(settings.model_copy(update=found), shape)
+        derived = {"taps": cls.taps_for(settings, target_config), "mask_token": mask}
+        head = cls(settings.model_copy(update=derived), shape)
         draw_linears(head, settings.linears)
         return head
 
@@ -192,8 +192,8 @@ class InjectedHead(TrainableDrafter):
 
     def inject_texts(self, batch: Batch) -> list[Pair]:
         """Keys and values of every block [k, N, w], of the features of all slots of the texts."""
-        known, positions, _ = text_slots(batch, batch.tokens.device)
-        fused = self.fuse_taps(batch.select_taps(self.taps).index_select(0, known).to(self.dtype))
+        slots, positions, _ = text_slots(batch, batch.tokens.device)
+        fused = self.fuse_taps(batch.select_taps(self.taps).index_select(0, slots).to(self.dtype))
         tables = self._tables_of(batch, fused)(positions)
         context = [self._run(key_value, block, (fused, fused), tables) for block in self.layers]
         return [(key.contiguous(), value.contiguous()) for key, value in context]

@@ -41,10 +41,10 @@ def text_slots(batch: Batch, device: torch.device, window: Window | None = None)
     """The places of all tokens but each text's last two, their positions in it, and those that are supervised."""
     spans = [torch.arange(max(length - 2, 0)) for length in batch.lengths]
     starts = accumulate(batch.lengths, initial=0)
-    known = torch.cat([span + start for span, start in zip(spans, starts, strict=False)])
+    slots = torch.cat([span + start for span, start in zip(spans, starts, strict=False)])
     masks = [mask[2:] for mask in batch.loss_mask.split(batch.lengths)]
-    known, positions = (upload(places, device) for places in (known, torch.cat(spans)))
-    return known, positions, Spans.of(masks, device, window=window)
+    slots, positions = (upload(places, device) for places in (slots, torch.cat(spans)))
+    return slots, positions, Spans.of(masks, device, window=window)
 
 
 def position_tables(rotary: Rotary, like: Tensor, length: int) -> Callable[[Tensor], Pair]:

@@ -121,16 +121,16 @@ class UnrolledDrafter(TrainableDrafter):
         Step 0 sees the text so far. Step s reads the state of step s - 1 and the text's next token, stands one place
         further, and sees what step 0 saw and its own earlier steps.
         """
-        known, positions, spans = text_slots(batch, batch.tokens.device, self.window)
-        features = add_noise(batch.select_taps(self.taps)[known].to(self.layers[0].mlp.up_proj.weight.dtype))
+        slots, positions, spans = text_slots(batch, batch.tokens.device, self.window)
+        features = add_noise(batch.select_taps(self.taps)[slots].to(self.layers[0].mlp.up_proj.weight.dtype))
         tokens = self.project_tokens(frozen.embed(batch.tokens).to(features.dtype))
         tables_at = position_tables(self.rotary, features, max(batch.lengths, default=0) + steps)
-        inputs = self.block_inputs(tokens.index_select(0, known + 1), self.fuse_taps(features))
+        inputs = self.block_inputs(tokens.index_select(0, slots + 1), self.fuse_taps(features))
         context, inputs = read_context(self.layers, inputs, tables_at(positions), batch, self._run, self.window)
-        places, positions = known[spans.rows], positions[spans.rows]
+        places, positions = slots[spans.rows], positions[spans.rows]
         inputs = tuple(part.index_select(0, spans.rows) for part in inputs)
         states: list[Tensor] = []
-        own: list[list[Pair]] = [[] for _ in self.layers]
+        step_pairs: list[list[Pair]] = [[] for _ in self.layers]
         for step in range(steps):
             tables = tables_at(positions + step)
             if step:
@@ -141,10 +141,10 @@ class UnrolledDrafter(TrainableDrafter):
             for number, block in enumerate(self.layers):
                 if step:
                     inputs = block.inputs(state) if number else inputs
-                    own[number].append(self._run(key_value, block, inputs, tables))
+                    step_pairs[number].append(self._run(key_value, block, inputs, tables))
                 elif number + 1 < len(self.layers):
                     continue  # the context holds what step 0 sees of the blocks below the last
-                state = read_rows(block, inputs, tables, context[number], spans, own[number], self._run)
+                state = read_rows(block, inputs, tables, context[number], spans, step_pairs[number], self._run)
             states.append(state)
         return Unrolled(states, places)
 
