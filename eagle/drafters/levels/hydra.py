@@ -111,11 +111,6 @@ class Hydra(LevelHeads):
         """Each level's own LM head."""
         return [OwnHead(part.weight, part.bias) for part in self.heads]
 
-    @property
-    def query_groups(self) -> int:
-        """The number of query heads that share a key."""
-        return self.shape.num_attention_heads // self.shape.num_key_value_heads
-
     # -- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:

@@ -119,11 +119,6 @@ class Falcon(TrainableDrafter):
         return int(self.settings.levels)
 
     @property
-    def query_groups(self) -> int:
-        """The number of query heads that share a key."""
-        return self.shape.num_attention_heads // self.shape.num_key_value_heads
-
-    @property
     def dtype(self) -> torch.dtype:
         """The dtype of its weights."""
         return next(self.parameters()).dtype

@@ -19,14 +19,13 @@ from eagle.core.tree import Paths
 from eagle.drafters.parts.decoder_block import Cache, Rotary, rotary_tables
 from eagle.drafters.parts.growth import level_rows
 from eagle.drafters.parts.text_blocks import (
+    CompiledParts,
     Pair,
-    compile_part,
     key_value,
     position_tables,
     probe_read,
     read_context,
     read_rows,
-    run_part,
     text_slots,
 )
 from eagle.drafters.parts.text_state import PART, causal_mask, text_bytes
@@ -44,7 +43,7 @@ class Unrolled:
     places: Tensor  # [S], of the slots that are supervised, among all tokens
 
 
-class UnrolledDrafter(TrainableDrafter):
+class UnrolledDrafter(CompiledParts, TrainableDrafter):
     """A head whose level reads a token and the state of the level before, the first level a state of the target.
 
     A level is a stack of blocks. The first reads token and state, which subclasses fuse in two ways: in drafting by
@@ -56,7 +55,6 @@ class UnrolledDrafter(TrainableDrafter):
     layers: Any  # the blocks of a level
     drafts: Tensor | None = None  # [D], the draft vocabulary; None for all tokens
     capture: Capture | None = None  # how draft loops of static shapes are captured, as `capture_cuda`; None: not at all
-    is_compiled = False
 
     @property
     def further_blocks(self) -> dict[str, Any]:
@@ -73,11 +71,6 @@ class UnrolledDrafter(TrainableDrafter):
         """The window of every block; None if rows see their whole text."""
         window: Window | None = getattr(self.settings, "window", None)
         return window
-
-    @property
-    def query_groups(self) -> int:
-        """The number of query heads that share a key."""
-        return self.shape.num_attention_heads // self.shape.num_key_value_heads
 
     @abstractmethod
     def fuse_taps(self, features: Tensor) -> Tensor:
@@ -147,14 +140,6 @@ class UnrolledDrafter(TrainableDrafter):
                 state = read_rows(block, inputs, tables, context[number], spans, step_pairs[number], self._run)
             states.append(state)
         return Unrolled(states, places)
-
-    def _run(self, part: Callable[..., Any], *inputs: Any) -> Any:
-        """Run a part of a block's computation, compiled or not."""
-        return run_part(compile_part(part) if self.is_compiled else part, *inputs)
-
-    def compile_parts(self) -> None:
-        """Compile the parts of a block around attention, which itself loops over texts."""
-        self.is_compiled = True
 
     # -- validation ---------------------------------------------------------------------------------------------------
 

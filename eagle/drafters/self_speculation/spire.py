@@ -97,11 +97,6 @@ class Spire(TrainableDrafter):
         window = self.settings.window
         return {"network": "spire", "taps": self.taps, "window": window and (window.sinks, window.recent)}
 
-    @property
-    def query_groups(self) -> int:
-        """The number of query heads that share a key."""
-        return int(self.shape.num_attention_heads // self.shape.num_key_value_heads)
-
     def mix_states(self, states: Tensor) -> Tensor:
         """[.., n, H], the memories of tokens with these embeddings and outputs [.., 1 + n, H]."""
         return torch.einsum("ml,...lh->...mh", self.mix.softmax(-1), states).to(states.dtype)
