@@ -261,9 +261,9 @@ OTHER_NAMES = {
 }
 
 
-def _nearest_key(name: str, known: Iterable[str]) -> str | None:
+def _nearest_key(name: str, keys: Iterable[str]) -> str | None:
     """The known key that a name resembles, or that other trainers call by it; None where none is near."""
-    names = {other: key for other, key in OTHER_NAMES.items() if key in known} | {key: key for key in known}
+    names = {other: key for other, key in OTHER_NAMES.items() if key in keys} | {key: key for key in keys}
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return names[near[0]] if near else None
 

@@ -122,13 +122,13 @@ def add_policies(
 ) -> dict[str, MeasuredDrafter]:
     """The drafters, and each that drafts once more as NAME+policy, with adaptive draft lengths within its budget."""
     prompts = [encode_prompt(recipe, target, question.turns[:1]) for question in asked[:POLICY_PROMPTS]]
-    known = [prompt for prompt in prompts if prompt is not None]
+    given_prompts = [prompt for prompt in prompts if prompt is not None]
     # texts at the end of a batch are fewer than it holds
     sizes = sorted({*recipe.eval.batch_size, *(size for size in BATCH_SIZES if size < max(recipe.eval.batch_size))})
     added = dict(drafters)
     for name, measured in drafters.items():
         if not measured.budget.is_empty:
-            policy = Goodput.measure(target, measured.drafter, known, measured.budget, batch_sizes=sizes)
+            policy = Goodput.measure(target, measured.drafter, given_prompts, measured.budget, batch_sizes=sizes)
             added[f"{name}+policy"] = replace(measured, policy=policy)
     return added
 

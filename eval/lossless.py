@@ -179,10 +179,10 @@ def find_divergence(
 def _compare_steps(
     target: Target, model: Any, divergence: Divergence, answer: ModelAnswer, drafted: list[int]
 ) -> Divergence:
-    """The same divergence, told apart where a model's steps by one token are not its forwards over whole texts."""
+    """The divergence, marked as the model's own if its steps by one token lead to the drafted tokens too."""
     choose = Choose(answer.choose.sampling)
-    own = decode_untouched(model, choose, answer.prompt, target.stop_tokens, len(drafted)).tokens
-    return replace(divergence, is_models_own=own == drafted)
+    stepped = decode_untouched(model, choose, answer.prompt, target.stop_tokens, len(drafted)).tokens
+    return replace(divergence, is_models_own=stepped == drafted)
 
 
 def measure_rounding(model: Any, answer: ModelAnswer) -> float:
@@ -246,12 +246,12 @@ def certify(
         groups = [every[start : start + size] for start in range(0, len(every), size)]
         for group in progress(groups, f"compare at T = {temperature:g}", len(every), unit="questions", size=len):
             turns = [(case, *turn) for case in group for turn in answer_turns(recipe, target, model, case, truth)]
-            known = [(case.key(turn), answer) for case, turn, answer in turns if answer is not None]
+            answered = [(case.key(turn), answer) for case, turn, answer in turns if answer is not None]
             for verdict in part:
-                verdict.left_out += len(turns) - len(known)
-                verdict.answers += len(known)
-                drafted = _decode(recipe, target, drafters[verdict.drafter], known, verdict.batch_size)
-                for (key, answer), tokens in zip(known, drafted, strict=True):
+                verdict.left_out += len(turns) - len(answered)
+                verdict.answers += len(answered)
+                drafted = _decode(recipe, target, drafters[verdict.drafter], answered, verdict.batch_size)
+                for (key, answer), tokens in zip(answered, drafted, strict=True):
                     differ = target.reader.follows_steps
                     divergence = find_divergence(model, target.tokenizer, key, answer, tokens, steps_differ=differ)
                     if divergence is not None and differ and truth != "steps":

@@ -51,7 +51,7 @@ def answer(
 
 
 def replay(
-    target: Target, drafter: Drafter, known: Answer, budget: Budget | Policy, seconds: list[float] | None = None
+    target: Target, drafter: Drafter, target_answer: Answer, budget: Budget | Policy, seconds: list[float] | None = None
 ) -> list[tuple[DraftTree, list[int]]]:
     """The trees that decoding this answer would verify, each with the path that would be accepted.
 
@@ -60,21 +60,21 @@ def replay(
     The seconds of each draft are appended to `seconds`; a drafter is not asked where nothing may be drafted.
     """
     if drafter.reads.choices or drafter.reads.texts:  # known from forwards of the target alone
-        return _decode(target, drafter, known, budget, seconds)
+        return _decode(target, drafter, target_answer, budget, seconds)
     learn = getattr(budget, "learn", None)
-    if getattr(budget, "draw", None) == "sampled" and known.sampling.temperature > 0:
+    if getattr(budget, "draw", None) == "sampled" and target_answer.sampling.temperature > 0:
         raise ValueError(f"draw is 'sampled': only decoding shows how much of such drafts is kept; got {budget}")
     if drafter.reads.view:
         drafter.bind_target(target.view())
-    text = drafter.begin(Choose(known.sampling).offer(target.vocab_size, target.device))
-    tokens, seen, root = known.tokens, 0, known.prompt
+    text = drafter.begin(Choose(target_answer.sampling).offer(target.vocab_size, target.device))
+    tokens, seen, root = target_answer.tokens, 0, target_answer.prompt
     cycles, now = [], clock_of(target.device)
     while root + 1 < len(tokens):
-        here = budget.within(known.limit - (root - known.prompt) - 2)
+        step_budget = budget.within(target_answer.limit - (root - target_answer.prompt) - 2)
         tree, start = DraftTree.chain([tokens[root]]), now()
-        if not here.is_empty:
-            features = None if known.features is None else known.features[seen:root]
-            tree = text.propose(Committed(torch.tensor(tokens[seen:root]), features, tokens[root]), here)
+        if not step_budget.is_empty:
+            features = None if target_answer.features is None else target_answer.features[seen:root]
+            tree = text.propose(Committed(torch.tensor(tokens[seen:root]), features, tokens[root]), step_budget)
             seen = root
         if seconds is not None:
             seconds.append(now() - start)
@@ -88,23 +88,27 @@ def replay(
 
 
 def _decode(
-    target: Target, drafter: Drafter, known: Answer, budget: Budget | Policy, seconds: list[float] | None
+    target: Target, drafter: Drafter, target_answer: Answer, budget: Budget | Policy, seconds: list[float] | None
 ) -> list[tuple[DraftTree, list[int]]]:
     """The cycles of `replay` by decoding the answer, the target's forwards included."""
-    options: dict[str, Any] = {"sampling": known.sampling, "max_new_tokens": known.limit, "budget": budget}
-    cycles = generate(target, drafter, known.tokens[: known.prompt], timing=True, **options).cycles
+    options: dict[str, Any] = {
+        "sampling": target_answer.sampling,
+        "max_new_tokens": target_answer.limit,
+        "budget": budget,
+    }
+    cycles = generate(target, drafter, target_answer.tokens[: target_answer.prompt], timing=True, **options).cycles
     if seconds is not None:
         seconds += [(cycle.seconds or {})["draft"] for cycle in cycles]
     return [(cycle.tree, [0, *cycle.kept]) for cycle in cycles]
 
 
 def record_cycles(
-    known: Answer, cycles: Sequence[tuple[DraftTree, list[int]]], seconds: Sequence[float] = ()
+    target_answer: Answer, cycles: Sequence[tuple[DraftTree, list[int]]], seconds: Sequence[float] = ()
 ) -> list[dict[str, Any]]:
     """The replayed cycles, and the seconds of their drafts if they are known, as `eval.measure` writes cycles down."""
-    rows, context = [], known.prompt
+    rows, context = [], target_answer.prompt
     for number, (tree, path) in enumerate(cycles):
-        committed = min(len(path), len(known.tokens) - context - 1)
+        committed = min(len(path), len(target_answer.tokens) - context - 1)
         rows.append(
             {
                 "nodes": len(tree) - 1,
@@ -119,26 +123,28 @@ def record_cycles(
     return rows
 
 
-def plain(known: Answer) -> list[dict[str, Any]]:
+def plain(target_answer: Answer) -> list[dict[str, Any]]:
     """The cycles of decoding without a draft."""
     return [
         {"nodes": 0, "depth": 0, "accepted": 0, "committed": 1, "context": place}
-        for place in range(known.prompt, len(known.tokens) - 1)
+        for place in range(target_answer.prompt, len(target_answer.tokens) - 1)
     ]
 
 
 def rates_by_rank(cycles: Iterable[tuple[DraftTree, list[int]]]) -> list[list[float]]:
     """How often, after an accepted node of each depth, the target chooses the child of each rank that it has."""
-    asked: list[Counter[int]] = []
+    drafted: list[Counter[int]] = []
     kept: list[Counter[int]] = []
     for tree, path in cycles:
         children = tree.children()
         for depth, node in enumerate(path):
             if not children[node]:
                 break
-            if depth == len(asked):
-                asked.append(Counter())
+            if depth == len(drafted):
+                drafted.append(Counter())
                 kept.append(Counter())
-            asked[depth].update(range(len(children[node])))
+            drafted[depth].update(range(len(children[node])))
             kept[depth].update(children[node].index(child) for child in path[depth + 1 : depth + 2])
-    return [[kept[rank] / asked[rank] for rank in sorted(asked)] for kept, asked in zip(kept, asked, strict=True)]
+    return [
+        [kept[rank] / drafted[rank] for rank in sorted(drafted)] for kept, drafted in zip(kept, drafted, strict=True)
+    ]

@@ -130,10 +130,10 @@ FEWER = [pytest.param(sampling, marks=pytest.mark.slow) for sampling in (SAMPLIN
 def test_output_is_the_untouched_models_own(name: str, sampling: Sampling, tiny_target: Target) -> None:
     """Whatever is drafted, in whatever tree, the output is plain decoding's; drawn drafts keep its law alone."""
     prompt, drafter = tiny_target.chat(ASKED), drafter_of(name, tiny_target)
-    expected = reference(tiny_target, tuple(prompt), sampling, 16)
+    expected = reference(tiny_target, tuple(prompt), sampling, 12)
     drawn_too = sampling.temperature == 0  # what is drawn above it has the target's law, not its tokens
     for budget in RANKED + DRAWN * drawn_too if name in LAWFUL else DYNAMIC:
-        options = {"sampling": sampling, "budget": budget, "max_new_tokens": 16, "stop": []}
+        options = {"sampling": sampling, "budget": budget, "max_new_tokens": 12, "stop": []}
         assert generate(tiny_target, drafter, prompt, **options).tokens == expected
 
 

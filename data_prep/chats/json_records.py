@@ -45,8 +45,8 @@ def place_of_damage(path: Path) -> str:
         text = path.read_bytes() if path.stat().st_size < LARGE else b""
         json.loads(text.decode(errors="replace"))
     except ValueError as error:
-        at = getattr(error, "pos", 0)
-        return f" at line {getattr(error, 'lineno', 1)}" if at and "Extra data" not in str(error) else ""
+        offset = getattr(error, "pos", 0)
+        return f" at line {getattr(error, 'lineno', 1)}" if offset and "Extra data" not in str(error) else ""
     except RecursionError:
         pass
     return ""

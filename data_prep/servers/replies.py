@@ -65,8 +65,8 @@ def finish_of(choice: dict[str, Any]) -> str:
     """Why an answer ended, in one word for all that met a limit, and one for all that a filter stopped."""
     reason = unfinished_reason(choice)
     if reason is None:
-        given = choice.get("finish_reason")
-        return given if isinstance(given, str) and given else "stop"
+        finish_reason = choice.get("finish_reason")
+        return finish_reason if isinstance(finish_reason, str) and finish_reason else "stop"
     if is_truncated(reason):
         return TRUNCATED
     if is_filtered(reason):

@@ -59,20 +59,22 @@ def check_rule(sampling: Sampling, budget: Any, drafter: Drafter) -> None:
         raise ValueError("block verification is defined for chains: got a tree with branches; use rule='token'")
 
 
-def refuse_options(unknown: Iterable[str], known: Iterable[str]) -> None:
+def refuse_options(unknown: Iterable[str], options: Iterable[str]) -> None:
     """Refuse unknown options, naming their place in Sampling or Budget, else the nearest known option."""
-    known = sorted(known)
+    options = sorted(options)
     for name in unknown:
         owners: tuple[tuple[Any, str], ...] = ((Sampling, "sampling"), (Budget, "budget"))
         for owner, place in owners:
             if name in {field.name for field in fields(owner)}:
                 raise ValueError(f"generate has no option {name}: pass {place}={owner.__name__}({name}=...)")
-        raise ValueError(f"generate has no option {name}{nearest(name, known)}: expected some of {', '.join(known)}")
+        raise ValueError(
+            f"generate has no option {name}{nearest(name, options)}: expected some of {', '.join(options)}"
+        )
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """A question such as "did you mean x?" with the most similar known name; "" if none is similar."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""
 
 

@@ -46,20 +46,20 @@ class Budget:
                 "Budget.draw is 'sampled', which needs a fixed shape: children kept for being likely do not follow the "
                 "probs that they were drawn from; use Budget.fixed(paths, 'sampled'), for a chain with chain_paths"
             )
-        known = {(), *(self.paths or ())}
-        for path in known - {()}:
-            if path[:-1] not in known or path[-1] not in range(self.top_k):
+        prefixes = {(), *(self.paths or ())}
+        for path in prefixes - {()}:
+            if path[:-1] not in prefixes or path[-1] not in range(self.top_k):
                 raise ValueError(
                     f"Budget.paths holds {path}, expected {path[:-1]} too and ranks below top_k = {self.top_k}: "
                     "name every node by the ranks on its way; Budget.fixed(paths) sets the rest"
                 )
-            if self.draw == "sampled" and path[-1] > 0 and (*path[:-1], path[-1] - 1) not in known:
+            if self.draw == "sampled" and path[-1] > 0 and (*path[:-1], path[-1] - 1) not in prefixes:
                 raise ValueError(
                     f"Budget.paths holds {path}, expected all siblings drawn before it: give them ranks 0, 1, 2, ..."
                 )
-        if len(known) - 1 > self.nodes:
+        if len(prefixes) - 1 > self.nodes:
             raise ValueError(
-                f"Budget.paths holds {len(known) - 1} nodes, expected {self.nodes}: use Budget.fixed(paths)"
+                f"Budget.paths holds {len(prefixes) - 1} nodes, expected {self.nodes}: use Budget.fixed(paths)"
             )
 
     @classmethod

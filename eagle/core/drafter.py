@@ -247,6 +247,11 @@ class TrainableDrafter(nn.Module, Drafter):
         return {"network": self.settings.kind}
 
     @property
+    def query_groups(self) -> int:
+        """The number of query heads that share a key."""
+        return self.shape.num_attention_heads // self.shape.num_key_value_heads
+
+    @property
     def parts(self) -> Parts:
         """The parts that only this network has; those of blocks, norms and numbered stacks are known by their names."""
         return Parts()

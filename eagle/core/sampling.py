@@ -93,22 +93,22 @@ class Sampling:
         if isinstance(processors, (str, bytes)) or not isinstance(processors, Iterable):
             raise ValueError(f"processors is {processors!r}, expected a list of transformers' logits processors")
         processors = list(processors)
-        known = {
+        supported = {
             "RepetitionPenaltyLogitsProcessor": ("repetition_penalty", "penalty"),
             "TemperatureLogitsWarper": ("temperature", "temperature"),
             "TopKLogitsWarper": ("top_k", "top_k"),
             "TopPLogitsWarper": ("top_p", "top_p"),
             "MinPLogitsWarper": ("min_p", "min_p"),
         }
-        order = list(known)
+        order = list(supported)
         names = [type(processor).__name__ for processor in processors]
-        if unknown := [name for name in names if name not in known]:
+        if unknown := [name for name in names if name not in supported]:
             raise ValueError(f"logits processors {unknown} cannot be verified; supported are {order}: remove them")
         if names != sorted(set(names), key=order.index):
             raise ValueError(f"logits processors come in the order {names}, expected each at most once, as in {order}")
         for name, processor in zip(names, processors, strict=True):
             _refuse_options(name, processor)
-            field, attribute = known[name]
+            field, attribute = supported[name]
             fields[field] = getattr(processor, attribute)
         return cls(**{"temperature": 1.0, **fields})
 

@@ -154,9 +154,9 @@ def _apply_rule(output: TargetOutput, choose: Choose, choices: Sequence[int] | N
         if sampling.temperature > 0:
             raise ValueError("lenience at temperature > 0 needs sampled drafts (Budget.draw); use lenience=1")
         return walk_leniently(tree, lambda node: choose.probs(output, node), sampling.lenience)
-    known = _Choices(output, choose) if choices is None else choices
-    path = walk(tree, known)
-    return path, known[path[-1]]
+    chosen = _Choices(output, choose) if choices is None else choices
+    path = walk(tree, chosen)
+    return path, chosen[path[-1]]
 
 
 def check_choice(token: int, output: TargetOutput, node: int) -> None:
@@ -173,12 +173,12 @@ def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[
 
     `RowErrors`, by place, if only some of them fail.
     """
-    known: dict[int, list[int]] = {}
+    choices_by_row: dict[int, list[int]] = {}
     if len(rows) > 1:
         at_once = {place: pair for place, pair in enumerate(rows) if _is_walked(*pair) and not _is_lazy(pair[0])}
         tokens = [choose.pick_tokens(output, range(len(output.tree))) for output, choose in at_once.values()]
-        known = {place: chosen.tolist() for place, chosen in zip(at_once, to_host(tokens), strict=True)}
-    return [*run_rows(range(len(rows)), lambda place: verify(*rows[place], known.get(place))).values()]
+        choices_by_row = {place: chosen.tolist() for place, chosen in zip(at_once, to_host(tokens), strict=True)}
+    return [*run_rows(range(len(rows)), lambda place: verify(*rows[place], choices_by_row.get(place))).values()]
 
 
 def _is_walked(output: TargetOutput, choose: Choose) -> bool:

@@ -69,8 +69,8 @@ def sample_answers(
 ) -> list[Tensor]:
     """A continuation of each prompt [T], up to a stop token or the prompt's limit."""
     model.forget()  # its weights have changed
-    known = [token for token in stops if 0 <= token < model.vocab_size]
-    options: dict[str, Any] = {"sampling": samplings, "stop": known}
+    stop_tokens = [token for token in stops if 0 <= token < model.vocab_size]
+    options: dict[str, Any] = {"sampling": samplings, "stop": stop_tokens}
     texts = [prompt.tolist() for prompt in prompts]
     limits = [min(limit, model.room(text)) for limit, text in zip(limits, texts, strict=True)]
     traces = generate(model, NoDrafter(), texts, max_new_tokens=limits, batch_size=len(texts), **options)

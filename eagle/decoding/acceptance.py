@@ -80,12 +80,12 @@ class Acceptance:
         rows = list(rows)
         return [self._forecast(self.rows.get(row) if len(rows) > 1 else None) for row in rows]
 
-    def _forecast(self, own: Levels | None) -> Forecast:
+    def _forecast(self, of_text: Levels | None) -> Forecast:
         accepted = [average.value for average in self.all.accepted]
         proposed = [average.value for average in self.all.proposed]
-        if own is not None:
-            accepted = [mine.shrink_to(rate) for mine, rate in zip(own.accepted, accepted, strict=True)]
-            proposed = [mine.shrink_to(rate) for mine, rate in zip(own.proposed, proposed, strict=True)]
+        if of_text is not None:
+            accepted = [mine.shrink_to(rate) for mine, rate in zip(of_text.accepted, accepted, strict=True)]
+            proposed = [mine.shrink_to(rate) for mine, rate in zip(of_text.proposed, proposed, strict=True)]
         return Forecast(list(accumulate(accepted, mul)), proposed)
 
     def learn(self, row: int, asked: int, cycle: Cycle, depth: int) -> None:

@@ -28,8 +28,8 @@ class Batch:
         read = self.costs.read
         total = read[0] + self.costs.drafting(levels)
         for level in range(max(levels)):
-            asked = [text for text, depth in zip(self.texts, levels, strict=True) if depth > level]
-            silent = prod(1 - text.proposed[level] for text in asked)
+            drafting = [text for text, depth in zip(self.texts, levels, strict=True) if depth > level]
+            silent = prod(1 - text.proposed[level] for text in drafting)
             total += (1 - silent) * (read[level + 1] - read[level])
         return total
 

@@ -192,19 +192,19 @@ class Decoding:
     def _propose(self, rows: list[Row]) -> dict[int, DraftTree]:
         """A tree for each row whose drafts do not fail; the root alone if nothing is to be drafted."""
         levels = {row.number: self.state.levels(row.number, row.left) for row in rows}
-        budgets, asked = self._budgets(levels), list[Row]()
+        budgets, drafting = self._budgets(levels), list[Row]()
         for row in rows:
             with self._fail_alone(row):
                 budget = find_budget(budgets, row.number)
                 row.draw = check_draw(row.draw, budget.draw)
                 check_confidence(budget, self.drafter)
-                asked += [] if budget.is_empty else [row]
+                drafting += [] if budget.is_empty else [row]
         trees = {row.number: DraftTree.chain([row.pending[-1].root]) for row in rows if row.is_running}
-        if asked:
+        if drafting:
             positions = self.target.max_positions or sys.maxsize
-            updates = {row.number: Committed.join(row.pending) for row in asked}
-            proposed, errors = self.drafts.propose(updates, {row.number: budgets[row.number] for row in asked})
-            for row in asked:
+            updates = {row.number: Committed.join(row.pending) for row in drafting}
+            proposed, errors = self.drafts.propose(updates, {row.number: budgets[row.number] for row in drafting})
+            for row in drafting:
                 row.pending = []
                 trees.pop(row.number)
                 with self._fail_alone(row):

@@ -52,8 +52,8 @@ class RowDrafts:
         for rows in groups.values():
             state = self.states[rows[0]]
             try:
-                asked = {row: self._read_up(row, updates[row]) for row in rows}
-                trees |= state.propose(asked, {row: budgets[row] for row in rows})
+                row_updates = {row: self._read_up(row, updates[row]) for row in rows}
+                trees |= state.propose(row_updates, {row: budgets[row] for row in rows})
             except RowErrors as failed:
                 trees |= failed.trees
                 errors |= failed.errors

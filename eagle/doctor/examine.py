@@ -43,18 +43,18 @@ ROUNDS = 3  # two faults at once are both named; the third round says that there
 
 def examine(folder: str | Path, target_path: str, prompts: str | None = None, server: str | None = None) -> Diagnosis:
     """Read a head of any layout, let the target answer some prompts, and diagnose the head on the answers."""
-    counts, asked = read_server(server) if server else None, read_prompts(prompts)
+    counts, questions = read_server(server) if server else None, read_prompts(prompts)
     drafter, refusal = open_head(folder, target_path)
     if refusal:
         return refusal
     findings = inspect(folder, target_path).findings
     target, template_kwargs = Target.load(target_path), _read_template_kwargs(folder)
     drafter, frozen = drafter.to(target.device), borrow_embedding(folder, target)
-    prompt_tokens = render_prompts(target, asked, **template_kwargs)
+    prompt_tokens = render_prompts(target, questions, **template_kwargs)
     texts = answer_prompts(target, prompt_tokens)
     diagnosis = diagnose(drafter, target, texts, [finding for finding in findings if finding.fatal], frozen)
     assert diagnosis.figures is not None
-    notes = [*map(str, findings), *try_templates(drafter, target, asked, template_kwargs, diagnosis.figures)]
+    notes = [*map(str, findings), *try_templates(drafter, target, questions, template_kwargs, diagnosis.figures)]
     if expected := _read_expected(folder):
         rates, source = expected
         notes.append(f"{source}: acceptance length {1 + sum(rates):.3f} with chains of {len(rates)}")
@@ -177,16 +177,16 @@ def weigh_findings(fatal: Sequence[Finding], tried: Sequence[Effect]) -> tuple[l
 
 
 def try_templates(
-    head: Any, target: Target, asked: Sequence[str], trained: dict[str, Any], figures: Agreement
+    head: Any, target: Target, questions: Sequence[str], trained: dict[str, Any], figures: Agreement
 ) -> list[str]:
     """The acceptance if a server renders the prompts with other arguments of the chat template."""
     template = str(getattr(target.tokenizer, "chat_template", None) or "")
     others: list[dict[str, Any]] = [{}] if trained else []
     if "enable_thinking" in template:
         others += [{**trained, "enable_thinking": on} for on in (True, False)]
-    usual, notes = render_prompts(target, asked, **trained), []
+    usual, notes = render_prompts(target, questions, **trained), []
     for other in others:
-        prompts = render_prompts(target, asked, **other)
+        prompts = render_prompts(target, questions, **other)
         if prompts != usual:
             after = measure(Wiring(head, target.head), answer_prompts(target, prompts), target.head, len(figures.hits))
             notes.append(
@@ -255,5 +255,5 @@ def _read_expected(folder: str | Path) -> tuple[list[float], str] | None:
     if isinstance(rates, list) and rates and all(isinstance(rate, float) for rate in rates):
         return rates[:LEVELS], "when it was exported"
     levels = [validation.get(f"chain/{depth}") for depth in range(1, LEVELS + 1)]
-    known = [level for level in levels if isinstance(level, float)]
-    return ([*accumulate(known, mul)], "in training's last validation") if known else None
+    stated = [level for level in levels if isinstance(level, float)]
+    return ([*accumulate(stated, mul)], "in training's last validation") if stated else None

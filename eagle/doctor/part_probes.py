@@ -74,10 +74,10 @@ def probe_tokens(head: Any, wiring: Wiring, target: Target) -> Found:
     special = getattr(target.tokenizer, "all_special_ids", None) or []
     last = range(target.vocab_size - 1, max(target.vocab_size - 1 - LAST, -1), -1)
     for name in head.parts.tokens:
-        given = getattr(head.settings, name)
+        token_read = getattr(head.settings, name)
         tokens = [token for token in dict.fromkeys((*last, *special)) if 0 <= token < target.vocab_size]
-        for token in [token for token in tokens if token != given][:MOST_TOKENS]:
-            fault = f"{name} is {given}, expected {token}"
+        for token in [token for token in tokens if token != token_read][:MOST_TOKENS]:
+            fault = f"{name} is {token_read}, expected {token}"
             yield "token", fault, set_setting(name, token)
 
 

@@ -87,8 +87,8 @@ class DraftModel(TrainableDrafter):
             return cls(settings, _small(target_config, settings))
         model = load_model(settings.model, torch.float32)
         check_matrix(model)
-        known = tokenizer_of(settings.model), tokenizer_of(target_config._name_or_path)
-        check_vocabulary(*known, model.config.get_text_config().vocab_size, target_config.vocab_size)
+        tokenizers = tokenizer_of(settings.model), tokenizer_of(target_config._name_or_path)
+        check_vocabulary(*tokenizers, model.config.get_text_config().vocab_size, target_config.vocab_size)
         return cls(settings, model.config, model)
 
     @classmethod
@@ -156,9 +156,9 @@ class DraftModel(TrainableDrafter):
 
     def bind(self, frozen: TargetHead) -> DraftModel:
         """Make the model read trees; its weights are frozen from here on."""
-        own = Target(self.model)
-        own.reader.check()
-        self.own, self.size = (own,), frozen.weight.shape[0]
+        model = Target(self.model)
+        model.reader.check()
+        self.own, self.size = (model,), frozen.weight.shape[0]
         return self.eval()
 
     def open(self) -> ModelState:
@@ -179,18 +179,18 @@ class DraftModel(TrainableDrafter):
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
         """A function to time: the model's forward of `rows` rows after `context` tokens, in a separate cache."""
-        (own,) = self.own
-        own.reader.check()
-        cache = own.reader.new_cache()
+        (model,) = self.own
+        model.reader.check()
+        cache = model.reader.new_cache()
         tokens = torch.ones(context + rows, dtype=torch.long)
 
         @torch.inference_mode()
         def run() -> Tensor:
-            hidden = own.reader.read_text(tokens[context:], context, cache)
-            return own.head.logits(hidden[0, -scored:])
+            hidden = model.reader.read_text(tokens[context:], context, cache)
+            return model.head.logits(hidden[0, -scored:])
 
         with torch.inference_mode():
-            own.reader.read_text(tokens[:context], 0, cache)
+            model.reader.read_text(tokens[:context], 0, cache)
         return run
 
 
@@ -226,16 +226,16 @@ def check_matrix(model: Any) -> None:
         )
 
 
-def check_vocabulary(own: Any, its: Any, own_size: int, size: int) -> None:
+def check_vocabulary(tokenizer: Any, target_tokenizer: Any, size: int, target_size: int) -> None:
     """Refuse a model with another vocabulary; only the number of unused rows at its end may differ."""
-    if own is None or its is None:
-        if own_size != size:
+    if tokenizer is None or target_tokenizer is None:
+        if size != target_size:
             raise ValueError(
-                f"the draft model has {own_size} tokens, the target {size}, and without both tokenizers nobody knows "
-                "whether they mean the same: save the tokenizers beside the models"
+                f"the draft model has {size} tokens, the target {target_size}, and without both tokenizers nobody "
+                "knows whether they mean the same: save the tokenizers beside the models"
             )
         return
-    words, meant = own.get_vocab(), its.get_vocab()
+    words, meant = tokenizer.get_vocab(), target_tokenizer.get_vocab()
     if words == meant:
         return
     differ = sorted(word for word in words.keys() | meant.keys() if words.get(word) != meant.get(word))
@@ -288,8 +288,8 @@ class ModelState:
                 trees[row] = DraftTree.chain([update.root])
         texts = {row: [*updates[row].tokens.tolist(), updates[row].root] for row in updates if row not in trees}
         logits = self._read_prompts({row: text for row, text in texts.items() if row not in self.state.rows})
-        known = [row for row in self.state.rows if row in texts and row not in logits]
-        for rows in self._groups(known):
+        earlier = [row for row in self.state.rows if row in texts and row not in logits]
+        for rows in self._groups(earlier):
             logits |= self._read_confirmed({row: texts[row] for row in rows})
         for rows in self._groups([row for row in self.state.rows if row in texts]):
             seeds = [
@@ -307,13 +307,13 @@ class ModelState:
             if depth == 1:
                 depths.clear()
             depths.extend([depth - 1] * tokens.shape[1])
-            asked = [rows[number] for number in numbers]
-            for row, columns in zip(asked, zip(tokens, before, strict=True), strict=True):
+            drafting = [rows[number] for number in numbers]
+            for row, columns in zip(drafting, zip(tokens, before, strict=True), strict=True):
                 self.levels[row].append(columns)
-            return self.state.ahead(asked, self.clip_to_vocab(tokens), depths, seen)[..., : self.size]
+            return self.state.ahead(drafting, self.clip_to_vocab(tokens), depths, seen)[..., : self.size]
 
-        known = min(self.own.vocab_size, self.size)
-        drafts = torch.arange(known, device=self.own.device) if known < self.size else None
+        shared_size = min(self.own.vocab_size, self.size)
+        drafts = torch.arange(shared_size, device=self.own.device) if shared_size < self.size else None
         return grow_rows(seeds, torch.stack(list(logits))[:, : self.size], level, drafts)
 
     # -- what may be read together ------------------------------------------------------------------------------------
@@ -378,12 +378,12 @@ class ModelState:
 
 def _confirm_rows(levels: list[list[list[int]]], tokens: list[int]) -> list[int]:
     """The rows of the last draft that read these tokens, as far as there are such."""
-    path, at, first = [], None, 0
+    path, column, first = [], None, 0
     for (read, before), wanted in zip(levels, tokens, strict=False):
-        rows = [row for row, token in enumerate(read) if token == wanted and (at is None or before[row] == at)]
+        rows = [row for row, token in enumerate(read) if token == wanted and (column is None or before[row] == column)]
         if not rows:
             break
-        at = rows[0]
-        path.append(first + at)
+        column = rows[0]
+        path.append(first + column)
         first += len(read)
     return path

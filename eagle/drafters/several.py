@@ -31,9 +31,9 @@ class FirstOf(Drafter):
             raise ValueError("a list of drafters is empty: expected at least one, for none at all NoDrafter()")
         self.drafters = tuple(drafters)
         self.taps = tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
-        asked = [drafter.reads for drafter in drafters]
-        view, texts = any(reads.view for reads in asked), any(reads.texts for reads in asked)
-        self.reads = Reads(max(reads.choices for reads in asked), view, texts)
+        reads_of_each = [drafter.reads for drafter in drafters]
+        view, texts = any(reads.view for reads in reads_of_each), any(reads.texts for reads in reads_of_each)
+        self.reads = Reads(max(reads.choices for reads in reads_of_each), view, texts)
         self.rates_nodes = any(drafter.rates_nodes for drafter in drafters)
         self.places = [[self.taps.index(tap) for tap in drafter.taps] for drafter in drafters]
 

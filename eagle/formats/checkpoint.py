@@ -163,9 +163,9 @@ def _method_for(folder: Path) -> Any:
     kind = config.get("kind", "draft_model" if "model_type" in config else None)
     if "settings" in config or kind is None:
         return None
-    known = [name for name, method in DRAFTERS.items() if method.stored_as == "files"]
-    if kind not in known:
-        raise ValueError(f"{folder / 'config.json'}: kind is {kind!r}, expected one of {', '.join(known)}")
+    file_methods = [name for name, method in DRAFTERS.items() if method.stored_as == "files"]
+    if kind not in file_methods:
+        raise ValueError(f"{folder / 'config.json'}: kind is {kind!r}, expected one of {', '.join(file_methods)}")
     return DRAFTERS[kind]
 
 
@@ -194,11 +194,11 @@ def check_options(name: str | Path | Sequence[str | Path], options: Iterable[str
     """The options of each drafter, by its name; options that no drafter takes are refused."""
     names, free = _split_names(name), _methods_without_files()
     accepted = {name: [*inspect.signature(free[name]).parameters] if name in free else [] for name in names}
-    known = sorted({option for name in names for option in accepted[name]})
-    if unknown := [option for option in options if option not in known]:
+    all_options = sorted({option for name in names for option in accepted[name]})
+    if unknown := [option for option in options if option not in all_options]:
         raise ValueError(
-            f"{', '.join(names)} has no option {unknown[0]}{nearest(unknown[0], known)}: expected one of "
-            f"{', '.join(known) or 'none: options belong to ' + ', '.join(free)}"
+            f"{', '.join(names)} has no option {unknown[0]}{nearest(unknown[0], all_options)}: expected one of "
+            f"{', '.join(all_options) or 'none: options belong to ' + ', '.join(free)}"
         )
     return accepted
 

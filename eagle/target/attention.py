@@ -213,8 +213,8 @@ class Masks:
         if min(starts) == max(starts):
             mask[:, :, starts[0] :].masked_fill_(~seen, lowest)
         else:  # behind its own columns a text has none, and other texts have
-            for row, own, start in zip(mask, (~seen).expand(len(starts), -1, -1), starts, strict=True):
-                row[:, start : start + new].masked_fill_(own, lowest)
+            for row, unseen, start in zip(mask, (~seen).expand(len(starts), -1, -1), starts, strict=True):
+                row[:, start : start + new].masked_fill_(unseen, lowest)
                 row[:, start + new :] = lowest
         if window is not None or chunk is not None:  # distance counts positions: siblings share one
             positions = upload(positions, device)

@@ -216,8 +216,8 @@ def stateful_layers(config: Any) -> dict[int, int]:
     }
 
 
-def cache_kind(own: Any) -> type[TreeCache]:
+def cache_kind(model_cache: Any) -> type[TreeCache]:
     """A kind of `TreeCache` that can stand in for a model's own cache."""
-    held = vars(own).items() if isinstance(own, Cache) else ()
-    lists = tuple(name for name, value in held if isinstance(value, list) and name != "layers")
-    return type("TreeCache", (TreeCache, type(own)), {"lists": lists}) if lists else TreeCache
+    attributes = vars(model_cache).items() if isinstance(model_cache, Cache) else ()
+    lists = tuple(name for name, value in attributes if isinstance(value, list) and name != "layers")
+    return type("TreeCache", (TreeCache, type(model_cache)), {"lists": lists}) if lists else TreeCache

@@ -99,8 +99,8 @@ def _find_file(config: Any, name: str) -> str | None:
     if not config.name_or_path:
         return None
     options = {"revision": getattr(config, "_commit_hash", None), "_raise_exceptions_for_missing_entries": False}
-    found: str | None = cached_file(config.name_or_path, name, **options)
-    return found
+    path: str | None = cached_file(config.name_or_path, name, **options)
+    return path
 
 
 def _list_some(names: list[str]) -> str:

@@ -162,8 +162,8 @@ class TreeReader:
         """The states [1, T, D] of a text [1, T] at all taps that can be read, whose layouts are known from here on."""
         with self.tapping(tuple(range(len(self.layers)))) as tapped:
             last = self.read_texts(tokens)
-        found = {tap: find_layout(states, tokens.shape[1], self.config.hidden_size) for tap, states in tapped.items()}
-        self.layouts = {tap: layout for tap, layout in found.items() if layout} | {-1: Layout(PLAIN, last.shape[-1])}
+        layouts = {tap: find_layout(states, tokens.shape[1], self.config.hidden_size) for tap, states in tapped.items()}
+        self.layouts = {tap: layout for tap, layout in layouts.items() if layout} | {-1: Layout(PLAIN, last.shape[-1])}
         tapped[-1] = last
         return {tap: layout.read(tapped[tap]) for tap, layout in self.layouts.items()}
 

@@ -223,7 +223,9 @@ class TargetState:
             places.append([start + depth for depth in tree.depths()])
             self.target.check_growth(start, max(places[-1]) + 1)
         tokens, seen = stack_trees([tree for _, tree in trees])
-        padded = [own + own[:1] * (count - len(own)) for own in places]  # padding stands where the root does
+        padded = [
+            row_places + row_places[:1] * (count - len(row_places)) for row_places in places
+        ]  # padding stands where the root does
         hidden, states = self._forward(slots, tokens, torch.tensor(padded), seen, sizes=sizes)
         nodes = [number * count + node for number, size in enumerate(sizes) for node in range(size)]
         logits = self.target.head.logits(pick_rows(hidden.flatten(0, 1), nodes)).split(sizes)

@@ -177,8 +177,8 @@ class TargetView:
         layers, output = self.reader.layers, list[Tensor]()
         try:
             for place, layer in enumerate(self.decoder_layers):
-                given = hidden if place == min(start, len(self) - 1) else None
-                layers[place] = _Layer(layer, given, output, runs=start <= place < end, wraps=self.returns_tuples)
+                first_input = hidden if place == min(start, len(self) - 1) else None
+                layers[place] = _Layer(layer, first_input, output, runs=start <= place < end, wraps=self.returns_tuples)
             yield output
         finally:
             for place, layer in enumerate(self.decoder_layers):
@@ -217,7 +217,7 @@ class _Layer(nn.Module):
         self.layer, self.hidden, self.output, self.runs, self.wraps = layer, hidden, output, runs, wraps
 
     def __getattr__(self, name: str) -> Any:
-        """What the model reads of its layers, as their kinds."""
+        """An attribute of the layer that the model looks up, such as its kind."""
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -29,13 +29,13 @@ def first_head(recipe: Recipe, settings: Any, target: Target | Borrowed, feature
     head: TrainableDrafter = method.for_target(settings, target.config, target.head, supervised, **weights)
     if recipe.train.init is None:
         return head
-    given = load_head(recipe.train.init)
-    shapes = [{name: tuple(part.shape) for name, part in made.state_dict().items()} for made in (given, head)]
+    initial = load_head(recipe.train.init)
+    shapes = [{name: tuple(part.shape) for name, part in made.state_dict().items()} for made in (initial, head)]
     had, needed = (
         {**made.network, "window": None, **made.shape.to_dict(), **shape}
-        for made, shape in zip((given, head), shapes, strict=True)
+        for made, shape in zip((initial, head), shapes, strict=True)
     )
     if wrong := [f"{name}: {found!r}, needed {new!r}" for name, found, new in differences(had, needed)]:
         raise ValueError(f"the head in {recipe.train.init} does not fit: {'; '.join(wrong)}. Train without train.init")
-    head.load_state_dict(given.state_dict())
+    head.load_state_dict(initial.state_dict())
     return head

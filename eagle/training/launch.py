@@ -177,9 +177,9 @@ def _check_processes(accelerator: Accelerator, settings: TrainSection, zero: boo
             f"{LAUNCH_HINT}; if one process is what you want, `unset MASTER_ADDR`"
         )
     started = int(os.environ.get("WORLD_SIZE", "1"))
-    asked = settings.processes or started
-    if not got == started == asked:
-        raise ValueError(f"asked for {asked} processes; {started} were started, {got} work together: {LAUNCH_HINT}")
+    expected = settings.processes or started
+    if not got == started == expected:
+        raise ValueError(f"asked for {expected} processes; {started} were started, {got} work together: {LAUNCH_HINT}")
     if zero != (kind == DistributedType.DEEPSPEED) or (got > 1 and kind == DistributedType.NO):
         raise ValueError(f"{'DeepSpeed' if zero else 'DDP'} was asked for on {got} processes, accelerate gives {kind}")
     if zero and settings.clip_by == "value":

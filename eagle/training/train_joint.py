@@ -149,8 +149,8 @@ class _JointRun:
         accelerator, sums = self.accelerator, dict[str, Tensor]()
         for index in self.plan.validation[accelerator.process_index :: accelerator.num_processes]:
             with accelerator.autocast():
-                found = self.joint.validate([self.features.examples[index]], TREES)
-            sums = add_sums(sums, {name: value.double().cpu() for name, value in found.items()})
+                head_sums = self.joint.validate([self.features.examples[index]], TREES)
+            sums = add_sums(sums, {name: value.double().cpu() for name, value in head_sums.items()})
         self.joint.train()
         shares = [share for share in gather_object([sums]) if share]
         return figures(reduce(add_sums, shares)) if shares else {}
@@ -177,10 +177,10 @@ class _JointRun:
         versions = {"eagle": __version__} | {
             name: version(name) for name in ("torch", "transformers", "accelerate", "peft")
         }
-        made = {"made_from": self.recipe.target.model_dump(), "joint": self.settings.model_dump(mode="json")}
+        origin = {"made_from": self.recipe.target.model_dump(), "joint": self.settings.model_dump(mode="json")}
         run = {"step": self.step, "processes": self.accelerator.num_processes, "skipped_steps": self.skipped}
         kl = {"kl_from_the_old_target": self.figures.get("kl")}  # in nats a token, on the held-out conversations
-        return {"commit": self.commit, **versions, **run, **made, **kl, "validation": self.figures}
+        return {"commit": self.commit, **versions, **run, **origin, **kl, "validation": self.figures}
 
     def _identity(self) -> dict[str, Any]:
         """The identity of this run, which a continuation must share."""

@@ -43,7 +43,7 @@ DRAFTS = [
 
 Shape = tuple[tuple[int, ...], int, int]  # children per node at each depth, vocabulary, families of laws
 CHAINS: list[Shape] = [((1,), 6, 80), ((1, 1), 6, 80), ((1, 1, 1), 4, 80)]
-TREES: list[Shape] = [((2,), 6, 80), ((3,), 5, 80), ((2, 1), 4, 40), ((1, 3), 4, 40), ((2, 2), 4, 15)]
+TREES: list[Shape] = [((2,), 6, 80), ((3,), 5, 80), ((2, 1), 4, 40), ((1, 3), 4, 40), ((2, 2), 4, 8)]
 
 
 def family(seed: int, vocab_size: int, depth: int, dtype: torch.dtype = torch.float64) -> tuple[Laws, Laws]:
@@ -67,10 +67,10 @@ LAWFUL = [(sample_tree, shape) for shape in CHAINS + TREES] + [(sample_block, sh
 
 
 def dtype_cases() -> list[Any]:
-    """Every rule and shape in both precisions; in single the trees of two levels are slow."""
+    """Every rule and shape in both precisions; in single those of two levels and more are slow."""
     cases = []
     for (rule, shape), (dtype, tolerance) in product(LAWFUL, [(torch.float64, 1e-12), (torch.float32, 1e-6)]):
-        slow = dtype == torch.float32 and shape in TREES[2:]
+        slow = dtype == torch.float32 and len(shape[0]) > 1
         cases.append(pytest.param(rule, shape, dtype, tolerance, marks=pytest.mark.slow if slow else ()))
     return cases
 
@@ -118,7 +118,7 @@ def test_laws_that_differ_by_rounding_alone_do_no_harm(
     rule: Rule, branching: list[int], towards: tuple[int, ...]
 ) -> None:
     """Where a draft is the target but for its last bit, what remains may be nothing at all."""
-    for seed in range(20):
+    for seed in range(8):
         target = laws_of(random_logits(seed, 4, 4, torch.float32), PLAIN)
         draft = [law.nextafter(torch.tensor(float(limit))) for law, limit in zip(target[:3], towards, strict=True)]
         joint, accepted = emitted(rule, target, drawn_trees(draft, branching))

@@ -316,8 +316,11 @@ SAMPLINGS: dict[str, tuple[Sampling, Budget | None]] = {
 }
 
 
-@pytest.mark.parametrize("place", [0, 3])
-@pytest.mark.parametrize("kind", SAMPLINGS)
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [("greedy", 0), *((kind, 3) for kind in SAMPLINGS)]
+    + [pytest.param(kind, 0, marks=pytest.mark.slow) for kind in SAMPLINGS if kind != "greedy"],
+)
 def test_logits_that_are_no_numbers(kind: str, place: int) -> None:
     """Of one text, in its prompt or later; what follows in its slot is untouched by what it left there."""
     model, prompts = build("llama"), prompts_with(place)

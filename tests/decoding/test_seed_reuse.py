@@ -104,6 +104,10 @@ def in_turn(speaks: bool) -> tuple[Any, Any, int]:
     return FirstOf([Copier(speaks), drawing_drafter()]), Budget.fixed(chain_paths(1), "sampled"), 5
 
 
+SERIES = [  # of one prompt fewer are fast
+    pytest.param(PROMPTS[:1] * 2, marks=pytest.mark.long, id="one prompt"),
+    pytest.param(PROMPTS, id="two prompts"),
+]
 STATES = {
     "a policy that saw the coins": in_one_level,
     "a lookup that saw the coins": lambda: in_turn(False),
@@ -138,7 +142,7 @@ class NoCount(Counter[tuple[int, int]]):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prompts", [PROMPTS[:1] * 2, PROMPTS], ids=["one prompt", "two prompts"])
+@pytest.mark.parametrize("prompts", SERIES)
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
 def test_other_prompts_have_the_targets_law_too(state: State, prompts: Any, target: Target) -> None:
     """More of the same, and with a second prompt whose places are not the first one's."""
@@ -154,7 +158,7 @@ def lively() -> tuple[Any, Any, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prompts", [PROMPTS[:1] * 2, PROMPTS], ids=["one prompt", "two prompts"])
+@pytest.mark.parametrize("prompts", SERIES)
 def test_shipped_memories_bend_no_law(prompts: Any, target: Target) -> None:
     """The same of what the package ships, in longer answers."""
     last_answers = list(answers(target, 500, lively, prompts))

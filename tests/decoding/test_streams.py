@@ -158,7 +158,9 @@ MAKES = [small, lambda _: NgramDrafter(), lambda target: FirstOf([NgramDrafter()
 
 
 @pytest.mark.parametrize("make", MAKES, ids=["draft model", "n-grams", "list"])
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "T=1"])
+@pytest.mark.parametrize(
+    "sampling", [pytest.param(SAMPLINGS[0], marks=pytest.mark.slow), SAMPLINGS[1]], ids=["greedy", "T=1"]
+)
 def test_streams_on_one_drafter_do_not_disturb_each_other(make: Any, sampling: Sampling) -> None:
     """Each is cycle by cycle what it is alone, on one target and on two."""
     targets = [Target(copy.deepcopy(MODEL)) for _ in range(2)]

@@ -67,8 +67,8 @@ def attend_block_flex(
 def read_texts(query: Tensor, key: Tensor, value: Tensor, spans: Spans, kernel: Any = None) -> Pair:
     """[h, S, w], what queries see of their texts, and [h, S], the log of the sum of what scores there are taken to."""
     attention: Any = kernel or compile_flex()
-    asked = {"enable_gqa": len(query) != len(key), "return_aux": AuxRequest(lse=True)}
-    output, beside = attention(query[None], key[None], value[None], block_mask=spans.block_mask(0), **asked)
+    options = {"enable_gqa": len(query) != len(key), "return_aux": AuxRequest(lse=True)}
+    output, beside = attention(query[None], key[None], value[None], block_mask=spans.block_mask(0), **options)
     return output[0], beside.lse[0]
 
 
@@ -98,9 +98,9 @@ def own_product(rows: Tensor, own: Tensor) -> Tensor:
     """[h, S, B, y], rows [h, S, B, x] times what is each block's own [k, S, x, y]."""
     heads, count, size, width = rows.shape
     keys, groups = len(own), heads // len(own)
-    asked = rows.unflatten(0, (keys, groups)).transpose(1, 2).reshape(keys * count, groups * size, width)
-    found = asked @ own.flatten(0, 1)
-    return found.view(keys, count, groups, size, own.shape[-1]).transpose(1, 2).flatten(0, 1)
+    by_key = rows.unflatten(0, (keys, groups)).transpose(1, 2).reshape(keys * count, groups * size, width)
+    products = by_key @ own.flatten(0, 1)
+    return products.view(keys, count, groups, size, own.shape[-1]).transpose(1, 2).flatten(0, 1)
 
 
 def _own_gradient(upstream: Tensor, rows: Tensor, keys: int) -> Tensor:

@@ -19,20 +19,19 @@ from eagle.core.tree import Paths
 from eagle.drafters.blocks.anchors import Anchors, draw_anchors
 from eagle.drafters.blocks.block_spans import attend_block
 from eagle.drafters.blocks.injected_state import InjectedState, SlotLevels
-from eagle.drafters.parts.decoder_block import Linears, Norm, NormedBlock, Rotary, draw_linears, head_shape
+from eagle.drafters.parts.decoder_block import Linears, Norm, NormedBlock, Rotary, check_taps, draw_linears, head_shape
 from eagle.drafters.parts.divisors import Divisor, level_shares, reached_levels, sum_divisors
 from eagle.drafters.parts.growth import level_rows
 from eagle.drafters.parts.objectives import LanguageHead
 from eagle.drafters.parts.scoring import Seed
 from eagle.drafters.parts.spans import Spans
 from eagle.drafters.parts.text_blocks import (
+    CompiledParts,
     Pair,
     add_rows,
-    compile_part,
     key_value,
     position_tables,
     query_and_residual,
-    run_part,
     text_slots,
 )
 from eagle.drafters.parts.text_state import text_bytes
@@ -59,7 +58,7 @@ class InjectedSettings(Section):
     divisor: Divisor = "weights"  # of the loss: the sum of the weights, or "reached": how many places have one
 
 
-class InjectedHead(TrainableDrafter):
+class InjectedHead(CompiledParts, TrainableDrafter):
     """(the target's features of a text, root, masks) -> a state for each slot, which the target's LM head reads.
 
     Every block sees keys and values of the fused features of the text before the root, and the slots of its own block.
@@ -70,7 +69,6 @@ class InjectedHead(TrainableDrafter):
     reads_tokens = False  # whether what a level guesses depends on the tokens drafted before it
     sharpness = 1.0
     open_levels: type[Any] = SlotLevels  # what makes logits of the states of a block, level by level
-    is_compiled = False
     Settings: type[Any]
 
     def __init__(self, settings: InjectedSettings, shape: HeadShape) -> None:
@@ -88,13 +86,7 @@ class InjectedHead(TrainableDrafter):
         layers = target_config.num_hidden_layers
         # halves are rounded before the one is added: the published code counts a layer's output, a tap the next input
         usual = [1 + round(1 + number * (layers - 4) / 4) for number in range(5)] if layers > 7 else range(1, layers)
-        taps = settings.taps or tuple(usual) or (0,)
-        if len(set(taps)) < len(taps) or not all(-1 <= tap < layers for tap in taps):
-            raise ValueError(
-                f"drafter.taps is {taps} for a target of {layers} layers, expected different ones of 0 (the embedding) "
-                f"to {layers - 1}, or -1 (behind the final norm): name them in the recipe"
-            )
-        return taps
+        return check_taps(settings.taps or tuple(usual) or (0,), layers)
 
     @classmethod
     def for_target(
@@ -110,8 +102,8 @@ class InjectedHead(TrainableDrafter):
             )
         sizes = {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
         shape = head_shape(target_config, num_hidden_layers=settings.blocks, qk_norm=settings.qk_norm, **sizes)
-        found = {"taps": cls.taps_for(settings, target_config), "mask_token": mask}
-        head = cls(settings.model_copy(update=found), shape)
+        derived = {"taps": cls.taps_for(settings, target_config), "mask_token": mask}
+        head = cls(settings.model_copy(update=derived), shape)
         draw_linears(head, settings.linears)
         return head
 
@@ -135,11 +127,6 @@ class InjectedHead(TrainableDrafter):
     def levels(self) -> int:
         """The number of tokens that it guesses."""
         return int(self.settings.slots) - self.first_slot
-
-    @property
-    def query_groups(self) -> int:
-        """The number of query heads that share a key."""
-        return int(self.shape.num_attention_heads // self.shape.num_key_value_heads)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -192,8 +179,8 @@ class InjectedHead(TrainableDrafter):
 
     def inject_texts(self, batch: Batch) -> list[Pair]:
         """Keys and values of every block [k, N, w], of the features of all slots of the texts."""
-        known, positions, _ = text_slots(batch, batch.tokens.device)
-        fused = self.fuse_taps(batch.select_taps(self.taps).index_select(0, known).to(self.dtype))
+        slots, positions, _ = text_slots(batch, batch.tokens.device)
+        fused = self.fuse_taps(batch.select_taps(self.taps).index_select(0, slots).to(self.dtype))
         tables = self._tables_of(batch, fused)(positions)
         context = [self._run(key_value, block, (fused, fused), tables) for block in self.layers]
         return [(key.contiguous(), value.contiguous()) for key, value in context]
@@ -219,14 +206,6 @@ class InjectedHead(TrainableDrafter):
     def _tables_of(self, batch: Batch, like: Tensor) -> Callable[[Tensor], Pair]:
         """A function that gives rotary tables at positions of texts and blocks."""
         return position_tables(self.rotary, like, max(batch.lengths, default=0) + self.settings.slots)
-
-    def _run(self, part: Callable[..., Any], *inputs: Any) -> Any:
-        """Run a part of a block's computation, compiled or not."""
-        return run_part(compile_part(part) if self.is_compiled else part, *inputs)
-
-    def compile_parts(self) -> None:
-        """Compile the parts of a block around attention, which itself loops over texts."""
-        self.is_compiled = True
 
     # -- validation ---------------------------------------------------------------------------------------------------
 

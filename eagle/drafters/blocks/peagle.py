@@ -140,10 +140,10 @@ class Peagle(FusedHead):
 
     def read_masks(self, batch: Batch, frozen: TargetHead, masks: MaskRows) -> tuple[Tensor, Tensor, Tensor]:
         """Places [S + E] of supervised slots and masks among all tokens, and their states [S, H] and [E, H]."""
-        known, positions, spans = text_slots(batch, batch.tokens.device)
-        features = batch.select_taps(self.taps)[known].to(self.layers[0].mlp.up_proj.weight.dtype)
+        slots, positions, spans = text_slots(batch, batch.tokens.device)
+        features = batch.select_taps(self.taps)[slots].to(self.layers[0].mlp.up_proj.weight.dtype)
         tables_at = position_tables(self.rotary, features, max(batch.lengths, default=0) + self.levels)
-        tokens = self.project_tokens(frozen.embed(batch.tokens.index_select(0, known + 1)).to(features.dtype))
+        tokens = self.project_tokens(frozen.embed(batch.tokens.index_select(0, slots + 1)).to(features.dtype))
         inputs = self.block_inputs(tokens, self.fuse_taps(features))
         context, inputs = read_context(self.layers, inputs, tables_at(positions), batch, self._run)
         inputs = tuple(part.index_select(0, spans.rows) for part in inputs)
@@ -151,7 +151,7 @@ class Peagle(FusedHead):
         first = read_rows(self.layers[-1], inputs, tables, context[-1], spans, (), self._run)
         tables = tables_at(positions.index_select(0, masks.spans.rows) + masks.depths)
         places = torch.cat([spans.rows, masks.spans.rows])
-        places = known.index_select(0, places) + F.pad(masks.depths, (len(spans.rows), 0))
+        places = slots.index_select(0, places) + F.pad(masks.depths, (len(spans.rows), 0))
         return places, first, self._read_blocks(frozen, masks, tables, context)
 
     def _read_blocks(
@@ -165,9 +165,9 @@ class Peagle(FusedHead):
         state = hidden
         for number, block in enumerate(self.layers):
             inputs = block.inputs(state) if number else inputs
-            own = self._run(key_value, block, inputs, tables)
+            mask_pair = self._run(key_value, block, inputs, tables)
             query, residual = self._run(query_and_residual, block, inputs, tables)
-            state = self._run(add_rows, block, masks.attend(query, context[number], own), residual)
+            state = self._run(add_rows, block, masks.attend(query, context[number], mask_pair), residual)
         return state
 
     # -- validation ---------------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class MaskRows:
         spans = Spans(upload(every, device), runs, sum(lengths), scattered=tuple(rows))
         return cls(groups, spans, upload(torch.cat(depths), device), texts)
 
-    def attend(self, query: Tensor, context: Pair, own: Pair, kernel: Any = None) -> Tensor:
+    def attend(self, query: Tensor, context: Pair, mask_pair: Pair, kernel: Any = None) -> Tensor:
         """[h, E, w] from query [h, E, w], the keys and values of all slots, and the masks' own."""
         seen, done, fused = list[Tensor](), 0, list[Tensor]()
         if not self.groups:
@@ -262,11 +262,13 @@ class MaskRows:
             fused = [output, weight[..., None]]
         for spans, size in self.groups:
             rows = slice(done, done + len(spans.rows) * size)
-            asked, key, value, *read = (part[:, rows].unflatten(1, (-1, size)) for part in (query, *own, *fused))
+            mask_query, key, value, *read = (
+                part[:, rows].unflatten(1, (-1, size)) for part in (query, *mask_pair, *fused)
+            )
             if fused:
-                seen.append(add_blocks(read[0], read[1], asked, (key, value), causal=True))
+                seen.append(add_blocks(read[0], read[1], mask_query, (key, value), causal=True))
             else:
-                seen.append(attend_block(asked, *context, spans, (key, value), causal=True))
+                seen.append(attend_block(mask_query, *context, spans, (key, value), causal=True))
             done = rows.stop
         return torch.cat([part.flatten(1, 2) for part in seen], dim=1)
 

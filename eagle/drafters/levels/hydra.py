@@ -111,11 +111,6 @@ class Hydra(LevelHeads):
         """Each level's own LM head."""
         return [OwnHead(part.weight, part.bias) for part in self.heads]
 
-    @property
-    def query_groups(self) -> int:
-        """The number of query heads that share a key."""
-        return self.shape.num_attention_heads // self.shape.num_key_value_heads
-
     # -- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
@@ -137,8 +132,8 @@ class Hydra(LevelHeads):
         """[S, H], the states that the blocks make at these slots."""
         if not self.layers:
             return super().start_states(batch, places)
-        known, positions, spans = text_slots(batch, places.device)
-        states = batch.select_taps(self.taps)[:, 0].index_select(0, known).to(self.dtype)
+        slots, positions, spans = text_slots(batch, places.device)
+        states = batch.select_taps(self.taps)[:, 0].index_select(0, slots).to(self.dtype)
         tables_at = position_tables(self.rotary, states, max(batch.lengths, default=0))
         context, inputs = read_context(self.layers, self.layers[0].inputs(states), tables_at(positions), batch)
         inputs = tuple(part.index_select(0, spans.rows) for part in inputs)

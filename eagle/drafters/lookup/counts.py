@@ -86,8 +86,8 @@ def tokenizer_identity(tokenizer: Any) -> str | None:
     """A checksum of the tokenizer's vocabulary, on which counts depend; None without a tokenizer."""
     if tokenizer is None:
         return None
-    known = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
+    words = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
 
 
 def save_tables(folder: str | Path, tables: Tables, kind: str) -> None:

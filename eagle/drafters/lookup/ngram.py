@@ -87,7 +87,7 @@ class NgramText:
 
     def _find_matches(self) -> Iterator[tuple[int, int]]:
         """Matches whose continuations begin differently, the best first: their n, and the place behind each."""
-        text, known = self.text, set()
+        text, first_tokens = self.text, set()
         for size in self.sizes:
             places: Iterable[int] = self._places(size)
             if self.drafter.pick == "frequent":
@@ -95,8 +95,8 @@ class NgramText:
                 times = Counter(text[place] for place in latest)
                 places = sorted(latest, key=lambda place: -times[text[place]])  # of equals the latest first
             for place in islice(places, LATEST):
-                if text[place] not in known:
-                    known.add(text[place])
+                if text[place] not in first_tokens:
+                    first_tokens.add(text[place])
                     yield size, place
 
     def _places(self, size: int) -> Iterator[int]:

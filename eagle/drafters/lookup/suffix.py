@@ -79,8 +79,8 @@ class Automaton:
         """The most frequent successors of a state's strings (ties: most recent): share, token and state of each."""
         follow, counts, latest = self.next[state], self.counts, self.latest
         total = counts[state] - (latest[state] == self.lengths[self.whole])  # nothing follows the end of the text
-        known = [(counts[child], latest[child], token, child) for token, child in islice(follow.items(), COMPARED)]
-        best = sorted(known, reverse=True)[:most]
+        ranked = [(counts[child], latest[child], token, child) for token, child in islice(follow.items(), COMPARED)]
+        best = sorted(ranked, reverse=True)[:most]
         return [(times / total, token, child) for times, _, token, child in best if token != SEAM]
 
     def _exactly(self, state: int, token: int) -> int:

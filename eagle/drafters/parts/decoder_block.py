@@ -29,6 +29,16 @@ SHAPE_KEYS = [
 ]
 
 
+def check_taps(taps: tuple[int, ...], layers: int) -> tuple[int, ...]:
+    """The taps of a head for a target of so many layers; ValueError unless each is another one that there is."""
+    if len(set(taps)) < len(taps) or not all(-1 <= tap < layers for tap in taps):
+        raise ValueError(
+            f"drafter.taps is {taps} for a target of {layers} layers, expected different ones of 0 (the embedding) "
+            f"to {layers - 1}, or -1 (behind the final norm): name them in the recipe"
+        )
+    return taps
+
+
 def head_shape(target_config: Any, **overrides: Any) -> HeadShape:
     """The config of a Llama head for a target, with one layer by default: engines load no other shape."""
     width = target_config.hidden_size

@@ -214,7 +214,8 @@ def _likeliest(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScore
     totals = logits.new_zeros(len(logits), 1, dtype=torch.float32)
     frontier = torch.zeros(len(logits), 1, dtype=torch.long, device=device)  # what the logits belong to; 0 is the root
     seen = torch.zeros(len(logits), 1, 0, dtype=torch.bool, device=device)
-    found: list[list[Tensor]] = []  # per level: tokens [B, C], the parents of C / K each [B, K], likelihoods [B, C]
+    # per level: tokens [B, C], the parents of C / K each [B, K], likelihoods [B, C]
+    candidates: list[list[Tensor]] = []
     grown: list[Grown] = []
     count = 1
     for depth in range(rows.depth):
@@ -225,10 +226,10 @@ def _likeliest(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScore
         best = best.expand(-1, totals.shape[1], -1)
         likelihoods = (totals[..., None] + values).flatten(1)
         tokens = best.flatten(1)
-        found.append([tokens, frontier, likelihoods])
+        candidates.append([tokens, frontier, likelihoods])
         ended, growing = rows.split(depth + 1)
         if ended:
-            whole = [torch.cat([pick_rows(part, ended) for part in parts], 1) for parts in zip(*found, strict=True)]
+            whole = [torch.cat([pick_rows(part, ended) for part in kind], 1) for kind in zip(*candidates, strict=True)]
             columns = _keep_likeliest(*whole, nodes=budget.nodes)
             if budget.confidence is not None:
                 columns[:, 0].masked_fill_(columns[:, 2] == NOTHING, LEFT_OUT)
@@ -236,9 +237,9 @@ def _likeliest(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScore
             if not growing:
                 break
             rows.keep(growing)
-            found = [[pick_rows(part, growing) for part in level_parts] for level_parts in found]
+            candidates = [[pick_rows(part, growing) for part in level_parts] for level_parts in candidates]
             seen = pick_rows(seen, growing)
-            tokens, _, likelihoods = found[-1]
+            tokens, _, likelihoods = candidates[-1]
         chosen = likelihoods.topk(min(width, likelihoods.shape[1]))
         before = chosen.indices // best.shape[2]
         totals, frontier = chosen.values, count + chosen.indices
@@ -274,10 +275,10 @@ def _fill_plan(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScore
     tokens: list[Tensor] = []  # per level [B, nodes]
     drawn_from: list[Tensor] = []
     grown: list[Grown] = []
-    asked, goes_on = 1, None  # nodes of the level above that have children, and which of them may
+    inner_nodes, goes_on = 1, None  # nodes of the level above that have children, and which of them may
     for depth, rung in enumerate(rungs):
         scores, probs = scorer.score(rows.seeds, depth, logits)
-        best = scorer.best(scores, rung.best)[1].expand(-1, asked, -1)
+        best = scorer.best(scores, rung.best)[1].expand(-1, inner_nodes, -1)
         if best.shape[2] != rung.best:
             raise ValueError(
                 f"the budget's fixed tree holds a child of rank {rung.best - 1}, and the drafter knows "
@@ -285,10 +286,10 @@ def _fill_plan(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScore
             )
         chosen = best.flatten(1).index_select(1, rung.children)
         if (sure := rows.is_sure(depth)) is not None:
-            goes_on = (sure.expand(-1, asked) if goes_on is None else sure & goes_on).index_select(1, rung.rows)
+            goes_on = (sure.expand(-1, inner_nodes) if goes_on is None else sure & goes_on).index_select(1, rung.rows)
         tokens.append(chosen if goes_on is None else chosen.masked_fill(~goes_on, LEFT_OUT))
         if probs is not None:
-            probs = probs.expand(-1, asked, -1)
+            probs = probs.expand(-1, inner_nodes, -1)
             drawn_from += [probs] * (not drawn_from) + [probs.index_select(1, rung.rows)]  # a row for the root, unused
         ended, growing = rows.split(depth + 1) if depth + 1 < len(rungs) else (list(range(len(rows.rows))), [])
         if ended:
@@ -302,6 +303,7 @@ def _fill_plan(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScore
             chosen = pick_rows(chosen, growing)
             goes_on = None if goes_on is None else pick_rows(goes_on, growing)
         before, seen = rung.before.expand(len(rows.rows), -1), rung.seen.expand(len(rows.rows), -1, -1)
-        logits, asked = level(depth + 1, rows.rows, chosen.index_select(1, rung.read), before, seen), len(rung.read)
+        logits = level(depth + 1, rows.rows, chosen.index_select(1, rung.read), before, seen)
+        inner_nodes = len(rung.read)
         goes_on = None if goes_on is None else goes_on.index_select(1, rung.read)
     return grown

@@ -80,7 +80,7 @@ class Spans:
                 yield begin, rows[first : first + size]
 
     def split(self, size: int) -> Iterator[Spans]:
-        """The same rows in parts of so many at most, each of one text."""
+        """These spans' rows in parts of at most `size`, each of one text."""
         done = 0
         for begin, places in self.split_runs(size):
             rows, run = self.rows[done : done + len(places)], (begin, places[0], places[-1] + 1)
@@ -150,8 +150,8 @@ ATTEND = {"cpu": attend_plain, "meta": attend_plain}  # elsewhere one fused kern
 def attend_flex(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = (), kernel: Any = None) -> Tensor:
     """`attend` for accelerators, by one fused kernel over all texts; it has no gradient on a CPU."""
     attention: Any = kernel or (flex_attention if query.device.type == "cpu" else compile_flex())
-    asked = {"enable_gqa": len(query) != len(key), "return_aux": AuxRequest(lse=True)}
-    output, beside = attention(query[None], key[None], value[None], block_mask=spans.block_mask(len(own)), **asked)
+    options = {"enable_gqa": len(query) != len(key), "return_aux": AuxRequest(lse=True)}
+    output, beside = attention(query[None], key[None], value[None], block_mask=spans.block_mask(len(own)), **options)
     return _merge_parts(output[0], _shares(query, beside.lse[0], own), own, len(key))
 
 
@@ -296,15 +296,15 @@ def group_by_key(tensor: Tensor, key: Tensor) -> Tensor:
     return tensor.reshape(len(key), heads // len(key) * count, width)
 
 
-def attention_probs(query: Tensor, key: Tensor, own: Tensor, hidden: Tensor) -> Tensor:
+def attention_probs(query: Tensor, key: Tensor, own_scores: Tensor, hidden: Tensor) -> Tensor:
     """[k, h / k * n, m + steps], whom rows look at, by query [h, n, w], key [k, m, w], and scores of their own.
 
     `hidden` [n, ..] is added to the scores of the last columns of a text.
     """
-    asked, count, seen = group_by_key(query, key), query.shape[1], key.shape[1]
-    scores = query.new_empty(len(key), asked.shape[1], seen + own.shape[2])
-    torch.bmm(asked, key.mT, out=scores[..., :seen])
-    scores[..., seen:] = group_by_key(own, key)
+    by_key, count, seen = group_by_key(query, key), query.shape[1], key.shape[1]
+    scores = query.new_empty(len(key), by_key.shape[1], seen + own_scores.shape[2])
+    torch.bmm(by_key, key.mT, out=scores[..., :seen])
+    scores[..., seen:] = group_by_key(own_scores, key)
     scores.view(len(query), count, -1)[:, :, seen - hidden.shape[1] : seen] += hidden
     return scores.softmax(-1)
 
@@ -312,6 +312,6 @@ def attention_probs(query: Tensor, key: Tensor, own: Tensor, hidden: Tensor) -> 
 @cache
 def _future(count: int, stride: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[n, n'], what a row adds to the columns from the first row on, to see those up to its own alone."""
-    own = stride * torch.arange(count, device=device)[:, None]
-    behind = torch.arange((count - 1) * stride + 1, device=device) > own
+    own_column = stride * torch.arange(count, device=device)[:, None]
+    behind = torch.arange((count - 1) * stride + 1, device=device) > own_column
     return torch.zeros(behind.shape, dtype=dtype, device=device).masked_fill_(behind, -math.inf)

@@ -37,14 +37,28 @@ def compile_part(part: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(part, dynamic=True)  # else once for every length of a batch
 
 
+class CompiledParts:
+    """A head that may compile the parts of a block around attention, which itself loops over texts."""
+
+    is_compiled = False
+
+    def _run(self, part: Callable[..., Any], *inputs: Any) -> Any:
+        """Run a part of a block's computation, compiled or not."""
+        return run_part(compile_part(part) if self.is_compiled else part, *inputs)
+
+    def compile_parts(self) -> None:
+        """Compile them from here on."""
+        self.is_compiled = True
+
+
 def text_slots(batch: Batch, device: torch.device, window: Window | None = None) -> tuple[Tensor, Tensor, Spans]:
     """The places of all tokens but each text's last two, their positions in it, and those that are supervised."""
     spans = [torch.arange(max(length - 2, 0)) for length in batch.lengths]
     starts = accumulate(batch.lengths, initial=0)
-    known = torch.cat([span + start for span, start in zip(spans, starts, strict=False)])
+    slots = torch.cat([span + start for span, start in zip(spans, starts, strict=False)])
     masks = [mask[2:] for mask in batch.loss_mask.split(batch.lengths)]
-    known, positions = (upload(places, device) for places in (known, torch.cat(spans)))
-    return known, positions, Spans.of(masks, device, window=window)
+    slots, positions = (upload(places, device) for places in (slots, torch.cat(spans)))
+    return slots, positions, Spans.of(masks, device, window=window)
 
 
 def position_tables(rotary: Rotary, like: Tensor, length: int) -> Callable[[Tensor], Pair]:

@@ -119,11 +119,6 @@ class Falcon(TrainableDrafter):
         return int(self.settings.levels)
 
     @property
-    def query_groups(self) -> int:
-        """The number of query heads that share a key."""
-        return self.shape.num_attention_heads // self.shape.num_key_value_heads
-
-    @property
     def dtype(self) -> torch.dtype:
         """The dtype of its weights."""
         return next(self.parameters()).dtype
@@ -141,7 +136,7 @@ class Falcon(TrainableDrafter):
         at_slots = tables[0].index_select(0, slots), tables[1].index_select(0, slots)
         return self.read_blocks(entered.index_select(0, slots), at_slots, context, blocks, ()), context
 
-    def read_blocks(self, entered: Tensor, tables: Pair, context: Pair, blocks: SlotBlocks, own: Own) -> Tensor:
+    def read_blocks(self, entered: Tensor, tables: Pair, context: Pair, blocks: SlotBlocks, block_pairs: Own) -> Tensor:
         """[k, A, H], the states of blocks [k * A, H], which see their texts and what was drafted since.
 
         The queries of a block see the same, as those of further heads would.
@@ -149,7 +144,7 @@ class Falcon(TrainableDrafter):
         size = self.size
         query, residual = query_and_residual(self.layers[0], (entered, entered), tables)
         heads = query.unflatten(1, (size, -1)).flatten(0, 1)
-        seen = attend(heads, *context, blocks.spans, own).unflatten(0, (-1, size)).flatten(1, 2)
+        seen = attend(heads, *context, blocks.spans, block_pairs).unflatten(0, (-1, size)).flatten(1, 2)
         return add_rows(self.layers[0], seen, residual).unflatten(0, (size, -1))
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -172,11 +167,11 @@ class Falcon(TrainableDrafter):
         In training some slots read their answer: the token and the state that they would guess.
         """
         settings, blocks = self.settings, SlotBlocks.side_by_side(batch, self.size)
-        known, positions, _ = text_slots(batch, batch.tokens.device)
+        places, positions, _ = text_slots(batch, batch.tokens.device)
         features = batch.select_taps(self.taps)[:, 0].to(self.dtype)
-        tokens, hidden = batch.tokens.index_select(0, known + 1), features.index_select(0, known)
+        tokens, hidden = batch.tokens.index_select(0, places + 1), features.index_select(0, places)
         slots, last = blocks.slots.flatten(), len(features) - 1
-        answers = (known.index_select(0, slots) + self.size).clamp(max=last)  # beyond a text none counts
+        answers = (places.index_select(0, slots) + self.size).clamp(max=last)  # beyond a text none counts
         true, counted = features.index_select(0, answers), blocks.reached
         tables = position_tables(self.rotary, features, max(batch.lengths, default=0))(positions)
 
@@ -226,25 +221,25 @@ class Falcon(TrainableDrafter):
         """Each level's states [S, H], and the target's LM head."""
         size, levels, device = self.size, min(levels, self.levels), batch.tokens.device
         blocks = SlotBlocks.everywhere(batch, size)
-        known, positions, _ = text_slots(batch, device)
+        places, positions, _ = text_slots(batch, device)
         features = batch.select_taps(self.taps)[:, 0].to(self.dtype)
         embedded = frozen.embed(batch.tokens).to(features.dtype)
         tables_at = position_tables(self.rotary, features, max(batch.lengths, default=0) + levels + size)
-        entered = self.enter(embedded.index_select(0, known + 1), features.index_select(0, known))
+        entered = self.enter(embedded.index_select(0, places + 1), features.index_select(0, places))
         states, context = self.read_text(entered, tables_at(positions), blocks)
-        found, own = list(states), list[Pair]()
+        level_states, block_pairs = list(states), list[Pair]()
         slots = blocks.spans.rows
-        while len(found) < levels:
+        while len(level_states) < levels:
             # what lies beyond a text counts for nothing
-            ahead = torch.arange(1 + len(found) - size, 1 + len(found), device=device)[:, None]
-            following = (known.index_select(0, slots) + 1 + ahead).clamp(max=len(embedded) - 1).flatten()
+            ahead = torch.arange(1 + len(level_states) - size, 1 + len(level_states), device=device)[:, None]
+            following = (places.index_select(0, slots) + 1 + ahead).clamp(max=len(embedded) - 1).flatten()
             entered = self.enter(embedded.index_select(0, following), states.flatten(0, 1))
             tables = tables_at((positions.index_select(0, slots) + ahead).flatten())
             parts = (part.unflatten(1, (size, -1)).unbind(1) for part in key_value(self.layers[0], (entered,), tables))
-            own += zip(*parts, strict=True)
-            states = self.read_blocks(entered, tables, context, blocks, own)
-            found += states
-        return [(state, frozen.logits) for state in found[:levels]]
+            block_pairs += zip(*parts, strict=True)
+            states = self.read_blocks(entered, tables, context, blocks, block_pairs)
+            level_states += states
+        return [(state, frozen.logits) for state in level_states[:levels]]
 
     # -- drafting -----------------------------------------------------------------------------------------------------
 

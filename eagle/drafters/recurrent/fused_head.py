@@ -19,6 +19,7 @@ from eagle.drafters.parts.decoder_block import (
     NormedBlock,
     Rotary,
     TwoNormBlock,
+    check_taps,
     draw_linears,
     head_shape,
 )
@@ -82,13 +83,7 @@ class FusedHead(UnrolledDrafter):
         """The taps of the settings, else an early, a middle and a late layer as far as the target is deep enough."""
         layers = target_config.num_hidden_layers
         usual = (2, layers // 2, layers - 3) if layers > 6 else (1, layers // 2, layers - 1)
-        taps = settings.taps or usual
-        if len(set(taps)) < len(taps) or not all(-1 <= tap < layers for tap in taps):
-            raise ValueError(
-                f"drafter.taps is {taps} for a target of {layers} layers, expected different ones of 0 (the embedding) "
-                f"to {layers - 1}, or -1 (behind the final norm): name them in the recipe"
-            )
-        return taps
+        return check_taps(settings.taps or usual, layers)
 
     @classmethod
     def for_target(

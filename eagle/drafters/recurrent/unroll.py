@@ -19,14 +19,13 @@ from eagle.core.tree import Paths
 from eagle.drafters.parts.decoder_block import Cache, Rotary, rotary_tables
 from eagle.drafters.parts.growth import level_rows
 from eagle.drafters.parts.text_blocks import (
+    CompiledParts,
     Pair,
-    compile_part,
     key_value,
     position_tables,
     probe_read,
     read_context,
     read_rows,
-    run_part,
     text_slots,
 )
 from eagle.drafters.parts.text_state import PART, causal_mask, text_bytes
@@ -44,7 +43,7 @@ class Unrolled:
     places: Tensor  # [S], of the slots that are supervised, among all tokens
 
 
-class UnrolledDrafter(TrainableDrafter):
+class UnrolledDrafter(CompiledParts, TrainableDrafter):
     """A head whose level reads a token and the state of the level before, the first level a state of the target.
 
     A level is a stack of blocks. The first reads token and state, which subclasses fuse in two ways: in drafting by
@@ -56,7 +55,6 @@ class UnrolledDrafter(TrainableDrafter):
     layers: Any  # the blocks of a level
     drafts: Tensor | None = None  # [D], the draft vocabulary; None for all tokens
     capture: Capture | None = None  # how draft loops of static shapes are captured, as `capture_cuda`; None: not at all
-    is_compiled = False
 
     @property
     def further_blocks(self) -> dict[str, Any]:
@@ -73,11 +71,6 @@ class UnrolledDrafter(TrainableDrafter):
         """The window of every block; None if rows see their whole text."""
         window: Window | None = getattr(self.settings, "window", None)
         return window
-
-    @property
-    def query_groups(self) -> int:
-        """The number of query heads that share a key."""
-        return self.shape.num_attention_heads // self.shape.num_key_value_heads
 
     @abstractmethod
     def fuse_taps(self, features: Tensor) -> Tensor:
@@ -121,16 +114,16 @@ class UnrolledDrafter(TrainableDrafter):
         Step 0 sees the text so far. Step s reads the state of step s - 1 and the text's next token, stands one place
         further, and sees what step 0 saw and its own earlier steps.
         """
-        known, positions, spans = text_slots(batch, batch.tokens.device, self.window)
-        features = add_noise(batch.select_taps(self.taps)[known].to(self.layers[0].mlp.up_proj.weight.dtype))
+        slots, positions, spans = text_slots(batch, batch.tokens.device, self.window)
+        features = add_noise(batch.select_taps(self.taps)[slots].to(self.layers[0].mlp.up_proj.weight.dtype))
         tokens = self.project_tokens(frozen.embed(batch.tokens).to(features.dtype))
         tables_at = position_tables(self.rotary, features, max(batch.lengths, default=0) + steps)
-        inputs = self.block_inputs(tokens.index_select(0, known + 1), self.fuse_taps(features))
+        inputs = self.block_inputs(tokens.index_select(0, slots + 1), self.fuse_taps(features))
         context, inputs = read_context(self.layers, inputs, tables_at(positions), batch, self._run, self.window)
-        places, positions = known[spans.rows], positions[spans.rows]
+        places, positions = slots[spans.rows], positions[spans.rows]
         inputs = tuple(part.index_select(0, spans.rows) for part in inputs)
         states: list[Tensor] = []
-        own: list[list[Pair]] = [[] for _ in self.layers]
+        step_pairs: list[list[Pair]] = [[] for _ in self.layers]
         for step in range(steps):
             tables = tables_at(positions + step)
             if step:
@@ -141,20 +134,12 @@ class UnrolledDrafter(TrainableDrafter):
             for number, block in enumerate(self.layers):
                 if step:
                     inputs = block.inputs(state) if number else inputs
-                    own[number].append(self._run(key_value, block, inputs, tables))
+                    step_pairs[number].append(self._run(key_value, block, inputs, tables))
                 elif number + 1 < len(self.layers):
                     continue  # the context holds what step 0 sees of the blocks below the last
-                state = read_rows(block, inputs, tables, context[number], spans, own[number], self._run)
+                state = read_rows(block, inputs, tables, context[number], spans, step_pairs[number], self._run)
             states.append(state)
         return Unrolled(states, places)
-
-    def _run(self, part: Callable[..., Any], *inputs: Any) -> Any:
-        """Run a part of a block's computation, compiled or not."""
-        return run_part(compile_part(part) if self.is_compiled else part, *inputs)
-
-    def compile_parts(self) -> None:
-        """Compile the parts of a block around attention, which itself loops over texts."""
-        self.is_compiled = True
 
     # -- validation ---------------------------------------------------------------------------------------------------
 

@@ -115,8 +115,8 @@ class ExitState:
         """The trees of rows that may share a forward."""
         depths = [0]  # of the root, which every draft reads first, and of the nodes read behind it
 
-        def read(asked: list[int], tokens: Tensor, seen: Tensor | None) -> Tensor:
-            return self.logits(self.texts.ahead(asked, tokens, depths, seen, self.layers))
+        def read(rows_read: list[int], tokens: Tensor, seen: Tensor | None) -> Tensor:
+            return self.logits(self.texts.ahead(rows_read, tokens, depths, seen, self.layers))
 
         def level(depth: int, numbers: list[int], tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
             if depth == 1:  # trees of another budget grow behind the same roots

@@ -141,8 +141,8 @@ class LookaheadText:
     def _keep(self, gram: Sequence[int]) -> None:
         """Add an n-gram to those with its first token, and drop the oldest."""
         first, *rest = gram
-        known = self.pool.setdefault(first, {})
-        known.pop(tuple(rest), None)
-        known[tuple(rest)] = None
-        if len(known) > self.drafter.guesses:
-            del known[next(iter(known))]
+        grams = self.pool.setdefault(first, {})
+        grams.pop(tuple(rest), None)
+        grams[tuple(rest)] = None
+        if len(grams) > self.drafter.guesses:
+            del grams[next(iter(grams))]

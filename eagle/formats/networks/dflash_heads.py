@@ -42,11 +42,10 @@ class DFlash(Network):
         keys, head.nested = head.keys, head.keys.section("dflash_config")
         head.layout = self._find_layout(head)
         head.target_layers = head.block.read("num_target_layers") or keys.read("num_target_layers")
-        blocks = compare_count(
-            head, head.block.read("num_hidden_layers"), count_parts(head, r"layers\.(\d+)\."), "layers"
-        )
+        layers, refused = head.block.read("num_hidden_layers"), self._list_refused(head)
+        blocks = compare_count(head, layers, count_parts(head, r"layers\.(\d+)\."), "layers")
         head.overrides = {"num_hidden_layers": max(blocks, 1), "qk_norm": True}
-        self._refuse_others(head)
+        head.refuse(refused, "block")
         slots = head.nested.read("block_size") or keys.read("block_size")
         if slots is None:
             head.problem(
@@ -77,12 +76,15 @@ class DFlash(Network):
             return DEEPSPEC
         return SPECFORGE if head.nested.values.get("projector_type") else ZLAB
 
-    def _refuse_others(self, head: HeadFolder) -> None:
-        """Record settings that no block of this project has."""
+    def _list_refused(self, head: HeadFolder) -> dict[str, bool]:
+        """The settings that no block of this project has, and whether the config has them; the rest does not matter."""
         keys, block, nested = head.keys, head.block, head.nested
         slides = "sliding_attention" in (block.read("layer_types") or []) or bool(block.read("use_sliding_window"))
         drafts, width = keys.read("draft_vocab_size"), keys.read("target_hidden_size")
-        refused = {
+        head.take("tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window", *UNLIKE)
+        keys.taken |= {"quantization_config", "num_anchors", "sliding_window_non_causal", "speculators_config"}
+        nested.taken |= {"projector_type", "attention_mode", "confidence_head_alpha"}
+        return {
             "hidden_act": block.read("hidden_act") not in (None, "silu"),
             "layer_types": slides,
             "draft_vocab_size": drafts not in (None, head.shape["vocab_size"]),
@@ -90,10 +92,6 @@ class DFlash(Network):
             "quantization_config": bool(keys.values.get("quantization_config")),
             **{name: bool(nested.values.get(name)) for name in UNLIKE},
         }
-        head.refuse(refused, "block")
-        head.take("tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window", *UNLIKE)
-        keys.taken |= {"quantization_config", "num_anchors", "sliding_window_non_causal", "speculators_config"}
-        nested.taken |= {"projector_type", "attention_mode", "confidence_head_alpha"}
 
     def _read_taps(self, head: HeadFolder, target: TargetFiles | None, blocks: int) -> tuple[int, ...]:
         """Inputs of layers, of ids that count outputs, or inputs in the layout of speculators."""

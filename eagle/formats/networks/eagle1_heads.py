@@ -49,8 +49,8 @@ class Eagle1(Network):
     def read_settings(self, head: HeadFolder, target: TargetFiles | None) -> Config:
         """The settings that change what is computed; those without a counterpart here are refused."""
         head.layout = self._find_layout(head)
-        self._refuse_others(head)
-        window = self.read_block(head, head.layout)
+        refused, window = self._list_refused(head), self.read_block(head, head.layout)
+        head.refuse(refused)
         settings = {"intermediate_size": head.shape["intermediate_size"], **self.read_switches(head)}
         if window:
             settings["window"] = {"sinks": 0, "recent": window}
@@ -82,10 +82,10 @@ class Eagle1(Network):
             return MODELOPT
         return self.layers
 
-    def _refuse_others(self, head: HeadFolder) -> None:
-        """Record the settings that no head of this project has."""
+    def _list_refused(self, head: HeadFolder) -> dict[str, bool]:
+        """The settings that no head of this project has, and whether the config has them."""
         keys, block, nested = head.keys, head.block, head.nested
-        refused = {
+        return {
             "hidden_act": block.read("hidden_act") not in (None, "silu"),
             "sliding_window": _slides(block) and not _read_window(block),
             "target_hidden_size": keys.read("target_hidden_size") not in (None, head.shape["hidden_size"]),
@@ -96,7 +96,6 @@ class Eagle1(Network):
             "mask_token_id": "mask_token_id" in keys.values,
             "quantization_config": bool(keys.values.get("quantization_config")),
         }
-        head.refuse(refused)
 
     def read_switches(self, head: HeadFolder) -> Config:
         """One switch: the file decides whether `fc` has a bias."""

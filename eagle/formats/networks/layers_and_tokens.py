@@ -21,13 +21,13 @@ SOME = 16  # tokens of a draft vocabulary, below which chance may look like ids
 
 
 def choose_taps(
-    head: HeadFolder, layers: int | None, asked: tuple[int, ...] | None
+    head: HeadFolder, layers: int | None, wanted: tuple[int, ...] | None
 ) -> tuple[tuple[int, ...], list[str]]:
     """The layers whose inputs a head reads, with notes; two statements in its config must agree."""
     both = {LAYER_IDS: head.inputs, f"eagle_config.{LAYER_IDS} + 1": head.inputs_by_outputs}
     stated = {name: ids for name, ids in both.items() if ids is not None}
-    if asked is not None:
-        taps, note = asked, f"taps {asked} as asked; config.json says {stated or 'nothing'}"
+    if wanted is not None:
+        taps, note = wanted, f"taps {wanted} as asked; config.json says {stated or 'nothing'}"
     elif len(set(stated.values())) > 1:
         raise ValueError(
             f"the layer ids disagree: {stated}. The first count inputs of layers and the others, one less, outputs: "
@@ -46,8 +46,8 @@ def choose_taps(
         note = f"no layer ids: taps {taps}, as engines take them of a target with {layers} layers"
     end = layers if layers is not None else max(taps, default=0) + 1
     if len(taps) != head.tap_count or len(set(taps)) != len(taps) or not all(-1 <= tap < end for tap in taps):
-        known = "" if layers is None else f" of 0 to {layers - 1}, the inputs of the layers of this target"
-        expected = f"{head.tap_count} different ones (fc.weight reads so many){known}"
+        valid = "" if layers is None else f" of 0 to {layers - 1}, the inputs of the layers of this target"
+        expected = f"{head.tap_count} different ones (fc.weight reads so many){valid}"
         raise ValueError(f"the taps are {taps}, expected {expected}: use --taps")
     unsorted = "the taps are not in ascending order; vLLM would sort them and feed fc the wrong way round"
     return taps, [note] if list(taps) == sorted(taps) else [note, unsorted]

@@ -60,12 +60,12 @@ class Speculator(Network):
             head.problem(f"config.json: n_predict is {n_predict}, expected at most {MOST}", "Correct it")
             n_predict = None
         numbered = (re.search(r"(?:emb|head|ln|proj)\.(\d+)\.", name) for name in head.tensors.stored)
-        found = len({level[1] for level in numbered if level})
+        levels = len({level[1] for level in numbered if level})
         for name, default in {"scale_input": False, "tie_weights": tied}.items():
             if keys.read(name) is None:
                 head.notes.append(f"no {name}: {str(default).lower()}")
         return {
-            "levels": (n_predict or found) if tied else compare_count(head, n_predict, found, "levels"),
+            "levels": (n_predict or levels) if tied else compare_count(head, n_predict, levels, "levels"),
             "inner_dim": inner,
             "tie_weights": tied,
             "scale_input": bool(keys.read("scale_input")),
@@ -82,7 +82,7 @@ class PublishedSpeculator(NetworkLayout):
         levels, each = range(settings.levels), dict[str, Tensor]()
         for part, kind in (name.split(".")[::2] for name in tensors if name.split(".")[1] == "0"):
             for level in levels:
-                nearest = next(at for at in range(level, -1, -1) if f"{part}.{at}.{kind}" in tensors)
+                nearest = next(earlier for earlier in range(level, -1, -1) if f"{part}.{earlier}.{kind}" in tensors)
                 each[f"{part}.{level}.{kind}"] = tensors[f"{part}.{nearest}.{kind}"].clone()
         config = {
             "architectures": ["MLPSpeculatorPreTrainedModel"],

@@ -147,8 +147,11 @@ class Network:
             else:
                 head.names[ours] = name
                 head.layout = head.layout if ours in self.borrowed else who
-        refuse_tensors(head, left_out.pop("", []))
-        head.notes += [f"{list_some(names)} left out: {why}" for why, names in left_out.items()]
+        for why, names in left_out.items():
+            if why:
+                head.notes.append(f"{list_some(names)} left out: {why}")
+            else:
+                refuse_tensors(head, names)
         return copies
 
     def _find_name(self, head: HeadFolder, name: str) -> tuple[str, str | None]:
@@ -157,8 +160,8 @@ class Network:
         for who, spelling in self.spellings:
             for ours, theirs in spelling.items():
                 if (parts := match_name(self._strip(theirs), bare)) is not None:
-                    found = fill_name(ours, parts, {})
-                    return who, found if found in self.borrowed else self.rename(head, name, found)
+                    full_name = fill_name(ours, parts, {})
+                    return who, full_name if full_name in self.borrowed else self.rename(head, name, full_name)
         return "", OUTPUT if name == OUTPUT and OUTPUT in self.borrowed else None
 
     def _strip(self, name: str) -> str:
@@ -195,13 +198,14 @@ class Network:
         for name, size in {**beside, **expected}.items():
             if name in expected or name in head.names:
                 self._check_tensor(head, name, size)
-        known = expected.keys() | self.borrowed.keys() | beside.keys()
-        others = [head.names[name] for name in sorted(head.names.keys() - known)]
-        some = [name for name in others if not self.lists_all and re.search(r"_proj\.bias|\.[qk]_norm\.", name)]
-        if some:  # heads of this network may have such, all of them or none
-            what = f"tensors of no part of this head: {list_some(some)}"
+        expected_names = expected.keys() | self.borrowed.keys() | beside.keys()
+        others = [head.names[name] for name in sorted(head.names.keys() - expected_names)]
+        optional = [name for name in others if not self.lists_all and re.search(r"_proj\.bias|\.[qk]_norm\.", name)]
+        if optional:  # heads of this network may have such, all of them or none
+            what = f"tensors of no part of this head: {list_some(optional)}"
             head.problem(what, "Correct config.json, or copy both files again")
-        refuse_tensors(head, [name for name in others if name not in some])
+        if unknown := [name for name in others if name not in optional]:
+            refuse_tensors(head, unknown)
 
     def _check_tensor(self, head: HeadFolder, name: str, size: tuple[int, ...]) -> None:
         """Record what is wrong with one tensor."""
@@ -275,8 +279,8 @@ def _take_positions(head: HeadFolder, target: TargetFiles | None) -> list[str]:
 
 def match_name(pattern: str, name: str) -> tuple[str, ...] | None:
     """The parts of a name for which `#` (a number) and `*` (anything) stand; None if the name is another."""
-    found = _compile(pattern).fullmatch(name)
-    return None if found is None else found.groups()
+    match = _compile(pattern).fullmatch(name)
+    return None if match is None else match.groups()
 
 
 def fill_name(pattern: str, parts: Iterable[str], numbers: Mapping[str, Any]) -> str:

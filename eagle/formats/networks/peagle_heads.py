@@ -34,8 +34,8 @@ class PEagle(Eagle3):
         self._refuse_others(head)
         self.read_block(head, self._find_layout(head))
         settings = {"intermediate_size": head.shape["intermediate_size"], **self.read_switches(head)}
-        found = count_parts(head, r"layers\.(\d+)\.")
-        blocks = compare_count(head, head.block.read("num_hidden_layers"), found, "layers")
+        stored_blocks = count_parts(head, r"layers\.(\d+)\.")
+        blocks = compare_count(head, head.block.read("num_hidden_layers"), stored_blocks, "layers")
         settings.pop("norm_output")  # a state that is never read again
         head.overrides["num_hidden_layers"] = max(blocks, 1)
         head.overrides["qk_norm"] = "layers.0.self_attn.q_norm.weight" in head.names

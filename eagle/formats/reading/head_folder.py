@@ -192,19 +192,19 @@ def count_parts(head: HeadFolder, pattern: str) -> int:
     return len({found[1] for name in head.names if (found := re.match(pattern, name))})
 
 
-def compare_count(head: HeadFolder, stated: int | None, found: int, what: str) -> int:
+def compare_count(head: HeadFolder, stated: int | None, count: int, what: str) -> int:
     """The count found in the file; a note if the config states another one."""
-    if stated is not None and stated > found:
-        head.problem(f"config.json says {stated} {what}, the file holds {found}", "Copy it again")
-    elif stated not in (None, found):
-        head.notes.append(f"config.json says {stated} {what}, the file holds {found}, which are read")
-    return found
+    if stated is not None and stated > count:
+        head.problem(f"config.json says {stated} {what}, the file holds {count}", "Copy it again")
+    elif stated not in (None, count):
+        head.notes.append(f"config.json says {stated} {what}, the file holds {count}, which are read")
+    return count
 
 
-def compare_size(head: HeadFolder, key: str, stated: Any, found: int | None) -> None:
+def compare_size(head: HeadFolder, key: str, stated: Any, size: int | None) -> None:
     """Note a size in the config that differs from the tensors'."""
-    if None not in (stated, found) and stated != found:
-        head.problem(f"config.json: {key} is {short(stated)}, the tensors have {found}", "Copy both files again")
+    if None not in (stated, size) and stated != size:
+        head.problem(f"config.json: {key} is {short(stated)}, the tensors have {size}", "Copy both files again")
 
 
 def read_sides(head: HeadFolder, target: TargetFiles | None, width: str, rows: str) -> None:

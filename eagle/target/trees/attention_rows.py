@@ -79,11 +79,11 @@ def find_attention(base: nn.Module, config: Any, read: Callable[[Any], Any]) -> 
         return lambda: DynamicCache(config=config).layers[place]
 
     names, cache = {module: name for name, module in base.named_modules()}, DynamicCache(config=config)
-    with watch_writes(names, cache, WRITERS) as found:
+    with watch_writes(names, cache, WRITERS) as writes:
         read(cache)
-    inside = [one for one in found for other in found if names[one].startswith(names[other] + ".")]
+    inside = [one for one in writes for other in writes if names[one].startswith(names[other] + ".")]
     return [
         AttentionRows(names[module], module, layer, make(layer))
-        for module, (layer, *_) in found.items()
+        for module, (layer, *_) in writes.items()
         if module not in inside and layer is not None
     ]

@@ -225,8 +225,8 @@ class Probe:
 
     def _prompt_length(self) -> int:
         """A test prompt's length: long enough to cross every window in the config that the masks do not handle."""
-        known = {*layer_windows(self.config).values()}
+        masked = {*layer_windows(self.config).values()}
         named = attention_limits(self.config)
         max_positions = getattr(self.config, "max_position_embeddings", None) or LONGEST_PROBE
         longest = min(LONGEST_PROBE, max_positions - COPIES - 8)
-        return max([6, *(window + 2 for window in named - known if window + 2 <= longest)])
+        return max([6, *(window + 2 for window in named - masked if window + 2 <= longest)])

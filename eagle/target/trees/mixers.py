@@ -205,21 +205,21 @@ def find_mixers(model: nn.Module, cache: Any, read: Callable[[Any], Any]) -> lis
     """The outermost modules that write a state while `read(cache)` runs the model on two texts."""
     names = {module: name for name, module in model.named_modules()}
     before = {module: dict(vars(module)) for module in names}
-    with watch_writes(names, cache, WRITERS) as found:
+    with watch_writes(names, cache, WRITERS) as writes:
         read(cache)
     for module in names:
         for name, value in vars(module).items():
             # a state has a row for each text, which other tensors that a forward leaves behind do not
             if isinstance(value, Tensor) and value is not before[module].get(name) and len(value) == 2:
-                found.setdefault(module, (None, set(), []))[2].append((module, name))
+                writes.setdefault(module, (None, set(), []))[2].append((module, name))
                 setattr(module, name, before[module].get(name))
-    for module in sorted(found, key=lambda module: len(names[module]), reverse=True):
-        outer = [other for other in found if other is not module and names[module].startswith(names[other] + ".")]
+    for module in sorted(writes, key=lambda module: len(names[module]), reverse=True):
+        outer = [other for other in writes if other is not module and names[module].startswith(names[other] + ".")]
         if outer:  # it runs inside, and its states are the outer one's
-            _, numbers, own = found.pop(module)
-            found[outer[0]][1].update(numbers)
-            found[outer[0]][2].extend(own)
-    return [Mixer(names[module], module, *place) for module, place in found.items()]
+            _, numbers, attributes = writes.pop(module)
+            writes[outer[0]][1].update(numbers)
+            writes[outer[0]][2].extend(attributes)
+    return [Mixer(names[module], module, *place) for module, place in writes.items()]
 
 
 @contextmanager
@@ -231,20 +231,20 @@ def watch_writes(
     `writers` tell the place of the layer's number among a method's arguments.
     """
     running: list[nn.Module] = []
-    found: dict[nn.Module, tuple[int | None, set[int], list[tuple[nn.Module, str]]]] = {}
+    writes: dict[nn.Module, tuple[int | None, set[int], list[tuple[nn.Module, str]]]] = {}
     handles = [module.register_forward_pre_hook(lambda module, _: running.append(module)) for module in names]
     handles += [module.register_forward_hook(lambda *_: running.pop() and None) for module in names]
 
     def watch(write: Callable[..., Any], place: int, *args: Any, **kwargs: Any) -> Any:
         layer = kwargs["layer_idx"] if "layer_idx" in kwargs else args[place]
-        found.setdefault(running[-1], (layer, set(), []))[1].add(kwargs.get("state_idx", 0))
+        writes.setdefault(running[-1], (layer, set(), []))[1].add(kwargs.get("state_idx", 0))
         return write(*args, **kwargs)
 
     for writer, place in writers.items():
         if hasattr(cache, writer):
             setattr(cache, writer, partial(watch, getattr(cache, writer), place))
     try:
-        yield found
+        yield writes
     finally:
         for handle in handles:
             handle.remove()

@@ -47,12 +47,12 @@ class Places:
 
     @cached_property
     def query_offsets(self) -> Any:
-        """What to add to `arange(N)` for the position of each new token: a number, or a tensor [N]."""
+        """Each new token's position less its place in `arange(N)`: a number, or a tensor [N]."""
         return self._offsets(self.positions[:, -self.count :])
 
     @cached_property
     def column_offsets(self) -> Any:
-        """What to add to `arange(S)` for the position of each column: 0, or a tensor [S]."""
+        """Each column's position less its place in `arange(S)`: 0, or a tensor [S]."""
         return self._offsets(self.columns)
 
     def _offsets(self, places: Tensor) -> Any:
@@ -65,10 +65,10 @@ class Places:
 
 def counts_columns(reader: Any) -> bool:
     """Whether a model asks its cache for lengths although it is given masks and positions."""
-    cache, asked = reader.new_cache(), []
+    cache, calls = reader.new_cache(), []
 
     def ask(count: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        asked.append(count)
+        calls.append(count)
         return count(*args, **kwargs)
 
     for name in COUNTERS:
@@ -77,12 +77,12 @@ def counts_columns(reader: Any) -> bool:
         reader.read_text(torch.arange(3), 0, cache)
     except FAILURES:
         return False
-    return bool(asked)
+    return bool(calls)
 
 
 @torch.inference_mode()
 def first_position(reader: Any) -> int:
-    """What a model that counts positions by itself gives to a text's first token, beyond what it makes of a given 0."""
+    """The position of a text's first token, counted by the model itself, less the one that it makes of a given 0."""
     embeddings = [part for part in reader.base.modules() if isinstance(part, nn.Embedding)]
     if "position_ids" not in reader.arguments or len(embeddings) == 1:
         return 0

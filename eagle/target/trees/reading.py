@@ -97,7 +97,7 @@ class Reading:
     def _read_texts(self, mixer: Mixer, inputs: dict[str, Any], before: list[State]) -> Any:
         """Each text by itself and as long as it is, so that padding enters no state; equal ones side by side."""
         plan, outputs = self.plan, []
-        texts = [(text, list(range(len(own)))) for text, own in enumerate(plan.parents)]
+        texts = [(text, list(range(len(row_parents)))) for text, row_parents in enumerate(plan.parents)]
         whole = plan.paths(texts)
         alike = whole.is_whole and len({mixer.kind_of(state) for state in before}) == 1
         self.ends[mixer] = []

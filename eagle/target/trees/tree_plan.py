@@ -164,9 +164,9 @@ def find_parents(seen: Tensor | None, sizes: Sequence[int], earlier: Sequence[Se
         [*old, *row[: size - len(old)]]
         for old, row, size in zip(earlier, last.expand(len(sizes), -1).tolist(), sizes, strict=True)
     ]
-    for row, own in zip(above.expand(len(sizes), -1, -1).tolist(), parents, strict=True):
-        marks = [0] * len(own)
-        for node, parent in enumerate(own):
+    for row, row_parents in zip(above.expand(len(sizes), -1, -1).tolist(), parents, strict=True):
+        marks = [0] * len(row_parents)
+        for node, parent in enumerate(row_parents):
             marks[node] = 1 << node | (marks[parent] if parent >= 0 else 0)
             if node >= width - new and marks[node] != 1 << node | sum(
                 1 << i for i, is_seen in enumerate(row[node - width + new]) if is_seen
