@@ -20,6 +20,7 @@ from eagle.drafters.parts.spans import (
     compile_flex,
     group_by_key,
     read_columns,
+    room_for_gradient,
     split_pieces,
 )
 
@@ -147,7 +148,7 @@ class _Plain(torch.autograd.Function):
         query, key, value, own_key, own_value, output, scores, shares = ctx.saved_tensors
         grad_out, grad_query = upstream[0].contiguous(), torch.empty_like(query)
         # the other way round, which makes faster products
-        grad_key, grad_value = (part.new_zeros(part.mT.shape) for part in (key, value))
+        grad_key, grad_value = room_for_gradient(key), room_for_gradient(value)
         gain = (grad_out * output).sum(-1, keepdim=True)
         for rows, seen, hidden in _pieces(ctx.spans, query):
             key_seen, value_seen = read_columns(seen, key, value)

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from eagle.device import upload
-from eagle.drafters.parts.window import Window
+from eagle.drafters.parts.window import FUSED, Window, touched_blocks
 
 # rows of one product, half of whose own square is wasted; at 1,024 rows of 4 heads of 64 forward and backward take
 # 24 / 30 / 35 ms with 64 / 128 / 256 rows in fp32, 12.6 / 10.4 / 10.2 ms in bf16; PyTorch's fused attention 30 and 22
 PIECE = {torch.float32: 64, torch.float64: 64}
 PIECE_ELSE = 128
-FUSED = 128  # rows and columns of a fused kernel's blocks
+COLUMNS = {torch.bfloat16: 64}  # of which a piece sees a multiple: CPUs prepare each new shape of products in bf16
 Own = Sequence[tuple[Tensor, Tensor]]
 """Keys and values [k, S, w] of every step before: row i of each belongs to wanted row i alone."""
 
@@ -115,22 +115,12 @@ class Spans:
             return create_block_mask(sees, None, None, len(rows), self.count, device=rows.device)
         near = torch.maximum(rows - (window.recent - drafted) + 1, begins)
         sinks = torch.minimum(begins + window.sinks, rows + 1)
-        touched = _touched_blocks(near, rows + 1, self.count) | _touched_blocks(begins, sinks, self.count)
+        touched = touched_blocks(near, rows + 1, self.count) | touched_blocks(begins, sinks, self.count)
         counts, order = touched.sum(1).int(), touched.int().argsort(dim=1, descending=True, stable=True).int()
         sizes = len(rows), self.count
         return BlockMask.from_kv_blocks(
             counts[None, None], order[None, None], BLOCK_SIZE=FUSED, mask_mod=sees, seq_lengths=sizes
         )
-
-
-def _touched_blocks(low: Tensor, high: Tensor, count: int) -> Tensor:
-    """[S / 128, count / 128], whether the columns from `low` up to `high`, of one row at least, meet the block."""
-    blocks = torch.arange(len(low), device=low.device) // FUSED
-    edges = low.new_zeros((len(low) - 1) // FUSED + 1, (count - 1) // FUSED + 2)
-    some = (low < high).to(edges.dtype)
-    edges.index_put_((blocks, low // FUSED), some, accumulate=True)
-    edges.index_put_((blocks, (high - 1).clamp(min=0) // FUSED + 1), -some, accumulate=True)
-    return edges.cumsum(1)[:, :-1] > 0
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = ()) -> Tensor:
@@ -210,7 +200,7 @@ class _Plain(torch.autograd.Function):
         query, key, value, output, scores, shares, *flat = ctx.saved_tensors
         grad_out, own, grad_query = upstream[0], _pairs(flat), torch.empty_like(query)
         # the other way round, which makes faster products
-        grad_key, grad_value = (part.new_zeros(part.mT.shape) for part in (key, value))
+        grad_key, grad_value = room_for_gradient(key), room_for_gradient(value)
         gain = (grad_out * output).sum(-1, keepdim=True)
         for rows, seen, hidden in split_pieces(ctx.spans, len(own), query):
             key_seen, value_seen = read_columns(seen, key, value)
@@ -247,17 +237,23 @@ def split_pieces(
         if spans.window is not None:
             seen = spans.window.columns(begin, places[0], end, drafted)
             yield rows, seen, _hide_outside(spans.window, drafted, places, begin, seen, like)
-        elif isinstance(places, range):
-            yield rows, [slice(begin, end)], _future(len(places), places.step, like.dtype, like.device)
         else:
-            yield rows, [slice(begin, end)], _hide_later(places, like)
+            end = min(begin + _round_up(end - begin, like.dtype), spans.count)
+            yield rows, [slice(begin, end)], _hide_later(places, end, like)
         done += len(places)
 
 
-def _hide_later(places: Sequence[int], like: Tensor) -> Tensor:
-    """[n, m], what a row adds to the columns from the first row on, to see those up to its own alone."""
+def _round_up(count: int, dtype: torch.dtype) -> int:
+    """The columns that so many are filled up to."""
+    return -(-count // COLUMNS.get(dtype, 1)) * COLUMNS.get(dtype, 1)
+
+
+def _hide_later(places: Sequence[int], end: int, like: Tensor) -> Tensor:
+    """[n, m], what a row adds to the columns from the first row up to an end, to see those up to its own alone."""
+    if isinstance(places, range):
+        return _future(len(places), places.step, like.dtype, like.device)[:, : end - places[0]]
     row = torch.tensor(places, device=like.device)[:, None]
-    hidden = torch.arange(places[0], places[-1] + 1, device=like.device) > row
+    hidden = torch.arange(places[0], end, device=like.device) > row
     return like.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
 
 
@@ -277,6 +273,11 @@ def read_columns(seen: Sequence[slice], *tensors: Tensor) -> list[Tensor]:
         return [torch.cat([tensor[:, part] for part in seen], dim=1) for tensor in tensors]
     columns = [tensor[:, seen[0]] for tensor in tensors]
     return [column.contiguous() if column.dtype == torch.bfloat16 else column for column in columns]
+
+
+def room_for_gradient(part: Tensor) -> Tensor:
+    """[k, w, N] zeros for what is [k, N, w], in rows of which a stride is filled up as columns are."""
+    return part.new_zeros(len(part), part.shape[2], _round_up(part.shape[1], part.dtype))[..., : part.shape[1]]
 
 
 def add_product(total: Tensor, seen: Sequence[slice], rows: Tensor, columns: Tensor) -> None:
@@ -313,5 +314,5 @@ def attention_probs(query: Tensor, key: Tensor, own_scores: Tensor, hidden: Tens
 def _future(count: int, stride: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[n, n'], what a row adds to the columns from the first row on, to see those up to its own alone."""
     own_column = stride * torch.arange(count, device=device)[:, None]
-    behind = torch.arange((count - 1) * stride + 1, device=device) > own_column
+    behind = torch.arange((count - 1) * stride + COLUMNS.get(dtype, 1), device=device) > own_column
     return torch.zeros(behind.shape, dtype=dtype, device=device).masked_fill_(behind, -math.inf)

@@ -40,7 +40,7 @@ def validate_text(
     step, and the target's.
     """
     students, teacher = logits
-    choices = _rows(lambda rows: teacher(rows).argmax(-1), true)  # [T], after each token
+    choices = _rows(lambda rows: teacher(rows).max(-1).indices, true)  # [T], after each token
     slots = counted[2:].nonzero()[:, 0].to(tokens.device)
     sums = {
         "slots": torch.tensor(float(len(slots)), dtype=torch.float64),

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+FUSED = 128  # rows and columns of a fused kernel's blocks
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -33,3 +37,13 @@ class Window:
         if near <= sinks:
             return [slice(begin, end)]
         return [slice(begin, sinks), slice(near, end)] if self.sinks else [slice(near, end)]
+
+
+def touched_blocks(low: Tensor, high: Tensor, count: int) -> Tensor:
+    """[S / 128, count / 128], whether the columns from `low` up to `high`, of one row at least, meet the block."""
+    blocks = torch.arange(len(low), device=low.device) // FUSED
+    edges = low.new_zeros((len(low) - 1) // FUSED + 1, (count - 1) // FUSED + 2)
+    some = (low < high).to(edges.dtype)
+    edges.index_put_((blocks, low // FUSED), some, accumulate=True)
+    edges.index_put_((blocks, (high - 1).clamp(min=0) // FUSED + 1), -some, accumulate=True)
+    return edges.cumsum(1)[:, :-1] > 0

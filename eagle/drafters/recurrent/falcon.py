@@ -286,7 +286,8 @@ class Falcon(TrainableDrafter):
 
 def likeliest(states: Tensor, frozen: TargetHead) -> Tensor:
     """[R], the likeliest tokens for states [R, H]."""
-    return torch.cat([frozen.logits(rows).argmax(-1) for rows in states.split(ROWS)])
+    # argmax takes four times as long in bf16 on CPUs
+    return torch.cat([frozen.logits(rows).max(-1).indices for rows in states.split(ROWS)])
 
 
 def replace_rows(rows: Tensor, slots: Tensor, marked: Tensor, by: Tensor) -> Tensor:

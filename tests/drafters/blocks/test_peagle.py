@@ -78,9 +78,9 @@ def test_loss_and_gradients_are_those_of_single_anchors(name: str, tmp_path: Pat
     assert difference(new_head(tmp_path, name), SPANS, seed=3) < 1e-6
 
 
-def unmasked(places: Any, like: Tensor) -> Tensor:
+def unmasked(places: Any, end: int, like: Tensor) -> Tensor:
     """No future is hidden from scattered rows."""
-    return like.new_zeros(len(places), places[-1] - places[0] + 1)
+    return like.new_zeros(len(places), end - places[0])
 
 
 def test_another_loss_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

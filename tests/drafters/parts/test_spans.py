@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -37,6 +37,15 @@ def inputs(spans: Spans, steps: int, dtype: torch.dtype = torch.float64) -> Inpu
     count, whole = len(spans.rows), sum(LENGTHS)
     own = [(random(KEYS, count), random(KEYS, count)) for _ in range(steps)]
     return random(HEADS, count), random(KEYS, whole), random(KEYS, whole), own
+
+
+def scatter(spans: Spans) -> Spans:
+    """The same rows as places of their own."""
+    places = [
+        spans.rows[(begin <= spans.rows) & (spans.rows < begin + length)] - begin
+        for begin, length in zip((0, 150, 157), LENGTHS, strict=True)
+    ]
+    return Spans.at(places, LENGTHS, torch.device("cpu"))
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -101,6 +110,38 @@ def test_bf16_is_near(spans: Spans) -> None:
         assert (ours.double() - true).norm() < 2e-2 * true.norm()
 
 
+@pytest.fixture
+def filled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Pieces in fp64 see a multiple of 16 columns, as those in bf16 do of 64."""
+    monkeypatch.setattr(module, "COLUMNS", {torch.float64: 16})
+    module._future.cache_clear()
+    yield
+    module._future.cache_clear()
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_columns_that_fill_up_a_piece_count_for_nothing(
+    filled: None, spans: Spans, scattered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They belong to the rows behind it and to other texts; where they count, it is seen."""
+    spans, given = scatter(spans) if scattered else spans, inputs(spans, 3)
+    widths = [seen[0].stop - seen[0].start for _, seen, _ in module.split_pieces(spans, 3, given[0])]
+    assert all(width % 16 == 0 for width in widths[:-1]), widths  # the last one ends with all rows
+    true = results(dense, given, spans)
+    for ours, wanted in zip(results(attend, given, spans), true, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-12)
+    hide = module._hide_later
+
+    def count_them(places: Sequence[int], end: int, like: Tensor) -> Tensor:
+        hidden = hide(places, end, like).clone()
+        hidden[:, places[-1] + 1 - places[0] :] = 0
+        return hidden
+
+    monkeypatch.setattr(module, "_hide_later", count_them)
+    (wrong, *_), (right, *_) = results(attend, given, spans), true
+    assert (wrong - right).abs().max() > 1e-3
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("steps", [0, 3])
 def test_the_fused_kernel_says_the_same(spans: Spans, steps: int) -> None:
@@ -151,11 +192,7 @@ def test_a_wrong_merge_is_seen(spans: Spans, fault: str, monkeypatch: pytest.Mon
 
 def test_scattered_rows_are_those_of_runs(spans: Spans) -> None:
     """The same rows as places of their own: the same output and gradients, whatever the pieces."""
-    places = [
-        spans.rows[(begin <= spans.rows) & (spans.rows < begin + length)] - begin
-        for begin, length in zip((0, 150, 157), LENGTHS, strict=True)
-    ]
-    scattered, given = Spans.at(places, LENGTHS, torch.device("cpu")), inputs(spans, 2)
+    scattered, given = scatter(spans), inputs(spans, 2)
     assert scattered.rows.tolist() == spans.rows.tolist() and scattered.begins.tolist() == spans.begins.tolist()
     for ours, true in zip(results(attend, given, scattered), results(attend, given, spans), strict=True):
         torch.testing.assert_close(ours, true)
