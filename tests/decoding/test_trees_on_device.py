@@ -5,11 +5,12 @@ A CPU is told that it must be waited for. tests/test_simulated_device.py counts 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from eagle import Budget, Sampling, Target, Trace, generate
@@ -23,6 +24,7 @@ from eagle.decoding.cycle_costs import CycleCosts
 from eagle.decoding.goodput import Goodput
 from eagle.drafters.parts import growth
 from eagle.drafters.recurrent import head_state
+from eagle.target.slots import SlotCache
 from tests.simulated_runs import FILTERED, PROMPTS, new_drafter, new_hybrid, new_target
 
 CPU = torch.device("cpu")
@@ -290,3 +292,64 @@ def test_shapes_reach_to_the_root(levels: int) -> None:
     shape = find_shape(torch.arange(-1, levels)[None], levels)
     assert torch.equal(shape.seen[0], torch.ones(levels + 1, levels + 1, dtype=torch.bool).tril())
     assert shape.depths[0].tolist() == list(range(levels + 1))
+
+
+# -- fixed shapes -----------------------------------------------------------------------------------------------------
+
+
+class Compiled:
+    """Captures growth, a walk and the move of what it accepts as one graph without a break.
+
+    The target that it stands beside chooses the highest drafted token after every node.
+    """
+
+    def __init__(self) -> None:
+        self.cache, self.moved = SlotCache(), 0
+        self.cache.reserve(len(PROMPTS), 64)
+        self.cache.lengths, self.rows = [3, 5, 4], self.cache.add()
+        self.rows.make_room(torch.zeros(1, 2, 1, 4), len(PROMPTS), 64)
+
+    def __call__(self, function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Callable[..., Tensor]:
+        """The graph, which is compared with the same operations one by one."""
+        columns = torch.arange(self.rows.buffer.numel(), dtype=torch.float32).view_as(self.rows.buffer)
+
+        def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+            grown = function(*inputs)
+            tokens, parents = F.pad(grown[:, 0], (1, 0), value=1), F.pad(grown[:, 1], (1, 0))
+            shape = find_shape(parents, 4)
+            choices = torch.zeros_like(tokens).scatter_reduce(1, shape.parents, tokens, "amax")
+            walks = walk_trees(tokens, shape, choices, 5)
+            self.rows.buffer.copy_(columns)
+            self.cache.move(range(len(PROMPTS)), walks.paths)
+            return grown, walks.paths, walks.counts, walks.following, self.rows.buffer.clone()
+
+        compiled = torch.compile(run, fullgraph=True, backend="eager", dynamic=False)
+
+        def replay(*inputs: Tensor) -> Tensor:
+            got, expected = compiled(*inputs), run(*inputs)
+            assert all(map(torch.equal, got, expected))
+            self.moved += int(not torch.equal(got[-1], columns))
+            return got[0]
+
+        return replay
+
+
+@pytest.mark.parametrize("sampling", ["greedy", pytest.param("plain T=1", marks=pytest.mark.slow)])
+def test_a_cycle_beside_the_target_is_one_graph(sampling: str, target: Target) -> None:
+    """Nothing in it asks the host; the trees are those of a loop that is not captured."""
+    options = {"sampling": SAMPLINGS[sampling], "budget": Budget(8, 4, 3), "max_new_tokens": 13}
+    head, captured = new_drafter("eagle3", target), Compiled()
+    head.capture = captured
+    assert decode(target, head, **options) == decode(target, new_drafter("eagle3", target), **options)
+    assert captured.moved > 0
+
+
+def test_a_graph_that_asks_the_host_is_refused(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a level that looks at a value."""
+    level_mask = head_state.level_mask
+    look = lambda committed, seen, groups: level_mask(committed, seen, groups) * (1 if seen.sum().item() > 0 else 0)  # noqa: E731
+    monkeypatch.setattr(head_state, "level_mask", look)
+    head = new_drafter("eagle3", target)
+    head.capture = Compiled()
+    with pytest.raises(RuntimeError):
+        generate(target, head, PROMPTS[0], budget=Budget(8, 4, 3), max_new_tokens=9, stop=[])
