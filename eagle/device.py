@@ -101,6 +101,11 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def must_wait(device: torch.device) -> bool:
+    """Whether the host waits for values of a device, and cannot simply look at them."""
+    return device.type != "cpu"
+
+
 def to_host(parts: Sequence[Tensor]) -> list[Tensor]:
     """Tensors of one dtype in host memory, by one transfer, for which the host waits: decoding waits here alone."""
     if len(parts) == 1:

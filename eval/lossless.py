@@ -144,7 +144,7 @@ def _choose_token(choose: Choose, logits: Tensor, prefix: list[int]) -> int:
     """The token after a prefix, by the rule that drafted output follows."""
     if choose.noise is not None:
         choose.noise.forget(len(prefix))
-    return choose(TargetOutput(DraftTree.chain(prefix[-1:]), logits[None], None, [len(prefix)], prefix[:-1]), [0])[0]
+    return choose(TargetOutput(DraftTree.chain(prefix[-1:]), logits[None], None, len(prefix) - 1, prefix[:-1]), [0])[0]
 
 
 def find_divergence(

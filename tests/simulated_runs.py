@@ -109,6 +109,8 @@ def new_drafter(name: str, target: Target) -> Any:
         return FirstOf([NgramDrafter(), new_drafter("eagle3", target)])
     if name == "planted":
         return Impatient()
+    if name == "curious":
+        return Curious([new_drafter("eagle3", target)])
     section = HEADS[name] if name in ("hydra++", "eagle3, window") else {"kind": name}
     kind = DRAFTERS[section["kind"]]
     if issubclass(kind, CountDrafter):
@@ -155,6 +157,22 @@ class Impatient(NgramDrafter):
         propose = text.propose
         text.propose = lambda update, budget: propose(update, budget) if update.features.sum().item() else None
         return text
+
+
+class Curious(FirstOf):
+    """Looks at its drafts before the target has read them."""
+
+    def open_with(self, texts: Any) -> Any:
+        """A state that does."""
+        state = super().open_with(texts)
+        propose = state.propose
+
+        def look(*given: Any) -> Any:
+            trees = propose(*given)
+            return {row: tree for row, tree in trees.items() if len(tree.tokens)}
+
+        state.propose = look  # type: ignore[method-assign]
+        return state
 
 
 class Stored:
@@ -259,7 +277,7 @@ def every_run() -> dict[str, Run]:
             runs[f"decode {name}, {sampling}, {budget}{', batch' * batch}"] = partial(
                 decode, name, sampling, budget, batch
             )
-    for name in ("several", "planted"):
+    for name in ("several", "planted", "curious"):
         runs[f"decode {name}, greedy, grown"] = partial(decode, name, "greedy", "grown", False)
     runs["decode several, greedy, grown, batch"] = partial(decode, "several", "greedy", "grown", True)
     runs["decode eagle3, window, greedy, grown, batch"] = partial(decode, "eagle3, window", "greedy", "grown", True)

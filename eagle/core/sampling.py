@@ -146,6 +146,18 @@ def penalise(row: Tensor, text: Sequence[int], penalty: float) -> Tensor:
     return row.index_copy(0, seen, torch.where(scores < 0, scores * penalty, scores / penalty))
 
 
+def penalise_nodes(logits: Tensor, text: Sequence[int], tokens: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Logits [N, V] with a repetition penalty on the tokens of `text` and of each node's path.
+
+    `seen` [N, N] marks the nodes of these tokens [N] on the path of each; all lie on one device.
+    """
+    paths = torch.where(seen, tokens, tokens[:1]).clamp(0, logits.shape[-1] - 1)  # the root is on every path
+    repeated = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device).scatter_(1, paths, 1)
+    if text:
+        repeated[:, upload(torch.tensor(sorted(set(text))), logits.device)] = True
+    return torch.where(repeated, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
 def to_int(value: Any) -> int | None:
     """The value as an int (numpy's included); None if it is not a whole number."""
     try:

@@ -112,6 +112,20 @@ class DraftTree:
         """Whether every node follows the one before."""
         return self.parents.tolist() == list(range(-1, len(self) - 1))
 
+    @property
+    def levels(self) -> int:
+        """How many levels it has at most."""
+        return max(self.depths())
+
+    @property
+    def columns(self) -> int:
+        """How many nodes a target reads."""
+        return len(self)
+
+    def renumber(self, path: list[int]) -> list[int]:
+        """A path's nodes, counted without what was left out, where they are counted with it."""
+        return path
+
     def depths(self) -> list[int]:
         """Each node's number of steps from the root."""
         depths = [0]
@@ -167,7 +181,7 @@ def check_draft(tree: object, root: int, levels: int, vocab_size: int) -> DraftT
         )
     if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
         raise ValueError(f"the draft holds token ids {wrong[:5]}, expected 0..{vocab_size - 1}: leave others out")
-    if len(tree) > levels and (depth := max(tree.depths())) > levels:
+    if len(tree) > levels and (depth := tree.levels) > levels:
         raise ValueError(f"the draft has {depth} levels, expected at most {levels}: draft within budget.depth")
     if tree.draft_probs is not None and tree.draft_probs.shape != (len(tokens), vocab_size):
         raise ValueError(
@@ -177,18 +191,22 @@ def check_draft(tree: object, root: int, levels: int, vocab_size: int) -> DraftT
     return tree
 
 
-def stack_trees(trees: Sequence[DraftTree]) -> tuple[Tensor, Tensor | None]:
-    """Tokens [B, N] and attention masks [B, N, N] (None for chains); padding attends only to itself and is unseen."""
+def stack_trees(trees: Sequence[DraftTree]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Tokens and depths [B, N], and attention masks [B, N, N] (None for chains).
+
+    Padding attends only to itself, is unseen and stands where the root does.
+    """
     count, chains = max(map(len, trees)), all(tree.is_chain for tree in trees)
+    depths = torch.tensor([tree.depths() + [0] * (count - len(tree)) for tree in trees])
     if len(trees) == 1:
-        return trees[0].tokens[None], None if chains else trees[0].ancestors()[None]
+        return trees[0].tokens[None], depths, None if chains else trees[0].ancestors()[None]
     tokens = torch.zeros(len(trees), count, dtype=torch.long)
     seen = torch.eye(count, dtype=torch.bool).repeat(len(trees), 1, 1)
     for number, tree in enumerate(trees):
         tokens[number, : len(tree)] = tree.tokens
         if not chains:
             seen[number, : len(tree), : len(tree)] = tree.ancestors()
-    return tokens, None if chains else seen
+    return tokens, depths, None if chains else seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +216,13 @@ class TargetOutput:
     tree: DraftTree
     logits: Tensor  # [N, V]
     features: Tensor | None  # [N, L, D]
-    positions: list[int]  # of the token chosen after each node
+    start: int  # the root's position
     text: list[int]  # all tokens committed before the root
+
+    @property
+    def positions(self) -> list[int]:
+        """The position of the token chosen after each node."""
+        return [self.start + 1 + depth for depth in self.tree.depths()]
 
     def prefix(self, node: int) -> list[int]:
         """The whole text up to and including `node`."""
@@ -210,6 +233,10 @@ class TargetOutput:
         """[N, count], the target's likeliest tokens after each node, likeliest first."""
         return self.logits.topk(min(count, self.logits.shape[-1])).indices
 
-    def features_at(self, path: Sequence[int]) -> Tensor | None:
+    def features_at(self, path: Sequence[int] | Tensor) -> Tensor | None:
         """[len(path), L, D], the tapped features at the nodes of a path; None without taps."""
-        return None if self.features is None else pick_rows(self.features, path)
+        if self.features is None:
+            return None
+        if isinstance(path, Tensor):
+            return self.features.index_select(0, path.clamp(max=len(self.features) - 1))
+        return pick_rows(self.features, path)

@@ -16,10 +16,10 @@ from torch import Tensor
 from eagle.core.noise import Noise, mix64
 from eagle.core.offer import Offer
 from eagle.core.row_errors import run_rows
-from eagle.core.sampling import Sampling, penalise, warp
+from eagle.core.sampling import Sampling, penalise, penalise_nodes, warp
 from eagle.core.tree import DraftTree, TargetOutput
 from eagle.core.typical import walk_typically
-from eagle.device import pick_rows, to_host, upload
+from eagle.device import must_wait, pick_rows, to_host, upload
 
 Coin = Callable[[float], bool]
 Pick = Callable[[Tensor], int]
@@ -65,7 +65,21 @@ class Choose:
 
     def pick_tokens(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
         """[len(nodes)], the tokens chosen after `nodes`, on the device of the logits; `NAN` where these are nan."""
-        scores = self._scores(output, nodes)
+        return self._best(self._scores(output, nodes))
+
+    def pick_where_it_lies(self, output: TargetOutput, tokens: Tensor, seen: Tensor, depths: Tensor) -> Tensor:
+        """[N], the tokens chosen after all nodes of a tree on the device, by their tokens, ancestors and depths."""
+        logits, sampling = _in_fp32(output.logits), self.sampling
+        if sampling.repetition_penalty != 1:
+            logits = penalise_nodes(logits, output.text, tokens, seen, sampling.repetition_penalty)
+        if self.noise is None:
+            return self._best(logits)
+        after = range(output.start + 1, output.start + 2 + output.tree.levels)
+        noise = self.noise(after, logits.shape[-1], logits.device)
+        return self._best(warp(logits, sampling) + noise.index_select(0, depths))
+
+    def _best(self, scores: Tensor) -> Tensor:
+        """[K], the token of the highest of scores [K, V]; `NAN` where they are nan."""
         tokens = scores.argmax(-1, keepdim=True)  # a nan, where there is one
         return tokens.masked_fill_(scores.gather(-1, tokens).isnan(), NAN)[:, 0]
 
@@ -112,13 +126,17 @@ class Choose:
 
     def _penalised_logits(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
         """[len(nodes), V], logits after the repetition penalty, in fp32 or fp64."""
-        logits = pick_rows(output.logits, nodes)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
+        logits = _in_fp32(pick_rows(output.logits, nodes))
         penalty = self.sampling.repetition_penalty
         if penalty == 1:
             return logits
         rows = [penalise(row, output.prefix(node), penalty) for row, node in zip(logits, nodes, strict=True)]
         return torch.stack(rows)
+
+
+def _in_fp32(logits: Tensor) -> Tensor:
+    """Logits in fp32, or in fp64 if they come so."""
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def walk(tree: DraftTree, choices: Sequence[int] | dict[int, int]) -> list[int]:
@@ -134,9 +152,9 @@ def walk(tree: DraftTree, choices: Sequence[int] | dict[int, int]) -> list[int]:
 def verify(output: TargetOutput, choose: Choose, choices: Sequence[int] | None = None) -> tuple[list[int], int]:
     """The accepted path and the target's token after it; `choices` are the target's after all nodes, if known."""
     if choose.noise is not None:
-        choose.noise.forget(output.positions[0])
+        choose.noise.forget(output.start + 1)
     path, root = _apply_rule(output, choose, choices)
-    check_choice(root, output, path[-1])
+    check_choice(root, output, len(path))
     return path, root
 
 
@@ -159,11 +177,11 @@ def _apply_rule(output: TargetOutput, choose: Choose, choices: Sequence[int] | N
     return path, chosen[path[-1]]
 
 
-def check_choice(token: int, output: TargetOutput, node: int) -> None:
-    """Refuse a token that was chosen by logits that are nan."""
+def check_choice(token: int, output: TargetOutput, accepted: int) -> None:
+    """Refuse a token that was chosen by logits that are nan, after a path of so many nodes."""
     if token == NAN:
         raise ValueError(
-            f"the target's logits are nan after {output.positions[node]} tokens: its states overflow in "
+            f"the target's logits are nan after {output.start + accepted} tokens: its states overflow in "
             f"{str(output.logits.dtype).removeprefix('torch.')}, or its weights are damaged; load it in float32 to see"
         )
 
@@ -188,7 +206,7 @@ def _is_walked(output: TargetOutput, choose: Choose) -> bool:
 
 def _is_lazy(output: TargetOutput) -> bool:
     """Whether to make choices one by one: on a CPU, noise and argmax over the vocabulary are slow."""
-    return output.logits.device.type == "cpu"
+    return not must_wait(output.logits.device)
 
 
 class _Choices(dict[int, int]):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from eagle.core.arguments import check_unused
 from eagle.core.budget import Budget, Draw
 from eagle.core.drafter import Committed, Drafter
+from eagle.core.row_errors import FATAL
 from eagle.core.trace import Trace
 from eagle.core.verify import Choose, Sampling
 from eagle.decoding.stops import Stops
@@ -27,6 +29,16 @@ class Row:
     first: int | None = None  # the token after the prompt, where it is known
     draw: Draw | None = None  # how its drafts are drawn, the same in the whole text
     pending: list[Committed] = field(default_factory=list)  # since the drafter was asked last
+
+    @contextmanager
+    def fail_alone(self) -> Iterator[None]:
+        """A context in which an error ends this text and no other."""
+        try:
+            yield
+        except FATAL:
+            raise
+        except Exception as error:
+            self.fail(error)
 
     def fail(self, error: Exception) -> None:
         """End this text with an error, which its trace keeps."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -14,10 +13,11 @@ import torch
 
 from eagle.core.budget import Budget, Policy
 from eagle.core.drafter import Committed, Drafter
-from eagle.core.row_errors import FATAL, RowErrors
+from eagle.core.grown import lies_on_device
 from eagle.core.trace import Cycle, Trace
 from eagle.core.tree import DraftTree, TargetOutput, check_draft
-from eagle.core.verify import Choose, Sampling, verify_rows
+from eagle.core.verify import Choose, Sampling
+from eagle.decoding.accept import accept
 from eagle.decoding.decoding_row import Row, check_confidence, check_draw, check_length, check_trace, find_budget
 from eagle.decoding.row_drafts import RowDrafts
 from eagle.decoding.stops import Stops
@@ -114,22 +114,12 @@ class Decoding:
     def _columns(self, prompt: list[int], limit: int) -> int:
         return len(prompt) + limit + self.budget.nodes + 1
 
-    @contextmanager
-    def _fail_alone(self, row: Row) -> Iterator[None]:
-        """A context in which an error ends this row and no other."""
-        try:
-            yield
-        except FATAL:
-            raise
-        except Exception as error:
-            row.fail(error)
-
     def _release(self, row: Row) -> None:
         """Release an admitted row."""
         del self.rows[row.number]
         failed = row.trace.error is not None
         self.state.release(row.number, wipe=failed)
-        with self._fail_alone(row):
+        with row.fail_alone():
             self.drafts.release(row.number, failed=failed)
 
     def _whole_update(self, number: int, update: Committed) -> Committed:
@@ -146,7 +136,7 @@ class Decoding:
                 return
             self.state.admit(row.number, prompt, row.limit + self.budget.nodes + 1)
             self.rows[row.number] = self.waiting.popleft()
-            with self._fail_alone(row):
+            with row.fail_alone():
                 self.drafts.admit(row.number, row.choose.offer(target.vocab_size, target.device))
 
     def _read_prompts(self, max_tokens: int | None) -> list[tuple[int, list[int]]]:
@@ -154,7 +144,7 @@ class Decoding:
         new = []
         for number, output in self.state.read_prompts(max_tokens).items():
             row = self.rows[number]
-            with self._fail_alone(row):
+            with row.fail_alone():
                 update = output.commit(row.choose)
                 row.pending = [update if row.first is None else replace(update, root=row.first)]
                 new.append((number, row.commit([row.pending[0].root])))
@@ -170,18 +160,18 @@ class Decoding:
             return []
         outputs = state.read(trees)
         clock.lap("target")
-        paths = self._verify([row for row in rows if row.number in trees], outputs)
+        rows = [row for row in rows if row.number in trees]
+        accepted = accept(state, rows, outputs)
         clock.lap("verify")
-        state.keep({number: path for number, (path, _) in paths.items()})
         new: list[tuple[int, list[int]]] = []
-        for number, (path, root) in paths.items():
-            with self._fail_alone(self.rows[number]):
-                new.append((number, self._commit(self.rows[number], outputs[number], path, root)))
+        for number, part in accepted.items():
+            with self.rows[number].fail_alone():
+                new.append((number, self._commit(self.rows[number], outputs[number], part.update)))
         clock.lap("other")
         cycles = {}
         for number, tokens in new:
-            shape, context = replace(trees[number], draft_probs=None), outputs[number].positions[0] - 1
-            kept = tuple(paths[number][0][1:])
+            shape, kept = replace(trees[number], draft_probs=None), tuple(accepted[number].path[1:])
+            context = outputs[number].start
             cycles[number] = Cycle(shape, kept, len(tokens), context, clock.seconds, self.cycles, len(trees))
             self.rows[number].trace.cycles.append(cycles[number])
         self.cycles += 1
@@ -194,7 +184,7 @@ class Decoding:
         levels = {row.number: self.state.levels(row.number, row.left) for row in rows}
         budgets, drafting = self._budgets(levels), list[Row]()
         for row in rows:
-            with self._fail_alone(row):
+            with row.fail_alone():
                 budget = find_budget(budgets, row.number)
                 row.draw = check_draw(row.draw, budget.draw)
                 check_confidence(budget, self.drafter)
@@ -204,35 +194,28 @@ class Decoding:
             positions = self.target.max_positions or sys.maxsize
             updates = {row.number: Committed.join(row.pending) for row in drafting}
             proposed, errors = self.drafts.propose(updates, {row.number: budgets[row.number] for row in drafting})
+            stays = self._stays_on_device(rows)
             for row in drafting:
                 row.pending = []
                 trees.pop(row.number)
-                with self._fail_alone(row):
+                with row.fail_alone():
                     if row.number in errors:
                         raise errors[row.number]
                     root, most = updates[row.number].root, positions - self.state.length(row.number) - 1
-                    trees[row.number] = check_draft(proposed.get(row.number), root, most, self.target.vocab_size)
+                    tree: Any = proposed.get(row.number)
+                    if stays and lies_on_device(tree) and tree.levels <= most:
+                        trees[row.number] = tree  # checked once it is read
+                    else:
+                        trees[row.number] = check_draft(tree, root, most, self.target.vocab_size)
         for number in [*trees]:
-            with self._fail_alone(self.rows[number]):
+            with self.rows[number].fail_alone():
                 self.state.check_tree(number, trees[number])
         return {number: tree for number, tree in trees.items() if self.rows[number].is_running}
 
-    def _verify(self, rows: list[Row], outputs: dict[int, TargetOutput]) -> dict[int, tuple[list[int], int]]:
-        """The accepted path of each row, and the token after it."""
-        try:
-            verified = dict(enumerate(verify_rows([(outputs[row.number], row.choose) for row in rows])))
-        except RowErrors as failed:
-            verified = failed.trees
-            for place, error in failed.errors.items():
-                rows[place].fail(error)
-        except FATAL:
-            raise
-        except Exception as error:
-            if len(rows) > 1:
-                raise
-            rows[0].fail(error)
-            return {}
-        return {rows[place].number: result for place, result in verified.items()}
+    def _stays_on_device(self, rows: list[Row]) -> bool:
+        """Whether nothing on the host needs a tree before the target has read it."""
+        is_walked = all(row.choose.sampling.is_lossless and row.draw != "sampled" for row in rows)
+        return is_walked and not self.drafter.reads.choices and self.target.reader.reads_on_device
 
     def _budgets(self, levels: dict[int, int]) -> dict[int, Budget]:
         """The budget of each row, limited to its number of levels."""
@@ -241,7 +224,7 @@ class Decoding:
             return share(levels, {number: self.state.length(number) for number in levels})
         budgets = dict[int, Budget]()
         for number, depth in levels.items():
-            with self._fail_alone(self.rows[number]):
+            with self.rows[number].fail_alone():
                 budgets[number] = self.budget.within(depth)
         return budgets
 
@@ -251,18 +234,18 @@ class Decoding:
             learn_rows(cycles)
         elif (learn := getattr(self.budget, "learn", None)) is not None:
             for number, cycle in cycles.items():
-                with self._fail_alone(self.rows[number]):
+                with self.rows[number].fail_alone():
                     learn(cycle)
 
-    def _commit(self, row: Row, output: TargetOutput, path: list[int], root: int) -> list[int]:
-        """Commit an accepted path; returns the new tokens of the answer, and prepares the drafter's next update."""
-        tree, choices = output.tree, self.drafter.reads.choices
-        last: tuple[Any, ...] = ()
-        if choices:  # drafts beside drawn ones must not know of noise: it would decide which rule verifies them
+    def _commit(self, row: Row, output: TargetOutput, update: Committed) -> list[int]:
+        """Prepare the drafter's next update; returns the new tokens of the answer."""
+        if choices := self.drafter.reads.choices:
+            # drafts beside drawn ones must not know of noise: it would decide which rule verifies them
             drawn = row.draw == "sampled"
-            last = tree, output.likeliest(choices) if drawn else row.choose.rank_tokens(output, choices)
-        row.pending.append(Committed(tree.tokens[path], output.features_at(path), root, *last))
-        return row.commit([*row.pending[-1].tokens.tolist()[1:], root])
+            ranked = output.likeliest(choices) if drawn else row.choose.rank_tokens(output, choices)
+            update = replace(update, tree=output.tree, choices=ranked)
+        row.pending.append(update)
+        return row.commit([*update.tokens.tolist()[1:], update.root])
 
 
 class _Clock:

@@ -25,5 +25,5 @@ class PromptOutput:
     def commit(self, choose: Choose) -> Committed:
         """The prompt as a `Committed`, with the token chosen after it."""
         (root,) = choose(self.output, [0])
-        check_choice(root, self.output, 0)
+        check_choice(root, self.output, 1)
         return Committed(torch.tensor(self.tokens), self.features, root)

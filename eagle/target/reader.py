@@ -76,6 +76,11 @@ class TreeReader:
         if means.grouped:
             self.settings[SWITCH] = GROUPED  # past the property, of which other configs would hear
 
+    @property
+    def reads_on_device(self) -> bool:
+        """Whether a tree can be read whose nodes the host does not know."""
+        return not self.mixers.mixers and not {OFFSETS, TABLES} & set(self.means.extras)
+
     def describe(self) -> str:
         """The means by which trees are read, in words; known once a text was read."""
         has_mixers = bool(self.mixers.mixers) and not self.means.whole

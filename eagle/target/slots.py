@@ -140,6 +140,15 @@ class SlotCache:
             self.lengths[slot] += len(path) if counts is None else counts[slot]
 
     @torch.inference_mode()
+    def move(self, slots: Sequence[int], nodes: Tensor) -> None:
+        """Move the newest columns [B, W] of each slot to the end of what is committed, in their order."""
+        count, device = nodes.shape[1], nodes.device
+        place = torch.tensor([self.lengths[slot] for slot in slots])[:, None] + torch.arange(count)
+        slot, place = upload(torch.stack([torch.tensor(slots)[:, None].expand(-1, count), place]), device).flatten(1)
+        start = place.view_as(nodes)[:, :1]
+        self._move(slot, (start + nodes).flatten(), place)
+
+    @torch.inference_mode()
     def drop(self, gaps: Mapping[int, tuple[int, int]]) -> None:
         """Drop a range of committed columns of each slot; later columns move up."""
         moves = [
@@ -212,7 +221,7 @@ def copy_columns(buffers: Iterable[tuple[Tensor, Tensor]], origin: Tensor, place
         shape = (heads, *columns, read.device)
         if shape not in rows:
             flat = [
-                ((slots[:, None] * heads + torch.arange(heads)) * count + held[:, None]).flatten()
+                ((slots[:, None] * heads + torch.arange(heads, device=slots.device)) * count + held[:, None]).flatten()
                 for (slots, held), count in zip((origin, place), columns, strict=True)
             ]
             rows[shape] = upload(torch.stack(flat), read.device)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from eagle.core.drafter import Committed
-from eagle.core.tree import DraftTree, TargetOutput, stack_trees
+from eagle.core.grown import lay_out
+from eagle.core.tree import DraftTree, TargetOutput
 from eagle.core.verify import Choose
 from eagle.device import pick_rows, upload
 from eagle.target.prompt import PromptOutput
@@ -121,9 +122,8 @@ class TargetState:
         self.is_loose = False
         columns = max([*self.needs.values(), *self.cache.lengths[: len(self.rows)]])
         self.cache.reserve(slots, columns, self.max_tokens)
-        count = len(self.cache.lengths)
-        self.texts = self.texts[:count] + [[] for _ in range(count - len(self.texts))]
-        self.texts = [text[:length] for text, length in zip(self.texts, self.cache.lengths, strict=True)]
+        texts = self.texts + [[] for _ in self.cache.lengths]
+        self.texts = [text[:length] for text, length in zip(texts, self.cache.lengths, strict=False)]
 
     def _swap(self, slot: int, other: int) -> None:
         """Swap two slots together with their rows."""
@@ -180,7 +180,7 @@ class TargetState:
         self.cache.snapshot(slot, len(prompt))
         self._swap(slot, self.written)
         self.written += 1
-        output = TargetOutput(DraftTree.chain(prompt[-1:]), logits[None], None, [len(prompt)], prompt[:-1])
+        output = TargetOutput(DraftTree.chain(prompt[-1:]), logits[None], None, len(prompt) - 1, prompt[:-1])
         return PromptOutput(prompt, features, output)
 
     @torch.inference_mode()
@@ -193,9 +193,8 @@ class TargetState:
             if row not in self.prompts:  # what they share with another text was read with the frequencies they have
                 self.target.check_growth(start, start + size)
         padded = torch.tensor([[*tokens[row], *[0] * (count - len(tokens[row]))] for row in rows])
-        steps = torch.arange(count).expand(len(rows), -1)
         # padding stands where the last token does: the model may have no later position
-        steps = steps if min(sizes) == count else torch.minimum(steps, torch.tensor(sizes)[:, None] - 1)
+        steps = torch.minimum(torch.arange(count), torch.tensor(sizes)[:, None] - 1)
         hidden, _ = self._forward(slots, padded, torch.tensor(starts)[:, None] + steps, None, sizes=sizes, commits=True)
         for row, slot, size in zip(rows, slots, sizes, strict=True):
             self.texts[slot] += tokens[row]
@@ -216,30 +215,25 @@ class TargetState:
 
     def _read(self, trees: list[tuple[int, DraftTree]]) -> dict[int, TargetOutput]:
         """The outputs of rows that share a forward."""
-        slots, sizes = [self.rows.index(row) for row, _ in trees], [len(tree) for _, tree in trees]
+        slots, sizes = [self.rows.index(row) for row, _ in trees], [tree.columns for _, tree in trees]
         starts, count = [self.cache.lengths[slot] for slot in slots], max(sizes)
-        places = []
+        tokens, depths, seen = lay_out([tree for _, tree in trees], self.target.device, self.target.vocab_size)
         for start, (_, tree) in zip(starts, trees, strict=True):
-            places.append([start + depth for depth in tree.depths()])
-            self.target.check_growth(start, max(places[-1]) + 1)
-        tokens, seen = stack_trees([tree for _, tree in trees])
-        padded = [
-            row_places + row_places[:1] * (count - len(row_places)) for row_places in places
-        ]  # padding stands where the root does
-        hidden, states = self._forward(slots, tokens, torch.tensor(padded), seen, sizes=sizes)
+            if start <= self.target.border < sys.maxsize:
+                self.target.check_growth(start, start + tree.levels + 1)
+        positions = upload(torch.tensor(starts)[:, None], depths.device) + depths
+        hidden, states = self._forward(slots, tokens, positions, seen, sizes=sizes)
         nodes = [number * count + node for number, size in enumerate(sizes) for node in range(size)]
         logits = self.target.head.logits(pick_rows(hidden.flatten(0, 1), nodes)).split(sizes)
         outputs = {}
         for number, (row, tree) in enumerate(trees):
-            features = None if states is None else states[number, :, : len(tree)].transpose(0, 1)
-            after = [place + 1 for place in places[number]]
-            outputs[row] = TargetOutput(tree, logits[number], features, after, self.texts[slots[number]])
+            features = None if states is None else states[number, :, : sizes[number]].transpose(0, 1)
+            outputs[row] = TargetOutput(tree, logits[number], features, starts[number], self.texts[slots[number]])
         return outputs
 
     def keep(self, paths: Mapping[int, Sequence[int]]) -> None:
         """Commit a path of each row's tree and drop all other nodes from the cache, in place."""
-        tokens = {row: self.trees[row].tokens.tolist() for row in paths}
-        self.keep_columns(paths, {row: [tokens[row][node] for node in path] for row, path in paths.items()})
+        self.keep_columns(paths, {row: self.trees[row].tokens[[*path]].tolist() for row, path in paths.items()})
 
     def keep_columns(self, columns: Mapping[int, Sequence[int]], tokens: Mapping[int, list[int]]) -> None:
         """Commit columns of each row that were read last, one for each of its tokens; further ones move up behind."""
@@ -249,6 +243,12 @@ class TargetState:
             self.cache.keep({slots[row]: kept for row, kept in columns.items()}, counts)
         for row, kept in tokens.items():
             self.texts[slots[row]] += kept
+
+    def commit(self, row: int, tokens: list[int]) -> None:
+        """Commit tokens whose columns lie behind a row's text already."""
+        slot = self.rows.index(row)
+        self.cache.lengths[slot] += len(tokens)
+        self.texts[slot] += tokens
 
     @torch.inference_mode()
     def ahead(self, rows: Sequence[int], tokens: Tensor, depths: list[int], seen: Tensor) -> Tensor:
@@ -301,10 +301,10 @@ class TargetState:
         """Refuse a tree that the row has no space for, or that crosses longrope's switch of frequencies."""
         start = self.length(row)
         if start <= self.target.border < sys.maxsize:
-            self.target.check_growth(start, start + max(tree.depths()) + 1)
-        if self.max_tokens is not None and start + len(tree) > self.needs[row]:
+            self.target.check_growth(start, start + tree.levels + 1)
+        if self.max_tokens is not None and start + tree.columns > self.needs[row]:
             raise ValueError(
-                f"the draft has {len(tree) - 1} nodes, and the cache's limit leaves {self.needs[row] - start - 1}: "
+                f"the draft has {tree.columns - 1} nodes, and the cache's limit leaves {self.needs[row] - start - 1}: "
                 "draft within budget.nodes, or raise max_tokens_in_cache"
             )
 

@@ -37,7 +37,7 @@ def make_output(dtype: torch.dtype, seed: int = 0) -> TargetOutput:
     tree = DraftTree.from_paths(7, [[3, 9, 11], [4, 3], [3, 10]])
     generator = torch.Generator().manual_seed(seed)
     logits = (3 * torch.randn(len(tree), VOCAB, generator=generator, dtype=torch.float64)).to(dtype)
-    return TargetOutput(tree, logits, None, [5 + depth for depth in tree.depths()], [3, 20, 21, 21])
+    return TargetOutput(tree, logits, None, 4, [3, 20, 21, 21])
 
 
 @pytest.fixture(scope="module")

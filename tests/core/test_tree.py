@@ -135,10 +135,10 @@ def test_the_walk_takes_only_children_of_the_last_node() -> None:
 def test_a_reading_knows_the_whole_text_of_a_node() -> None:
     """Committed text, root and drafted tokens; features follow a path, or are none."""
     tree, features = DraftTree.from_paths(3, [[4], [5, 6]]), torch.rand(4, 2, 8)
-    output = TargetOutput(tree, torch.zeros(4, 9), features, [3, 4, 4, 5], [1, 2])
+    output = TargetOutput(tree, torch.zeros(4, 9), features, 2, [1, 2])
     assert [output.prefix(node) for node in range(4)] == [[1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 5, 6]]
     assert output.features_at([0, 2]).equal(features[[0, 2]])
-    assert TargetOutput(tree, torch.zeros(4, 9), None, [3, 4, 4, 5], [1, 2]).features_at([0]) is None
+    assert TargetOutput(tree, torch.zeros(4, 9), None, 2, [1, 2]).features_at([0]) is None
 
 
 # -- the best shape ---------------------------------------------------------------------------------------------------

@@ -220,7 +220,7 @@ def generate_tokens(
         tree = draw_tree(head, paths, noise, text)
         texts = [(*text, *path) for path in texts_of(tree)]
         logits = torch.stack([target[len(text)][text] for text in texts])
-        path, token = verify(TargetOutput(tree, logits, None, [3 + len(text) for text in texts], [1, 2]), choose)
+        path, token = verify(TargetOutput(tree, logits, None, 2, [1, 2]), choose)
         text = (*texts[path[-1]], token)
     return text[:length]
 

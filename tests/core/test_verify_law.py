@@ -250,7 +250,7 @@ def test_walking_by_choices_leaves_the_law_as_it_is_for_any_tree(make: partial[D
 def read(tree: DraftTree, logits: Laws) -> TargetOutput:
     """What a target with these logits says about a tree, after a text of two tokens."""
     rows = [logits[len(text)][text] for text in texts_of(tree)]
-    return TargetOutput(tree, torch.stack(rows), None, [3 + depth for depth in tree.depths()], [1, 2])
+    return TargetOutput(tree, torch.stack(rows), None, 2, [1, 2])
 
 
 def verify_by(

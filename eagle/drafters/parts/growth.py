@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -14,8 +13,9 @@ from torch import Tensor
 
 from eagle.core.budget import Budget
 from eagle.core.drafter import Noise
+from eagle.core.grown import LEFT_OUT, GrownTrees, hand_over
 from eagle.core.tree import DraftTree
-from eagle.device import pick_rows, to_host
+from eagle.device import must_wait, pick_rows
 from eagle.drafters.parts.scoring import SHARPNESS, ChildScorer, Seed
 from eagle.drafters.parts.shapes import level_rows as level_rows
 from eagle.drafters.parts.shapes import plan_parents as plan_parents
@@ -33,7 +33,6 @@ def level_mask(committed: Tensor, seen: Tensor, groups: int = 1) -> Tensor:
     return torch.cat(parts, dim=-1).flatten(1, 2)[:, None]
 
 
-LEFT_OUT = -1  # a token in the place of nodes that no tree gets
 NOTHING = int(torch.tensor(-math.inf).view(torch.int32))  # the bits of a likelihood of minus infinity
 
 
@@ -104,11 +103,13 @@ def grow_rows(
     sharpness: float = SHARPNESS,
     confidence: Confidence | None = None,
 ) -> list[DraftTree]:
-    """The tree under each root, as `grow` describes; logits [B, D], and one transfer from the device for all trees.
+    """The tree under each root, as `grow` describes; logits [B, D].
 
+    Trees stay on a device that the host would have to wait for, until something on the host asks for one of them.
     Where a budget has a least confidence, nodes have no children that the drafter is less sure of.
     """
-    return read_trees(seeds, grow_columns(seeds, logits, level, drafts, sharpness, confidence))
+    grown = grow_columns(seeds, logits, level, drafts, sharpness, confidence)
+    return hand_over(grown, [seed.root for seed in seeds], at_once=not must_wait(logits.device))
 
 
 def grow_columns(
@@ -118,8 +119,8 @@ def grow_columns(
     drafts: Tensor | None = None,
     sharpness: float = SHARPNESS,
     confidence: Confidence | None = None,
-) -> list[Grown]:
-    """`grow_rows` without copying the trees from the device.
+) -> list[GrownTrees]:
+    """`grow_rows`, but the trees have no roots yet.
 
     Rows whose budgets differ in their depth alone grow together, and leave when they are deep enough.
     """
@@ -127,7 +128,7 @@ def grow_columns(
     for row, seed in enumerate(seeds):
         if not seed.budget.is_empty:
             groups.setdefault(_kind(seed), []).append(row)
-    grown: list[Grown] = []
+    grown: list[GrownTrees] = []
     for rows in groups.values():
         budget = seeds[rows[0]].budget
         scorer = ChildScorer(budget.draw, drafts, sharpness if budget.sharpness is None else budget.sharpness)
@@ -135,15 +136,6 @@ def grow_columns(
         grow_group = _likeliest if budget.paths is None else _fill_plan
         grown += grow_group(_Rows(seeds, rows, confidence), first, level, scorer)
     return grown
-
-
-def read_trees(seeds: Sequence[Seed], grown: Sequence[Grown]) -> list[DraftTree]:
-    """The tree under each root, read in one transfer from the device; only the root if nothing has grown."""
-    trees = [DraftTree.chain([seed.root]) if seed.budget.is_empty else None for seed in seeds]
-    for part, columns in zip(grown, to_host([part.columns for part in grown]), strict=True):
-        for number, row in enumerate(part.rows):
-            trees[row] = part.tree(seeds[row].root, number, columns[number])
-    return [tree for tree in trees if tree is not None]
 
 
 def _kind(seed: Seed) -> object:
@@ -179,35 +171,7 @@ class _Rows:
         self.rows, self.seeds = [self.rows[n] for n in numbers], [self.seeds[n] for n in numbers]
 
 
-@dataclass(frozen=True, slots=True)
-class Grown:
-    """Trees that ended at the same level, on the device, without their roots."""
-
-    rows: list[int]
-    columns: Tensor  # [B, 1 or 3, N]: tokens, and where no shape is fixed parents and the bits of likelihoods
-    parents: Tensor | None = None  # [1 + N], of a fixed shape
-    probs: Tensor | None = None  # [B, 1 + N, V], what the nodes were drawn from
-
-    def tree(self, root: int, number: int, columns: Tensor) -> DraftTree:
-        """The tree of the row with this number, from its columns on the host."""
-        if self.parents is not None:
-            tokens = torch.cat([torch.tensor([root]), columns[0]])
-            return _leave_out(tokens, self.parents, draft_probs=None if self.probs is None else self.probs[number])
-        tokens, parents, bits = torch.cat([torch.tensor([[root], [-1], [0]]), columns], dim=1)
-        return _leave_out(tokens, parents, likelihoods=bits.int().view(torch.float32))
-
-
-def _leave_out(tokens: Tensor, parents: Tensor, **rest: Tensor | None) -> DraftTree:
-    """The tree without the removed nodes, whose descendants are removed too."""
-    kept = tokens != LEFT_OUT
-    if not kept.all():
-        nodes, numbers = kept.nonzero()[:, 0], torch.cat([kept.cumsum(0) - 1, torch.tensor([-1])])
-        tokens, parents = tokens[nodes], numbers[parents[nodes]]  # the root's parent stays -1
-        rest = {name: None if part is None else pick_rows(part, nodes.tolist()) for name, part in rest.items()}
-    return DraftTree(tokens, parents, **rest)
-
-
-def _likeliest(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScorer) -> list[Grown]:
+def _likeliest(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScorer) -> list[GrownTrees]:
     """Read the `top_k` likeliest candidates of each level, keep the `nodes` likeliest of all; fp32 throughout."""
     budget, device = rows.seeds[0].budget, logits.device
     width = min(budget.top_k, budget.nodes)
@@ -216,7 +180,7 @@ def _likeliest(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScore
     seen = torch.zeros(len(logits), 1, 0, dtype=torch.bool, device=device)
     # per level: tokens [B, C], the parents of C / K each [B, K], likelihoods [B, C]
     candidates: list[list[Tensor]] = []
-    grown: list[Grown] = []
+    grown: list[GrownTrees] = []
     count = 1
     for depth in range(rows.depth):
         scores, _ = scorer.score(rows.seeds, depth, logits)
@@ -233,7 +197,8 @@ def _likeliest(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScore
             columns = _keep_likeliest(*whole, nodes=budget.nodes)
             if budget.confidence is not None:
                 columns[:, 0].masked_fill_(columns[:, 2] == NOTHING, LEFT_OUT)
-            grown.append(Grown([rows.rows[number] for number in ended], columns))
+            sheds = budget.confidence is not None
+            grown.append(GrownTrees([rows.rows[number] for number in ended], columns, depth + 1, sheds=sheds))
             if not growing:
                 break
             rows.keep(growing)
@@ -267,14 +232,14 @@ def _keep_likeliest(tokens: Tensor, parents: Tensor, likelihoods: Tensor, *, nod
     return torch.stack([tokens.gather(1, kept), place.gather(1, parents.gather(1, kept)), bits], dim=1)
 
 
-def _fill_plan(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScorer) -> list[Grown]:
+def _fill_plan(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScorer) -> list[GrownTrees]:
     """Trees of a fixed shape: one reading per level, of the nodes that have children."""
     paths = rows.seeds[0].budget.paths
     assert paths is not None
     rungs, parents = plan_rungs(paths, rows.depth, logits.device)
     tokens: list[Tensor] = []  # per level [B, nodes]
     drawn_from: list[Tensor] = []
-    grown: list[Grown] = []
+    grown: list[GrownTrees] = []
     inner_nodes, goes_on = 1, None  # nodes of the level above that have children, and which of them may
     for depth, rung in enumerate(rungs):
         scores, probs = scorer.score(rows.seeds, depth, logits)
@@ -295,7 +260,8 @@ def _fill_plan(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScore
         if ended:
             nodes = torch.cat([pick_rows(part, ended) for part in tokens], dim=1)[:, None]
             whole = torch.cat([pick_rows(part, ended) for part in drawn_from], dim=1) if drawn_from else None
-            grown.append(Grown([rows.rows[n] for n in ended], nodes, parents[: 1 + nodes.shape[2]], whole))
+            shape, sheds = parents[: 1 + nodes.shape[2]], goes_on is not None
+            grown.append(GrownTrees([rows.rows[n] for n in ended], nodes, depth + 1, shape, whole, sheds=sheds))
             if not growing:
                 break
             rows.keep(growing)

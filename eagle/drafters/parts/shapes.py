@@ -51,7 +51,7 @@ def plan_rungs(paths: Paths, depth: int, device: torch.device) -> tuple[list[Run
         ranks = torch.tensor([path[-1] for path in nodes])
         chosen = torch.tensor([nodes.index(path) for path in read], dtype=torch.long)
         seen = torch.cat([seen[rows[chosen]], torch.eye(len(read), dtype=torch.bool)], dim=1)
-        best = int(ranks.max()) + 1
+        best = 1 + max(path[-1] for path in nodes)
         parts = rows, rows * best + ranks, chosen, rows[chosen], seen
         rungs.append(Rung(best, *(upload(part, device) for part in parts)))
         parents += [place[path[:-1]] for path in nodes]

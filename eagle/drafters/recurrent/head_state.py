@@ -13,17 +13,16 @@ from torch import Tensor
 
 from eagle.core.budget import Budget
 from eagle.core.drafter import Committed, TargetHead
+from eagle.core.grown import GrownTrees, hand_over
 from eagle.core.tree import DraftTree
-from eagle.device import pick_rows, upload
+from eagle.device import must_wait, pick_rows, upload
 from eagle.drafters.parts.decoder_block import FOLLOW_LENGTH, Rotary, rotary_tables
 from eagle.drafters.parts.growth import (
     FollowsRows,
-    Grown,
     grow_columns,
     grow_rows,
     level_mask,
     plan_parents,
-    read_trees,
 )
 from eagle.drafters.parts.scoring import Seed
 from eagle.drafters.parts.text_state import TextHead, TextState
@@ -70,12 +69,13 @@ class HeadState(TextState):
     def _grow(self, seeds: Sequence[Seed], slots: list[int], hidden: Tensor) -> list[DraftTree]:
         """The trees of some slots, from the states behind their roots."""
         if self.loop is not None and _are_static(seeds, slots):
-            return read_trees(seeds, [self._grow_static(seeds, hidden, self.loop)])
+            grown, roots = self._grow_static(seeds, hidden, self.loop), [seed.root for seed in seeds]
+            return hand_over([grown], roots, at_once=not must_wait(self.device))
         depth, room = max(seed.budget.depth for seed in seeds), max(self.cache.lengths[slot] for slot in slots)
         levels = _Levels(self, slots, hidden, *self._behind_texts(self.unlike_slots(slots), room, depth))
         return grow_rows(seeds, self.head.logits(hidden, self.head.frozen[0]), levels, self.drafts)
 
-    def _grow_static(self, seeds: Sequence[Seed], hidden: Tensor, loop: StaticLoop) -> Grown:
+    def _grow_static(self, seeds: Sequence[Seed], hidden: Tensor, loop: StaticLoop) -> GrownTrees:
         """The draft of rows with one budget; its columns begin behind the room that texts have."""
         budget, slots, noises = seeds[0].budget, list(range(len(seeds))), [seed.noise for seed in seeds]
         room = text_room(max(self.cache.lengths[: len(seeds)]))
@@ -97,7 +97,8 @@ class HeadState(TextState):
         places = tuple(rows.buffer.data_ptr() for rows in self.cache.buffers)
         key = budget, len(slots), room, places, tuple(noises)
         columns = loop(key, draft, [hidden, *self._behind_texts(slots, room, budget.depth), *shared])
-        return Grown(slots, columns, plan_parents(budget, columns.shape[2], self.device))
+        # the next replay writes where the columns lie
+        return GrownTrees(slots, columns.clone(), budget.depth, plan_parents(budget, columns.shape[2], self.device))
 
     def unlike_slots(self, slots: list[int]) -> list[int]:
         """The slots that need their own mask and positions; only the first if all lengths are equal."""

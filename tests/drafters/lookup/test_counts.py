@@ -175,8 +175,7 @@ def test_a_target_that_is_the_table_accepts_whole_branches(
     news = Committed(torch.tensor(text), None, 5)
     for _ in range(4):
         tree = draft.propose(news, budget)
-        positions = [len(text) + 1 + depth for depth in tree.depths()]
-        path, root = verify(TargetOutput(tree, drafter.logits(tree.tokens), None, positions, text), choose)
+        path, root = verify(TargetOutput(tree, drafter.logits(tree.tokens), None, len(text), text), choose)
         assert len(path) == 1 + max(tree.depths())
         news = Committed(tree.tokens[path], None, root)
         text += news.tokens.tolist()
