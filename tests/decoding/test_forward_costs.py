@@ -52,13 +52,13 @@ class World:
         self.head = Eagle1.for_target(Eagle1.Settings(), self.target.config).bind(self.target.head)
         self.target.model.base_model.register_forward_hook(self.read, with_kwargs=True)
         self.head.fc.register_forward_hook(self.draft)
-        verify, opened = loop.verify_rows, self.head.open
+        accept, opened = loop.accept, self.head.open
 
-        def verify_slowly(rows: Sequence[Any]) -> Any:
+        def accept_slowly(state: Any, rows: Sequence[Any], outputs: Any) -> Any:
             self.now += LOOP * len(rows)
-            return verify(rows)
+            return accept(state, rows, outputs)
 
-        monkeypatch.setattr(loop, "verify_rows", verify_slowly)
+        monkeypatch.setattr(loop, "accept", accept_slowly)
         monkeypatch.setattr(self.head, "open", lambda: Growing(self, opened()))
 
     def read(self, _: Any, __: Any, given: dict[str, Any], output: Any) -> None:
