@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -24,6 +25,10 @@ from eagle.target.trees.means import OFFSETS, ORIGIN, ROWS, TABLES, UNLIMITED, M
 from eagle.target.trees.mixers import Mixers, WholeModel, find_mixers
 from eagle.target.trees.positions import Places, first_position, place_tables
 from eagle.target.twin import share_weights
+
+LEAST_BYTES = 2**30  # of states that a tree's nodes may take by levels; else as many as the weights
+WHOLE_PROMPTS = "max_inference_chunksize"  # beyond it layers run on pieces of a prompt, which taps would miss
+STEP_TOKENS = 16  # of a prompt that take as long as one token by itself: 4 in fp32 and 12 in bf16 on a CPU
 
 
 class TreeReader:
@@ -58,6 +63,8 @@ class TreeReader:
         if UNLIMITED in means.extras:
             self.masks.windows = dict.fromkeys(self.masks.windows)
         self.settings = vars(twin_config)
+        if WHOLE_PROMPTS in self.settings:
+            self.settings[WHOLE_PROMPTS] = sys.maxsize
         self.mixers = Mixers()
         self.has_rows = ROWS in means.extras
         if means.whole:

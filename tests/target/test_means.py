@@ -56,8 +56,9 @@ VIEWED = [model_type for model_type in TYPES if model_type not in NO_VIEW]
 class Own(Bench):
     """A model of any type that nobody touches, a target made from its copy, and its naive answers."""
 
-    def __init__(self, model_type: str) -> None:
-        self.model = build_small(model_type, **CHANGED[model_type]) if model_type in CHANGED else build(model_type)
+    def __init__(self, model_type: str, **values: Any) -> None:
+        values = CHANGED.get(model_type, {}) | values
+        self.model = build_small(model_type, **values) if values else build(model_type)
         self.target = Target(copy.deepcopy(self.model))
         self.target.reader.check(rows=2)
 

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eagle.target.attention import attention_limits, can_group, layer_windows
+from eagle.target.attention import attention_limits, can_group, layer_windows, near_limits
 from eagle.target.cache import TreeCache
 from eagle.target.structure import base_of
 from eagle.target.trees.means import FAILURES, OFFSETS, ORIGIN, ROWS, TABLES, UNLIMITED, Means
 from eagle.target.trees.positions import counts_columns, first_position, table_builders
 
 LONGEST_PROBE = 4096  # tokens of a prompt that crosses a window
+NEAR = 5  # tokens after which windows and chunks of thousands begin in a first probe
 COPIES = 32  # of one node of the tree: a model that counts rows would give the last another position than the first
 DIFFERENCE = 20.0  # times rounding: beyond it a model's step by one token is not its forward over a text
 
@@ -58,7 +59,12 @@ def climb(reader: Any) -> str | None:
 def _try_means(reader: Any, means: Means, probe: Probe) -> str | None:
     """How a reader misreads trees by these means; None if it does not."""
     try:
-        if means != reader.means:
+        with near_limits(reader.original, reader.config, NEAR) as is_far:
+            if is_far:
+                reader.take(means)
+                if reason := Probe(reader).find_misreading():
+                    return reason
+        if is_far or means != reader.means:
             reader.take(means)
     except FAILURES as error:
         return f"cannot be read by {means.describe()} ({type(error).__name__}: {str(error)[:200]})"
