@@ -104,9 +104,7 @@ class TreeCache(SlotCache, Cache):
 
     def reusable(self, slot: int, length: int) -> int:
         """The longest part of a slot's first tokens after which reading can go on."""
-        if self.states is None:
-            return length
-        return 0 if self.mixers and self.mixers.by_levels else self.states.reusable(slot, length)
+        return length if self.states is None else self.states.reusable(slot, length)
 
     def measure(self) -> None:
         """Note the bytes of the first slot's states and of a column, by which later caches know their room."""

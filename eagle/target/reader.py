@@ -163,6 +163,16 @@ class TreeReader:
 
     def reading(self, cache: Any, seen: Tensor | None, new: int, width: int) -> AbstractContextManager[None]:
         """A context in which modules that keep a state read `new` of `width` uncommitted nodes where the cache aims."""
+    def reads_on(self, held: int, count: int) -> bool:
+        """Whether a prompt of so many tokens is read on from its first `held` ones, rather than as a whole.
+
+        Mixers that read by levels take the rest token by token, which must be worth it. Where the truth is a model's
+        own steps, they are not what its forward over a prompt gives.
+        """
+        if not self.mixers.by_levels:
+            return True
+        return not self.follows_steps and held >= STEP_TOKENS * (count - held)
+
         return cache.reading(self.mixers, seen, new, width) if self.mixers.mixers else nullcontext()
 
     def find_layouts(self, tokens: Tensor) -> dict[int, Tensor]:
