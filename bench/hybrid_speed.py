@@ -28,7 +28,7 @@ from eagle.target.state import TargetState
 from eagle.target.trees.means import Means
 from eagle.target.trees.tree_plan import Plan
 
-MEANS = {"paths": Means(), "levels": Means(levels=True), "whole": Means(whole=True)}
+MEANS = {"paths": Means(), "levels": Means(levels=True), "by cost": Means(cheaper=True), "whole": Means(whole=True)}
 SHAPE = {
     "hidden_size": 2048,
     "intermediate_size": 6144,

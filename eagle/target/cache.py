@@ -63,7 +63,7 @@ class TreeCache(SlotCache, Cache):
             return
         lengths = [start - (width - new) for start in self.starts]
         sizes = self.new_sizes or [width] * len(self.slots)
-        reading = self.states.open(self.slots, lengths, sizes, seen, new, levels=mixers.by_levels, commits=self.commits)
+        reading = self.states.open(self.slots, lengths, sizes, seen, new, mixers=mixers, commits=self.commits)
         with mixers.reporting_to(reading):
             yield
         self.states.close(self.slots, lengths, reading)

@@ -72,7 +72,9 @@ class TreeReader:
         elif self.stateful:
             self.cache_kind = cache_kind(self._read_two(None))
             found = find_mixers(self.base, self.new_cache(), self._read_two)
-            self.mixers = Mixers(found, by_levels=means.levels)
+            weights = sum(weight.nbytes for weight in self.original.parameters())
+            most = max(weights, LEAST_BYTES) if means.cheaper else None
+            self.mixers = Mixers(found, by_levels=means.levels, most_bytes=most)
         if self.has_rows:
             attention = find_attention(self.base, self.config, self._run_two)
             self.mixers = Mixers([*self.mixers.mixers, *attention], by_levels=means.levels)
@@ -161,8 +163,6 @@ class TreeReader:
             cache.snapshot(0, len(tokens))
         return hidden
 
-    def reading(self, cache: Any, seen: Tensor | None, new: int, width: int) -> AbstractContextManager[None]:
-        """A context in which modules that keep a state read `new` of `width` uncommitted nodes where the cache aims."""
     def reads_on(self, held: int, count: int) -> bool:
         """Whether a prompt of so many tokens is read on from its first `held` ones, rather than as a whole.
 
@@ -173,6 +173,8 @@ class TreeReader:
             return True
         return not self.follows_steps and held >= STEP_TOKENS * (count - held)
 
+    def reading(self, cache: Any, seen: Tensor | None, new: int, width: int) -> AbstractContextManager[None]:
+        """A context in which modules that keep a state read `new` of `width` uncommitted nodes where the cache aims."""
         return cache.reading(self.mixers, seen, new, width) if self.mixers.mixers else nullcontext()
 
     def find_layouts(self, tokens: Tensor) -> dict[int, Tensor]:
@@ -220,4 +222,4 @@ class TreeReader:
                 )
             self.checked = True
         if rows > 1 and self.reads_rows is None:
-            self.reads_rows = Probe(self).compare_rows()
+            self.reads_rows = all(Probe(self).compare_rows() for _ in self.mixers.each_way())

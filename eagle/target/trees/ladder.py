@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from eagle.target.structure import base_of
 from eagle.target.trees.means import FAILURES, OFFSETS, ORIGIN, ROWS, TABLES, UNLIMITED, Means
 from eagle.target.trees.positions import counts_columns, first_position, table_builders
 
-LONGEST_PROBE = 4096  # tokens of a prompt that crosses a window
 NEAR = 5  # tokens after which windows and chunks of thousands begin in a first probe
+LONGEST_PROBE = 4096  # tokens of a prompt that crosses a window
 COPIES = 32  # of one node of the tree: a model that counts rows would give the last another position than the first
 DIFFERENCE = 20.0  # times rounding: beyond it a model's step by one token is not its forward over a text
 
@@ -51,9 +52,21 @@ def climb(reader: Any) -> str | None:
             if follows_steps and not means.levels:
                 continue
             if (reason := _try_means(reader, means, probe)) is None:
+                _try_cheaper(reader, probe)
                 return None
             reasons.append(reason)
     return reasons[0]
+
+
+def _try_cheaper(reader: Any, probe: Probe) -> None:
+    """Let a reader choose between paths and levels by their costs, if it reads trees right by both."""
+    mixers, means = reader.mixers, reader.means
+    if not mixers.mixers or means.levels or means.whole or ROWS in means.extras:
+        return
+    reader.take(replace(means, cheaper=True))
+    if any(probe.find_misreading() for _ in reader.mixers.each_way()):
+        reader.take(means)
+        probe.find_misreading()  # which measures the states
 
 
 def _try_means(reader: Any, means: Means, probe: Probe) -> str | None:
