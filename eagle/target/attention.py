@@ -135,6 +135,29 @@ def attention_limits(config: Any) -> set[int]:
     return {count * block if "topk" in name else count for name, counts in named.items() for count in counts}
 
 
+FAR_NAMES = re.compile("^(sliding_window|attention_chunk_size|floor_scale)$")  # numbers of tokens, read in each forward
+
+
+@contextmanager
+def near_limits(model: Any, config: Any, near: int) -> Iterator[bool]:
+    """A context in which what a model does beyond so many tokens begins after `near` ones; yields if there is any."""
+    numbers = {name: value for name, value in vars(config).items() if FAR_NAMES.search(name) and type(value) is int}
+    far = {name: value for name, value in numbers.items() if value > near}
+    changed = [
+        (owner, name)
+        for owner in (vars(config), *map(vars, model.modules()))
+        for name, value in far.items()
+        if owner.get(name) == value
+    ]
+    for owner, name in changed:
+        owner[name] = near
+    try:
+        yield bool(far)
+    finally:
+        for owner, name in changed:
+            owner[name] = far[name]
+
+
 class MasksByKind(dict[str, Any]):
     """Masks by layer type: attending types first, then those without a mask; one for any other type when asked for."""
 

@@ -63,7 +63,7 @@ class TreeCache(SlotCache, Cache):
             return
         lengths = [start - (width - new) for start in self.starts]
         sizes = self.new_sizes or [width] * len(self.slots)
-        reading = self.states.open(self.slots, lengths, sizes, seen, new, levels=mixers.by_levels, commits=self.commits)
+        reading = self.states.open(self.slots, lengths, sizes, seen, new, mixers=mixers, commits=self.commits)
         with mixers.reporting_to(reading):
             yield
         self.states.close(self.slots, lengths, reading)
@@ -104,9 +104,7 @@ class TreeCache(SlotCache, Cache):
 
     def reusable(self, slot: int, length: int) -> int:
         """The longest part of a slot's first tokens after which reading can go on."""
-        if self.states is None:
-            return length
-        return 0 if self.mixers and self.mixers.by_levels else self.states.reusable(slot, length)
+        return length if self.states is None else self.states.reusable(slot, length)
 
     def measure(self) -> None:
         """Note the bytes of the first slot's states and of a column, by which later caches know their room."""

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -24,6 +25,10 @@ from eagle.target.trees.means import OFFSETS, ORIGIN, ROWS, TABLES, UNLIMITED, M
 from eagle.target.trees.mixers import Mixers, WholeModel, find_mixers
 from eagle.target.trees.positions import Places, first_position, place_tables
 from eagle.target.twin import share_weights
+
+LEAST_BYTES = 2**30  # of states that a tree's nodes may take by levels; else as many as the weights
+WHOLE_PROMPTS = "max_inference_chunksize"  # beyond it layers run on pieces of a prompt, which taps would miss
+STEP_TOKENS = 16  # of a prompt that take as long as one token by itself: 4 in fp32 and 12 in bf16 on a CPU
 
 
 class TreeReader:
@@ -58,6 +63,8 @@ class TreeReader:
         if UNLIMITED in means.extras:
             self.masks.windows = dict.fromkeys(self.masks.windows)
         self.settings = vars(twin_config)
+        if WHOLE_PROMPTS in self.settings:
+            self.settings[WHOLE_PROMPTS] = sys.maxsize
         self.mixers = Mixers()
         self.has_rows = ROWS in means.extras
         if means.whole:
@@ -65,7 +72,9 @@ class TreeReader:
         elif self.stateful:
             self.cache_kind = cache_kind(self._read_two(None))
             found = find_mixers(self.base, self.new_cache(), self._read_two)
-            self.mixers = Mixers(found, by_levels=means.levels)
+            weights = sum(weight.nbytes for weight in self.original.parameters())
+            most = max(weights, LEAST_BYTES) if means.cheaper else None
+            self.mixers = Mixers(found, by_levels=means.levels, most_bytes=most)
         if self.has_rows:
             attention = find_attention(self.base, self.config, self._run_two)
             self.mixers = Mixers([*self.mixers.mixers, *attention], by_levels=means.levels)
@@ -159,6 +168,16 @@ class TreeReader:
             cache.snapshot(0, len(tokens))
         return hidden
 
+    def reads_on(self, held: int, count: int) -> bool:
+        """Whether a prompt of so many tokens is read on from its first `held` ones, rather than as a whole.
+
+        Mixers that read by levels take the rest token by token, which must be worth it. Where the truth is a model's
+        own steps, they are not what its forward over a prompt gives.
+        """
+        if not self.mixers.by_levels:
+            return True
+        return not self.follows_steps and held >= STEP_TOKENS * (count - held)
+
     def reading(self, cache: Any, seen: Tensor | None, new: int, width: int) -> AbstractContextManager[None]:
         """A context in which modules that keep a state read `new` of `width` uncommitted nodes where the cache aims."""
         return cache.reading(self.mixers, seen, new, width) if self.mixers.mixers else nullcontext()
@@ -208,4 +227,4 @@ class TreeReader:
                 )
             self.checked = True
         if rows > 1 and self.reads_rows is None:
-            self.reads_rows = Probe(self).compare_rows()
+            self.reads_rows = all(Probe(self).compare_rows() for _ in self.mixers.each_way())

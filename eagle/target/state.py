@@ -145,7 +145,8 @@ class TargetState:
         if (len(text) > border) != (len(prompt) > border):
             return 0
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt, strict=False)))
-        return self.cache.reusable(slot, min(same, len(prompt) - 1))
+        held = self.cache.reusable(slot, min(same, len(prompt) - 1))
+        return held if self.target.reader.reads_on(held, len(prompt)) else 0
 
     # -- forwards -----------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from eagle import Sampling, Target, generate
 from eagle.core.verify import Choose
 from eagle.drafters.none import NoDrafter
 from eagle.target.trees import text_states
+from eagle.target.trees.mixers import Mixers
 from tests.families import build, own_answer, random_tokens
 
 PROMPT = random_tokens(20, seed=5)
@@ -129,4 +130,4 @@ def test_states_that_are_not_held_are_an_error_in_words() -> None:
     """Reading on behind a length without states names those that are held."""
     states = Target(build("qwen3_next")).reader.new_cache().states or text_states.TextStates()
     with pytest.raises(RuntimeError, match=r"slot 0 holds states behind \[\] tokens, not behind 3"):
-        states.open([0], [3], [1], None, 1, levels=False, commits=False)
+        states.open([0], [3], [1], None, 1, mixers=Mixers(), commits=False)

@@ -5,18 +5,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from eagle.target.attention import attention_limits, can_group, layer_windows
+from eagle.target.attention import attention_limits, can_group, layer_windows, near_limits
 from eagle.target.cache import TreeCache
 from eagle.target.structure import base_of
 from eagle.target.trees.means import FAILURES, OFFSETS, ORIGIN, ROWS, TABLES, UNLIMITED, Means
 from eagle.target.trees.positions import counts_columns, first_position, table_builders
 
+NEAR = 5  # tokens after which windows and chunks of thousands begin in a first probe
 LONGEST_PROBE = 4096  # tokens of a prompt that crosses a window
+EXACT_DTYPES = (torch.float32, torch.float64)
 COPIES = 32  # of one node of the tree: a model that counts rows would give the last another position than the first
 DIFFERENCE = 20.0  # times rounding: beyond it a model's step by one token is not its forward over a text
 
@@ -50,15 +53,32 @@ def climb(reader: Any) -> str | None:
             if follows_steps and not means.levels:
                 continue
             if (reason := _try_means(reader, means, probe)) is None:
+                _try_cheaper(reader, probe)
                 return None
             reasons.append(reason)
     return reasons[0]
 
 
+def _try_cheaper(reader: Any, probe: Probe) -> None:
+    """Let a reader choose between paths and levels by their costs, if it reads trees right by both."""
+    mixers, means = reader.mixers, reader.means
+    if not mixers.mixers or means.levels or means.whole or ROWS in means.extras:
+        return
+    reader.take(replace(means, cheaper=True))
+    if any(probe.find_misreading() for _ in reader.mixers.each_way()):
+        reader.take(means)
+        probe.find_misreading()  # which measures the states
+
+
 def _try_means(reader: Any, means: Means, probe: Probe) -> str | None:
     """How a reader misreads trees by these means; None if it does not."""
     try:
-        if means != reader.means:
+        with near_limits(reader.original, reader.config, NEAR) as is_far:
+            if is_far:
+                reader.take(means)
+                if reason := Probe(reader).find_misreading():
+                    return reason
+        if is_far or means != reader.means:
             reader.take(means)
     except FAILURES as error:
         return f"cannot be read by {means.describe()} ({type(error).__name__}: {str(error)[:200]})"
@@ -97,9 +117,15 @@ class Probe:
         if not (nodes - expected).norm() <= limit * expected.norm():
             return "reads a small tree unlike the texts along its paths, for it masks or places tokens by itself"
         limit = max(limit, torch.finfo(copies.dtype).eps)  # copies differ by rounding, however little a token makes out
-        if not (copies - copies[0]).norm(dim=-1).max() <= limit * copies[0].norm():
+        worst = (copies - copies[0]).norm(dim=-1).max() / copies[0].norm()
+        if not worst <= limit or (worst > self._copies_limit(copies) and counts_columns(reader)):
             return "attends by the order of rows in its cache, which in a tree is not that of positions"
         return None
+
+    def _copies_limit(self, copies: Tensor) -> float:
+        """How far copies may be apart in a model that may count columns, in half precision, where paths tell little."""
+        exact = OFFSETS in self.reader.means.extras or copies.dtype in EXACT_DTYPES
+        return float("inf") if exact else 4 * torch.finfo(copies.dtype).eps
 
     @torch.inference_mode()
     def measure_worst(self) -> float:
@@ -192,7 +218,7 @@ class Probe:
         first, second, mixed = hidden[:, count:]
         # the difference that seeing its parent's sibling would make to a node
         misread = float((mixed[3] - second[2]).norm() / second[2].norm())
-        exact = hidden.dtype in (torch.float32, torch.float64)
+        exact = hidden.dtype in EXACT_DTYPES
         return torch.cat([first[:3], second]), max(1e-5, min(misread / 10, 1e-3)) if exact else max(misread / 3, 1e-3)
 
     def _read_tree(self, tokens: Tensor, count: int, cache: TreeCache) -> Tensor:

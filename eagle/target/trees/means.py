@@ -21,13 +21,14 @@ class Means:
 
     grouped: bool = False  # attention by `grouped_attention`, else the model's own
     levels: bool = False  # modules that keep a state read one depth at a time, else all paths at once
+    cheaper: bool = False  # both ways are right, and each forward takes the cheaper one
     whole: bool = False  # the whole model reads paths as rows, with its own cache
     singly: bool = False  # and rows of one token by themselves
     extras: tuple[str, ...] = ()
 
     def describe(self, *, has_mixers: bool = False) -> str:
         """In words, as logs and result files name it."""
-        way = "levels" if self.levels else "paths"
+        way = "paths or levels by cost" if self.cheaper else "levels" if self.levels else "paths"
         if self.whole:
             return f"the whole model over {way}" + (", steps one by one" if self.singly else "")
         return " + ".join(["mask", *([f"mixers over {way}"] if has_mixers else []), *self.extras])

@@ -8,7 +8,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,8 +16,12 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from eagle.target.trees.mixer_state import State, join, row_of
-from eagle.target.trees.tree_plan import Paths
+from eagle.target.trees.tree_plan import Paths, Plan
 
+# States as large as the weights that are read in the time of one step of a path. On a CPU, 11.5 suits chains and trees
+# of Qwen3.5-like and Bamba-like layers in fp32 and bf16; other devices have kernels that keep a state while they scan,
+# so that the traffic of weights decides alone there.
+STEP_STATES = {"cpu": 11.5}
 WRITERS = {"update_conv_state": 1, "update_recurrent_state": 1, "set_linear_cache": 0}  # and where they take the layer
 
 
@@ -57,6 +61,11 @@ class Mixer:
         self.running: tuple[Projections, Paths] | None = None
         for linear in [part for part in module.modules() if isinstance(part, nn.Linear)]:
             linear.forward = partial(self._project, linear.forward)  # type: ignore[method-assign]
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights lie."""
+        return next(self.module.parameters()).device
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mixer) and other.name == self.name
@@ -169,13 +178,49 @@ class WholeModel(Mixer):
 class Mixers:
     """The mixers of one model, which report to the forward that is being read; without one they run as they are."""
 
-    def __init__(self, mixers: Sequence[Mixer] = (), *, by_levels: bool = False) -> None:
+    def __init__(self, mixers: Sequence[Mixer] = (), *, by_levels: bool = False, most_bytes: int | None = None) -> None:
         self.mixers = list(mixers)
         self.by_levels = by_levels  # whether they ignore their state when they are given several tokens
+        self.most_bytes = most_bytes  # of states in one forward by levels, where both ways are right; None: one is
         self.reading: Any = None
         self.state_bytes = self.column_bytes = 0  # of a text's states and of a token's keys and values, once measured
         for mixer in self.mixers:
             mixer.module.forward = partial(self._report, mixer)
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of the projections, which every call reads."""
+        modules = {part for mixer in self.mixers for part in mixer.module.modules() if isinstance(part, nn.Linear)}
+        return sum(part.weight.nbytes for part in modules)
+
+    def each_way(self) -> Iterator[None]:
+        """Both ways in turn where a forward may take either, else the one there is; then all is as it was."""
+        most = self.most_bytes
+        if most is None:
+            yield
+            return
+        self.most_bytes = None
+        try:
+            for self.by_levels in (True, False):
+                yield
+        finally:
+            self.most_bytes, self.by_levels = most, False
+
+    def takes_levels(self, plan: Plan, *, grows: bool = False) -> bool:
+        """Whether a forward reads its trees by levels, which is cheaper for many short paths.
+
+        A call for each of D levels reads the projections' weights, and each of N nodes its state. R paths, and the one
+        that is kept, take D steps each. A forward that `grows` another by levels takes fewer steps than all paths.
+        """
+        if self.most_bytes is None:
+            return self.by_levels
+        nodes = sum(map(len, plan.parents))
+        if nodes * self.state_bytes > self.most_bytes:
+            return False
+        rows = plan.to_leaves
+        steps = (len(rows.paths) + 1) * rows.longest - nodes
+        step = STEP_STATES.get(self.mixers[0].device.type, 0) * self.state_bytes
+        return grows or (len(plan.levels) - 1) * self.weight_bytes <= steps * step
 
     def _report(self, mixer: Mixer, *args: Any, **kwargs: Any) -> Any:
         if self.reading is None:

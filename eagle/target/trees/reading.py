@@ -40,10 +40,15 @@ class Reading:
             return self._read_texts(mixer, inputs, before)
         return (self._read_levels if self.levels else self._read_paths)(mixer, inputs, before)
 
+    def _join_inputs(self, mixer: Mixer, inputs: dict[str, Any]) -> dict[str, Any]:
+        """A mixer's inputs at all nodes, given those at the new ones."""
+        if mixer not in self.inputs:
+            return inputs
+        (texts, _), first, new = self.plan.shape, self.plan.first, self.plan.new
+        return _join_nodes(self.inputs[mixer], inputs, (texts, first), (texts, new))
+
     def _read_paths(self, mixer: Mixer, inputs: dict[str, Any], before: list[State]) -> Any:
-        plan = self.plan
-        if mixer in self.inputs:  # of nodes that were read before
-            inputs = _join_nodes(self.inputs[mixer], inputs, (plan.shape[0], plan.first), (plan.shape[0], plan.new))
+        plan, inputs = self.plan, self._join_inputs(mixer, inputs)
         paths, projections = plan.to_leaves, Projections()
         states = [before[text] for text in paths.texts]
         output, ends = self._run(mixer, inputs, states, paths, projections, splits=paths.is_whole)
@@ -89,9 +94,10 @@ class Reading:
         for level, rows in zip(plan.levels, levels, strict=True):
             parents = [(text, plan.parents[text][node]) for text, node in level]
             states = [before[text] if parent == -1 else behind[text, parent] for text, parent in parents]
-            output, state = mixer.run(inputs, pick_states(states, range(len(states))), rows, None)
-            behind |= dict(zip(level, split_state(state, len(level)), strict=True))
+            output, states = self._run(mixer, inputs, states, rows, None)
+            behind |= dict(zip(level, states, strict=True))
             outputs.append(output)
+        self.inputs[mixer] = self._join_inputs(mixer, inputs)  # for more nodes than can be read by levels
         return _map_rows(lambda rows: nodes.scatter(rows, plan.new), _join_rows(outputs), nodes)
 
     def _read_texts(self, mixer: Mixer, inputs: dict[str, Any], before: list[State]) -> Any:
@@ -159,12 +165,12 @@ class Reading:
             }
         return other
 
-    def extend(self, parents: list[list[int]], new: int) -> Reading:
-        """A forward over `new` more nodes of the same texts."""
-        plan = Plan(parents, self.plan.shape[1] + new, new)
-        other = Reading(plan, self.states, levels=self.levels)
+    def extend(self, plan: Plan, *, levels: bool) -> Reading:
+        """A forward over more nodes of the same texts."""
+        other = Reading(plan, self.states, levels=levels)
         other.inputs = dict(self.inputs)
-        other.behind = {mixer: dict(behind) for mixer, behind in self.behind.items()}
+        if levels:
+            other.behind = {mixer: dict(behind) for mixer, behind in self.behind.items()}
         return other
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from eagle.target.trees.mixer_state import count_bytes
+from eagle.target.trees.mixers import Mixers
 from eagle.target.trees.reading import Reading, States
 from eagle.target.trees.tree_plan import Plan, find_parents
 
@@ -40,17 +41,19 @@ class TextStates:
         seen: Tensor | None,
         new: int,
         *,
-        levels: bool,
+        mixers: Mixers,
         commits: bool,
     ) -> Reading:
         """A forward over the last `new` of so many uncommitted nodes of each slot; `seen` as in `find_parents`."""
         states = [self._behind(slot, length) for slot, length in zip(slots, lengths, strict=True)]
         width = max(sizes)
         if width == new:
-            parents = find_parents(seen, sizes, [[]] * len(slots))
-            return Reading(Plan(parents, width, new), states, levels=levels, commits=commits)
+            plan = Plan(find_parents(seen, sizes, [[]] * len(slots)), width, new)
+            levels = mixers.by_levels if commits else mixers.takes_levels(plan)
+            return Reading(plan, states, levels=levels, commits=commits)
         earlier = self._narrow(slots, states)
-        return earlier.extend(find_parents(seen, sizes, earlier.plan.parents), new)
+        plan = Plan(find_parents(seen, sizes, earlier.plan.parents), earlier.plan.shape[1] + new, new)
+        return earlier.extend(plan, levels=earlier.levels and mixers.takes_levels(plan, grows=True))
 
     def _behind(self, slot: int, length: int) -> States:
         """The states behind so many tokens of a slot's text."""
