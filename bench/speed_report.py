@@ -8,10 +8,11 @@ from typing import Any
 
 from bench.machine import markdown
 from bench.speed_arms import ASSISTED, PEERS, PLAIN, POLICY, THEIRS, Setting
-from eval.result_files.statistics import Estimate, estimate
+from eval.result_files.statistics import estimate
 
 Record = dict[str, Any]
 Cell = dict[str, Any]
+Turns = Mapping[tuple[int, int], Record]  # by group of prompts and run
 GOALS = {"over plain": 2.2, "over assisted": 1.3, "batch 16 over plain": 1.0}
 
 
@@ -34,9 +35,9 @@ def compute_cells(records: Iterable[Record], costs: Mapping[str, float | None]) 
                 "setting": [*setting],
                 "arm": arm,
                 "tokens/s": round(sums["tokens"] / sums[clock], 2),
-                "over plain": compare(plain, rows, clock),
-                "over transformers": compare(theirs, rows, clock),
-                "over assisted": compare(fastest(assisted, clock), rows, clock),
+                "over plain": compare(plain, rows, plain, clock),
+                "over transformers": compare(theirs, rows, plain, clock),
+                "over assisted": compare(fastest(assisted, clock), rows, plain, clock),
                 "tau": acceptance(rows),
                 "cycle": costs.get(f"{setting.size}, {setting.dtype}, {setting.threads}, {arm}"),
                 "cpu": round(sums["cpu"], 1),
@@ -53,35 +54,46 @@ def is_assisted(arm: str) -> bool:
     return arm.startswith(ASSISTED)
 
 
-def compare(base: Mapping[Any, Record], rows: Mapping[Any, Record], clock: str) -> list[float] | None:
-    """Tokens per second over those of a base in the same turns, with its interval over prompts; None without turns."""
-    clusters: dict[int, list[list[float]]] = defaultdict(list)
-    for turn in [turn for turn in rows if turn in base]:
-        figures = [side[turn][name] for side in (rows, base) for name in ("tokens", clock)]
-        clusters[turn[0]].append(figures)
+def compare(base: Turns, rows: Turns, plain: Turns, clock: str) -> list[float | None] | None:
+    """Tokens per second over a base's, each over plain decoding in its own turns, with an interval over prompts."""
+    sides = [sum_groups(side, plain, clock) for side in (rows, base)]
+    clusters = {group: [[*sides[0][group], *sides[1][group]]] for group in sides[0] if group in sides[1]}
     if not clusters:
         return None
-    found: Estimate = estimate(clusters, lambda sums: sums[0] / sums[1] / (sums[2] / sums[3]))
+    found = estimate(clusters, lambda sums: _over_plain(sums[:4]) / _over_plain(sums[4:]))
     return [round(value, 3) if abs(value) < 1e9 else None for value in found]
 
 
-def fastest(sides: Iterable[Mapping[Any, Record]], clock: str) -> Mapping[Any, Record]:
+def _over_plain(sums: Any) -> Any:
+    return sums[0] / sums[1] / (sums[2] / sums[3])
+
+
+def sum_groups(rows: Turns, plain: Turns, clock: str) -> dict[int, list[float]]:
+    """Of each prompt, or group of prompts, tokens and seconds of a side and of plain decoding in the same turns."""
+    sums: dict[int, list[float]] = {}
+    for turn in [turn for turn in rows if turn in plain]:
+        figures = [side[turn][name] for side in (rows, plain) for name in ("tokens", clock)]
+        sums[turn[0]] = [sum(pair) for pair in zip(figures, sums.get(turn[0], [0.0] * 4), strict=True)]
+    return sums
+
+
+def fastest(sides: Iterable[Turns], clock: str) -> Turns:
     """The side with the most tokens per second."""
     known = [side for side in sides if side]
 
-    def speed(side: Mapping[Any, Record]) -> float:
+    def speed(side: Turns) -> float:
         return sum(row["tokens"] for row in side.values()) / sum(row[clock] for row in side.values())
 
     return max(known, key=speed, default={})
 
 
-def acceptance(rows: Mapping[Any, Record]) -> float | None:
+def acceptance(rows: Turns) -> float | None:
     """Tokens per cycle; None where cycles are not counted."""
     cycles = sum(row.get("cycles", 0) for row in rows.values())
     return round(sum(row["committed"] for row in rows.values()) / cycles, 3) if cycles else None
 
 
-def count_answers(rows: Mapping[Any, Record]) -> list[int] | None:
+def count_answers(rows: Turns) -> list[int] | None:
     """Answers unlike plain decoding's, and all that were compared; None if none was."""
     known = [row for row in rows.values() if row["unequal"] is not None]
     return [sum(row["unequal"] for row in known), sum(row["texts"] for row in known)] if known else None

@@ -121,7 +121,7 @@ def test_a_widened_drafter_drafts_as_before(kind: str, recipe: Path, mixing_targ
 
 
 def test_speed_ups_are_of_the_same_turns() -> None:
-    """Arms that were added later are compared with the plain decoding that was timed beside them."""
+    """Arms that were added later are compared with the plain decoding beside them, and so with those of other runs."""
     place = {"setting": [*Setting("1 B", "bfloat16", 1, 0, 1, 0.0)], "unequal": 0, "texts": 1, "wall": 1.0}
 
     def turn(arm: str, run: int, group: int, cpu: float) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def test_speed_ups_are_of_the_same_turns() -> None:
     assert cells["a, chain 3"]["over plain"] == [2.0, 2.0, 2.0]
     assert cells["b, chain 3"]["over plain"] == [4.0, 4.0, 4.0]
     assert cells["b, chain 3"]["over assisted"] == [2.0, 2.0, 2.0]
-    assert cells["a, chain 3"]["over assisted"] is None
+    assert cells["a, chain 3"]["over assisted"] == [1.0, 1.0, 1.0]  # both are twice as fast as plain decoding
     verdicts = [(reached.split(",")[0], verdict) for _, reached, verdict in list_goals([*cells.values()])]
     assert verdicts == [("b", "met"), ("b", "met")]
 
