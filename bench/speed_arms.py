@@ -146,6 +146,12 @@ def count_weights(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+def cycle_cost(costs: Costs, drafter: Drafter, budget: Budget) -> float | None:
+    """A cycle over a forward of one token, by bare forwards; None for drafters that take none."""
+    rows, context = costs.rows(drafter, budget, 2) if budget.nodes else (), costs.contexts[0]
+    return None if rows is None else round(costs.cycle(budget.nodes, rows, context) / costs.read(1, context), 3)
+
+
 class Costly:
     """A model widened to a size, and whatever decodes with it."""
 
@@ -165,7 +171,7 @@ class Costly:
     def _load_drafter(self, name: str) -> Drafter:
         drafter = load_named(self.recipe, self.target, name)
         if self.target is not self.small:
-            self.shares[f"{self.name}, {name}"] = widen_drafter(drafter, self.weights)
+            self.shares[name] = widen_drafter(drafter, self.weights)
         return drafter
 
     def side(self, arm: str, setting: Setting, prompts: Sequence[list[int]]) -> Callable[..., Timed]:
@@ -207,30 +213,21 @@ class Costly:
         return Goodput.measure(self.target, self.drafter(name), asked, budget, batch_sizes=sizes).costs, budget
 
     def tuning(self, name: str, setting: Setting) -> dict[str, Any]:
-        """The fastest budget for one text and the costs behind it, kept in a file.
+        """The fastest budget for one text, costs of cycles and the drafter's share, kept in a file.
 
         The model and the drafter as they were before widening answer and draft: their tokens are the same.
         """
-        key = f"{self.name}, {setting.threads} threads, {name}"
+        key = f"{self.name}, {setting.threads}, {name}"
         known = json.loads(self.plans.read_text()) if self.plans.exists() else {}
         if key not in known:
-            drafter = load_named(self.recipe, self.small, name)
+            drafter, wide = load_named(self.recipe, self.small, name), self.drafter(name)
             answers = answer_prompts(self.recipe, self.small, drafter.taps)
-            wide = self.drafter(name)
             costs = bare_costs(self.target, wide, contexts_of(answers)[1:2], COST_SIZES, rounds=3)
-            best = search(Tuning(self.small, drafter, answers, costs), CANDIDATES)
-            known[key] = {"tuned": asdict(best.budget), "costs": asdict(costs)}
+            best = search(Tuning(self.small, drafter, answers, costs), CANDIDATES).budget
+            cycles = {shape: cycle_cost(costs, wide, budget) for shape, budget in {**SHAPES, TUNED: best}.items()}
+            known[key] = {"tuned": asdict(best), "cycles": cycles, "share": self.shares.get(name)}
             self.plans.write_text(json.dumps(known))
         return known[key]
-
-    def cycle_cost(self, name: str, shape: str, setting: Setting) -> float | None:
-        """What a cycle costs over a forward of one token, by bare forwards; None for policies and drafts of no cost."""
-        if shape == POLICY or not isinstance(self.drafter(name), nn.Module):
-            return None
-        tuning = self.tuning(name, setting)
-        budget, costs = SHAPES.get(shape) or Budget(**tuning["tuned"]), Costs.parse(tuning["costs"])
-        rows = costs.rows(self.drafter(name), budget, 2) if budget.nodes else ()
-        return costs.cycle(budget.nodes, rows or (), costs.contexts[0]) / costs.read(1, costs.contexts[0])
 
     def _assistant(self) -> Any:
         """The model of the first draft model that the recipe names."""

@@ -16,7 +16,7 @@ Turns = Mapping[tuple[int, int], Record]  # by group of prompts and run
 GOALS = {"over plain": 2.2, "over assisted": 1.3, "batch 16 over plain": 1.0}
 
 
-def compute_cells(records: Iterable[Record], costs: Mapping[str, float | None]) -> list[Cell]:
+def compute_cells(records: Iterable[Record], drafters: Mapping[str, Any]) -> list[Cell]:
     """The figures of every arm of every setting, in the order in which they were first measured."""
     turns: dict[tuple[Any, ...], dict[tuple[int, int], Record]] = defaultdict(dict)
     for record in records:
@@ -39,7 +39,7 @@ def compute_cells(records: Iterable[Record], costs: Mapping[str, float | None]) 
                 "over transformers": compare(theirs, rows, plain, clock),
                 "over assisted": compare(fastest(assisted, clock), rows, plain, clock),
                 "tau": acceptance(rows),
-                "cycle": costs.get(f"{setting.size}, {setting.dtype}, {setting.threads}, {arm}"),
+                "cycle": find_cost(drafters, setting, arm),
                 "cpu": round(sums["cpu"], 1),
                 "wall": round(sums["wall"], 1),
                 "unequal": count_answers(rows),
@@ -47,6 +47,14 @@ def compute_cells(records: Iterable[Record], costs: Mapping[str, float | None]) 
             }
         )
     return cells
+
+
+def find_cost(drafters: Mapping[str, Any], setting: Setting, arm: str) -> float | None:
+    """What a cycle of one text costs over a forward of one token, where it was measured."""
+    name, _, shape = arm.partition(", ")
+    known = drafters.get(f"{setting.size}, {setting.dtype}, {setting.threads}, {name}", {})
+    cost: float | None = known.get("cycles", {}).get(shape) if setting.batch == 1 else None
+    return cost
 
 
 def is_assisted(arm: str) -> bool:

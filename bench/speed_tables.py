@@ -80,16 +80,9 @@ def run_setting(
             write({**place, **figures, "unequal": unequal, "texts": len(prompts)})
 
 
-def describe_cells(costly: Costly, records: Sequence[Record]) -> dict[str, Any]:
-    """Shares of the drafters and costs of their cycles, as far as they are known."""
-    costs = {}
-    for record in records:
-        setting, (name, _, shape) = Setting(*record["setting"]), record["arm"].partition(", ")
-        if record["arm"] not in PEERS and shape and setting.batch == 1 and name in costly.recipe.eval.drafters:
-            place = f"{setting.size}, {setting.dtype}, {setting.threads}"
-            if place == f"{costly.name}, {torch.get_num_threads()}":
-                costs[f"{place}, {record['arm']}"] = costly.cycle_cost(name, shape, setting)
-    return {"shares": costly.shares, "costs": costs}
+def read_json(path: Path) -> Any:
+    """What a file holds, nothing where there is none."""
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def read_records(path: Path) -> list[Record]:
@@ -124,8 +117,7 @@ def main(argv: list[str]) -> None:
     recipe = Recipe.load(args.recipe, args.overrides)
     args.work.mkdir(parents=True, exist_ok=True)
     check_asked(recipe, args.work)
-    turns, about_file = args.work / "turns.jsonl", args.work / "about.json"
-    about = json.loads(about_file.read_text()) if about_file.exists() else {"shares": {}, "costs": {}}
+    turns, plans, machine = (args.work / name for name in ("turns.jsonl", "plans.json", "machine.json"))
 
     def write(record: Record) -> None:
         with turns.open("a") as file:
@@ -133,7 +125,9 @@ def main(argv: list[str]) -> None:
 
     for size, dtype, threads in [] if args.report else list(product(args.sizes, args.dtypes, args.threads)):
         torch.set_num_threads(threads)
-        costly = Costly(recipe, size, dtype, args.work / "plans.json")
+        made = made_on(target=Path(recipe.target.path).name, new_tokens=recipe.eval.max_new_tokens)
+        machine.write_text(json.dumps(made))
+        costly = Costly(recipe, size, dtype, plans)
         rest = list(product(args.contexts, recipe.eval.batch_size, recipe.eval.temperatures))
         for context, batch, temperature in progress(rest, f"{size}, {dtype}, {threads} threads", len(rest)):
             setting = Setting(size, dtype, threads, context, batch, temperature)
@@ -141,11 +135,8 @@ def main(argv: list[str]) -> None:
             arms = list_arms(recipe, args.shapes, batch)
             chosen = [arm for arm in arms if args.arms is None or arm in args.arms]
             run_setting(costly, setting, groups, chosen, read_records(turns), write)
-        for name, values in describe_cells(costly, read_records(turns)).items():
-            about[name] |= values
-        about |= {"machine": made_on(target=Path(recipe.target.path).name, new_tokens=recipe.eval.max_new_tokens)}
-        about_file.write_text(json.dumps(about))
-    results = {**about, "cells": compute_cells(read_records(turns), about["costs"])}
+    about = {name: read_json(path) for name, path in (("machine", machine), ("drafters", plans))}
+    results = {**about, "cells": compute_cells(read_records(turns), about["drafters"])}
     write_results(args.out, results)
     print(table(results))
 
