@@ -70,6 +70,7 @@ WRONG: dict[str, list[list[str]]] = {
         ["out", "--set", "unknown", "--seed", "1"],
         ["out", "--set", "tuning", "--seed", "few"],
     ],
+    "bench/speed_tables.py": [[GONE], [GONE, "--dtypes", "float16"]],
     "bench/widen.py": [[GONE, "--chats", GONE], [GONE, "--sizes", "7 B"]],
     "bench/rehearsal.py": [["--size", "unknown"], ["--methods", "unknown"], ["--folder", "."]],
     "bench/train_speed.py": [["--size", "unknown"], ["--speculators", GONE], ["eagle3", "--speculators", GONE]],
