@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -22,10 +23,11 @@ from torch import nn
 from bench.machine import made_on, markdown, take_turns, write_results
 from bench.widen import CONTEXT, TOKENS, widened_model
 from eagle import Target
+from eagle.core.tree import DraftTree
+from eagle.decoding.cycle_times import clock_of
 from eagle.log import progress, script
 from eagle.target.loading import load_model, parse_dtype
 from eagle.target.weights.packed import pack_head
-from eval.costs import bare_read, time_action
 
 SIZES = {"0.025 B": ("float32", "bfloat16"), "0.3 B": ("float32", "bfloat16"), "1 B": ("bfloat16",)}
 LONG = 512  # tokens of a forward as extraction reads them
@@ -60,12 +62,19 @@ def measure_load(folder: Path, dtype: str) -> dict[str, dict[str, float]]:
     return figures
 
 
+def time_run(run: Callable[[], Any]) -> float:
+    """Seconds of one run, by the clock of costs."""
+    clock = clock_of(torch.device("cpu"))
+    start = clock()
+    run()
+    return clock() - start
+
+
 def compare_times(sides: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     """The median milliseconds of the plain side, and the median ratio of the packed one to it."""
     for run in sides.values():
         run()
-    runs = {side: lambda run=run: time_action(run, torch.device("cpu")) for side, run in sides.items()}
-    turns = take_turns(rounds, runs)
+    turns = take_turns(rounds, {side: partial(time_run, run) for side, run in sides.items()})
     ratios = [packed / plain for plain, packed in zip(turns["plain"], turns["packed"], strict=True)]
     return {"plain, ms": round(1000 * median(turns["plain"]), 2), "ratio": round(median(ratios), 3)}
 
@@ -80,8 +89,8 @@ def measure_forwards(targets: dict[str, Target], rounds: int) -> dict[str, Any]:
             state.admit(0, [1 + number % 97 for number in range(CONTEXT)], room=tokens)
             while state.prompts:
                 state.read_prompts()
-            sides[side] = bare_read(state, tokens)
-        plain, packed = (run().logits for run in sides.values())
+            sides[side] = partial(state.read, {0: DraftTree.chain([1] * tokens)})
+        plain, packed = (run()[0].logits for run in sides.values())
         worst = float((plain - packed).abs().max() / plain.abs().max())
         few = rounds if tokens < LONG else max(rounds // 3, 1)
         figures[str(tokens)] = {**compare_times(sides, few), "worst": float(f"{worst:.1g}")}

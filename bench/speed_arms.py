@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -19,12 +20,14 @@ from eagle import Budget, Sampling, Target, stream
 from eagle.core.budget import Policy
 from eagle.core.drafter import Drafter
 from eagle.core.trace import Trace
+from eagle.decoding.cycle_times import bare_costs
+from eagle.decoding.forward_costs import Costs
 from eagle.decoding.goodput import Goodput
 from eagle.drafters.draft_model import DraftModel
 from eagle.recipe import Recipe
-from eval.costs import Costs, bare_costs
+from eagle.target.weights.packed import pack_model
 from eval.load_run import load_named, load_target
-from eval.tune import Tuning, answer_prompts, chain, contexts_of, search
+from eval.tune import Tuning, answer_prompts, chain, search
 
 SHAPES = {
     "chain 3": chain(3),
@@ -158,19 +161,23 @@ class Costly:
     def __init__(self, recipe: Recipe, size: str, dtype: str, plans: Path) -> None:
         section = recipe.target.model_copy(update={"dtype": dtype})
         self.recipe, self.name = recipe.model_copy(update={"target": section}), f"{size}, {dtype}"
-        self.small = load_target(self.recipe)
-        self.plans, self.target = plans, self.small
+        self.small = load_target(self.recipe, packed=False)
+        self.plans, self.target, self.plain = plans, self.small, self.small.model
         if size:
-            wide = widened_model(self.small.model, 1e9 * float(size.split()[0]))
-            self.target = Target(wide, self.small.tokenizer)
-        self.weights = count_weights(self.target.model)
+            self.plain = widened_model(self.small.model, 1e9 * float(size.split()[0]))
+            self.target = Target(self.plain, self.small.tokenizer)
+        if section.packed or (section.packed is None and dtype == "bfloat16"):  # as Target.load does
+            model = copy.deepcopy(self.plain)
+            pack_model(model)
+            self.target = Target(model, self.small.tokenizer)
+        self.weights = count_weights(self.plain)
         self.shares: dict[str, float] = {}
         self.drafter = lru_cache(maxsize=None)(self._load_drafter)
         self.policy = lru_cache(maxsize=None)(self._measure_policy)
 
     def _load_drafter(self, name: str) -> Drafter:
         drafter = load_named(self.recipe, self.target, name)
-        if self.target is not self.small:
+        if self.plain is not self.small.model:
             self.shares[name] = widen_drafter(drafter, self.weights)
         return drafter
 
@@ -185,12 +192,12 @@ class Costly:
 
     def _ask_peer(self, arm: str, *asked: Any) -> Timed:
         if not arm.startswith(ASSISTED):
-            return decode_there(self.target.model, *asked, **PEERS[arm])
+            return decode_there(self.plain, *asked, **PEERS[arm])
         assistant = self._assistant()
         assistant.generation_config.num_assistant_tokens_schedule = "constant"
         for key, value in PEERS[arm].items():
             setattr(assistant.generation_config, key, value)
-        return decode_there(self.target.model, *asked, assistant_model=assistant)
+        return decode_there(self.plain, *asked, assistant_model=assistant)
 
     def plan(self, name: str, shape: str, setting: Setting, prompts: Sequence[list[int]]) -> Budget | Policy:
         """The budget of that name, or a policy that has learned nothing yet."""
@@ -222,7 +229,8 @@ class Costly:
         if key not in known:
             drafter, wide = load_named(self.recipe, self.small, name), self.drafter(name)
             answers = answer_prompts(self.recipe, self.small, drafter.taps)
-            costs = bare_costs(self.target, wide, contexts_of(answers)[1:2], COST_SIZES, rounds=3)
+            context = (min(known.prompt for known in answers) + max(len(known.tokens) for known in answers)) // 2
+            costs = bare_costs(self.target, wide, (context,), COST_SIZES, rounds=3)
             best = search(Tuning(self.small, drafter, answers, costs), CANDIDATES).budget
             cycles = {shape: cycle_cost(costs, wide, budget) for shape, budget in {**SHAPES, TUNED: best}.items()}
             known[key] = {"tuned": asdict(best), "cycles": cycles, "share": self.shares.get(name)}
