@@ -19,7 +19,6 @@ from eagle.target.trees.positions import counts_columns, first_position, table_b
 
 NEAR = 5  # tokens after which windows and chunks of thousands begin in a first probe
 LONGEST_PROBE = 4096  # tokens of a prompt that crosses a window
-EXACT_DTYPES = (torch.float32, torch.float64)
 COPIES = 32  # of one node of the tree: a model that counts rows would give the last another position than the first
 DIFFERENCE = 20.0  # times rounding: beyond it a model's step by one token is not its forward over a text
 
@@ -91,6 +90,8 @@ class Probe:
     def __init__(self, reader: Any) -> None:
         self.reader, self.config = reader, reader.config
         self.base = base_of(reader.original)
+        dtype = reader.original.dtype  # of its layers, which may hand on states in fp32
+        self.is_exact, self.eps = dtype in (torch.float32, torch.float64), torch.finfo(dtype).eps
         self.count = self._prompt_length()
         self.tokens = self._tokens(self.count)
 
@@ -116,16 +117,16 @@ class Probe:
             return f"hands on {len(nodes)} states for {len(expected)} nodes: not one for each token"
         if not (nodes - expected).norm() <= limit * expected.norm():
             return "reads a small tree unlike the texts along its paths, for it masks or places tokens by itself"
-        limit = max(limit, torch.finfo(copies.dtype).eps)  # copies differ by rounding, however little a token makes out
+        limit = max(limit, self.eps)  # copies differ by rounding, however little a token makes out
         worst = (copies - copies[0]).norm(dim=-1).max() / copies[0].norm()
-        if not worst <= limit or (worst > self._copies_limit(copies) and counts_columns(reader)):
+        if not worst <= limit or (worst > self._copies_limit() and counts_columns(reader)):
             return "attends by the order of rows in its cache, which in a tree is not that of positions"
         return None
 
-    def _copies_limit(self, copies: Tensor) -> float:
+    def _copies_limit(self) -> float:
         """How far copies may be apart in a model that may count columns, in half precision, where paths tell little."""
-        exact = OFFSETS in self.reader.means.extras or copies.dtype in EXACT_DTYPES
-        return float("inf") if exact else 4 * torch.finfo(copies.dtype).eps
+        is_told = OFFSETS in self.reader.means.extras or self.is_exact
+        return float("inf") if is_told else 4 * self.eps
 
     @torch.inference_mode()
     def measure_worst(self) -> float:
@@ -147,7 +148,7 @@ class Probe:
             at_once = self._go_on(self._start(), self.tokens[self.count :][[0, 1]][None])[0][0, 0]
         except FAILURES:
             return False
-        rounding = max(float((at_once - expected).norm() / expected.norm()), 16 * torch.finfo(expected.dtype).eps)
+        rounding = max(float((at_once - expected).norm() / expected.norm()), 16 * self.eps)
         return bool((stepped - expected).norm() > DIFFERENCE * rounding * expected.norm())
 
     def _read_steps(self) -> Tensor:
@@ -218,8 +219,8 @@ class Probe:
         first, second, mixed = hidden[:, count:]
         # the difference that seeing its parent's sibling would make to a node
         misread = float((mixed[3] - second[2]).norm() / second[2].norm())
-        exact = hidden.dtype in EXACT_DTYPES
-        return torch.cat([first[:3], second]), max(1e-5, min(misread / 10, 1e-3)) if exact else max(misread / 3, 1e-3)
+        limit = max(1e-5, min(misread / 10, 1e-3)) if self.is_exact else max(misread / 3, 8 * self.eps)
+        return torch.cat([first[:3], second]), limit
 
     def _read_tree(self, tokens: Tensor, count: int, cache: TreeCache) -> Tensor:
         """[7, D] hidden states of nodes r, a, c and r, b, d of one tree, and of a token e after keeping r, b, d."""
