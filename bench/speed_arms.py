@@ -57,6 +57,7 @@ PEERS: dict[str, dict[str, Any]] = {
     f"{ASSISTED} by 5": {"num_assistant_tokens": 5, "assistant_confidence_threshold": 0.0},
 }
 HEAD_SHARE, MODEL_SHARE = 1 / 32, 1 / 16  # of the target's weights: an EAGLE head's of an 8B, a 0.5B's of an 8B
+POLICY_CONTEXT = 128  # behind which the cycles of batches are timed
 COST_SIZES = (1, 2, 3, 4, 5, 7, 9, 13, 17, 26, 41, 61)
 
 
@@ -216,8 +217,9 @@ class Costly:
         tuned = Budget(**self.tuning(name, setting)["tuned"]) if alone else chain(8)
         budget = tuned if tuned.nodes else chain(8)
         asked: Any = list(prompts[0]) if alone else [list(prompt) for prompt in prompts]
-        sizes = None if alone else sorted({1, setting.batch // 4, setting.batch // 2, setting.batch})
-        return Goodput.measure(self.target, self.drafter(name), asked, budget, batch_sizes=sizes).costs, budget
+        sizes = sorted({1, setting.batch // 2, setting.batch})
+        options: Any = {} if alone else {"batch_sizes": sizes, "contexts": (POLICY_CONTEXT,)}
+        return Goodput.measure(self.target, self.drafter(name), asked, budget, **options).costs, budget
 
     def tuning(self, name: str, setting: Setting) -> dict[str, Any]:
         """The fastest budget for one text, costs of cycles and the drafter's share, kept in a file.

@@ -159,6 +159,27 @@ def table(results: dict[str, Any]) -> str:
     return "\n\n".join([*parts, goals])
 
 
+def summary(results: dict[str, Any]) -> str:
+    """The fastest arm of each drafter over plain decoding, one row a setting, as Markdown."""
+    cells = [cell for cell in results["cells"] if cell["arm"] != PLAIN and cell["over plain"]]
+    names = list(dict.fromkeys(name_side(cell["arm"]) for cell in cells))
+    rows = []
+    for place in dict.fromkeys(tuple(cell["setting"]) for cell in results["cells"]):
+        row = [name_setting(Setting(*place))]
+        for name in names:
+            known = [cell for cell in cells if name_side(cell["arm"]) == name and tuple(cell["setting"]) == place]
+            best = max(known, key=lambda cell: cell["over plain"][0], default=None)
+            shape = best["arm"].removeprefix(name).strip(", ") if best else ""
+            row.append("" if best is None else f"{best['over plain'][0]:.2f}{f' ({shape})' if shape else ''}")
+        rows.append(row)
+    return markdown(("over plain decoding", *names), rows)
+
+
+def name_side(arm: str) -> str:
+    """An arm without its shape, or its number of drafts."""
+    return next((peer for peer in (ASSISTED, *PEERS) if arm.startswith(peer) and peer != THEIRS), arm.split(", ")[0])
+
+
 def setting_table(setting: Setting, cells: Sequence[Cell]) -> str:
     """One setting: the arms with their speeds."""
     header = ("", "tokens/s", "over plain", "over `generate`", "over assisted", "τ", "cycle", "of τ / cycle", "unequal")
@@ -169,7 +190,7 @@ def setting_table(setting: Setting, cells: Sequence[Cell]) -> str:
         rows.append(
             (
                 cell["arm"],
-                cell["tokens/s"],
+                f"{cell['tokens/s']:.1f}",
                 *(show(cell[key]) for key in ("over plain", "over transformers", "over assisted")),
                 "" if tau is None else f"{tau:.2f}",
                 "" if cycle is None else f"{cycle:.2f}",

@@ -71,7 +71,7 @@ def run_setting(
         for arm in [PLAIN, *(arm for arm in missing if arm != PLAIN)] if missing else []:
             if arm not in sides:
                 sides[arm] = costly.side(arm, setting, flat)
-                sides[arm](prompts, Sampling(setting.temperature), 4)  # what the first call alone does
+                sides[arm](prompts[:1], Sampling(setting.temperature), 4)  # what the first call alone does
             sampling = Sampling(setting.temperature, request=number * setting.batch)
             figures, answers = sides[arm](prompts, sampling, limit)
             plain = plain or answers

@@ -17,6 +17,8 @@ from bench.extract_speed import table as extract_table
 from bench.hybrid_speed import table as hybrid_table
 from bench.packed_speed import table as packed_table
 from bench.rehearsal import table as rehearsal_table
+from bench.speed_report import summary as speed_summary
+from bench.speed_report import table as speed_table
 from bench.train_report import block_table
 from bench.train_report import eagle1_table as train_table
 from eval.comparison.compare_table import markdown as comparison_table
@@ -49,6 +51,8 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("measurements/decoding-speed.md", "batch_speed.json", batch_table),
         ("measurements/decoding-speed.md", "hybrid_speed.json", hybrid_table),
         ("measurements/decoding-speed.md", "packed.json", packed_table),
+        ("measurements/decoding-speed.md", "speed_tables.json", speed_table),
+        ("speed.md", "speed_tables.json", speed_summary),
         ("measurements/data-preparation.md", "extract_speed.json", extract_table),
         ("measurements/serving.md", "engines.json", engines_table),
         ("measurements/serving.md", "broken_heads.json", broken_table),
