@@ -277,15 +277,14 @@ class TargetState:
         self, slots: list[int], tokens: Tensor, positions: Tensor, seen: Tensor | None, **texts: Any
     ) -> tuple[Tensor, Tensor | None]:
         """The LM head's input [B, N, D] and tapped states [B, L, N, D] at tokens [B, N]; `texts` as in `aim`."""
-        cache, reader = self.cache, self.target.reader
-        unread = positions.shape[1] - tokens.shape[1]
+        cache, reader, count = self.cache, self.target.reader, tokens.shape[1]
+        unread = positions.shape[1] - count
         cache.aim(slots, [cache.lengths[slot] + unread for slot in slots], **texts)
         tapping: Any = reader.tapping(self.taps) if self.taps else nullcontext({})
         with self.target.lock, tapping as tapped:
             tapped[-1] = reader(tokens, positions, seen, cache)
         if not self.taps:
             return tapped[-1], None
-        count = tokens.shape[1]
         states = torch.stack([tapped[tap][:, -count:].to(self.target.device) for tap in self.taps], dim=1)
         cache.tapped.write(states)
         return tapped[-1], states
