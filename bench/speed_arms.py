@@ -24,9 +24,12 @@ from eagle.decoding.cycle_times import bare_costs
 from eagle.decoding.forward_costs import Costs
 from eagle.decoding.goodput import Goodput
 from eagle.drafters.draft_model import DraftModel
+from eagle.log import progress
 from eagle.recipe import Recipe
 from eagle.target.weights.packed import pack_model
+from eval.costs import NOT_DRAFTING
 from eval.load_run import load_named, load_target
+from eval.replay import answer
 from eval.tune import Tuning, answer_prompts, chain, search
 
 SHAPES = {
@@ -238,6 +241,28 @@ class Costly:
             known[key] = {"tuned": asdict(best), "cycles": cycles, "share": self.shares.get(name)}
             self.plans.write_text(json.dumps(known))
         return known[key]
+
+    def check_tuned(self, name: str, setting: Setting, prompts: Sequence[list[int]]) -> None:
+        """Add to the file how fast the tuned budget is beside the best candidate, modelled on prompts not tuned on.
+
+        Costs are measured anew: what they vary by is a part of what the tuner misses.
+        """
+        tuned, drafter = Budget(**self.tuning(name, setting)["tuned"]), load_named(self.recipe, self.small, name)
+        limit, answers = self.recipe.eval.max_new_tokens, []
+        for number, prompt in enumerate(prompts):
+            sampling = Sampling(setting.temperature, request=number)
+            answers.append(answer(self.small, drafter.taps, prompt, limit=limit, sampling=sampling))
+        context = sum(known.prompt + known.length // 2 for known in answers) // len(answers)
+        costs = bare_costs(self.target, self.drafter(name), (context,), COST_SIZES, rounds=3)
+        measured = Tuning(self.small, drafter, answers, costs)
+        asked = list(dict.fromkeys([tuned, NOT_DRAFTING, *CANDIDATES, *SHAPES.values()]))
+        speeds = {budget: measured.trial(budget).speed for budget in progress(asked, f"{name}, budgets", len(asked))}
+        best = max(speeds, key=lambda budget: speeds[budget])
+        figures = {"tuned / best": round(speeds[tuned] / speeds[best], 4), "best": asdict(best), "of": len(asked)}
+        figures["best over plain"] = round(speeds[best] / speeds[NOT_DRAFTING], 3)
+        known = json.loads(self.plans.read_text())
+        known[f"{self.name}, {setting.threads}, {name}"][f"T = {setting.temperature:g}"] = figures
+        self.plans.write_text(json.dumps(known))
 
     def _assistant(self) -> Any:
         """The model of the first draft model that the recipe names."""

@@ -112,6 +112,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--arms", nargs="+", help="only these, as 'none' or 'eagle1, chain 3'")
     parser.add_argument("--work", type=Path, default=Path("runs/speed"), help="finished turns and tuned budgets")
     parser.add_argument("--out", type=Path, default=Path("docs/results/speed_tables.json"))
+    parser.add_argument("--check-tuned", nargs="+", metavar="DRAFTER", help="model every budget on these prompts, too")
     parser.add_argument("--report", action="store_true", help="the table of what is there, and nothing else")
     args = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, args.overrides)
@@ -135,6 +136,8 @@ def main(argv: list[str]) -> None:
             arms = list_arms(recipe, args.shapes, batch)
             chosen = [arm for arm in arms if args.arms is None or arm in args.arms]
             run_setting(costly, setting, groups, chosen, read_records(turns), write)
+            for name in args.check_tuned or ():
+                costly.check_tuned(name, setting, [prompt for group in groups for prompt in group])
     about = {name: read_json(path) for name, path in (("machine", machine), ("drafters", plans))}
     results = {**about, "cells": compute_cells(read_records(turns), about["drafters"])}
     write_results(args.out, results)

@@ -135,8 +135,21 @@ def test_speed_ups_are_of_the_same_turns() -> None:
     assert cells["b, chain 3"]["over plain"] == [4.0, 4.0, 4.0]
     assert cells["b, chain 3"]["over assisted"] == [2.0, 2.0, 2.0]
     assert cells["a, chain 3"]["over assisted"] == [1.0, 1.0, 1.0]  # both are twice as fast as plain decoding
-    verdicts = [(reached.split(",")[0], verdict) for _, reached, verdict in list_goals([*cells.values()])]
+    verdicts = [(reached.split(",")[0], verdict) for _, reached, verdict in list_goals([*cells.values()], {})]
     assert verdicts == [("b", "met"), ("b", "met")]
+
+
+def test_a_tuned_budget_is_checked(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tuner that says not to draft, where drafts are right, misses all that the best budget gains."""
+    monkeypatch.setattr(speed_arms, "CANDIDATES", [Budget(3, 3, 1), Budget(5, 5, 1)])
+    plan = {"tuned": {"nodes": 0, "depth": 0, "top_k": 0}, "cycles": {}, "share": None}
+    (tmp_path / "plans.json").write_text(json.dumps({"0.002 B, float32, 1, copy": plan}))
+    run(recipe, tmp_path, "eval.temperatures=[0.0]", "--arms", "none", "--check-tuned", "copy")
+    results = json.loads((tmp_path / "out.json").read_text())
+    figures = results["drafters"]["0.002 B, float32, 1, copy"]["T = 0"]
+    assert figures["tuned / best"] == pytest.approx(1 / figures["best over plain"], rel=2e-3)
+    (goal,) = list_goals(results["cells"], results["drafters"])
+    assert goal[2] == ("met" if figures["tuned / best"] >= 0.97 else "missed")
 
 
 def test_batches_take_prompts_in_turn() -> None:
