@@ -109,7 +109,9 @@ class TrainSection(Section):
     seed: int = 0  # of weights, order of the data and noise
     validation: float = Field(0.05, ge=0, lt=1)  # share of the conversations that is held out
     validate_every: int | None = Field(None, ge=1)  # steps between validations; by default once an epoch
-    decode: int = Field(0, ge=0)  # prompts of `eval.prompts` that are decoded at each validation
+    decode: int | None = Field(None, ge=0)  # held-out prompts to decode; by default 24 where the target is in memory
+    choose: Literal["best", "last"] = "best"  # what `head/` is: the head that accepts most, or the last
+    patience: int | None = Field(None, ge=1)  # end the run when so many validations brought no better head
     checkpoint_every: int | None = Field(None, ge=1)  # steps between checkpoints; by default once an epoch
     keep: int = Field(2, ge=1)  # checkpoints that stay on the disk
     wandb: str | None = None  # log to this project of Weights & Biases

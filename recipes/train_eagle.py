@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from data_prep.tokens import read_examples
-from eagle.core.budget import Budget
-from eagle.core.drafter import TrainableDrafter
 from eagle.data.open import follow_head, open_features
-from eagle.decoding.decode import generate
-from eagle.device import in_dtype
 from eagle.drafters import settings_of
 from eagle.log import script
 from eagle.recipe import Recipe
 from eagle.shipped import commit
-from eagle.target.target import Target
 from eagle.training.first_head import first_head
 from eagle.training.launch import launch, resolve_dtype, splits_weights
-from eagle.training.train import TREES, train
-from eval.prompts import first_turns
+from eagle.training.train import train
 from recipes.check import check
+from recipes.held_out import NOT_DECODED, open_decoding
 from recipes.tiny import demo
 
 
@@ -56,27 +49,14 @@ def main(argv: list[str]) -> None:
     head = first_head(recipe, settings, target, features)
     features = follow_head(recipe, settings, features, head, weights_split=splits_weights(accelerator, recipe.train))
     frozen = target.head.cast(getattr(torch, recipe.train.dtype))
-    decode = partial(decode_prompts, recipe, target) if isinstance(target, Target) and recipe.train.decode else None
-    if decode is None and recipe.features.store:
+    decoding = open_decoding(recipe, target)
+    if decoding is None:
+        accelerator.print(NOT_DECODED if recipe.train.decode is None and recipe.train.validation else "", end="")
+    if decoding is None and recipe.features.store:
         del target  # only its embedding and LM head are needed
-    folder = train(accelerator, recipe, head, frozen, features, decode, commit())
+    folder = train(accelerator, recipe, head, frozen, features, decoding, commit())
     accelerator.print(f"head in {folder.resolve()}")
     accelerator.end_training()
-
-
-def decode_prompts(recipe: Recipe, target: Target, head: TrainableDrafter) -> dict[str, float]:
-    """The acceptance lengths that the decoder reaches with a chain of 4 and with the published tree, greedily."""
-    asked = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"count": recipe.train.decode})})
-    drafter: Any = in_dtype(copy.deepcopy(head).to(target.device), target.model.dtype).bind(target.head)
-    prompts, found = first_turns(asked, target), {}
-    for name, paths in TREES.items():
-        traces = [
-            generate(target, drafter, prompt, budget=Budget.fixed(paths), max_new_tokens=recipe.eval.max_new_tokens)
-            for prompt in prompts
-        ]
-        cycles = [cycle for trace in traces for cycle in trace.cycles]
-        found[f"decoded_{name}_tau"] = sum(cycle.committed for cycle in cycles) / max(len(cycles), 1)
-    return found
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ DOORS = {
     "datasets": {"data_prep.conversations", "eval.prompts"},
     "accelerate": {
         *("eagle.training.train", "eagle.training.train_joint", "eagle.training.launch", "eagle.training.resume"),
+        "eagle.training.choice",
         "eagle.data.features",
     },
     "wandb": {"eagle.log"},

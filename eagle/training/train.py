@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from importlib.metadata import version
@@ -28,6 +28,7 @@ from eagle.drafters.parts.validation import add_sums, figures
 from eagle.formats.checkpoint import save_head
 from eagle.log import Metrics, interrupted_by_user, memory_gb, progress
 from eagle.recipe import Recipe
+from eagle.training.choice import Choice, Decoding, acceptance, decode_once
 from eagle.training.dealing import Dealer
 from eagle.training.plan import Plan, gate_mask
 from eagle.training.resume import DISK_FAULTS, Checkpoints
@@ -36,7 +37,8 @@ from eagle.training.sharded import gather, prepare_sharded, shard_head
 TREES = {"chain": chain_paths(4), "tree": PUBLISHED_TREE}  # validation predicts their acceptance lengths
 LOG_EVERY = 10  # steps; only then does the host wait for the device
 # settings that may change between a run and its continuation
-FREE = {"out", "wandb", "keep", "checkpoint_every", "validate_every", "decode", "processes", "shard_head", "compile"}
+FREE = {"out", "wandb", "keep", "choose", "patience", "checkpoint_every", "validate_every", "decode"}
+FREE |= {"processes", "shard_head", "compile"}
 
 
 def train(
@@ -45,15 +47,15 @@ def train(
     head: TrainableDrafter,
     frozen: TargetHead,
     features: Features,
-    decode: Callable[[TrainableDrafter], dict[str, float]] | None = None,
+    decoding: Decoding | None = None,
     commit: str = "unknown",
 ) -> Path:
     """Train a head, or resume the run in the same folder; returns the folder of the best head.
 
-    `decode` adds figures of a head at each validation; the code's `commit` goes into the provenance.
+    With `decoding` the best is the one that accepts most; the code's `commit` goes into the provenance.
     """
     with lock_folder(recipe.train.out, hold=accelerator.is_main_process):
-        run = _Run(accelerator, recipe, head, frozen, features, decode, commit)
+        run = _Run(accelerator, recipe, head, frozen, features, decoding, commit)
         with interrupted_by_user(run.checkpoints.describe_resume):
             run.resume()
             run.train()
@@ -71,7 +73,7 @@ class _Run:
     head: TrainableDrafter
     frozen: TargetHead
     features: Features
-    decode: Callable[[TrainableDrafter], dict[str, float]] | None
+    decoding: Decoding | None
     commit: str
 
     def __post_init__(self) -> None:
@@ -101,7 +103,7 @@ class _Run:
         self.model, self.prepared = prepare(self.head, self.optimizer)
         self.checkpoints = Checkpoints(accelerator, self.out / "checkpoints", settings.keep)
         self.step = self.skipped = 0
-        self.best = float("-inf")
+        self.choice, self.decoding_seconds = Choice(), 0.0
         self.window: list[tuple[int, Tensor]] = []  # steps since the last log, with norm, tokens and losses
         self.parts: list[tuple[int, Sequence[int], Tensor]] = []  # of this process since the last log
         self.loss_names: list[str] = []
@@ -109,7 +111,7 @@ class _Run:
 
     def train(self) -> None:
         """Run the remaining steps, with logs, validations and checkpoints between them."""
-        if self.step >= len(self.plan):
+        if self.step >= len(self.plan) or self.choice.has_ended(self.settings.patience):
             self.print(f"{self.out} holds this run, complete: another train.out, or its removal, starts anew")
             return
         if self.accelerator.is_main_process:
@@ -117,7 +119,7 @@ class _Run:
             self.metrics = Metrics(self.out / "metrics.jsonl", before=self.step, **options)
         batches = self.dealer.batches(self.step, self.pins)
         self.note = ""
-        self.log_time = perf_counter()
+        self.begun = self.log_time = perf_counter()
         bar = {"show": self.accelerator.is_main_process, "done": self.step, "note": lambda: self.note}
         for number in progress(range(self.step, len(self.plan)), "train", len(self.plan), unit="steps", **bar):
             self._advance(number, batches)
@@ -131,8 +133,12 @@ class _Run:
                 self._log()
             if validate:
                 self._validate(is_last)
-            if checkpoint:
+            ends = validate and self.choice.has_ended(self.settings.patience)
+            if checkpoint or ends:
                 self._checkpoint()
+            if ends:
+                self.print(f"the run ends: {self.choice.stale} validations brought no better head")
+                break
         if self.metrics:
             self.metrics.close()
 
@@ -236,12 +242,14 @@ class _Run:
         if self.plan.validation:
             shares = gather_object([self._sum_validation(head)])
             metrics = figures(reduce(add_sums, [share for share in shares if share]))
-        is_main = self.accelerator.is_main_process
-        if self.decode and is_main:
-            metrics |= self.decode(head)
-        score = metrics.get("tree/tau", float(self.step))  # without held-out conversations the last is the best
-        is_best = score > self.best
-        self.best = max(score, self.best)
+        start, is_main = perf_counter(), self.accelerator.is_main_process
+        counts = decode_once(self.accelerator, self.decoding, head, self.features, self.plan.validation)
+        metrics |= {f"decoded_{name}": acceptance(rows) for name, rows in counts.items()}
+        is_best = self.choice.add(self.step, counts, metrics) or self.settings.choose == "last"
+        if self.decoding and counts:
+            self.decoding_seconds += perf_counter() - start
+            share = self.decoding_seconds / (perf_counter() - self.begun)
+            self.print(f"{self.choice.describe(self.step, counts, metrics, self.decoding)}; {share:.1%} of the time")
         if is_main:
             self._write(step=self.step - 1, validation=metrics)
             try:
@@ -296,7 +304,8 @@ class _Run:
 
     def _checkpoint(self) -> None:
         """Write a checkpoint; a full disk costs the checkpoint, not the run."""
-        state = {"step": self.step, "best": self.best, "skipped": self.skipped, "run": self._identity()}
+        best = self.choice.dump()
+        state = {"step": self.step, "best": best, "skipped": self.skipped, "run": self._identity()}
         if fault := self.checkpoints.write(self.step, state):
             self.print(f"no checkpoint at step {self.step}: {fault}. Training goes on; make room on the disk")
             self._write(step=self.step - 1, checkpoint_failed=fault)
@@ -304,5 +313,5 @@ class _Run:
     def resume(self) -> None:
         """Load the newest complete checkpoint, if there is one."""
         if state := self.checkpoints.load(self._identity()):
-            self.step, self.best, self.skipped = state["step"], state["best"], state["skipped"]
+            self.step, self.choice, self.skipped = state["step"], Choice.parse(state["best"]), state["skipped"]
             self.print(f"going on after step {self.step} of {len(self.plan)}")

@@ -30,7 +30,10 @@ from eagle.training.plan import Plan
 from eagle.training.resume import Checkpoints
 from eagle.training.train import FREE, LOG_EVERY, TREES
 
-UNUSED = {"shard_head": False, "compile": False, "decode": 0, "gate": "predicted", "clip_by": "norm"}
+UNUSED = {
+    **{"shard_head": False, "compile": False, "gate": "predicted", "clip_by": "norm"},
+    **{"decode": None, "choose": "best", "patience": None},
+}
 
 
 def train_jointly(

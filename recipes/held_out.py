@@ -1,0 +1,85 @@
+"""Decoding of held-out prompts while a head is trained: what tells which of its checkpoints accepts most."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from operator import itemgetter
+from typing import Any
+
+from torch import Tensor
+
+from eagle.core.budget import Budget
+from eagle.core.drafter import TrainableDrafter
+from eagle.core.examples import Features
+from eagle.core.verify import Sampling
+from eagle.decoding.decode import generate
+from eagle.device import in_dtype
+from eagle.recipe import Recipe
+from eagle.target.borrowed import Borrowed
+from eagle.target.target import Target
+from eagle.training.choice import Counts, judged
+from eagle.training.train import TREES
+from eval.result_files.statistics import estimate_difference
+
+PROMPTS, TOGETHER = 24, 8  # prompts that are decoded by default, and at a time
+NOT_DECODED = (
+    "held-out prompts are not decoded, as features are stored and the target is not loaded: train.decode=24 loads it, "
+    "and keeps the head that accepts most\n"
+)
+
+
+class HeldOut:
+    """The first prompts of held-out conversations, answered by the target with drafts of the head in training."""
+
+    def __init__(self, recipe: Recipe, target: Target, count: int) -> None:
+        self.target, self.count, self.limit = target, count, recipe.eval.max_new_tokens
+        self.samplings = [Sampling(temperature) for temperature in sorted({0.0, *recipe.eval.temperatures})]
+        self.prompts: list[list[int]] | None = None
+
+    def decode(self, head: TrainableDrafter, features: Features, held_out: Sequence[int]) -> Counts:
+        """Tokens and cycles of every prompt, by draft and temperature."""
+        if self.prompts is None:
+            chosen = held_out[:: -(-len(held_out) // self.count)]
+            texts = [first_prompt(example.tokens, example.loss_mask) for example in features.read(chosen)]
+            most = self.target.max_positions
+            self.prompts = [text for text in texts if text and (most is None or len(text) + self.limit <= most)]
+        if not self.prompts:
+            return {}
+        drafter: Any = in_dtype(copy.deepcopy(head).to(self.target.device), self.target.model.dtype)
+        drafter.bind(self.target.head)
+        counts = {}
+        for (name, paths), sampling in product(TREES.items(), self.samplings):
+            traces = generate(
+                self.target,
+                drafter,
+                self.prompts,
+                budget=Budget.fixed(paths),
+                sampling=[replace(sampling, request=number) for number in range(len(self.prompts))],
+                max_new_tokens=self.limit,
+                batch_size=TOGETHER,
+            )
+            cycles = [trace.checked().cycles for trace in traces]
+            at = f"_at_{sampling.temperature:g}" if sampling.temperature else ""
+            counts[f"{name}_tau{at}"] = [[sum(cycle.committed for cycle in each), len(each)] for each in cycles]
+        return counts
+
+    def compare(self, first: Counts, second: Counts) -> tuple[float, float, float]:
+        """How much longer the second's acceptance length with the tree is, and its interval, paired by prompt."""
+        return tuple(estimate_difference(judged(first), judged(second), cluster=itemgetter(1)).estimate)  # type: ignore[return-value]
+
+
+def open_decoding(recipe: Recipe, target: Target | Borrowed) -> HeldOut | None:
+    """What decodes while the recipe's head is trained; None without a whole target on this device."""
+    count = PROMPTS if recipe.train.decode is None else recipe.train.decode
+    if not isinstance(target, Target) or recipe.features.shard_target or not count or not recipe.train.validation:
+        return None
+    return HeldOut(recipe, target, count)
+
+
+def first_prompt(tokens: Tensor, loss_mask: Tensor) -> list[int]:
+    """What stands before a conversation's first answer."""
+    answers = loss_mask.nonzero()
+    return tokens[: int(answers[0])].tolist() if len(answers) else []
