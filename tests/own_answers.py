@@ -13,7 +13,7 @@ from eagle import Sampling
 from eagle.core.verify import Choose
 from tests.families import VOCAB_SIZE, own_logits
 
-CACHES = ("past_key_values", "cache_params", "state")
+CACHES = ("past_key_values", "cache_params", "state", "cache")
 
 Logits = Callable[[list[int]], Tensor]
 """[V], a model's logits after a text, which only grows from call to call."""

@@ -34,7 +34,7 @@ from eagle.target.borrowed import is_close
 from eagle.target.lent_cache import NoCache
 from eagle.target.loading import load_model, tokenizer_of
 from eagle.target.slots import with_room
-from eagle.target.structure import base_of, count_cache_layers
+from eagle.target.structure import base_of, cache_name_of, count_cache_layers
 from eagle.target.target import Target
 
 Divergence = Literal["tokens", "forward_kl", "reverse_kl", "jsd", "tv"]
@@ -128,8 +128,8 @@ class DraftModel(TrainableDrafter):
     def _states(self, batch: Batch) -> Tensor:
         """[N, H], the LM head's input at every token."""
         slots = pad_sequence(list(batch.tokens.split(batch.lengths)), batch_first=True)
-        cache = NoCache(count_cache_layers(self.model.config.get_text_config()))
-        output = base_of(self.model)(input_ids=self.clip_to_vocab(slots), past_key_values=cache, use_cache=False)
+        base, cache = base_of(self.model), NoCache(count_cache_layers(self.model.config.get_text_config()))
+        output = base(input_ids=self.clip_to_vocab(slots), use_cache=False, **{cache_name_of(base): cache})
         states = output.last_hidden_state
         return torch.cat([row[:length] for row, length in zip(states, batch.lengths, strict=True)])
 

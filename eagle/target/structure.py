@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-CACHE_NAMES = ("past_key_values", "cache_params", "state")
+CACHE_NAMES = ("past_key_values", "cache_params", "state", "cache")
 
 
 def base_of(model: Any) -> Any:
