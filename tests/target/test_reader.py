@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaModel
+from transformers.modeling_outputs import ModelOutput
 
 from eagle import Sampling, Target, generate
 from eagle.core.verify import Choose
 from eagle.drafters.none import NoDrafter
+from eagle.target.structure import cache_name_of
 from eagle.target.trees.ladder import Probe
 from tests.families import COMMON, FAMILIES, PlantedTrees, RandomTrees, build, own_answer, random_tokens
 
@@ -30,6 +32,27 @@ def build_small(model_type: str, overrides: dict[str, Any], dtype: torch.dtype =
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{**COMMON, **overrides})
     return AutoModelForCausalLM.from_config(config).to(dtype).eval()
+
+
+class Renamed(LlamaModel):
+    """A model that takes and returns its cache as `cache`, which every model does from transformers 5.24 on."""
+
+    def forward(self, input_ids: Any = None, cache: Any = None, **others: Any) -> Any:
+        """The same by another name."""
+        name = cache_name_of(LlamaModel.__new__(LlamaModel))
+        cache = others.get(name) if cache is None else cache  # by its old name from the untouched part around it
+        output = super().forward(input_ids=input_ids, **{**others, name: cache})
+        return ModelOutput(last_hidden_state=output.last_hidden_state, cache=cache)
+
+
+def test_a_cache_may_have_another_name() -> None:
+    """The answers are the model's own."""
+    model = build_small("llama", {})
+    prompt = random_tokens(20, seed=1)
+    answer = own_answer(model, prompt, 24)
+    model.model.__class__ = Renamed
+    drafter = PlantedTrees(prompt + answer)
+    assert generate(Target(model), drafter, prompt, max_new_tokens=24, stop=[]).tokens == answer
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
