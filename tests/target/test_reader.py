@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaModel
-from transformers.modeling_outputs import ModelOutput
 
 from eagle import Sampling, Target, generate
 from eagle.core.verify import Choose
@@ -42,7 +41,8 @@ class Renamed(LlamaModel):
         name = cache_name_of(LlamaModel.__new__(LlamaModel))
         cache = others.get(name) if cache is None else cache  # by its old name from the untouched part around it
         output = super().forward(input_ids=input_ids, **{**others, name: cache})
-        return ModelOutput(last_hidden_state=output.last_hidden_state, cache=cache)
+        output.cache = cache
+        return output
 
 
 def test_a_cache_may_have_another_name() -> None:
