@@ -41,7 +41,7 @@ class Renamed(LlamaModel):
         name = cache_name_of(LlamaModel.__new__(LlamaModel))
         cache = others.get(name) if cache is None else cache  # by its old name from the untouched part around it
         output = super().forward(input_ids=input_ids, **{**others, name: cache})
-        output.cache = cache
+        output.cache = getattr(output, name)
         return output
 
 
