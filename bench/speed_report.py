@@ -13,6 +13,7 @@ from eval.result_files.statistics import estimate
 Record = dict[str, Any]
 Cell = dict[str, Any]
 Turns = Mapping[tuple[int, int], Record]  # by group of prompts and run
+CORE = {"size": "1 B", "dtype": "bfloat16", "threads": 1, "context": 0, "batch": 1, "temperature": 0.0}
 GOALS = {"over plain": 2.2, "over assisted": 1.3, "batch 16 over plain": 1.0, "tuned / best": 0.97}
 
 
@@ -117,7 +118,7 @@ def find_cells(cells: Sequence[Cell], **wanted: Any) -> list[Cell]:
 def list_goals(cells: Sequence[Cell], drafters: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Each goal with what was reached and whether that is enough; goals without a measurement are left out."""
     ours = [cell for cell in cells if cell["arm"] not in (PLAIN, *PEERS)]
-    core = find_cells(ours, size="1 B", dtype="bfloat16", threads=1, batch=1, temperature=0.0)
+    core = find_cells(ours, **CORE)
     policies = [cell for cell in find_cells(ours, size="1 B", batch=16) if cell["arm"].endswith(POLICY)]
     rows = []
 
@@ -179,6 +180,26 @@ def summary(results: dict[str, Any]) -> str:
             row.append("" if best is None else f"{best['over plain'][0]:.2f}{f' ({shape})' if shape else ''}")
         rows.append(row)
     return markdown(("over plain decoding", *names), rows)
+
+
+def headline(results: dict[str, Any]) -> str:
+    """The fastest arm of each side for one text, greedily, at the size and precision that goals are stated for."""
+    best: dict[str, Cell] = {}
+    for cell in find_cells(results["cells"], **CORE):
+        side = best.setdefault(name_side(cell["arm"]), cell)
+        if cell["tokens/s"] > side["tokens/s"]:
+            best[name_side(cell["arm"])] = cell
+    rows = [
+        (
+            cell["arm"] if cell["arm"] in PEERS else f"`{cell['arm']}`",
+            f"{cell['tokens/s']:.1f}",
+            *(show(cell[key]) for key in ("over transformers", "over plain")),
+            "" if cell["tau"] is None else f"{cell['tau']:.2f}",
+        )
+        for cell in best.values()
+    ]
+    titles = ("", "tokens/s", "over transformers' `generate`", "over `none`", "acceptance length τ")
+    return markdown(titles, rows, results["machine"])
 
 
 def name_side(arm: str) -> str:

@@ -62,6 +62,7 @@ WRONG: dict[str, list[list[str]]] = {
         ["--heads", GONE, "--rows", GONE, "--tokens", "few"],
     ],
     "bench/decode_speed.py": [["--rounds", "few"]],
+    "bench/cost_growth.py": [["--rounds", "few"]],
     "bench/packed_speed.py": [[GONE], [GONE, "--sizes", "7 B"]],
     "bench/hybrid_speed.py": [["--rounds", "few"], ["--dtypes", "float16"]],
     "bench/extract_speed.py": [["--model", GONE, "--data", GONE]],
@@ -81,7 +82,7 @@ FREE = {
     *("recipes.forecast", "recipes.cards", "recipes/train_eagle.py"),
     *("recipes/tiny/make_target.py", "recipes/tiny/make_long.py", "recipes/tiny/demo.py"),
     *("bench/decode_speed.py", "tests/recipes/training_memory.py", "bench/rehearsal.py"),
-    *("bench/train_speed.py", "bench/hybrid_speed.py"),
+    *("bench/train_speed.py", "bench/hybrid_speed.py", "bench/cost_growth.py"),
 }
 
 

@@ -7,10 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+import transformers
 
 from tests.every_type import TYPES
 from tests.target.type_outcomes import RESULTS, outcome
 
+KNOWN = json.loads(RESULTS.read_text())
 PAGE = Path(__file__).parents[2] / "docs" / "lossless.md"
 UNBUILT = 10  # types at most that transformers does not build small
 SERVED = 170  # types at least that read trees
@@ -24,7 +26,7 @@ def table() -> str:
     """What became of the types, by their means or by the reasons of their refusal, in Markdown."""
     rows: dict[str, list[str]] = {}
     worst: dict[str, float] = {}
-    for model_type, found in json.loads(RESULTS.read_text())["types"].items():
+    for model_type, found in KNOWN["types"].items():
         name = found.get("means", "").replace("; one text at a time", "")
         if found["outcome"] != "right":
             reason = next((text for pattern, text in GROUPS.items() if re.search(pattern, found["why"])), found["why"])
@@ -51,13 +53,15 @@ def test_answers_are_right_or_refused_in_words(model_type: str) -> None:
     found = outcome(model_type)
     print(model_type, found)
     assert found["outcome"] in ("right", "refused", "not built")
-    assert found["outcome"] == json.loads(RESULTS.read_text())["types"][model_type]["outcome"]
+    if KNOWN["run"]["transformers"] == transformers.__version__:
+        assert found["outcome"] == KNOWN["types"][model_type]["outcome"]
 
 
 def test_nearly_every_type_is_served_and_the_page_says_how() -> None:
     """The page's table is that of the result file."""
-    types = json.loads(RESULTS.read_text())["types"]
-    assert set(types) == set(TYPES)
+    types = KNOWN["types"]
+    if KNOWN["run"]["transformers"] == transformers.__version__:  # each release has types of its own
+        assert set(types) == set(TYPES)
     outcomes = [found["outcome"] for found in types.values()]
     assert outcomes.count("right") >= SERVED
     assert outcomes.count("not built") <= UNBUILT

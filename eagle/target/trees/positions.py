@@ -121,7 +121,7 @@ def place_tables(reader: Any) -> None:
         if hasattr(base, name):
             setattr(base, name, partial(_build_table, reader, getattr(base, name)))
         else:  # a function of its module, which other models share: this one alone gets another
-            stock: Any = type(base).forward
+            stock: Any = inspect.unwrap(type(base).forward)
             names = stock.__globals__ | {name: partial(_build_table, reader, stock.__globals__[name])}
             forward = FunctionType(stock.__code__, names, stock.__name__, stock.__defaults__, stock.__closure__)
             forward.__kwdefaults__ = stock.__kwdefaults__
