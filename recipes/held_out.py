@@ -42,7 +42,8 @@ class HeldOut:
     def decode(self, head: TrainableDrafter, features: Features, held_out: Sequence[int]) -> Counts:
         """Tokens and cycles of every prompt, by draft and temperature."""
         if self.prompts is None:
-            chosen = held_out[:: -(-len(held_out) // self.count)]
+            count = min(self.count, len(held_out))
+            chosen = [held_out[number * len(held_out) // count] for number in range(count)]
             texts = [first_prompt(example.tokens, example.loss_mask) for example in features.read(chosen)]
             most = self.target.max_positions
             self.prompts = [text for text in texts if text and (most is None or len(text) + self.limit <= most)]

@@ -35,6 +35,7 @@ from eagle.training.resume import DISK_FAULTS, Checkpoints
 from eagle.training.sharded import gather, prepare_sharded, shard_head
 
 TREES = {"chain": chain_paths(4), "tree": PUBLISHED_TREE}  # validation predicts their acceptance lengths
+DECODING_SHARE = 0.05  # of a run's time: beyond it the log says how to spend less
 LOG_EVERY = 10  # steps; only then does the host wait for the device
 # settings that may change between a run and its continuation
 FREE = {"out", "wandb", "keep", "choose", "patience", "checkpoint_every", "validate_every", "decode"}
@@ -249,7 +250,9 @@ class _Run:
         if self.decoding and counts:
             self.decoding_seconds += perf_counter() - start
             share = self.decoding_seconds / (perf_counter() - self.begun)
-            self.print(f"{self.choice.describe(self.step, counts, metrics, self.decoding)}; {share:.1%} of the time")
+            hint = ": raise train.validate_every" if share > DECODING_SHARE else ""
+            said = self.choice.describe(self.step, counts, metrics, self.decoding)
+            self.print(f"{said}; decoding took {share:.1%} of the time{hint}")
         if is_main:
             self._write(step=self.step - 1, validation=metrics)
             try:

@@ -97,7 +97,7 @@ def test_the_head_that_accepts_most_is_kept(
     out = run(command, tmp_path / "run", *EVERY, "train.max_steps=4")
     assert step_of(out, "head") == 2 and step_of(out, "last") == 4
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    assert lines[1].startswith("step 2: τ 3.33 on 3 held-out prompts, the best so far; ")
+    assert lines[1].startswith("step 2: τ 3.33 on 3 held-out prompts, the best so far; decoding took ")
     assert lines[2].startswith("step 3: τ 2.33 on 3 held-out prompts, 1.00 (1.00 to 1.00) below that of step 2")
     assert "% of the time" in lines[2]
     script(1, 3, 2, 3)
