@@ -215,13 +215,12 @@ class Costly:
         return Goodput.of_costs(costs, budget)
 
     def _measure_policy(self, name: str, setting: Setting, prompts: tuple[tuple[int, ...], ...]) -> Any:
-        """Costs of cycles and the budget within which a policy stays: one text the tuned one, several a chain."""
+        """Costs of cycles and the budget within which a policy stays: one text the tuned one, several a chain of 3."""
         alone = setting.batch == 1
-        tuned = Budget(**self.tuning(name, setting)["tuned"]) if alone else chain(8)
-        budget = tuned if tuned.nodes else chain(8)
+        tuned = Budget(**self.tuning(name, setting)["tuned"]) if alone else chain(3)
+        budget = tuned if tuned.nodes else chain(3)
         asked: Any = list(prompts[0]) if alone else [list(prompt) for prompt in prompts]
-        sizes = sorted({1, setting.batch // 2, setting.batch})
-        options: Any = {} if alone else {"batch_sizes": sizes, "contexts": (POLICY_CONTEXT,)}
+        options: Any = {} if alone else {"batch_sizes": (1, setting.batch), "contexts": (POLICY_CONTEXT,)}
         return Goodput.measure(self.target, self.drafter(name), asked, budget, **options).costs, budget
 
     def tuning(self, name: str, setting: Setting) -> dict[str, Any]:
