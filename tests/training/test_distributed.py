@@ -23,7 +23,7 @@ ZERO2, ZERO3 = (pytest.param(name, marks=pytest.mark.long) for name in ("zero2",
 SCRIPT = str(ROOT / "recipes/train_eagle.py")
 WATCHED = str(ROOT / "tests/each_rank.py")
 TOLERANCE = 5e-6  # of weights of size 0.1, after 12 steps of 1e-3: sums taken in another order
-EVERY = ("train.checkpoint_every=3", "train.validation=0.2")
+EVERY = ("train.checkpoint_every=3", "train.validation=0.2", "train.decode=3", "eval.max_new_tokens=8")
 
 
 @pytest.fixture(scope="module")
