@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from bench.machine import made_on, markdown, take_turns, write_results
 from bench.widen import stock_model
@@ -22,8 +23,9 @@ from eagle.core.tree import DraftTree
 from eagle.decoding.cycle_times import bare_costs, clock_of, time_cycles
 from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.log import progress, script
+from eagle.target.structure import cache_name_of
 
-SIZE, ROOM, CHUNK = "0.3 B", 16384, 1024
+SIZE, ROOM = "0.3 B", 16384
 CONTEXTS, TEXTS, NODES = (300, 1200, 3000, 12000), (1, 4, 16, 64), (0, 4, 8, 16, 32, 64, 128)
 SHORT = CONTEXTS[0]
 VOCABULARIES, VOCABULARY = (8192, 32768, 131072), 32768
@@ -38,29 +40,29 @@ def make_target(vocab_size: int) -> Target:
 
 
 def our_forward(target: Target, context: int, texts: int, nodes: int) -> Callable[[], None]:
-    """A cycle's forward over a chain of that many tokens for each text."""
+    """A cycle's forward over a chain of that many tokens for each text, behind keys and values of no text."""
     state = target.open()
     for row in range(texts):
         state.admit(row, [1] * context, room=nodes)
-    while state.prompts:
-        state.read_prompts()
+        state.extend({row: [1]})  # which makes the buffers
+        state.commit(row, [1] * (context - 1))
+    state.prompts, state.written = {}, texts
     trees = dict.fromkeys(range(texts), DraftTree.chain([1] * nodes))
     return lambda: void(state.read(trees))
 
 
-@torch.inference_mode()
 def their_forward(model: Any, context: int, texts: int, nodes: int) -> Callable[[], None]:
-    """The model's own forward of that many tokens behind its own cache, which then forgets them."""
-    cache = None
-    for begin in range(0, context, CHUNK):
-        ids = torch.ones(texts, min(CHUNK, context - begin), dtype=torch.long)
-        cache = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+    """The model's own forward of that many tokens behind a cache of its own, which then forgets them."""
+    config, cache = model.config, DynamicCache(config=model.config)
+    held = torch.zeros(texts, config.num_key_value_heads, context, config.head_dim, dtype=model.dtype)
+    for layer in range(config.num_hidden_layers):
+        cache.update(held, held, layer)
     ids = torch.ones(texts, nodes, dtype=torch.long)
 
     def run() -> None:
         with torch.inference_mode():
-            model(ids, past_key_values=cache, use_cache=True)
-            cache.crop(context)
+            model(ids, use_cache=True, **{cache_name_of(model): cache})
+            cache.crop(-nodes)
 
     return run
 
