@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from bench.batch_speed import table as batch_table
+from bench.cost_growth import table as growth_table
 from bench.decode_speed import table as decode_table
 from bench.extract_speed import table as extract_table
 from bench.hybrid_speed import table as hybrid_table
@@ -56,6 +57,7 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("measurements/decoding-speed.md", "speed_drawn.json", speed_table),
         ("measurements/decoding-speed.md", "speed_batches.json", speed_table),
         ("measurements/decoding-speed.md", "speed_sizes.json", speed_table),
+        ("measurements/decoding-speed.md", "cost_growth.json", growth_table),
         ("speed.md", "speed_tables.json", speed_summary),
         ("../README.md", "speed_tables.json", speed_headline),
         ("measurements/data-preparation.md", "extract_speed.json", extract_table),
