@@ -108,7 +108,7 @@ LAUNCH = """
 from eagle.log import script
 from eagle.shipped import RECIPES
 from eagle.training.launch import launch_processes
-options = ["--num_processes=2", f"--config_file={RECIPES}/accelerate/ddp.yaml"]
+options = ["--num_processes=2", "--main_process_port=0", f"--config_file={RECIPES}/accelerate/ddp.yaml"]
 script(lambda _: launch_processes(options, ["program.py"]), [])
 """
 PROGRAMS = {
