@@ -27,7 +27,7 @@ from eval.result_files.statistics import estimate_difference
 PROMPTS, TOGETHER = 24, 8  # prompts that are decoded by default, and at a time
 NOT_DECODED = (
     "held-out prompts are not decoded, as features are stored and the target is not loaded: train.decode=24 loads it, "
-    "and keeps the head that accepts most\n"
+    "and keeps the head that accepts most"
 )
 
 

@@ -14,6 +14,7 @@ from eagle.drafters import settings_of
 from eagle.log import script
 from eagle.recipe import Recipe
 from eagle.shipped import commit
+from eagle.target.borrowed import Borrowed
 from eagle.training.first_head import first_head
 from eagle.training.launch import launch, resolve_dtype, splits_weights
 from eagle.training.train import train
@@ -50,8 +51,8 @@ def main(argv: list[str]) -> None:
     features = follow_head(recipe, settings, features, head, weights_split=splits_weights(accelerator, recipe.train))
     frozen = target.head.cast(getattr(torch, recipe.train.dtype))
     decoding = open_decoding(recipe, target)
-    if decoding is None:
-        accelerator.print(NOT_DECODED if recipe.train.decode is None and recipe.train.validation else "", end="")
+    if isinstance(target, Borrowed) and recipe.train.decode is None and recipe.train.validation:
+        accelerator.print(NOT_DECODED)
     if decoding is None and recipe.features.store:
         del target  # only its embedding and LM head are needed
     folder = train(accelerator, recipe, head, frozen, features, decoding, commit())

@@ -251,8 +251,8 @@ class _Run:
             self.decoding_seconds += perf_counter() - start
             share = self.decoding_seconds / (perf_counter() - self.begun)
             hint = ": raise train.validate_every" if share > DECODING_SHARE else ""
-            said = self.choice.describe(self.step, counts, metrics, self.decoding)
-            self.print(f"{said}; decoding took {share:.1%} of the time{hint}")
+            comparison = self.choice.describe(self.step, counts, metrics, self.decoding)
+            self.print(f"{comparison}; decoding took {share:.1%} of the time{hint}")
         if is_main:
             self._write(step=self.step - 1, validation=metrics)
             try:
@@ -307,8 +307,7 @@ class _Run:
 
     def _checkpoint(self) -> None:
         """Write a checkpoint; a full disk costs the checkpoint, not the run."""
-        best = self.choice.dump()
-        state = {"step": self.step, "best": best, "skipped": self.skipped, "run": self._identity()}
+        state = {"step": self.step, "best": self.choice.dump(), "skipped": self.skipped, "run": self._identity()}
         if fault := self.checkpoints.write(self.step, state):
             self.print(f"no checkpoint at step {self.step}: {fault}. Training goes on; make room on the disk")
             self._write(step=self.step - 1, checkpoint_failed=fault)
