@@ -6,15 +6,21 @@ import inspect
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
+import torch
 from huggingface_hub import HfApi, snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig
 
 from eagle import __version__
@@ -30,6 +36,7 @@ from eagle.formats.layout import check_fit
 from eagle.target.target import Target
 
 ON_HUB = ("config.json", "model.safetensors", "recipe.yaml", "provenance.json", "README.md")
+MOST_WEIGHTS = 4_000  # tensors of any head
 
 
 def save_pretrained(head: TrainableDrafter, folder: str | Path) -> None:
@@ -63,8 +70,9 @@ def load_head(folder: str | Path) -> TrainableDrafter:
             f"the config.json in {folder} is none of this project's: expected the keys settings and shape; "
             f"`eagle import {folder} OUT` makes a head of one that another tool or an export wrote"
         )
-    head = build_head(config, str(folder / "config.json"))
-    weights, shapes = _read_weights(folder / "model.safetensors"), head.state_dict()
+    source, weights = str(folder / "config.json"), _read_weights(folder / "model.safetensors")
+    with torch.device("meta"):  # which takes no memory, whatever sizes the config names
+        shapes = build_head(config, source).state_dict()
     missing, unknown = shapes.keys() - weights.keys(), weights.keys() - shapes.keys()
     if missing or unknown:
         raise ValueError(f"{folder} is not this head: missing tensors {sorted(missing)}, unknown {sorted(unknown)}")
@@ -74,8 +82,9 @@ def load_head(folder: str | Path) -> TrainableDrafter:
                 f"{folder} is not this head: {name} is {list(tensor.shape)}, expected {list(shapes[name].shape)} by "
                 "its config.json: copy both files again"
             )
+    head = build_head(config, source)
     head.load_state_dict(weights)
-    head.budget = _read_budget(config.get("budget"), str(folder / "config.json"))
+    head.budget = _read_budget(config.get("budget"), source)
     return head
 
 
@@ -96,9 +105,26 @@ def build_head(config: dict[str, Any], source: str) -> TrainableDrafter:
     except ValueError as error:
         raise ValueError(f"{error}; was the head made by a newer release? This one is {__version__}") from None
     try:
-        return DRAFTERS[settings.kind](settings, AutoConfig.for_model(**config["shape"]))
+        with bounded_weights():
+            return DRAFTERS[settings.kind](settings, AutoConfig.for_model(**config["shape"]))
     except Exception as error:  # of many kinds: transformers and torch check the sizes
         raise ValueError(f"{source}: no head of these sizes can be made: {error!r:.300}") from None
+
+
+@contextmanager
+def bounded_weights() -> Iterator[None]:
+    """What is made in here has 4,000 weights at most: a config of unknown origin may ask for any number of blocks."""
+    thread, made = get_ident(), count(1)
+
+    def check_count(module: Module, name: str, weight: Any) -> None:
+        if get_ident() == thread and next(made) > MOST_WEIGHTS:
+            raise ValueError(f"it would have more than {MOST_WEIGHTS:,} weight tensors")
+
+    hook = register_module_parameter_registration_hook(check_count)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:

@@ -169,6 +169,30 @@ def test_any_head_of_this_project_is_loaded_or_refused(
         assert str(error)
 
 
+@pytest.mark.parametrize(
+    ("kind", "part", "key"),
+    [("eagle1", "shape", "num_hidden_layers"), ("medusa", "settings", "levels"), ("medusa", "settings", "layers")],
+)
+def test_counts_that_would_take_all_memory_are_refused(
+    kind: str, part: str, key: str, own: dict[str, made.Head], tmp_path: Path
+) -> None:
+    """Before so many blocks are made; 2**31 of them stopped the machine."""
+    config, tensors = json.loads(json.dumps(own[kind][0])), own[kind][1]
+    config[part][key] = 20_000
+    folder = made.write(tmp_path / "head", (config, tensors))
+    with pytest.raises(ValueError, match="more than 4,000 weight tensors"):
+        load_head(folder)
+    assert "more than 4,000 weight tensors" in str(inspect(folder))
+
+
+def test_sizes_are_compared_before_memory_is_taken(own: dict[str, made.Head], tmp_path: Path) -> None:
+    """Where a system grants more memory than it has, a matrix of 128 GB would take all of it."""
+    config, tensors = json.loads(json.dumps(own["eagle1"][0])), own["eagle1"][1]
+    config["shape"]["intermediate_size"] = 2**31 - 1
+    with pytest.raises(ValueError, match=r"is not this head: .* is \[\d+, \d+\], expected \[.*2147483647"):
+        load_head(made.write(tmp_path / "head", (config, tensors)))
+
+
 @given(changes=CHANGES)
 @settings(FUZZ, max_examples=40)
 def test_any_target_is_read_or_refused(changes: list[tuple[int, str, Any]], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from eagle.core.drafter import TrainableDrafter
 from eagle.drafters import DRAFTERS
 from eagle.drafters.parts.decoder_block import head_shape
-from eagle.formats.checkpoint import build_head
+from eagle.formats.checkpoint import bounded_weights, build_head
 from eagle.formats.layout import Config
 from eagle.formats.reading.head_folder import (
     EMBEDDING,
@@ -175,7 +175,8 @@ class Network:
             return build_head(head.config, str(head.path / "config.json"))
         try:
             method: Any = DRAFTERS[head.method]
-            drafter: TrainableDrafter = method(method.Settings(**head.settings), self.read_shape(head, target))
+            with bounded_weights():
+                drafter: TrainableDrafter = method(method.Settings(**head.settings), self.read_shape(head, target))
         except Exception as error:  # of many kinds: pydantic checks the settings, transformers and torch the sizes
             raise ValueError(f"no head of these sizes can be made: {error!r:.300}") from None
         return drafter
