@@ -19,6 +19,7 @@ from hypothesis import settings
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from eagle import Target
+from eagle.drafters import DRAFTERS
 from eagle.recipe import Recipe
 from tests.fixture_target import make_fixture_target
 from tests.registry import BY_DEFAULT
@@ -35,6 +36,7 @@ SLOW_CASES = {
     "test_begin_forgets": ("greedy",),
     "test_texts_side_by_side_are_as_each_alone": ("greedy",),
 }
+ALIKE = set(DRAFTERS) - {"eagle1", "eagle3", "early_exit"}
 LONG_CASES = {"test_drawn_drafts_have_the_targets_law": ("chain-T=1", "chain-top-p", "published-T=1")}
 
 
@@ -69,7 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> No
     for item in items:
         if item.path.name == "test_conformance.py" and (call := getattr(item, "callspec", None)):
             name, case = call.params.get("name"), call.id.partition("-")[2]
-            for mark, cases, names in (("slow", SLOW_CASES, SHARING), ("long", LONG_CASES, BY_DEFAULT)):
+            for mark, cases, names in (("slow", SLOW_CASES, SHARING), ("long", LONG_CASES, ALIKE)):
                 if name in names and case in cases.get(item.originalname, ()):
                     item.add_marker(mark)
     if config.getoption("reversed"):

@@ -100,6 +100,7 @@ def check_cycles(name: str, line: dict[str, Any], found: dict[str, int]) -> None
         assert line["steps"] < chosen <= line["steps"] + prompts
 
 
+@pytest.mark.slow
 @pytest.fixture(scope="module")
 def fast() -> dict[str, Any]:
     """One process's runs."""
@@ -122,6 +123,8 @@ def test_the_simulation_sees_every_kind_of_fault(fast: dict[str, Any]) -> None:
             assert "wait" in line["kinds"], name
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FAST if "planted" not in name and "curious" not in name])
 def test_a_run_waits_at_named_places_alone(name: str, fast: dict[str, Any]) -> None:
     """And its results are the CPU's."""
@@ -141,6 +144,7 @@ def test_planted_waits_are_seen(fast: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_every_run_waits_at_named_places_alone() -> None:
     """Every drafter and kind of draft, every head and loss, both precisions, stored, live and own features."""
     found = {name: line for name, line in run([]).items() if "crossed" in line}

@@ -103,6 +103,7 @@ def test_texts_have_answers() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_row_is_measured(tmp_path: Any) -> None:
     """Processes of both sides answer."""
     LEVEL_SIZES[8192][0]._replace(vocab=97, width=64).target_config(97).save_pretrained(tmp_path)

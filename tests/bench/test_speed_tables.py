@@ -59,6 +59,7 @@ def run(recipe: Path, work: Path, *options: str) -> list[dict[str, Any]]:
     return cells
 
 
+@pytest.mark.slow
 def without_seconds(cells: list[dict[str, Any]]) -> dict[str, Any]:
     """What a clock has no part in, by setting and arm."""
     names = ("tau", "unequal", "prompts")

@@ -184,6 +184,7 @@ def test_a_side_that_fails_says_why(work: Work) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_both_eagle1_steps_are_measured(tmp_path: Path) -> None:
     """Both train the same weights, and a pass is over all batches."""
     sizes = Sizes(97, 64, 176, 4, 2, 16)

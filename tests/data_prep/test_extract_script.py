@@ -142,6 +142,7 @@ def launch_command(command: list[str], processes: int) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_one_two_and_three_processes_make_equal_stores(command: list[str], tmp_path: Path) -> None:
     """Bit for bit, index included, with no step that merges anything."""
     stores = {}

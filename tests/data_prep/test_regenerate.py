@@ -444,6 +444,7 @@ def test_a_killed_run_of_the_target_itself_resumes(drafter: str, target: Target,
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_processes_that_are_killed_change_nothing(command: list[str], tmp_path: Path) -> None:
     """Two processes with a drafter, killed and started again: the file of one without."""
     main([*command, "regenerate.temperature=0.7"])

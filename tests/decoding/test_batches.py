@@ -63,7 +63,8 @@ def test_every_row_is_the_untouched_models_own(name: str) -> None:
         assert counts["shared"] > 5
 
 
-EVERY = [(name, torch.float32) for name in FAMILIES] + [(name, torch.float64) for name in QUICK[:3]]
+CASES = [(name, torch.float32) for name in FAMILIES] + [(name, torch.float64) for name in QUICK[:3]]
+EVERY = [pytest.param(*case, marks=[pytest.mark.long] * (place % 2)) for place, case in enumerate(CASES)]
 
 
 @pytest.mark.slow

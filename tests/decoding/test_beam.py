@@ -158,6 +158,7 @@ def test_answers_and_scores_are_transformers_own() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.long
 def test_many_searches_are_transformers_own() -> None:
     """As above."""
     check(draw_cases(500, seed=2))

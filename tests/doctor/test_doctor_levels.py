@@ -171,8 +171,13 @@ def test_levels_of_medusa_in_the_wrong_order_are_named(target: Target, texts: Ba
         assert diagnose(broken, target, few).verdict == f"broken: {fault}"
 
 
+EXAMINED = [name for name in BY_DEFAULT if not DRAFTERS[name].reads.texts]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in BY_DEFAULT if not DRAFTERS[name].reads.texts])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (place % 2)) for place, name in enumerate(EXAMINED)]
+)
 def test_further_heads_are_examined(name: str, target: Target, texts: Batch, tmp_path: Path) -> None:
     """From its folder, with what it has and what it has not; nothing is the matter with it."""
     few = select_texts(texts, 0, 2)

@@ -303,6 +303,7 @@ def test_ten_kills_lose_and_double_nothing(small: Recipe, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_share_the_prompts(small: Recipe, tmp_path: Path) -> None:
     """Killed and started again: all rows once, those of one process; nothing of the processes' own files is left."""
     asked = with_eval(small, prompts={"few": ask(tmp_path, 24)}, count=24, batch_size=[1, 4], temperatures=[0])

@@ -130,6 +130,7 @@ def test_what_is_not_stored_lies_on_the_card_and_is_made_every_epoch() -> None:
     assert live.train_hours == stored.train_hours
 
 
+@pytest.mark.slow
 def stepped(section: dict[str, Any], count: int, share: float = 1.0, dtype: torch.dtype = torch.float32) -> Any:
     """A small head, a text of which so many slots have a future, and what it borrows."""
     torch.manual_seed(0)

@@ -229,6 +229,7 @@ def test_the_state_of_a_stopped_build_is_kept_for_its_settings_alone(tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_weights_and_data_depend_on_no_hash_seed_and_no_directory(tmp_path: Path) -> None:
     call = "from recipes.tiny.make_target import make_target; make_target('made', steps=3, max_conversations=1500)"
     for seed in "12":

@@ -71,7 +71,9 @@ def compare(model: Any, target: Target) -> tuple[Counter[str], float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=[pytest.mark.long] * (number % 3 > 0)) for number, name in enumerate(TYPES)]
+)
 def test_answers_part_at_near_ties_alone(model_type: str) -> None:
     """Known and random trees, alone and three texts at a time."""
     model = build_small(model_type, **CHANGED.get(model_type, {})).bfloat16()

@@ -57,6 +57,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scripted]:
     return use
 
 
+@pytest.mark.slow
 def step_of(out: Path, name: str) -> int:
     """The step at which a head was saved."""
     step: int = json.loads((out / name / "provenance.json").read_text())["step"]

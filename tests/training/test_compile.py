@@ -57,7 +57,11 @@ def train(head: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("eagle3.1", torch.float32), *((name, torch.float64) for name in ("eagle1", "hass", "eagle3.1"))],
+    [
+        ("eagle3.1", torch.float64),
+        pytest.param("eagle3.1", torch.float32, marks=pytest.mark.long),
+        *(pytest.param(name, torch.float64, marks=pytest.mark.long) for name in ("eagle1", "hass")),
+    ],
 )
 def test_compiled_steps_are_the_eager_ones(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Steps of other lengths and numbers of texts, compiled once; weights in fp64, as AdamW enlarges rounding."""

@@ -215,7 +215,7 @@ def test_another_store_is_refused(whole: Path, command: list[str], tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("server", ["closed", "silent", "no key"])
+@pytest.mark.parametrize("server", ["closed", pytest.param("silent", marks=pytest.mark.long), "no key"])
 def test_wandb_out_of_reach_costs_seconds(
     server: str, whole: Path, command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,7 @@ NEW_TOKENS = 61  # one from the prompt, then twelve steps at best
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_chain_of_four_is_nearly_always_right_on_what_was_learned(tiny_target: Target) -> None:
     """Trained on the target's own greedy answers, it keeps at least 4.75 of 5 tokens per step on their prompts."""
     prompts, examples = [tiny_target.chat(text) for text in ASKED], []

@@ -75,7 +75,9 @@ def test_loss_and_gradients_are_those_of_single_blocks(settings: dict[str, Any])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (number > 3)) for number, name in enumerate(VARIANTS)]
+)
 def test_long_texts_too(name: str) -> None:
     """Attention reads them in several pieces."""
     assert difference(new_head(**VARIANTS[name]), LONG) < 1e-6
