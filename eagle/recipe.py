@@ -88,6 +88,7 @@ class TrainSection(Section):
 
     out: str  # the folder of the run: checkpoints, metrics and the head
     init: str | None = None  # a head to start from, instead of fresh weights
+    stem: str | None = None  # a shorter run with schedule `wsd`, to go on from where its learning rate began to fall
     processes: int | None = Field(None, ge=1)  # refuse to start with another number of processes
     compile: bool = False  # compile parts of the head with torch.compile
     shard_head: bool = False  # spread the head's weights, gradients and moments over all processes
@@ -101,7 +102,8 @@ class TrainSection(Section):
     weight_decay: float = Field(0.0, ge=0)  # of AdamW
     clip: float = Field(0.5, gt=0)  # limit on the gradients; .inf for none
     clip_by: Literal["norm", "value"] = "norm"  # whether `clip` limits the norm of all gradients, or each value
-    schedule: Literal["linear", "cosine", "constant"] = "linear"  # how the learning rate falls after warm-up
+    schedule: Literal["linear", "cosine", "constant", "wsd"] = "linear"  # how the learning rate falls after warm-up
+    decay: float = Field(0.2, gt=0, le=1)  # the last share of the steps, in which `wsd` falls linearly
     schedule_steps: int | None = Field(None, ge=1)  # steps that the schedule is made for; by default those of the run
     warmup: float = Field(0.05, ge=0)  # steps of warm-up; below 1, a share of `schedule_steps`
     final_lr: float = Field(0.0, ge=0, le=1)  # where the schedule ends, as a share of `lr`

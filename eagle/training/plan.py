@@ -65,6 +65,12 @@ class Plan:
         epoch = number // self.steps_an_epoch
         return [((self.settings.seed * EPOCHS + epoch) * EXAMPLES + index) % 2**63 for index in part]
 
+    @property
+    def stem_steps(self) -> int:
+        """The steps before `wsd` falls, which a longer run has in common with this one."""
+        steps = self.settings.schedule_steps or len(self)
+        return steps - math.ceil(self.settings.decay * steps)
+
     def lr(self, number: int) -> float:
         """The learning rate of a step: a linear warm-up, then the schedule."""
         settings, steps = self.settings, self.settings.schedule_steps or len(self)
@@ -72,7 +78,9 @@ class Plan:
         if number + 1 < warmup:
             return settings.lr * (number + 1) / warmup
         left = min(max((steps - number) / max(steps - warmup, 1), 0.0), 1.0)
-        shapes = {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}
+        at_the_end = min(max((steps - number) / max(steps - self.stem_steps, 1), 0.0), 1.0)
+        cosine = 0.5 - 0.5 * math.cos(math.pi * left)
+        shapes = {"constant": 1.0, "linear": left, "cosine": cosine, "wsd": at_the_end}
         return settings.lr * (settings.final_lr + (1 - settings.final_lr) * shapes[settings.schedule])
 
 

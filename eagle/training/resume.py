@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,22 @@ from safetensors import SafetensorError
 
 from eagle.data.store import differences
 from eagle.disk import DiskError, apply_umask, sha256, write_whole
+from eagle.recipe import Recipe, TrainSection
 
 MARK = "complete.json"
 WHOLE = "model.safetensors"  # all weights, beside all moments: read by any number of processes
 MAKE_ROOM = "Make room on the disk, and give the same command again"
+# training settings that may change between a run and its continuation
+FREE = {"out", "stem", "wandb", "keep", "choose", "patience", "checkpoint_every", "validate_every", "decode"}
+FREE |= {"processes", "shard_head", "compile"}
 DISK_FAULTS = (OSError, RuntimeError, SafetensorError, DiskError)  # what the writers raise on a full disk
+
+
+def run_identity(recipe: Recipe, features: dict[str, Any], processes: int) -> dict[str, Any]:
+    """The identity of a run, which a continuation must share."""
+    values = recipe.model_dump(mode="json")
+    settings = {key: value for key, value in values["train"].items() if key not in FREE}
+    return {"processes": processes, "features": features, "drafter": values["drafter"], "train": settings}
 
 
 class Checkpoints:
@@ -72,10 +83,10 @@ class Checkpoints:
         for older in self._steps()[self.keep :]:
             shutil.rmtree(self.folder / f"step-{older}")
 
-    def load(self, run: dict[str, Any]) -> dict[str, Any] | None:
+    def load(self, run: dict[str, Any], apart_from: Collection[str] = ()) -> dict[str, Any] | None:
         """Load the newest complete checkpoint into what is prepared; returns its state, None without a checkpoint.
 
-        ValueError if its `run` is another one.
+        ValueError if its `run` is another one, in more than the training settings named.
         """
         newest = [self.newest() if self.accelerator.is_main_process else None]
         broadcast_object_list(newest)  # one process chooses, so that all load the same
@@ -85,6 +96,8 @@ class Checkpoints:
         run = json.loads(json.dumps(run))  # a round trip, as the checkpoint's run has made
         self._check_launcher(path, state["run"]["processes"], run["processes"])
         for name, old, new in differences({**state["run"], "processes": run["processes"]}, run):
+            if name.removeprefix("train.") in apart_from:
+                continue
             raise ValueError(
                 f"{self.folder.parent} holds a run with {name} = {old!r}, this one has {new!r}: continue with what it "
                 "had, give another train.out, or remove it"
@@ -122,6 +135,25 @@ class Checkpoints:
     def _steps(self) -> list[int]:
         names = [path.name.removeprefix("step-") for path in self.folder.glob("step-*")]
         return sorted((int(name) for name in names if name.isdigit()), reverse=True)
+
+
+def load_stem(accelerator: Accelerator, settings: TrainSection, steps: int, run: dict[str, Any]) -> dict[str, Any]:
+    """Load what the shorter run `train.stem` was before its rate fell; this run's falls behind so many steps."""
+    if settings.schedule != "wsd" or 0 < settings.warmup < 1:
+        raise ValueError(
+            f"train.stem with schedule {settings.schedule} and warmup {settings.warmup:g}, expected wsd and a number "
+            "of steps: else the steps that both runs share have other learning rates"
+        )
+    state = Checkpoints(accelerator, Path(settings.stem or "") / "stem", 1).load(
+        run, apart_from=("epochs", "max_steps")
+    )
+    if state is None or state["step"] > steps:
+        made = "no step" if state is None else f"{state['step']} steps"
+        raise ValueError(
+            f"train.stem: {settings.stem} holds {made} before its rate fell, expected a run with train.schedule=wsd "
+            f"and at most the {steps} steps before this one's rate falls"
+        )
+    return state
 
 
 def _describe_launcher(deepspeed: bool, processes: int) -> str:

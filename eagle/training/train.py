@@ -31,15 +31,12 @@ from eagle.recipe import Recipe
 from eagle.training.choice import Choice, Decoding, acceptance, decode_once
 from eagle.training.dealing import Dealer
 from eagle.training.plan import Plan, gate_mask
-from eagle.training.resume import DISK_FAULTS, Checkpoints
+from eagle.training.resume import DISK_FAULTS, Checkpoints, load_stem, run_identity
 from eagle.training.sharded import gather, prepare_sharded, shard_head
 
 TREES = {"chain": chain_paths(4), "tree": PUBLISHED_TREE}  # validation predicts their acceptance lengths
 DECODING_SHARE = 0.05  # of a run's time: beyond it the log says how to spend less
 LOG_EVERY = 10  # steps; only then does the host wait for the device
-# settings that may change between a run and its continuation
-FREE = {"out", "wandb", "keep", "choose", "patience", "checkpoint_every", "validate_every", "decode"}
-FREE |= {"processes", "shard_head", "compile"}
 
 
 def train(
@@ -103,6 +100,7 @@ class _Run:
         prepare = partial(prepare_sharded, accelerator) if self.sharded else accelerator.prepare
         self.model, self.prepared = prepare(self.head, self.optimizer)
         self.checkpoints = Checkpoints(accelerator, self.out / "checkpoints", settings.keep)
+        self.stems = Checkpoints(accelerator, self.out / "stem", 1)
         self.step = self.skipped = 0
         self.choice, self.decoding_seconds = Choice(), 0.0
         self.window: list[tuple[int, Tensor]] = []  # steps since the last log, with norm, tokens and losses
@@ -136,7 +134,9 @@ class _Run:
                 self._validate(is_last)
             ends = validate and self.choice.has_ended(self.settings.patience)
             if checkpoint or ends:
-                self._checkpoint()
+                self._checkpoint(self.checkpoints)
+            if self.settings.schedule == "wsd" and self.step == self.plan.stem_steps:
+                self._checkpoint(self.stems)
             if ends:
                 self.print(f"the run ends: {self.choice.stale} validations brought no better head")
                 break
@@ -299,16 +299,12 @@ class _Run:
         return {"commit": self.commit, **versions, **run, "validation": metrics, **self.features.identity}
 
     def _identity(self) -> dict[str, Any]:
-        """The identity of this run, which a continuation must share."""
-        recipe = self.recipe.model_dump(mode="json")
-        settings = {key: value for key, value in recipe["train"].items() if key not in FREE}
-        count = self.accelerator.num_processes
-        return {"processes": count, "features": self.features.identity, "drafter": recipe["drafter"], "train": settings}
+        return run_identity(self.recipe, self.features.identity, self.accelerator.num_processes)
 
-    def _checkpoint(self) -> None:
+    def _checkpoint(self, checkpoints: Checkpoints) -> None:
         """Write a checkpoint; a full disk costs the checkpoint, not the run."""
         state = {"step": self.step, "best": self.choice.dump(), "skipped": self.skipped, "run": self._identity()}
-        if fault := self.checkpoints.write(self.step, state):
+        if fault := checkpoints.write(self.step, state):
             self.print(f"no checkpoint at step {self.step}: {fault}. Training goes on; make room on the disk")
             self._write(step=self.step - 1, checkpoint_failed=fault)
 
@@ -316,4 +312,8 @@ class _Run:
         """Load the newest complete checkpoint, if there is one."""
         if state := self.checkpoints.load(self._identity()):
             self.step, self.choice, self.skipped = state["step"], Choice.parse(state["best"]), state["skipped"]
+        elif self.settings.stem is not None:
+            state = load_stem(self.accelerator, self.settings, self.plan.stem_steps, self._identity())
+            self.step, self.skipped = state["step"], state["skipped"]
+        if self.step:
             self.print(f"going on after step {self.step} of {len(self.plan)}")

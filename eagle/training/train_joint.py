@@ -27,8 +27,8 @@ from eagle.recipe import JointSection, Recipe
 from eagle.training.dealing import Dealer
 from eagle.training.joint import Joint, StepPart, heads_weight
 from eagle.training.plan import Plan
-from eagle.training.resume import Checkpoints
-from eagle.training.train import FREE, LOG_EVERY, TREES
+from eagle.training.resume import FREE, Checkpoints
+from eagle.training.train import LOG_EVERY, TREES
 
 UNUSED = {
     **{"shard_head": False, "compile": False, "gate": "predicted", "clip_by": "norm"},

@@ -112,3 +112,15 @@ def test_learning_rates(schedule: Any, warmup: float, steps: int, final: float) 
         fall = SHAPES[schedule](max(number - steps, 0) / (100 - steps))
         assert math.isclose(made.lr(number), 2 * min(rise, 1.0) * (final + (1 - final) * fall))
     assert made.lr(99) > 2 * final
+
+
+def test_wsd_is_constant_and_falls_at_the_end() -> None:
+    """Longer runs have the steps before the fall in common: a linear warm-up and one rate."""
+    longer, shorter = (plan(epochs=50, max_steps=steps, schedule="wsd", warmup=4, lr=1.0) for steps in (40, 20))
+    assert (longer.stem_steps, shorter.stem_steps) == (32, 16)
+    assert [shorter.lr(number) for number in range(16)] == [0.25, 0.5, 0.75, *[1.0] * 13]
+    assert all(longer.lr(number) == shorter.lr(number) for number in range(17))
+    assert all(longer.step(number) == shorter.step(number) for number in range(20))
+    assert [shorter.lr(number) for number in range(16, 20)] == [1.0, 0.75, 0.5, 0.25]
+    ended = plan(epochs=50, max_steps=20, schedule="wsd", warmup=0, lr=1.0, final_lr=0.5, decay=0.5)
+    assert [ended.lr(number) for number in (0, 10, 15, 19)] == [1.0, 1.0, 0.75, 0.55]
