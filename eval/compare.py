@@ -14,6 +14,7 @@ import subprocess
 import sys
 from datetime import date
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from eval.comparison.compare_plan import Comparison
 from eval.comparison.compare_rows import Rows
 from eval.comparison.compare_table import ComparisonTable, markdown
 from eval.comparison.compare_train import is_trained, store_features, train_arm
+from eval.comparison.curve_figure import draw_curves
+from eval.comparison.curves import curve_lines, describe_curves
 from eval.result_files.results import device_name
 
 GOES_ON = "what is trained and measured is kept, and the same command goes on"
@@ -82,8 +85,9 @@ def run(comparison: Comparison) -> str:
     store_features(comparison)
     arms = comparison.arms.values()
     every = [("measure", arm, comparison.section.seeds[0]) for arm in arms if not arm.is_trained]
-    for seed in comparison.section.seeds:
-        every += [(work, arm, seed) for work in ("train", "measure") for arm in arms if arm.is_trained]
+    groups = [[arm for arm in arms if arm.is_trained and arm.curve is None], *comparison.curves.values()]
+    for seed, group in product(comparison.section.seeds, groups):
+        every += [(work, arm, seed) for work in ("train", "measure") for arm in group]
     for work, arm, seed in progress(every, "compare", len(every), unit="arms"):
         if work == "train" and not is_trained(rows, arm, seed):
             decoder.release()
@@ -99,8 +103,12 @@ def report(comparison: Comparison, rows: Rows) -> str:
     """Write figures and table from the stored rows; returns the table."""
     if not rows.of("run"):
         raise ValueError(f"no results in {rows.path}: give the command without --report first")
-    figures = ComparisonTable(comparison, rows).figures()
-    table = markdown(figures)
+    shown = ComparisonTable(comparison, rows)
+    figures, curves = shown.figures(), describe_curves(shown)
+    table = "\n".join([markdown(figures), *curve_lines(curves)])
+    if curves:
+        figures["curves"] = curves
+        write_text(comparison.folder / "curves.svg", draw_curves(curves))
     write_text(comparison.folder / "comparison.json", json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
     write_text(comparison.folder / "comparison.md", table + "\n")
     return table

@@ -26,10 +26,16 @@ FREE |= {"processes", "shard_head", "compile"}
 DISK_FAULTS = (OSError, RuntimeError, SafetensorError, DiskError)  # what the writers raise on a full disk
 
 
+def decisive_settings(train: dict[str, Any]) -> dict[str, Any]:
+    """The training settings that decide what a head becomes."""
+    unused = FREE if train["schedule"] == "wsd" else FREE | {"decay"}
+    return {key: value for key, value in train.items() if key not in unused}
+
+
 def run_identity(recipe: Recipe, features: dict[str, Any], processes: int) -> dict[str, Any]:
     """The identity of a run, which a continuation must share."""
     values = recipe.model_dump(mode="json")
-    settings = {key: value for key, value in values["train"].items() if key not in FREE}
+    settings = decisive_settings(values["train"])
     return {"processes": processes, "features": features, "drafter": values["drafter"], "train": settings}
 
 

@@ -27,7 +27,7 @@ from eagle.recipe import JointSection, Recipe
 from eagle.training.dealing import Dealer
 from eagle.training.joint import Joint, StepPart, heads_weight
 from eagle.training.plan import Plan
-from eagle.training.resume import FREE, Checkpoints
+from eagle.training.resume import Checkpoints, decisive_settings
 from eagle.training.train import LOG_EVERY, TREES
 
 UNUSED = {
@@ -188,7 +188,7 @@ class _JointRun:
     def _identity(self) -> dict[str, Any]:
         """The identity of this run, which a continuation must share."""
         recipe, count = self.recipe.model_dump(mode="json"), self.accelerator.num_processes
-        train = {key: value for key, value in recipe["train"].items() if key not in FREE}
+        train = decisive_settings(recipe["train"])
         about = {"features": self.features.identity, "drafter": recipe["drafter"], "joint": recipe["joint"]}
         return {"processes": count, **about, "train": train}
 

@@ -8,8 +8,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -20,12 +21,13 @@ from eagle.formats.checkpoint import check_options
 from eagle.recipe import BudgetSection, Recipe, Section, lay_over, parse_section, read_yaml
 from eagle.shipped import find_recipe
 from eagle.training.launch import resolve_dtype
-from eagle.training.resume import FREE
+from eagle.training.resume import decisive_settings
 from eval.load_run import budget_of
 
 OF_AN_ARM = ("drafter", "features", "train")  # what counts of a recipe that one arm names
 OF_ALL = ("target", "eval")  # what arms share, else their figures cannot be compared
 BUDGETS = ("tokens", "seconds", "as_long_as")
+Count = Annotated[int, Field(ge=1)]
 
 
 class ArmSection(Section):
@@ -36,7 +38,8 @@ class ArmSection(Section):
     untrained: str | None = None  # a drafter that is not trained here: a method without weights, a folder, a hub id
     options: dict[str, Any] = Field({})  # of an untrained method, as `load_drafter` takes them
     start: str | None = None  # the arm whose head this one goes on from
-    tokens: int | None = Field(None, ge=1)  # supervised tokens to learn from, those of its start included
+    # supervised tokens to learn from, those of its start included; several counts are a curve, with a head for each
+    tokens: Count | tuple[Count, ...] | None = None
     seconds: float | None = Field(None, gt=0)  # of training, its start's included
     as_long_as: str | None = None  # the arm whose seconds of training this one has
 
@@ -49,7 +52,7 @@ class ComparisonSection(Section):
     base: str | None = None  # a recipe file that all arms share
     recipe: dict[str, Any] = Field({})  # sections laid over it, or the whole recipe
     seeds: tuple[int, ...] = Field((0,), min_length=1)  # each arm is trained once for each seed
-    tokens: int | None = Field(None, ge=1)  # supervised tokens of each arm that names no budget of its own
+    tokens: Count | tuple[Count, ...] | None = None  # of each arm that names no budget of its own
     seconds: float | None = Field(None, gt=0)  # of training, of each arm that names no budget of its own
     clock_steps: int = Field(20, ge=1)  # steps in which arms with a budget of time are timed, in turns
     shapes: dict[str, BudgetSection] = Field(min_length=1)  # draft trees to measure, by name
@@ -67,6 +70,8 @@ class Arm:
     start: Arm | None
     as_long_as: Arm | None
     digest: str  # of everything that decides its head, but for the seed
+    curve: str | None = None  # the arm of the file, of which this is one count of tokens
+    stem: Arm | None = None  # the count before, whose steps before its rate fell are not made again
 
     @property
     def is_trained(self) -> bool:
@@ -82,6 +87,8 @@ class Arm:
         train = {"out": str(self.folder(folder, seed)), "seed": seed, "decode": 0}
         if self.start is not None:
             train["init"] = str(self.start.folder(folder, seed) / "last")
+        if self.stem is not None and (stem := self.stem.folder(folder, seed)).joinpath("stem").is_dir():
+            train["stem"] = str(stem)
         return self.recipe.model_copy(update={"train": self.recipe.train.model_copy(update=train)})
 
     def folder(self, folder: Path, seed: int) -> Path:
@@ -136,6 +143,9 @@ class Comparison:
         budgets = [key for key in BUDGETS if getattr(arm, key) is not None]
         if len(budgets) > 1:
             raise ValueError(f"{place} has {' and '.join(budgets)}, expected one budget")
+        related = [self.section.arms[other] for other in (arm.start, arm.as_long_as) if other is not None]
+        if related and any(self._is_curve(other) for other in (arm, *related)):
+            raise ValueError(f"{place} starts from an arm, or is timed by one, expected one count of tokens of both")
         if arm.untrained is not None and (arm.start or budgets or arm.recipe or arm.base):
             raise ValueError(f"{place} is untrained, expected no other key beside it but options")
         if arm.options and arm.untrained is None:
@@ -148,6 +158,10 @@ class Comparison:
                 "in the recipe of the comparison"
             )
 
+    def _is_curve(self, arm: ArmSection) -> bool:
+        own = any(getattr(arm, key) is not None for key in BUDGETS)
+        return isinstance(arm.tokens if own else self.section.tokens, tuple)
+
     @cached_property
     def arms(self) -> dict[str, Arm]:
         """The arms by name; one that starts from another or is timed by it comes after it."""
@@ -157,16 +171,50 @@ class Comparison:
                 shared = {key: getattr(self.section, key) for key in ("tokens", "seconds")}
                 section = section.model_copy(update=shared)
             recipe = resolve_dtype(self._recipe_of(name, section))
+            if isinstance(section.tokens, tuple):
+                arms |= self._list_points(name, section, recipe)
+                continue
             start, as_long_as = arms.get(section.start or ""), arms.get(section.as_long_as or "")
             digest = digest_of(_decisive(recipe, section), start and start.digest, as_long_as and as_long_as.digest)
             arms[name] = Arm(name, section, recipe, start, as_long_as, digest)
         return arms
 
+    def _list_points(self, name: str, section: ArmSection, recipe: Recipe) -> dict[str, Arm]:
+        """The arms of a curve, from few tokens to many, trained with a rate that falls at the end of each."""
+        train = recipe.train.model_copy(update={"schedule": "wsd"})
+        if 0 < train.warmup < 1:
+            raise ValueError(
+                f"{self.source}: arms.{name} is a curve and train.warmup is {train.warmup:g}, expected a number of "
+                "steps, which all counts of tokens have in common"
+            )
+        recipe, stem = recipe.model_copy(update={"train": train}), None
+        points: dict[str, Arm] = {}
+        for count in sorted(section.tokens):  # type: ignore[arg-type]
+            part = section.model_copy(update={"tokens": count})
+            digest, label = digest_of(_decisive(recipe, part), None, None), f"{name}, {count:,} tokens"
+            points[label] = stem = Arm(label, part, recipe, None, None, digest, name, stem)
+        return points
+
+    @cached_property
+    def curves(self) -> dict[str, list[Arm]]:
+        """The arms of every curve, from few tokens to many."""
+        curves: dict[str, list[Arm]] = {}
+        for arm in self.arms.values():
+            if arm.curve is not None:
+                curves.setdefault(arm.curve, []).append(arm)
+        return curves
+
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """Which arms are compared, the second with the first."""
+        """Which arms are compared, the second with the first; curves at every count that both have."""
         first, *others = self.section.arms
-        return list(self.section.compare) if self.section.compare is not None else [(first, other) for other in others]
+        named = self.section.compare if self.section.compare is not None else [(first, other) for other in others]
+        return [
+            (one.name, other.name)
+            for less, more in named
+            for one, other in product(*(self.curves.get(name) or [self.arms[name]] for name in (less, more)))
+            if one.curve is None or other.curve is None or one.section.tokens == other.section.tokens
+        ]
 
     @property
     def answer_digest(self) -> str:
@@ -210,8 +258,8 @@ def _decisive(recipe: Recipe, section: ArmSection) -> list[Any]:
         options = [section.options] if section.options else []
         return [section.untrained, *options, *([fingerprint(weights)] if weights else [])]
     values = recipe.model_dump(mode="json", exclude={"eval", "regenerate"})
-    free = FREE | {"seed"} | ({"init"} if section.start else set())
-    values["train"] = {key: value for key, value in values["train"].items() if key not in free}
+    free = {"seed", "init"} if section.start else {"seed"}
+    values["train"] = {key: value for key, value in decisive_settings(values["train"]).items() if key not in free}
     return [values, {key: getattr(section, key) for key in ("tokens", "seconds")}]
 
 

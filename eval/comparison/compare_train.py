@@ -97,7 +97,8 @@ class TrainingRun:
         """Train or resume; returns steps, supervised tokens and seconds, scaled up if a killed run made some steps."""
         plan = self.plan(steps)
         recipe = self.recipe.model_copy(update={"train": plan.settings})
-        kept = [path.name.removeprefix("step-") for path in Path(recipe.train.out).glob("checkpoints/step-*")]
+        folders = [Path(recipe.train.out) / "checkpoints", Path(recipe.train.stem or recipe.train.out) / "stem"]
+        kept = [path.name.removeprefix("step-") for folder in folders for path in folder.glob("step-*")]
         done = max((int(step) for step in kept if step.isdigit()), default=0)
         begin = _seconds()
         train(self.accelerator, recipe, self.head, self.frozen, self.features, None, commit())
@@ -156,6 +157,8 @@ def train_arm(comparison: Comparison, rows: Rows, arm: Arm, seed: int) -> None:
     row = {"arm": arm.name, "digest": arm.digest, "seed": seed, **run.train(steps)}
     rows.add("trained", [row])
     shutil.rmtree(Path(run.recipe.train.out) / "checkpoints", ignore_errors=True)  # nothing goes on from here
+    if arm.stem is not None:
+        shutil.rmtree(arm.stem.folder(comparison.folder, seed) / "stem", ignore_errors=True)
 
 
 def is_trained(rows: Rows, arm: Arm, seed: int) -> bool:

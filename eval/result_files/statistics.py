@@ -51,7 +51,7 @@ def interval(
     number = len(values_by_cluster)
     if number < 2:
         return -inf, inf
-    samples = statistic((_draw_counts(number, draws, seed) @ _sums(values_by_cluster)).T)
+    samples = statistic((draw_counts(number, draws, seed) @ _sums(values_by_cluster)).T)
     samples = samples[samples.isfinite()]  # not finite where no row of a draw was counted
     if not len(samples):
         return -inf, inf
@@ -98,7 +98,7 @@ def _sums(clusters: Clusters) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _draw_counts(number: int, draws: int, seed: int) -> Tensor:
+def draw_counts(number: int, draws: int, seed: int) -> Tensor:
     """How often each draw contains each cluster  # [draws, clusters]"""
     picks = torch.randint(number, (draws, number), generator=torch.Generator().manual_seed(seed))
     counts = torch.zeros(draws, number, dtype=torch.float64)
