@@ -352,6 +352,16 @@ def test_loss_depends_on_what_is_supervised(name: str, tiny_target: Target, batc
 
 
 @pytest.mark.parametrize("name", TRAINED)
+def test_what_follows_the_runs_progress_says_so(name: str, tiny_target: Target, batch: Batch) -> None:
+    """A step of a longer run is the same step, unless the head says otherwise."""
+    head, losses = new_head(name, tiny_target).train(), []
+    for progress in (0.0, 0.9):
+        torch.manual_seed(1)
+        losses.append(head(replace(batch, progress=progress), tiny_target.head)["total"].item())
+    assert head.follows_progress or losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("name", TRAINED)
 def test_what_is_judged_adds_up(name: str, tiny_target: Target, batch: Batch, examples: LiveFeatures) -> None:
     """Sums of two texts are those of each; the loss terms are those of training; nothing is drawn at random."""
     head = new_head(name, tiny_target)

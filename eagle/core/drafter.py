@@ -225,6 +225,7 @@ class TrainableDrafter(nn.Module, Drafter):
     teacher_taps: tuple[int, ...] = (-1,)
     stored_as = "head"
     counts_by_forward = False  # whether only `forward(batch, frozen, count=True)` knows its divisor, as "divisor"
+    follows_progress = False  # whether its loss depends on `batch.progress`: a step of a longer run is another one
     Settings: type  # what a recipe may say about it
 
     def __init__(self, settings: Any, shape: HeadShape) -> None:

@@ -13,6 +13,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 
+from eagle.core.drafter import TrainableDrafter
 from eagle.data.store import differences
 from eagle.disk import DiskError, apply_umask, sha256, write_whole
 from eagle.recipe import Recipe, TrainSection
@@ -143,8 +144,14 @@ class Checkpoints:
         return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
 
-def load_stem(accelerator: Accelerator, settings: TrainSection, steps: int, run: dict[str, Any]) -> dict[str, Any]:
+def load_stem(
+    accelerator: Accelerator, head: TrainableDrafter, settings: TrainSection, steps: int, run: dict[str, Any]
+) -> dict[str, Any]:
     """Load what the shorter run `train.stem` was before its rate fell; this run's falls behind so many steps."""
+    if head.follows_progress:
+        raise ValueError(
+            "train.stem: this head's loss follows the progress of a run, expected a run from the beginning"
+        )
     if settings.schedule != "wsd" or 0 < settings.warmup < 1:
         raise ValueError(
             f"train.stem with schedule {settings.schedule} and warmup {settings.warmup:g}, expected wsd and a number "

@@ -313,7 +313,7 @@ class _Run:
         if state := self.checkpoints.load(self._identity()):
             self.step, self.choice, self.skipped = state["step"], Choice.parse(state["best"]), state["skipped"]
         elif self.settings.stem is not None:
-            state = load_stem(self.accelerator, self.settings, self.plan.stem_steps, self._identity())
+            state = load_stem(self.accelerator, self.head, self.settings, self.plan.stem_steps, self._identity())
             self.step, self.skipped = state["step"], state["skipped"]
         if self.step:
             self.print(f"going on after step {self.step} of {len(self.plan)}")

@@ -68,6 +68,8 @@ class TrainingRun:
         target, features = open_features(recipe, settings, partial(read_examples, recipe))
         torch.manual_seed(recipe.train.seed)  # the head's first weights are part of the run
         head = first_head(recipe, settings, target, features)
+        if head.follows_progress:  # each count is a run of its own
+            recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"stem": None})})
         split = splits_weights(accelerator, recipe.train)
         features = follow_head(recipe, settings, features, head, weights_split=split)
         frozen = target.head.cast(getattr(torch, recipe.train.dtype))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from trained import apart, equal, prepared, rows, run, weights
+from trained import ROOT, apart, equal, prepared, rows, run, weights
 
 WSD = ["train.schedule=wsd", "train.warmup=2", "train.epochs=20", "train.checkpoint_every=1"]
 
@@ -41,6 +41,13 @@ def test_the_fall_is_no_part_of_a_stem(shorter: Path, command: list[str], tmp_pa
     (tmp_path / "wrong/stem").symlink_to(shorter / "checkpoints")
     wrong = run(command, tmp_path / "run", "train.max_steps=20", f"train.stem={tmp_path / 'wrong'}")
     assert apart(weights(whole), weights(wrong)) > 1e-5
+
+
+def test_a_loss_that_follows_the_progress_has_no_stem(shorter: Path, command: list[str], tmp_path: Path) -> None:
+    """Its steps are others in a longer run."""
+    falcon = [str(ROOT / "recipes/tiny/falcon.yaml"), *command[1:], "drafter.glance_from=0.5"]
+    with pytest.raises(ValueError, match="follows the progress of a run"):
+        run(falcon, tmp_path / "run", "train.max_steps=20", f"train.stem={shorter}")
 
 
 @pytest.mark.parametrize(

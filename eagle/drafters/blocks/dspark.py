@@ -255,6 +255,11 @@ class DSpark(InjectedHead):
             codes.append(code)
         return torch.cat([states, torch.stack(codes, dim=1)], dim=-1)
 
+    @property
+    def follows_progress(self) -> bool:  # type: ignore[override]
+        """Whether the weight of what the prefix corrects grows during training."""
+        return self.prefix_gru is not None
+
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
         """The loss of all levels and of their confidence, at blocks after anchors drawn from each text."""
         anchors = Anchors.drawn(batch, self.levels, self.settings.anchors)

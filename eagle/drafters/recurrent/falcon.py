@@ -194,6 +194,11 @@ class Falcon(TrainableDrafter):
             counted = counted & ~glanced
         return read(tokens, hidden), true, blocks.weights(counted).flatten()
 
+    @property
+    def follows_progress(self) -> bool:  # type: ignore[override]
+        """Whether the share of glanced slots changes during training."""
+        return bool(self.settings.glance_from != self.settings.glance_to)
+
     def glanced_share(self, progress: float) -> float:
         """The share of wrong slots that read their answers, at this progress of training (0 to 1)."""
         first, last = self.settings.glance_from, self.settings.glance_to
