@@ -37,7 +37,14 @@ class Dealer:
         self.head, self.features, self.plan = head, features, plan
         self.rank, self.processes = rank, processes
         self.count = processes * plan.settings.accumulation
-        self.counts_batches = (head.counts_by_forward or features.sampled) and self.count > 1
+        self.by_text = plan.settings.divisor == "texts"
+        if self.by_text and self.count < plan.settings.batch_size:
+            texts, parts = plan.settings.batch_size, self.count
+            raise ValueError(
+                f"train.divisor=texts takes the mean of one text at a time, and the {texts} texts of a step lie in "
+                f"{parts} parts: give train.accumulation={-(-texts // processes)}"
+            )
+        self.counts_batches = (head.counts_by_forward or features.sampled) and self.count > 1 and not self.by_text
         self.divisors_of = lru_cache(2)(self._divisors_of)
 
     def batches(self, first: int, pin: bool = False) -> Iterator[Batch]:
@@ -63,7 +70,7 @@ class Dealer:
 
     def _divisors_of(self, number: int) -> tuple[float, ...] | None:
         """The head's divisors over all texts of a step; None where a batch's own are right or not known yet."""
-        if self.counts_batches or self.count == 1:
+        if self.counts_batches or self.count == 1 or self.by_text:
             return None
         texts, gate = self.plan.step(number), self.plan.settings.gate
         masks = [trim_mask(gate_mask(self.features.mask(index), gate)) for index in texts]
@@ -80,6 +87,23 @@ class Dealer:
 
         `count` gives the divisor that only the head's forward knows, `add_up` sums over all processes.
         """
+        for part in self._deal(number, batches, count, add_up):
+            yield part._replace(share=part.share * self._supervised(number))
+
+    def _supervised(self, number: int) -> float:
+        """What of a step's tokens is supervised, where its loss is divided by all of them."""
+        if self.plan.settings.divisor != "all":
+            return 1.0
+        texts = self.plan.step(number)
+        return sum(self.plan.slots[index] for index in texts) / sum(len(self.features.mask(index)) for index in texts)
+
+    def _deal(
+        self,
+        number: int,
+        batches: Iterator[Batch],
+        count: Callable[[Batch], Tensor],
+        add_up: Callable[[Tensor], Tensor],
+    ) -> Iterator[Part]:
         parts = self.plan.parts(number, self.count)
         mine = slice(self.rank, None, self.processes)
         dealt = list(zip(parts[mine], self.plan.weights(number, parts)[mine], strict=True))

@@ -52,11 +52,12 @@ class Plan:
         return [part or examples[:1] for part in parts]
 
     def weights(self, number: int, parts: Sequence[Sequence[int]]) -> list[float]:
-        """The share of a step's slots in each part; a repeated example weighs nothing."""
+        """The share of a step's slots in each part, or of its texts; a repeated example weighs nothing."""
         remaining, weights = set(self.step(number)), []
-        total = sum(self.slots[index] for index in remaining)
+        of = (lambda _: 1) if self.settings.divisor == "texts" else self.slots.__getitem__
+        total = sum(map(of, remaining))
         for part in parts:
-            weights.append(sum(self.slots[index] for index in part if index in remaining) / total)
+            weights.append(sum(of(index) for index in part if index in remaining) / total)
             remaining -= set(part)
         return weights
 

@@ -46,9 +46,16 @@ def naive(command: list[str], target: Target, steps: list[list[int]], left_out: 
         rate = (number + 1) / warm if number + 1 < warm else min((len(steps) - number) / (len(steps) - warm), 1)
         optimizer.param_groups[0]["lr"] = asked.lr * rate
         seeds = [number // 6 * 1_000_000_007 + place for place in places]
-        losses = head(collate(store.read(places), store.taps, seeds), target.head)
         optimizer.zero_grad()
-        losses["total"].backward()
+        if asked.divisor == "texts":
+            for example, seed in zip(store.read(places), seeds, strict=True):
+                alone = head(collate([example], store.taps, [seed]), target.head)
+                (alone["total"] / len(places)).backward()
+        else:
+            batch = collate(store.read(places), store.taps, seeds)
+            tokens = sum(len(example.tokens) for example in store.read(places))
+            share = float(batch.loss_mask.sum()) / tokens if asked.divisor == "all" else 1.0
+            (head(batch, target.head)["total"] * share).backward()
         norm = math.sqrt(sum(float(weight.grad.double().pow(2).sum()) for weight in head.parameters()))
         for weight in head.parameters():
             weight.grad *= min(1.0, asked.clip / norm)
@@ -75,6 +82,19 @@ def test_the_loop_is_the_naive_one(accumulation: int, command: list[str], tiny_t
     trained = weights(run(command, tmp_path / "run", f"train.accumulation={accumulation}"))
     assert same(trained, naive(command, tiny_target, orders()))
     assert apart(trained, naive(command, tiny_target, orders(1))) > 1e-3
+
+
+@pytest.mark.parametrize(("divisor", "accumulation"), [("all", 1), ("all", 3), ("texts", 4), ("texts", 6)])
+def test_losses_are_divided_as_asked(
+    divisor: str, accumulation: int, command: list[str], tiny_target: Target, tmp_path: Path
+) -> None:
+    """By all tokens of a step, in any parts, or by those of each text; each is another head."""
+    asked = [f"train.divisor={divisor}", f"train.accumulation={accumulation}"]
+    trained = weights(run(command, tmp_path / "run", *asked))
+    assert same(trained, naive([*command, *asked], tiny_target, orders()))
+    assert apart(trained, naive(command, tiny_target, orders())) > 1e-4
+    with pytest.raises(ValueError, match=r"4 texts of a step lie in 1 parts: give train\.accumulation=4"):
+        run(command, tmp_path / "other", "train.divisor=texts")
 
 
 def test_clipping_by_value_and_bare_means(command: list[str], tmp_path: Path) -> None:
