@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 from operator import itemgetter
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from eagle.core.budget import Budget
 from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import Features
+from eagle.core.tree import PUBLISHED_TREE
 from eagle.core.verify import Sampling
 from eagle.decoding.decode import generate
 from eagle.device import in_dtype
@@ -21,10 +21,9 @@ from eagle.recipe import Recipe
 from eagle.target.borrowed import Borrowed
 from eagle.target.target import Target
 from eagle.training.choice import Counts, judged
-from eagle.training.train import TREES
 from eval.result_files.statistics import estimate_difference
 
-PROMPTS, TOGETHER = 24, 8  # prompts that are decoded by default, and at a time
+PROMPTS = 24  # that are decoded by default, all at once
 NOT_DECODED = (
     "held-out prompts are not decoded, as features are stored and the target is not loaded: train.decode=24 loads it, "
     "and keeps the head that accepts most"
@@ -52,19 +51,19 @@ class HeldOut:
         drafter: Any = in_dtype(copy.deepcopy(head).to(self.target.device), self.target.model.dtype)
         drafter.bind(self.target.head)
         counts = {}
-        for (name, paths), sampling in product(TREES.items(), self.samplings):
+        for sampling in self.samplings:
             traces = generate(
                 self.target,
                 drafter,
                 self.prompts,
-                budget=Budget.fixed(paths),
+                budget=Budget.fixed(PUBLISHED_TREE),
                 sampling=[replace(sampling, request=number) for number in range(len(self.prompts))],
                 max_new_tokens=self.limit,
-                batch_size=TOGETHER,
+                batch_size=PROMPTS,
             )
             cycles = [trace.checked().cycles for trace in traces]
             at = f"_at_{sampling.temperature:g}" if sampling.temperature else ""
-            counts[f"{name}_tau{at}"] = [[sum(cycle.committed for cycle in each), len(each)] for each in cycles]
+            counts[f"tree_tau{at}"] = [[sum(cycle.committed for cycle in each), len(each)] for each in cycles]
         return counts
 
     def compare(self, first: Counts, second: Counts) -> tuple[float, float, float]:

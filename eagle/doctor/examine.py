@@ -32,6 +32,7 @@ from eagle.formats.reading.files import folder_at, read_json, read_tensors
 from eagle.formats.reading.foreign import Finding, inspect, read_head
 from eagle.log import progress
 from eagle.target.target import Target
+from eagle.training.reached import describe_reached
 
 LEVELS = 3  # of the chain that is examined; of a head that guesses several at once all
 MOST_LEVELS = 8
@@ -58,6 +59,8 @@ def examine(folder: str | Path, target_path: str, prompts: str | None = None, se
     if expected := _read_expected(folder):
         rates, source = expected
         notes.append(f"{source}: acceptance length {1 + sum(rates):.3f} with chains of {len(rates)}")
+    if reached := describe_reached(drafter.settings.kind, _read_tokens(folder), drafter):
+        notes.append(reached)
     if counts:
         decoded_chains = count_chains(target, drafter, prompt_tokens, len(counts.per_position) or LEVELS)
         notes.append(counts.compare(decoded_chains, f"This decoder, greedy on {prompts or 'the built-in prompts'},"))
@@ -246,9 +249,20 @@ def _read_template_kwargs(folder: str | Path) -> dict[str, Any]:
     return template_kwargs if isinstance(template_kwargs, dict) else {}
 
 
+def _read_tokens(folder: str | Path) -> int:
+    """The supervised tokens that its training learned from, if its folder says so."""
+    tokens = _read_provenance(folder).get("tokens")
+    return tokens if type(tokens) is int else 0
+
+
+def _read_provenance(folder: str | Path) -> dict[str, Any]:
+    there = (Path(folder) / "provenance.json").is_file()
+    return read_json(folder_at(folder), "provenance.json") if there else {}
+
+
 def _read_expected(folder: str | Path) -> tuple[list[float], str] | None:
     """The acceptance at each place of a chain, as the export or training recorded it."""
-    provenance = read_json(folder_at(folder), "provenance.json") if (Path(folder) / "provenance.json").is_file() else {}
+    provenance = _read_provenance(folder)
     sections = (provenance.get(name) for name in ("acceptance", "validation"))
     exported, validation = (section if isinstance(section, dict) else {} for section in sections)
     rates = exported.get("per_position")

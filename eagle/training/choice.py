@@ -13,7 +13,7 @@ from accelerate.utils import broadcast_object_list
 from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import Features
 
-Counts = dict[str, list[list[int]]]  # by draft and temperature, as metrics name them: tokens and cycles of each prompt
+Counts = dict[str, list[list[int]]]  # by temperature, as metrics name them: tokens and cycles of each prompt
 
 
 class Decoding(Protocol):
@@ -38,13 +38,8 @@ def decode_once(
 
 
 def judged(counts: Counts) -> dict[tuple[str, int], list[int]]:
-    """Tokens and cycles of each prompt with the tree, at every temperature: what decides between heads."""
-    return {
-        (name, number): row
-        for name, rows in counts.items()
-        for number, row in enumerate(rows)
-        if name.startswith("tree")
-    }
+    """Tokens and cycles of each prompt at every temperature: what decides between heads."""
+    return {(name, number): row for name, rows in counts.items() for number, row in enumerate(rows)}
 
 
 def acceptance(rows: Iterable[Sequence[int]]) -> float:

@@ -40,6 +40,10 @@ class Plan:
         start = step * self.settings.batch_size
         return [self.training[i] for i in self.epoch(epoch)[start : start + self.settings.batch_size]]
 
+    def learned(self, steps: int) -> int:
+        """The supervised tokens of the first steps."""
+        return sum(self.slots[index] for number in range(steps) for index in self.step(number))
+
     def parts(self, number: int, count: int) -> list[list[int]]:
         """A step's examples in `count` parts of about equal work; an empty part repeats an example."""
         examples = sorted(self.step(number), key=lambda index: -self.slots[index])

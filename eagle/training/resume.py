@@ -16,28 +16,12 @@ from safetensors import SafetensorError
 from eagle.core.drafter import TrainableDrafter
 from eagle.data.store import differences
 from eagle.disk import DiskError, apply_umask, sha256, write_whole
-from eagle.recipe import Recipe, TrainSection
+from eagle.recipe import TrainSection
 
 MARK = "complete.json"
 WHOLE = "model.safetensors"  # all weights, beside all moments: read by any number of processes
 MAKE_ROOM = "Make room on the disk, and give the same command again"
-# training settings that may change between a run and its continuation
-FREE = {"out", "stem", "wandb", "keep", "choose", "patience", "checkpoint_every", "validate_every", "decode"}
-FREE |= {"processes", "shard_head", "compile"}
 DISK_FAULTS = (OSError, RuntimeError, SafetensorError, DiskError)  # what the writers raise on a full disk
-
-
-def decisive_settings(train: dict[str, Any]) -> dict[str, Any]:
-    """The training settings that decide what a head becomes."""
-    unused = FREE if train["schedule"] == "wsd" else FREE | {"decay"}
-    return {key: value for key, value in train.items() if key not in unused}
-
-
-def run_identity(recipe: Recipe, features: dict[str, Any], processes: int) -> dict[str, Any]:
-    """The identity of a run, which a continuation must share."""
-    values = recipe.model_dump(mode="json")
-    settings = decisive_settings(values["train"])
-    return {"processes": processes, "features": features, "drafter": values["drafter"], "train": settings}
 
 
 class Checkpoints:

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from importlib.metadata import version
 from math import isfinite
 from pathlib import Path
 from time import perf_counter
@@ -18,7 +17,6 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from eagle import __version__
 from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.core.examples import Batch, Features, trim_mask
 from eagle.core.tree import PUBLISHED_TREE, chain_paths
@@ -28,10 +26,12 @@ from eagle.drafters.parts.validation import add_sums, figures
 from eagle.formats.checkpoint import save_head
 from eagle.log import Metrics, interrupted_by_user, memory_gb, progress
 from eagle.recipe import Recipe
+from eagle.training.about import describe_run, run_identity
 from eagle.training.choice import Choice, Decoding, acceptance, decode_once
 from eagle.training.dealing import Dealer
 from eagle.training.plan import Plan, gate_mask
-from eagle.training.resume import DISK_FAULTS, Checkpoints, load_stem, run_identity
+from eagle.training.reached import describe_reached
+from eagle.training.resume import DISK_FAULTS, Checkpoints, load_stem
 from eagle.training.sharded import gather, prepare_sharded, shard_head
 
 TREES = {"chain": chain_paths(4), "tree": PUBLISHED_TREE}  # validation predicts their acceptance lengths
@@ -140,6 +140,8 @@ class _Run:
             if ends:
                 self.print(f"the run ends: {self.choice.stale} validations brought no better head")
                 break
+        if reached := describe_reached(self.recipe.drafter.kind, self.plan.learned(self.step), self.mirror):
+            self.print(reached)
         if self.metrics:
             self.metrics.close()
 
@@ -227,8 +229,7 @@ class _Run:
                 memory_gb=memory_gb(),
                 **dict(zip(self.loss_names, means, strict=True)),
             )
-        self.window = []
-        self.parts = []
+        self.window, self.parts = [], []
         self.log_time = perf_counter()
 
     def _write(self, **row: Any) -> None:
@@ -294,9 +295,9 @@ class _Run:
         return self.mirror
 
     def _provenance(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        versions = {"eagle": __version__} | {name: version(name) for name in ("torch", "transformers", "accelerate")}
-        run = {"step": self.step, "processes": self.accelerator.num_processes, "skipped_steps": self.skipped}
-        return {"commit": self.commit, **versions, **run, "validation": metrics, **self.features.identity}
+        learned = {"step": self.step, "tokens": self.plan.learned(self.step), "skipped_steps": self.skipped}
+        run = {**learned, "processes": self.accelerator.num_processes, "validation": metrics}
+        return describe_run(self.commit, self.features.identity, **run)
 
     def _identity(self) -> dict[str, Any]:
         return run_identity(self.recipe, self.features.identity, self.accelerator.num_processes)

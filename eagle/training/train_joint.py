@@ -24,10 +24,11 @@ from eagle.drafters.parts.validation import add_sums, figures
 from eagle.formats.checkpoint import save_head
 from eagle.log import Metrics, interrupted_by_user, memory_gb, progress
 from eagle.recipe import JointSection, Recipe
+from eagle.training.about import decisive_settings
 from eagle.training.dealing import Dealer
 from eagle.training.joint import Joint, StepPart, heads_weight
 from eagle.training.plan import Plan
-from eagle.training.resume import Checkpoints, decisive_settings
+from eagle.training.resume import Checkpoints
 from eagle.training.train import LOG_EVERY, TREES
 
 UNUSED = {

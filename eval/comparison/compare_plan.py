@@ -20,8 +20,8 @@ from eagle.drafters import settings_of
 from eagle.formats.checkpoint import check_options
 from eagle.recipe import BudgetSection, Recipe, Section, lay_over, parse_section, read_yaml
 from eagle.shipped import find_recipe
+from eagle.training.about import decisive_settings
 from eagle.training.launch import resolve_dtype
-from eagle.training.resume import decisive_settings
 from eval.load_run import budget_of
 
 OF_AN_ARM = ("drafter", "features", "train")  # what counts of a recipe that one arm names

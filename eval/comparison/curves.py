@@ -38,8 +38,9 @@ def describe_column(table: ComparisonTable, shape: str, temperature: float) -> d
         if done:
             taus = torch.stack([draw_taus(table.lengths(arm, shape, temperature)) for arm in done])
             curves[name] = torch.tensor([_tokens(table, arm) for arm in done], dtype=torch.float64), taus
+    most = float(table.comparison.shapes[shape].depth + 1)
     return {
-        "curves": {name: describe_curve(counts, taus) for name, (counts, taus) in curves.items()},
+        "curves": {name: describe_curve(counts, taus, most) for name, (counts, taus) in curves.items()},
         "crossings": list(find_crossings(curves)),
     }
 
@@ -55,33 +56,37 @@ def draw_taus(lengths: dict[Key, Row]) -> Tensor:
     return drawn[:, 0] / drawn[:, 1]
 
 
-def describe_curve(counts: Tensor, taus: Tensor) -> dict[str, Any]:
+def describe_curve(counts: Tensor, taus: Tensor, most: float) -> dict[str, Any]:
     """Points with intervals, the fit with its, and how well the first points predict the last."""
     figures: dict[str, Any] = {
         "points": [{"tokens": int(count), **_estimate(tau)} for count, tau in zip(counts, taus, strict=True)]
     }
     if len(counts) >= FEWEST:
-        fitted = fit(counts, taus)
+        fitted = fit(counts, taus, most)
         figures["fit"] = dict(zip(("ceiling", "scale", "exponent"), map(_estimate, fitted.unbind(1)), strict=True))
         figures["a doubling more"] = _estimate(curve(2 * counts[-1:], fitted)[0] - curve(counts[-1:], fitted)[0])
     few = int((counts <= counts[-1] / HELD_BACK).sum())
     if few >= FEWEST:
-        predicted = curve(counts[-1:], fit(counts[:few], taus[:few]))[0]
+        predicted = curve(counts[-1:], fit(counts[:few], taus[:few], most))[0]
         figures["predicted"] = {"from": int(counts[few - 1]), "at": int(counts[-1]), **_estimate(predicted)}
         figures["predicted"]["error"] = float(predicted[0] - taus[-1, 0])
     return figures
 
 
-def fit(counts: Tensor, taus: Tensor) -> Tensor:
+def fit(counts: Tensor, taus: Tensor, most: float) -> Tensor:
     """Ceiling, scale and exponent of `ceiling - scale * (tokens / 1000) ** -exponent`, by least squares  # [D, 3]
 
-    For each exponent the other two are a straight line's; the scale is not below 0, so that no curve falls.
+    For each exponent the other two are a straight line's. The scale is not below 0, so that no curve falls, and the
+    ceiling not above `most`, the tokens of a cycle that keeps the deepest path.
     """
     falls = (counts / 1000) ** -EXPONENTS[:, None]  # [B, N]
     centred = falls - falls.mean(1, keepdim=True)
     means = taus.mean(0)  # [D]
     scale = (-(centred @ (taus - means)) / centred.square().sum(1, keepdim=True)).clamp(min=0)  # [B, D]
     ceiling = means + scale * falls.mean(1, keepdim=True)
+    bounded = (falls @ (most - taus)) / falls.square().sum(1, keepdim=True)  # with the highest ceiling
+    scale = torch.where(ceiling > most, bounded.clamp(min=0), scale)
+    ceiling = ceiling.clamp(max=most)
     errors = (ceiling[:, None] - scale[:, None] * falls[..., None] - taus).square().sum(1)  # [B, D]
     best = errors.argmin(0)
     rows = torch.arange(taus.shape[1])

@@ -125,7 +125,7 @@ def test_a_fit_finds_what_made_the_points(numbers: tuple[float, float, float]) -
     counts = [50_000, 100_000, 200_000, 400_000, 800_000, 1_600_000, 3_200_000]
     exact = points(*numbers, counts)
     noise = 0.02 * torch.randn(len(counts), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    fitted = curves.fit(torch.tensor(counts).double(), torch.stack([exact, exact + noise, exact.flip(0)], dim=1))
+    fitted = curves.fit(torch.tensor(counts).double(), torch.stack([exact, exact + noise, exact.flip(0)], dim=1), 9.0)
     assert fitted[0].tolist() == pytest.approx(numbers, rel=0.05)
     assert fitted[2, 1] == 0 and fitted[2, 0] == pytest.approx(float(exact.mean()))
 
@@ -137,6 +137,20 @@ def test_a_fit_finds_what_made_the_points(numbers: tuple[float, float, float]) -
     assert error(*fitted[1].tolist()) <= best * 1.01
     predicted = curves.curve(torch.tensor(counts[-1:]).double(), fitted)[0]
     assert float(predicted[0]) == pytest.approx(float(exact[-1]), rel=0.01)
+
+
+def test_a_ceiling_is_no_longer_than_the_deepest_path() -> None:
+    """Points on a straight line over the logarithm have none below it: the best scale for that ceiling is found."""
+    counts = torch.tensor([50_000, 100_000, 200_000, 400_000]).double()
+    taus = torch.tensor([2.0, 2.4, 2.8, 3.2]).double()
+    ceiling, scale, exponent = curves.fit(counts, taus[:, None], 3.6)[0].tolist()
+    assert ceiling == 3.6
+
+    def error(scale: float) -> float:
+        return float((points(3.6, scale, exponent, [50_000, 100_000, 200_000, 400_000]) - taus).square().sum())
+
+    assert error(scale) <= min(error(scale * factor) for factor in (0.9, 0.99, 1.01, 1.1))
+    assert curves.curve(counts * 1000, curves.fit(counts, taus[:, None], 3.6)).max() < 3.6
 
 
 def test_crossings_lie_between_points() -> None:

@@ -12,7 +12,7 @@ from trained import equal, prepared, rows, run
 
 from eagle import Budget, Target, generate, load_drafter
 from eagle.core.drafter import TrainableDrafter
-from eagle.core.tree import PUBLISHED_TREE, chain_paths
+from eagle.core.tree import PUBLISHED_TREE
 from eagle.core.verify import Sampling
 from eagle.training.choice import Choice, Counts
 from eagle.training.train import Plan
@@ -38,7 +38,7 @@ class Scripted:
         """Ten cycles of three prompts, one of which accepts one token more."""
         tau = self.taus[self.asked]
         self.asked += 1
-        return {"chain_tau": [[10, 10]] * 3, "tree_tau": [[10 * tau, 10]] * 2 + [[10 * tau + 10, 10]]}
+        return {"tree_tau": [[10 * tau, 10]] * 2 + [[10 * tau + 10, 10]]}
 
     def compare(self, first: Counts, second: Counts) -> tuple[float, float, float]:
         """As in a real run."""
@@ -79,15 +79,14 @@ def test_decoded_figures_are_those_of_each_prompt_alone(
     for example, prompt in zip(examples, prompts, strict=True):
         assert not example.loss_mask[: len(prompt)].any() and example.loss_mask[len(prompt)]
     head, last = load_drafter(out / "last", target), [row for row in rows(out) if "validation" in row][-1]["validation"]
-    for name, paths in (("chain", chain_paths(4)), ("tree", PUBLISHED_TREE)):
-        for temperature, at in ((0.0, ""), (1.0, "_at_1")):
-            cycles = []
-            for number, prompt in enumerate(prompts):
-                options: dict[str, Any] = {"budget": Budget.fixed(paths), "max_new_tokens": recipe.eval.max_new_tokens}
-                trace = generate(target, head, prompt, sampling=Sampling(temperature, request=number), **options)
-                cycles += trace.cycles
-            tau = sum(cycle.committed for cycle in cycles) / len(cycles)
-            assert last[f"decoded_{name}_tau{at}"] == pytest.approx(tau)
+    options: dict[str, Any] = {"budget": Budget.fixed(PUBLISHED_TREE), "max_new_tokens": recipe.eval.max_new_tokens}
+    for temperature, at in ((0.0, ""), (1.0, "_at_1")):
+        cycles = []
+        for number, prompt in enumerate(prompts):
+            trace = generate(target, head, prompt, sampling=Sampling(temperature, request=number), **options)
+            cycles += trace.cycles
+        tau = sum(cycle.committed for cycle in cycles) / len(cycles)
+        assert last[f"decoded_tree_tau{at}"] == pytest.approx(tau)
 
 
 def test_the_head_that_accepts_most_is_kept(

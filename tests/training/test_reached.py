@@ -1,0 +1,73 @@
+"""How far a run has got: by a curve that is made here, read as a person would."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from eagle.training.reached import COLUMN, Curve, describe_reached, read_curves
+
+
+@pytest.fixture
+def curves(tmp_path: Path) -> Path:
+    """Results of a method with 1,000 weights: .5 accepted drafts at one token a weight, .25 a doubling, then less."""
+    points = [(1000, 1.5), (2000, 1.75), (4000, 2.0), (8000, 2.02)]
+    listed = [{"tokens": tokens, "value": tau, "low": tau, "high": tau} for tokens, tau in points]
+    arms = [{"arm": f"some, {tokens:,} tokens", "weights": 1000} for tokens, _ in points]
+    alone = {"points": listed[:1]}
+    columns = [
+        {"column": "other", "curves": {}},
+        {"column": COLUMN, "curves": {"some": {"points": listed}, "one": alone}},
+    ]
+    path = tmp_path / "curves.json"
+    path.write_text(json.dumps({"arms": arms, "curves": columns}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        (10, "10 supervised tokens are 0.5 for each of 20 weights, fewer than the 1 from which on some was measured"),
+        (20, "gained 49% of what it gained with 8 times the tokens, \\+0.17 accepted tokens a doubling: train longer"),
+        (40, "gained 74% of what it gained with 4 times the tokens, \\+0.14 accepted tokens a doubling: train longer"),
+        (80, "gained 98% of what it gained with 2 times the tokens, \\+0.02 .* a doubling: more tokens bring little"),
+        (160, "as many as some was measured with .*, or more: 8"),
+        (999, "as many as some was measured with .*, or more: 8"),
+    ],
+)
+def test_it_is_read_off_the_curve(tokens: int, says: str, curves: Path) -> None:
+    """By tokens per weight that is trained; what is frozen does not count."""
+    head = nn.ModuleList([nn.Linear(4, 5, bias=False), nn.Linear(9, 9).requires_grad_(False)])
+    said = describe_reached("some", tokens, head, curves)
+    assert said is not None
+    assert re.search(says, said), said
+    assert curves.name in said
+
+
+def test_nothing_is_said_without_a_curve(curves: Path, tmp_path: Path) -> None:
+    """Of another method, of one point, of a head that learned nothing, and where no results are."""
+    head = nn.Linear(2, 2)
+    for kind, tokens, path in (
+        ("other", 9, curves),
+        ("one", 9, curves),
+        ("some", 0, curves),
+        ("some", 9, tmp_path / "no"),
+    ):
+        assert describe_reached(kind, tokens, head, path) is None
+
+
+def test_between_points_it_is_straight_over_the_logarithm() -> None:
+    """And flat beyond the ends."""
+    curve = Curve((1.0, 4.0, 8.0), (1.0, 3.0, 4.0))
+    assert [curve.at(place) for place in (0.5, 1, 2, 4, 8, 99)] == [1, 1, 2, 3, 4, 4]
+    assert curve.at(2**2.5) == pytest.approx(3.5)
+
+
+def test_the_committed_curves_are_of_known_methods() -> None:
+    """Those that a run is judged by."""
+    assert {"eagle1", "eagle3", "medusa"} <= read_curves().keys()
+    assert all(len(curve.taus) >= 4 for curve in read_curves().values())
