@@ -164,21 +164,34 @@ def law_loss(kind: str, wanted: Tensor, logits: Tensor) -> Tensor:
     return -(wanted.exp() * own).sum()
 
 
+def smooth_l1(output: Tensor, true: Tensor) -> Tensor:
+    """The mean of Huber's loss over the width."""
+    off = (output - true).abs()
+    return torch.where(off < 1, off.square() / 2, off - 0.5).mean()
+
+
 def sayable_ids(weights: Weights, vocabulary: int) -> Tensor:
     """[D], the target's ids of the draft vocabulary."""
     offsets = weights.get("d2t")
     return torch.arange(vocabulary) if offsets is None else torch.arange(len(offsets)) + offsets
 
 
-def eagle3_logits(
+def eagle3_states(
     weights: Weights, settings: Any, shape: Any, text: Text, frozen: TargetHead, anchors: Mapping[int, int]
 ) -> dict:
-    """{(anchor, step): logits [D]} of one text: its tokens, and the taps [.., 3, H] of those that are known."""
+    """{(anchor, step): what the LM head reads [H]} of one text: its tokens, and the taps [.., 3, H] that are known."""
     tokens, taps = text
     first = [fused(weights, settings, shape, row) for row in taps]
     outputs = unrolled(eagle3_network(weights, settings, shape), frozen.embed(tokens), first, anchors)
-    normed = {at: rms(output, weights["norm.weight"], shape.rms_norm_eps) for at, output in outputs.items()}
-    return {at: weights["lm_head.weight"] @ row for at, row in normed.items()}
+    return {at: rms(output, weights["norm.weight"], shape.rms_norm_eps) for at, output in outputs.items()}
+
+
+def eagle3_logits(
+    weights: Weights, settings: Any, shape: Any, text: Text, frozen: TargetHead, anchors: Mapping[int, int]
+) -> dict:
+    """{(anchor, step): logits [D]}."""
+    states = eagle3_states(weights, settings, shape, text, frozen, anchors)
+    return {at: weights["lm_head.weight"] @ state for at, state in states.items()}
 
 
 def eagle3_loss(weights: Weights, settings: Any, shape: Any, texts: Sequence[Example], frozen: TargetHead) -> Tensor:
@@ -191,10 +204,11 @@ def eagle3_loss(weights: Weights, settings: Any, shape: Any, texts: Sequence[Exa
         anchors = anchors_of(text.loss_mask, torch.isin(text.tokens, ids), settings.steps)
         slots += len(anchors)
         known = text.tokens, text.features[:-2, :3]
-        logits = eagle3_logits(weights, settings, shape, known, frozen, anchors) if anchors else {}
-        for (anchor, step), own in logits.items():
-            wanted = frozen.logits(text.features[anchor + 1 + step, -1])[ids]
-            total = total + settings.decay**step * law_loss(settings.loss, wanted, own)
+        states = eagle3_states(weights, settings, shape, known, frozen, anchors) if anchors else {}
+        for (anchor, step), state in states.items():
+            true = text.features[anchor + 1 + step, -1]
+            loss = law_loss(settings.loss, frozen.logits(true)[ids], weights["lm_head.weight"] @ state)
+            total = total + settings.decay**step * (loss + settings.regression * smooth_l1(state, true))
     return total / slots
 
 
@@ -253,8 +267,7 @@ def hass_loss(
 
 def hass_loss_at(settings: Any, output: Tensor, state: Tensor, frozen: TargetHead) -> Tensor:
     """The weighted loss of one slot's prediction against the target's state."""
-    off = (output - state).abs()
-    regression = torch.where(off < 1, off.square() / 2, off - 0.5).mean()
+    regression = smooth_l1(output, state)
     law, own = frozen.logits(state).softmax(-1), frozen.logits(output).log_softmax(-1)
     best = law.sort(descending=True).indices[: settings.top_k]
     entropy, top = -(law * own).sum(), -(law[best] * own[best]).sum()

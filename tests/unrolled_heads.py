@@ -36,6 +36,7 @@ LONG = {310: [(5, 8), (30, 175), (306, 310)], 12: [(4, 12)]}  # one run of more 
 VARIANTS: dict[str, dict[str, Any]] = {
     "eagle3": {"kind": "eagle3"},
     "eagle3 draft vocabulary": {"kind": "eagle3", "draft_vocab": True},
+    "eagle3 regression": {"kind": "eagle3", "draft_vocab": True, "regression": 0.5, "loss": "acceptance"},
     "eagle3 frozen": {"kind": "eagle3", "train_lm_head": False, "intermediate_size": 64},
     "eagle3 random": {"kind": "eagle3", "draft_vocab": True, "lm_head": "random", "decay": 0.6},
     "eagle3 normed residual": {"kind": "eagle3", "norm_before_residual": True},

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from eagle.core.drafter import TargetHead
 from eagle.core.examples import Batch
-from eagle.drafters.parts.objectives import Objective, OwnHead, align_steps, distillation_loss, step_weights
+from eagle.drafters.parts.objectives import (
+    Objective,
+    OwnHead,
+    align_steps,
+    distillation_loss,
+    feature_regression,
+    step_weights,
+)
 from eagle.drafters.parts.window import Window
 from eagle.drafters.recurrent.fused_head import FusedHead, FusedSettings
 
@@ -22,6 +29,7 @@ class Eagle3Settings(FusedSettings):
     kind: Literal["eagle3"] = "eagle3"
     steps: int = Field(7, ge=1)  # levels that it is trained on its own states
     decay: float = Field(0.8, gt=0, le=1)  # weight of each step relative to the one before
+    regression: float = Field(0.0, ge=0)  # weight of Smooth-L1 between what its LM head reads and the target's does
     norm_output: bool = False  # EAGLE-3.1: the next level reads the normed state
     window: Window | None = None  # {sinks: S, recent: R}: attend to the first S and the latest R tokens only
 
@@ -54,4 +62,8 @@ class Eagle3(FusedHead):
         own, dtype = OwnHead(self.lm_head.weight), frozen.weight.dtype  # that of the products, which autocast makes so
         teacher = self.narrow_to_draft_vocab(frozen)
         total, each = distillation_loss(student, true, weights, (own, teacher), Objective(settings.loss), dtype)
-        return {"total": total, **{f"draft_probs/{step}": value for step, value in enumerate(each)}}
+        losses = {"total": total, **{f"draft_probs/{step}": value for step, value in enumerate(each)}}
+        if settings.regression:
+            losses["regression"] = feature_regression(student, true, weights)
+            losses["total"] = total + settings.regression * losses["regression"]
+        return losses
