@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from eval.comparison.compare_plan import Arm
-from eval.comparison.compare_table import ComparisonTable, Key, column_name, conversation_of
+from eval.comparison.compare_table import NO_DATA, ComparisonTable, Key, column_name, conversation_of
 from eval.result_files.statistics import Row, draw_counts
 
 EXPONENTS = torch.logspace(-2, 0.5, 120, dtype=torch.float64)  # [B]
 DRAWS, TAIL = 1000, 0.025
 FEWEST = 4  # counts, to fit three numbers
-HELD_BACK = 8  # times fewer tokens than the last count: from those points it is predicted
+HELD_BACK = 8  # times fewer tokens than the last count: from those points, or the fewest, it is predicted
 
 
 def describe_curves(table: ComparisonTable) -> list[dict[str, Any]]:
@@ -65,8 +65,8 @@ def describe_curve(counts: Tensor, taus: Tensor, most: float) -> dict[str, Any]:
         fitted = fit(counts, taus, most)
         figures["fit"] = dict(zip(("ceiling", "scale", "exponent"), map(_estimate, fitted.unbind(1)), strict=True))
         figures["a doubling more"] = _estimate(curve(2 * counts[-1:], fitted)[0] - curve(counts[-1:], fitted)[0])
-    few = int((counts <= counts[-1] / HELD_BACK).sum())
-    if few >= FEWEST:
+    few = max(int((counts <= counts[-1] / HELD_BACK).sum()), FEWEST)
+    if few < len(counts):
         predicted = curve(counts[-1:], fit(counts[:few], taus[:few], most))[0]
         figures["predicted"] = {"from": int(counts[few - 1]), "at": int(counts[-1]), **_estimate(predicted)}
         figures["predicted"]["error"] = float(predicted[0] - taus[-1, 0])
@@ -142,21 +142,28 @@ def _tokens(table: ComparisonTable, arm: Arm) -> float:
     return float(arm.section.tokens)
 
 
+WITH_INTERVAL, CHANGE = "{value:.2f} ({low:.2f} to {high:.2f})", "{value:+.2f} ({low:+.2f} to {high:+.2f})"
+
+
 def curve_lines(columns: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Tables in Markdown: points by tokens, and what was fitted to them."""
     for column in columns:
         counts = sorted({point["tokens"] for one in column["curves"].values() for point in one["points"]})
-        yield ""
-        titles = [f"{column['column']}, tokens", *(f"{count:,}" for count in counts), "ceiling", "a doubling more"]
-        yield f"| {' | '.join(titles)} |"
-        yield "|---|" + "---:|" * (len(counts) + 2)
+        titles = [f"{column['column']}, tokens", *(f"{count:,}" for count in counts)]
+        titles += ["the last, predicted", "ceiling", "a doubling more"]
+        yield from ("", f"| {' | '.join(titles)} |", "|---|" + "---:|" * (len(titles) - 1))
         for name, one in column["curves"].items():
             points = {point["tokens"]: f"{point['value']:.2f}" for point in one["points"]}
-            ceiling = "{value:.2f} ({low:.2f} to {high:.2f})".format(**one["fit"]["ceiling"]) if "fit" in one else "–"
-            more = "{value:+.3f}".format(**one["a doubling more"]) if "fit" in one else "–"
-            yield f"| {name} | {' | '.join(points.get(count, '–') for count in counts)} | {ceiling} | {more} |"
+            cells = [name, *(points.get(count, NO_DATA) for count in counts), *_fitted_cells(one)]
+            yield f"| {' | '.join(cells)} |"
         for found in column["crossings"]:
             other = found["first"] if found["overtakes"] == found["second"] else found["second"]
-            yield ""
             at = "{value:,} tokens ({low:,} to {high:,})".format(**found)
-            yield f"{found['overtakes']} overtakes {other} at {at}"
+            yield from ("", f"{found['overtakes']} overtakes {other} at {at}.")
+
+
+def _fitted_cells(one: dict[str, Any]) -> Iterator[str]:
+    predicted = "{value:.2f} from {from:,}: {error:+.2f}"
+    yield predicted.format(**one["predicted"]) if "predicted" in one else NO_DATA
+    yield WITH_INTERVAL.format(**one["fit"]["ceiling"]) if "fit" in one else NO_DATA
+    yield CHANGE.format(**one["a doubling more"]) if "fit" in one else NO_DATA

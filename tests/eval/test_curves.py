@@ -85,7 +85,9 @@ def test_the_report_has_points_pairs_and_a_figure(done: Comparison) -> None:
         for point in one["points"]:
             assert point["value"] == pytest.approx(taus[f"{name}, {point['tokens']:,} tokens"])
             assert point["low"] <= point["value"] <= point["high"]
-    assert "| tree, T = 0, tokens | 200 | 400 | 800 |" in (done.folder / "comparison.md").read_text()
+    assert (
+        "| tree, T = 0, tokens | 200 | 400 | 800 | the last, predicted |" in (done.folder / "comparison.md").read_text()
+    )
     drawing = ElementTree.parse(done.folder / "curves.svg").getroot()
     shown = [text.text for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
     assert shown.count("eagle1") == shown.count("slow") == len(figures["curves"]) and "0.2 k" in shown
@@ -137,6 +139,16 @@ def test_a_fit_finds_what_made_the_points(numbers: tuple[float, float, float]) -
     assert error(*fitted[1].tolist()) <= best * 1.01
     predicted = curves.curve(torch.tensor(counts[-1:]).double(), fitted)[0]
     assert float(predicted[0]) == pytest.approx(float(exact[-1]), rel=0.01)
+
+
+def test_the_last_point_is_predicted_from_an_eighth_of_its_tokens() -> None:
+    """Or from four points, where those are fewer; with four points there is nothing left to predict."""
+    counts = [1000 * 2**power for power in range(9)]
+    taus = points(4.0, 2.0, 0.5, counts)[:, None].expand(-1, 3)
+    for shown, first in ((9, 32_000), (6, 8_000), (5, 8_000)):
+        one = curves.describe_curve(torch.tensor(counts[:shown]).double(), taus[:shown], 9.0)["predicted"]
+        assert (one["from"], one["at"]) == (first, counts[shown - 1]) and abs(one["error"]) < 0.01
+    assert "predicted" not in curves.describe_curve(torch.tensor(counts[:4]).double(), taus[:4], 9.0)
 
 
 def test_a_ceiling_is_no_longer_than_the_deepest_path() -> None:
