@@ -74,6 +74,11 @@ class HeldOut:
 def open_decoding(recipe: Recipe, target: Target | Borrowed) -> HeldOut | None:
     """What decodes while the recipe's head is trained; None without a whole target on this device."""
     count = PROMPTS if recipe.train.decode is None else recipe.train.decode
+    if recipe.train.decode and not recipe.train.validation:
+        raise ValueError(
+            f"train.decode is {count} and train.validation is 0: the prompts are those of held-out conversations, so "
+            "hold some out, as train.validation=0.05, or leave train.decode away"
+        )
     if not isinstance(target, Target) or recipe.features.shard_target or not count or not recipe.train.validation:
         return None
     return HeldOut(recipe, target, count)

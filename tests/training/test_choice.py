@@ -89,6 +89,12 @@ def test_decoded_figures_are_those_of_each_prompt_alone(
         assert last[f"decoded_tree_tau{at}"] == pytest.approx(tau)
 
 
+def test_prompts_need_conversations_that_are_held_out(command: list[str], tmp_path: Path) -> None:
+    """Else nothing would be decoded, and nobody would know."""
+    with pytest.raises(ValueError, match=r"train\.decode is 3 and train\.validation is 0"):
+        run(command, tmp_path / "run", "train.decode=3")
+
+
 def test_the_head_that_accepts_most_is_kept(
     command: list[str], script: Callable[..., Scripted], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
