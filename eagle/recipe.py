@@ -107,8 +107,8 @@ class TrainSection(Section):
     schedule_steps: int | None = Field(None, ge=1)  # steps that the schedule is made for; by default those of the run
     warmup: float = Field(0.05, ge=0)  # steps of warm-up; below 1, a share of `schedule_steps`
     final_lr: float = Field(0.0, ge=0, le=1)  # where the schedule ends, as a share of `lr`
-    # of the loss: supervised tokens of a step; of each text, which are then averaged; or all tokens of a step
-    divisor: Literal["step", "texts", "all"] = "step"
+    # of the loss: supervised tokens of a step; those of each text, whose means are averaged; or all tokens of a step
+    mean_over: Literal["step", "texts", "all"] = "step"
     gate: Literal["predicted", "read"] = "predicted"  # a slot counts if the token that it predicts (or reads) does
     seed: int = 0  # of weights, order of the data and noise
     validation: float = Field(0.05, ge=0, lt=1)  # share of the conversations that is held out

@@ -27,6 +27,7 @@ DRAFTED = "draft_model._drafted"  # the levels of a draft model's last draft
 CHOICES = "lookahead.propose"  # the target's choices at all nodes of the last trees
 TYPICAL = "typical.walk_typically"  # what is likely enough; the choice behind it is one more
 DRAWN = {f"verify.{name}" for name in ("sample_tree", "sample_block", "walk_leniently", "pick")}
+pytestmark = pytest.mark.slow
 FAST = [
     *("decode eagle3, greedy, grown", "decode eagle3, T=1, grown, batch", "decode medusa, T=1, grown, batch"),
     "decode lookahead, T=1, grown, batch",
@@ -100,7 +101,6 @@ def check_cycles(name: str, line: dict[str, Any], found: dict[str, int]) -> None
         assert line["steps"] < chosen <= line["steps"] + prompts
 
 
-@pytest.mark.slow
 @pytest.fixture(scope="module")
 def fast() -> dict[str, Any]:
     """One process's runs."""
@@ -123,8 +123,6 @@ def test_the_simulation_sees_every_kind_of_fault(fast: dict[str, Any]) -> None:
             assert "wait" in line["kinds"], name
 
 
-@pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FAST if "planted" not in name and "curious" not in name])
 def test_a_run_waits_at_named_places_alone(name: str, fast: dict[str, Any]) -> None:
     """And its results are the CPU's."""
@@ -143,7 +141,6 @@ def test_planted_waits_are_seen(fast: dict[str, Any]) -> None:
             check_run(line["name"].replace("planted", ""), line)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_every_run_waits_at_named_places_alone() -> None:
     """Every drafter and kind of draft, every head and loss, both precisions, stored, live and own features."""

@@ -37,11 +37,11 @@ class Dealer:
         self.head, self.features, self.plan = head, features, plan
         self.rank, self.processes = rank, processes
         self.count = processes * plan.settings.accumulation
-        self.by_text = plan.settings.divisor == "texts"
+        self.by_text = plan.settings.mean_over == "texts"
         if self.by_text and self.count < plan.settings.batch_size:
             texts, parts = plan.settings.batch_size, self.count
             raise ValueError(
-                f"train.divisor=texts takes the mean of one text at a time, and the {texts} texts of a step lie in "
+                f"train.mean_over=texts takes the mean of one text at a time, and the {texts} texts of a step lie in "
                 f"{parts} parts: give train.accumulation={-(-texts // processes)}"
             )
         self.counts_batches = (head.counts_by_forward or features.sampled) and self.count > 1 and not self.by_text
@@ -92,7 +92,7 @@ class Dealer:
 
     def _supervised(self, number: int) -> float:
         """What of a step's tokens is supervised, where its loss is divided by all of them."""
-        if self.plan.settings.divisor != "all":
+        if self.plan.settings.mean_over != "all":
             return 1.0
         texts = self.plan.step(number)
         return sum(self.plan.slots[index] for index in texts) / sum(len(self.features.mask(index)) for index in texts)

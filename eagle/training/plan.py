@@ -58,7 +58,7 @@ class Plan:
     def weights(self, number: int, parts: Sequence[Sequence[int]]) -> list[float]:
         """The share of a step's slots in each part, or of its texts; a repeated example weighs nothing."""
         remaining, weights = set(self.step(number)), []
-        of = (lambda _: 1) if self.settings.divisor == "texts" else self.slots.__getitem__
+        of = (lambda _: 1) if self.settings.mean_over == "texts" else self.slots.__getitem__
         total = sum(map(of, remaining))
         for part in parts:
             weights.append(sum(of(index) for index in part if index in remaining) / total)

@@ -59,13 +59,13 @@ def run(recipe: Path, work: Path, *options: str) -> list[dict[str, Any]]:
     return cells
 
 
-@pytest.mark.slow
 def without_seconds(cells: list[dict[str, Any]]) -> dict[str, Any]:
     """What a clock has no part in, by setting and arm."""
     names = ("tau", "unequal", "prompts")
     return {f"{cell['setting']}, {cell['arm']}": [cell[name] for name in names] for cell in cells}
 
 
+@pytest.mark.slow
 def test_a_run_in_parts_is_one_run(recipe: Path, tmp_path: Path) -> None:
     """Also after it was killed within a line; no turn is measured twice but plain decoding beside what is new."""
     whole = run(recipe, tmp_path / "whole", "--arms", *ARMS)

@@ -130,7 +130,6 @@ def test_what_is_not_stored_lies_on_the_card_and_is_made_every_epoch() -> None:
     assert live.train_hours == stored.train_hours
 
 
-@pytest.mark.slow
 def stepped(section: dict[str, Any], count: int, share: float = 1.0, dtype: torch.dtype = torch.float32) -> Any:
     """A small head, a text of which so many slots have a future, and what it borrows."""
     torch.manual_seed(0)
@@ -145,6 +144,7 @@ def stepped(section: dict[str, Any], count: int, share: float = 1.0, dtype: torc
     return head, batch, frozen.cast(dtype)
 
 
+@pytest.mark.slow
 def test_memory_grows_with_the_steps_and_what_may_be_said() -> None:
     """Linear in the steps but for the logits, of which a chunk is made of all steps."""
 

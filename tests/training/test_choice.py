@@ -57,13 +57,13 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scripted]:
     return use
 
 
-@pytest.mark.slow
 def step_of(out: Path, name: str) -> int:
     """The step at which a head was saved."""
     step: int = json.loads((out / name / "provenance.json").read_text())["step"]
     return step
 
 
+@pytest.mark.slow
 def test_decoded_figures_are_those_of_each_prompt_alone(
     command: list[str], tmp_path: Path, tiny_target_dir: Path
 ) -> None:

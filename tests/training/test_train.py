@@ -47,14 +47,14 @@ def naive(command: list[str], target: Target, steps: list[list[int]], left_out: 
         optimizer.param_groups[0]["lr"] = asked.lr * rate
         seeds = [number // 6 * 1_000_000_007 + place for place in places]
         optimizer.zero_grad()
-        if asked.divisor == "texts":
+        if asked.mean_over == "texts":
             for example, seed in zip(store.read(places), seeds, strict=True):
                 alone = head(collate([example], store.taps, [seed]), target.head)
                 (alone["total"] / len(places)).backward()
         else:
             batch = collate(store.read(places), store.taps, seeds)
             tokens = sum(len(example.tokens) for example in store.read(places))
-            share = float(batch.loss_mask.sum()) / tokens if asked.divisor == "all" else 1.0
+            share = float(batch.loss_mask.sum()) / tokens if asked.mean_over == "all" else 1.0
             (head(batch, target.head)["total"] * share).backward()
         norm = math.sqrt(sum(float(weight.grad.double().pow(2).sum()) for weight in head.parameters()))
         for weight in head.parameters():
@@ -84,17 +84,17 @@ def test_the_loop_is_the_naive_one(accumulation: int, command: list[str], tiny_t
     assert apart(trained, naive(command, tiny_target, orders(1))) > 1e-3
 
 
-@pytest.mark.parametrize(("divisor", "accumulation"), [("all", 1), ("all", 3), ("texts", 4), ("texts", 6)])
+@pytest.mark.parametrize(("mean_over", "accumulation"), [("all", 1), ("all", 3), ("texts", 4), ("texts", 6)])
 def test_losses_are_divided_as_asked(
-    divisor: str, accumulation: int, command: list[str], tiny_target: Target, tmp_path: Path
+    mean_over: str, accumulation: int, command: list[str], tiny_target: Target, tmp_path: Path
 ) -> None:
     """By all tokens of a step, in any parts, or by those of each text; each is another head."""
-    asked = [f"train.divisor={divisor}", f"train.accumulation={accumulation}"]
+    asked = [f"train.mean_over={mean_over}", f"train.accumulation={accumulation}"]
     trained = weights(run(command, tmp_path / "run", *asked))
     assert same(trained, naive([*command, *asked], tiny_target, orders()))
     assert apart(trained, naive(command, tiny_target, orders())) > 1e-4
     with pytest.raises(ValueError, match=r"4 texts of a step lie in 1 parts: give train\.accumulation=4"):
-        run(command, tmp_path / "other", "train.divisor=texts")
+        run(command, tmp_path / "other", "train.mean_over=texts")
 
 
 def test_clipping_by_value_and_bare_means(command: list[str], tmp_path: Path) -> None:

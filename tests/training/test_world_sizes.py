@@ -150,8 +150,8 @@ def test_any_number_of_processes_is_one(
 )
 def test_means_of_texts_are_the_same_on_any_number_of_processes(name: str, tmp_path: Path) -> None:
     """Also of heads that divide by something of their own; two texts in a part would not be."""
-    run_ranks(1, tmp_path / "one", name, "train.divisor=texts", "train.accumulation=4")
-    run_ranks(2, tmp_path / "two", name, "train.divisor=texts", "train.accumulation=2")
+    run_ranks(1, tmp_path / "one", name, "train.mean_over=texts", "train.accumulation=4")
+    run_ranks(2, tmp_path / "two", name, "train.mean_over=texts", "train.accumulation=2")
     check_same(tmp_path / "two", tmp_path / "one", 2)
     run_ranks(1, tmp_path / "step", name, "train.accumulation=4")
     assert apart(weights(tmp_path / "step"), weights(tmp_path / "one")) > 10 * TOLERANCE
