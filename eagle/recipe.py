@@ -103,12 +103,11 @@ class TrainSection(Section):
     clip: float = Field(0.5, gt=0)  # limit on the gradients; .inf for none
     clip_by: Literal["norm", "value"] = "norm"  # whether `clip` limits the norm of all gradients, or each value
     schedule: Literal["linear", "cosine", "constant", "wsd"] = "linear"  # how the learning rate falls after warm-up
-    decay: float = Field(0.2, gt=0, le=1)  # the last share of the steps, in which `wsd` falls linearly
+    decay_share: float = Field(0.2, gt=0, le=1)  # the last share of the steps, in which `wsd` falls linearly
     schedule_steps: int | None = Field(None, ge=1)  # steps that the schedule is made for; by default those of the run
     warmup: float = Field(0.05, ge=0)  # steps of warm-up; below 1, a share of `schedule_steps`
     final_lr: float = Field(0.0, ge=0, le=1)  # where the schedule ends, as a share of `lr`
-    # of the loss: supervised tokens of a step; those of each text, whose means are averaged; or all tokens of a step
-    mean_over: Literal["step", "texts", "all"] = "step"
+    mean_over: Literal["step", "texts", "all"] = "step"  # of the loss: a step's slots, each text's, or all its tokens
     gate: Literal["predicted", "read"] = "predicted"  # a slot counts if the token that it predicts (or reads) does
     seed: int = 0  # of weights, order of the data and noise
     validation: float = Field(0.05, ge=0, lt=1)  # share of the conversations that is held out

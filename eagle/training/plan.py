@@ -74,7 +74,7 @@ class Plan:
     def stem_steps(self) -> int:
         """The steps before `wsd` falls, which a longer run has in common with this one."""
         steps = self.settings.schedule_steps or len(self)
-        return steps - math.ceil(self.settings.decay * steps)
+        return steps - math.ceil(self.settings.decay_share * steps)
 
     def lr(self, number: int) -> float:
         """The learning rate of a step: a linear warm-up, then the schedule."""

@@ -38,8 +38,7 @@ class ArmSection(Section):
     untrained: str | None = None  # a drafter that is not trained here: a method without weights, a folder, a hub id
     options: dict[str, Any] = Field({})  # of an untrained method, as `load_drafter` takes them
     start: str | None = None  # the arm whose head this one goes on from
-    # supervised tokens to learn from, those of its start included; several counts are a curve, with a head for each
-    tokens: Count | tuple[Count, ...] | None = None
+    tokens: Count | tuple[Count, ...] | None = None  # supervised, its start's included; several are a curve
     seconds: float | None = Field(None, gt=0)  # of training, its start's included
     as_long_as: str | None = None  # the arm whose seconds of training this one has
 

@@ -122,5 +122,5 @@ def test_wsd_is_constant_and_falls_at_the_end() -> None:
     assert all(longer.lr(number) == shorter.lr(number) for number in range(17))
     assert all(longer.step(number) == shorter.step(number) for number in range(20))
     assert [shorter.lr(number) for number in range(16, 20)] == [1.0, 0.75, 0.5, 0.25]
-    ended = plan(epochs=50, max_steps=20, schedule="wsd", warmup=0, lr=1.0, final_lr=0.5, decay=0.5)
+    ended = plan(epochs=50, max_steps=20, schedule="wsd", warmup=0, lr=1.0, final_lr=0.5, decay_share=0.5)
     assert [ended.lr(number) for number in (0, 10, 15, 19)] == [1.0, 1.0, 0.75, 0.55]
