@@ -40,7 +40,7 @@ def _panel(column: dict[str, Any], names: Sequence[str]) -> Iterator[str]:
     def y(tau: float) -> float:
         return round(HEIGHT - BOTTOM - (tau - low) / (high - low) * (HEIGHT - BOTTOM - TOP), 1)
 
-    yield f'<text x="{LEFT}" y="16" class="title">τ, {escape(column["column"])}</text>'
+    yield f'<text x="{LEFT}" y="16" class="title">τ, {escape(column["column"])}, by tokens</text>'
     for step in range(round((high - low) * 2) + 1):
         tau = low + step / 2
         yield f'<path d="M{LEFT} {y(tau)}H{WIDTH - NAMES}" class="grid"/>'

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -17,6 +17,7 @@ from eval.result_files.statistics import Row, draw_counts
 
 EXPONENTS = torch.logspace(-2, 0.5, 120, dtype=torch.float64)  # [B]
 DRAWS, TAIL = 1000, 0.025
+SURE = 0.95  # of the draws: curves that cross in fewer may not cross
 FEWEST = 4  # counts, to fit three numbers
 HELD_BACK = 8  # times fewer tokens than the last count: from those points, or the fewest, it is predicted
 
@@ -145,6 +146,11 @@ def _tokens(table: ComparisonTable, arm: Arm) -> float:
 WITH_INTERVAL, CHANGE = "{value:.2f} ({low:.2f} to {high:.2f})", "{value:+.2f} ({low:+.2f} to {high:+.2f})"
 
 
+def curve_table(figures: Mapping[str, Any]) -> str:
+    """The tables of a comparison's curves."""
+    return "\n".join(curve_lines(figures["curves"])).strip()
+
+
 def curve_lines(columns: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Tables in Markdown: points by tokens, and what was fitted to them."""
     for column in columns:
@@ -156,7 +162,7 @@ def curve_lines(columns: Sequence[dict[str, Any]]) -> Iterator[str]:
             points = {point["tokens"]: f"{point['value']:.2f}" for point in one["points"]}
             cells = [name, *(points.get(count, NO_DATA) for count in counts), *_fitted_cells(one)]
             yield f"| {' | '.join(cells)} |"
-        for found in column["crossings"]:
+        for found in (each for each in column["crossings"] if each["share"] >= SURE):
             other = found["first"] if found["overtakes"] == found["second"] else found["second"]
             at = "{value:,} tokens ({low:,} to {high:,})".format(**found)
             yield from ("", f"{found['overtakes']} overtakes {other} at {at}.")

@@ -24,6 +24,7 @@ from bench.speed_report import table as speed_table
 from bench.train_report import block_table
 from bench.train_report import eagle1_table as train_table
 from eval.comparison.compare_table import markdown as comparison_table
+from eval.comparison.curves import curve_table
 from eval.report import markdown, page
 from eval.result_files.results import ACCEPTANCE_LENGTH, SPEED_UP, Results, ends_in_loop
 from recipes.cards import card_table
@@ -65,6 +66,9 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("measurements/serving.md", "broken_heads.json", broken_table),
         ("measurements/training-speed.md", "train_speed.json", train_table),
         ("measurements/rehearsal.md", "rehearsal.json", rehearsal_table),
+        ("measurements/curves.md", "compare_curves.json", curve_table),
+        ("measurements/curves.md", "compare_means.json", curve_table),
+        ("measurements/curves.md", "compare_controls.json", curve_table),
         ("measurements/heads.md", "compare_heads.json", comparison_table),
         ("measurements/heads.md", "compare_heads_chat.json", comparison_table),
         ("measurements/blocks.md", "compare_blocks.json", comparison_table),
