@@ -68,6 +68,7 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("measurements/rehearsal.md", "rehearsal.json", rehearsal_table),
         ("measurements/curves.md", "compare_curves.json", curve_table),
         ("measurements/curves.md", "compare_means.json", curve_table),
+        ("measurements/curves.md", "compare_chosen.json", comparison_table),
         ("measurements/curves.md", "compare_controls.json", curve_table),
         ("measurements/heads.md", "compare_heads.json", comparison_table),
         ("measurements/heads.md", "compare_heads_chat.json", comparison_table),
