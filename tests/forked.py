@@ -80,14 +80,14 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         self.log = folder / "forked.log"
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+        self.environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
         self.process: Any = subprocess.Popen(
             [sys.executable, "-c", PROGRAM],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env=environment,
+            env=self.environment,
         )
 
     def run(self, argv: list[str], folder: Path, room: int | None = None, stop: float | None = None) -> Ended:
@@ -98,6 +98,11 @@ class Server:
         stdin.flush()
         status = int(self.process.stdout.readline())
         ended = Ended(argv, status, self.log.read_text(errors="replace"))
+        if argv[0] == "-c" and "Invalid thread pool" in ended.output:  # torch's own sometimes does not outlive a fork
+            again = subprocess.run(
+                [sys.executable, *argv], cwd=folder, env=self.environment, capture_output=True, text=True, check=False
+            )
+            ended = Ended(argv, again.returncode, again.stdout + again.stderr)
         if transcript := os.environ.get("EAGLE_TRANSCRIPT"):
             with open(transcript, "a") as file:
                 file.write(f"{ended}\n")
