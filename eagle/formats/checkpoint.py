@@ -113,11 +113,11 @@ def build_head(config: dict[str, Any], source: str) -> TrainableDrafter:
 
 @contextmanager
 def bounded_weights() -> Iterator[None]:
-    """What is made in here has 4,000 weights at most: a config of unknown origin may ask for any number of blocks."""
-    thread, made = get_ident(), count(1)
+    """Refuse to make more weights in here than any head has: a config of unknown origin may ask for any number."""
+    thread, numbers = get_ident(), count(1)
 
     def check_count(module: Module, name: str, weight: Any) -> None:
-        if get_ident() == thread and next(made) > MOST_WEIGHTS:
+        if get_ident() == thread and next(numbers) > MOST_WEIGHTS:
             raise ValueError(f"it would have more than {MOST_WEIGHTS:,} weight tensors")
 
     hook = register_module_parameter_registration_hook(check_count)

@@ -87,30 +87,14 @@ class Dealer:
 
         `count` gives the divisor that only the head's forward knows, `add_up` sums over all processes.
         """
-        for part in self._deal(number, batches, count, add_up):
-            yield part._replace(share=part.share * self._supervised(number))
-
-    def _supervised(self, number: int) -> float:
-        """What of a step's tokens is supervised, where its loss is divided by all of them."""
-        if self.plan.settings.mean_over != "all":
-            return 1.0
-        texts = self.plan.step(number)
-        return sum(self.plan.slots[index] for index in texts) / sum(len(self.features.mask(index)) for index in texts)
-
-    def _deal(
-        self,
-        number: int,
-        batches: Iterator[Batch],
-        count: Callable[[Batch], Tensor],
-        add_up: Callable[[Tensor], Tensor],
-    ) -> Iterator[Part]:
+        supervised = self._supervised(number)
         parts = self.plan.parts(number, self.count)
         mine = slice(self.rank, None, self.processes)
         dealt = list(zip(parts[mine], self.plan.weights(number, parts)[mine], strict=True))
         if not self.counts_batches:
             for texts, weight in dealt:
                 batch = next(batches)
-                yield Part(texts, batch, weight if batch.divisors is None else float(weight > 0))
+                yield Part(texts, batch, supervised * (weight if batch.divisors is None else weight > 0))
             return
         read = [next(batches) for _ in dealt]
         rows = [self._count(batch, count) * (weight > 0) for batch, (_, weight) in zip(read, dealt, strict=True)]
@@ -118,9 +102,16 @@ class Dealer:
         is_mean = not self.head.counts_by_forward and self.head.divisors(read[0].masks, read[0].seeds) is None
         for batch, row, (texts, weight) in zip(read, rows, dealt, strict=True):
             if is_mean:
-                yield Part(texts, batch, float(row) / max(totals[0], 1.0))
+                yield Part(texts, batch, supervised * float(row) / max(totals[0], 1.0))
             else:
-                yield Part(texts, replace(batch, divisors=totals), float(weight > 0))
+                yield Part(texts, replace(batch, divisors=totals), supervised * (weight > 0))
+
+    def _supervised(self, number: int) -> float:
+        """What of a step's tokens is supervised, where its loss is divided by all of them."""
+        if self.plan.settings.mean_over != "all":
+            return 1.0
+        texts = self.plan.step(number)
+        return sum(self.plan.slots[index] for index in texts) / sum(len(self.features.mask(index)) for index in texts)
 
     def _count(self, batch: Batch, count: Callable[[Batch], Tensor]) -> Tensor:
         """[N], the divisors of one batch; of a mean, its supervised slots."""

@@ -42,7 +42,10 @@ class Plan:
 
     def learned(self, steps: int) -> int:
         """The supervised tokens of the first steps."""
-        return sum(self.slots[index] for number in range(steps) for index in self.step(number))
+        whole_epochs, rest = divmod(steps, self.steps_an_epoch)
+        last_steps = map(self.step, range(steps - rest, steps))
+        in_an_epoch = sum(self.slots[index] for index in self.training)
+        return whole_epochs * in_an_epoch + sum(self.slots[index] for texts in last_steps for index in texts)
 
     def parts(self, number: int, count: int) -> list[list[int]]:
         """A step's examples in `count` parts of about equal work; an empty part repeats an example."""

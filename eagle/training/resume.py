@@ -145,10 +145,10 @@ def load_stem(
         run, apart_from=("epochs", "max_steps")
     )
     if state is None or state["step"] > steps:
-        made = "no step" if state is None else f"{state['step']} steps"
+        steps_kept = "no step" if state is None else f"{state['step']} steps"
         raise ValueError(
-            f"train.stem: {settings.stem} holds {made} before its rate fell, expected a run with train.schedule=wsd "
-            f"and at most the {steps} steps before this one's rate falls"
+            f"train.stem: {settings.stem} holds {steps_kept} before its rate fell, expected a run with "
+            f"train.schedule=wsd and at most the {steps} steps before this one's rate falls"
         )
     return state
 

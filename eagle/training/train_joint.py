@@ -34,6 +34,7 @@ from eagle.training.train import LOG_EVERY, TREES
 UNUSED = {
     **{"shard_head": False, "compile": False, "gate": "predicted", "clip_by": "norm"},
     **{"decode": None, "choose": "best", "patience": None},
+    **{"stem": None, "mean_over": "step"},
 }
 
 

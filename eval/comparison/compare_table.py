@@ -133,10 +133,15 @@ def column_name(shape: str, temperature: float) -> str:
 
 def _tau(lengths: Mapping[Key, Row]) -> Estimate:
     """Tokens per cycle, over all answers and seeds."""
+    return estimate(group_by_conversation(lengths))
+
+
+def group_by_conversation(lengths: Mapping[Key, Row]) -> dict[Key, list[Row]]:
+    """The rows of each conversation."""
     clusters: dict[Key, list[Row]] = {}
     for key, row in lengths.items():
         clusters.setdefault(conversation_of(key), []).append(row)
-    return estimate(clusters)
+    return clusters
 
 
 def _compare(less: Mapping[Key, Row], more: Mapping[Key, Row]) -> dict[str, float]:

@@ -87,13 +87,9 @@ class TrainingRun:
         """The fewest steps that learn from so many supervised tokens."""
         plan, steps, learned = self.plan(ENOUGH), 0, 0
         while learned < tokens:
-            learned += self.tokens_of(plan, steps)
+            learned += sum(self.slots[place] for place in plan.step(steps))
             steps += 1
         return steps
-
-    def tokens_of(self, plan: Plan, step: int) -> int:
-        """Supervised tokens of one step."""
-        return sum(self.slots[place] for place in plan.step(step))
 
     def train(self, steps: int | None) -> Entry:
         """Train or resume; returns steps, supervised tokens and seconds, scaled up if a killed run made some steps."""
@@ -106,8 +102,7 @@ class TrainingRun:
         train(self.accelerator, recipe, self.head, self.frozen, self.features, None, commit())
         seconds = (_seconds() - begin) * len(plan) / max(len(plan) - done, 1)
         self.accelerator.free_memory()
-        tokens = sum(self.tokens_of(plan, step) for step in range(len(plan)))
-        return {"steps": len(plan), "tokens": tokens, "seconds": round(seconds, 1), **self.sizes()}
+        return {"steps": len(plan), "tokens": plan.learned(len(plan)), "seconds": round(seconds, 1), **self.sizes()}
 
     def sizes(self) -> Entry:
         """How many weights the head trains, and the bytes of what it reads of each token."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from eval.comparison.compare_plan import Arm
-from eval.comparison.compare_table import NO_DATA, ComparisonTable, Key, column_name, conversation_of
-from eval.result_files.statistics import Row, draw_counts
+from eval.comparison.compare_table import NO_DATA, ComparisonTable, Key, column_name, group_by_conversation
+from eval.result_files.statistics import Row, column_sums, draw_counts
 
 EXPONENTS = torch.logspace(-2, 0.5, 120, dtype=torch.float64)  # [B]
 DRAWS, TAIL = 1000, 0.025
@@ -35,10 +35,10 @@ def describe_column(table: ComparisonTable, shape: str, temperature: float) -> d
     """The curves of one shape at one temperature, all resampled by the same conversations."""
     curves = {}
     for name, arms in table.comparison.curves.items():
-        done = [arm for arm in arms if table.lengths(arm, shape, temperature)]
-        if done:
-            taus = torch.stack([draw_taus(table.lengths(arm, shape, temperature)) for arm in done])
-            curves[name] = torch.tensor([_tokens(table, arm) for arm in done], dtype=torch.float64), taus
+        measured = {_tokens(arm): lengths for arm in arms if (lengths := table.lengths(arm, shape, temperature))}
+        if measured:
+            taus = torch.stack([draw_taus(lengths) for lengths in measured.values()])
+            curves[name] = torch.tensor(list(measured), dtype=torch.float64), taus
     most = float(table.comparison.shapes[shape].depth + 1)
     return {
         "curves": {name: describe_curve(counts, taus, most) for name, (counts, taus) in curves.items()},
@@ -48,12 +48,9 @@ def describe_column(table: ComparisonTable, shape: str, temperature: float) -> d
 
 def draw_taus(lengths: dict[Key, Row]) -> Tensor:
     """The acceptance length of all answers, and of each draw of conversations  # [1 + D]"""
-    conversations = sorted({conversation_of(key) for key in lengths}, key=str)
-    place = {conversation: number for number, conversation in enumerate(conversations)}
-    sums = torch.zeros(len(place), 2, dtype=torch.float64)
-    for key, row in lengths.items():
-        sums[place[conversation_of(key)]] += torch.tensor(row, dtype=torch.float64)
-    drawn = torch.cat([sums.sum(0)[None], draw_counts(len(place), DRAWS, 0) @ sums])
+    clusters = group_by_conversation(lengths)
+    sums = column_sums({name: clusters[name] for name in sorted(clusters, key=str)})  # for all arms in one order
+    drawn = torch.cat([sums.sum(0)[None], draw_counts(len(sums), DRAWS, 0) @ sums])
     return drawn[:, 0] / drawn[:, 1]
 
 
@@ -109,11 +106,11 @@ def find_crossings(curves: dict[str, tuple[Tensor, Tensor]]) -> Iterator[dict[st
         gaps = torch.stack([other[more == count][0] - one[less == count][0] for count in counts])  # [N, D]
         crossed = cross(torch.tensor(counts, dtype=torch.float64), gaps)
         if crossed.isfinite()[0]:
-            found = crossed[crossed.isfinite()]
+            crossings = crossed[crossed.isfinite()]
             yield {
                 **{"first": first, "second": second, "overtakes": second if gaps[-1, 0] > 0 else first},
-                **{name: round(value) for name, value in _estimate(found).items()},
-                "share": len(found) / len(crossed),  # of the draws in which they cross
+                **{name: round(value) for name, value in _estimate(crossings).items()},
+                "share": len(crossings) / len(crossed),  # of the draws in which they cross
             }
 
 
@@ -127,8 +124,7 @@ def cross(counts: Tensor, gaps: Tensor) -> Tensor:
     share = gaps[:-1] / (gaps[:-1] - gaps[1:])
     at = places[:-1] + share * (places[1:] - places[:-1])
     last = len(changes) - 1 - changes.flip(0).int().argmax(0)
-    found = 10 ** at.gather(0, last[None])[0]
-    return torch.where(changes.any(0), found, torch.nan)
+    return torch.where(changes.any(0), 10 ** at.gather(0, last[None])[0], torch.nan)
 
 
 def _estimate(drawn: Tensor) -> dict[str, float]:
@@ -137,7 +133,7 @@ def _estimate(drawn: Tensor) -> dict[str, float]:
     return {"value": float(drawn[0]), "low": low, "high": high}
 
 
-def _tokens(table: ComparisonTable, arm: Arm) -> float:
+def _tokens(arm: Arm) -> float:
     """The count that its budget names: heads of one count are compared with one another."""
     assert isinstance(arm.section.tokens, int)
     return float(arm.section.tokens)
@@ -162,10 +158,11 @@ def curve_lines(columns: Sequence[dict[str, Any]]) -> Iterator[str]:
             points = {point["tokens"]: f"{point['value']:.2f}" for point in one["points"]}
             cells = [name, *(points.get(count, NO_DATA) for count in counts), *_fitted_cells(one)]
             yield f"| {' | '.join(cells)} |"
-        for found in (each for each in column["crossings"] if each["share"] >= SURE):
-            other = found["first"] if found["overtakes"] == found["second"] else found["second"]
-            at = "{value:,} tokens ({low:,} to {high:,})".format(**found)
-            yield from ("", f"{found['overtakes']} overtakes {other} at {at}.")
+        for crossing in column["crossings"]:
+            if crossing["share"] >= SURE:
+                ahead, names = crossing["overtakes"], {crossing["first"], crossing["second"]}
+                at = "{value:,} tokens ({low:,} to {high:,})".format(**crossing)
+                yield from ("", f"{ahead} overtakes {(names - {ahead}).pop()} at {at}.")
 
 
 def _fitted_cells(one: dict[str, Any]) -> Iterator[str]:

@@ -51,7 +51,7 @@ def interval(
     number = len(values_by_cluster)
     if number < 2:
         return -inf, inf
-    samples = statistic((draw_counts(number, draws, seed) @ _sums(values_by_cluster)).T)
+    samples = statistic((draw_counts(number, draws, seed) @ column_sums(values_by_cluster)).T)
     samples = samples[samples.isfinite()]  # not finite where no row of a draw was counted
     if not len(samples):
         return -inf, inf
@@ -62,7 +62,7 @@ def interval(
 
 def estimate(values_by_cluster: Clusters, statistic: Statistic = ratio, draws: int = 2000, seed: int = 0) -> Estimate:
     """The statistic of all rows, with its interval."""
-    value = statistic(_sums(values_by_cluster).sum(0))
+    value = statistic(column_sums(values_by_cluster).sum(0))
     return Estimate(float(value), *interval(values_by_cluster, statistic, draws, seed))
 
 
@@ -92,7 +92,7 @@ def estimate_difference(
     return Difference(difference, len(shared))
 
 
-def _sums(clusters: Clusters) -> Tensor:
+def column_sums(clusters: Clusters) -> Tensor:
     """Column sums of every cluster  # [clusters, columns]"""
     return torch.stack([torch.tensor(rows, dtype=torch.float64).sum(0) for rows in clusters.values()])
 

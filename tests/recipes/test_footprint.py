@@ -50,7 +50,7 @@ def test_the_forecast_is_what_the_allocator_gives_the_loop(name: str, dtype: str
     head, lengths = small_head(name), SHORT if accumulation == 1 else (128, 128)
     part = lengths[: len(lengths) // accumulation]
     forecast = training_bytes(head, SMALL, part, PRECISION[dtype], accumulation)
-    for _ in range(3):  # on a busy machine the peak is sometimes passed between two of the reader's looks at it
+    for _ in range(3):  # on a busy machine the profiler once told of a tenth less; why is not known
         real = allocated_bytes(lambda: run_loop(head, SMALL, lengths, 1.0, dtype=dtype, accumulation=accumulation))
         if forecast == pytest.approx(real, rel=0.04):
             break

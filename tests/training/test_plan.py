@@ -124,3 +124,11 @@ def test_wsd_is_constant_and_falls_at_the_end() -> None:
     assert [shorter.lr(number) for number in range(16, 20)] == [1.0, 0.75, 0.5, 0.25]
     ended = plan(epochs=50, max_steps=20, schedule="wsd", warmup=0, lr=1.0, final_lr=0.5, decay_share=0.5)
     assert [ended.lr(number) for number in (0, 10, 15, 19)] == [1.0, 1.0, 0.75, 0.55]
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 7])
+def test_learned_tokens_are_those_of_every_step_so_far(batch_size: int) -> None:
+    """Within an epoch, at its end and behind it; the last step of an epoch may be short."""
+    made = plan(epochs=3, batch_size=batch_size)
+    for steps in range(len(made) + 1):
+        assert made.learned(steps) == sum(SLOTS[place] for number in range(steps) for place in made.step(number))

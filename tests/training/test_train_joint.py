@@ -106,6 +106,8 @@ def test_the_heads_recipe_names_the_new_target(command: list[str], made: Path) -
     [
         ("train.shard_head=true", "train.shard_head is for heads alone"),
         ("train.decode=2", "train.decode is for heads alone"),
+        ("train.stem=runs/other", "train.stem is for heads alone"),
+        ("train.mean_over=texts", "train.mean_over is for heads alone"),
         ("features.shard_target=true", "whole on every process"),
         ("joint.rnak=3", "did you mean rank"),
         ("joint=null", "has no section `joint`"),
