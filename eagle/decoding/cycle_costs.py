@@ -26,6 +26,7 @@ class CycleCosts:
     contexts: tuple[int, ...]
     draft: Grid
     read: Grid
+    catch_up: float = 0.0  # seconds of a draft for each token that its first forward reads beyond PENDING ones
 
     @classmethod
     def of_one(cls, draft: Sequence[float], read: Sequence[float]) -> CycleCosts:
@@ -53,7 +54,7 @@ class CycleCosts:
         sizes = tuple(each.texts for each in (costs, *costs.batches))
         grid = [[draft_and_read(texts, context) for context in costs.contexts] for texts in sizes]
         draft, read = (tuple(tuple(pair[kind] for pair in row) for row in grid) for kind in (0, 1))
-        return cls(sizes, costs.contexts, draft, read)
+        return cls(sizes, costs.contexts, draft, read, costs.catch_up)
 
     def at(self, texts: int, context: int) -> CostTable:
         """The costs of a cycle of `texts` texts, the longest of which has `context` tokens."""

@@ -24,6 +24,7 @@ from eagle.target.target import Target
 
 CONTEXTS = (128, 512, 1024)
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 17, 26, 41, 61)  # small ones are not smooth: 3 rows may cost more than 4
+UNREAD = 64  # tokens of a text that a drafter reads at once, to be timed
 ROUNDS = 6  # of all numbers of levels, in every batch
 SINGLE_ROUNDS = 20  # of one text, whose cycles are short
 NEW_TOKENS = 256  # of each text, unless the options say otherwise
@@ -129,7 +130,21 @@ def bare_costs(
         table = tuple(_at(target, Drafter(), context, tokens, rounds, clock, texts)[0] for context in ends)
         batches.append(Costs(ends, tokens, table, texts=texts))
     costs = Costs(contexts, sizes, *(tuple(column) for column in zip(*tables, strict=True)))
-    return replace(costs, batches=tuple(batches))
+    rows = min(UNREAD, (target.max_positions or inf) - contexts[0])
+    return replace(costs, batches=tuple(batches), catch_up=_time_row(drafter, contexts[0], int(rows), rounds, clock))
+
+
+def _time_row(drafter: Drafter, context: int, rows: int, rounds: int, clock: Clock) -> float:
+    """Median seconds of each of many rows of a drafter's first forward; none for a drafter that reads the target's."""
+    probe = None if drafter.reads.texts else drafter.probe(context, rows, 1)
+    if probe is None:
+        return 0.0
+    seconds = []
+    for _ in range(rounds + 1):  # the first warms up
+        start = clock()
+        probe()
+        seconds.append(clock() - start)
+    return median(seconds[1:]) / rows
 
 
 def _at(

@@ -33,6 +33,7 @@ class Costs:
     unread: Rows | None = field(default=None, kw_only=True)  # by levels and accepted: rows of the next first forward
     texts: int = field(default=1, kw_only=True)  # that each forward of the target reads side by side
     batches: tuple[Costs, ...] = field(default=(), kw_only=True)  # the target's with more texts, fewest first
+    catch_up: float = field(default=0.0, kw_only=True)  # of the drafter's first forward for each of many tokens
     outside: tuple[float, float] = field(
         default=(0.0, 0.0), kw_only=True
     )  # of the forwards: a cycle, a draft's forward

@@ -18,9 +18,10 @@ from eagle.decoding import loop
 from eagle.decoding.acceptance import Forecast
 from eagle.decoding.allocate import Batch
 from eagle.decoding.cycle_costs import CycleCosts
-from eagle.decoding.cycle_times import measure_costs
+from eagle.decoding.cycle_times import UNREAD, bare_costs, measure_costs
 from eagle.decoding.forward_costs import Costs
 from eagle.decoding.loop import Decoding
+from eagle.drafters.lookup.ngram import NgramDrafter
 from eagle.drafters.recurrent.eagle1 import Eagle1
 from eval.costs import asked_budgets, model_seconds
 from eval.result_files.answer_rows import cycle_of
@@ -135,6 +136,15 @@ def test_modelled_seconds_are_those_of_the_cycles(world: World, budget: Budget, 
     assert modelled(costs, answers, budget) == pytest.approx(seconds, rel=1e-6)
     accepted = sum(cycle["accepted"] for answer in answers for cycle in answer["cycles"])
     assert accepted > 0 or budget is CHAIN or texts == 1
+
+
+def test_tokens_that_a_drafter_has_not_read_have_a_price(world: World) -> None:
+    """The share of each in a long forward, which takes a quarter of a second in this world; lookup reads nothing."""
+    tables: dict[str, Any] = {"contexts": (PROMPT,), "sizes": (1, 2), "rounds": 1, "clock": world.clock}
+    costs = bare_costs(world.target, world.head, **tables)
+    assert costs.catch_up == pytest.approx(0.25 / UNREAD)
+    assert CycleCosts.of_forwards(costs, world.head, CHAIN, {}).catch_up == costs.catch_up
+    assert bare_costs(world.target, NgramDrafter(), **tables).catch_up == 0
 
 
 @pytest.mark.parametrize("fault", ["no head", "one text", "one context", "nothing beside forwards"])
