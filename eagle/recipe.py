@@ -83,6 +83,22 @@ class DrafterSection(BaseModel):
     kind: str  # the method; its other keys are listed under [methods](#methods)
 
 
+Divergence = Literal["cross_entropy", "reverse_kl", "jsd", "tv", "acceptance", "hybrid", "likeliest"]
+
+
+class OnPolicySection(Section):
+    """Learning from the head's own drafts, where the target writes answers with them during training."""
+
+    share: float = Field(0.5, gt=0, le=1)  # of a step's conversations that get a new answer; the others are the data's
+    every: int = Field(16, ge=1)  # steps whose answers are written at once, with the head as it is then
+    depth: int = Field(5, ge=1)  # tokens of a draft
+    temperature: float = Field(1.0, ge=0)  # of the answers
+    weight: float = Field(1.0, ge=0)  # of what is learned from drafts, beside the loss of the texts
+    accepted: Divergence = "cross_entropy"  # from the target's probs, for what drew a token that the target accepted
+    rejected: Divergence = "reverse_kl"  # and for what drew one that it did not, or one behind such a token
+    decay: float = Field(0.8, ge=0, le=1)  # weight of each token behind the first rejected one, relative to the last
+
+
 class TrainSection(Section):
     """One training run."""
 
@@ -115,6 +131,7 @@ class TrainSection(Section):
     decode: int | None = Field(None, ge=0)  # held-out prompts to decode; by default 24 where the target is in memory
     choose: Literal["best", "last"] = "best"  # what `head/` is: the head that accepts most, or the last
     patience: int | None = Field(None, ge=1)  # end the run when so many validations brought no better head
+    on_policy: OnPolicySection | None = None  # learn from the head's own drafts, too; {} for the defaults
     checkpoint_every: int | None = Field(None, ge=1)  # steps between checkpoints; by default once an epoch
     keep: int = Field(2, ge=1)  # checkpoints that stay on the disk
     wandb: str | None = None  # log to this project of Weights & Biases

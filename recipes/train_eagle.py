@@ -48,7 +48,9 @@ def main(argv: list[str]) -> None:
     target, features = open_features(recipe, settings, partial(read_examples, recipe), main=accelerator.is_main_process)
     torch.manual_seed(recipe.train.seed)  # the head's first weights are part of the run
     head = first_head(recipe, settings, target, features)
-    features = follow_head(recipe, settings, features, head, weights_split=splits_weights(accelerator, recipe.train))
+    features = follow_head(
+        recipe, settings, target, features, head, weights_split=splits_weights(accelerator, recipe.train)
+    )
     frozen = target.head.cast(getattr(torch, recipe.train.dtype))
     decoding = open_decoding(recipe, target)
     if isinstance(target, Borrowed) and recipe.train.decode is None and recipe.train.validation:

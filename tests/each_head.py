@@ -55,7 +55,7 @@ def main(argv: list[str]) -> None:
         torch.manual_seed(recipe.train.seed)
         head = first_head(recipe, settings, target, features)
         split = splits_weights(accelerator, recipe.train)
-        features = follow_head(recipe, settings, features, head, weights_split=split)
+        features = follow_head(recipe, settings, target, features, head, weights_split=split)
         if kill and name == names[-1] and accelerator.process_index == accelerator.num_processes - 1:
             threading.Thread(target=die_after, args=(folder / name / "checkpoints/step-2",), daemon=True).start()
         train(accelerator, recipe, head, target.head.cast(getattr(torch, recipe.train.dtype)), features)

@@ -219,7 +219,7 @@ def train(
     accelerator.state.device = PartialState().device = device
     recipe: Any = SimpleNamespace(train=TrainSection(out="none", batch_size=3, epochs=3, validation=0, **settings))
     recipe.features = SimpleNamespace(store=None)
-    features = follow_head(recipe, about, features, network, weights_split=False)
+    features = follow_head(recipe, about, target, features, network, weights_split=False)
     run = _Run(accelerator, recipe, network, target.head, features, None, "none")
     if plant:
         run.model.register_forward_hook(lambda model, given, losses: losses["total"].item() and None)

@@ -74,6 +74,7 @@ class Reads:
     view: bool = False  # the target's layers, to draft with: they come by `bind_target`
     texts: bool = False  # keys and values of the texts that are written: they come by `open_with`
     weights: bool = False  # the target's tensors by name when a head is made: `for_target` gets them as `weights`
+    states: bool = False  # the target's states after each node of the last tree, at the drafter's taps: `Committed`
 
 
 class ColumnBytes(NamedTuple):
@@ -90,8 +91,9 @@ class Committed:
     tokens: Tensor  # [A]
     features: Tensor | None  # [A, L, D], the taps that the drafter asked for
     root: int  # chosen by the target, not yet read by it
-    tree: DraftTree | None = None  # that the target read last; with its choices, where the drafter reads any
+    tree: DraftTree | None = None  # that the target read last, where the drafter reads choices or states
     choices: Tensor | None = None  # [N, C], the target's choice after each node of the tree, then what comes next
+    states: Tensor | None = None  # [N, L, D], the target's states after each node of the tree
 
     @classmethod
     def join(cls, updates: Sequence[Committed]) -> Committed:
@@ -225,6 +227,7 @@ class TrainableDrafter(nn.Module, Drafter):
     teacher_taps: tuple[int, ...] = (-1,)
     stored_as = "head"
     counts_by_forward = False  # whether only `forward(batch, frozen, count=True)` knows its divisor, as "divisor"
+    drafts: Tensor | None = None  # [D], the draft vocabulary, whose tokens its logits have; None for all tokens
     follows_progress = False  # whether its loss depends on `batch.progress`: a step of a longer run is another one
     Settings: type  # what a recipe may say about it
 

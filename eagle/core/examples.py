@@ -1,6 +1,6 @@
 """Training examples, batches, and the interface of a source of features."""
 
-# N tokens of all texts, T of one, L taps, D target width
+# N tokens of all texts, T of one, L taps, D target width, A drafts, K tokens of each
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -18,12 +19,46 @@ MAX_PENDING = 2  # batches that a thread loads or writes
 
 
 @dataclass(frozen=True, slots=True)
+class Drafts:
+    """Chains that a head drafted while the target wrote a text, and the target's states after their tokens.
+
+    A draft continues the token behind its slot. Those of a batch count slots among all tokens.
+    """
+
+    slots: Tensor  # [A], on the host
+    accepted: Tensor  # [A], how many of its tokens the target accepted, on the host
+    drafted: Tensor  # [A], how many it has; what stands behind them counts for nothing, on the host
+    tokens: Tensor  # [A, K]
+    states: Tensor  # [A, K, L, D]
+    divisor: float | None = None  # supervised tokens of the step that they are a part of; None for those of the batch
+
+    @classmethod
+    def join(cls, parts: Sequence[Drafts | None], lengths: Sequence[int]) -> Drafts | None:
+        """The drafts of several texts of these lengths, one behind the other; None where no text has any."""
+        starts = accumulate(lengths, initial=0)
+        moved = [replace(part, slots=part.slots + start) for part, start in zip(parts, starts, strict=False) if part]
+        if not moved:
+            return None
+        slots, accepted, drafted, tokens, states = (
+            torch.cat([getattr(part, name) for part in moved])
+            for name in ("slots", "accepted", "drafted", "tokens", "states")
+        )
+        return cls(slots, accepted, drafted, tokens, states)
+
+    def to(self, device: torch.device) -> Drafts:
+        """A copy with tokens and states on another device."""
+        tokens, states = (tensor.to(device, non_blocking=True) for tensor in (self.tokens, self.states))
+        return replace(self, tokens=tokens, states=states)
+
+
+@dataclass(frozen=True, slots=True)
 class Example:
     """The tokens of one conversation; `loss_mask` marks those of the assistant's answers."""
 
     tokens: Tensor  # [T]
     loss_mask: Tensor  # [T] bool
     features: Tensor | None = None  # [T, L, D]
+    drafts: Drafts | None = None  # by a head that helped to write it
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +73,8 @@ class Batch:
     seeds: tuple[int, ...]  # random seed of each text
     progress: float = 0.0  # how much of the training is done, from 0 to 1
     divisors: tuple[float, ...] | None = None  # of the step that this is a part of, as the head's `divisors` sum them
+    drafts: Drafts | None = None  # of a head, in texts that were written with it
+    branches: Tensor | None = None  # [N, K], the places of the tokens drafted from each slot, where slots read drafts
 
     @property
     def slots(self) -> int:
@@ -55,6 +92,37 @@ class Batch:
             return self.features
         return torch.stack([self.features[:, self.taps.index(tap)] for tap in taps], dim=1)
 
+    def places_behind(self, places: Tensor, steps: Tensor | int) -> Tensor:
+        """The places of the tokens that a draft from these slots reads after so many steps, at least one.
+
+        What lies beyond the text counts for nothing.
+        """
+        plain = (places + steps).clamp(max=len(self.tokens) - 1)
+        if self.branches is None:
+            return plain
+        last = self.branches.shape[1] - 1
+        if isinstance(steps, int):  # the first reads what the target chose
+            return plain if steps < 2 else self.branches[places, min(steps - 2, last)]
+        return torch.where(steps < 2, plain, self.branches[places, (steps - 2).clamp(0, last)])
+
+    def on_drafts(self) -> Batch:
+        """The texts with the slots of the drafts alone supervised, from which levels read the drafted tokens."""
+        assert self.drafts is not None
+        slots, tokens, states = self.drafts.slots, self.drafts.tokens, self.drafts.states
+        mask = torch.zeros_like(self.loss_mask)
+        mask[slots + 2] = True
+        places = len(self.tokens) + torch.arange(tokens.numel()).view(tokens.shape)
+        branches = torch.zeros(len(self.tokens), tokens.shape[1], dtype=torch.long)
+        branches[slots] = places
+        return replace(
+            self,
+            tokens=torch.cat([self.tokens, tokens.flatten()]),
+            features=torch.cat([self.features, states.flatten(0, 1)]),
+            loss_mask=mask,
+            branches=branches.to(self.tokens.device, non_blocking=True),
+            drafts=None,
+        )
+
     def pin_memory(self) -> Batch:
         """A copy in pinned host memory, from which an accelerator copies while computing; pinned tensors are kept."""
         tokens, features = (
@@ -65,7 +133,8 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """A copy with tokens and features on another device; the host does not wait for it."""
         tokens, features = (tensor.to(device, non_blocking=True) for tensor in (self.tokens, self.features))
-        return replace(self, tokens=tokens, features=features)
+        drafts = None if self.drafts is None else self.drafts.to(device)
+        return replace(self, tokens=tokens, features=features, drafts=drafts)
 
 
 def trim_mask(loss_mask: Tensor) -> Tensor:
@@ -87,6 +156,7 @@ def collate(examples: Sequence[Example], taps: tuple[int, ...], seeds: Sequence[
         lengths,
         taps,
         tuple(seeds or range(len(examples))),
+        drafts=Drafts.join([example.drafts for example in examples], lengths),
     )
 
 
@@ -127,6 +197,10 @@ class Features(Protocol):
 
     def mask(self, index: int) -> Tensor:
         """[T], the loss mask of an example."""
+        ...
+
+    def text(self, index: int) -> tuple[Tensor, Tensor]:
+        """Tokens and loss mask of an example."""
         ...
 
     def supervised_tokens(self, index: int) -> Tensor:

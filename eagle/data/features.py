@@ -79,6 +79,10 @@ class LiveFeatures:
         """[T], the loss mask of an example."""
         return self.examples[index].loss_mask
 
+    def text(self, index: int) -> tuple[Tensor, Tensor]:
+        """Tokens and loss mask of an example."""
+        return self.examples[index].tokens, self.examples[index].loss_mask
+
     def supervised_tokens(self, index: int) -> Tensor:
         """The supervised tokens of an example."""
         return self.examples[index].tokens[self.examples[index].loss_mask]

@@ -40,7 +40,7 @@ class OnPolicyFeatures(LiveFeatures):
         if not self.head.training:
             return super().read(indices)
         step = mix64(torch.initial_seed())  # which the loop sets in every step
-        spans = [_choose_answer(self.examples[index].loss_mask, mix64(step + index)) for index in indices]
+        spans = [choose_answer(self.examples[index].loss_mask, mix64(step + index)) for index in indices]
         prompts = [self.examples[index].tokens[:start] for index, (start, _) in zip(indices, spans, strict=True)]
         limits = [end - start for start, end in spans]
         samplings = [Sampling(temperature=1.0, seed=step, request=index) for index in indices]
@@ -77,7 +77,7 @@ def sample_answers(
     return [torch.tensor(trace.checked().tokens) for trace in traces]
 
 
-def _choose_answer(loss_mask: Tensor, draw: int) -> tuple[int, int]:
+def choose_answer(loss_mask: Tensor, draw: int) -> tuple[int, int]:
     """Start (at least 1) and end of one of the answers."""
     edges = F.pad(loss_mask.long(), (1, 1)).diff().nonzero()[:, 0].view(-1, 2).tolist()
     start, end = edges[draw % len(edges)]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import Example, Features
 from eagle.data.features import LiveFeatures, taps_of
 from eagle.data.identity import MASK_RULES, data_identity, identity, in_precision, target_name
 from eagle.data.on_policy import OnPolicyFeatures
+from eagle.data.own_drafts import OwnDrafts
 from eagle.data.store import FeatureStore
 from eagle.device import best_device
 from eagle.drafters import DRAFTERS
@@ -21,7 +23,8 @@ def open_features(
     recipe: Recipe, settings: Any, read_examples: Callable[[], Sequence[Example]], *, main: bool = True
 ) -> tuple[Target | Borrowed, Features]:
     """The target and its features; only embedding and LM head are loaded if nothing needs the whole target."""
-    if recipe.features.store and not recipe.train.decode and not DRAFTERS[settings.kind].reads.weights:
+    decodes = recipe.train.decode or recipe.train.on_policy
+    if recipe.features.store and not decodes and not DRAFTERS[settings.kind].reads.weights:
         store = FeatureStore(recipe.features.store)
         if folder := store.borrowed_folder():
             borrowed = load_borrowed(folder, best_device())
@@ -39,8 +42,12 @@ def open_features(
     return target, LiveFeatures(target, read_examples(), expected, recipe.features.batch_tokens)
 
 
-def follow_head(recipe: Recipe, settings: Any, features: Features, head: Any, *, weights_split: bool) -> Features:
-    """The features; with `drafter.samples: own` they are of answers that the head samples at every step."""
+def follow_head(
+    recipe: Recipe, settings: Any, target: Target | Borrowed, features: Features, head: Any, *, weights_split: bool
+) -> Features:
+    """The features; of answers that the head samples, with `drafter.samples: own`, or helps to write by its drafts."""
+    if recipe.train.on_policy is not None:
+        return _with_drafts(recipe, target, features, head, weights_split=weights_split)
     if getattr(settings, "samples", "data") != "own":
         return features
     if weights_split:  # processes read weights together, and answers differ
@@ -54,6 +61,29 @@ def follow_head(recipe: Recipe, settings: Any, features: Features, head: Any, *,
             "every step, expected features.store=null, which computes features while training"
         )
     return OnPolicyFeatures(features, head)
+
+
+def _with_drafts(
+    recipe: Recipe, target: Target | Borrowed, features: Features, head: Any, *, weights_split: bool
+) -> OwnDrafts:
+    """The features of a run that learns from the head's own drafts."""
+    policy = recipe.train.on_policy
+    assert policy is not None
+    if type(head).draft_levels is TrainableDrafter.draft_levels:
+        raise ValueError(
+            f"train.on_policy replays drafts by `draft_levels`, which {type(head).__name__} does not have: leave it "
+            "out; a draft model has drafter.samples=own instead"
+        )
+    if weights_split or recipe.features.shard_target or not isinstance(target, Target):
+        raise ValueError(
+            "train.on_policy decodes with the head, which needs all weights of head and target on every process: "
+            "launch with recipes/accelerate/ddp.yaml or zero2.yaml, without train.shard_head and features.shard_target"
+        )
+    if recipe.train.stem is not None:
+        raise ValueError(
+            "train.stem and train.on_policy exclude one another: what is written depends on the run's head"
+        )
+    return OwnDrafts(features, target, head, policy)
 
 
 def _expected_identity(recipe: Recipe, taps: tuple[int, ...], store: FeatureStore) -> dict[str, Any]:

@@ -215,7 +215,8 @@ class Decoding:
     def _stays_on_device(self, rows: list[Row]) -> bool:
         """Whether nothing on the host needs a tree before the target has read it."""
         is_walked = all(row.choose.sampling.is_lossless and row.draw != "sampled" for row in rows)
-        return is_walked and not self.drafter.reads.choices and self.target.reader.reads_on_device
+        reads = self.drafter.reads
+        return is_walked and not reads.choices and not reads.states and self.target.reader.reads_on_device
 
     def _budgets(self, levels: dict[int, int]) -> dict[int, Budget]:
         """The budget of each row, limited to its number of levels."""
@@ -244,6 +245,8 @@ class Decoding:
             drawn = row.draw == "sampled"
             ranked = output.likeliest(choices) if drawn else row.choose.rank_tokens(output, choices)
             update = replace(update, tree=output.tree, choices=ranked)
+        if self.drafter.reads.states:
+            update = replace(update, tree=output.tree, states=output.features)
         row.pending.append(update)
         return row.commit([*update.tokens.tolist()[1:], update.root])
 

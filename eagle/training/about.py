@@ -16,6 +16,7 @@ FREE |= {"processes", "shard_head", "compile"}
 def decisive_settings(train: dict[str, Any]) -> dict[str, Any]:
     """The training settings that decide what a head becomes."""
     unused = FREE if train["schedule"] == "wsd" else FREE | {"decay_share"}
+    unused = unused if train["on_policy"] else unused | {"on_policy"}
     return {key: value for key, value in train.items() if key not in unused}
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,8 @@ class Dealer:
     """
 
     def __init__(self, head: TrainableDrafter, features: Features, plan: Plan, rank: int, processes: int) -> None:
-        self.head, self.features, self.plan = head, features, plan
+        self.head, self.plan = head, plan
+        self.features: Any = features  # those that are written are told when
         self.rank, self.processes = rank, processes
         self.count = processes * plan.settings.accumulation
         self.by_text = plan.settings.mean_over == "texts"
@@ -49,13 +50,30 @@ class Dealer:
 
     def batches(self, first: int, pin: bool = False) -> Iterator[Batch]:
         """This process's batches from a step on, loaded ahead by a thread."""
+        if (policy := self.plan.settings.on_policy) is not None:
+            return self._batches_written(first, policy.every, pin)
         jobs = (
             partial(self.load, part, number, pin)
             for number in range(first, len(self.plan))
-            for part in self.plan.parts(number, self.count)[self.rank :: self.processes]
+            for part in self._mine(number)
         )
         # a sharded target reads on all processes together, and must not do so while gradients are exchanged
         return (job() for job in jobs) if self.features.together else run_ahead(jobs)
+
+    def _batches_written(self, first: int, every: int, pin: bool) -> Iterator[Batch]:
+        """The batches of texts that are written with the head's drafts, those of `every` steps at once."""
+        for start in range(first, len(self.plan), every):
+            numbers = range(start, min(start + every, len(self.plan)))
+            texts = [[index for part in self._mine(number) for index in part] for number in numbers]
+            self.features.write(
+                [(self.plan.settings.seed + number, part) for number, part in zip(numbers, texts, strict=True)]
+            )
+            for number in numbers:
+                yield from (self.load(part, number, pin) for part in self._mine(number))
+
+    def _mine(self, number: int) -> list[list[int]]:
+        """The parts of a step that are this process's."""
+        return self.plan.parts(number, self.count)[self.rank :: self.processes]
 
     def load(self, texts: Sequence[int], number: int | None = None, pin: bool = False) -> Batch:
         """The batch of a step's part; without a step's number, of texts that are held out, whatever the gate is."""
@@ -98,13 +116,17 @@ class Dealer:
             return
         read = [next(batches) for _ in dealt]
         rows = [self._count(batch, count) * (weight > 0) for batch, (_, weight) in zip(read, dealt, strict=True)]
-        totals = tuple(add_up(torch.stack(rows).sum(0)).tolist())
+        slots = [batch.slots * (weight > 0) for batch, (_, weight) in zip(read, dealt, strict=True)]
+        counted = torch.cat([torch.stack(rows).sum(0), torch.tensor([sum(slots)], dtype=torch.float64)])
+        *divisors, supervised_slots = add_up(counted).tolist()
+        totals = tuple(divisors)
         is_mean = not self.head.counts_by_forward and self.head.divisors(read[0].masks, read[0].seeds) is None
         for batch, row, (texts, weight) in zip(read, rows, dealt, strict=True):
             if is_mean:
                 yield Part(texts, batch, supervised * float(row) / max(totals[0], 1.0))
             else:
-                yield Part(texts, replace(batch, divisors=totals), supervised * (weight > 0))
+                drafts = batch.drafts and replace(batch.drafts, divisor=max(supervised_slots, 1.0))
+                yield Part(texts, replace(batch, divisors=totals, drafts=drafts), supervised * (weight > 0))
 
     def _supervised(self, number: int) -> float:
         """What of a step's tokens is supervised, where its loss is divided by all of them."""

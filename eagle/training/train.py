@@ -29,6 +29,7 @@ from eagle.recipe import Recipe
 from eagle.training.about import describe_run, run_identity
 from eagle.training.choice import Choice, Decoding, acceptance, decode_once
 from eagle.training.dealing import Dealer
+from eagle.training.own_drafts import DraftsLoss
 from eagle.training.plan import Plan, gate_mask
 from eagle.training.reached import describe_reached
 from eagle.training.resume import DISK_FAULTS, Checkpoints, load_stem
@@ -89,6 +90,8 @@ class _Run:
         self.dealer = Dealer(self.head, self.features, self.plan, accelerator.process_index, accelerator.num_processes)
         if settings.compile:
             self.head.compile_parts()
+        if settings.on_policy is not None:
+            self.head.register_forward_hook(DraftsLoss(settings.on_policy, settings.dtype))
         self.deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
         self.sharded = settings.shard_head and accelerator.num_processes > 1
         # whole weights, where those that train may be split
@@ -135,6 +138,8 @@ class _Run:
             ends = validate and self.choice.has_ended(self.settings.patience)
             if checkpoint or ends:
                 self._checkpoint(self.checkpoints)
+                if self.settings.on_policy is not None:  # a run that goes on from here writes its texts anew
+                    batches = self.dealer.batches(self.step, self.pins)
             if self.settings.schedule == "wsd" and self.step == self.plan.stem_steps:
                 self._checkpoint(self.stems)
             if ends:

@@ -44,7 +44,7 @@ class Anchors:
 
     def tokens_at(self, batch: Batch, level: int) -> Tensor:
         """[A], the tokens that a level predicts (-1: the roots); places beyond a text have no weight."""
-        return batch.tokens.index_select(0, (self.places + 2 + level).clamp(max=len(batch.tokens) - 1))
+        return batch.tokens.index_select(0, batch.places_behind(self.places, 2 + level))
 
     def tokens_of(self, batch: Batch) -> Tensor:
         """[A, K], the tokens that all levels predict."""

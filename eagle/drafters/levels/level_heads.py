@@ -138,8 +138,7 @@ class LevelHeads(TrainableDrafter):
         places = upload(batch.loss_mask.nonzero()[:, 0] - 2, batch.tokens.device)
         state, states = self.start_states(batch, places), list[Tensor]()
         for level in range(self.levels):
-            # what lies beyond a text counts for nothing
-            following = (places + 1 + level).clamp(max=len(batch.tokens) - 1)
+            following = batch.places_behind(places, 1 + level)
             state = self.read_token(level, state, batch.tokens.index_select(0, following), frozen)
             states.append(state)
         return places, states

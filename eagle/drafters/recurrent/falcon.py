@@ -235,9 +235,8 @@ class Falcon(TrainableDrafter):
         level_states, block_pairs = list(states), list[Pair]()
         slots = blocks.spans.rows
         while len(level_states) < levels:
-            # what lies beyond a text counts for nothing
             ahead = torch.arange(1 + len(level_states) - size, 1 + len(level_states), device=device)[:, None]
-            following = (places.index_select(0, slots) + 1 + ahead).clamp(max=len(embedded) - 1).flatten()
+            following = batch.places_behind(places.index_select(0, slots), 1 + ahead).flatten()
             entered = self.enter(embedded.index_select(0, following), states.flatten(0, 1))
             tables = tables_at((positions.index_select(0, slots) + ahead).flatten())
             parts = (part.unflatten(1, (size, -1)).unbind(1) for part in key_value(self.layers[0], (entered,), tables))

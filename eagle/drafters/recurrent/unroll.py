@@ -53,7 +53,6 @@ class UnrolledDrafter(CompiledParts, TrainableDrafter):
 
     rotary: Rotary
     layers: Any  # the blocks of a level
-    drafts: Tensor | None = None  # [D], the draft vocabulary; None for all tokens
     capture: Capture | None = None  # how draft loops of static shapes are captured, as `capture_cuda`; None: not at all
 
     @property
@@ -128,7 +127,7 @@ class UnrolledDrafter(CompiledParts, TrainableDrafter):
             tables = tables_at(positions + step)
             if step:
                 last = states[-1].detach() if detach else states[-1]
-                following = (places + 1 + step).clamp(max=len(tokens) - 1)  # what lies beyond a text counts for nothing
+                following = batch.places_behind(places, 1 + step)
                 inputs = self.block_inputs(tokens.index_select(0, following), self.next_input(last))
             state = inputs[0]
             for number, block in enumerate(self.layers):

@@ -99,8 +99,7 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
         """
         places = upload(batch.loss_mask.nonzero()[:, 0] - 2, batch.tokens.device)
         states = batch.select_taps(self.teacher_taps[:1])[:, 0]
-        # what lies beyond a text counts for nothing
-        ahead = [(places + 1 + level).clamp(max=len(states) - 1) for level in range(levels)]
+        ahead = [batch.places_behind(places, 1 + level) for level in range(levels)]
         return places, [self.adapt(states.index_select(0, rows)) for rows in ahead]
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:

@@ -155,7 +155,7 @@ class Spire(TrainableDrafter):
         pass_states: list[Tensor] = []
         for step in range(1, steps + 1):
             tables = tables_at(positions + step)
-            following = (places + step).clamp(max=len(batch.tokens) - 1)  # what lies beyond a text counts for nothing
+            following = batch.places_behind(places, step)
             states = [frozen.embed(batch.tokens.index_select(0, following)).to(features.dtype)]
             for block, pairs, mine in zip(self.layers, context, step_pairs, strict=True):
                 states.append(read_rows(block, block.inputs(states[-1]), tables, pairs, spans, mine))
