@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter, process_time
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -27,6 +27,7 @@ from eagle.shipped import commit
 from eagle.target.borrowed import target_config
 from eagle.training.first_head import first_head
 from eagle.training.launch import launch, splits_weights
+from eagle.training.own_drafts import DraftsLoss
 from eagle.training.plan import Plan, gate_mask
 from eagle.training.train import train
 from eval.comparison.compare_plan import Arm, Comparison
@@ -71,7 +72,7 @@ class TrainingRun:
         if head.follows_progress:  # each count is a run of its own
             recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"stem": None})})
         split = splits_weights(accelerator, recipe.train)
-        features = follow_head(recipe, settings, features, head, weights_split=split)
+        features = follow_head(recipe, settings, target, features, head, weights_split=split)
         frozen = target.head.cast(getattr(torch, recipe.train.dtype))
         masks = (gate_mask(features.mask(place), recipe.train.gate) for place in range(len(features)))
         return cls(recipe, accelerator, head, frozen, features, [int(trim_mask(mask).sum()) for mask in masks])
@@ -117,12 +118,25 @@ class TrainingRun:
         }
 
     def timed_step(self) -> Callable[[int], float]:
-        """A function that times a training step, reading included; the trained weights are discarded."""
+        """A function that times a training step, reading included; the trained weights are discarded.
+
+        Texts that are written for several steps at once count in each of these.
+        """
         head, plan, settings = self.head.to(self.accelerator.device).train(), self.plan(ENOUGH), self.recipe.train
+        policy, features, writing, left = settings.on_policy, cast(Any, self.features), 0.0, 0
+        if policy is not None:
+            head.register_forward_hook(DraftsLoss(policy, settings.dtype))
         optimizer = torch.optim.AdamW(head.parameters(), lr=settings.lr, betas=settings.betas, fused=True)
 
         def step(number: int) -> float:
-            begin, places = _seconds(), plan.step(number)
+            nonlocal writing, left
+            begin = _seconds()
+            if policy is not None and not left:
+                features.write([(settings.seed + n, plan.step(n)) for n in range(number, number + policy.every)])
+                writing, begin, left = (_seconds() - begin) / policy.every, _seconds(), policy.every
+            left -= 1
+            torch.manual_seed(settings.seed + number)  # which names the texts that are written
+            places = plan.step(number)
             batch = collate(self.features.read(places), self.features.taps, plan.seeds(number, places))
             with torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
                 losses = head(batch.to(self.accelerator.device), self.frozen)
@@ -130,7 +144,7 @@ class TrainingRun:
             torch.nn.utils.clip_grad_norm_(head.parameters(), settings.clip)
             optimizer.step()
             optimizer.zero_grad()
-            return _seconds() - begin
+            return writing + _seconds() - begin
 
         return step
 
@@ -206,8 +220,8 @@ def _clock(comparison: Comparison, rows: Rows) -> dict[str, float]:
     warm_up = max(count // 10, 1)
     seconds = dict.fromkeys(steps, 0.0)
     for number in progress(range(warm_up + count), "clock", warm_up + count, unit="steps"):
-        for digest, step in steps.items():
-            spent = step(number)
+        for place, (digest, step) in enumerate(steps.items()):
+            spent = step(number + place * (warm_up + count))  # a length that is new costs the first arm that meets it
             seconds[digest] += spent if number >= warm_up else 0.0
     rows.add("clock", [{digest: total / count for digest, total in seconds.items()}])
     return rows.of("clock")[-1]
