@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from trained import apart, equal, prepared, rows, run, weights
+from trained import ROOT, apart, equal, finished, launched, prepared, rows, run, weights
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle import Sampling, Target, generate
@@ -248,3 +248,16 @@ def test_drafts_are_told_apart_from_the_data(target: Target) -> None:
     assert batch.drafts is not None and len(Drafts.join([None, None], (4, 5)) or ()) == 0
     head.eval()
     assert [example.drafts for example in features.read(range(PROMPTS))] == [None] * PROMPTS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["ddp", "zero2"])
+def test_processes_share_what_is_written(config: str, command: list[str], tmp_path: Path) -> None:
+    """Two processes, each of which writes its own part of a step, learn what one does; sharded heads are refused."""
+    one = run(command, tmp_path / "one", "train.max_steps=6")
+    script = str(ROOT / "recipes/train_eagle.py")
+    two = finished(launched(config, script, *command, f"train.out={tmp_path / 'two'}", "train.max_steps=6"))
+    assert two.returncode == 0, two.stdout
+    assert apart(weights(one), weights(tmp_path / "two")) < 1e-5
+    split = finished(launched("ddp", script, *command, f"train.out={tmp_path / 'split'}", "train.shard_head=true"))
+    assert split.returncode and "needs all weights of head and target on every process" in split.stdout
