@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
 
-from eagle.shipped import find_recipe
+from eagle.shipped import find_recipe, move_to_target
 
 
 class Section(BaseModel):
@@ -212,7 +212,7 @@ class Recipe(Section):
         for override in overrides:
             lay_over(values, override)
         overridden = {override.partition("=")[0] for override in overrides}
-        return cls.parse(_move_to_target(values, original, overridden), str(path))
+        return cls.parse(move_to_target(values, original, overridden), str(path))
 
     @classmethod
     def parse(cls, values: Any, source: str) -> Recipe:
@@ -296,27 +296,6 @@ def _type_of_key(owner: Any, key: Any) -> Any:
     if get_origin(annotation) is dict:
         return annotation
     return next((kind for kind in get_args(annotation) if kind is not type(None)), annotation)
-
-
-def _move_to_target(values: Any, original: Any, overridden: set[str]) -> Any:
-    """The values, with paths in `runs/RECIPE/` moved to `runs/TARGET/` if an override has replaced the target."""
-    try:
-        folder = Path(original["train"]["out"]).parent
-        old, new = (
-            Path(target.get("adapter") or target["path"]).name for target in (original["target"], values["target"])
-        )
-    except (KeyError, TypeError, AttributeError):  # which parsing explains
-        return values
-
-    def move(value: Any, key: str) -> Any:
-        if key in overridden or key == "target":
-            return value
-        if isinstance(value, dict):
-            return {name: move(child, f"{key}.{name}" if key else name) for name, child in value.items()}
-        is_inside = isinstance(value, str) and value.startswith(f"{folder}/")
-        return str(folder.with_name(new) / Path(value).relative_to(folder)) if is_inside else value
-
-    return values if new == old else move(values, "")
 
 
 def lay_over(values: dict[str, Any], override: str) -> None:

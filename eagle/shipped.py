@@ -1,10 +1,11 @@
-"""Files that come with the package beside its modules: programs of the stages, recipes; and its commit."""
+"""Files that come with the package beside its modules: programs of the stages, recipes, also for other targets; its commit."""
 
 from __future__ import annotations
 
 import difflib
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from eagle import __version__
 
@@ -42,3 +43,24 @@ def commit() -> str:
     command = ["git", "rev-parse", "--short", "HEAD"]
     output = subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True).stdout
     return output.strip() or "unknown"
+
+
+def move_to_target(values: Any, original: Any, overridden: set[str]) -> Any:
+    """The values, with paths in `runs/RECIPE/` moved to `runs/TARGET/` if an override has replaced the target."""
+    try:
+        folder = Path(original["train"]["out"]).parent
+        old, new = (
+            Path(target.get("adapter") or target["path"]).name for target in (original["target"], values["target"])
+        )
+    except (KeyError, TypeError, AttributeError):  # which parsing explains
+        return values
+
+    def move(value: Any, key: str) -> Any:
+        if key in overridden or key == "target":
+            return value
+        if isinstance(value, dict):
+            return {name: move(child, f"{key}.{name}" if key else name) for name, child in value.items()}
+        is_inside = isinstance(value, str) and value.startswith(f"{folder}/")
+        return str(folder.with_name(new) / Path(value).relative_to(folder)) if is_inside else value
+
+    return values if new == old else move(values, "")

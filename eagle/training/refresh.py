@@ -15,7 +15,7 @@ from eagle.data.own_drafts import OwnDrafts
 from eagle.device import in_dtype
 from eagle.recipe import OnPolicySection
 from eagle.target.target import Target
-from eagle.training.own_drafts import DraftsLoss
+from eagle.training.drafts_loss import DraftsLoss
 
 
 class Refresh:

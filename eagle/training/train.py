@@ -28,8 +28,9 @@ from eagle.log import Metrics, interrupted_by_user, memory_gb, progress
 from eagle.recipe import Recipe
 from eagle.training.about import describe_run, run_identity
 from eagle.training.choice import Choice, Decoding, acceptance, decode_once
+from eagle.training.clipping import clip_gradients
 from eagle.training.dealing import Dealer
-from eagle.training.own_drafts import DraftsLoss
+from eagle.training.drafts_loss import DraftsLoss
 from eagle.training.plan import Plan, gate_mask
 from eagle.training.reached import describe_reached
 from eagle.training.resume import DISK_FAULTS, Checkpoints, load_stem
@@ -188,13 +189,7 @@ class _Run:
         """Clip the gradients and, if they are finite, step; returns their norm."""
         if self.deepspeed:  # the engine has done that within backward
             return torch.tensor(float(self.model.get_global_grad_norm()))
-        weights = self._trainable_weights()
-        if self.settings.clip_by == "value":
-            norm = torch.nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
-            torch.nn.utils.clip_grad_value_(weights, self.settings.clip)
-        else:
-            norm = torch.nn.utils.clip_grad_norm_(weights, self.settings.clip)
-        norm = gather(norm)
+        norm = gather(clip_gradients(self._trainable_weights(), self.settings))
         # a fused optimizer skips the update where this is 1, without a synchronisation with the host
         self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         self.prepared.step()

@@ -25,9 +25,9 @@ from eagle.log import progress
 from eagle.recipe import Recipe
 from eagle.shipped import commit
 from eagle.target.borrowed import target_config
+from eagle.training.drafts_loss import DraftsLoss
 from eagle.training.first_head import first_head
 from eagle.training.launch import launch, splits_weights
-from eagle.training.own_drafts import DraftsLoss
 from eagle.training.plan import Plan, gate_mask
 from eagle.training.train import train
 from eval.comparison.compare_plan import Arm, Comparison

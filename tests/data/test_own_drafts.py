@@ -21,7 +21,7 @@ from eagle.data.own_drafts import OwnDrafts
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.none import NoDrafter
 from eagle.recipe import OnPolicySection
-from eagle.training.own_drafts import losses_of_drafts
+from eagle.training.drafts_loss import losses_of_drafts
 from tests.registry import TRAINED
 from tests.trained import fixture_seed
 
@@ -220,7 +220,7 @@ def test_parts_of_a_step_are_the_step(
             drafts = batch.drafts and replace(batch.drafts, divisor=None)
             return losses_of_drafts(head, replace(batch, drafts=drafts), *others)
 
-        monkeypatch.setattr("eagle.training.own_drafts.losses_of_drafts", by_part)
+        monkeypatch.setattr("eagle.training.drafts_loss.losses_of_drafts", by_part)
         run(command, fault, *overrides, "train.accumulation=3")
         assert apart(weights(one), weights(fault)) > 1e-4
 

@@ -17,7 +17,7 @@ from eagle.data.own_drafts import OwnDrafts
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.none import NoDrafter
 from eagle.training import refresh as module
-from eagle.training.own_drafts import losses_of_drafts
+from eagle.training.drafts_loss import losses_of_drafts
 from eagle.training.refresh import Refresh
 from tests.trained import fixture_seed
 
