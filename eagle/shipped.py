@@ -1,4 +1,4 @@
-"""Files that come with the package beside its modules: programs of the stages, recipes, also for other targets; its commit."""
+"""Files that come with the package beside its modules: programs of the stages, recipes; and its commit."""
 
 from __future__ import annotations
 

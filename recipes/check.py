@@ -146,6 +146,8 @@ def say_forecast(recipe: Recipe, count: int | None) -> bool:
     where = f"each of {cards} cards that train" if cards > 1 else "the card, or CPU, that trains"
     say(f"{run.memory / GB:,.2f} GB on {where}, {disk}")
     say(f"{run.extract_hours:,.1f} card hours for features, {run.train_hours:,.1f} to train, at {TFLOPS:.0f} TFLOP/s")
+    if recipe.train.on_policy is not None:
+        say("the answers that are written while training, and what is learned from their drafts, come on top")
     room = memory_here()
     if fits := run.target <= room:
         return fits

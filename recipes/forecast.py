@@ -130,7 +130,7 @@ def card_bytes(
     texts = -(-train.batch_size // (cards * train.accumulation))
     held = training_bytes(head, sizes.config, texts * [length], PRECISION[train.dtype], train.accumulation)
     held += exchange_bytes(learned(head), cards, stage)
-    if recipe.features.store and not train.decode:
+    if recipe.features.store and not train.decode and train.on_policy is None:
         return held
     split = cards if recipe.features.shard_target else 1
     held += target_bytes(sizes, split, itemsize)

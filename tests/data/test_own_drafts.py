@@ -27,7 +27,7 @@ from tests.trained import fixture_seed
 
 REPLAYED = [name for name in TRAINED if DRAFTERS[name].draft_levels is not TrainableDrafter.draft_levels]
 POLICY = OnPolicySection(share=1, depth=4, temperature=1.0)
-PROMPTS = 4
+PROMPTS = 3
 ON_POLICY = ["train.on_policy.share=0.6", "train.on_policy.every=3", "train.on_policy.depth=3"]
 
 
@@ -56,8 +56,8 @@ def new_head(name: str, target: Target) -> Any:
 def written(head: Any, target: Target, policy: OnPolicySection = POLICY, seed: int = 7) -> tuple[OwnDrafts, Batch]:
     """Texts that the target has written with the head's drafts, as they are read in one step."""
     torch.manual_seed(1)
-    texts = torch.randint(5, target.vocab_size, (PROMPTS, 40)).unbind()
-    examples = [Example(text[: 40 - place], torch.arange(40 - place) >= 9 + place) for place, text in enumerate(texts)]
+    texts = torch.randint(5, target.vocab_size, (PROMPTS, 30)).unbind()
+    examples = [Example(text[: 30 - place], torch.arange(30 - place) >= 9 + place) for place, text in enumerate(texts)]
     taps = taps_of(head.settings, target.config)
     live = LiveFeatures(target, examples, {"taps": list(taps), "dtype": "float32"})
     features = OwnDrafts(live, target, head, policy)
