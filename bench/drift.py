@@ -129,9 +129,15 @@ def main(argv: list[str]) -> None:
     results = []
     for seed in range(args.seeds):
         results += run(recipe, args.head, tuned_on, prompts, asked, seed)
-    write_results(Path(args.out), {**made_on(head=args.head, prompts=len(asked)), "rows": results})
+    found = {**made_on(prompts=len(asked)), "rows": results}
+    write_results(Path(args.out), found)
+    print(drift_table(found))
+
+
+def drift_table(results: dict[str, Any]) -> str:
+    """The acceptance lengths of all arms, and their distance to the arm that each is compared with."""
     columns = ["seed", "target's steps", "arm", "tokens", "CPU s", "T = 0", "T = 1"]
-    print(markdown(columns, [[row[name] for name in columns] for row in results]))
+    return markdown(columns, [[row[name] for name in columns] for row in results["rows"]])
 
 
 def run(
