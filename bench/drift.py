@@ -118,6 +118,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="how often, with other answers")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
+    old = load_head(args.head)
     recipe = Recipe.load("recipes/tiny/eagle1.yaml", args.overrides)
     data, regenerate = recipe.data, recipe.regenerate
     assert regenerate is not None
@@ -128,7 +129,7 @@ def main(argv: list[str]) -> None:
     asked = [first_prompt(example.tokens, example.loss_mask) for example in read_examples(heldout)]
     results = []
     for seed in range(args.seeds):
-        results += run(recipe, args.head, tuned_on, prompts, asked, seed)
+        results += run(recipe, old, tuned_on, prompts, asked, seed)
     found = {**made_on(prompts=len(asked)), "rows": results}
     write_results(Path(args.out), found)
     print(drift_table(found))
@@ -142,7 +143,7 @@ def drift_table(results: dict[str, Any]) -> str:
 
 def run(
     recipe: Recipe,
-    folder: str,
+    old: Any,
     tuned_on: Sequence[Example],
     prompts: list[list[int]],
     asked: list[list[int]],
@@ -150,7 +151,7 @@ def run(
 ) -> list[dict[str, Any]]:
     """One seed: the rows of all stages."""
     target = trained_target(Target.load(recipe.target.path, dtype="float32").model.requires_grad_(True))
-    tuning, old = Tuning(target, tuned_on), load_head(folder)
+    tuning = Tuning(target, tuned_on)
     refresh, seconds, rows = Refresh(copy.deepcopy(old), lr=LR, seed=seed * 10**6), 0.0, []
 
     def add(

@@ -6,6 +6,7 @@ import argparse
 import ast
 import inspect
 import json
+import re
 import textwrap
 from pathlib import Path
 from types import NoneType, UnionType
@@ -16,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.drafters import DRAFTERS
-from eagle.recipe import BudgetSection, MeasuredSection, Recipe
+from eagle.recipe import BudgetSection, MeasuredSection, OnPolicySection, Recipe
 from eval.comparison.compare_plan import ArmSection, ComparisonSection
 
 PAGE = Path(__file__).parent.parent / "docs/reference/recipes.md"
@@ -67,7 +68,7 @@ def describe_type(annotation: Any) -> str:
 
 
 def _name_section(annotation: type) -> str:
-    name = annotation.__name__.removesuffix("Section").lower()
+    name = re.sub(r"\B(?=[A-Z])", "-", annotation.__name__.removesuffix("Section")).lower()
     return name if name == "window" else f"[{name}](#{name})"
 
 
@@ -119,6 +120,7 @@ def page() -> str:
         model = next(part for part in (field.annotation, *get_args(field.annotation)) if hasattr(part, "model_fields"))
         optional = "" if field.is_required() else " (optional)"
         parts.append(section(f"## {name}{optional}", model, f"{name}."))
+    parts.append(section("## On-policy", OnPolicySection, "train.on_policy."))
     parts.append(section("## Measured", MeasuredSection, "eval.drafters.NAME."))
     parts.append(section("## Budget", BudgetSection, "budget."))
     parts.append("## Methods\n\nThe keys of `drafter`, for each `drafter.kind`.\n")

@@ -62,6 +62,7 @@ WRONG: dict[str, list[list[str]]] = {
         ["--heads", GONE, "--rows", GONE, "--tokens", "few"],
     ],
     "bench/decode_speed.py": [["--rounds", "few"]],
+    "bench/drift.py": [["--head", GONE], ["--seeds", "few"], ["target.path=no/such/folder"]],
     "bench/cost_growth.py": [["--rounds", "few"]],
     "bench/packed_speed.py": [[GONE], [GONE, "--sizes", "7 B"]],
     "bench/hybrid_speed.py": [["--rounds", "few"], ["--dtypes", "float16"]],
