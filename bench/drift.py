@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from bench.machine import made_on, markdown, write_results
-from data_prep.tokens import read_examples
+from data_prep.read_once import read_examples
 from eagle import Budget, Sampling, Target, generate
 from eagle.core.examples import Example
 from eagle.data.on_policy import trained_target

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_prep.conversations import Tally
 from data_prep.draft_vocab import vocab_size_of
-from data_prep.tokens import encode, load_tokenizer, tokenize_each
+from data_prep.read_once import open_cache
+from data_prep.tokens import encode, load_tokenizer
 from eagle.disk import lock_folder
 from eagle.drafters.lookup.counts import Tables, save_tables, tokenizer_identity
 from eagle.log import progress, script
@@ -70,14 +70,6 @@ def add_counts(keys: np.ndarray, counts: np.ndarray, new_keys: np.ndarray) -> tu
     return keys[firsts], np.add.reduceat(counts, firsts) if len(firsts) else counts
 
 
-def read_conversation_texts(recipe: Recipe, tokenizer: Any, tally: Tally) -> Iterator[Text]:
-    """The recipe's training examples, of which the assistant's tokens are counted, as those are drafted."""
-    for _, examples in tokenize_each(recipe, tokenizer, tally):
-        yield from ((example.tokens, example.loss_mask) for example in examples)
-    if not tally.kept:
-        raise ValueError(f"no assistant's tokens in {recipe.data.train}; what became of its records:\n{tally.table()}")
-
-
 def read_file_texts(files: Iterable[Path], tokenizer: Any) -> Iterator[Text]:
     """Plain text files, piece by piece; every token is counted, and no pair reaches from one file into the next."""
     for file in files:
@@ -122,16 +114,21 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--kind", choices=("bigram", "unigram"), default="bigram")
     parser.add_argument("--text", nargs="+", type=Path, help="plain text files, instead of the recipe's conversations")
     args = parser.parse_intermixed_args(argv)
-    recipe, tally = Recipe.load(args.recipe, args.overrides), Tally()
+    recipe = Recipe.load(args.recipe, args.overrides)
     if absent := [str(file) for file in args.text or () if not file.is_file()]:
         raise ValueError(f"no text at {', '.join(absent)}: expected plain text files")
     tokenizer = load_tokenizer(recipe)
-    texts = read_file_texts(args.text, tokenizer) if args.text else read_conversation_texts(recipe, tokenizer, tally)
+    kept: list[str] = []
+    texts = read_file_texts(args.text or (), tokenizer)
+    if not args.text:  # of examples the assistant's tokens are counted, as those are drafted
+        examples = open_cache(recipe)
+        texts = ((example.tokens, example.loss_mask) for example in examples)
+        kept.append(examples.tally.table())
     options = {"pairs": args.kind == "bigram", "tokenizer": tokenizer_identity(tokenizer)}
     with lock_folder(args.out):
         tables = count_texts(texts, vocab_size_of(recipe.target), **options)
         save_tables(args.out, tables, args.kind)
-    print(*([] if args.text else [tally.table()]), report(tables), f"the tables are in {args.out}", sep="\n")
+    print(*kept, report(tables), f"the tables are in {args.out}", sep="\n")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from data_prep.tokens import load_tokenizer, tokenize_data
+from data_prep.read_once import open_cache
 from eagle.core.examples import Example, most_frequent, token_counts
 from eagle.data.identity import data_identity, folder_of
 from eagle.drafters.recurrent.reduced_vocab import save_draft_vocab
@@ -54,10 +54,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", required=True, help="the file to write, as runs/tiny/draft_vocab.safetensors")
     args = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, args.overrides)
-    examples, tally = tokenize_data(recipe, load_tokenizer(recipe))
+    examples = open_cache(recipe)
     counts = counts_of(examples, vocab_size_of(recipe.target))
     save_draft_vocab(args.out, counts, args.size, data_identity(recipe))
-    print(tally.table(), report(counts, args.size), f"the draft vocabulary is in {args.out}", sep="\n")
+    print(examples.tally.table(), report(counts, args.size), f"the draft vocabulary is in {args.out}", sep="\n")
 
 
 if __name__ == "__main__":

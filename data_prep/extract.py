@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from data_prep.tokens import count_examples, read_examples
+from data_prep.read_once import read_examples
 from eagle.data.features import check_room, extract, forecast, plan_extraction, taps_of, world
 from eagle.data.identity import identity, in_precision, target_name
 from eagle.data.store import Absent, Damaged, FeatureStore
@@ -93,7 +93,7 @@ def prepare_store(recipe: Recipe, folder: Path, expected: dict[str, Any], repair
 
 def create_store(recipe: Recipe, folder: Path, expected: dict[str, Any], *, strict: bool) -> Target:
     """Tokenise and plan, and create the store without features yet; return the target that computes them."""
-    examples, tally = count_examples(recipe, strict=strict)
+    examples = read_examples(recipe, strict=strict)
     target = load_target(recipe)
     expected = in_precision(expected, fastest_dtype(best_device()))
     dtype = expected["target"]["dtype"]
@@ -109,7 +109,7 @@ def create_store(recipe: Recipe, folder: Path, expected: dict[str, Any], *, stri
         "width": target.width_of(tuple(expected["taps"])),
         "precision": str(target.model.dtype).removeprefix("torch."),
         "target": target_name(recipe),
-        "conversations": {"kept": tally.kept, "dropped": dict(tally.dropped)},
+        "conversations": {"kept": examples.tally.kept, "dropped": dict(examples.tally.dropped)},
         "borrowed": save_borrowed(folder, target.head, target.config),
     }
     check_room(FeatureStore.create(folder, examples, expected, plan, **about))

@@ -46,41 +46,36 @@ def stop_texts(tokenizer: Any) -> list[str]:
 
 
 def tokenize_data(recipe: Recipe, tokenizer: Any, *, strict: bool = False) -> tuple[list[Example], Tally]:
-    """The recipe's training examples, and how many conversations were kept, dropped and noted."""
+    """The recipe's training examples, and how many conversations were kept, dropped and noted; no cache is used."""
     tally = Tally()
     examples = [example for _, some in tokenize_each(recipe, tokenizer, tally, strict=strict) for example in some]
-    if not any(example.loss_mask.any() for example in examples):
-        raise ValueError(
-            f"no example of {recipe.data.train} has a supervised token; what became of its records:\n{tally.table()}"
-        )
-    if all(example.loss_mask.all() for example in examples):
-        print("warning: every token is supervised; look at `eagle inspect-mask RECIPE`")
-    return examples, tally
-
-
-def read_examples(recipe: Recipe, *, strict: bool = False) -> list[Example]:
-    """The recipe's examples, after a table of what was kept and dropped."""
-    return count_examples(recipe, strict=strict)[0]
-
-
-def count_examples(recipe: Recipe, *, strict: bool = False) -> tuple[list[Example], Tally]:
-    """The recipe's examples and the counts of what was kept and dropped, which are printed too."""
-    examples, tally = tokenize_data(recipe, load_tokenizer(recipe), strict=strict)
-    tokens = sum(len(example.tokens) for example in examples)
     supervised = sum(int(example.loss_mask.sum()) for example in examples)
-    print(f"{tally.table()}\n{len(examples):,} examples, {tokens:,} tokens, {supervised / tokens:.0%} supervised")
+    check_supervision(supervised, sum(len(example.tokens) for example in examples), recipe.data.train, tally)
     return examples, tally
+
+
+def check_supervision(supervised: int, tokens: int, source: str, tally: Tally) -> None:
+    """Refuse examples of which nothing is supervised; warn where everything is."""
+    if not supervised:
+        raise ValueError(f"no example of {source} has a supervised token; what became of its records:\n{tally.table()}")
+    if supervised == tokens:
+        print("warning: every token is supervised; look at `eagle inspect-mask RECIPE`")
+
+
+def reading_options(recipe: Recipe) -> dict[str, Any]:
+    """How the recipe's conversations are read; an error where they are answers that are yet to be written."""
+    data, regenerated = recipe.data, recipe.regenerate
+    if regenerated and data.train == regenerated.out and not Path(data.train).exists():
+        raise ValueError(f"{data.train} is not there: run `eagle regenerate RECIPE` first, which makes it")
+    return {key: getattr(data, key) for key in ("limit", "split", "revision", "allow_broken")}
 
 
 def tokenize_each(
     recipe: Recipe, tokenizer: Any, tally: Tally, *, strict: bool = False
 ) -> Iterator[tuple[Conversation, list[Example]]]:
     """Every conversation of the recipe with its examples; one that gives none is counted as dropped, not as kept."""
-    data, regenerated = recipe.data, recipe.regenerate
-    if regenerated and data.train == regenerated.out and not Path(data.train).exists():
-        raise ValueError(f"{data.train} is not there: run `eagle regenerate RECIPE` first, which makes it")
-    options = {key: getattr(data, key) for key in ("limit", "split", "revision", "allow_broken")}
-    conversations = list(read_conversations(data.train, tally, strict=strict, **options))
+    data = recipe.data
+    conversations = list(read_conversations(data.train, tally, strict=strict, **reading_options(recipe)))
     for conversation in progress(conversations, "tokenise", len(conversations)):
         dropped_before = tally.dropped.copy()
         examples = examples_of(conversation, tokenizer, data, tally)

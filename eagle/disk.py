@@ -30,15 +30,16 @@ ATTEMPTS = 1000  # at a lock whose folder other runs make and remove
 
 
 @contextmanager
-def lock_folder(folder: str | Path, *, hold: bool = True) -> Iterator[None]:
+def lock_folder(folder: str | Path, *, hold: bool = True, wait: bool = False) -> Iterator[None]:
     """Lock a folder, created if need be, against other runs that write it, until the block or the process ends.
 
-    Of the processes of one command the first holds the lock for all; the others pass `hold=False`.
+    Of the processes of one command the first holds the lock for all; the others pass `hold=False`. With `wait` a run
+    that holds it is waited for, else it is an error.
     """
     folder = Path(folder)
     is_new = not folder.exists()
     try:
-        with _hold_lock(folder / LOCK, folder, hold):
+        with _hold_lock(folder / LOCK, folder, hold, wait):
             yield
     finally:
         if hold and is_new:
@@ -50,13 +51,13 @@ def lock_folder(folder: str | Path, *, hold: bool = True) -> Iterator[None]:
 def lock_path(path: str | Path, *, hold: bool = True) -> Iterator[None]:
     """Lock a file, or a folder that is replaced whole, against other runs, by a lock file beside it."""
     path = Path(path)
-    with _hold_lock(path.with_name(path.name + LOCK), path, hold):
+    with _hold_lock(path.with_name(path.name + LOCK), path, hold, wait=False):
         yield
 
 
 @contextmanager
-def _hold_lock(lock: Path, what: Path, hold: bool) -> Iterator[None]:
-    file = _acquire(lock, what) if hold else None
+def _hold_lock(lock: Path, what: Path, hold: bool, wait: bool) -> Iterator[None]:
+    file = _acquire(lock, what, wait) if hold else None
     try:
         yield
     finally:
@@ -65,13 +66,13 @@ def _hold_lock(lock: Path, what: Path, hold: bool) -> Iterator[None]:
             file.close()
 
 
-def _acquire(lock: Path, what: Path) -> TextIO | None:
+def _acquire(lock: Path, what: Path, wait: bool) -> TextIO | None:
     """The lock file, locked by this process; None, with a warning, where the filesystem has no locks."""
     fault: OSError | None = None
     for _ in range(ATTEMPTS):
         try:
             lock.parent.mkdir(parents=True, exist_ok=True)
-            if file := _lock_file(lock, what):
+            if file := _lock_file(lock, what, wait):
                 return file
         except FileNotFoundError as error:  # another run has just removed the folder, empty; or none can be made there
             fault = error
@@ -84,13 +85,18 @@ def _acquire(lock: Path, what: Path) -> TextIO | None:
     raise ValueError(f"{what} cannot be written: {reason}. Name a folder on a disk that can be written")
 
 
-def _lock_file(path: Path, what: Path) -> TextIO | None:
+def _lock_file(path: Path, what: Path, wait: bool) -> TextIO | None:
     """Open and lock the file; None if a run that has ended removed it meanwhile."""
     file = path.open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
+        if wait:
+            print(f"waiting for the run that is writing {what} ({file.read()})", file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.close()
+            return None
         raise ValueError(
             f"another run is writing {what} ({file.read() or 'it began just now'}): wait for its end, stop it, "
             "or write somewhere else"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from data_prep.tokens import read_examples
+from data_prep.read_once import read_examples
 from eagle.data.open import follow_head, open_features
 from eagle.drafters import settings_of
 from eagle.log import script

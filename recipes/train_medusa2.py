@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from data_prep.tokens import read_examples
+from data_prep.read_once import read_examples
 from eagle.data.features import LiveFeatures
 from eagle.data.open import open_features
 from eagle.drafters import settings_of

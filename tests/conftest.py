@@ -7,10 +7,13 @@ import json
 import os
 import shutil
 import signal
+import tempfile
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("HF_ASSETS_CACHE", tempfile.mkdtemp(prefix="eagle-tests-"))  # read at the first import
 
 import pytest
 import torch

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from data_prep.tokens import read_examples
+from data_prep.read_once import read_examples
 from eagle.data.open import follow_head, open_features
 from eagle.drafters import settings_of
 from eagle.log import script

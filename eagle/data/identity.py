@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import cached_assets_path, snapshot_download
 from huggingface_hub.errors import HFValidationError
 
 from eagle.disk import sha256
@@ -19,6 +19,7 @@ WEIGHTS = ("*.safetensors", "*.bin")
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model")
 LONG = 5_000_000_000  # bytes, from which on a progress bar is shown
 TEMPLATE = ("chat_template*", "tokenizer_config.json")
+NOT_IDENTITY = {"train", "heldout", "template", "allow_broken", "cache", "num_proc"}  # decide no token, or by files
 MASK_RULES = 3  # version of the rules by which answers are masked; features of other versions are refused
 
 
@@ -65,7 +66,7 @@ def data_identity(recipe: Recipe) -> dict[str, Any]:
         "template": fingerprint([Path(data.template)] if data.template else own_template),
         "data": {
             "source": fingerprint(_files(Path(data.train))) if Path(data.train).exists() else data.train,
-            **data.model_dump(mode="json", exclude={"train", "heldout", "template", "allow_broken"}),
+            **data.model_dump(mode="json", exclude=NOT_IDENTITY),
         },
     }
 
@@ -86,6 +87,11 @@ def fingerprint(files: Sequence[Path]) -> str:
     long = sum(path.stat().st_size for path in files) > LONG
     checked = [f"{path.name} {_checksum(path)}" for path in progress(files, "fingerprint", len(files), show=long)]
     return hashlib.sha256("\n".join(checked).encode()).hexdigest()[:16]
+
+
+def assets_folder(kind: str, name: str) -> Path:
+    """A folder for what can be made anew, where Hugging Face's libraries keep such things."""
+    return cached_assets_path("eagle", kind, name)
 
 
 def _checksum(path: Path) -> str:

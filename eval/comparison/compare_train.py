@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from data_prep.extract import fill_store
-from data_prep.tokens import read_examples
+from data_prep.read_once import read_examples
 from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.core.examples import Features, collate, trim_mask
 from eagle.data.features import taps_of

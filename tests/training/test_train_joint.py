@@ -10,7 +10,7 @@ import pytest
 import torch
 from trained import ROOT, apart, equal, finished, launched, rows, weights
 
-from data_prep.tokens import read_examples
+from data_prep.read_once import read_examples
 from eagle import Sampling, Target, generate, load_drafter
 from eagle.recipe import Recipe
 from eagle.target.loading import load_model
