@@ -6,11 +6,12 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from functools import lru_cache
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -27,6 +28,7 @@ from eagle.log import progress
 from eagle.recipe import Recipe
 
 CONVERSATIONS = 1024  # of a shard
+WORD = re.compile(r"\w+")
 VERSION = 1  # of the cache's format, and of the rules by which records become conversations
 Job = tuple[int, list[Conversation]]  # a shard's number and conversations
 
@@ -34,8 +36,8 @@ Job = tuple[int, list[Conversation]]  # a shard's number and conversations
 def read_examples(recipe: Recipe, *, strict: bool = False) -> TokenCache:
     """The recipe's examples, after a table of what was kept and dropped."""
     cache = open_cache(recipe, strict=strict)
-    share = cache.supervised / max(cache.tokens, 1)
-    print(f"{cache.tally.table()}\n{len(cache):,} examples, {cache.tokens:,} tokens, {share:.0%} supervised")
+    share = cache.supervised / sum(shard["tokens"] for shard in cache.shards)
+    print(f"{cache.tally.table()}\n{len(cache):,} examples, {cache.lengths.sum():,} tokens, {share:.0%} supervised")
     return cache
 
 
@@ -47,7 +49,7 @@ def open_cache(recipe: Recipe, *, strict: bool = False) -> TokenCache:
         with lock_folder(folder, wait=True):
             if not (folder / MANIFEST).is_file():  # by a run that this one waited for
                 fill(folder, recipe, identity, strict=strict)
-    cache = TokenCache(folder)
+    cache = TokenCache(folder, distinct=recipe.data.drop_duplicates)
     if cache.tally.broken and not recipe.data.allow_broken:
         raise ValueError(
             f"{cache.tally.broken[0]}. Write or load the file again, or set data.allow_broken=true to go on with what "
@@ -56,13 +58,14 @@ def open_cache(recipe: Recipe, *, strict: bool = False) -> TokenCache:
     if strict and cache.tally.dropped:
         for _ in tokenize_each(recipe, load_tokenizer(recipe), Tally(), strict=True):
             pass  # up to the error that names the first
-    check_supervision(cache.supervised, cache.tokens, recipe.data.train, cache.tally)
+    check_supervision(cache.supervised, sum(shard["tokens"] for shard in cache.shards), recipe.data.train, cache.tally)
     return cache
 
 
 def cache_identity(recipe: Recipe) -> dict[str, Any]:
-    """All that decides the tokens and masks of a recipe's data."""
-    return {"cache": VERSION, "masks": MASK_RULES, "stop_ids": stop_ids(recipe.target), **data_identity(recipe)}
+    """All that decides the tokens and masks of a recipe's data; which of them are dropped is decided on reading."""
+    whole = recipe.model_copy(update={"data": recipe.data.model_copy(update={"drop_duplicates": False})})
+    return {"cache": VERSION, "masks": MASK_RULES, "stop_ids": stop_ids(recipe.target), **data_identity(whole)}
 
 
 def cache_folder(recipe: Recipe, identity: dict[str, Any]) -> Path:
@@ -134,7 +137,20 @@ def tokenise_shard(path: Path, conversations: list[Conversation], recipe: Recipe
     tally = Tally()
     read = [examples_of(conversation, tokenizer, recipe.data, tally) for conversation in conversations]
     tally.kept = sum(map(bool, read))
-    return write_shard(path, read, tally)
+    return write_shard(path, read, list(map(prompt_key, conversations)), tally)
+
+
+def prompt_key(conversation: Conversation) -> int:
+    """A number for what stands before the first answer, whatever its case, punctuation and spaces."""
+    asked = takewhile(lambda turn: turn["role"] != "assistant", conversation.messages)
+    return text_key("\n".join(str(turn.get("content") or "") for turn in asked))
+
+
+def text_key(text: str) -> int:
+    """A number for a text, whatever its case, punctuation and spaces; one without words counts as it is."""
+    words = " ".join(WORD.findall(text.casefold())) or text
+    digest = hashlib.blake2b(words.encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def tokenise_in_worker(path: Path, conversations: list[Conversation], recipe_text: str) -> Note:

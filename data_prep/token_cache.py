@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from eagle.core.examples import Example
 from eagle.disk import open_tensors, sha256, write_tensors, write_whole
 
 MANIFEST, INDEX = "manifest.json", "index.safetensors"
+REPEATED = "asks the same as an earlier conversation"
 OPEN = 16  # shards that stay mapped; a training step reads anywhere
 Note = dict[str, Any]
 
@@ -34,14 +36,19 @@ def shard_path(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:05d}.safetensors"
 
 
-def write_shard(path: Path, read: Sequence[Sequence[Example]], tally: Tally) -> Note:
-    """Write the examples of each conversation as one shard; return its note, which is written last."""
+def write_shard(path: Path, read: Sequence[Sequence[Example]], prompts: Sequence[int], tally: Tally) -> Note:
+    """Write the examples of each conversation and its prompt's key as a shard; return its note, which is written last.
+
+    Conversations without examples are left out.
+    """
+    prompts = [key for key, some in zip(prompts, read, strict=True) if some]
     examples = [example for some in read for example in some]
     tensors = {
         "tokens": torch.cat([example.tokens.int() for example in examples]) if examples else torch.zeros(0).int(),
         "loss_mask": torch.cat([example.loss_mask for example in examples]) if examples else torch.zeros(0).bool(),
         "lengths": torch.tensor([len(example.tokens) for example in examples], dtype=torch.int32),
-        "conversations": torch.tensor([len(some) for some in read], dtype=torch.int32),  # examples of each
+        "conversations": torch.tensor([len(some) for some in read if some], dtype=torch.int32),  # examples of each
+        "prompts": torch.tensor(prompts, dtype=torch.long),
     }
     write_tensors(path, tensors)
     note = {
@@ -68,35 +75,58 @@ def read_note(path: Path) -> Note | None:
 
 def write_manifest(folder: Path, identity: dict[str, Any], notes: Sequence[Note], tally: Tally) -> None:
     """Write the index of all examples and the manifest, with which a cache is complete."""
-    lengths = [torch.zeros(0, dtype=torch.int32)]
+    parts: dict[str, list[Tensor]] = {"lengths": [], "conversations": [], "prompts": []}
     for number in range(len(notes)):
         with open_tensors(shard_path(folder, number)) as file:
-            lengths.append(file.get_tensor("lengths").clone())
-    write_tensors(folder / INDEX, {"lengths": torch.cat(lengths)})
+            for name, part in parts.items():
+                part.append(file.get_tensor(name).clone())
+    lengths, conversations, prompts = (torch.cat(part) for part in parts.values())
+    repeated = find_repeated(prompts)
+    index = {"lengths": lengths, "prompts": prompts, "repeated": repeated.repeat_interleave(conversations.long())}
+    write_tensors(folder / INDEX, index)
     shards = [{key: note[key] for key in ("examples", "tokens", "supervised", "bytes", "sha256")} for note in notes]
-    manifest = {"identity": identity, "conversations": vars(tally), "shards": shards}
-    write_whole(folder / MANIFEST, [json.dumps(manifest, indent=1, sort_keys=True).encode()])
+    about = {"identity": identity, "conversations": vars(tally), "repeated": int(repeated.sum()), "shards": shards}
+    write_whole(folder / MANIFEST, [json.dumps(about, indent=1, sort_keys=True).encode()])
+
+
+def find_repeated(keys: Tensor) -> Tensor:
+    """[C] bool, whether a conversation's key is that of an earlier one."""
+    order = keys.argsort(stable=True)
+    same = torch.zeros(len(keys), dtype=torch.bool)
+    same[order[1:]] = keys[order[1:]] == keys[order[:-1]]
+    return same
 
 
 class TokenCache(Sequence[Example]):
-    """The examples of conversations; a shard is checked by its checksum when it is first read."""
+    """The examples of conversations, or with `distinct` those that ask what no earlier one asks.
 
-    def __init__(self, folder: Path) -> None:
+    A shard is checked by its checksum when it is first read.
+    """
+
+    def __init__(self, folder: Path, *, distinct: bool = False) -> None:
         self.folder = folder
         try:
             manifest = json.loads((folder / MANIFEST).read_text())
             self.shards: list[Note] = manifest["shards"]
-            counts = manifest["conversations"]
+            counts, repeated = manifest["conversations"], manifest["repeated"]
             self.tally = Tally(**{**counts, **{name: Counter(counts[name]) for name in ("dropped", "noted")}})
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{folder / MANIFEST} is damaged ({error!r}): remove {folder}; it is made anew") from None
         self.firsts = list(accumulate((shard["examples"] for shard in self.shards), initial=0))
         with open_tensors(folder / INDEX) as file:
-            self.lengths: Sequence[int] = file.get_tensor("lengths").numpy()
+            self.lengths: np.ndarray = file.get_tensor("lengths").numpy()
+            self.prompts: np.ndarray = file.get_tensor("prompts").numpy()  # keys of all conversations
+            self.places = np.flatnonzero(~file.get_tensor("repeated").numpy()) if distinct and repeated else None
+        if self.places is not None:
+            self.lengths = self.lengths[self.places]
+            self.tally.kept -= repeated
+            self.tally.dropped[REPEATED] = repeated
+        elif repeated:
+            self.tally.noted[REPEATED] = repeated
         self._shard = lru_cache(OPEN)(self._open)
 
     def __len__(self) -> int:
-        return self.firsts[-1]
+        return len(self.lengths)
 
     @overload
     def __getitem__(self, index: int) -> Example: ...
@@ -108,6 +138,7 @@ class TokenCache(Sequence[Example]):
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
         place = range(len(self))[index]  # which counts from the end, too, and refuses what is beyond
+        place = place if self.places is None else int(self.places[place])
         shard = bisect_right(self.firsts, place) - 1
         tokens, loss_mask, ends = self._shard(shard)
         number = place - self.firsts[shard]
@@ -115,14 +146,13 @@ class TokenCache(Sequence[Example]):
         return Example(tokens[start:end].long(), loss_mask[start:end])
 
     @property
-    def tokens(self) -> int:
-        """The tokens of all examples."""
-        return sum(shard["tokens"] for shard in self.shards)
-
-    @property
     def supervised(self) -> int:
-        """The supervised tokens of all examples."""
+        """The supervised tokens of all examples, repeated ones among them."""
         return sum(shard["supervised"] for shard in self.shards)
+
+    def texts(self) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
+        """The tokens and the loss mask of each shard, and where its examples end, repeated ones among them."""
+        return map(self._open, range(len(self.shards)))
 
     def _open(self, shard: int) -> tuple[Tensor, Tensor, list[int]]:
         """The tokens and the loss mask of a shard, and where its examples end."""

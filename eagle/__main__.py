@@ -37,6 +37,7 @@ GROUPS = {
         "draft-vocab": Verb("data_prep.draft_vocab", "choose the tokens of a smaller draft vocabulary"),
         "count-tokens": Verb("data_prep.count_tokens", "count tables for drafters without weights"),
         "regenerate": Verb("data_prep.regenerate", "only the first half of prepare"),
+        "overlap": Verb("recipes.overlap", "evaluation prompts that stand in the training data"),
         "inspect-mask": Verb("data_prep.inspect_mask", "only the second half of prepare"),
     },
     "Measure": {

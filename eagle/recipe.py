@@ -46,6 +46,7 @@ class DataSection(Section):
     max_length: int = Field(2048, ge=8)  # tokens of a conversation; what follows is cut off
     turns: Literal["all", "last"] = "all"  # which answers are learned: all of a conversation, or only the last
     template: str | None = None  # a Jinja file, for tokenizers without a chat template or with a wrong one
+    drop_duplicates: bool = False  # leave out conversations that ask what an earlier one asks
     cache: str | None = None  # the folder for tokens and masks, made once; null: within Hugging Face's cache of assets
     num_proc: int | None = Field(None, ge=1)  # processes that tokenise; null: as many as processors
     template_kwargs: dict[str, Any] = {}  # arguments of the chat template: enable_thinking, reasoning_effort, a date

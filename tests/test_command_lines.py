@@ -22,7 +22,7 @@ RECIPES = (
     "eval.measure",
     "eval.lossless",
 )
-RECIPES += ("eval.compare", "eval.tune", "recipes.forecast", "recipes.cards")
+RECIPES += ("eval.compare", "eval.tune", "recipes.forecast", "recipes.cards", "recipes.overlap")
 JOINT = str(ROOT / "recipes/tiny/medusa2.yaml")  # which makes a new target
 ENGINE = ["--engine", "vllm", "--target", GONE, "--environment", GONE]
 # what each needs, and is not there; a command that begins to work without arguments has none in FREE

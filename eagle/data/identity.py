@@ -19,7 +19,15 @@ WEIGHTS = ("*.safetensors", "*.bin")
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model")
 LONG = 5_000_000_000  # bytes, from which on a progress bar is shown
 TEMPLATE = ("chat_template*", "tokenizer_config.json")
-NOT_IDENTITY = {"train", "heldout", "template", "allow_broken", "cache", "num_proc"}  # decide no token, or by files
+NOT_IDENTITY = {
+    "train",
+    "heldout",
+    "template",
+    "allow_broken",
+    "cache",
+    "num_proc",
+    "drop_duplicates",
+}  # decide no token, or by files
 MASK_RULES = 3  # version of the rules by which answers are masked; features of other versions are refused
 
 
@@ -67,6 +75,7 @@ def data_identity(recipe: Recipe) -> dict[str, Any]:
         "data": {
             "source": fingerprint(_files(Path(data.train))) if Path(data.train).exists() else data.train,
             **data.model_dump(mode="json", exclude=NOT_IDENTITY),
+            **({"drop_duplicates": True} if data.drop_duplicates else {}),  # which older stores do not name
         },
     }
 

@@ -9,9 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Thread
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from chats import changed
 
 from data_prep import read_once
 from data_prep.read_once import cache_folder, cache_identity, open_cache, read_examples
-from data_prep.token_cache import TokenCache
+from data_prep.token_cache import REPEATED, TokenCache
 from data_prep.tokens import load_tokenizer, tokenize_data
+from eagle.data.identity import data_identity
 from eagle.recipe import Recipe
 
 WORDS = "the a fox dog cat sees eats two red old very quick , . ? é 漢字 <|end|> \u2028 {{x}}".split(" ")  # noqa: SIM905
@@ -76,6 +78,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def assert_is_tokenised(cache: TokenCache, recipe: Recipe) -> None:
     """The cache holds what tokenising all conversations here and now gives."""
     examples, tally = tokenize_data(recipe, load_tokenizer(recipe))
+    tally.noted += Counter({REPEATED: cache.tally.noted[REPEATED]})  # of which tokenising one at a time knows nothing
     assert (len(cache), cache.tally) == (len(examples), tally)
     for cached, example in zip(cache, examples, strict=True):
         assert torch.equal(cached.tokens, example.tokens) and cached.tokens.dtype == torch.long
@@ -95,6 +98,7 @@ def test_it_holds_what_tokenising_gives(data: Recipe) -> None:
         cache[len(cache)]
 
 
+@pytest.mark.slow
 def test_several_processes_write_the_same_bytes(data: Recipe, tmp_path: Path) -> None:
     """Their number is no part of the cache's identity, and of none of its files."""
     alone, together = data, changed(data, num_proc=2, cache=str(tmp_path / "other"))
@@ -171,6 +175,37 @@ def test_strict_and_damaged_files_are_refused_of_a_cache_too(data: Recipe) -> No
         open_cache(data)
 
 
+def test_questions_that_were_asked_before_are_counted_and_dropped(recipe: Recipe, tmp_path: Path) -> None:
+    """Whatever their case, punctuation and spaces, in any shard; of a planted set the right number."""
+    drawn, asked, records = random.Random(0), 0, []
+    for number in range(60):
+        question = f"what does fox number {number} see {drawn.choice(['here', 'there'])}"
+        for repeat in range(drawn.choice([1, 1, 1, 2, 4])):
+            asked += bool(repeat)
+            told = [question, question.upper() + "?", "  " + question.title().replace(" ", " , ")][repeat % 3]
+            records.append([("user", told), ("assistant", f"the dog {number} {repeat}")])
+    records += [[("user", mark), ("assistant", "the cat")] for mark in ("?", "!", "?!")]  # no words: none is another
+    records.append([("system", "be quick"), *records[0]])  # another text
+    drawn.shuffle(records)
+    lines = [json.dumps({"messages": [{"role": role, "content": text} for role, text in one]}) for one in records]
+    (tmp_path / "asked.jsonl").write_text("\n".join(lines))
+    every = changed(recipe, train=str(tmp_path / "asked.jsonl"), cache=str(tmp_path / "cache"), num_proc=1)
+    distinct = changed(every, drop_duplicates=True)
+    whole, kept = open_cache(every), open_cache(distinct)
+    assert asked > 10 and (whole.tally.noted[REPEATED], whole.tally.kept) == (asked, len(records))
+    assert (kept.tally.dropped, kept.tally.kept) == ({REPEATED: asked}, len(records) - asked)
+    assert kept.folder == whole.folder and data_identity(every) != data_identity(distinct)
+    firsts, seen = [], set()
+    for example, record in zip(whole, records, strict=True):
+        key = tuple(
+            "".join(letter for letter in text.casefold() if letter.isalnum()) or text for _, text in record[:-1]
+        )
+        firsts += [] if key in seen else [example.tokens.tolist()]
+        seen.add(key)
+    assert [example.tokens.tolist() for example in kept] == firsts
+    assert list(kept.lengths) == list(map(len, firsts))
+
+
 def test_who_comes_second_waits(data: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two commands at once write one cache."""
     counted: list[int] = []
@@ -182,12 +217,9 @@ def test_who_comes_second_waits(data: Recipe, monkeypatch: pytest.MonkeyPatch) -
         fill(*arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(read_once, "fill", count_fills)
-    threads = [Thread(target=open_cache, args=(data,)) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert counted == [1]
+    with ThreadPoolExecutor(3) as threads:
+        read = list(threads.map(open_cache, [data] * 3))
+    assert counted == [1] and len({len(cache) for cache in read}) == 1
     assert_is_tokenised(open_cache(data), data)
 
 
