@@ -3,137 +3,43 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
+import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from itertools import takewhile
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from data_prep.chats.records import Conversation, says_something
+from data_prep.chats.records import Conversation
 from data_prep.conversations import Tally, read_conversations
+from data_prep.dialogues import Reader, converse, make_names_unique, sampling_of
 from data_prep.parts import begin, is_whole, join_parts, open_part, read_parts
-from data_prep.servers.answers import FILTERED, TRUNCATED, Dialogue, Local, Prompt
+from data_prep.servers.answers import Local
 from data_prep.servers.endpoint import PROBE, Endpoint
-from data_prep.servers.sampler_check import is_broken
+from data_prep.servers.health import Backoff
+from data_prep.servers.pool import Pool
 from data_prep.tokens import load_tokenizer
 from eagle.data.features import world
 from eagle.data.identity import data_identity
 from eagle.disk import lock_path
 from eagle.log import interrupted_by_user, progress, script
-from eagle.recipe import DataSection, Recipe, RegenerateSection, command_line
+from eagle.recipe import Recipe, RegenerateSection, command_line
 from eagle.target.target import Target
 
-SHORTEST_ANSWER = 8  # tokens of data.max_length that a prompt must leave
-Answerer = Endpoint | Local
-
-
-@dataclass(frozen=True, slots=True)
-class Reader:
-    """The chat template and tokenizer by which the target reads a conversation, and how many tokens fit."""
-
-    tokenizer: Any
-    data: DataSection
-    positions: int | None = None
-
-    def render(self, messages: Sequence[dict[str, Any]], tools: Any, **options: Any) -> Any:
-        """The conversation through the chat template."""
-        options = {"return_dict": False, **options, **self.data.template_kwargs}
-        return self.tokenizer.apply_chat_template(list(messages), tools=tools, **options)
-
-    def ids(self, messages: Sequence[dict[str, Any]], tools: Any) -> list[int] | str:
-        """The token ids up to where the assistant speaks, or the reason for which there are none."""
-        try:
-            ids = self.render(messages, tools, add_generation_prompt=True)
-        except Exception as error:  # a template is a program, and may refuse in any way
-            return f"cut where the template refuses: {str(error).splitlines()[0] if str(error) else error!r}"
-        longest = min(self.data.max_length - SHORTEST_ANSWER, (self.positions or sys.maxsize) - 1)
-        return ids if len(ids) <= longest else "cut where the text fills data.max_length or the model"
-
-    def prints(self, messages: Sequence[dict[str, Any]], tools: Any) -> bool:
-        """Whether the template prints the last message's text as it is, but for space around it."""
-        try:
-            printed = self.render(messages, tools, tokenize=False)
-        except Exception:  # as above
-            return False
-        return all((messages[-1].get(key) or "").strip() in printed for key in ("content", "reasoning_content"))
-
-
-def converse(name: str, conversation: Conversation, reader: Reader, section: RegenerateSection) -> Dialogue:
-    """Ask for every answer of a conversation, with the new answers as its history; return the line of a part."""
-    messages: list[dict[str, Any]] = []
-    reasons: list[str] = []
-    notes: set[str] = set()
-    tools = conversation.tools
-    tokens = 0
-    for place, turn in enumerate(conversation.messages):
-        if turn["role"] == "tool":
-            notes.add("cut at the first tool result, which belongs to another call")
-            break
-        if turn["role"] != "assistant":
-            messages.append(turn)
-            continue
-        if messages and messages[-1]["role"] == "assistant":
-            notes.add("two answers in a row: one is given")
-            continue
-        ids = reader.ids(messages, tools)
-        if isinstance(ids, str):
-            notes.add(ids)
-            break
-        room = min(section.max_new_tokens, (reader.positions or sys.maxsize) - len(ids))
-        digest = hashlib.sha256(f"{name}\0{place}".encode(errors="surrogatepass")).digest()
-        answer = yield Prompt(list(messages), tools, ids, room, request=int.from_bytes(digest[:8], "big"))
-        if answer.finish == FILTERED or not says_something(answer.message):
-            kind = "an answer that the server filtered" if answer.finish == FILTERED else "an empty answer"
-            notes.add(f"cut at {kind}")
-            break
-        truncated = answer.finish == TRUNCATED
-        broken = is_broken(answer.message["content"], answer.finish, messages)
-        unlearned = broken or (truncated and not section.keep_truncated)
-        messages.append({**answer.message, **({"weight": 0} if unlearned else {})})
-        reasons.append(answer.finish)
-        tokens += answer.tokens
-        if broken:
-            notes.add("an answer with broken characters (U+FFFD) is not learned")
-        if not reader.prints(messages, tools):
-            notes.add("the template prints an answer otherwise than the target wrote it")
-        if truncated or answer.message.get("tool_calls"):
-            # what would follow belongs to another text, or is the result of another call
-            kind = "a truncated answer" if truncated else "a tool call of the target, which has no result"
-            notes.add(f"cut at {kind}")
-            break
-    while messages and messages[-1]["role"] != "assistant":
-        messages.pop()
-    record: dict[str, Any] = {"id": name, "messages": messages, **({"tools": tools} if tools else {})}
-    record |= {"source_id": conversation.id} if name != conversation.id else {}
-    record |= {"sampling": sampling_of(section), "finish_reasons": reasons}
-    return {"id": name, "record": record if messages else None, "notes": sorted(notes), "tokens": tokens}
-
-
-def make_names_unique(conversations: Iterable[Conversation]) -> Iterator[tuple[str, Conversation]]:
-    """Each conversation with its id, to which its place is added where the source repeats one."""
-    seen: set[str] = set()
-    for place, conversation in enumerate(conversations):
-        name = conversation.id
-        while name in seen:
-            name += f"#{place}"
-        seen.add(name)
-        yield name, conversation
-
-
-def sampling_of(section: RegenerateSection) -> dict[str, Any]:
-    """The settings by which answers are drawn."""
-    return {key: getattr(section, key) for key in ("temperature", "top_p", "seed", "max_new_tokens")}
+Answerer = Pool | Local
 
 
 def settings_of(recipe: Recipe, section: RegenerateSection, source: dict[str, Any]) -> dict[str, Any]:
     """All settings that determine the answers; where they are decoded and who drafts are not among them."""
     target = recipe.target.model_dump(mode="json", exclude={"device_map"})
-    return {"target": target, "sampling": {**sampling_of(section), "keep_truncated": section.keep_truncated}, **source}
+    sampling = {**sampling_of(section), "keep_truncated": section.keep_truncated}
+    # keys that came later are noted where they change something: what was made before goes on
+    sampling |= {"samples": section.samples} if section.samples > 1 else {}
+    sampling |= {"reasoning": section.reasoning} if section.reasoning != "keep" else {}
+    return {"target": target, "sampling": sampling, **source}
 
 
 def answer_all(
@@ -153,7 +59,8 @@ def answer_all(
     mine = [(name, conversation) for name, conversation in jobs[index::count] if name not in done]
     dialogues = ((name, converse(name, conversation, reader, section)) for name, conversation in mine)
     with open_part(out, index) as part:
-        for name, outcome in progress(answerer.run(dialogues), "regenerate", len(mine), show=index == 0):
+        options = {"show": index == 0, "note": lambda: answerer.usage.note()}
+        for name, outcome in progress(answerer.run(dialogues), "regenerate", len(mine), **options):
             if isinstance(outcome, str):
                 failed[name] = outcome
             else:
@@ -203,16 +110,21 @@ def forecast(
 
 
 def make_answerer(recipe: Recipe, section: RegenerateSection) -> tuple[Answerer, Reader]:
-    """The server or the target that answers, once it is known to be the recipe's target."""
+    """The servers or the target that answer, once they are known to be the recipe's target."""
     tokenizer = load_tokenizer(recipe)
     answerer: Answerer
-    if section.endpoint:
-        answerer = Endpoint(recipe.target, section, recipe.data.template_kwargs)
-        ids = Reader(tokenizer, recipe.data).render(PROBE, None, add_generation_prompt=True)
-        answerer.check_tokenizer(ids)
-        answerer.check_sampling(ids, len(tokenizer))
-    else:
+    if not section.endpoint:
         answerer = Local(Target.load(**recipe.target.model_dump()), tokenizer, section)
+    else:
+        key, backoff = os.environ.get(section.key_variable, ""), Backoff(section.seed)
+        addresses = [section.endpoint] if isinstance(section.endpoint, str) else section.endpoint
+        kwargs = recipe.data.template_kwargs
+        endpoints = [Endpoint(address, recipe.target, section, kwargs, backoff, key) for address in addresses]
+        ids = Reader(tokenizer, recipe.data).render(PROBE, None, add_generation_prompt=True)
+        for endpoint in endpoints:
+            endpoint.check_tokenizer(ids)
+            endpoint.check_sampling(ids, len(tokenizer))
+        answerer = Pool(endpoints)
     return answerer, Reader(tokenizer, recipe.data, answerer.positions)
 
 
@@ -231,12 +143,29 @@ def main(argv: list[str]) -> None:
         regenerate(recipe, section, args)
 
 
+def check_section(section: RegenerateSection) -> None:
+    """Refuse settings that cannot be meant together."""
+    if Path(section.out).resolve().is_relative_to(Path(section.source).resolve()):
+        raise ValueError(
+            f"regenerate.out is {section.out}, within regenerate.source {section.source}: write it elsewhere"
+        )
+    if section.samples > 1 and section.temperature == 0:
+        raise ValueError(
+            f"regenerate.samples is {section.samples} at temperature 0, where all answers to a prompt are one: raise "
+            "regenerate.temperature, or set regenerate.samples=1"
+        )
+    if section.reasoning == "drop" and not section.endpoint:
+        raise ValueError(
+            "regenerate.reasoning is drop without a server: only a server tells reasoning and answer apart. Name "
+            "regenerate.endpoint, or set regenerate.reasoning=keep"
+        )
+
+
 def regenerate(recipe: Recipe, section: RegenerateSection, args: argparse.Namespace) -> None:
     """Answer this process's share of the conversations; the first process joins the parts."""
     index, count, wait = world()
     out, say = Path(section.out), print if index == 0 else lambda *_: None
-    if out.resolve().is_relative_to(Path(section.source).resolve()):
-        raise ValueError(f"regenerate.out is {out}, within regenerate.source {section.source}: write it elsewhere")
+    check_section(section)
     source = recipe.data.model_copy(update={"train": section.source, "turns": "all"})  # learned from: decided later
     settings = settings_of(recipe, section, data_identity(recipe.model_copy(update={"data": source})))
     if is_whole(out, settings):
@@ -244,7 +173,7 @@ def regenerate(recipe: Recipe, section: RegenerateSection, args: argparse.Namesp
     tally = Tally()
     options = {key: getattr(source, key) for key in ("limit", "split", "revision", "allow_broken")}
     read = read_conversations(source.train, tally, answered=False, **options)
-    jobs = list(make_names_unique(read))
+    jobs = list(make_names_unique(read, section.samples))
     say("\n".join([tally.table(), *tally.where()]))
     answerer, reader = make_answerer(recipe, section)
     if args.forecast:
@@ -255,6 +184,7 @@ def regenerate(recipe: Recipe, section: RegenerateSection, args: argparse.Namesp
     failed = answer_all(out, jobs, answerer, reader, section, index, count, wait)
     for name, reason in list(failed.items())[:5]:
         print(f"failed: {name}: {reason}", file=sys.stderr)
+    say(answerer.summary())
     if index == 0:
         conclude(out, [name for name, _ in jobs], args.without_failed)
         if recipe.data.train != section.out:

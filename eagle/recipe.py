@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
@@ -52,13 +52,21 @@ class DataSection(Section):
     template_kwargs: dict[str, Any] = {}  # arguments of the chat template: enable_thinking, reasoning_effort, a date
 
 
+Addresses = str | Annotated[tuple[str, ...], Field(min_length=1)]
+
+
 class RegenerateSection(Section):
     """Replacing the data's answers by the target's own."""
 
     source: str  # conversations whose answers are replaced; `data.train` names `out`
     out: str  # the file that gets the new conversations
-    endpoint: str | None = None  # an OpenAI-compatible server, as http://localhost:8000/v1; if null, decode here
-    in_flight: int = Field(32, ge=1)  # requests to the server at a time
+    endpoint: Addresses | None = None  # an OpenAI-compatible server, as http://localhost:8000/v1, or several; or null
+    model: str | None = None  # the model to ask a server for; by default the one it lists that is the target
+    key_variable: str = "EAGLE_API_KEY"  # the environment variable with the servers' API key, if they want one
+    in_flight: int = Field(32, ge=1)  # requests to each server at a time
+    timeout: float = Field(600.0, gt=0)  # seconds for which a server may be silent: an answer is sent when it is whole
+    connect_timeout: float = Field(10.0, gt=0)  # seconds for which a server may take no connection
+    attempts: int = Field(6, ge=1)  # how often an answer is asked for before its conversation counts as failed
     batch_size: int = Field(16, ge=1)  # conversations decoded at a time, without an endpoint
     drafter: str = "none"  # a method or a head's folder that speeds up decoding here; several by commas
     max_tokens_in_cache: int | None = Field(None, ge=1)  # limit on the tokens of a batch, padding included
@@ -67,6 +75,8 @@ class RegenerateSection(Section):
     top_p: float = Field(1.0, gt=0, le=1)  # sample from the likeliest tokens of this total probability
     seed: int = 0  # of the sampling
     keep_truncated: bool = False  # learn from answers that were cut off, too
+    samples: int = Field(1, ge=1)  # conversations made of each one, with other answers; needs a temperature above 0
+    reasoning: Literal["keep", "drop"] = "keep"  # what a server tells apart as the reasoning before an answer
 
 
 class FeaturesSection(Section):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
+from data_prep.servers.usage import Usage
 from eagle.core.budget import Budget
 from eagle.core.trace import Trace
 from eagle.core.verify import Sampling
@@ -37,6 +38,7 @@ class Answer:
     message: dict[str, Any]
     finish: str
     tokens: int
+    prompt_tokens: int = 0
 
 
 # asks for answers in turn, and returns the line of a part
@@ -51,6 +53,7 @@ class Local:
         self.target, self.tokenizer, self.positions = target, tokenizer, target.max_positions
         self.sampling = Sampling(temperature=section.temperature, top_p=section.top_p, seed=section.seed)
         self.at_once, self.max_tokens_in_cache = section.batch_size, section.max_tokens_in_cache
+        self.usage = Usage()
         try:
             target.reader.check()
         except ValueError as error:
@@ -69,7 +72,8 @@ class Local:
             batch_size=self.at_once,
             max_tokens_in_cache=self.max_tokens_in_cache,
         )
-        numbers, asked = count(), dict[int, tuple[str, Dialogue, Trace]]()
+        numbers, asked = count(), dict[int, tuple[str, Dialogue, Prompt, Trace]]()
+        self.usage = Usage()
 
         def ask(name: str, dialogue: Dialogue, answer: Any = None) -> Iterator[Outcome]:
             """Go on to the conversation's next question; its outcome if there is none."""
@@ -85,7 +89,7 @@ class Local:
             except ValueError as error:  # the cache may not hold it
                 yield name, str(error)
             else:
-                asked[number] = name, dialogue, trace
+                asked[number] = name, dialogue, prompt, trace
 
         try:
             while True:
@@ -94,14 +98,19 @@ class Local:
                 if not asked:
                     return
                 for number, _ in decoding.step():
-                    if asked[number][2].finish != "running":
-                        name, dialogue, trace = asked.pop(number)
+                    if asked[number][3].finish != "running":
+                        name, dialogue, prompt, trace = asked.pop(number)
                         if trace.error is not None:  # of this conversation alone
                             yield name, f"{type(trace.error).__name__}: {trace.error}"
                             continue
+                        self.usage.add(len(prompt.ids), len(trace.tokens))
                         yield from ask(name, dialogue, self._answer(trace))
         finally:
             decoding.close()
+
+    def summary(self) -> str:
+        """What the answers cost."""
+        return self.usage.summary()
 
     def _answer(self, trace: Trace) -> Answer:
         """The message of a text that has ended, without its stop token."""

@@ -1,29 +1,24 @@
-"""Answers of an OpenAI-compatible server, once it has shown that it runs the recipe's target and samples from it."""
+"""One OpenAI-compatible server, once it has shown that it runs the recipe's target and samples from it."""
 
 from __future__ import annotations
 
-import json
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from http.client import HTTPException
 from pathlib import Path
-from threading import Lock
 from typing import Any
-from urllib.error import HTTPError
 
 from data_prep.chats.records import says_something
-from data_prep.servers.answers import Answer, Dialogue, Outcome, Prompt
+from data_prep.servers.answers import Answer, Prompt
+from data_prep.servers.health import IN_A_ROW, Backoff, Health, persist
 from data_prep.servers.replies import OddReply, answer_in, first_choice, models_in, whole_number
 from data_prep.servers.sampler_check import CAUSE, LIKELIEST, PROBE_TOKENS, PROBES, SamplerCheck
-from data_prep.servers.workers import run_in_threads
+from data_prep.servers.transport import Failure, Kind, Transport
+from data_prep.servers.usage import Usage
+from data_prep.servers.workers import merge
 from eagle.core.noise import mix64
 from eagle.recipe import RegenerateSection, TargetSection
 
-TIMEOUT = 1800  # seconds that one answer may take
-WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before a request is tried again
 PROBE = [
     {
         "role": "user",
@@ -35,82 +30,76 @@ PROBE = [
 
 
 class Endpoint:
-    """An OpenAI-compatible server that runs the recipe's target, with `in_flight` requests at a time."""
+    """An OpenAI-compatible server that runs the recipe's target."""
 
     def __init__(
         self,
+        url: str,
         target: TargetSection,
         section: RegenerateSection,
         template_kwargs: dict[str, Any],
-        waits: tuple[float, ...] = WAITS,
+        backoff: Backoff,
+        key: str = "",
     ) -> None:
-        assert section.endpoint is not None
-        self.url, self.section, self.waits = section.endpoint.rstrip("/"), section, waits
-        self.at_once = section.in_flight
+        self.transport, self.target, self.section = Transport(url, section, key), target, section
+        self.url, self.backoff = self.transport.url, backoff
         self.kwargs = {"chat_template_kwargs": template_kwargs} if template_kwargs else {}
         self.sampler: SamplerCheck | None = None
-        self.patience, self.streak, self.lock = max(20, 2 * section.in_flight), 0, Lock()
+        self.probe_ids: list[int] | None = None
+        self.patience = max(20, 2 * section.in_flight)
+        self.health, self.usage = Health(max(section.attempts, IN_A_ROW), self.patience, backoff), Usage()
         self.empty: int | None = 0  # answers so far, as long as each is empty
-        entry = self._find_model(target)
+        try:
+            entry = persist(self._find_model, section.attempts, backoff)
+        except Failure as failure:
+            raise ValueError(
+                f"no answer from {failure}: start a server of {target.adapter or target.path} there, correct "
+                "regenerate.endpoint, or leave it out to decode here"
+            ) from None
         self.model: str = entry["id"]
         self.positions = whole_number(entry.get("max_model_len"))
 
     def check_tokenizer(self, ids: list[int]) -> None:
         """Refuse a server that reads the probe as another number of tokens than our tokenizer."""
+        self.probe_ids = ids
         try:
-            _, usage = self._ask(Prompt(PROBE, None, ids, 1, 0))
-        except ConnectionError as error:
-            raise ValueError(f"no answer to the probe conversation from {error}: see the server's log") from None
-        counted = whole_number(usage.get("prompt_tokens"))
-        if counted != len(ids):
-            raise ValueError(
-                f"{self.url} reads the probe conversation as {counted} tokens, the recipe's tokenizer and template as "
-                f"{len(ids)}: start the server with the recipe's model, tokenizer and chat template, or correct "
-                "target.path, data.template and data.template_kwargs"
-            )
+            persist(self._count_probe, self.section.attempts, self.backoff)
+        except Failure as failure:
+            raise ValueError(f"no answer to the probe conversation from {failure}: see the server's log") from None
 
     def check_sampling(self, ids: list[int], vocab_size: int) -> None:
         """Refuse a server whose answers to the probe are unlikely by its own probabilities, or are nonsense."""
         if self.section.temperature == 0:
             return
         sampler = SamplerCheck(vocab_size, self.section.temperature)
-        prompts = [Prompt(PROBE, None, ids, PROBE_TOKENS, number) for number in range(PROBES)]
-        with suppress(ConnectionError):  # some servers refuse to tell probabilities
-            sampler.add(self._ask(prompts.pop(), likeliest=True)[0], PROBE)
+
+        def ask(number: int, likeliest: bool) -> str | None:
+            request = partial(self._ask, Prompt(PROBE, None, ids, PROBE_TOKENS, number), likeliest=likeliest)
+            return sampler.add(persist(request, self.section.attempts, self.backoff)[0], PROBE)
+
+        with suppress(Failure):  # some servers refuse to tell probabilities
+            ask(PROBES - 1, True)
         sampler.tells_probs = bool(sampler.draws)
         if not sampler.tells_probs:
             print(f"{self.url} tells no probabilities: its answers are searched for broken characters alone")
+        count = min(self.section.in_flight, PROBES - 1)
+        probes = (range(start, PROBES - 1, count) for start in range(count))
         try:
-            asked = run_in_threads(iter(prompts), partial(self._ask, likeliest=sampler.tells_probs), self.at_once)
-            faults = [sampler.add(choice, PROBE) for _, (choice, _) in asked]
-        except ConnectionError as error:
-            raise ValueError(f"no answer to the probe conversation from {error}: see the server's log") from None
+            faults = list(merge(map(partial(ask, likeliest=sampler.tells_probs), numbers) for numbers in probes))
+        except Failure as failure:
+            raise ValueError(f"no answer to the probe conversation from {failure}: see the server's log") from None
         if fault := faults[-1]:
             raise ValueError(f"{self.url} does not sample from its model: {fault}. {CAUSE}")
         self.sampler = sampler
 
-    def run(self, dialogues: Iterator[tuple[str, Dialogue]]) -> Iterator[Outcome]:
-        """The outcome of every conversation, as they end."""
-        outcomes = run_in_threads(dialogues, lambda named: self._finish(named[1]), self.at_once)
-        return ((name, outcome) for (name, _), outcome in outcomes)
+    def check_again(self) -> None:
+        """Refuse a server that was started anew with another model or template; a Failure if it is not back."""
+        self.model = self._find_model(self.section.connect_timeout)["id"]
+        if self.probe_ids is not None:
+            self._count_probe()
 
-    def _finish(self, dialogue: Dialogue) -> dict[str, Any] | str:
-        if self.streak >= self.patience:
-            return f"not tried, after {self.patience} failures in a row"
-        answer: Any = None
-        try:
-            while True:
-                with self.lock:  # tokenizers are not safe to share
-                    prompt = dialogue.send(answer)
-                answer = self._answer(prompt)
-                self.streak = 0
-        except StopIteration as end:
-            return end.value
-        except ConnectionError as error:
-            self.streak += 1
-            return str(error)
-
-    def _answer(self, prompt: Prompt) -> Answer:
+    def answer(self, prompt: Prompt) -> Answer:
+        """The server's answer."""
         choice, usage = self._ask(prompt, likeliest=self.sampler is not None and self.sampler.is_due())
         answer = self._read(answer_in, choice, usage)
         if self.sampler and (fault := self.sampler.add(choice, prompt.messages)):
@@ -141,50 +130,44 @@ class Endpoint:
             **self.kwargs,
             **({"logprobs": True, "top_logprobs": LIKELIEST} if likeliest else {}),
         }
-        return self._read(first_choice, self._post("/chat/completions", request))
+        return self._read(first_choice, self.transport.send("/chat/completions", request))
 
     def _read(self, read: Callable[..., Any], *reply: Any) -> Any:
         """Read a reply; an odd one is a failure of this server, and of one conversation alone."""
         try:
             return read(*reply)
         except OddReply as error:
-            raise ConnectionError(f"{self.url} {error}") from None
+            raise self.transport.failure(f" {error}", Kind.ODD) from None
 
-    def _find_model(self, target: TargetSection) -> dict[str, Any]:
-        """The server's entry for the recipe's target."""
-        path = target.adapter or target.path
-        names = {path, Path(path).name, str(Path(path).resolve())}
-        try:
-            models = self._read(models_in, self._post("/models"))
-        except ConnectionError as error:
+    def _count_probe(self) -> None:
+        """Refuse the server if the probe conversation has another number of tokens there."""
+        ids = self.probe_ids or []
+        _, usage = self._ask(Prompt(PROBE, None, ids, 1, 0))
+        counted = whole_number(usage.get("prompt_tokens"))
+        if counted != len(ids):
             raise ValueError(
-                f"no answer from {error}: start a server of {path} there, correct regenerate.endpoint, or leave it out "
-                "to decode here"
-            ) from None
+                f"{self.url} reads the probe conversation as {counted} tokens, the recipe's tokenizer and template as "
+                f"{len(ids)}: start the server with the recipe's model, tokenizer and chat template, or correct "
+                "target.path, data.template and data.template_kwargs"
+            )
+
+    def _find_model(self, timeout: float | None = None) -> dict[str, Any]:
+        """The server's entry for the recipe's target, or for the model that the recipe names for servers."""
+        path, name = self.target.adapter or self.target.path, self.section.model
+        names = [name] if name else [path, Path(path).name, str(Path(path).resolve())]
+        try:
+            models = self._read(models_in, self.transport.send("/models", timeout=timeout))
+        except Failure as failure:
+            if name is None or failure.kind is not Kind.REFUSED:
+                raise
+            models = []  # a gateway need not list what it serves
         for model in models:
-            if model["id"] in names or model.get("root") in list(names):
+            if model["id"] in names or (name is None and model.get("root") in names):
                 return model
+        if name is not None:
+            return {"id": name}
         raise ValueError(
             f"{self.url} serves {[model.get('id') for model in models]}, expected {path} or {Path(path).name}: start "
-            "it with the recipe's target, or correct target.path or regenerate.endpoint"
+            "it with the recipe's target, correct target.path or regenerate.endpoint, or name its model by "
+            "regenerate.model"
         )
-
-    def _post(self, path: str, payload: dict[str, Any] | None = None) -> Any:
-        """The server's reply to a POST, or to a GET without payload; tried again while the server is busy or away."""
-        body = None if payload is None else json.dumps(payload).encode()
-        request = urllib.request.Request(self.url + path, body, {"Content-Type": "application/json"})
-        for wait in (*self.waits, None):
-            try:
-                with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
-                    return json.load(reply)
-            except HTTPError as error:
-                reason = f"{error.code} {error.reason}"
-                with suppress(OSError, HTTPException):
-                    reason += f" {error.read(200).decode(errors='replace')}"
-                if error.code < 500 and error.code != 429:
-                    break
-            except (OSError, HTTPException, ValueError, RecursionError) as error:
-                reason = f"{type(error).__name__}: {error}"
-            if wait is not None:
-                time.sleep(wait)
-        raise ConnectionError(f"{self.url}{path}: {reason}")

@@ -38,7 +38,7 @@ def first_choice(reply: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     choices = reply.get("choices") if isinstance(reply, dict) else None
     choice = choices[0] if isinstance(choices, list) and choices else None
     if not isinstance(choice, dict) or not isinstance(choice.get("message"), dict):
-        raise OddReply(f"sent no answer: {str(reply)[:200]}")
+        raise OddReply(f"sent no answer: {reply}")
     usage = reply.get("usage")
     return choice, usage if isinstance(usage, dict) else {}
 
@@ -58,7 +58,8 @@ def answer_in(choice: dict[str, Any], usage: dict[str, Any]) -> Answer:
         raise OddReply(f"sent an answer with reasoning that is {describe_type(reasoning)}")
     parts = {"reasoning_content": thoughts + (reasoning or ""), "tool_calls": calls or more_calls}
     answer = {"role": "assistant", "content": text} | {key: part for key, part in parts.items() if part}
-    return Answer(answer, finish_of(choice), whole_number(usage.get("completion_tokens")) or 0)
+    written, read = (whole_number(usage.get(f"{part}_tokens")) or 0 for part in ("completion", "prompt"))
+    return Answer(answer, finish_of(choice), written, read)
 
 
 def finish_of(choice: dict[str, Any]) -> str:

@@ -1,44 +1,45 @@
-"""Many tasks at a time, each of which waits for a server."""
+"""Many streams at a time, each of which waits for a server."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from queue import SimpleQueue
-from threading import Event, Lock, Thread
+from threading import Event, Thread
 from typing import TypeVar
 
-Task = TypeVar("Task")
-Result = TypeVar("Result")
+Item = TypeVar("Item")
 
 
-def run_in_threads(tasks: Iterator[Task], work: Callable[[Task], Result], count: int) -> Iterator[tuple[Task, Result]]:
-    """Each task with its result, as they end; the first exception of a task is raised here.
+def merge(streams: Iterable[Iterator[Item]]) -> Iterator[Item]:
+    """The items of all streams as they come, each stream in a thread of its own; the first exception is raised here.
 
-    A task under way never holds up the end of the program, as by Ctrl-C: its connection closes with the program.
+    A stream that waits never holds up the end of the program, as by Ctrl-C: its connection closes with the program.
     """
-    lock, stopped = Lock(), Event()
-    outcomes: SimpleQueue[tuple[Task, Result] | BaseException | None] = SimpleQueue()
+    stopped = Event()
+    items: SimpleQueue[tuple[Item] | BaseException | None] = SimpleQueue()
 
-    def run() -> None:
+    def run(stream: Iterator[Item]) -> None:
         try:
-            while not stopped.is_set():
-                with lock:
-                    task = next(tasks)
-                outcomes.put((task, work(task)))
-        except StopIteration:
-            outcomes.put(None)
+            for item in stream:
+                items.put((item,))
+                if stopped.is_set():
+                    break
+            items.put(None)
         except BaseException as error:
-            outcomes.put(error)
+            items.put(error)
 
-    for _ in range(count):
-        Thread(target=run, daemon=True).start()
+    threads = [Thread(target=run, args=(stream,), daemon=True) for stream in streams]
+    for thread in threads:
+        thread.start()
     try:
-        while count:
-            outcome = outcomes.get()
-            if isinstance(outcome, BaseException):
-                raise outcome
-            count -= outcome is None
-            if outcome is not None:
-                yield outcome
+        running = len(threads)
+        while running:
+            item = items.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item[0]
     finally:
         stopped.set()

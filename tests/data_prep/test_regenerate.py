@@ -9,9 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,11 @@ import torch
 from data_prep import regenerate
 from data_prep.chats.records import Conversation
 from data_prep.conversations import read_conversations
+from data_prep.dialogues import Reader, converse, make_names_unique
 from data_prep.parts import begin, is_whole, join_parts
-from data_prep.regenerate import Reader, answer_all, converse, main, make_names_unique, table
+from data_prep.regenerate import answer_all, main, table
 from data_prep.servers.answers import Answer, Local, Prompt
-from data_prep.servers.endpoint import PROBE, Endpoint
+from data_prep.servers.endpoint import PROBE
 from eagle import Target
 from eagle.core.budget import Budget
 from eagle.core.noise import Noise
@@ -34,64 +33,24 @@ from eagle.decoding.decode import generate
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.none import NoDrafter
 from eagle.formats.checkpoint import save_head, write_budget
-from eagle.recipe import DataSection, Recipe, RegenerateSection, TargetSection
+from eagle.recipe import DataSection, Recipe
 from eagle.target.state import TargetState
 from tests import every_type
+from tests.data_prep.stub_servers import (
+    NEW_TOKENS,
+    TINY,
+    Reply,
+    completion,
+    echo,
+    pool_at,
+    section_of,
+    serving,
+    talk,
+)
 from tests.families import build, own_answer, random_tokens
 
-TINY = Path(__file__).parents[2] / "recipes/tiny/eagle1.yaml"
-NEW_TOKENS, COUNT = 16, 6
+COUNT = 6
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
-Reply = Callable[[dict[str, Any]], Any]
-
-
-@contextmanager
-def serving(reply: Reply, model: str = "target", **facts: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """The address of a server, and what it was asked; a reply is JSON, text, an HTTP status, or None to hang up."""
-    asked: list[dict[str, Any]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def send(self, body: Any) -> None:
-            if body is None:
-                return
-            self.send_response(body if isinstance(body, int) else 200)
-            self.end_headers()
-            text = body if isinstance(body, str) else "busy" if isinstance(body, int) else json.dumps(body)
-            self.wfile.write(text.encode())
-
-        def do_GET(self) -> None:
-            assert self.path == "/v1/models"
-            self.send({"data": [{"id": "another"}, {"id": model, **facts}]})
-
-        def do_POST(self) -> None:
-            assert self.path == "/v1/chat/completions"
-            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked.append(request)
-            self.send(reply(request))
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1/", asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def completion(text: str | None, finish: str = "stop", prompt_tokens: int = 0, **message: Any) -> dict[str, Any]:
-    """What an OpenAI-compatible server replies."""
-    choice = {"message": {"role": "assistant", "content": text, **message}, "finish_reason": finish}
-    return {"choices": [choice], "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": 3}}
-
-
-def echo(request: dict[str, Any]) -> dict[str, Any]:
-    """An answer that depends on all that was said before."""
-    return completion(f"heard {[turn['content'] for turn in request['messages']]}")
 
 
 def greedy(target: Target, messages: list[dict[str, Any]], room: int) -> tuple[str, str, int]:
@@ -181,27 +140,15 @@ def command(target_dir: Path, source: Path, tmp_path: Path) -> list[str]:
     return [str(TINY), *overrides]
 
 
-def section_of(out: Path, **fields: Any) -> RegenerateSection:
-    """The recipe's section."""
-    return RegenerateSection(**{"source": "-", "out": str(out), "max_new_tokens": NEW_TOKENS, **fields})
-
-
-def talk(name: str, *turns: str, **fields: Any) -> Conversation:
-    """A conversation of `role: text`."""
-    split = (turn.partition(": ") for turn in turns)
-    return Conversation(name, [{"role": role, "content": text} for role, _, text in split], **fields)
-
-
 def run_talk(
     target: Target, conversation: Conversation, *replies: dict[str, Any], data: Any = None, **fields: Any
 ) -> dict[str, Any]:
     """The line of a conversation to which a server answers with these replies."""
     queue = list(replies)
     with serving(lambda _: queue.pop(0)) as (url, _):
-        section = section_of(Path("-"), endpoint=url, in_flight=1, **fields)
-        endpoint = Endpoint(TargetSection(path="some/target"), section, {}, waits=())
+        section = section_of(Path("-"), endpoint=url, in_flight=1, attempts=1, **fields)
         reader = Reader(target.tokenizer, data or DataSection(train="-"), target.max_positions)
-        ((name, line),) = endpoint.run(iter([("name", converse("name", conversation, reader, section))]))
+        ((name, line),) = pool_at(section).run(iter([("name", converse("name", conversation, reader, section))]))
     assert name == "name" and isinstance(line, dict) and not queue, line
     return line
 
@@ -211,10 +158,11 @@ def run_echo(
 ) -> dict[str, str]:
     """One process's share of the jobs, answered by a server."""
     with serving(reply) as (url, _):
-        section = section_of(out, endpoint=url, in_flight=2)
-        endpoint = Endpoint(TargetSection(path="some/target"), section, {}, waits=(0, 0, 0))
+        section = section_of(out, endpoint=url, in_flight=2, attempts=4)
         begin(out, {})
-        return answer_all(out, jobs, endpoint, Reader(target.tokenizer, DataSection(train="-")), section, index, count)
+        return answer_all(
+            out, jobs, pool_at(section), Reader(target.tokenizer, DataSection(train="-")), section, index, count
+        )
 
 
 def jobs_of(count: int) -> list[tuple[str, Conversation]]:
@@ -568,11 +516,11 @@ def test_a_server_that_is_gone_is_given_up(tiny_target: Target, tmp_path: Path) 
 
 def test_a_server_that_is_not_there_is_named() -> None:
     """With what to do."""
-    section = section_of(Path("-"), endpoint="http://127.0.0.1:9/v1")
+    section = section_of(Path("-"), endpoint="http://127.0.0.1:9/v1", attempts=1)
     with pytest.raises(
         ValueError, match=r"no answer from http://127\.0\.0\.1:9/v1/models: .*refused.*: start a server of a/b"
     ):
-        Endpoint(TargetSection(path="a/b"), section, {}, waits=())
+        pool_at(section, "a/b")
 
 
 def test_another_model_is_refused() -> None:
@@ -580,9 +528,9 @@ def test_another_model_is_refused() -> None:
     with serving(echo, model="Llama-3.2-1B", root="/models/llama") as (url, _):
         section = section_of(Path("-"), endpoint=url)
         with pytest.raises(ValueError, match=r"serves \['another', 'Llama-3.2-1B'\], expected a/other or other"):
-            Endpoint(TargetSection(path="a/other"), section, {})
+            pool_at(section, "a/other")
         for path in ("meta-llama/Llama-3.2-1B", "Llama-3.2-1B", "/models/llama"):
-            assert Endpoint(TargetSection(path=path), section, {}).model == "Llama-3.2-1B"
+            assert pool_at(section, path).endpoints[0].model == "Llama-3.2-1B"
 
 
 @pytest.mark.parametrize("wrong", [1, -1, None])
@@ -600,10 +548,10 @@ def test_a_request_holds_all_that_decides_the_answer(tiny_target: Target) -> Non
     """Tools, sampling, a seed of its own for every answer, and the template's arguments."""
     with serving(echo, max_model_len=60) as (url, asked):
         section = section_of(Path("-"), endpoint=url, temperature=0.5, top_p=0.9, seed=7, max_new_tokens=50)
-        endpoint = Endpoint(TargetSection(path="target"), section, {"enable_thinking": False})
-        reader = Reader(tiny_target.tokenizer, DataSection(train="-"), endpoint.positions)
+        pool = pool_at(section, enable_thinking=False)
+        reader = Reader(tiny_target.tokenizer, DataSection(train="-"), pool.positions)
         conversation = talk("name", "user: a", "assistant: b", "user: c", "assistant: d", tools=TOOLS)
-        list(endpoint.run(iter([("name", converse("name", conversation, reader, section))])))
+        list(pool.run(iter([("name", converse("name", conversation, reader, section))])))
     first, second = asked
     assert first["messages"] == [{"role": "user", "content": "a"}] and first["tools"] == TOOLS
     assert (first["temperature"], first["top_p"], first["chat_template_kwargs"]) == (

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.regenerate import Reader, converse, main
-from data_prep.servers.endpoint import Endpoint
+from data_prep.dialogues import Reader, converse
+from data_prep.regenerate import main
 from data_prep.servers.replies import OddReply, models_in, whole_number
 from data_prep.servers.sampler_check import SamplerCheck
 from eagle import Target
-from eagle.recipe import DataSection, TargetSection
-from tests.data_prep.test_regenerate import TINY, completion, echo, section_of, serving, talk
+from eagle.recipe import DataSection
+from tests.data_prep.stub_servers import TINY, completion, echo, pool_at, section_of, serving, talk
 
 TALK = talk("name", "user: a", "assistant: b")
 
@@ -34,11 +34,11 @@ def answer_from(reply: Any, target: Target) -> dict[str, Any] | str:
 
 def ask_one(url: str, target: Target) -> dict[str, Any] | str:
     """What becomes of one conversation at this address."""
-    section = section_of(Path("-"), endpoint=url, in_flight=1)
-    endpoint = Endpoint(TargetSection(path="some/target"), section, {}, waits=())
-    endpoint.sampler = SamplerCheck(96, 1.0)
+    section = section_of(Path("-"), endpoint=url, in_flight=1, attempts=1)
+    pool = pool_at(section)
+    pool.endpoints[0].sampler = SamplerCheck(96, 1.0)
     reader = Reader(target.tokenizer, DataSection(train="-"))
-    ((_, outcome),) = endpoint.run(iter([("name", converse("name", TALK, reader, section))]))
+    ((_, outcome),) = pool.run(iter([("name", converse("name", TALK, reader, section))]))
     return outcome
 
 

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from data_prep.conversations import read_conversations
-from data_prep.regenerate import Reader, converse, main
+from data_prep.dialogues import Reader, converse
+from data_prep.regenerate import main
 from data_prep.servers import endpoint, sampler_check
-from data_prep.servers.endpoint import Endpoint
 from data_prep.servers.sampler_check import DEVIATIONS, EVERY, PROBES, SamplerCheck, draws_of, is_broken
 from eagle import Target
-from eagle.recipe import DataSection, RegenerateSection, TargetSection
-from tests.data_prep.test_regenerate import TINY, Reply, completion, run_talk, serving, talk
+from eagle.recipe import DataSection, RegenerateSection
+from tests.data_prep.stub_servers import TINY, Reply, completion, pool_at, serving, talk
+from tests.data_prep.test_regenerate import run_talk
 
 Draw = Callable[[torch.Tensor], torch.Tensor]  # logits [V] -> the token that is sampled
 COUNT, NEW_TOKENS, LOCK = 4, 12, threading.Lock()
@@ -236,8 +237,8 @@ def test_answers_that_are_none_are_not_learned(tiny_target: Target) -> None:
         assert [turn["content"] for turn in line["record"]["messages"]] == ["a", "fine"] and note in line["notes"]
         assert run_talk(tiny_target, conversation, reply)["record"] is None
     with serving(lambda _: completion("half an", "abort")) as (url, _):
-        section = RegenerateSection(source="-", out="-", endpoint=url, in_flight=1)
-        server = Endpoint(TargetSection(path="some/target"), section, {}, waits=())
+        section = RegenerateSection(source="-", out="-", endpoint=url, in_flight=1, attempts=1)
+        server = pool_at(section)
         read = Reader(tiny_target.tokenizer, DataSection(train="-"))
         ((_, outcome),) = server.run(iter([("name", converse("name", conversation, read, section))]))
     assert isinstance(outcome, str) and outcome.endswith("broke an answer off: finish_reason abort")

@@ -1,0 +1,119 @@
+"""A conversation as a dialogue with whoever answers: what is asked in turn, and what is kept of the answers."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from data_prep.chats.records import Conversation, says_something
+from data_prep.servers.answers import FILTERED, TRUNCATED, Dialogue, Prompt
+from data_prep.servers.sampler_check import is_broken
+from eagle.recipe import DataSection, RegenerateSection
+
+SHORTEST_ANSWER = 8  # tokens of data.max_length that a prompt must leave
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """The chat template and tokenizer by which the target reads a conversation, and how many tokens fit."""
+
+    tokenizer: Any
+    data: DataSection
+    positions: int | None = None
+
+    def render(self, messages: Sequence[dict[str, Any]], tools: Any, **options: Any) -> Any:
+        """The conversation through the chat template."""
+        options = {"return_dict": False, **options, **self.data.template_kwargs}
+        return self.tokenizer.apply_chat_template(list(messages), tools=tools, **options)
+
+    def ids(self, messages: Sequence[dict[str, Any]], tools: Any) -> list[int] | str:
+        """The token ids up to where the assistant speaks, or the reason for which there are none."""
+        try:
+            ids = self.render(messages, tools, add_generation_prompt=True)
+        except Exception as error:  # a template is a program, and may refuse in any way
+            return f"cut where the template refuses: {str(error).splitlines()[0] if str(error) else error!r}"
+        longest = min(self.data.max_length - SHORTEST_ANSWER, (self.positions or sys.maxsize) - 1)
+        return ids if len(ids) <= longest else "cut where the text fills data.max_length or the model"
+
+    def prints(self, messages: Sequence[dict[str, Any]], tools: Any) -> bool:
+        """Whether the template prints the last message's text as it is, but for space around it."""
+        try:
+            printed = self.render(messages, tools, tokenize=False)
+        except Exception:  # as above
+            return False
+        return all((messages[-1].get(key) or "").strip() in printed for key in ("content", "reasoning_content"))
+
+
+def converse(name: str, conversation: Conversation, reader: Reader, section: RegenerateSection) -> Dialogue:
+    """Ask for every answer of a conversation, with the new answers as its history; return the line of a part."""
+    messages: list[dict[str, Any]] = []
+    reasons: list[str] = []
+    notes: set[str] = set()
+    tools = conversation.tools
+    tokens = 0
+    for place, turn in enumerate(conversation.messages):
+        if turn["role"] == "tool":
+            notes.add("cut at the first tool result, which belongs to another call")
+            break
+        if turn["role"] != "assistant":
+            messages.append(turn)
+            continue
+        if messages and messages[-1]["role"] == "assistant":
+            notes.add("two answers in a row: one is given")
+            continue
+        ids = reader.ids(messages, tools)
+        if isinstance(ids, str):
+            notes.add(ids)
+            break
+        room = min(section.max_new_tokens, (reader.positions or sys.maxsize) - len(ids))
+        digest = hashlib.sha256(f"{name}\0{place}".encode(errors="surrogatepass")).digest()
+        answer = yield Prompt(list(messages), tools, ids, room, request=int.from_bytes(digest[:8], "big"))
+        if answer.finish == FILTERED or not says_something(answer.message):
+            kind = "an answer that the server filtered" if answer.finish == FILTERED else "an empty answer"
+            notes.add(f"cut at {kind}")
+            break
+        truncated = answer.finish == TRUNCATED
+        broken = is_broken(answer.message["content"], answer.finish, messages)
+        unlearned = broken or (truncated and not section.keep_truncated)
+        message = answer.message
+        if section.reasoning == "drop" and "reasoning_content" in message:
+            message = {key: part for key, part in message.items() if key != "reasoning_content"}
+            notes.add("reasoning before an answer is dropped")
+        messages.append({**message, **({"weight": 0} if unlearned else {})})
+        reasons.append(answer.finish)
+        tokens += answer.tokens
+        if broken:
+            notes.add("an answer with broken characters (U+FFFD) is not learned")
+        if not reader.prints(messages, tools):
+            notes.add("the template prints an answer otherwise than the target wrote it")
+        if truncated or answer.message.get("tool_calls"):
+            # what would follow belongs to another text, or is the result of another call
+            kind = "a truncated answer" if truncated else "a tool call of the target, which has no result"
+            notes.add(f"cut at {kind}")
+            break
+    while messages and messages[-1]["role"] != "assistant":
+        messages.pop()
+    record: dict[str, Any] = {"id": name, "messages": messages, **({"tools": tools} if tools else {})}
+    record |= {"source_id": conversation.id} if name != conversation.id else {}
+    record |= {"sampling": sampling_of(section), "finish_reasons": reasons}
+    return {"id": name, "record": record if messages else None, "notes": sorted(notes), "tokens": tokens}
+
+
+def make_names_unique(conversations: Iterable[Conversation], samples: int = 1) -> Iterator[tuple[str, Conversation]]:
+    """Each conversation with its id, or several times as `id#1`, `id#2`, ...; its place is added to a repeated one."""
+    seen: set[str] = set()
+    for place, conversation in enumerate(conversations):
+        for sample in range(1, samples + 1):
+            name = conversation.id if samples == 1 else f"{conversation.id}#{sample}"
+            while name in seen:
+                name += f"#{place}"
+            seen.add(name)
+            yield name, conversation
+
+
+def sampling_of(section: RegenerateSection) -> dict[str, Any]:
+    """The settings by which answers are drawn."""
+    return {key: getattr(section, key) for key in ("temperature", "top_p", "seed", "max_new_tokens")}

@@ -1,0 +1,198 @@
+"""Several servers that share one queue of conversations: whichever is free takes the next one."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from threading import Condition, Lock
+from time import monotonic
+from typing import Any
+
+from data_prep.servers.answers import Answer, Dialogue, Outcome, Prompt
+from data_prep.servers.endpoint import Endpoint
+from data_prep.servers.transport import Failure, Kind
+from data_prep.servers.usage import Usage
+from data_prep.servers.workers import merge
+
+
+@dataclass(slots=True)
+class Job:
+    """A conversation, the prompt that it waits for an answer to, and how that went so far."""
+
+    name: str
+    dialogue: Dialogue
+    prompt: Prompt | None = None
+    outcome: dict[str, Any] | str | None = None
+    attempts: int = 0  # of this prompt
+    ready: dict[str, float] = field(default_factory=dict)  # when each server that failed may be asked again
+    is_trial: bool = False  # of the server that has it
+
+    def advance(self, answer: Answer | None) -> None:
+        """Go on to the next prompt, or to the outcome if there is none."""
+        try:
+            self.prompt = self.dialogue.send(answer)  # type: ignore[arg-type]  # None begins it
+        except StopIteration as end:
+            self.prompt, self.outcome = None, end.value
+        self.attempts = 0
+        self.ready.clear()
+
+
+class Queue:
+    """Conversations that wait for a server, those that were tried before first."""
+
+    def __init__(self, dialogues: Iterator[tuple[str, Dialogue]], endpoints: Sequence[Endpoint], attempts: int) -> None:
+        self.dialogues, self.endpoints, self.attempts = dialogues, endpoints, attempts
+        self.waiting: deque[Job] = deque()
+        self.asked = 0  # jobs that a server has
+        self.changed, self.closed, self.exhausted = Condition(), False, False
+
+    def take(self, endpoint: Endpoint) -> Job | None:
+        """The next conversation for this server, once it may be asked and there is one; None at the end."""
+        with self.changed:
+            while not self.closed:
+                now = monotonic()
+                given_up = all(endpoint.health.is_given_up for endpoint in self.endpoints)
+                delay = 0.0 if given_up else endpoint.health.ready_in(now)
+                if delay <= 0:
+                    job, delay = self._next_for(endpoint, -inf if given_up else now)
+                    if job is not None:
+                        self.asked += 1
+                        if given_up:
+                            health = max((endpoint.health for endpoint in self.endpoints), key=lambda it: it.failures)
+                            job.outcome = f"not tried, after {health.failures} failures in a row: {health.latest}"
+                        else:
+                            job.is_trial = endpoint.health.begin()
+                        return job
+                    if self.exhausted and not self.waiting and not self.asked:
+                        break
+                self.changed.wait(None if delay == inf else delay)
+            return None
+
+    def _next_for(self, endpoint: Endpoint, now: float) -> tuple[Job | None, float]:
+        """The first job that waits for no other server, or in how many seconds there is one; -inf takes any."""
+        delays = [job.ready.get(endpoint.url, now) - now if now > -inf else 0.0 for job in self.waiting]
+        for place, delay in enumerate(delays):
+            if delay <= 0:
+                job = self.waiting[place]
+                del self.waiting[place]
+                return job, 0.0
+        if not self.exhausted and (following := next(self.dialogues, None)) is not None:
+            return Job(*following), 0.0
+        self.exhausted = True
+        return None, min(delays, default=inf)
+
+    def answered(self, endpoint: Endpoint, job: Job, answer: Answer) -> None:
+        """Note an answer; the conversation stays with its server, which remembers the beginning."""
+        with self.changed:
+            endpoint.usage.add(answer.prompt_tokens, answer.tokens)
+            job.is_trial = False
+            if endpoint.health.answered():
+                print(f"{endpoint.url} answers again", file=sys.stderr)
+            self.changed.notify_all()
+
+    def failed(self, endpoint: Endpoint, job: Job, failure: Failure, began: float, asked: bool) -> str | None:
+        """Note a failure: the conversation waits to be asked for again (None), or has failed (why)."""
+        with self.changed:
+            now = monotonic()
+            if endpoint.health.failed(failure, began, now):
+                print(f"{failure}. The server is asked again later", file=sys.stderr)
+            job.attempts += asked and failure.kind is not Kind.AWAY
+            wait = endpoint.backoff.seconds(job.prompt.request if job.prompt else 0, max(job.attempts, 1))
+            job.ready[endpoint.url] = inf if failure.kind is Kind.REFUSED else now + wait
+            refused = all(job.ready.get(endpoint.url) == inf for endpoint in self.endpoints)
+            is_over = refused or job.attempts >= self.attempts
+            if not is_over:
+                self.waiting.append(job)
+            self._leave(endpoint, job)
+            times = f" (asked {job.attempts} times)" if job.attempts > 1 else ""
+            return f"{failure}{times}" if is_over else None
+
+    def finished(self, endpoint: Endpoint, job: Job) -> None:
+        """Note that a conversation has come to its end."""
+        with self.changed:
+            self._leave(endpoint, job)
+
+    def _leave(self, endpoint: Endpoint, job: Job) -> None:
+        """Take a job from its server."""
+        self.asked -= 1
+        endpoint.health.on_trial &= not job.is_trial
+        job.is_trial = False
+        self.changed.notify_all()
+
+    def close(self) -> None:
+        """Let no server wait any longer."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+
+class Pool:
+    """Servers of the recipe's target, each with `in_flight` requests at a time."""
+
+    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+        self.endpoints, self.section = endpoints, endpoints[0].section
+        self.at_once = self.section.in_flight * len(endpoints)
+        # the smallest of all: else an answer's room would depend on who gives it
+        self.positions = min((endpoint.positions for endpoint in endpoints if endpoint.positions), default=None)
+        self.tokenizing = Lock()  # tokenizers are not safe to share
+
+    def run(self, dialogues: Iterator[tuple[str, Dialogue]]) -> Iterator[Outcome]:
+        """The outcome of every conversation, as they end."""
+        queue = Queue(dialogues, self.endpoints, self.section.attempts)
+        for endpoint in self.endpoints:
+            endpoint.usage = Usage()
+        workers = [self._work(queue, endpoint) for _ in range(self.section.in_flight) for endpoint in self.endpoints]
+        try:
+            yield from merge(workers)
+        finally:
+            queue.close()
+
+    def _work(self, queue: Queue, endpoint: Endpoint) -> Iterator[Outcome]:
+        """One conversation after the other, asked of one server."""
+        while (job := queue.take(endpoint)) is not None:
+            outcome = self._converse(queue, endpoint, job)
+            if outcome is not None:
+                yield job.name, outcome
+
+    def _converse(self, queue: Queue, endpoint: Endpoint, job: Job) -> dict[str, Any] | str | None:
+        """Ask for all answers of a conversation in turn; its outcome, or None where it now waits for another try."""
+        if job.outcome is not None:  # there is nobody to ask
+            queue.finished(endpoint, job)
+            return job.outcome
+        began, asked = monotonic(), False
+        try:
+            if endpoint.health.was_away:
+                endpoint.check_again()
+            if job.prompt is None:
+                self._advance(job, None)
+            while job.prompt is not None:
+                began, asked = monotonic(), True
+                answer = endpoint.answer(job.prompt)
+                queue.answered(endpoint, job, answer)
+                self._advance(job, answer)
+        except Failure as failure:
+            return queue.failed(endpoint, job, failure, began, asked)
+        queue.finished(endpoint, job)
+        return job.outcome
+
+    def _advance(self, job: Job, answer: Answer | None) -> None:
+        with self.tokenizing:
+            job.advance(answer)
+
+    @property
+    def usage(self) -> Usage:
+        """What all servers' answers cost together."""
+        return Usage.total([endpoint.usage for endpoint in self.endpoints])
+
+    def summary(self) -> str:
+        """What the answers cost, and of several servers what each gave; what each failed to."""
+        lines = [self.usage.summary()]
+        for endpoint in self.endpoints:
+            reasons = ", ".join(f"{count} {kind}" for kind, count in endpoint.health.reasons.items())
+            if len(self.endpoints) > 1 or reasons:
+                failures = f"; requests without an answer: {reasons}" if reasons else ""
+                lines.append(f"  {endpoint.url}: {endpoint.usage.summary()}{failures}")
+        return "\n".join(lines)

@@ -1,0 +1,49 @@
+"""What answers cost: tokens read and written, as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+
+
+@dataclass(slots=True)
+class Usage:
+    """Answers and their tokens since the first was asked for."""
+
+    answers: int = 0
+    tokens_read: int = 0
+    tokens_written: int = 0
+    uncounted: int = 0  # answers whose tokens the server does not tell
+    begun: float = field(default_factory=monotonic)
+
+    @classmethod
+    def total(cls, parts: Sequence[Usage]) -> Usage:
+        """The usage of several servers together, since the first of them was asked."""
+        whole = cls(begun=min(part.begun for part in parts))
+        for part in parts:
+            whole.answers += part.answers
+            whole.tokens_read += part.tokens_read
+            whole.tokens_written += part.tokens_written
+            whole.uncounted += part.uncounted
+        return whole
+
+    def add(self, tokens_read: int, tokens_written: int) -> None:
+        """Count an answer."""
+        self.answers += 1
+        self.tokens_read += tokens_read
+        self.tokens_written += tokens_written
+        self.uncounted += tokens_written == 0
+
+    def speed(self) -> float:
+        """Tokens written in a second."""
+        return self.tokens_written / max(monotonic() - self.begun, 1e-9)
+
+    def note(self) -> str:
+        """The costs so far, as they stand beside a progress bar."""
+        return f"{self.tokens_read:,} tokens in, {self.tokens_written:,} out, {self.speed():,.0f} tokens/s"
+
+    def summary(self) -> str:
+        """The costs of a run."""
+        untold = f"; {self.uncounted} without a count of tokens" if self.uncounted else ""
+        return f"{self.answers:,} answers: {self.note()}{untold}"
