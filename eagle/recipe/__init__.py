@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import copy
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from textwrap import shorten
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator
 
+from eagle.recipe.mistakes import parse_section
 from eagle.shipped import find_recipe, move_to_target
 
 
@@ -60,12 +59,12 @@ class RegenerateSection(Section):
 
     source: str  # conversations whose answers are replaced; `data.train` names `out`
     out: str  # the file that gets the new conversations
-    endpoint: Addresses | None = None  # an OpenAI-compatible server, as http://localhost:8000/v1, or several; or null
+    endpoint: Addresses | None = None  # OpenAI-compatible servers, as http://localhost:8000/v1; if null, decode here
     model: str | None = None  # the model to ask a server for; by default the one it lists that is the target
     key_variable: str = "EAGLE_API_KEY"  # the environment variable with the servers' API key, if they want one
     in_flight: int = Field(32, ge=1)  # requests to each server at a time
     timeout: float = Field(600.0, gt=0)  # seconds for which a server may be silent: an answer is sent when it is whole
-    connect_timeout: float = Field(10.0, gt=0)  # seconds for which a server may take no connection
+    connect_timeout: float = Field(10.0, gt=0)  # seconds in which a server must take a connection, and list its models
     attempts: int = Field(6, ge=1)  # how often an answer is asked for before its conversation counts as failed
     batch_size: int = Field(16, ge=1)  # conversations decoded at a time, without an endpoint
     drafter: str = "none"  # a method or a head's folder that speeds up decoding here; several by commas
@@ -256,59 +255,6 @@ def command_line(program: str, about: str | None) -> argparse.ArgumentParser:
     parser.add_argument("recipe", metavar="RECIPE", help="a file, or a name that `eagle recipes` lists")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the recipe")
     return parser
-
-
-def parse_section(model: type[BaseModel], values: Any, source: str) -> Any:
-    """The values as an instance of `model`; the error names each mistake, and the nearest key to an unknown one."""
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        raise ValueError("\n".join(_explain(model, mistake, source) for mistake in error.errors())) from None
-
-
-def _explain(model: type[BaseModel], mistake: Any, source: str) -> str:
-    path = ".".join(map(str, mistake["loc"]))
-    if mistake["type"] != "extra_forbidden":
-        return f"{source}: {path}: got {_shorten(mistake['input'])}; {mistake['msg']}"
-    owner: Any = model
-    for key in mistake["loc"][:-1]:
-        owner = _type_of_key(owner, key)
-    known = ", ".join(owner.model_fields)
-    near = _nearest_key(str(mistake["loc"][-1]), owner.model_fields)
-    return f"{source}: unknown key {path}{f': did you mean {near}? Known' if near else '. Known'} here are {known}"
-
-
-def _shorten(value: Any) -> str:
-    """A value as an error shows it: a section by its keys alone."""
-    if isinstance(value, dict):
-        return f"the keys {', '.join(map(str, value)) or 'of an empty section'}"
-    return "nothing" if value is None else shorten(repr(value), 80, placeholder=" ...")
-
-
-# keys of other trainers that resemble a wrong key here
-OTHER_NAMES = {
-    **{"learning_rate": "lr", "max_grad_norm": "clip", "gradient_clipping": "clip"},
-    **{"warmup_steps": "warmup", "warmup_ratio": "warmup", "lr_scheduler_type": "schedule", "scheduler": "schedule"},
-    **{"gradient_accumulation_steps": "accumulation", "num_train_epochs": "epochs", "num_epochs": "epochs"},
-    **{"per_device_train_batch_size": "batch_size", "output_dir": "out", "save_total_limit": "keep"},
-    **{"save_steps": "checkpoint_every", "eval_steps": "validate_every", "model_name_or_path": "path"},
-    **{"max_seq_length": "max_length", "torch_dtype": "dtype"},
-}
-
-
-def _nearest_key(name: str, keys: Iterable[str]) -> str | None:
-    """The known key that a name resembles, or that other trainers call by it; None where none is near."""
-    names = {other: key for other, key in OTHER_NAMES.items() if key in keys} | {key: key for key in keys}
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return names[near[0]] if near else None
-
-
-def _type_of_key(owner: Any, key: Any) -> Any:
-    """The section or mapping type that a section or a mapping holds under this key."""
-    annotation = get_args(owner)[1] if get_origin(owner) is dict else owner.model_fields[key].annotation
-    if get_origin(annotation) is dict:
-        return annotation
-    return next((kind for kind in get_args(annotation) if kind is not type(None)), annotation)
 
 
 def lay_over(values: dict[str, Any], override: str) -> None:
