@@ -59,8 +59,8 @@ def answer_all(
     mine = [(name, conversation) for name, conversation in jobs[index::count] if name not in done]
     dialogues = ((name, converse(name, conversation, reader, section)) for name, conversation in mine)
     with open_part(out, index) as part:
-        options = {"show": index == 0, "note": lambda: answerer.usage.note()}
-        for name, outcome in progress(answerer.run(dialogues), "regenerate", len(mine), **options):
+        outcomes = answerer.run(dialogues)
+        for name, outcome in progress(outcomes, "regenerate", len(mine), show=index == 0, note=answerer.note):
             if isinstance(outcome, str):
                 failed[name] = outcome
             else:
@@ -184,7 +184,7 @@ def regenerate(recipe: Recipe, section: RegenerateSection, args: argparse.Namesp
     failed = answer_all(out, jobs, answerer, reader, section, index, count, wait)
     for name, reason in list(failed.items())[:5]:
         print(f"failed: {name}: {reason}", file=sys.stderr)
-    say(answerer.summary())
+    print(f"process {index + 1} of {count}: {answerer.summary()}" if count > 1 else answerer.summary())
     if index == 0:
         conclude(out, [name for name, _ in jobs], args.without_failed)
         if recipe.data.train != section.out:

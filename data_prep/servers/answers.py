@@ -108,6 +108,10 @@ class Local:
         finally:
             decoding.close()
 
+    def note(self) -> str:
+        """The costs so far, beside a progress bar."""
+        return self.usage.note()
+
     def summary(self) -> str:
         """What the answers cost."""
         return self.usage.summary()

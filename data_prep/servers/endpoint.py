@@ -94,7 +94,7 @@ class Endpoint:
 
     def check_again(self) -> None:
         """Refuse a server that was started anew with another model or template; a Failure if it is not back."""
-        self.model = self._find_model(self.section.connect_timeout)["id"]
+        self.model = self._find_model()["id"]
         if self.probe_ids is not None:
             self._count_probe()
 
@@ -151,12 +151,12 @@ class Endpoint:
                 "target.path, data.template and data.template_kwargs"
             )
 
-    def _find_model(self, timeout: float | None = None) -> dict[str, Any]:
+    def _find_model(self) -> dict[str, Any]:
         """The server's entry for the recipe's target, or for the model that the recipe names for servers."""
         path, name = self.target.adapter or self.target.path, self.section.model
         names = [name] if name else [path, Path(path).name, str(Path(path).resolve())]
         try:
-            models = self._read(models_in, self.transport.send("/models", timeout=timeout))
+            models = self._read(models_in, self.transport.send("/models", timeout=self.section.connect_timeout))
         except Failure as failure:
             if name is None or failure.kind is not Kind.REFUSED:
                 raise

@@ -32,12 +32,12 @@ class Backoff:
 
 
 def persist(ask: Callable[[], Result], attempts: int, backoff: Backoff) -> Result:
-    """What `ask` gives, asked again while that may help."""
+    """What `ask` gives, asked again while that may help; a server that hangs is not waited for twice."""
     for repetition in range(1, attempts + 1):
         try:
             return ask()
         except Failure as failure:
-            if failure.kind is Kind.REFUSED or repetition == attempts:
+            if failure.kind in (Kind.REFUSED, Kind.SILENT) or repetition == attempts:
                 raise
             time.sleep(max(min(failure.pause, LONGEST_PAUSE), backoff.seconds(0, repetition)))
     raise AssertionError("attempts are at least 1")
@@ -74,14 +74,14 @@ class Health:
         return self.on_trial
 
     def answered(self) -> bool:
-        """Note an answer; return whether that is news."""
+        """Note an answer; return whether that is news. A pause that the server asked for stays."""
         was_away = self.was_away
         self.failures = self.rests = 0
-        self.rest_until, self.on_trial, self.was_away = -inf, False, False
+        self.on_trial = self.was_away = False
         return was_away
 
-    def failed(self, failure: Failure, began: float, now: float) -> bool:
-        """Note a failed request, and rest if that is due; return whether the server is away, which is news."""
+    def failed(self, failure: Failure, began: float, now: float) -> str | None:
+        """Note a failed request, and rest if that is due; return what is news: that the server is away for long."""
         self.failures += 1
         self.latest = str(failure)
         self.reasons[failure.kind.value] = self.reasons.get(failure.kind.value, 0) + 1
@@ -92,9 +92,9 @@ class Health:
             self._rest(failure, began, now)
         if refuses and due:
             self.rests = self.attempts
-        news = lost and not self.was_away
+        is_news = (lost and not self.was_away) or (failure.pause > LONGEST_WAIT and self.rested_at == now)
         self.was_away |= lost
-        return news
+        return f"{failure}. The server is asked again in {self.rest_until - now:.0f} s" if is_news else None
 
     def _rest(self, failure: Failure, began: float, now: float) -> None:
         """Rest; of requests that were on their way together, all count as one."""

@@ -97,8 +97,8 @@ class Queue:
         """Note a failure: the conversation waits to be asked for again (None), or has failed (why)."""
         with self.changed:
             now = monotonic()
-            if endpoint.health.failed(failure, began, now):
-                print(f"{failure}. The server is asked again later", file=sys.stderr)
+            if news := endpoint.health.failed(failure, began, now):
+                print(news, file=sys.stderr)
             job.attempts += asked and failure.kind is not Kind.AWAY
             wait = endpoint.backoff.seconds(job.prompt.request if job.prompt else 0, max(job.attempts, 1))
             job.ready[endpoint.url] = inf if failure.kind is Kind.REFUSED else now + wait
@@ -182,14 +182,16 @@ class Pool:
         with self.tokenizing:
             job.advance(answer)
 
-    @property
-    def usage(self) -> Usage:
-        """What all servers' answers cost together."""
+    def note(self) -> str:
+        """The costs so far, beside a progress bar."""
+        return self._usage().note()
+
+    def _usage(self) -> Usage:
         return Usage.total([endpoint.usage for endpoint in self.endpoints])
 
     def summary(self) -> str:
         """What the answers cost, and of several servers what each gave; what each failed to."""
-        lines = [self.usage.summary()]
+        lines = [self._usage().summary()]
         for endpoint in self.endpoints:
             reasons = ", ".join(f"{count} {kind}" for kind, count in endpoint.health.reasons.items())
             if len(self.endpoints) > 1 or reasons:

@@ -41,9 +41,18 @@ class Usage:
 
     def note(self) -> str:
         """The costs so far, as they stand beside a progress bar."""
-        return f"{self.tokens_read:,} tokens in, {self.tokens_written:,} out, {self.speed():,.0f} tokens/s"
+        return f"{shorten(self.tokens_read)} tokens in, {shorten(self.tokens_written)} out, {shorten(self.speed())}/s"
 
     def summary(self) -> str:
         """The costs of a run."""
         untold = f"; {self.uncounted} without a count of tokens" if self.uncounted else ""
-        return f"{self.answers:,} answers: {self.note()}{untold}"
+        tokens = f"{self.tokens_read:,} tokens in, {self.tokens_written:,} out, {self.speed():,.1f} tokens/s"
+        return f"{self.answers:,} answers: {tokens}{untold}"
+
+
+def shorten(count: float) -> str:
+    """A count in four characters or so."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f}{unit}"
+    return f"{count:.0f}" if count >= 100 else f"{count:.3g}"

@@ -197,6 +197,19 @@ def test_local_answers_are_the_untouched_models(
     assert f"{COUNT}  conversations" in printed and "data.train is" in printed
 
 
+def test_local_samples_differ_and_are_drawn_again(command: list[str], tmp_path: Path) -> None:
+    """Two answers to each prompt by noise of their own, the same whatever stands beside them."""
+    files = []
+    for batch_size in (3, 1):
+        main([*command, "regenerate.samples=2", "regenerate.temperature=1", f"regenerate.batch_size={batch_size}"])
+        files.append((tmp_path / "out.jsonl").read_bytes())
+        (tmp_path / "out.jsonl").unlink()
+    assert files[0] == files[1]
+    talks = {record["id"]: record["messages"] for record in map(json.loads, files[0].splitlines())}
+    pairs = [(talks[f"{name[:-2]}#1"], talks[name]) for name in talks if f"{name[:-2]}#1" in talks and name[-1] == "2"]
+    assert len(pairs) >= COUNT - 2 and sum(one != other for one, other in pairs) >= len(pairs) - 1
+
+
 def test_endpoint_answers_are_the_untouched_models(
     command: list[str], truth: dict[str, list[str]], target: Target, tmp_path: Path
 ) -> None:
