@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ import pytest
 from data_prep.dialogues import Reader, converse, make_names_unique
 from data_prep.parts import begin
 from data_prep.regenerate import answer_all, check_section, main
-from data_prep.servers.pool import Pool
+from data_prep.servers.pool import Pool, Queue
+from data_prep.servers.transport import Failure, Kind
 from data_prep.servers.usage import shorten
 from eagle import Target
 from eagle.recipe import DataSection
@@ -156,6 +158,23 @@ def test_a_server_that_dies_is_replaced_and_comes_back(
         summary = mortal.pool.summary()
     assert "answers again" in capsys.readouterr().err and "requests without an answer: " in summary
     assert f"{mortal.proxy.url}: {first.answers} answers: 0 tokens in, {3 * first.answers} out" in summary
+
+
+@pytest.mark.parametrize(("kind", "asked", "costs"), [(Kind.AWAY, True, 0), (Kind.BUSY, False, 0), (Kind.ODD, True, 1)])
+def test_only_what_was_asked_costs_an_attempt(kind: Kind, asked: bool, costs: int, tiny_target: Target) -> None:
+    """Not a connection that never stood, nor the check of a server that may be back."""
+    with serving(echo) as (url, _):
+        section = section_of(Path("-"), endpoint=url)
+        (endpoint,) = pool_at(section).endpoints
+    reader = Reader(tiny_target.tokenizer, DataSection(train="-"))
+    queue = Queue(iter([("a", converse("a", talk("a", "user: a", "assistant: b"), reader, section))]), [endpoint], 2)
+    job = queue.take(endpoint)
+    assert job is not None
+    outcomes = []
+    for _ in range(2):
+        outcomes.append(queue.failed(endpoint, job, Failure("gone", kind), monotonic(), asked))
+        assert outcomes[-1] is not None or queue.take(endpoint) is job
+    assert outcomes == [None, "gone (asked 2 times)" if costs else None] and job.attempts == 2 * costs
 
 
 def test_a_server_that_comes_back_with_another_model_is_refused(tiny_target: Target, tmp_path: Path) -> None:
