@@ -24,8 +24,9 @@ from data_prep.tokens import load_tokenizer, tokenize_data
 from eagle import Target
 from eagle.core.examples import Example
 from eagle.data.features import extract
-from eagle.data.shards import pack_features, unpack_features
-from eagle.data.store import FeatureStore, make_batches, plan_shards
+from eagle.data.packing import pack_features, unpack_features
+from eagle.data.shard_plan import make_batches, plan_shards
+from eagle.data.store import FeatureStore
 from eagle.log import progress, script
 from eagle.recipe import Recipe
 

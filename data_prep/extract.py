@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.read_once import read_examples
-from eagle.data.features import check_room, extract, forecast, plan_extraction, taps_of, world
-from eagle.data.identity import identity, in_precision, target_name
+from eagle.data.features import check_room, extract, forecast, plan_extraction, roles_of, world
+from eagle.data.identity import identity, in_precision, tap_identity, target_name
+from eagle.data.layout import TapRoles, parts_of
 from eagle.data.store import Absent, Damaged, FeatureStore
 from eagle.device import best_device, fastest_dtype
 from eagle.disk import lock_folder
@@ -34,11 +35,12 @@ def main(argv: list[str]) -> None:
     recipe = Recipe.load(args.recipe, args.overrides)
     settings, target = settings_of(recipe.drafter.model_dump(), args.recipe), recipe.target
     config = target_config(target.path, target.revision, trust_remote_code=target.trust_remote_code)
-    taps = taps_of(settings, config)
+    roles = roles_of(settings, config)
     if args.forecast:
         examples, model = read_examples(recipe, strict=args.strict), load_target(recipe)
-        plan = plan_extraction(examples, model, taps, recipe.features)
-        print(forecast(model, examples, plan, taps, recipe.features.dtype))
+        parts = parts_of(tap_identity(roles))
+        plan = plan_extraction(examples, model, parts, recipe.features)
+        print(forecast(model, examples, plan, parts, recipe.features.dtype))
     elif not recipe.features.store:
         raise ValueError(f"{args.recipe} has no features.store: features are computed while training, none are stored")
     elif args.verify:
@@ -47,18 +49,19 @@ def main(argv: list[str]) -> None:
         folder = Path(recipe.features.store)
         hint = "whole shards are kept, and the same command goes on"
         with interrupted_by_user(lambda: hint), lock_folder(folder, hold=world()[0] == 0):
-            fill_store(recipe, folder, taps, repair=args.repair, strict=args.strict)
+            fill_store(recipe, folder, roles, repair=args.repair, strict=args.strict)
 
 
-def fill_store(recipe: Recipe, folder: Path, taps: tuple[int, ...], *, repair: bool, strict: bool) -> None:
+def fill_store(recipe: Recipe, folder: Path, roles: TapRoles, *, repair: bool, strict: bool) -> None:
     """Compute this process's share of the shards that are absent; the first process prepares the store for all."""
     index, count, wait = world()
-    target = prepare_store(recipe, folder, identity(recipe, taps), repair, strict) if index == 0 else None
+    target = prepare_store(recipe, folder, identity(recipe, roles), repair, strict) if index == 0 else None
     wait()
     store = FeatureStore(folder, partial=True)
     absent = sorted(store.absent)
     if index == 0:
-        print(f"{len(absent)} of {len(store.plan)} shards to compute, {count} process{'es' * (count > 1)}")
+        size = f"{store.bytes_per_token:,.0f} bytes a token"
+        print(f"{len(absent)} of {len(store.plan)} shards to compute, {size}, {count} process{'es' * (count > 1)}")
     wait()  # nobody writes before everybody has seen what is to do
     if mine := absent[index::count]:
         target = target or load_target(recipe, store.identity["target"]["dtype"])
@@ -104,7 +107,7 @@ def create_store(recipe: Recipe, folder: Path, expected: dict[str, Any], *, stri
             "features.dtype is float32 and target.dtype bfloat16: the states are no more accurate than bfloat16, in "
             "twice its room; set target.dtype=float32 for accurate ones, or features.dtype=bfloat16"
         )
-    plan = plan_extraction(examples, target, tuple(expected["taps"]), recipe.features)
+    plan = plan_extraction(examples, target, parts_of(expected), recipe.features)
     about: dict[str, Any] = {
         "width": target.width_of(tuple(expected["taps"])),
         "precision": str(target.model.dtype).removeprefix("torch."),

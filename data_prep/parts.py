@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
-from eagle.data.store import differences
+from eagle.data.identity import differences
 from eagle.disk import write_whole
 
 

@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from eagle.data.identity import target_identity
-from eagle.data.store import differences
+from eagle.data.identity import differences, target_identity
 from eagle.device import best_device
 from eagle.disk import lock_folder, write_text
 from eagle.log import interrupted_by_user, progress, script

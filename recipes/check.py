@@ -21,9 +21,9 @@ from data_prep.tokens import load_tokenizer, tokenize_each
 from eagle.core.budget import Budget
 from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import Batch, Example, collate
-from eagle.data.features import LiveFeatures, taps_of
-from eagle.data.identity import identity
-from eagle.data.shards import token_bytes
+from eagle.data.features import LiveFeatures, roles_of
+from eagle.data.identity import identity, tap_identity
+from eagle.data.layout import parts_of, token_bytes
 from eagle.decoding.decode import generate
 from eagle.device import in_dtype
 from eagle.drafters import settings_of
@@ -74,7 +74,7 @@ def check(recipe: Recipe) -> None:
         memory = card_bytes(recipe, empty_head(settings, sizes.config), sizes, 1, target.model.dtype.itemsize)
         say(f"{memory / GB:,.2f} GB of memory while training in one process, where texts are as long as they may be")
     with stage("features") as timed:
-        made = identity(recipe, taps_of(settings, target.config))
+        made = identity(recipe, roles_of(settings, target.config))
         live = LiveFeatures(target, examples, made, recipe.features.batch_tokens)
         size = texts_at_once(recipe, target.device.type)
         say(f"of {STEPS} steps of {size} texts, of {recipe.train.batch_size} in a batch")
@@ -95,7 +95,7 @@ def check(recipe: Recipe) -> None:
         for line in describe_exports(head, target.config, folder):
             say(line)
     tokens = round(count * sum(lengths) / read)
-    for line in measured_run(recipe, head, target, tokens, extracting, training):
+    for line in measured_run(recipe, head, target, tokens, share, extracting, training):
         say(line)
 
 
@@ -247,14 +247,22 @@ def check_decoding(target: Target, head: TrainableDrafter, example: Example) -> 
 
 
 def measured_run(
-    recipe: Recipe, head: TrainableDrafter, target: Target, tokens: int, extracting: float, training: float
+    recipe: Recipe,
+    head: TrainableDrafter,
+    target: Target,
+    tokens: int,
+    share: float,
+    extracting: float,
+    training: float,
 ) -> Iterator[str]:
     """The whole run, at the rates that were just measured."""
     features, settings, sizes = recipe.features, recipe.train, sizes_of_config(target.config)
-    disk = tokens * token_bytes(features.dtype, len(taps_of(head.settings, target.config)), sizes.hidden_size)
+    parts = parts_of(tap_identity(roles_of(head.settings, target.config)))
+    size = token_bytes(parts, features.dtype, sizes.hidden_size, share)
     yield f"the whole run: {tokens:,} tokens, {settings.epochs} epochs; one process of this machine needs"
     if features.store:
-        yield f"  {disk / GB:,.2f} GB of disk for the features, {tokens / extracting / 3600:,.2f} h to make them"
+        disk = f"{tokens * size / GB:,.2f} GB of disk for the features, {size:,.0f} bytes a token"
+        yield f"  {disk}, {tokens / extracting / 3600:,.2f} h to make them"
     each_epoch = tokens / training + (0 if features.store else tokens / extracting)
     yield f"  {settings.epochs * each_epoch / 3600:,.2f} h to train; divide by the number of processes"
 

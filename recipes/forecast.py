@@ -16,8 +16,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfi
 from data_prep.conversations import read_conversations
 from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import MAX_PENDING
-from eagle.data.features import BATCH_TOKENS, taps_of
-from eagle.data.shards import token_bytes
+from eagle.data.features import BATCH_TOKENS, roles_of
+from eagle.data.identity import tap_identity
+from eagle.data.layout import parts_of, token_bytes
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts.decoder_block import widest
 from eagle.log import script
@@ -75,6 +76,7 @@ class Forecast:
     parameters: int
     width: int  # of the head's MLP
     tokens: int  # of the data
+    token_bytes: int  # of a token's features, stored
     features: int  # bytes on disk
     memory: int  # bytes on each card, training on stored features
     target: int  # bytes of the target's weights, on all cards together, while features are made
@@ -90,12 +92,15 @@ def forecast(recipe: Recipe, sizes: Sizes, conversations: int, cards: int = CARD
     head = empty_head(settings, sizes.config)
     tokens = min(conversations, recipe.data.limit or conversations) * min(TOKENS, recipe.data.max_length)
     stored = recipe.features.store is not None
+    parts = parts_of(tap_identity(roles_of(settings, sizes.config)))
+    size = round(token_bytes(parts, recipe.features.dtype, sizes.hidden_size, SUPERVISED))
     hours = 3600 * tflops * 1e12
     return Forecast(
         parameters(head),
         head.shape.intermediate_size,
         tokens,
-        stored * tokens * token_bytes(recipe.features.dtype, len(taps_of(settings, sizes.config)), sizes.hidden_size),
+        size,
+        stored * tokens * size,
         card_bytes(recipe, head, sizes, cards),
         2 * sizes.parameters,
         (1 if stored else train.epochs) * 2 * sizes.active * tokens / hours,
@@ -250,15 +255,16 @@ def count_conversations(data: DataSection, source: str, *, answered: bool = True
 def table(rows: dict[str, Forecast]) -> str:
     """Forecasts as Markdown."""
     lines = [
-        "| run | head | MLP width | tokens | features on disk | a card, training | the target, extracting "
-        "| card hours: features | training |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| run | head | MLP width | tokens | bytes a token | features on disk | a card, training "
+        "| the target, extracting | card hours: features | training |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, run in rows.items():
         disk = f"{run.features / GB:,.0f} GB" if run.features else "none"
         lines.append(
-            f"| {name} | {run.parameters / 1e9:.3f} B | {run.width:,} | {run.tokens / 1e6:.0f} M | {disk} | "
-            f"{run.memory / GB:.1f} GB | {run.target / GB:.0f} GB | {run.extract_hours:.1f} | {run.train_hours:.1f} |"
+            f"| {name} | {run.parameters / 1e9:.3f} B | {run.width:,} | {run.tokens / 1e6:.0f} M | "
+            f"{run.token_bytes:,} | {disk} | {run.memory / GB:.1f} GB | {run.target / GB:.0f} GB | "
+            f"{run.extract_hours:.1f} | {run.train_hours:.1f} |"
         )
     return "\n".join(lines)
 

@@ -26,7 +26,9 @@ from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import Example
 from eagle.core.tree import PUBLISHED_TREE, chain_paths
 from eagle.data.features import LiveFeatures, extract, taps_of
+from eagle.data.layout import parts_of
 from eagle.data.open import follow_head
+from eagle.data.packing import DTYPES
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.blocks import block_spans
 from eagle.drafters.lookup.counts import CountDrafter
@@ -237,8 +239,8 @@ def fill(dtype: str, target: Target) -> tuple[Any, list[Any]]:
     written: list[Tensor] = []
 
     class Writer:
-        def append(self, *parts: Tensor) -> None:
-            written.extend(part.float().clone() for part in parts)
+        def append(self, packed: Any) -> None:
+            written.extend(tensor.float().clone() for tensors in packed for tensor in tensors)
 
         def close(self) -> int:
             return 0
@@ -246,8 +248,10 @@ def fill(dtype: str, target: Target) -> tuple[Any, list[Any]]:
         discard = close
 
     texts = some_texts()
-    store: Any = SimpleNamespace(plan=[[[0, 1], [2]], [[3, 4, 5]]], taps=(0, 2, -1), dtype=dtype, folder="")
-    store.writer, store.text = lambda shard: Writer(), lambda number: (texts[number].tokens, None)
+    parts = parts_of({"taps": [0, 2, -1], "inputs": [0, 2]})
+    store: Any = SimpleNamespace(plan=[[[0, 1], [2]], [[3, 4, 5]]], parts=parts, dtype=dtype, folder=".")
+    store.writer, store.shard_bytes = lambda shard: Writer(), lambda shard: 0
+    store.text = lambda number: (texts[number].tokens, texts[number].loss_mask)
     with watch() as crossed:
         tokens = list(extract(target, store, [0, 1]))
     return [torch.tensor(tokens), *written], crossed
@@ -295,7 +299,7 @@ def every_run() -> dict[str, Run]:
     runs["train eagle3, live"] = partial(train, HEADS["eagle3"], source="live")
     runs["train draft_model, own"] = partial(train, {"kind": "draft_model", "samples": "own"}, source="live")
     runs["train eagle1, planted"] = partial(train, HEADS["eagle1"], plant=True)
-    return runs | {f"extract {dtype}": partial(fill, dtype) for dtype in ("float32", "bfloat16", "float8")}
+    return runs | {f"extract {dtype}": partial(fill, dtype) for dtype in DTYPES}
 
 
 def difference(expected: Any, got: Any) -> float:

@@ -144,4 +144,4 @@ def test_a_feature_store_is_a_table(tmp_path: Path) -> None:
     assert rows["features"] == "2 layers (1, 3) × 4, float32"
     assert rows["conversations"] == "2, 5 tokens, 3 learned"
     assert rows["shards"] == "0 of 2 complete"
-    assert rows["size when complete"] == f"{5 * 2 * 4 * 4 / 1e6:.1f} MB"
+    assert rows["size when complete"] == f"{5 * 2 * 4 * 4 / 1e6:.1f} MB, 32 bytes a token"

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from data_prep.extract import main as extract
+from eagle.data.layout import row_bytes
 from eagle.data.store import FeatureStore
 from recipes.train_eagle import main as train
 
@@ -84,11 +85,13 @@ def rows(out: Path) -> list[dict[str, Any]]:
 def poison(folder: Path, place: int) -> None:
     """One NaN in the features of an example of a store, which the store does not notice."""
     store = FeatureStore(folder)
-    number, shard, start = store.places[place]
-    path = store.path(shard)
+    number = store.number(place)
+    path = store.path(int(store.shards[number]))
+    (part,) = store.parts
+    row = int(store.starts[part.slots][number] + store.counts[part.slots][number] // 2)
     data = bytearray(path.read_bytes())
     header = 8 + int.from_bytes(data[:8], "little")
-    at = header + (start + store.lengths[number] // 2) * store.bytes_per_token
+    at = header + row * row_bytes(part, store.dtype, store.width)
     data[at : at + 4] = torch.tensor([float("nan")]).numpy().tobytes()
     path.write_bytes(data)
 

@@ -145,6 +145,11 @@ def trim_mask(loss_mask: Tensor) -> Tensor:
     return mask[: int(indices[-1]) + 1] if len(indices) else mask[:0]
 
 
+def gate_mask(mask: Tensor, gate: str) -> Tensor:
+    """The loss mask; shifted by two with "read", as published: a slot counts if the token that it reads does."""
+    return torch.cat([mask.new_zeros(2), mask[:-2]])[: len(mask)] if gate == "read" else mask
+
+
 def collate(examples: Sequence[Example], taps: tuple[int, ...], seeds: Sequence[int] | None = None) -> Batch:
     """One batch of examples with features, each cut after its last supervised token."""
     masks = [trim_mask(example.loss_mask) for example in examples]

@@ -1,6 +1,6 @@
 """Compute the target's hidden features of examples, with the same code for stored and live features."""
 
-# B batch, T tokens, L taps, D target width
+# N rows, T tokens of a text, L taps, D target width
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import errno
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
@@ -23,8 +23,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import Example, run_ahead
-from eagle.data.shards import ShardWriter, pack_features, token_bytes, unpack_features
-from eagle.data.store import FeatureStore, Plan, make_batches, plan_shards
+from eagle.data.layout import Part, TapRoles, mean_bytes, parts_of, pick_rows, restore_features
+from eagle.data.packing import check_width, pack_features
+from eagle.data.shard_plan import Plan, make_batches, plan_shards
+from eagle.data.shards import ShardWriter
+from eagle.data.store import FeatureStore
 from eagle.drafters import DRAFTERS
 from eagle.recipe import FeaturesSection
 from eagle.target.target import Target
@@ -41,21 +44,29 @@ def world() -> tuple[int, int, Callable[[], None]]:
     return state.process_index, state.num_processes, state.wait_for_everyone
 
 
+def roles_of(settings: Any, target_config: Any) -> TapRoles:
+    """The target's layer inputs that a head with these settings needs to draft, and those that it needs to train."""
+    method: type[TrainableDrafter] = DRAFTERS[settings.kind]
+    return TapRoles(method.taps_for(settings, target_config), method.teacher_taps)
+
+
 def taps_of(settings: Any, target_config: Any) -> tuple[int, ...]:
     """The target's layer inputs that a head with these settings needs to draft and to train."""
-    method: type[TrainableDrafter] = DRAFTERS[settings.kind]
-    taps = {*method.taps_for(settings, target_config), *method.teacher_taps}
-    return tuple(sorted(taps, key=lambda tap: (tap == -1, tap)))
+    return roles_of(settings, target_config).taps
 
 
-def compute_features(target: Target, texts: Sequence[Tensor], taps: tuple[int, ...], dtype: str) -> tuple[Tensor, ...]:
-    """The packed features [B, T, L, D] of texts, padded on the right."""
+def compute_rows(
+    target: Target, texts: Sequence[Tensor], loss_masks: Sequence[Tensor], parts: Sequence[Part], dtype: str
+) -> list[tuple[Tensor, ...]]:
+    """The packed rows [N, L, ..] of every part, those of one text behind those of another."""
+    taps = tuple(tap for part in parts for tap in part.taps)
     tokens = pad_sequence(list(texts), batch_first=True)
-    return pack_features(target.features(tokens, taps, torch.bfloat16 if dtype == "bfloat16" else None), dtype)
+    features = target.features(tokens, taps, torch.bfloat16 if dtype == "bfloat16" else None)
+    return [pack_features(pick_rows(features, taps, part, loss_masks), dtype) for part in parts]
 
 
 class LiveFeatures:
-    """Features computed when they are read, equal to those that `extract` stores."""
+    """Features computed when they are read, equal to those that `extract` stores; what it leaves out is NaN."""
 
     sampled = False
 
@@ -67,10 +78,12 @@ class LiveFeatures:
         self.identity = identity
         self.taps: tuple[int, ...] = tuple(identity["taps"])
         self.dtype: str = identity["dtype"]
+        self.parts = parts_of(identity)
+        check_width(self.dtype, target.width_of(self.taps))
         self.together = target.sharded
         # with a sharded target all processes must compute equally often: one forward for whatever is read at once
         self.slots = sys.maxsize if self.together else batch_slots(target, batch_tokens)
-        check_lengths(target, examples)
+        check_lengths(target, max(len(example.tokens) for example in examples))
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -91,10 +104,9 @@ class LiveFeatures:
         """The examples at these indices, with their features."""
         examples = [self.examples[index] for index in indices]
         for batch in make_batches([len(example.tokens) for example in examples], self.slots):
-            values, *scales = compute_features(self.target, [examples[i].tokens for i in batch], self.taps, self.dtype)
-            for row, i in enumerate(batch):
-                end = len(examples[i].tokens)
-                features = unpack_features(values[row, :end], *(scale[row, :end] for scale in scales))
+            texts, masks = zip(*((examples[i].tokens, examples[i].loss_mask) for i in batch), strict=True)
+            packed = compute_rows(self.target, texts, masks, self.parts, self.dtype)
+            for i, features in zip(batch, restore_features(self.parts, packed, self.taps, masks), strict=True):
                 examples[i] = replace(examples[i], features=features)
         return examples
 
@@ -105,11 +117,12 @@ def extract(target: Target, store: FeatureStore, shards: Sequence[int]) -> Itera
 
     def write_jobs() -> Iterator[Callable[[], int]]:
         for shard in shards:
+            check_room(store, [shard])
             writers.append(writer := store.writer(shard))
             for batch in store.plan[shard]:
-                texts = [store.text(number)[0] for number in batch]
-                host, copied = _copy_to_host(compute_features(target, texts, store.taps, store.dtype))
-                yield partial(_append, writer, host, copied, [len(text) for text in texts])
+                texts, masks = zip(*map(store.text, batch), strict=True)
+                host, copied = _copy_to_host(compute_rows(target, texts, masks, store.parts, store.dtype))
+                yield partial(_append, writer, host, copied, sum(map(len, texts)))
             yield writer.close
 
     try:
@@ -126,22 +139,22 @@ def extract(target: Target, store: FeatureStore, shards: Sequence[int]) -> Itera
             writer.discard()
 
 
-def _append(writer: ShardWriter, host: Sequence[Tensor], copied: Any, lengths: Sequence[int]) -> int:
-    """Append a batch's packed features to a shard; returns its number of tokens."""
+def _append(writer: ShardWriter, host: Sequence[Sequence[Tensor]], copied: Any, tokens: int) -> int:
+    """Append a batch's packed rows to a shard; returns its number of tokens."""
     if copied is not None:
         copied.synchronize()
-    for row, length in enumerate(lengths):
-        writer.append(*(tensor[row, :length] for tensor in host))
-    return sum(lengths)
+    writer.append(host)
+    return tokens
 
 
-def _copy_to_host(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+def _copy_to_host(packed: Sequence[Sequence[Tensor]]) -> tuple[Sequence[Sequence[Tensor]], Any]:
     """Copies in host memory, and the CUDA event (None on a CPU) after which they hold their values."""
-    if not tensors[0].is_cuda:
-        return [tensor.cpu() for tensor in tensors], None
-    host = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
-    for copy, source in zip(host, tensors, strict=True):
-        copy.copy_(source, non_blocking=True)
+    if not packed[0][0].is_cuda:
+        return [[tensor.cpu() for tensor in tensors] for tensors in packed], None
+    host = [[torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in tensors] for tensors in packed]
+    for copies, sources in zip(host, packed, strict=True):
+        for copy, source in zip(copies, sources, strict=True):
+            copy.copy_(source, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record()
     return host, copied
@@ -155,18 +168,17 @@ def batch_slots(target: Target, batch_tokens: int | None) -> int:
 
 
 def plan_extraction(
-    examples: Sequence[Example], target: Target, taps: tuple[int, ...], features: FeaturesSection
+    examples: Sequence[Example], target: Target, parts: Sequence[Part], features: FeaturesSection
 ) -> Plan:
     """The batches and shards of a feature store for these examples."""
-    check_lengths(target, examples)
-    size = token_bytes(features.dtype, len(taps), target.width_of(taps))
     lengths = [len(example.tokens) for example in examples]
-    return plan_shards(lengths, batch_slots(target, features.batch_tokens), max(features.shard_bytes // size, 1))
+    check_lengths(target, max(lengths))
+    size = mean_bytes(parts, features.dtype, _width(target, parts), (example.loss_mask for example in examples))
+    return plan_shards(lengths, batch_slots(target, features.batch_tokens), max(int(features.shard_bytes / size), 1))
 
 
-def check_lengths(target: Target, examples: Sequence[Example]) -> None:
+def check_lengths(target: Target, longest: int) -> None:
     """Refuse texts longer than the target's number of positions."""
-    longest = max(len(example.tokens) for example in examples)
     if target.max_positions is not None and longest > target.max_positions:
         raise ValueError(
             f"the longest text has {longest} tokens, this target has {target.max_positions} positions: "
@@ -174,23 +186,24 @@ def check_lengths(target: Target, examples: Sequence[Example]) -> None:
         )
 
 
-def check_room(store: FeatureStore) -> None:
-    """Refuse an extraction that does not fit on the disk."""
-    if _missing_bytes(store) > shutil.disk_usage(store.folder).free:
+def check_room(store: FeatureStore, shards: Iterable[int] | None = None) -> None:
+    """Refuse to write shards, by default all that are absent, that do not fit on the disk."""
+    if sum(map(store.shard_bytes, store.absent if shards is None else shards)) > shutil.disk_usage(store.folder).free:
         raise ValueError(
-            f"too little room in {store.folder}: {_describe_room(store)}. Use features.dtype=float8, a data.limit, "
-            "another features.store, or features.store=null, which computes features while training"
+            f"too little room in {store.folder}: {_describe_room(store)}. Use features.dtype=float6, a data.limit, "
+            "another features.store, or features.store=null, which computes features while training. Or make room and "
+            "give the same command again: whole shards are kept"
         )
 
 
-def forecast(target: Target, examples: Sequence[Example], plan: Plan, taps: tuple[int, ...], dtype: str) -> str:
+def forecast(target: Target, examples: Sequence[Example], plan: Plan, parts: Sequence[Part], dtype: str) -> str:
     """A line with the tokens, bytes and time of an extraction, measured on a few seconds of it."""
     batches = [batch for shard in plan for batch in shard]
     sample = [batches[i * len(batches) // 64] for i in range(64)]  # from the longest to the shortest
     measured_tokens, start = 0, 0.0
     for batch in [sample[-1], *sample]:
-        texts = [examples[number].tokens for number in batch]
-        compute_features(target, texts, taps, dtype)[0].flatten()[-1].item()  # waits for the device
+        texts, masks = zip(*((examples[number].tokens, examples[number].loss_mask) for number in batch), strict=True)
+        compute_rows(target, texts, masks, parts, dtype)[0][0].flatten()[-1:].sum().item()  # waits for the device
         if not start:  # the first forward only warms up
             start = perf_counter()
             continue
@@ -199,21 +212,23 @@ def forecast(target: Target, examples: Sequence[Example], plan: Plan, taps: tupl
             break
     rate = measured_tokens / (perf_counter() - start)
     tokens = sum(len(example.tokens) for example in examples)
-    size = _format_bytes(tokens * token_bytes(dtype, len(taps), target.width_of(taps)))
+    size = mean_bytes(parts, dtype, _width(target, parts), (example.loss_mask for example in examples))
     return (
-        f"forecast: {tokens:,} tokens, {len(taps)} taps in {dtype}: {size} in {len(plan)} shards; one process computes "
+        f"forecast: {tokens:,} tokens, {sum(len(part.taps) for part in parts)} taps in {dtype}: "
+        f"{_format_bytes(tokens * size)}, {size:,.0f} bytes a token, in {len(plan)} shards; one process computes "
         f"{rate:,.0f} tokens/s here: {tokens / rate / 60:.1f} min, divided by the number of processes"
     )
 
 
-def _missing_bytes(store: FeatureStore) -> int:
-    return sum(store.index["shard_tokens"][shard] for shard in store.absent) * store.bytes_per_token
+def _width(target: Target, parts: Sequence[Part]) -> int:
+    return target.width_of(tuple(tap for part in parts for tap in part.taps))
 
 
 def _describe_room(store: FeatureStore) -> str:
     store.refresh()
     free = shutil.disk_usage(store.folder).free
-    return f"{_format_bytes(_missing_bytes(store))} are still to come and {_format_bytes(free)} are free"
+    missing = sum(map(store.shard_bytes, store.absent))
+    return f"{_format_bytes(missing)} are still to come and {_format_bytes(free)} are free"
 
 
 def _format_bytes(count: float) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import cached_assets_path, snapshot_download
 from huggingface_hub.errors import HFValidationError
 
+from eagle.data.layout import TapRoles
 from eagle.disk import sha256
 from eagle.log import progress
 from eagle.recipe import Recipe, TargetSection
@@ -28,18 +29,31 @@ NOT_IDENTITY = {
     "num_proc",
     "drop_duplicates",
 }  # decide no token, or by files
+FINGERPRINTS = {  # fields of an identity that are fingerprints, and of which files
+    "target.weights": "the target's weights (*.safetensors or *.bin)",
+    "target.config": "the target's config.json",
+    "target.adapter": "the adapter's weights and adapter_config.json",
+    "tokenizer": "the target's tokenizer (tokenizer*, vocab*, merges.txt, *.model and the like)",
+    "template": "the chat template (data.template, or the target's chat_template* and tokenizer_config.json)",
+    "data.source": "the files of data.train",
+}
 MASK_RULES = 3  # version of the rules by which answers are masked; features of other versions are refused
 
 
-def identity(recipe: Recipe, taps: tuple[int, ...]) -> dict[str, Any]:
+def identity(recipe: Recipe, roles: TapRoles) -> dict[str, Any]:
     """All settings and fingerprints that decide the features of a recipe."""
     return {
         "target": target_identity(recipe.target),
         **data_identity(recipe),
         "masks": {"rules": MASK_RULES, "stop_ids": stop_ids(recipe.target)},
-        "taps": list(taps),
+        **tap_identity(roles),
         "dtype": recipe.features.dtype,
     }
+
+
+def tap_identity(roles: TapRoles) -> dict[str, Any]:
+    """The taps, and those of them that are kept at every slot that heads read."""
+    return {"taps": list(roles.taps), "inputs": list(roles.inputs)}
 
 
 def target_identity(section: TargetSection) -> dict[str, Any]:
@@ -131,3 +145,18 @@ def _files(source: Path) -> list[Path]:
 def target_name(recipe: Recipe) -> dict[str, Any]:
     """The path, revision and adapter of a target, for comparisons without its files."""
     return recipe.target.model_dump(include={"path", "revision", "adapter"})
+
+
+def differences(got: Any, expected: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted name, got, expected) of every leaf in which two nested dicts differ."""
+    if isinstance(got, dict) and isinstance(expected, dict):
+        for key in sorted({*got, *expected}):
+            yield from differences(got.get(key), expected.get(key), f"{name}.{key}" if name else key)
+    elif got != expected:
+        yield name, got, expected
+
+
+def describe_difference(name: str, got: Any, needed: Any) -> str:
+    """One difference between a store and a run, with the files that its fingerprint is of."""
+    files = f" as the fingerprint of {FINGERPRINTS[name]}" if name in FINGERPRINTS else ""
+    return f"the store has {got!r}, this run needs {needed!r}{files}"

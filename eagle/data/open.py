@@ -7,8 +7,9 @@ from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import Example, Features
-from eagle.data.features import LiveFeatures, taps_of
-from eagle.data.identity import MASK_RULES, data_identity, identity, in_precision, target_name
+from eagle.data.features import LiveFeatures, roles_of
+from eagle.data.identity import MASK_RULES, data_identity, identity, in_precision, tap_identity, target_name
+from eagle.data.layout import TapRoles
 from eagle.data.on_policy import OnPolicyFeatures
 from eagle.data.own_drafts import OwnDrafts
 from eagle.data.store import FeatureStore
@@ -29,13 +30,13 @@ def open_features(
         if folder := store.borrowed_folder():
             borrowed = load_borrowed(folder, best_device())
             if main:  # its reading of all weights is enough for all processes
-                store.expect(_expected_identity(recipe, taps_of(settings, borrowed.config), store))
+                store.expect(_expected_identity(recipe, roles_of(settings, borrowed.config), store))
             return borrowed, store
     shard = recipe.features.shard_target
     target = Target.load(**recipe.target.model_dump(), device="cpu" if shard else "auto")
     if shard:
         target.shard()
-    expected = identity(recipe, taps_of(settings, target.config))
+    expected = identity(recipe, roles_of(settings, target.config))
     if recipe.features.store:
         return target, FeatureStore(recipe.features.store, expected)
     expected = in_precision(expected, target.model.dtype)
@@ -86,10 +87,10 @@ def _with_drafts(
     return OwnDrafts(features, target, head, policy)
 
 
-def _expected_identity(recipe: Recipe, taps: tuple[int, ...], store: FeatureStore) -> dict[str, Any]:
+def _expected_identity(recipe: Recipe, roles: TapRoles, store: FeatureStore) -> dict[str, Any]:
     """The identity that a store must have; without the target's files only its name is compared."""
     if is_local_model(recipe.target.path, recipe.target.revision):
-        return identity(recipe, taps)
+        return identity(recipe, roles)
     name = target_name(recipe)
     made_from = store.index["made"]["target"]
     if name != made_from:
@@ -106,6 +107,6 @@ def _expected_identity(recipe: Recipe, taps: tuple[int, ...], store: FeatureStor
         **{key: stored[key] for key in uncompared},
         "masks": {"rules": MASK_RULES, "stop_ids": stored.get("masks", {}).get("stop_ids")},
         "target": {**stored["target"], "dtype": recipe.target.dtype},
-        "taps": list(taps),
+        **tap_identity(roles),
         "dtype": recipe.features.dtype,
     }

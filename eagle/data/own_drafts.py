@@ -19,8 +19,8 @@ from eagle.core.noise import mix64
 from eagle.core.tree import DraftTree, chain_paths
 from eagle.core.verify import Sampling
 from eagle.data.features import LiveFeatures
+from eagle.data.layout import round_features
 from eagle.data.on_policy import choose_answer
-from eagle.data.shards import pack_features, unpack_features
 from eagle.decoding.decode import generate
 from eagle.device import in_dtype
 from eagle.recipe import OnPolicySection
@@ -123,7 +123,7 @@ class OwnDrafts:
         empty = torch.zeros(levels, dtype=torch.long)
         rows = torch.stack([torch.cat([cycle.tokens, empty])[:levels] for cycle in record.cycles])
         states = torch.stack([_pad(cycle.states, levels) for cycle in record.cycles])
-        states = unpack_features(*pack_features(states, self.identity["dtype"]))
+        states = round_features(states, self.identity["dtype"])
         slots, accepted = (
             torch.tensor([getattr(cycle, name) for cycle in record.cycles]) for name in ("slot", "accepted")
         )

@@ -1,83 +1,65 @@
-"""The format of a feature shard: how features are packed, streamed to a file, and checked."""
-
-# T tokens, L taps, D target width
+"""The format of a feature shard: how packed features are streamed to a file, and checked."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from eagle.data.layout import Part
+from eagle.data.packing import DTYPES
 from eagle.disk import part_file, sha256, write_whole
 
-DTYPES = {
-    "float32": (torch.float32, "F32"),
-    "bfloat16": (torch.bfloat16, "BF16"),
-    "float8": (torch.float8_e4m3fn, "F8_E4M3"),
-}
-LARGEST_FLOAT8 = 448.0
 
-
-def pack_features(features: Tensor, dtype: str) -> tuple[Tensor, ...]:
-    """Features [..., L, D] in their storage dtype; float8 adds a scale [..., L] per token and tap."""
-    if dtype != "float8":
-        return (features.to(DTYPES[dtype][0]),)
-    scales = (features.abs().amax(-1).float() / LARGEST_FLOAT8).clamp_min(torch.finfo(torch.float32).tiny)
-    return (features / scales[..., None]).to(torch.float8_e4m3fn), scales
-
-
-def unpack_features(values: Tensor, scales: Tensor | None = None) -> Tensor:
-    """Features in their training dtype: float8 is scaled back to bfloat16."""
-    return values if scales is None else (values.float() * scales[..., None]).bfloat16()
-
-
-def token_bytes(dtype: str, taps: int, width: int) -> int:
-    """Bytes on disk of one token's features."""
-    return taps * (width * DTYPES[dtype][0].itemsize + (4 if dtype == "float8" else 0))
-
-
-def shard_header(dtype: str, tokens: int, taps: int, width: int, metadata: dict[str, str]) -> bytes:
-    """The safetensors header of a shard of `tokens` tokens, which can be written before its tensors."""
-    end = tokens * taps * width * DTYPES[dtype][0].itemsize
-    tensors: dict[str, Any] = {
-        "__metadata__": metadata,
-        "features": {"dtype": DTYPES[dtype][1], "shape": [tokens, taps, width], "data_offsets": [0, end]},
-    }
-    if dtype == "float8":
-        tensors["scales"] = {"dtype": "F32", "shape": [tokens, taps], "data_offsets": [end, end + tokens * taps * 4]}
+def shard_header(parts: Sequence[Part], rows: Sequence[int], dtype: str, width: int, metadata: dict[str, str]) -> bytes:
+    """The safetensors header of a shard whose parts have so many rows, which can be written before its tensors."""
+    tensors: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for part, count in zip(parts, rows, strict=True):
+        for field in DTYPES[dtype]:
+            start, end = end, end + count * field.row_bytes(len(part.taps), width)
+            shape = field.shape(count, len(part.taps), width)
+            tensors[part.prefix + field.name] = {"dtype": field.code, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(tensors).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 class ShardWriter:
-    """Writes one shard to disk as a stream: header, features, scales. It is complete once its checksum file exists."""
+    """Writes one shard to disk as a stream; it is complete once its checksum file exists.
+
+    The header and the shard's first tensor, the largest by far, are written at once. The others follow at the end.
+    """
 
     def __init__(self, path: Path, header: bytes) -> None:
         self.path, self.part = path, part_file(path)
         self.digest = hashlib.sha256()
-        self.scales: list[Tensor] = []
+        self.later: list[list[Tensor]] = []  # of each tensor but the first, what it consists of
         self.file = self.part.open("xb", buffering=0)
         self._write(header)
 
-    def append(self, values: Tensor, scales: Tensor | None = None) -> None:
-        """Append the packed features [T, L, D] of the next example."""
-        if not (values if scales is None else scales).sum(dtype=torch.float32).isfinite():
+    def append(self, packed: Sequence[Sequence[Tensor]]) -> None:
+        """Append the packed rows of each part, of the next examples."""
+        if not all(tensors[-1].sum(dtype=torch.float32).isfinite() for tensors in packed):
             raise ValueError("the target's hidden states are not finite: load it in another target.dtype")
-        self._write(values.contiguous().view(torch.uint8).numpy().data)
-        if scales is not None:
-            self.scales.append(scales)
+        first, *others = (tensor for tensors in packed for tensor in tensors)
+        self._write(_bytes_of(first))
+        self.later = self.later or [[] for _ in others]
+        for pieces, tensor in zip(self.later, others, strict=True):
+            pieces.append(tensor)
 
     def close(self) -> int:
-        """Write the scales, flush, rename the shard into place and write its checksum; returns 0, it has no tokens."""
-        if self.scales:
-            self._write(torch.cat(self.scales).contiguous().numpy().data)
-            self.scales.clear()
+        """Write the other tensors, flush, rename the shard into place and write its checksum; returns 0: no tokens."""
+        for pieces in self.later:
+            for piece in pieces:
+                self._write(_bytes_of(piece))
+        self.later.clear()
         os.fsync(self.file.fileno())
         self.file.close()
         os.replace(self.part, self.path)
@@ -96,6 +78,10 @@ class ShardWriter:
             written = self.file.write(view)
             self.digest.update(view[:written])
             view = view[written:]
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    return tensor.contiguous().view(torch.uint8).numpy().data
 
 
 def shard_fault(path: Path, header: bytes, size: int, *, read: bool) -> str | None:

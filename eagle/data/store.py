@@ -1,6 +1,6 @@
 """Feature stores: hidden features on disk with their identity, their examples and checksums."""
 
-# T tokens, L taps, D target width
+# N examples, T tokens of one
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import json
 import platform
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,67 +17,15 @@ from safetensors import safe_open
 from torch import Tensor
 
 from eagle.core.examples import Example
-from eagle.data.identity import in_precision
-from eagle.data.shards import (
-    DTYPES,
-    ShardWriter,
-    checksum_file,
-    shard_fault,
-    shard_header,
-    token_bytes,
-    unpack_features,
-)
+from eagle.data.identity import describe_difference, differences, in_precision
+from eagle.data.layout import count_slots, parts_of, restore_features, row_bytes
+from eagle.data.packing import DTYPES, check_width
+from eagle.data.shard_plan import Plan, StoredPlan
+from eagle.data.shards import ShardWriter, checksum_file, shard_fault, shard_header
 from eagle.disk import sha256, write_tensors, write_whole
 from eagle.markup import table
 
-FINGERPRINTS = {  # fields of an identity that are fingerprints, and of which files
-    "target.weights": "the target's weights (*.safetensors or *.bin)",
-    "target.config": "the target's config.json",
-    "target.adapter": "the adapter's weights and adapter_config.json",
-    "tokenizer": "the target's tokenizer (tokenizer*, vocab*, merges.txt, *.model and the like)",
-    "template": "the chat template (data.template, or the target's chat_template* and tokenizer_config.json)",
-    "data.source": "the files of data.train",
-}
-Plan = list[list[list[int]]]  # shards of batches of example numbers
-
-
-def make_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Example numbers, longest first, in batches that fill at most `batch_tokens` slots with their padding."""
-    batches: list[list[int]] = []
-    for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= batch_tokens:
-            batches[-1].append(number)
-        else:
-            batches.append([number])
-    return batches
-
-
-def plan_shards(lengths: Sequence[int], batch_tokens: int, shard_tokens: int) -> Plan:
-    """The batches, grouped into shards of about `shard_tokens` tokens; depends only on the lengths."""
-    shards: Plan = []
-    filled = shard_tokens
-    for batch in make_batches(lengths, batch_tokens):
-        if filled >= shard_tokens:
-            shards.append([])
-            filled = 0
-        shards[-1].append(batch)
-        filled += sum(lengths[number] for number in batch)
-    return shards
-
-
-def differences(got: Any, expected: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted name, got, expected) of every leaf in which two nested dicts differ."""
-    if isinstance(got, dict) and isinstance(expected, dict):
-        for key in sorted({*got, *expected}):
-            yield from differences(got.get(key), expected.get(key), f"{name}.{key}" if name else key)
-    elif got != expected:
-        yield name, got, expected
-
-
-def describe_difference(name: str, got: Any, needed: Any) -> str:
-    """One difference between a store and a run, with the files that its fingerprint is of."""
-    files = f" as the fingerprint of {FINGERPRINTS[name]}" if name in FINGERPRINTS else ""
-    return f"the store has {got!r}, this run needs {needed!r}{files}"
+VERSION = 2  # of the layout; stores without a number, the first, keep every tap of every token
 
 
 class Absent(ValueError):
@@ -93,14 +40,27 @@ def _read_index(path: Path) -> dict[str, Any]:
     """The index of a store, with the fields that a reader needs checked."""
     try:
         index: dict[str, Any] = json.loads(path.read_text())
-        if index["identity"]["dtype"] not in DTYPES:
-            raise ValueError(f"dtype is {index['identity']['dtype']!r}")
-        numbers = (*index["identity"]["taps"], *index["shard_tokens"], index["made"]["width"])
-        if index["examples"]["sha256"] and all(isinstance(number, int) for number in numbers):
-            return index
-        raise ValueError(f"taps, shard_tokens and width are {numbers}, expected numbers")
-    except (ValueError, KeyError, TypeError) as error:
+        version = index.get("version", 1)
+        if is_known := version in range(1, VERSION + 1):
+            _check_index(index)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{path} is damaged ({error!r}): --repair makes it anew") from None
+    if not is_known:
+        raise ValueError(
+            f"{path} has version {version!r}, this program reads 1 to {VERSION}: update it, or name another "
+            "features.store"
+        )
+    return index
+
+
+def _check_index(index: dict[str, Any]) -> None:
+    """Raise an error if a field that a reader needs is missing or has a wrong value."""
+    if index["identity"]["dtype"] not in DTYPES:
+        raise ValueError(f"dtype is {index['identity']['dtype']!r}")
+    inputs = index["identity"].get("inputs", [])
+    numbers = (*index["identity"]["taps"], *inputs, *index["shard_tokens"], index["made"]["width"])
+    if not index["examples"]["sha256"] or not all(isinstance(number, int) for number in numbers):
+        raise ValueError(f"taps, inputs, shard_tokens and width are {numbers}, expected numbers")
 
 
 class FeatureStore:
@@ -122,6 +82,8 @@ class FeatureStore:
             self.expect(expected)
         self.taps: tuple[int, ...] = tuple(self.identity["taps"])
         self.dtype: str = self.identity["dtype"]
+        self.width: int = self.index["made"]["width"]
+        self.parts = parts_of(self.identity)
         self._load_examples()
         self.refresh()
         if self.absent and not partial:
@@ -136,22 +98,27 @@ class FeatureStore:
         Its entry `borrowed` maps files that are in the folder already to their checksums.
         """
         folder = Path(folder)
-        lengths = [len(example.tokens) for example in examples]
-        batches = [batch for shard in plan for batch in shard]
-        tensors = {
-            "tokens": torch.cat([example.tokens.int() for example in examples]),
-            "loss_mask": torch.cat([example.loss_mask for example in examples]),
-            "lengths": torch.tensor(lengths),
-            "order": torch.tensor([number for batch in batches for number in batch]),
-            "batch_sizes": torch.tensor([len(batch) for batch in batches]),
-            "shard_batches": torch.tensor([len(shard) for shard in plan]),
-        }
+        check_width(identity["dtype"], made["width"])
+        lengths = torch.tensor([len(example.tokens) for example in examples])
+        tokens = torch.empty(int(lengths.sum()), dtype=torch.int32)
+        loss_mask = torch.empty(len(tokens), dtype=torch.bool)
+        counts = torch.empty(len(lengths), 2, dtype=torch.int32)
+        end = 0
+        for example, count in zip(examples, counts, strict=True):
+            start, end = end, end + len(example.tokens)
+            tokens[start:end] = example.tokens
+            loss_mask[start:end] = example.loss_mask
+            count[:] = torch.tensor(count_slots(example.loss_mask))
+        tensors = {"tokens": tokens, "loss_mask": loss_mask, "lengths": lengths, **StoredPlan.tensors_of(plan)}
+        if "inputs" in identity:
+            tensors |= {"read": counts[:, 0], "taught": counts[:, 1]}
         path = folder / "examples.safetensors"
         write_tensors(path, tensors)
         index = {
+            **({"version": VERSION} if "inputs" in identity else {}),
             "identity": identity,
-            "examples": {"count": len(lengths), "tokens": sum(lengths), "sha256": sha256(path)},
-            "shard_tokens": [sum(lengths[number] for batch in shard for number in batch) for shard in plan],
+            "examples": {"count": len(lengths), "tokens": len(tokens), "sha256": sha256(path)},
+            "shard_tokens": StoredPlan(**StoredPlan.tensors_of(plan)).place_rows(lengths)[1],
             "made": {"torch": torch.__version__, "machine": platform.machine(), **made},
         }
         write_whole(folder / "index.json", [json.dumps(index, indent=1).encode()])
@@ -162,8 +129,8 @@ class FeatureStore:
         wrong = [
             f"{name}: {describe_difference(name, got, needed)}"
             for name, got, needed in differences(self.identity, identity)
-            # a store may have more taps than needed, and any precision where the recipe leaves it open
-            if not (name == "taps" and set(needed) <= set(got)) and (name, needed) != ("target.dtype", "auto")
+            # a store may have more than needed, and any precision where the recipe leaves it open
+            if not _holds(name, got, needed) and (name, needed) != ("target.dtype", "auto")
         ]
         if wrong:
             raise ValueError(
@@ -179,35 +146,43 @@ class FeatureStore:
         return self.folder if files else None
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.served)
 
     def __getitem__(self, index: int) -> Example:
         return self.read([index])[0]
 
     def read(self, indices: Sequence[int]) -> list[Example]:
         """The examples at these indices, with their features from memory-mapped shards."""
-        return [self._read(*self.places[index]) for index in indices]
+        return [self._read(self.number(index)) for index in indices]
 
-    def _read(self, number: int, shard: int, start: int) -> Example:
-        stop = start + self.lengths[number]
-        with safe_open(self.path(shard), "pt") as file:
-            values = file.get_slice("features")[start:stop]
-            scales = [file.get_slice("scales")[start:stop]] if self.dtype == "float8" else []
-        return Example(*self.text(number), unpack_features(values, *scales))
+    def _read(self, number: int) -> Example:
+        tokens, mask = self.text(number)
+        with safe_open(self.path(int(self.shards[number])), "pt") as file:
+            packed = []
+            for part in self.parts:
+                start = int(self.starts[part.slots][number])
+                stop = start + int(self.counts[part.slots][number])
+                names = [part.prefix + field.name for field in DTYPES[self.dtype]]
+                packed.append([file.get_slice(name)[start:stop] for name in names])
+        return Example(tokens, mask, restore_features(self.parts, packed, self.taps, [mask])[0])
+
+    def number(self, index: int) -> int:
+        """The number in the data of the example at an index."""
+        return int(self.served[index])
 
     def mask(self, index: int) -> Tensor:
         """[T], the loss mask of an example."""
-        return self.text(self.places[index][0])[1]
+        return self.text(self.number(index))[1]
 
     def supervised_tokens(self, index: int) -> Tensor:
         """The supervised tokens of an example."""
-        tokens, mask = self.text(self.places[index][0])
+        tokens, mask = self.text(self.number(index))
         return tokens[mask]
 
     def text(self, number: int) -> tuple[Tensor, Tensor]:
         """Tokens and loss mask of an example, by its number in the data."""
-        end = self.ends[number]
-        start = end - self.lengths[number]
+        end = int(self.ends[number])
+        start = end - int(self.counts["all"][number])
         return self.tokens[start:end].long(), self.loss_mask[start:end]
 
     def path(self, shard: int) -> Path:
@@ -216,9 +191,9 @@ class FeatureStore:
 
     def faults(self, *, read: bool = False) -> Iterator[tuple[int, str | None]]:
         """Every shard and its fault or None, by its header and size or, with `read`, by every byte."""
-        for shard, tokens in enumerate(self.index["shard_tokens"]):
+        for shard in range(len(self.plan)):
             header = self._header(shard)
-            size = len(header) + tokens * self.bytes_per_token
+            size = len(header) + self.shard_bytes(shard)
             yield shard, shard_fault(self.path(shard), header, size, read=read)
 
     def refresh(self) -> None:
@@ -235,14 +210,9 @@ class FeatureStore:
     def serve_all_but(self, absent: dict[int, str]) -> None:
         """Serve the examples of all other shards, in the data's order."""
         self.absent = absent
-        self.places: list[tuple[int, int, int]] = []  # (example number, shard, its first token there)
-        for shard, batches in enumerate(self.plan):
-            start = 0
-            for number in (number for batch in batches for number in batch):
-                if shard not in absent:
-                    self.places.append((number, shard, start))
-                start += self.lengths[number]
-        self.places.sort()
+        self.served: Sequence[int] | Tensor = range(len(self.shards))  # numbers of the examples
+        if absent:
+            self.served = torch.isin(self.shards, torch.tensor([*absent]), invert=True).nonzero()[:, 0]
 
     def discard(self, shards: Sequence[int]) -> None:
         """Remove these shards, so that they are computed again."""
@@ -255,29 +225,37 @@ class FeatureStore:
         """A writer of a shard, which takes its examples in the order of the plan."""
         return ShardWriter(self.path(shard), self._header(shard))
 
+    def shard_bytes(self, shard: int) -> int:
+        """The bytes of a shard's states, without its header."""
+        return sum(self.rows[part.slots][shard] * row_bytes(part, self.dtype, self.width) for part in self.parts)
+
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes on disk of one token's features."""
-        return token_bytes(self.dtype, len(self.taps), self.index["made"]["width"])
+    def total_bytes(self) -> int:
+        """The bytes of all shards' states, once they are complete."""
+        return sum(map(self.shard_bytes, range(len(self.plan))))
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes on disk of one token of the texts."""
+        return self.total_bytes / max(len(self.tokens), 1)
 
     def _repr_html_(self) -> str:
         """The store's contents as HTML, for a notebook."""
         counts = self.index["examples"]
-        size = sum(self.index["shard_tokens"]) * self.bytes_per_token
         rows = {
             "folder": self.folder,
             "target": self.identity.get("target", {}).get("path", "not known"),
-            "features": f"{len(self.taps)} layers {self.taps} × {self.index['made']['width']}, {self.dtype}",
+            "features": f"{len(self.taps)} layers {self.taps} × {self.width}, {self.dtype}",
             "conversations": f"{counts['count']:,}, {counts['tokens']:,} tokens, {int(self.loss_mask.sum()):,} learned",
             "shards": f"{len(self.plan) - len(self.absent)} of {len(self.plan)} complete",
-            "size when complete": f"{size / 1e6:,.1f} MB",
+            "size when complete": f"{self.total_bytes / 1e6:,.1f} MB, {self.bytes_per_token:,.0f} bytes a token",
         }
         return table(rows.items())
 
     def _header(self, shard: int) -> bytes:
         metadata = {"store": self._fingerprint, "shard": str(shard)}  # so that a shard of another store is refused
-        width, tokens = self.index["made"]["width"], self.index["shard_tokens"][shard]
-        return shard_header(self.dtype, tokens, len(self.taps), width, metadata)
+        rows = [self.rows[part.slots][shard] for part in self.parts]
+        return shard_header(self.parts, rows, self.dtype, self.width, metadata)
 
     @cached_property
     def _fingerprint(self) -> str:
@@ -294,16 +272,26 @@ class FeatureStore:
         return path
 
     def _load_examples(self) -> None:
+        """Open the texts, which stay on the disk: safetensors maps its tensors into memory."""
         with safe_open(self._check_file("examples.safetensors", self.index["examples"]["sha256"]), "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
         self.tokens, self.loss_mask = tensors["tokens"], tensors["loss_mask"]
-        self.lengths = tensors["lengths"].tolist()
-        self.ends = list(accumulate(self.lengths))
-        order, batch_sizes = iter(tensors["order"].tolist()), iter(tensors["batch_sizes"].tolist())
-        self.plan: Plan = [
-            [[next(order) for _ in range(next(batch_sizes))] for _ in range(batches)]
-            for batches in tensors["shard_batches"].tolist()
-        ]
-        tokens = [sum(self.lengths[number] for batch in shard for number in batch) for shard in self.plan]
-        if tokens != self.index["shard_tokens"]:
+        self.ends = tensors["lengths"].cumsum(0)
+        self.plan = StoredPlan(tensors["order"], tensors["batch_sizes"], tensors["shard_batches"])
+        self.shards = self.plan.shards
+        self.counts = {"all": tensors["lengths"]} | {
+            name: tensors[name] for name in ("read", "taught") if name in tensors
+        }
+        self.starts: dict[str, Tensor] = {}  # of each kind of slots, the first row of each example in its shard
+        self.rows: dict[str, list[int]] = {}  # and the rows of each shard
+        for part in self.parts:
+            self.starts[part.slots], self.rows[part.slots] = self.plan.place_rows(self.counts[part.slots])
+        if self.plan.place_rows(self.counts["all"])[1] != self.index["shard_tokens"]:
             raise Damaged(f"{self.folder / 'index.json'} is not of these examples: --repair makes it anew")
+
+
+def _holds(name: str, got: Any, needed: Any) -> bool:
+    """Whether a store has the taps that are needed, and more perhaps, at the slots where they are needed."""
+    if name == "inputs":  # a store without them has every tap at every slot; a reader without them reads inputs alone
+        return got is None or (needed is not None and set(needed) <= set(got))
+    return name == "taps" and set(needed) <= set(got)

@@ -82,7 +82,7 @@ class FeaturesSection(Section):
     """Where the target's hidden states are kept, and how."""
 
     store: str | None = None  # the folder of stored hidden states; if null, they are computed while training
-    dtype: Literal["float32", "bfloat16", "float8"] = "bfloat16"  # of the stored states
+    dtype: Literal["float32", "bfloat16", "float8", "float6"] = "bfloat16"  # of the stored states
     shard_bytes: int = Field(1_000_000_000, ge=1)  # size of one file of the store
     batch_tokens: int | None = Field(None, ge=1)  # tokens of one forward of the target; by default what suits it
     shard_target: bool = False  # without a store: spread the target's layers over all processes

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.core.examples import Batch, Features, collate, run_ahead, trim_mask
-from eagle.training.plan import Plan, gate_mask
+from eagle.core.examples import Batch, Features, collate, gate_mask, run_ahead, trim_mask
+from eagle.training.plan import Plan
 
 
 class Part(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import Features
-from eagle.data.store import differences
+from eagle.data.identity import differences
 from eagle.drafters import DRAFTERS
 from eagle.drafters.recurrent.reduced_vocab import load_draft_vocab
 from eagle.formats.checkpoint import load_head

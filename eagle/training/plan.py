@@ -8,7 +8,6 @@ from functools import lru_cache
 from heapq import heapreplace
 
 import torch
-from torch import Tensor
 
 from eagle.recipe import TrainSection
 
@@ -90,11 +89,6 @@ class Plan:
         cosine = 0.5 - 0.5 * math.cos(math.pi * left)
         shapes = {"constant": 1.0, "linear": left, "cosine": cosine, "wsd": at_the_end}
         return settings.lr * (settings.final_lr + (1 - settings.final_lr) * shapes[settings.schedule])
-
-
-def gate_mask(mask: Tensor, gate: str) -> Tensor:
-    """The loss mask; shifted by two with "read", as published: a slot counts if the token that it reads does."""
-    return torch.cat([mask.new_zeros(2), mask[:-2]]) if gate == "read" else mask
 
 
 def _permute(count: int, seed: int) -> list[int]:

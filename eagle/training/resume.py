@@ -14,7 +14,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.data.store import differences
+from eagle.data.identity import differences
 from eagle.disk import DiskError, apply_umask, sha256, write_whole
 from eagle.recipe import TrainSection
 

@@ -18,7 +18,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from eagle.core.drafter import TargetHead, TrainableDrafter
-from eagle.core.examples import Batch, Features, trim_mask
+from eagle.core.examples import Batch, Features, gate_mask, trim_mask
 from eagle.core.tree import PUBLISHED_TREE, chain_paths
 from eagle.device import PINNED
 from eagle.disk import lock_folder
@@ -31,7 +31,7 @@ from eagle.training.choice import Choice, Decoding, acceptance, decode_once
 from eagle.training.clipping import clip_gradients
 from eagle.training.dealing import Dealer
 from eagle.training.drafts_loss import DraftsLoss
-from eagle.training.plan import Plan, gate_mask
+from eagle.training.plan import Plan
 from eagle.training.reached import describe_reached
 from eagle.training.resume import DISK_FAULTS, Checkpoints, load_stem
 from eagle.training.sharded import gather, prepare_sharded, shard_head

@@ -15,10 +15,11 @@ import torch
 from data_prep.extract import fill_store
 from data_prep.read_once import read_examples
 from eagle.core.drafter import TargetHead, TrainableDrafter
-from eagle.core.examples import Features, collate, trim_mask
-from eagle.data.features import taps_of
+from eagle.core.examples import Features, collate, gate_mask, trim_mask
+from eagle.data.features import roles_of
+from eagle.data.identity import tap_identity
+from eagle.data.layout import TapRoles, mean_bytes, parts_of
 from eagle.data.open import follow_head, open_features
-from eagle.data.shards import token_bytes
 from eagle.disk import lock_folder
 from eagle.drafters import settings_of
 from eagle.log import progress
@@ -28,7 +29,7 @@ from eagle.target.borrowed import target_config
 from eagle.training.drafts_loss import DraftsLoss
 from eagle.training.first_head import first_head
 from eagle.training.launch import launch, splits_weights
-from eagle.training.plan import Plan, gate_mask
+from eagle.training.plan import Plan
 from eagle.training.train import train
 from eval.comparison.compare_plan import Arm, Comparison
 from eval.comparison.compare_rows import Entry, Rows
@@ -45,10 +46,9 @@ def store_features(comparison: Comparison) -> None:
     for store, recipes in stores.items():
         target = recipes[0].target
         config = target_config(target.path, target.revision, trust_remote_code=target.trust_remote_code)
-        taps = {tap for recipe in recipes for tap in taps_of(_settings(recipe), config)}
-        in_order = tuple(sorted(taps, key=lambda tap: (tap == -1, tap)))
+        roles = TapRoles.join(roles_of(_settings(recipe), config) for recipe in recipes)
         with lock_folder(store):
-            fill_store(recipes[0], Path(store), in_order, repair=False, strict=False)
+            fill_store(recipes[0], Path(store), roles, repair=False, strict=False)
 
 
 @dataclass
@@ -111,10 +111,11 @@ class TrainingRun:
             (weight for weight in self.head.parameters() if weight.requires_grad),
             self.head.shape.hidden_size,
         )
-        read = {*self.head.taps, *self.head.teacher_taps}
+        parts = parts_of(tap_identity(TapRoles(self.head.taps, self.head.teacher_taps)))
+        masks = (self.features.mask(place) for place in range(len(self.features)))
         return {
             "weights": sum(weight.numel() for weight in weights),
-            "token_bytes": token_bytes(self.recipe.features.dtype, len(read), width),
+            "token_bytes": round(mean_bytes(parts, self.recipe.features.dtype, width, masks)),
         }
 
     def timed_step(self) -> Callable[[int], float]:

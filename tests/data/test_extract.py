@@ -13,12 +13,16 @@ from safetensors.torch import load_file, save_file
 
 from eagle import Target
 from eagle.core.examples import Example
-from eagle.data.features import LiveFeatures, batch_slots, compute_features, forecast, plan_extraction, plan_shards
+from eagle.data.features import LiveFeatures, batch_slots, compute_rows, forecast, plan_extraction
 from eagle.data.identity import identity
+from eagle.data.layout import TapRoles, parts_of
+from eagle.data.shard_plan import plan_shards
 from eagle.recipe import Recipe
 
 LENGTHS = (9, 30, 17, 30, 3)
 TAPS = (0, 1, 3, -1)
+PARTS = parts_of({"taps": TAPS})
+ROLES = TapRoles((-1,), (-1,))
 
 
 def texts(seed: int) -> list[torch.Tensor]:
@@ -27,22 +31,30 @@ def texts(seed: int) -> list[torch.Tensor]:
     return [torch.randint(5, VOCAB_SIZE, (length,), generator=generator) for length in LENGTHS]
 
 
+def compute_features(target: Target, ours: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The features of all tokens of each text, computed together."""
+    masks = [torch.ones(len(text), dtype=torch.bool) for text in ours]
+    (rows,) = compute_rows(target, ours, masks, PARTS, "float32")
+    return list(rows[0].split(LENGTHS))
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_padding_and_neighbours_change_nothing(name: str) -> None:
     """Batched features equal each text's own hidden states, and stay when the texts beside it are others."""
     target = Target(build(name))
     ours, others = texts(1), texts(2)
-    values = compute_features(target, ours, TAPS, "float32")[0]
+    values = compute_features(target, ours)
     for row, text in enumerate(ours):
         with torch.no_grad():
             states = target.model(input_ids=text[None], use_cache=False, output_hidden_states=True).hidden_states
         alone = torch.stack([states[tap][0] for tap in TAPS], dim=1)
-        beside = compute_features(target, [*others[:row], text, *others[row + 1 :]], TAPS, "float32")[0]
-        for got in (values[row, : len(text)], beside[row, : len(text)]):
+        beside = compute_features(target, [*others[:row], text, *others[row + 1 :]])
+        for got in (values[row], beside[row]):
             assert (got - alone).abs().max() <= 1e-5 * alone.abs().max()
         # the check can fail: a neighbour's states, or those of the next layer, are far away
-        assert not torch.allclose(values[row - 1, : len(text)], alone, atol=1e-2)
-        assert not torch.allclose(values[row, : len(text), :-1], alone[:, 1:], atol=1e-2)
+        least = min(len(text), len(ours[row - 1]))
+        assert not torch.allclose(values[row - 1][:least], alone[:least], atol=1e-2)
+        assert not torch.allclose(values[row][:, :-1], alone[:, 1:], atol=1e-2)
 
 
 def test_live_features_come_in_the_order_asked() -> None:
@@ -72,18 +84,21 @@ def test_texts_beyond_the_targets_positions_are_refused() -> None:
         LiveFeatures(target, examples, {"taps": [-1], "dtype": "float32"})
     section = Recipe.load("recipes/tiny/eagle1.yaml").features
     with pytest.raises(ValueError, match=r"set data\.max_length to at most 256"):
-        plan_extraction(examples, target, (-1,), section)
+        plan_extraction(examples, target, parts_of({"taps": [-1]}), section)
 
 
 def test_a_forecast_tells_size_and_time() -> None:
-    """Bytes are exact; the time comes from a calibration."""
-    target, examples = Target(build("llama")), [Example(text, text > 9) for text in texts(4)]
+    """Bytes are exact, by the masks; the time comes from a calibration."""
+    target, examples = Target(build("llama")), [Example(text, torch.arange(len(text)) == 2) for text in texts(4)]
     plan = plan_shards(LENGTHS, 1, 40)
-    line = forecast(target, examples, plan, (0, -1), "bfloat16")
-    assert (
-        f"{sum(LENGTHS)} tokens, 2 taps in bfloat16: {sum(LENGTHS) * 2 * 32 * 2 / 1000:.3g} kB in {len(plan)}" in line
-    )
+    line = forecast(target, examples, plan, parts_of({"taps": [0, -1]}), "bfloat16")
+    size = sum(LENGTHS) * 2 * 32 * 2
+    assert f"{sum(LENGTHS)} tokens, 2 taps in bfloat16: {size / 1000:.3g} kB, 128 bytes a token, in {len(plan)}" in line
     assert "tokens/s" in line
+    # one supervised token, or two with `train.gate: read`: heads read up to it, and learn from the states before them
+    line = forecast(target, examples, plan, parts_of({"taps": [0, -1], "inputs": [0]}), "bfloat16")
+    size = (5 * 4 + 3 + 2 * 4 + 1) * 32 * 2
+    assert f": {size / 1000:.3g} kB, {size / sum(LENGTHS):,.0f} bytes a token" in line
 
 
 @pytest.fixture
@@ -108,11 +123,11 @@ def change_file(recipe: Recipe, file: str, new: bytes) -> None:
 
 def test_identity_holds_everything_that_decides_the_features(recipe: Recipe, tmp_path: Path) -> None:
     """Weights, config, tokenizer, template, data: each changes its own entry, and a moved folder changes none."""
-    before = identity(recipe, (-1,))
+    before = identity(recipe, ROLES)
     moved = tmp_path / "elsewhere"
     shutil.copytree(recipe.target.path, moved)
     same = recipe.model_copy(update={"target": recipe.target.model_copy(update={"path": str(moved)})})
-    assert identity(same, (-1,)) == before
+    assert identity(same, ROLES) == before
     places = {
         "target/model.safetensors": ("target", "weights"),
         "target/config.json": ("target", "config"),
@@ -122,16 +137,16 @@ def test_identity_holds_everything_that_decides_the_features(recipe: Recipe, tmp
     }
     for file, keys in places.items():
         change_file(recipe, file, b"\n")
-        after = identity(recipe, (-1,))
+        after = identity(recipe, ROLES)
         old, new = before, after
         for key in keys:
             old, new = old[key], new[key]
         assert old != new, file
         before = after
     (Path(recipe.target.path) / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
-    assert identity(recipe, (-1,))["masks"] != before["masks"]
+    assert identity(recipe, ROLES)["masks"] != before["masks"]
     other = recipe.model_copy(update={"data": recipe.data.model_copy(update={"template_kwargs": {"date": "today"}})})
-    assert identity(other, (-1,))["data"] != before["data"]
+    assert identity(other, ROLES)["data"] != before["data"]
 
 
 def test_a_spread_target_gives_the_same_features(recipe: Recipe) -> None:
@@ -169,7 +184,7 @@ def test_a_lora_adapter_is_part_of_the_target(recipe: Recipe, tmp_path: Path) ->
     torch.testing.assert_close(adapted, plain.features(text, (5, -1)), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(adapted, before, atol=1e-2)
     with_adapter = recipe.model_copy(update={"target": recipe.target.model_copy(update={"adapter": str(folder)})})
-    assert identity(with_adapter, (-1,))["target"]["adapter"] != identity(recipe, (-1,))["target"]["adapter"]
+    assert identity(with_adapter, ROLES)["target"]["adapter"] != identity(recipe, ROLES)["target"]["adapter"]
 
 
 def test_a_quantised_checkpoint_is_a_target(recipe: Recipe, tmp_path: Path) -> None:
@@ -196,4 +211,4 @@ def test_a_quantised_checkpoint_is_a_target(recipe: Recipe, tmp_path: Path) -> N
     expected = full.features(text, (5, -1))
     assert (features - expected).norm() / expected.norm() < 1e-2 < (features - before).norm() / before.norm()
     other = recipe.model_copy(update={"target": recipe.target.model_copy(update={"path": str(folder)})})
-    assert identity(other, (-1,))["target"]["quantization"]["quant_method"] == "fp8"
+    assert identity(other, ROLES)["target"]["quantization"]["quant_method"] == "fp8"

@@ -54,9 +54,7 @@ class DFlash(InjectedHead):
             weights = paces / self.pace_divisor(batch, paces) if self.counts_by_forward else paces * weights
         taught, teacher, objective = tokens, None, Objective()
         if settings.loss != "tokens":
-            true, last = batch.select_taps((-1,))[:, 0], len(batch.tokens) - 1
-            ahead = anchors.places[:, None] + torch.arange(1, 1 + self.levels, device=true.device)
-            taught, teacher = true[ahead.clamp(max=last)], frozen  # beyond a text none counts
+            taught, teacher = anchors.states_before(batch), frozen
             objective = Objective(settings.loss)
         total, _ = distillation_loss(
             states.flatten(0, 1)[None],

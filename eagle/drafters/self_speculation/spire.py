@@ -116,7 +116,8 @@ class Spire(TrainableDrafter):
         true, objective = batch.select_taps((-1,))[:, 0], Objective("hybrid", blend=settings.cross_entropy)
         losses = []
         for step, (state, weight) in enumerate(zip(states, weights, strict=True), start=1):
-            teacher = true.index_select(0, (places + step).clamp(max=len(true) - 1))
+            # a pass that is not reached counts for nothing, and its state may not be kept: it reads that of the first
+            teacher = true.index_select(0, places + torch.where(weight > 0, step, 1))
             losses.append(distillation_loss(state[None], teacher, weight[None], (frozen, frozen), objective)[0])
         total = torch.stack(losses).sum()
         return {"total": total, **{f"draft_probs/{step}": loss.detach() for step, loss in enumerate(losses)}}
