@@ -13,8 +13,8 @@ from typing import Any
 from data_prep.read_once import read_examples
 from eagle.data.features import check_room, extract, forecast, plan_extraction, roles_of, world
 from eagle.data.identity import identity, in_precision, tap_identity, target_name
-from eagle.data.layout import TapRoles, parts_of
 from eagle.data.store import Absent, Damaged, FeatureStore
+from eagle.data.stored_rows import TapRoles, parts_of
 from eagle.device import best_device, fastest_dtype
 from eagle.disk import lock_folder
 from eagle.drafters import settings_of

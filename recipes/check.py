@@ -23,7 +23,7 @@ from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import Batch, Example, collate
 from eagle.data.features import LiveFeatures, roles_of
 from eagle.data.identity import identity, tap_identity
-from eagle.data.layout import parts_of, token_bytes
+from eagle.data.stored_rows import parts_of, token_bytes
 from eagle.decoding.decode import generate
 from eagle.device import in_dtype
 from eagle.drafters import settings_of

@@ -18,7 +18,7 @@ from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import MAX_PENDING
 from eagle.data.features import BATCH_TOKENS, roles_of
 from eagle.data.identity import tap_identity
-from eagle.data.layout import parts_of, token_bytes
+from eagle.data.stored_rows import parts_of, token_bytes
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts.decoder_block import widest
 from eagle.log import script

@@ -26,9 +26,9 @@ from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import Example
 from eagle.core.tree import PUBLISHED_TREE, chain_paths
 from eagle.data.features import LiveFeatures, extract, taps_of
-from eagle.data.layout import parts_of
 from eagle.data.open import follow_head
-from eagle.data.packing import DTYPES
+from eagle.data.packing import DTYPES, unpack_features
+from eagle.data.stored_rows import parts_of
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.blocks import block_spans
 from eagle.drafters.lookup.counts import CountDrafter
@@ -240,7 +240,7 @@ def fill(dtype: str, target: Target) -> tuple[Any, list[Any]]:
 
     class Writer:
         def append(self, packed: Any) -> None:
-            written.extend(tensor.float().clone() for tensors in packed for tensor in tensors)
+            written.extend(unpack_features(*tensors).float() for tensors in packed)
 
         def close(self) -> int:
             return 0

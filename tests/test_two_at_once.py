@@ -21,8 +21,8 @@ from data_prep.extract import main as extract
 from data_prep.regenerate import main as regenerate
 from eagle import Target
 from eagle.__main__ import main as eagle
-from eagle.data.layout import slots_of
 from eagle.data.store import FeatureStore
+from eagle.data.stored_rows import slots_of
 from eagle.disk import lock_folder, lock_path
 from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from eagle import Target
+from eagle.data.packing import DTYPES
 from tests import simulated_runs
 from tests.simulated_runs import BUDGETS, CPU, HEADS, decode, fill, new_target, train
 
@@ -95,7 +96,7 @@ def test_a_cycle_waits_at_named_places(
         assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_extraction_copies_while_it_computes(dtype: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of waits there is one in a forward, in transformers; what is written is the CPU's."""
     monkeypatch.setattr(simulated_runs, "watch", list_waits)

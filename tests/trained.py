@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from data_prep.extract import main as extract
-from eagle.data.layout import row_bytes
 from eagle.data.store import FeatureStore
+from eagle.data.stored_rows import row_bytes
 from recipes.train_eagle import main as train
 
 ROOT = Path(__file__).parent.parent

@@ -242,6 +242,11 @@ class TrainableDrafter(nn.Module, Drafter):
         """The target's layer inputs that a head with these settings reads when it drafts."""
         return cls.taps
 
+    @classmethod
+    def context_taps(cls, settings: Any, target_config: Any) -> tuple[int, ...]:
+        """The taps that training reads at every slot of a text, not only where a supervised token is predicted."""
+        return cls.taps_for(settings, target_config)
+
     @property
     def network(self) -> dict[str, Any]:
         """The name of the network and everything, besides sizes, that decides the meaning of its weights.

@@ -23,11 +23,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import Example, run_ahead
-from eagle.data.layout import Part, TapRoles, mean_bytes, parts_of, pick_rows, restore_features
 from eagle.data.packing import check_width, pack_features
 from eagle.data.shard_plan import Plan, make_batches, plan_shards
 from eagle.data.shards import ShardWriter
 from eagle.data.store import FeatureStore
+from eagle.data.stored_rows import Part, TapRoles, mean_bytes, parts_of, pick_rows, restore_features
 from eagle.drafters import DRAFTERS
 from eagle.recipe import FeaturesSection
 from eagle.target.target import Target
@@ -45,9 +45,10 @@ def world() -> tuple[int, int, Callable[[], None]]:
 
 
 def roles_of(settings: Any, target_config: Any) -> TapRoles:
-    """The target's layer inputs that a head with these settings needs to draft, and those that it needs to train."""
+    """The target's layer inputs that a head with these settings reads, by the slots where training needs them."""
     method: type[TrainableDrafter] = DRAFTERS[settings.kind]
-    return TapRoles(method.taps_for(settings, target_config), method.teacher_taps)
+    taps = method.taps_for(settings, target_config)
+    return TapRoles(method.context_taps(settings, target_config), (*taps, *method.teacher_taps))
 
 
 def taps_of(settings: Any, target_config: Any) -> tuple[int, ...]:

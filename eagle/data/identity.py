@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import cached_assets_path, snapshot_download
 from huggingface_hub.errors import HFValidationError
 
-from eagle.data.layout import TapRoles
+from eagle.data.stored_rows import TapRoles
 from eagle.disk import sha256
 from eagle.log import progress
 from eagle.recipe import Recipe, TargetSection

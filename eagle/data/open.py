@@ -9,10 +9,10 @@ from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import Example, Features
 from eagle.data.features import LiveFeatures, roles_of
 from eagle.data.identity import MASK_RULES, data_identity, identity, in_precision, tap_identity, target_name
-from eagle.data.layout import TapRoles
 from eagle.data.on_policy import OnPolicyFeatures
 from eagle.data.own_drafts import OwnDrafts
 from eagle.data.store import FeatureStore
+from eagle.data.stored_rows import TapRoles
 from eagle.device import best_device
 from eagle.drafters import DRAFTERS
 from eagle.recipe import Recipe

@@ -19,8 +19,8 @@ from eagle.core.noise import mix64
 from eagle.core.tree import DraftTree, chain_paths
 from eagle.core.verify import Sampling
 from eagle.data.features import LiveFeatures
-from eagle.data.layout import round_features
 from eagle.data.on_policy import choose_answer
+from eagle.data.stored_rows import round_features
 from eagle.decoding.decode import generate
 from eagle.device import in_dtype
 from eagle.recipe import OnPolicySection

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle.data.layout import Part
 from eagle.data.packing import DTYPES
+from eagle.data.stored_rows import Part
 from eagle.disk import part_file, sha256, write_whole
 
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from eagle.core.examples import Example
 from eagle.data.identity import describe_difference, differences, in_precision
-from eagle.data.layout import count_slots, parts_of, restore_features, row_bytes
 from eagle.data.packing import DTYPES, check_width
 from eagle.data.shard_plan import Plan, StoredPlan
 from eagle.data.shards import ShardWriter, checksum_file, shard_fault, shard_header
+from eagle.data.stored_rows import count_slots, parts_of, restore_features, row_bytes
 from eagle.disk import sha256, write_tensors, write_whole
 from eagle.markup import table
 

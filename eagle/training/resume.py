@@ -40,6 +40,7 @@ class Checkpoints:
             if is_main:
                 for torn in self.folder.glob("*.part"):
                     shutil.rmtree(torn)
+                self._check_room()
                 part.mkdir(parents=True)
 
         def save() -> None:
@@ -58,6 +59,14 @@ class Checkpoints:
         if is_main and faults:
             shutil.rmtree(part, ignore_errors=True)
         return faults[0] if faults else None
+
+    def _check_room(self) -> None:
+        """Refuse a checkpoint for which the disk has no room, by the size of the one before; the first is not known."""
+        for step in self._steps()[:1]:
+            files = [path for path in (self.folder / f"step-{step}").rglob("*") if path.is_file()]
+            size, free = sum(path.stat().st_size for path in files), shutil.disk_usage(self.folder).free
+            if size > free:
+                raise DiskError(f"{self.folder} has room for {free:,} bytes, and a checkpoint takes {size:,}")
 
     def _complete(self, part: Path, step: int, state: dict[str, Any]) -> None:
         """Flush a checkpoint's files, mark it complete, rename it into place and remove the oldest."""
@@ -86,12 +95,15 @@ class Checkpoints:
         path, state = newest[0]
         run = json.loads(json.dumps(run))  # a round trip, as the checkpoint's run has made
         self._check_launcher(path, state["run"]["processes"], run["processes"])
-        for name, old, new in differences({**state["run"], "processes": run["processes"]}, run):
-            if name.removeprefix("train.") in apart_from:
-                continue
+        others = [
+            f"{name} = {old!r}, this one has {new!r}"
+            for name, old, new in differences({**state["run"], "processes": run["processes"]}, run)
+            if name.removeprefix("train.") not in apart_from
+        ]
+        if others:
             raise ValueError(
-                f"{self.folder.parent} holds a run with {name} = {old!r}, this one has {new!r}: continue with what it "
-                "had, give another train.out, or remove it"
+                f"{self.folder.parent} holds a run with {'; '.join(others)}: continue with what it had, give another "
+                "train.out, or remove it"
             )
         self.accelerator.load_state(str(path))
         return state

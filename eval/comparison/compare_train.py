@@ -18,8 +18,8 @@ from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.core.examples import Features, collate, gate_mask, trim_mask
 from eagle.data.features import roles_of
 from eagle.data.identity import tap_identity
-from eagle.data.layout import TapRoles, mean_bytes, parts_of
 from eagle.data.open import follow_head, open_features
+from eagle.data.stored_rows import TapRoles, mean_bytes, parts_of
 from eagle.disk import lock_folder
 from eagle.drafters import settings_of
 from eagle.log import progress
@@ -61,6 +61,7 @@ class TrainingRun:
     frozen: TargetHead
     features: Features
     slots: list[int]  # supervised tokens of every conversation
+    roles: TapRoles  # what the head reads of the target
 
     @classmethod
     def open(cls, recipe: Recipe) -> TrainingRun:
@@ -75,7 +76,8 @@ class TrainingRun:
         features = follow_head(recipe, settings, target, features, head, weights_split=split)
         frozen = target.head.cast(getattr(torch, recipe.train.dtype))
         masks = (gate_mask(features.mask(place), recipe.train.gate) for place in range(len(features)))
-        return cls(recipe, accelerator, head, frozen, features, [int(trim_mask(mask).sum()) for mask in masks])
+        slots = [int(trim_mask(mask).sum()) for mask in masks]
+        return cls(recipe, accelerator, head, frozen, features, slots, roles_of(settings, target.config))
 
     def plan(self, steps: int | None = None) -> Plan:
         """Which conversations the steps read; a number of steps takes the place of the recipe's epochs."""
@@ -111,7 +113,7 @@ class TrainingRun:
             (weight for weight in self.head.parameters() if weight.requires_grad),
             self.head.shape.hidden_size,
         )
-        parts = parts_of(tap_identity(TapRoles(self.head.taps, self.head.teacher_taps)))
+        parts = parts_of(tap_identity(self.roles))
         masks = (self.features.mask(place) for place in range(len(self.features)))
         return {
             "weights": sum(weight.numel() for weight in weights),

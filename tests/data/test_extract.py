@@ -15,8 +15,8 @@ from eagle import Target
 from eagle.core.examples import Example
 from eagle.data.features import LiveFeatures, batch_slots, compute_rows, forecast, plan_extraction
 from eagle.data.identity import identity
-from eagle.data.layout import TapRoles, parts_of
 from eagle.data.shard_plan import plan_shards
+from eagle.data.stored_rows import TapRoles, parts_of
 from eagle.recipe import Recipe
 
 LENGTHS = (9, 30, 17, 30, 3)
@@ -95,9 +95,9 @@ def test_a_forecast_tells_size_and_time() -> None:
     size = sum(LENGTHS) * 2 * 32 * 2
     assert f"{sum(LENGTHS)} tokens, 2 taps in bfloat16: {size / 1000:.3g} kB, 128 bytes a token, in {len(plan)}" in line
     assert "tokens/s" in line
-    # one supervised token, or two with `train.gate: read`: heads read up to it, and learn from the states before them
+    # one supervised token, or two with `train.gate: read`: heads read up to it, and learn from two states before each
     line = forecast(target, examples, plan, parts_of({"taps": [0, -1], "inputs": [0]}), "bfloat16")
-    size = (5 * 4 + 3 + 2 * 4 + 1) * 32 * 2
+    size = (5 * 4 + 3 + 4 * 4 + 2) * 32 * 2
     assert f": {size / 1000:.3g} kB, {size / sum(LENGTHS):,.0f} bytes a token" in line
 
 

@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 from eagle import Target
 from eagle.core.examples import Example
 from eagle.data.features import LiveFeatures, check_room, extract
-from eagle.data.layout import slots_of
 from eagle.data.packing import DTYPES, pack_features, unpack_features
 from eagle.data.shard_plan import make_batches, plan_shards
 from eagle.data.store import Damaged, FeatureStore
+from eagle.data.stored_rows import slots_of
 
 IDENTITY = {
     "target": {"weights": "w", "dtype": "float32"},
@@ -107,7 +107,7 @@ def test_others_can_read_and_check_the_shards(whole: Path) -> None:
     tensors = load_file(store.path(0))
     masks = [store.text(number)[1] for batch in store.plan[0] for number in batch]
     read, taught = (sum(len(slots_of(mask, slots)) for mask in masks) for slots in ("read", "taught"))
-    assert tensors["features"].shape == (read, 2, 128) and tensors["teacher_features"].shape == (taught, 1, 128)
+    assert tensors["features"].shape == (read, 2, 128) and tensors["taught_features"].shape == (taught, 1, 128)
     assert taught < read <= store.index["shard_tokens"][0]
     check = subprocess.run("cat *.sha256 | sha256sum --check --status", shell=True, cwd=whole)
     assert check.returncode == 0

@@ -113,13 +113,14 @@ def test_the_published_run_needs_what_its_authors_report() -> None:
 
 
 def test_what_is_not_stored_lies_on_the_card_and_is_made_every_epoch() -> None:
-    """Four states of a token in two bytes each; or the target, once for all that a head borrows of it."""
+    """Three states of a token in two bytes each, and one more where it is learned; or the target, once for all."""
     sizes = sizes_of("meta-llama/Llama-3.1-8B-Instruct")
     stored, live, shared = (
         forecast(Recipe.load(LLAMA, ["data.max_length=256", "drafter.steps=2", *changed]), sizes, 68_000)
         for changed in (["features.store=somewhere"], [], ["features.shard_target=true"])
     )
-    assert (stored.features, live.features) == (stored.tokens * 4 * 4_096 * 2, 0)
+    assert stored.token_bytes == live.token_bytes == (3 + 0.75) * 4_096 * 2
+    assert (stored.features, live.features) == (stored.tokens * stored.token_bytes, 0)
     # beside the target its batches, three at a time, of two texts and four states, and what it holds while it reads
     batch, reading = 2 * 256 * 4 * 4_096 * 2, reading_bytes(sizes, 2, 256)
     assert live.memory - stored.memory == live.target - 2 * sizes.frozen + 3 * batch + reading

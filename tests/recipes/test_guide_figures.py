@@ -20,6 +20,10 @@ ONE_GPU = {
         ["train.accumulation=8", "features.dtype=float8"],
     ),
     ("Qwen3 8B", "EAGLE-3", "stored"): ("qwen3-8b/eagle3", ["train.accumulation=8", STORED]),
+    ("Qwen3 8B", "EAGLE-3", "stored, float6"): (
+        "qwen3-8b/eagle3",
+        ["train.accumulation=8", STORED, "features.dtype=float6"],
+    ),
     ("Vicuna 7B", "Medusa", "stored"): ("vicuna-7b/medusa", ["train.accumulation=32"]),
     ("Qwen3 8B", "EAGLE-1", "live"): ("qwen3-8b/eagle1", ["train.accumulation=32", "features.store=null"]),
     ("Qwen3 8B", "EAGLE-3", "live"): ("qwen3-8b/eagle3", ["train.accumulation=16"]),

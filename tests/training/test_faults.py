@@ -150,6 +150,19 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     assert [line["step"] for line in rows(tmp_path / "run") if "checkpoint_failed" in line] == [1, 3, 5, 7, 9, 11]
 
 
+def test_a_checkpoint_is_not_begun_without_room_for_it(
+    whole: Path, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first shows how large they are; those that would not fit are left out, and the head is the same."""
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("eagle.training.resume.shutil.disk_usage", lambda folder: usage._replace(free=1000))
+    run(command, tmp_path / "run", *EVERY)
+    output = capsys.readouterr().out
+    assert output.count("has room for 1,000 bytes, and a checkpoint takes") == 5
+    assert equal(tmp_path / "run", whole)
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-2"]
+
+
 def test_a_disk_too_full_for_the_head_is_said(
     whole: Path, command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -221,12 +221,13 @@ def test_a_head_that_does_not_fit_is_refused(
         ("train.seed=1", "train.seed"),
         ("drafter.noise=0.2", "drafter.noise"),
         ("train.max_steps=11", "train.max_steps"),
+        ("train.clip=0.2 drafter.noise=0.2", r"drafter\.noise = None, this one has 0\.2; train\.clip"),
     ],
 )
 def test_another_run_is_not_continued(override: str, named: str, whole: Path, command: list[str]) -> None:
     """A folder belongs to the run that began in it; a place of its own is always free."""
     with pytest.raises(ValueError, match=rf"holds a run with {named}.*another train\.out"):
-        run(command, whole, "train.validation=0.2", "train.checkpoint_every=3", override)
+        run(command, whole, "train.validation=0.2", "train.checkpoint_every=3", *override.split())
 
 
 def test_a_folder_may_move_and_watching_may_change(

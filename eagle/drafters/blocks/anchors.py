@@ -55,7 +55,8 @@ class Anchors:
         true, levels = batch.select_taps((-1,))[:, 0], self.reached.shape[1]
         ahead = torch.arange(1, 1 + levels, device=true.device)
         # a level that is not reached counts for nothing, and its state may not be kept: it reads that of the first
-        return true[self.places[:, None] + torch.where(self.reached, ahead, 1)]
+        places = self.places[:, None] + torch.where(self.reached, ahead, 1)
+        return true[places.clamp(max=len(batch.tokens) - 1)]
 
 
 def draw_anchors(mask: Tensor, seed: int, most: int) -> Tensor:

@@ -77,6 +77,11 @@ class Hydra(LevelHeads):
         self.heads = nn.ModuleList([nn.Linear(width, shape.vocab_size) for _ in range(settings.levels)])
 
     @classmethod
+    def context_taps(cls, settings: HydraSettings, target_config: Any) -> tuple[int, ...]:
+        """The target's states if a block reads the text first."""
+        return cls.taps if settings.prefix else ()
+
+    @classmethod
     def for_target(
         cls,
         settings: HydraSettings,

@@ -52,6 +52,11 @@ class LevelHeads(TrainableDrafter):
     # 25 nodes of Medusa with 0.5 / 1 / 2 / 3 keep on the tiny target 1.90 / 1.94 / 1.78 / 1.73 tokens per step at T = 1
     sharpness = 1.0
 
+    @classmethod
+    def context_taps(cls, settings: Any, target_config: Any) -> tuple[int, ...]:
+        """None: all levels are made from one state."""
+        return ()
+
     @property
     def levels(self) -> int:
         """The number of tokens that it guesses."""

@@ -61,6 +61,11 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
         return (layers,)
 
     @classmethod
+    def context_taps(cls, settings: EarlyExitAdapterSettings, target_config: Any) -> tuple[int, ...]:
+        """None: the adapter reads one state at a time."""
+        return ()
+
+    @classmethod
     def for_target(
         cls,
         settings: EarlyExitAdapterSettings,

@@ -10,17 +10,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
 from eagle import Target
 from eagle.core.examples import Batch, Example, collate, gate_mask
-from eagle.data import layout
+from eagle.data import stored_rows
 from eagle.data.features import LiveFeatures, extract, roles_of
 from eagle.data.identity import tap_identity
-from eagle.data.layout import TapRoles, mean_bytes, parts_of, slots_of, token_bytes
 from eagle.data.packing import DTYPES, pack_features, unpack_features
 from eagle.data.shard_plan import plan_shards
 from eagle.data.store import FeatureStore
+from eagle.data.stored_rows import TapRoles, mean_bytes, parts_of, slots_of, token_bytes
 from eagle.drafters import DRAFTERS, settings_of
+from tests.documents import ROOT
 from tests.each_head import HEADS
 from tests.families import VOCAB_SIZE, build
 
@@ -102,23 +104,25 @@ def test_states_that_are_not_kept_change_nothing(name: str, target: Target, exam
             assert expected.isfinite().all() and torch.equal(got, expected)
 
 
-@pytest.mark.parametrize(("name", "slots"), [("eagle3", "taught"), ("dspark", "taught"), ("eagle1", "read")])
+@pytest.mark.parametrize(
+    ("name", "slots"), [("eagle3", "taught"), ("dspark", "taught"), ("medusa", "taught"), ("eagle1", "read")]
+)
 def test_a_slot_too_few_is_seen(
     name: str, slots: str, target: Target, examples: list[Example], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The check above can fail: a layout that forgets slots at the end of an answer makes losses of NaN."""
-    keep = layout.slots_of
+    keep = stored_rows.slots_of
     cut = {"taught": 2, "read": 3}[slots]  # with `gate: read` the last two are read
-    monkeypatch.setattr(layout, "slots_of", lambda mask, kind: keep(mask, kind)[: -cut if kind == slots else None])
+    monkeypatch.setattr(stored_rows, "slots_of", lambda mask, kind: keep(mask, kind)[: -cut if kind == slots else None])
     head = make_head(name, target)
     batch = read_batch(target, examples, head, "read", whole=False)
     assert losses_of(head, batch, target)[0].isnan()
 
 
 def test_slots_by_hand() -> None:
-    """Slot t - 1 predicts token t; with `gate: read` token t + 2 is learned in its place."""
+    """Slots t - 2 and t - 1 serve token t; with `gate: read` token t + 2 is learned in its place."""
     mask = torch.tensor([False, False, False, True, True, False, False, False, False, False])
-    assert slots_of(mask, "taught").tolist() == [2, 3, 4, 5]
+    assert slots_of(mask, "taught").tolist() == [1, 2, 3, 4, 5]
     assert slots_of(mask, "read").tolist() == list(range(7))
     assert slots_of(mask, "all").tolist() == list(range(10))
     assert not len(slots_of(torch.zeros(9, dtype=torch.bool), "read"))
@@ -130,7 +134,7 @@ def test_a_tap_that_one_head_drafts_from_is_kept_whole() -> None:
     eagle1, eagle3 = TapRoles((-1,), (-1,)), TapRoles((2, 4), (-1,))
     assert [(part.prefix, part.taps, part.slots) for part in parts_of(tap_identity(eagle3))] == [
         ("", (2, 4), "read"),
-        ("teacher_", (-1,), "taught"),
+        ("taught_", (-1,), "taught"),
     ]
     both = TapRoles.join([eagle1, eagle3])
     assert [(part.taps, part.slots) for part in parts_of(tap_identity(both))] == [((2, 4, -1), "read")]
@@ -186,6 +190,24 @@ def test_what_cannot_be_packed_is_refused(target: Target, examples: list[Example
     with pytest.raises(ValueError, match=r"float6.* states have 40: expected a multiple of 32\. Set .*float8"):
         FeatureStore.create(tmp_path, examples, fields, [[[0]]], width=40)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_page_shows_the_bytes_of_each_method() -> None:
+    """Its table of docs/data.md, at a width of 4,096 and 65% supervised tokens."""
+    config = LlamaConfig(hidden_size=4096, num_hidden_layers=32)
+    rows = {
+        "EAGLE-1, HASS, Falcon, MTP": ("eagle1", "hass", "falcon", "mtp"),
+        "EAGLE-3, P-EAGLE": ("eagle3", "peagle"),
+        "DFlash, DSpark": ("dflash", "dspark"),
+        "SPiRe": ("spire",),
+        "Medusa, Hydra, a draft model": ("medusa", "hydra", "draft_model"),
+    }
+    page = (ROOT / "docs/data.md").read_text()
+    for row, kinds in rows.items():
+        for kind in kinds:
+            parts = parts_of(tap_identity(roles_of(settings_of({"kind": kind}, "test"), config)))
+            sizes = [token_bytes(parts, dtype, 4096, 0.65) for dtype in ("bfloat16", "float8", "float6")]
+            assert f"| {row} | {' | '.join(f'{size:,.0f}' for size in sizes)} |" in page, kind
 
 
 def test_eagle3_fits_in_twelve_kilobytes() -> None:

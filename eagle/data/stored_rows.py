@@ -16,7 +16,7 @@ from eagle.data.packing import DTYPES, pack_features, unpack_features
 from eagle.device import upload
 
 Slots = Literal["all", "read", "taught"]
-"""All tokens; those of a batch, up to the last that is learned; or only those whose states predict such a token."""
+"""All tokens; those of a batch, up to the last that is learned; or the two before each learned token."""
 
 
 def _sort_taps(taps: Iterable[int]) -> tuple[int, ...]:
@@ -25,22 +25,22 @@ def _sort_taps(taps: Iterable[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TapRoles:
-    """What heads read of a target: the taps that they draft from, at every slot, and those that they learn from."""
+    """What heads read of a target: taps at every slot, and taps at the slots before learned tokens."""
 
     inputs: tuple[int, ...]
-    teachers: tuple[int, ...]
+    taught: tuple[int, ...]
 
     @property
     def taps(self) -> tuple[int, ...]:
         """All of them in order, the LM head's input last."""
-        return _sort_taps((*self.inputs, *self.teachers))
+        return _sort_taps((*self.inputs, *self.taught))
 
     @classmethod
     def join(cls, roles: Iterable[TapRoles]) -> TapRoles:
         """What several heads read together."""
         listed = list(roles)
         inputs = _sort_taps(tap for role in listed for tap in role.inputs)
-        return cls(inputs, _sort_taps(tap for role in listed for tap in role.teachers))
+        return cls(inputs, _sort_taps(tap for role in listed for tap in role.taught))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +59,24 @@ def parts_of(identity: Mapping[str, Any]) -> tuple[Part, ...]:
         return (Part("", taps, "all"),)
     inputs = tuple(tap for tap in taps if tap in identity["inputs"])
     taught = tuple(tap for tap in taps if tap not in identity["inputs"])
-    parts = Part("", inputs, "read"), Part("teacher_", taught, "taught")
+    parts = Part("", inputs, "read"), Part("taught_", taught, "taught")
     return tuple(part for part in parts if part.taps)
 
 
 def slots_of(loss_mask: Tensor, slots: Slots) -> Tensor:
     """The slots of a text that are kept.
 
-    Token t is learned if it is supervised or, with `train.gate: read`, token t - 2 is; slot t - 1 predicts it. Heads
-    read the slots before that: those of a batch, which ends with the last learned token.
+    Token t is learned if it is supervised or, with `train.gate: read`, token t - 2 is. The target's state at slot t - 1
+    predicts it, and a head begins from slot t - 2. Heads with attention read all of a batch, which ends with the last
+    learned token.
     """
     if slots == "all":
         return torch.arange(len(loss_mask))
     learned = trim_mask(loss_mask | gate_mask(loss_mask, "read"))
-    return torch.arange(len(learned)) if slots == "read" else learned.nonzero()[:, 0] - 1
+    if slots == "read":
+        return torch.arange(len(learned))
+    begun = torch.cat([learned, learned.new_zeros(2)])
+    return (begun[1:-1] | begun[2:]).nonzero()[:, 0]
 
 
 def count_slots(loss_mask: Tensor) -> tuple[int, int]:
