@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from trained import BUSY, ROOT, free_port, prepared, run
 
@@ -49,7 +50,8 @@ def lose_a_node(words: list[str], begun: Callable[[], bool]) -> None:
     nodes = start_nodes(words)
     while not begun() and all(node.poll() is None for node in nodes):
         time.sleep(0.005)
-    os.killpg(nodes[1].pid, signal.SIGKILL)
+    for process in [*psutil.Process(nodes[1].pid).children(recursive=True), nodes[1]]:
+        process.kill()
     assert end_nodes(nodes)[0] != 0  # the other node notices
 
 
