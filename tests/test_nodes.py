@@ -20,7 +20,7 @@ from data_prep.extract import main as extract
 from eagle.data.store import FeatureStore
 from eval.measure import main as measure
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 SHARDS = ["data.limit=400", "features.shard_bytes=6000", "features.dtype=float32"]
 TIMES = {"seconds", "cpu_seconds"}
 

@@ -137,6 +137,12 @@ class Batch:
         return replace(self, tokens=tokens, features=features, drafts=drafts)
 
 
+def lengths_of(examples: Sequence[Example]) -> list[int]:
+    """The number of tokens of each example; examples on disk know it without being read."""
+    known = getattr(examples, "lengths", None)
+    return [len(example.tokens) for example in examples] if known is None else [int(length) for length in known]
+
+
 def trim_mask(loss_mask: Tensor) -> Tensor:
     """The loss mask up to its last supervised token, without the first two tokens, which no drafter predicts."""
     mask = loss_mask.clone()

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.core.examples import Example, run_ahead
+from eagle.core.examples import Example, lengths_of, run_ahead
 from eagle.data.packing import check_width, pack_features
 from eagle.data.shard_plan import Plan, make_batches, plan_shards
 from eagle.data.shards import ShardWriter
@@ -84,7 +84,7 @@ class LiveFeatures:
         self.together = target.sharded
         # with a sharded target all processes must compute equally often: one forward for whatever is read at once
         self.slots = sys.maxsize if self.together else batch_slots(target, batch_tokens)
-        check_lengths(target, max(len(example.tokens) for example in examples))
+        check_lengths(target, max(lengths_of(examples)))
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -172,7 +172,7 @@ def plan_extraction(
     examples: Sequence[Example], target: Target, parts: Sequence[Part], features: FeaturesSection
 ) -> Plan:
     """The batches and shards of a feature store for these examples."""
-    lengths = [len(example.tokens) for example in examples]
+    lengths = lengths_of(examples)
     check_lengths(target, max(lengths))
     size = mean_bytes(parts, features.dtype, _width(target, parts), (example.loss_mask for example in examples))
     return plan_shards(lengths, batch_slots(target, features.batch_tokens), max(int(features.shard_bytes / size), 1))
@@ -212,7 +212,7 @@ def forecast(target: Target, examples: Sequence[Example], plan: Plan, parts: Seq
         if perf_counter() - start > CALIBRATION:
             break
     rate = measured_tokens / (perf_counter() - start)
-    tokens = sum(len(example.tokens) for example in examples)
+    tokens = sum(lengths_of(examples))
     size = mean_bytes(parts, dtype, _width(target, parts), (example.loss_mask for example in examples))
     return (
         f"forecast: {tokens:,} tokens, {sum(len(part.taps) for part in parts)} taps in {dtype}: "

@@ -251,7 +251,7 @@ def test_drafts_are_told_apart_from_the_data(target: Target) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["ddp", "zero2"])
+@pytest.mark.parametrize("config", ["ddp", pytest.param("zero2", marks=pytest.mark.long)])
 def test_processes_share_what_is_written(config: str, command: list[str], tmp_path: Path) -> None:
     """Two processes, each of which writes its own part of a step, learn what one does; sharded heads are refused."""
     one = run(command, tmp_path / "one", "train.max_steps=6")

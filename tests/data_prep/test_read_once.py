@@ -224,7 +224,8 @@ def test_who_comes_second_waits(data: Recipe, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("workers", "kills"), [pytest.param(1, 3, marks=pytest.mark.slow), pytest.param(2, 5, marks=pytest.mark.long)]
+    ("workers", "kills"),
+    [pytest.param(1, 3, marks=pytest.mark.slow), pytest.param(2, 5, marks=[pytest.mark.slow, pytest.mark.long])],
 )
 def test_kills_change_no_byte(data: Recipe, tmp_path: Path, workers: int, kills: int) -> None:
     """A run goes on from the shards of the one before it; processes that helped a killed one end with it."""
