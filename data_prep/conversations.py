@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 from data_prep.chats.json_records import Numbered, json_records, place_of_damage
 from data_prep.chats.records import Conversation, conversation_of
 from data_prep.chats.turns import Damaged, Dropped
 from eagle.log import script
+from eagle.recipe.mixes import SourceSection, is_mix, read_mix
 
 JSON = (".json", ".jsonl", ".ndjson")
 TABLES = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}  # read by the datasets library
@@ -71,20 +73,36 @@ def read_conversations(
     strict: bool = False,
     split: str = "train",
     revision: str | None = None,
+    config: str | None = None,
     answered: bool = True,
     allow_broken: bool = False,
 ) -> Iterator[Conversation]:
-    """The conversations of a file, a folder of files or a hub dataset, counted in `tally` as they are read.
+    """The conversations of a file, a folder of files, a hub dataset or a mix, counted in `tally` as they are read.
 
     With `answered=False` questions alone will do: their answers are yet to come. A file that is damaged beyond a few
     lines is an error, unless `allow_broken`.
     """
     tally = Tally() if tally is None else tally
-    files = read_records(source, split, revision)
+    if is_mix(source):
+        rest: dict[str, Any] = {"strict": strict, "answered": answered, "allow_broken": allow_broken}
+        return islice(chain.from_iterable(_read_part(part, tally, rest) for part in read_mix(source)), limit)
+    files = read_records(source, split, revision, config)
     lists = (
         _convert(name, _watch(name, records, tally, allow_broken), tally, strict, answered) for name, records in files
     )
     return islice(chain.from_iterable(lists), limit)
+
+
+def _read_part(part: SourceSection, tally: Tally, rest: dict[str, Any]) -> Iterator[Conversation]:
+    """The conversations of one source of a mix, as often as its weight says, evenly over it; all are counted."""
+    options = {key: getattr(part, key) for key in ("limit", "split", "revision", "config")}
+    for place, conversation in enumerate(read_conversations(part.path, tally, **options, **rest)):
+        times = int((place + 1) * part.weight) - int(place * part.weight)
+        tally.kept += times - 1
+        tally.noted[f"from {part.path}"] += times
+        if not times:
+            tally.noted["left out by the weight of its source"] += 1
+        yield from [conversation] * times
 
 
 def _watch(name: str, records: Numbered, tally: Tally, allow_broken: bool) -> Numbered:
@@ -134,7 +152,9 @@ def _convert(name: str, records: Numbered, tally: Tally, strict: bool, answered:
         tally.noted["a file without records"] += 1
 
 
-def read_records(source: str | Path, split: str, revision: str | None) -> list[tuple[str, Numbered]]:
+def read_records(
+    source: str | Path, split: str, revision: str | None, config: str | None = None
+) -> list[tuple[str, Numbered]]:
     """The name and the records of each file, or of the hub dataset."""
     path = Path(source)
     suffixes = (*JSON, *TABLES)
@@ -148,7 +168,7 @@ def read_records(source: str | Path, split: str, revision: str | None) -> list[t
     name = str(source)
     if _suffix(path) in (*suffixes, ".txt") or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ValueError(f"no file or folder at {source}: expected {', '.join(suffixes)}, or a hub dataset's name")
-    return [(name, _hub_records(name, split, revision))]
+    return [(name, _hub_records(name, split, revision, config))]
 
 
 def _files_of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
@@ -184,11 +204,12 @@ def _file_records(path: Path) -> Numbered:
     return _table_records(path) if _suffix(path) in TABLES else json_records(path)
 
 
-def _hub_records(name: str, split: str, revision: str | None) -> Numbered:
+def _hub_records(name: str, split: str, revision: str | None, config: str | None) -> Numbered:
     from datasets import load_dataset
 
     try:
-        dataset = load_dataset(name, split=split, revision=revision, streaming=True)
+        chosen = {} if config is None else {"name": config}
+        dataset = load_dataset(name, split=split, revision=revision, streaming=True, **chosen)
     except Exception as error:  # of many kinds: no such name, no network, no such split
         raise ValueError(f"{name}: no file or folder of this name, and as a hub dataset: {error}") from error
     yield from enumerate(dataset, 1)
@@ -209,7 +230,7 @@ def _table_records(path: Path) -> Numbered:
 def main(argv: list[str]) -> None:
     """Print how many records of a source are kept, dropped and noted, by reason."""
     parser = argparse.ArgumentParser(prog="python -m data_prep.conversations", description=main.__doc__)
-    parser.add_argument("source", metavar="SOURCE", help="a file, a folder of files, or a hub dataset")
+    parser.add_argument("source", metavar="SOURCE", help="a file, a folder of files, a hub dataset, or a mix")
     parser.add_argument("--strict", action="store_true", help="take the first record that would be dropped as an error")
     args, tally = parser.parse_args(argv), Tally()
     for _ in read_conversations(args.source, tally, strict=args.strict, allow_broken=True):

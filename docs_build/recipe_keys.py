@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from eagle.core.drafter import TrainableDrafter
 from eagle.drafters import DRAFTERS
 from eagle.recipe import BudgetSection, MeasuredSection, OnPolicySection, Recipe
+from eagle.recipe.mixes import SourceSection
 from eval.comparison.compare_plan import ArmSection, ComparisonSection
 
 PAGE = Path(__file__).parent.parent / "docs/reference/recipes.md"
@@ -120,6 +121,7 @@ def page() -> str:
         model = next(part for part in (field.annotation, *get_args(field.annotation)) if hasattr(part, "model_fields"))
         optional = "" if field.is_required() else " (optional)"
         parts.append(section(f"## {name}{optional}", model, f"{name}."))
+    parts.append(section("## Mix", SourceSection, ""))
     parts.append(section("## On-policy", OnPolicySection, "train.on_policy."))
     parts.append(section("## Measured", MeasuredSection, "eval.drafters.NAME."))
     parts.append(section("## Budget", BudgetSection, "budget."))

@@ -15,6 +15,7 @@ from eagle.data.stored_rows import TapRoles
 from eagle.disk import sha256
 from eagle.log import progress
 from eagle.recipe import Recipe, TargetSection
+from eagle.recipe.mixes import files_of
 
 WEIGHTS = ("*.safetensors", "*.bin")
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model")
@@ -35,7 +36,7 @@ FINGERPRINTS = {  # fields of an identity that are fingerprints, and of which fi
     "target.adapter": "the adapter's weights and adapter_config.json",
     "tokenizer": "the target's tokenizer (tokenizer*, vocab*, merges.txt, *.model and the like)",
     "template": "the chat template (data.template, or the target's chat_template* and tokenizer_config.json)",
-    "data.source": "the files of data.train",
+    "data.source": "the files of data.train, or of the mix that it names",
 }
 MASK_RULES = 3  # version of the rules by which answers are masked; features of other versions are refused
 
@@ -87,7 +88,7 @@ def data_identity(recipe: Recipe) -> dict[str, Any]:
         "tokenizer": fingerprint(_matching(target.path, target.revision, TOKENIZER)),
         "template": fingerprint([Path(data.template)] if data.template else own_template),
         "data": {
-            "source": fingerprint(_files(Path(data.train))) if Path(data.train).exists() else data.train,
+            "source": fingerprint(files_of(data.train)) if Path(data.train).exists() else data.train,
             **data.model_dump(mode="json", exclude=NOT_IDENTITY),
             **({"drop_duplicates": True} if data.drop_duplicates else {}),  # which older stores do not name
         },
@@ -136,10 +137,6 @@ def folder_of(path: str, revision: str | None, patterns: tuple[str, ...]) -> Pat
         return Path(snapshot_download(path, revision=revision, allow_patterns=list(patterns)))
     except HFValidationError:
         raise ValueError(f"no model at {path}: expected a folder that is there, or a hub id as owner/name") from None
-
-
-def _files(source: Path) -> list[Path]:
-    return sorted(path for path in source.iterdir() if path.is_file()) if source.is_dir() else [source]
 
 
 def target_name(recipe: Recipe) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class TargetSection(Section):
 class DataSection(Section):
     """The conversations to learn from."""
 
-    train: str  # conversations: a file, a folder of files, or a hub dataset
+    train: str  # conversations: a file, a folder of files, a hub dataset, or a mix of such
     heldout: str | None = None  # conversations kept apart for measuring; no stage learns from them
     split: str = "train"  # the split of a hub dataset
     revision: str | None = None  # the commit of a hub dataset; if pinned, a change of the data is noticed
@@ -57,7 +57,7 @@ Addresses = str | Annotated[tuple[str, ...], Field(min_length=1)]
 class RegenerateSection(Section):
     """Replacing the data's answers by the target's own."""
 
-    source: str  # conversations whose answers are replaced; `data.train` names `out`
+    source: str  # conversations whose answers are replaced, as in data.train, which names `out`
     out: str  # the file that gets the new conversations
     endpoint: Addresses | None = None  # OpenAI-compatible servers, as http://localhost:8000/v1; if null, decode here
     model: str | None = None  # the model to ask a server for; by default the one it lists that is the target
