@@ -14,6 +14,7 @@ import pytest
 from bench.batch_speed import table as batch_table
 from bench.cost_growth import table as growth_table
 from bench.decode_speed import table as decode_table
+from bench.drift import drift_table
 from bench.extract_speed import table as extract_table
 from bench.hybrid_speed import table as hybrid_table
 from bench.packed_speed import table as packed_table
@@ -70,6 +71,9 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("measurements/curves.md", "compare_means.json", curve_table),
         ("measurements/curves.md", "compare_chosen.json", comparison_table),
         ("measurements/curves.md", "compare_controls.json", curve_table),
+        ("measurements/on-policy.md", "compare_on_policy.json", comparison_table),
+        ("measurements/on-policy.md", "compare_on_policy_chat.json", comparison_table),
+        ("measurements/on-policy.md", "drift.json", drift_table),
         ("measurements/heads.md", "compare_heads.json", comparison_table),
         ("measurements/heads.md", "compare_heads_chat.json", comparison_table),
         ("measurements/blocks.md", "compare_blocks.json", comparison_table),
