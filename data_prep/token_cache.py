@@ -75,7 +75,8 @@ def read_note(path: Path) -> Note | None:
 
 def write_manifest(folder: Path, identity: dict[str, Any], notes: Sequence[Note], tally: Tally) -> None:
     """Write the index of all examples and the manifest, with which a cache is complete."""
-    parts: dict[str, list[Tensor]] = {"lengths": [], "conversations": [], "prompts": []}
+    kinds = {"lengths": torch.int32, "conversations": torch.int32, "prompts": torch.long}
+    parts = {name: [torch.zeros(0, dtype=dtype)] for name, dtype in kinds.items()}
     for number in range(len(notes)):
         with open_tensors(shard_path(folder, number)) as file:
             for name, part in parts.items():

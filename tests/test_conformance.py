@@ -316,7 +316,8 @@ def test_loss_falls_on_one_batch(name: str, tiny_target: Target, batch: Batch) -
         losses[-1]["total"].backward()
         optimizer.step()
     first, last = losses[0], losses[-1]
-    assert all(last[part] < first[part] for part in first)
+    # a confidence follows what would be accepted, which moves with the head
+    assert all(last[part] < first[part] for part in first.keys() - {"confidence"})
     assert "regression" not in first or last["regression"] < 0.7 * first["regression"]
     assert 0 < divergence(head, tiny_target, batch) < lacking / 2
 

@@ -31,7 +31,8 @@ def draw_curves(columns: Sequence[dict[str, Any]]) -> str:
 def _panel(column: dict[str, Any], names: Sequence[str]) -> Iterator[str]:
     points = {name: one["points"] for name, one in column["curves"].items()}
     every = [point for one in points.values() for point in one]
-    low, high = floor(min(point["low"] for point in every) * 2) / 2, ceil(max(point["high"] for point in every) * 2) / 2
+    low = floor(min(point["low"] for point in every) * 2) / 2
+    high = max(ceil(max(point["high"] for point in every) * 2) / 2, low + 0.5)  # heads of which nothing is accepted
     first, last = (log10(end(point["tokens"] for point in every)) for end in (min, max))
 
     def x(tokens: float) -> float:

@@ -283,7 +283,7 @@ def test_the_command_says_what_pays_and_writes_it(
     tune.main([*tuned, "eval.goodput_policy=true", "--write", "--exhaustive"])
     said = capsys.readouterr().out
     head = Path(next(part for part in tuned if part.startswith("train.out=")).removeprefix("train.out=")) / "head"
-    assert "does not pay on this machine" in said and "num_speculative_tokens = 1" in said
+    assert "does not pay on this machine" in said and re.search(r"num_speculative_tokens = [12]\n", said)
     found = re.search(r"the choice has ([0-9.]+)% of it", said)
     # a shape that gains less than the margin is not worth drafting
     assert found and float(found[1]) > 100 / tune.MARGIN and "break-even" in said
