@@ -255,9 +255,11 @@ def test_drafts_are_told_apart_from_the_data(target: Target) -> None:
 def test_processes_share_what_is_written(config: str, command: list[str], tmp_path: Path) -> None:
     """Two processes, each of which writes its own part of a step, learn what one does; sharded heads are refused."""
     one = run(command, tmp_path / "one", "train.max_steps=6")
+    others = run(command, tmp_path / "others", "train.max_steps=6", "train.on_policy.temperature=0.9")
     script = str(ROOT / "recipes/train_eagle.py")
     two = finished(launched(config, script, *command, f"train.out={tmp_path / 'two'}", "train.max_steps=6"))
     assert two.returncode == 0, two.stdout
-    assert apart(weights(one), weights(tmp_path / "two")) < 1e-5
+    rounding = apart(weights(one), weights(tmp_path / "two"))  # sums in another order, which steps of 1e-3 enlarge
+    assert rounding < 1e-4 and apart(weights(one), weights(others)) > 1e-3
     split = finished(launched("ddp", script, *command, f"train.out={tmp_path / 'split'}", "train.shard_head=true"))
     assert split.returncode and "needs all weights of head and target on every process" in split.stdout
