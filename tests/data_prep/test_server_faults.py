@@ -314,7 +314,7 @@ def test_kills_among_faults_change_nothing(tiny_target: Target, tiny_target_dir:
         return None if request["max_tokens"] == 1 else faults[number % len(faults)]
 
     with serving(answer) as (url, _), faults_before(url, rule) as one, faults_before(url, rule) as other:
-        command = recipe_of(tiny_target_dir, tmp_path, [one.url, other.url], 24)
+        command = [*recipe_of(tiny_target_dir, tmp_path, [one.url, other.url], 24), "regenerate.attempts=100"]
         run = [sys.executable, "-c", "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "]
         run[-1] += "from eagle.log import script; from data_prep.regenerate import main; script(main)"
         for number in (signal.SIGKILL, signal.SIGINT):
