@@ -99,6 +99,7 @@ def test_it_holds_what_tokenising_gives(data: Recipe) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_several_processes_write_the_same_bytes(data: Recipe, tmp_path: Path) -> None:
     """Their number is no part of the cache's identity, and of none of its files."""
     alone, together = data, changed(data, num_proc=2, cache=str(tmp_path / "other"))
