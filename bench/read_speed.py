@@ -96,8 +96,8 @@ def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
     out, _ = process.communicate()
     if process.returncode:
         raise ValueError(f"reading ended with status {process.returncode}: see above")
-    found: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return found
+    figures: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return figures
 
 
 def kill_and_finish(work: Path, tokenizer: str, count: int, workers: int, kills: int, shards: int) -> str:
@@ -152,10 +152,10 @@ def main(argv: list[str]) -> None:
     alone = finish(start(args.work, args.tokenizer, count, "alone", 1))
     killed = kill_and_finish(args.work, args.tokenizer, count, args.workers, args.kills, shards)
     same = {"by one process": digest(Path(alone["folder"])) == whole, "killed": killed == whole}
-    found = {**made_on(tokenizer=Path(args.tokenizer).name, workers=args.workers, kills=args.kills, same=same)}
-    found["rows"] = [{name: value for name, value in row.items() if name != "folder"} for row in rows]
-    write_results(args.out, found)
-    print(table(found), f"the same bytes: {same}", sep="\n\n")
+    results = {**made_on(tokenizer=Path(args.tokenizer).name, workers=args.workers, kills=args.kills, same=same)}
+    results["rows"] = [{name: value for name, value in row.items() if name != "folder"} for row in rows]
+    write_results(args.out, results)
+    print(table(results), f"the same bytes: {same}", sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -123,10 +123,15 @@ def _watch(name: str, records: Numbered, tally: Tally, allow_broken: bool) -> Nu
 def _refuse(damage: str, tally: Tally, allow_broken: bool) -> None:
     """An error that names the damage, or where it is allowed a word in the tally."""
     if not allow_broken:
-        raise ValueError(
-            f"{damage}. Write or load the file again, or set data.allow_broken=true to go on with what can be read"
-        )
+        raise damage_error(damage)
     tally.broken.append(damage)
+
+
+def damage_error(damage: str) -> ValueError:
+    """The error that a damaged file is where it is not allowed."""
+    return ValueError(
+        f"{damage}. Write or load the file again, or set data.allow_broken=true to go on with what can be read"
+    )
 
 
 def _convert(name: str, records: Numbered, tally: Tally, strict: bool, answered: bool) -> Iterator[Conversation]:

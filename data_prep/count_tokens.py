@@ -118,17 +118,22 @@ def main(argv: list[str]) -> None:
     if absent := [str(file) for file in args.text or () if not file.is_file()]:
         raise ValueError(f"no text at {', '.join(absent)}: expected plain text files")
     tokenizer = load_tokenizer(recipe)
-    kept: list[str] = []
-    texts = read_file_texts(args.text or (), tokenizer)
-    if not args.text:  # of examples the assistant's tokens are counted, as those are drafted
-        examples = open_cache(recipe)
+    # of examples the assistant's tokens are counted, as those are drafted
+    examples = None if args.text else open_cache(recipe)
+    if examples is None:
+        texts = read_file_texts(args.text, tokenizer)
+    else:
         texts = ((example.tokens, example.loss_mask) for example in examples)
-        kept.append(examples.tally.table())
     options = {"pairs": args.kind == "bigram", "tokenizer": tokenizer_identity(tokenizer)}
     with lock_folder(args.out):
         tables = count_texts(texts, vocab_size_of(recipe.target), **options)
         save_tables(args.out, tables, args.kind)
-    print(*kept, report(tables), f"the tables are in {args.out}", sep="\n")
+    print(
+        *([] if examples is None else [examples.tally.table()]),
+        report(tables),
+        f"the tables are in {args.out}",
+        sep="\n",
+    )
 
 
 if __name__ == "__main__":

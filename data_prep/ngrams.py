@@ -35,7 +35,7 @@ def find_overlap(cache: TokenCache, prompts: Mapping[str, np.ndarray], keys: Map
     runs, names = np.array([run for run, _ in named], dtype=np.uint64), [name for _, name in named]
     is_low = np.zeros(int(LOW_BITS) + 1, dtype=bool)
     is_low[runs & LOW_BITS] = True
-    found: dict[str, set[tuple[int, int]]] = {}
+    sharing: dict[str, set[tuple[int, int]]] = {}
     for shard, (tokens, _, ends) in enumerate(cache.texts()):
         hashes = hash_runs(tokens.numpy())
         places = np.flatnonzero(is_low[hashes & LOW_BITS])
@@ -44,9 +44,9 @@ def find_overlap(cache: TokenCache, prompts: Mapping[str, np.ndarray], keys: Map
         first, last = (np.searchsorted(runs, hashes[places[within]], side=side) for side in ("left", "right"))
         for text, start, stop in zip(texts[within].tolist(), first.tolist(), last.tolist(), strict=True):
             for name in names[start:stop]:
-                found.setdefault(name, set()).add((shard, text))
+                sharing.setdefault(name, set()).add((shard, text))
     asked = {name: int((cache.prompts == key).sum()) for name, key in keys.items()}
-    counts = {name: max(len(found.get(name, ())), asked[name]) for name in prompts}
+    counts = {name: max(len(sharing.get(name, ())), asked[name]) for name in prompts}
     return dict(
         sorted(((name, count) for name, count in counts.items() if count), key=lambda item: (-item[1], item[0]))
     )

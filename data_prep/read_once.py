@@ -19,8 +19,17 @@ from typing import Any
 import torch
 
 from data_prep.chats.records import Conversation
-from data_prep.conversations import Tally, read_conversations
-from data_prep.token_cache import MANIFEST, Note, TokenCache, read_note, shard_path, write_manifest, write_shard
+from data_prep.conversations import Tally, damage_error, read_conversations
+from data_prep.token_cache import (
+    MANIFEST,
+    REPEATED,
+    Note,
+    TokenCache,
+    read_note,
+    shard_path,
+    write_manifest,
+    write_shard,
+)
 from data_prep.tokens import check_supervision, examples_of, load_tokenizer, reading_options, tokenize_each
 from eagle.data.identity import MASK_RULES, assets_folder, data_identity, stop_ids
 from eagle.disk import lock_folder
@@ -36,7 +45,7 @@ Job = tuple[int, list[Conversation]]  # a shard's number and conversations
 def read_examples(recipe: Recipe, *, strict: bool = False) -> TokenCache:
     """The recipe's examples, after a table of what was kept and dropped."""
     cache = open_cache(recipe, strict=strict)
-    share = cache.supervised / sum(shard["tokens"] for shard in cache.shards)
+    share = cache.supervised / cache.tokens
     print(f"{cache.tally.table()}\n{len(cache):,} examples, {cache.lengths.sum():,} tokens, {share:.0%} supervised")
     return cache
 
@@ -51,15 +60,17 @@ def open_cache(recipe: Recipe, *, strict: bool = False) -> TokenCache:
                 fill(folder, recipe, identity, strict=strict)
     cache = TokenCache(folder, distinct=recipe.data.drop_duplicates)
     if cache.tally.broken and not recipe.data.allow_broken:
-        raise ValueError(
-            f"{cache.tally.broken[0]}. Write or load the file again, or set data.allow_broken=true to go on with what "
-            "can be read"
-        )
-    if strict and cache.tally.dropped:
-        for _ in tokenize_each(recipe, load_tokenizer(recipe), Tally(), strict=True):
-            pass  # up to the error that names the first
-    check_supervision(cache.supervised, sum(shard["tokens"] for shard in cache.shards), recipe.data.train, cache.tally)
+        raise damage_error(cache.tally.broken[0])
+    if strict and cache.tally.dropped.keys() - {REPEATED}:
+        name_first_drop(recipe)
+    check_supervision(cache.supervised, cache.tokens, recipe.data.train, cache.tally)
     return cache
+
+
+def name_first_drop(recipe: Recipe) -> None:
+    """Tokenise up to the first record that would be dropped, which is an error that names it."""
+    for _ in tokenize_each(recipe, load_tokenizer(recipe), Tally(), strict=True):
+        pass
 
 
 def cache_identity(recipe: Recipe) -> dict[str, Any]:
@@ -81,18 +92,23 @@ def fill(folder: Path, recipe: Recipe, identity: dict[str, Any], *, strict: bool
     read = Tally()
     conversations = read_conversations(recipe.data.train, read, strict=strict, **reading_options(recipe))
     jobs = enumerate(iter(lambda: list(islice(conversations, CONVERSATIONS)), []))
-    workers = recipe.data.num_proc or len(os.sched_getaffinity(0))
+    workers = recipe.data.num_proc or count_processors()
     notes: list[Note] = []
     for note in progress(write_shards(folder, recipe, jobs, workers), "tokenise", None, size=lambda note: note["read"]):
         notes.append(note)
         if strict and note["dropped"]:
-            raise ValueError(f"{next(iter(note['dropped']))}: leave out --strict to drop and count such records")
+            name_first_drop(recipe)
     tally = Tally(0, read.dropped.copy(), read.noted.copy(), read.places, read.broken)
     for note in notes:
         tally.kept += note["kept"]
         tally.dropped.update(note["dropped"])
         tally.noted.update(note["noted"])
     write_manifest(folder, identity, notes, tally)
+
+
+def count_processors() -> int:
+    """Those that this process may use, where the system tells, else all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def write_shards(folder: Path, recipe: Recipe, jobs: Iterable[Job], workers: int) -> Iterator[Note]:

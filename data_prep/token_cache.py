@@ -147,6 +147,11 @@ class TokenCache(Sequence[Example]):
         return Example(tokens[start:end].long(), loss_mask[start:end])
 
     @property
+    def tokens(self) -> int:
+        """The tokens of all examples, repeated ones among them."""
+        return sum(shard["tokens"] for shard in self.shards)
+
+    @property
     def supervised(self) -> int:
         """The supervised tokens of all examples, repeated ones among them."""
         return sum(shard["supervised"] for shard in self.shards)

@@ -44,12 +44,12 @@ def main(argv: list[str]) -> None:
     prompts = read_prompts(recipe)
     cache, tokenizer = open_cache(recipe), load_tokenizer(recipe)
     tokens = {name: np.asarray(encode(text, tokenizer)[0]) for name, text in prompts.items()}
-    found = find_overlap(cache, tokens, {name: text_key(text) for name, text in prompts.items()})
-    for name, count in list(found.items())[:SHOWN]:
+    counts = find_overlap(cache, tokens, {name: text_key(text) for name, text in prompts.items()})
+    for name, count in list(counts.items())[:SHOWN]:
         print(f"{name}: in {count:,} of the examples")
-    if len(found) > SHOWN:
-        print(f"and {len(found) - SHOWN:,} more")
-    print(f"{len(found):,} of {len(prompts):,} evaluation prompts stand in the {len(cache):,} training examples")
+    if len(counts) > SHOWN:
+        print(f"and {len(counts) - SHOWN:,} more")
+    print(f"{len(counts):,} of {len(prompts):,} evaluation prompts stand in the {len(cache):,} training examples")
 
 
 if __name__ == "__main__":

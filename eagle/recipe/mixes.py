@@ -48,6 +48,6 @@ def files_of(source: str | Path) -> list[Path]:
     """All local files of a source, of a mix those of its sources behind its own."""
     path = Path(source)
     if is_mix(path):
-        here = [part.path for part in read_mix(path) if Path(part.path).exists()]
-        return [path, *(file for part in here for file in files_of(part))]
+        local = [part.path for part in read_mix(path) if Path(part.path).exists()]
+        return [path, *(file for source in local for file in files_of(source))]
     return sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]

@@ -24,7 +24,7 @@ from eagle.data.stored_rows import TapRoles, mean_bytes, parts_of, slots_of, tok
 from eagle.drafters import DRAFTERS, settings_of
 from tests.documents import ROOT
 from tests.each_head import HEADS
-from tests.families import VOCAB_SIZE, build
+from tests.families import VOCAB_SIZE
 
 TREES = {"chain": ((0,), (0, 0), (0, 0, 0)), "tree": ((0,), (1,), (0, 0))}
 MASKS = {  # supervised spans of texts of 30 tokens: long and short, early and late
@@ -39,13 +39,6 @@ SMALL: dict[str, dict[str, Any]] = {
     "dspark": {"markov": "rnn"},
     "mtp": {"start": "last_block"},
 }
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    """A random Llama of four layers."""
-    torch.manual_seed(5)
-    return Target(build("llama"))
 
 
 @pytest.fixture(scope="module")

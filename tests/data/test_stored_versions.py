@@ -17,16 +17,9 @@ from eagle import Target
 from eagle.core.examples import Example
 from eagle.data.features import extract
 from eagle.data.store import VERSION, Damaged, FeatureStore
-from tests.families import VOCAB_SIZE, build
+from tests.families import VOCAB_SIZE
 
 IDENTITY = {"target": {"weights": "w", "dtype": "float32"}, "taps": [0, 3, -1], "inputs": [0, 3], "dtype": "float8"}
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    """A random Llama of four layers."""
-    torch.manual_seed(5)
-    return Target(build("llama"))
 
 
 @pytest.fixture(scope="module")

@@ -207,6 +207,24 @@ def test_questions_that_were_asked_before_are_counted_and_dropped(recipe: Recipe
     assert list(kept.lengths) == list(map(len, firsts))
 
 
+def test_strict_names_the_first_that_is_dropped(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a cache is written, too; a repeated question is none, and nothing is tokenised again for it."""
+    turns = [{"role": "user", "content": "the fox " * 30}, {"role": "assistant", "content": "the dog"}]
+    short = [{"role": "user", "content": "who"}, turns[1]]
+    (tmp_path / "long.jsonl").write_text(
+        "".join(json.dumps({"id": name, "messages": told}) + "\n" for name, told in (("short", short), ("long", turns)))
+    )
+    cut = changed(recipe, train=str(tmp_path / "long.jsonl"), cache=str(tmp_path / "c"), num_proc=1, max_length=16)
+    with pytest.raises(ValueError, match=r"^long: nothing supervised within max_length$"):
+        open_cache(cut, strict=True)
+    (tmp_path / "twice.jsonl").write_text((json.dumps({"messages": short}) + "\n") * 2)
+    twice = changed(cut, train=str(tmp_path / "twice.jsonl"), drop_duplicates=True)
+    monkeypatch.setattr(read_once, "tokenize_each", None)
+    assert open_cache(twice, strict=True).tally.dropped == {REPEATED: 1}
+
+
 def test_who_comes_second_waits(data: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two commands at once write one cache."""
     counted: list[int] = []
