@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoTokenizer
 
@@ -126,7 +128,8 @@ def encode(text: str, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if SURROGATE.search(text):
         raise Dropped("half a surrogate pair: no valid text")
     encoding = backend_of(tokenizer, len(tokenizer))[0].encode(text, add_special_tokens=False)
-    return torch.tensor(encoding.ids), torch.tensor(encoding.offsets).view(-1, 2)
+    tokens, offsets = (np.fromiter(numbers, np.int64) for numbers in (encoding.ids, chain(*encoding.offsets)))
+    return torch.from_numpy(tokens), torch.from_numpy(offsets).view(-1, 2)
 
 
 @lru_cache(maxsize=4)

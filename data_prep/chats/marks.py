@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 FINISHES = ("finishreason", "donereason", "stopreason")  # names of keys, in small letters and digits alone
@@ -39,6 +40,7 @@ PLACEHOLDER = re.compile(  # at an edge of the text or of a line, and no element
 )
 
 
+@lru_cache(4096)
 def simplify(name: Any) -> str:
     """A key or a reason in small letters and digits alone: `finishReason`, `finish_reason` and `FINISH-REASON`."""
     return re.sub("[^a-z0-9]", "", str(name).lower())
