@@ -7,14 +7,16 @@ A run that was killed goes on where it was when the same command is given again,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from data_prep.read_once import read_examples
+from eagle.core.examples import Example
 from eagle.data.features import check_room, extract, forecast, plan_extraction, roles_of, world
 from eagle.data.identity import identity, in_precision, tap_identity, target_name
 from eagle.data.store import Absent, Damaged, FeatureStore
-from eagle.data.stored_rows import TapRoles, parts_of
+from eagle.data.stored_rows import TapRoles, TextSizes, parts_of
 from eagle.device import best_device, fastest_dtype
 from eagle.disk import lock_folder
 from eagle.drafters import settings_of
@@ -39,8 +41,9 @@ def main(argv: list[str]) -> None:
     if args.forecast:
         examples, model = read_examples(recipe, strict=args.strict), load_target(recipe)
         parts = parts_of(tap_identity(roles))
-        plan = plan_extraction(examples, model, parts, recipe.features)
-        print(forecast(model, examples, plan, parts, recipe.features.dtype))
+        sizes = sizes_of(examples)
+        plan = plan_extraction(sizes, model, parts, recipe.features)
+        print(forecast(model, examples, sizes, plan, parts, recipe.features.dtype))
     elif not recipe.features.store:
         raise ValueError(f"{args.recipe} has no features.store: features are computed while training, none are stored")
     elif args.verify:
@@ -107,7 +110,8 @@ def create_store(recipe: Recipe, folder: Path, expected: dict[str, Any], *, stri
             "features.dtype is float32 and target.dtype bfloat16: the states are no more accurate than bfloat16, in "
             "twice its room; set target.dtype=float32 for accurate ones, or features.dtype=bfloat16"
         )
-    plan = plan_extraction(examples, target, parts_of(expected), recipe.features)
+    sizes = sizes_of(examples)
+    plan = plan_extraction(sizes, target, parts_of(expected), recipe.features)
     about: dict[str, Any] = {
         "width": target.width_of(tuple(expected["taps"])),
         "precision": str(target.model.dtype).removeprefix("torch."),
@@ -115,8 +119,14 @@ def create_store(recipe: Recipe, folder: Path, expected: dict[str, Any], *, stri
         "conversations": {"kept": examples.tally.kept, "dropped": dict(examples.tally.dropped)},
         "borrowed": save_borrowed(folder, target.head, target.config),
     }
-    check_room(FeatureStore.create(folder, examples, expected, plan, **about))
+    check_room(FeatureStore.create(folder, examples, expected, plan, sizes, **about))
     return target
+
+
+def sizes_of(examples: Sequence[Example]) -> TextSizes:
+    """The sizes of all examples, each of which is read once."""
+    each = progress(examples, "measure", len(examples))
+    return TextSizes.of((example.loss_mask, example.shared) for example in each)
 
 
 def load_target(recipe: Recipe, precision: str | None = None) -> Target:

@@ -36,7 +36,7 @@ def find_overlap(cache: TokenCache, prompts: Mapping[str, np.ndarray], keys: Map
     is_low = np.zeros(int(LOW_BITS) + 1, dtype=bool)
     is_low[runs & LOW_BITS] = True
     sharing: dict[str, set[tuple[int, int]]] = {}
-    for shard, (tokens, _, ends) in enumerate(cache.texts()):
+    for shard, (tokens, ends) in enumerate(cache.texts()):
         hashes = hash_runs(tokens.numpy())
         places = np.flatnonzero(is_low[hashes & LOW_BITS])
         texts = np.searchsorted(ends, places, side="right")

@@ -47,6 +47,7 @@ def write_shard(path: Path, read: Sequence[Sequence[Example]], prompts: Sequence
         "tokens": torch.cat([example.tokens.int() for example in examples]) if examples else torch.zeros(0).int(),
         "loss_mask": torch.cat([example.loss_mask for example in examples]) if examples else torch.zeros(0).bool(),
         "lengths": torch.tensor([len(example.tokens) for example in examples], dtype=torch.int32),
+        "shared": torch.tensor([example.shared for example in examples], dtype=torch.int32),
         "conversations": torch.tensor([len(some) for some in read if some], dtype=torch.int32),  # examples of each
         "prompts": torch.tensor(prompts, dtype=torch.long),
     }
@@ -141,10 +142,10 @@ class TokenCache(Sequence[Example]):
         place = range(len(self))[index]  # which counts from the end, too, and refuses what is beyond
         place = place if self.places is None else int(self.places[place])
         shard = bisect_right(self.firsts, place) - 1
-        tokens, loss_mask, ends = self._shard(shard)
+        tokens, loss_mask, ends, shared = self._shard(shard)
         number = place - self.firsts[shard]
         start, end = ends[number], ends[number + 1]
-        return Example(tokens[start:end].long(), loss_mask[start:end])
+        return Example(tokens[start:end].long(), loss_mask[start:end], shared=shared[number])
 
     @property
     def tokens(self) -> int:
@@ -156,15 +157,18 @@ class TokenCache(Sequence[Example]):
         """The supervised tokens of all examples, repeated ones among them."""
         return sum(shard["supervised"] for shard in self.shards)
 
-    def texts(self) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
-        """The tokens and the loss mask of each shard, and where its examples end, repeated ones among them."""
-        return map(self._open, range(len(self.shards)))
+    def texts(self) -> Iterator[tuple[Tensor, list[int]]]:
+        """The tokens of each shard, and where its examples end, repeated ones among them."""
+        for shard in range(len(self.shards)):
+            tokens, _, ends, _ = self._open(shard)
+            yield tokens, ends
 
-    def _open(self, shard: int) -> tuple[Tensor, Tensor, list[int]]:
-        """The tokens and the loss mask of a shard, and where its examples end."""
+    def _open(self, shard: int) -> tuple[Tensor, Tensor, list[int], list[int]]:
+        """The tokens and the loss mask of a shard, where its examples end, and what each shares with the one before."""
         path = shard_path(self.folder, shard)
         if not path.is_file() or sha256(path) != self.shards[shard]["sha256"]:
             raise ValueError(f"{path} is missing or damaged: remove {self.folder / MANIFEST}; it alone is made anew")
         with open_tensors(path) as file:
-            tokens, loss_mask, lengths = (file.get_tensor(name) for name in ("tokens", "loss_mask", "lengths"))
-        return tokens, loss_mask, list(accumulate(lengths.tolist(), initial=0))
+            names = ("tokens", "loss_mask", "lengths", "shared")
+            tokens, loss_mask, lengths, shared = (file.get_tensor(name) for name in names)
+        return tokens, loss_mask, list(accumulate(lengths.tolist(), initial=0)), shared.tolist()

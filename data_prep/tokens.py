@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from data_prep.chats.records import Conversation
 from data_prep.chats.render import RenderedText, render_answers
 from data_prep.chats.turns import SURROGATE, Dropped
 from data_prep.conversations import Tally, read_conversations
-from eagle.core.examples import Example
+from eagle.core.examples import Example, count_shared
 from eagle.data.identity import stop_ids
 from eagle.log import progress
 from eagle.recipe import DataSection, Recipe
@@ -100,6 +101,8 @@ def examples_of(conversation: Conversation, tokenizer: Any, data: DataSection, t
     except Dropped as reason:
         tally.dropped[str(reason)] += 1
         return []
+    for place, (before, example) in enumerate(pairwise(examples), start=1):
+        examples[place] = replace(example, shared=count_shared(before.tokens, example.tokens))
     if all(example.loss_mask.all() for example in examples):
         notes.add("everything is supervised")
     contents = "\0".join(str(turn.get("content") or "") for turn in conversation.messages)

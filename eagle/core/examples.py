@@ -59,6 +59,7 @@ class Example:
     loss_mask: Tensor  # [T] bool
     features: Tensor | None = None  # [T, L, D]
     drafts: Drafts | None = None  # by a head that helped to write it
+    shared: int = 0  # how many of its first tokens the example before it has too, which is of the same conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,13 @@ def lengths_of(examples: Sequence[Example]) -> list[int]:
     """The number of tokens of each example; examples on disk know it without being read."""
     known = getattr(examples, "lengths", None)
     return [len(example.tokens) for example in examples] if known is None else [int(length) for length in known]
+
+
+def count_shared(one: Tensor, other: Tensor) -> int:
+    """The number of tokens that two texts [T] share from their beginning."""
+    length = min(len(one), len(other))
+    differing = (one[:length] != other[:length]).nonzero()
+    return int(differing[0]) if len(differing) else length
 
 
 def trim_mask(loss_mask: Tensor) -> Tensor:

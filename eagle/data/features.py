@@ -13,6 +13,7 @@ from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import accumulate
 from time import perf_counter
 from typing import Any
 
@@ -26,8 +27,9 @@ from eagle.core.examples import Example, lengths_of, run_ahead
 from eagle.data.packing import check_width, pack_features
 from eagle.data.shard_plan import Plan, make_batches, plan_shards
 from eagle.data.shards import ShardWriter
+from eagle.data.shared_prefixes import can_read_on, read_on
 from eagle.data.store import FeatureStore
-from eagle.data.stored_rows import Part, TapRoles, mean_bytes, parts_of, pick_rows, restore_features
+from eagle.data.stored_rows import Part, TapRoles, TextSizes, mean_bytes, parts_of, pick_rows, restore_features
 from eagle.drafters import DRAFTERS
 from eagle.recipe import FeaturesSection
 from eagle.target.target import Target
@@ -57,13 +59,27 @@ def taps_of(settings: Any, target_config: Any) -> tuple[int, ...]:
 
 
 def compute_rows(
-    target: Target, texts: Sequence[Tensor], loss_masks: Sequence[Tensor], parts: Sequence[Part], dtype: str
+    target: Target,
+    texts: Sequence[Tensor],
+    loss_masks: Sequence[Tensor],
+    parts: Sequence[Part],
+    dtype: str,
+    shared: Sequence[int] | None = None,
 ) -> list[tuple[Tensor, ...]]:
-    """The packed rows [N, L, ..] of every part, those of one text behind those of another."""
+    """The packed rows [N, L, ..] of every part, those of one text behind those of another.
+
+    Of the first `shared` tokens of each text, which the text before it has too, no rows are kept at every slot.
+    """
     taps = tuple(tap for part in parts for tap in part.taps)
-    tokens = pad_sequence(list(texts), batch_first=True)
-    features = target.features(tokens, taps, torch.bfloat16 if dtype == "bfloat16" else None)
-    return [pack_features(pick_rows(features, taps, part, loss_masks), dtype) for part in parts]
+    precision = torch.bfloat16 if dtype == "bfloat16" else None
+    shared = [0] * len(texts) if shared is None else shared
+    if any(shared) and can_read_on(target):
+        states = torch.cat(read_on(target, [text.tolist() for text in texts], shared, taps)).to(precision)
+        starts = list(accumulate(map(len, texts[:-1]), initial=0))
+    else:
+        features = target.features(pad_sequence(list(texts), batch_first=True), taps, precision)
+        states, starts = features.flatten(0, 1), [row * features.shape[1] for row in range(len(texts))]
+    return [pack_features(pick_rows(states, starts, taps, part, loss_masks, shared), dtype) for part in parts]
 
 
 class LiveFeatures:
@@ -122,7 +138,8 @@ def extract(target: Target, store: FeatureStore, shards: Sequence[int]) -> Itera
             writers.append(writer := store.writer(shard))
             for batch in store.plan[shard]:
                 texts, masks = zip(*map(store.text, batch), strict=True)
-                host, copied = _copy_to_host(compute_rows(target, texts, masks, store.parts, store.dtype))
+                rows = compute_rows(target, texts, masks, store.parts, store.dtype, store.shared[batch].tolist())
+                host, copied = _copy_to_host(rows)
                 yield partial(_append, writer, host, copied, sum(map(len, texts)))
             yield writer.close
 
@@ -168,14 +185,13 @@ def batch_slots(target: Target, batch_tokens: int | None) -> int:
     return batch_tokens or BATCH_TOKENS
 
 
-def plan_extraction(
-    examples: Sequence[Example], target: Target, parts: Sequence[Part], features: FeaturesSection
-) -> Plan:
-    """The batches and shards of a feature store for these examples."""
-    lengths = lengths_of(examples)
+def plan_extraction(sizes: TextSizes, target: Target, parts: Sequence[Part], features: FeaturesSection) -> Plan:
+    """The batches and shards of a feature store for texts of these sizes."""
+    lengths = sizes.tokens.tolist()
     check_lengths(target, max(lengths))
-    size = mean_bytes(parts, features.dtype, _width(target, parts), (example.loss_mask for example in examples))
-    return plan_shards(lengths, batch_slots(target, features.batch_tokens), max(int(features.shard_bytes / size), 1))
+    size = mean_bytes(parts, features.dtype, _width(target, parts), sizes)
+    slots, shard_tokens = batch_slots(target, features.batch_tokens), max(int(features.shard_bytes / size), 1)
+    return plan_shards(lengths, slots, shard_tokens, sizes.shared.tolist())
 
 
 def check_lengths(target: Target, longest: int) -> None:
@@ -197,14 +213,17 @@ def check_room(store: FeatureStore, shards: Iterable[int] | None = None) -> None
         )
 
 
-def forecast(target: Target, examples: Sequence[Example], plan: Plan, parts: Sequence[Part], dtype: str) -> str:
+def forecast(
+    target: Target, examples: Sequence[Example], sizes: TextSizes, plan: Plan, parts: Sequence[Part], dtype: str
+) -> str:
     """A line with the tokens, bytes and time of an extraction, measured on a few seconds of it."""
     batches = [batch for shard in plan for batch in shard]
     sample = [batches[i * len(batches) // 64] for i in range(64)]  # from the longest to the shortest
     measured_tokens, start = 0, 0.0
     for batch in [sample[-1], *sample]:
         texts, masks = zip(*((examples[number].tokens, examples[number].loss_mask) for number in batch), strict=True)
-        compute_rows(target, texts, masks, parts, dtype)[0][0].flatten()[-1:].sum().item()  # waits for the device
+        rows = compute_rows(target, texts, masks, parts, dtype, sizes.shared[batch].tolist())
+        rows[0][0].flatten()[-1:].sum().item()  # waits for the device
         if not start:  # the first forward only warms up
             start = perf_counter()
             continue
@@ -212,10 +231,11 @@ def forecast(target: Target, examples: Sequence[Example], plan: Plan, parts: Seq
         if perf_counter() - start > CALIBRATION:
             break
     rate = measured_tokens / (perf_counter() - start)
-    tokens = sum(lengths_of(examples))
-    size = mean_bytes(parts, dtype, _width(target, parts), (example.loss_mask for example in examples))
+    tokens, shared = int(sizes.tokens.sum()), int(sizes.shared.sum())
+    size = mean_bytes(parts, dtype, _width(target, parts), sizes)
+    rewritten = f" ({shared:,} of them shared with another example of their conversation)" if shared else ""
     return (
-        f"forecast: {tokens:,} tokens, {sum(len(part.taps) for part in parts)} taps in {dtype}: "
+        f"forecast: {tokens:,} tokens{rewritten}, {sum(len(part.taps) for part in parts)} taps in {dtype}: "
         f"{_format_bytes(tokens * size)}, {size:,.0f} bytes a token, in {len(plan)} shards; one process computes "
         f"{rate:,.0f} tokens/s here: {tokens / rate / 60:.1f} min, divided by the number of processes"
     )

@@ -21,11 +21,31 @@ def make_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
     return batches
 
 
-def plan_shards(lengths: Sequence[int], batch_tokens: int, shard_tokens: int) -> list[list[list[int]]]:
-    """The batches, grouped into shards of about `shard_tokens` tokens; depends only on the lengths."""
+def group_texts(shared: Sequence[int]) -> list[list[int]]:
+    """The numbers of texts of which each but the first shares tokens with the one before it."""
+    groups: list[list[int]] = []
+    for number, count in enumerate(shared):
+        if count:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return groups
+
+
+def plan_shards(
+    lengths: Sequence[int], batch_tokens: int, shard_tokens: int, shared: Sequence[int] | None = None
+) -> list[list[list[int]]]:
+    """The batches, grouped into shards of about `shard_tokens` tokens; depends only on the lengths.
+
+    Texts that share tokens with the one before them, so many each, are in one batch with it.
+    """
+    shared = [0] * len(lengths) if shared is None else shared
+    groups = group_texts(shared)
+    new = [sum(lengths[number] - shared[number] for number in group) for group in groups]
     shards: list[list[list[int]]] = []
     filled = shard_tokens
-    for batch in make_batches(lengths, batch_tokens):
+    for grouped in make_batches(new, batch_tokens):
+        batch = [number for group in grouped for number in groups[group]]
         if filled >= shard_tokens:
             shards.append([])
             filled = 0
@@ -84,3 +104,24 @@ class StoredPlan(Sequence[list[list[int]]]):
         before = (shard_ends - sizes)[self.shards[self.order]]
         starts[self.order] = (ends - counts[self.order] - before).int()
         return starts, sizes.tolist()
+
+
+class RowPlaces:
+    """Where in its shard the rows of each text are; the first `shared` are those of the text before it."""
+
+    def __init__(self, plan: StoredPlan, counts: Tensor, shared: Tensor) -> None:
+        self.counts, self.shared = counts, shared
+        self.starts, self.totals = plan.place_rows(counts - shared)
+
+    def __getitem__(self, number: int) -> list[tuple[int, int]]:
+        """The first row and the end of each piece of a text, in their order."""
+        places, stop = list[tuple[int, int]](), int(self.counts[number])
+        while True:
+            first = int(self.shared[number])
+            if first < stop or not first:
+                start = int(self.starts[number]) - first
+                places.append((start + first, start + stop))
+                stop = first
+            if not first:
+                return places[::-1]
+            number -= 1

@@ -19,13 +19,13 @@ from torch import Tensor
 from eagle.core.examples import Example
 from eagle.data.identity import describe_difference, differences, in_precision
 from eagle.data.packing import DTYPES, check_width
-from eagle.data.shard_plan import Plan, StoredPlan
+from eagle.data.shard_plan import Plan, RowPlaces, StoredPlan
 from eagle.data.shards import ShardWriter, checksum_file, shard_fault, shard_header
-from eagle.data.stored_rows import count_slots, parts_of, restore_features, row_bytes
+from eagle.data.stored_rows import TextSizes, parts_of, restore_features, row_bytes
 from eagle.disk import sha256, write_tensors, write_whole
 from eagle.markup import table
 
-VERSION = 2  # of the layout; stores without a number, the first, keep every tap of every token
+VERSION = 3  # of the layout; the second shares no states between texts, and the first keeps all of every token
 
 
 class Absent(ValueError):
@@ -91,27 +91,32 @@ class FeatureStore:
 
     @classmethod
     def create(
-        cls, folder: str | Path, examples: Sequence[Example], identity: dict[str, Any], plan: Plan, **made: Any
+        cls,
+        folder: str | Path,
+        examples: Sequence[Example],
+        identity: dict[str, Any],
+        plan: Plan,
+        sizes: TextSizes | None = None,
+        **made: Any,
     ) -> FeatureStore:
-        """A store without features yet; `made` holds the target's `width` and other notes.
+        """A store without features yet; `made` holds the target's `width` and other notes, `sizes` are the examples'.
 
         Its entry `borrowed` maps files that are in the folder already to their checksums.
         """
         folder = Path(folder)
         check_width(identity["dtype"], made["width"])
-        lengths = torch.tensor([len(example.tokens) for example in examples])
+        sizes = sizes or TextSizes.of((example.loss_mask, example.shared) for example in examples)
+        lengths = sizes.tokens.long()
         tokens = torch.empty(int(lengths.sum()), dtype=torch.int32)
         loss_mask = torch.empty(len(tokens), dtype=torch.bool)
-        counts = torch.empty(len(lengths), 2, dtype=torch.int32)
         end = 0
-        for example, count in zip(examples, counts, strict=True):
+        for example in examples:
             start, end = end, end + len(example.tokens)
             tokens[start:end] = example.tokens
             loss_mask[start:end] = example.loss_mask
-            count[:] = torch.tensor(count_slots(example.loss_mask))
         tensors = {"tokens": tokens, "loss_mask": loss_mask, "lengths": lengths, **StoredPlan.tensors_of(plan)}
         if "inputs" in identity:
-            tensors |= {"read": counts[:, 0], "taught": counts[:, 1]}
+            tensors |= {"read": sizes.read.clone(), "taught": sizes.taught.clone(), "shared": sizes.shared.clone()}
         path = folder / "examples.safetensors"
         write_tensors(path, tensors)
         index = {
@@ -160,10 +165,9 @@ class FeatureStore:
         with safe_open(self.path(int(self.shards[number])), "pt") as file:
             packed = []
             for part in self.parts:
-                start = int(self.starts[part.slots][number])
-                stop = start + int(self.counts[part.slots][number])
-                names = [part.prefix + field.name for field in DTYPES[self.dtype]]
-                packed.append([file.get_slice(name)[start:stop] for name in names])
+                places = self.places[part.slots][number]
+                fields = [file.get_slice(part.prefix + field.name) for field in DTYPES[self.dtype]]
+                packed.append([torch.cat([field[start:stop] for start, stop in places]) for field in fields])
         return Example(tokens, mask, restore_features(self.parts, packed, self.taps, [mask])[0])
 
     def number(self, index: int) -> int:
@@ -182,7 +186,7 @@ class FeatureStore:
     def text(self, number: int) -> tuple[Tensor, Tensor]:
         """Tokens and loss mask of an example, by its number in the data."""
         end = int(self.ends[number])
-        start = end - int(self.counts["all"][number])
+        start = end - int(self.lengths[number])
         return self.tokens[start:end].long(), self.loss_mask[start:end]
 
     def path(self, shard: int) -> Path:
@@ -227,7 +231,9 @@ class FeatureStore:
 
     def shard_bytes(self, shard: int) -> int:
         """The bytes of a shard's states, without its header."""
-        return sum(self.rows[part.slots][shard] * row_bytes(part, self.dtype, self.width) for part in self.parts)
+        return sum(
+            self.places[part.slots].totals[shard] * row_bytes(part, self.dtype, self.width) for part in self.parts
+        )
 
     @property
     def total_bytes(self) -> int:
@@ -254,7 +260,7 @@ class FeatureStore:
 
     def _header(self, shard: int) -> bytes:
         metadata = {"store": self._fingerprint, "shard": str(shard)}  # so that a shard of another store is refused
-        rows = [self.rows[part.slots][shard] for part in self.parts]
+        rows = [self.places[part.slots].totals[shard] for part in self.parts]
         return shard_header(self.parts, rows, self.dtype, self.width, metadata)
 
     @cached_property
@@ -279,14 +285,15 @@ class FeatureStore:
         self.ends = tensors["lengths"].cumsum(0)
         self.plan = StoredPlan(tensors["order"], tensors["batch_sizes"], tensors["shard_batches"])
         self.shards = self.plan.shards
-        self.counts = {"all": tensors["lengths"]} | {
-            name: tensors[name] for name in ("read", "taught") if name in tensors
+        self.lengths = tensors["lengths"]
+        nothing = torch.zeros_like(self.lengths)
+        self.shared = tensors.get("shared", nothing)
+        tensors["all"] = self.lengths
+        self.places = {
+            part.slots: RowPlaces(self.plan, tensors[part.slots], self.shared if part.slots == "read" else nothing)
+            for part in self.parts
         }
-        self.starts: dict[str, Tensor] = {}  # of each kind of slots, the first row of each example in its shard
-        self.rows: dict[str, list[int]] = {}  # and the rows of each shard
-        for part in self.parts:
-            self.starts[part.slots], self.rows[part.slots] = self.plan.place_rows(self.counts[part.slots])
-        if self.plan.place_rows(self.counts["all"])[1] != self.index["shard_tokens"]:
+        if self.plan.place_rows(self.lengths)[1] != self.index["shard_tokens"]:
             raise Damaged(f"{self.folder / 'index.json'} is not of these examples: --repair makes it anew")
 
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -79,9 +80,28 @@ def slots_of(loss_mask: Tensor, slots: Slots) -> Tensor:
     return (begun[1:-1] | begun[2:]).nonzero()[:, 0]
 
 
-def count_slots(loss_mask: Tensor) -> tuple[int, int]:
-    """The number of "read" and of "taught" slots of a text."""
-    return len(slots_of(loss_mask, "read")), len(slots_of(loss_mask, "taught"))
+@dataclass(frozen=True, slots=True)
+class TextSizes:
+    """[N], of each text: its tokens, its slots of each kind, and its first tokens that the text before it has too."""
+
+    tokens: Tensor
+    read: Tensor
+    taught: Tensor
+    shared: Tensor
+
+    @classmethod
+    def of(cls, texts: Iterable[tuple[Tensor, int]]) -> TextSizes:
+        """The sizes of texts by their loss masks and the tokens that each shares with the one before it."""
+        sizes = array("i")
+        read = 0  # of the example before
+        for loss_mask, shared in texts:
+            before, read = read, len(slots_of(loss_mask, "read"))
+            sizes.extend((len(loss_mask), read, len(slots_of(loss_mask, "taught")), min(shared, before, read)))
+        return cls(*torch.tensor(sizes, dtype=torch.int32).view(-1, 4).T)
+
+    def rows(self, slots: Slots) -> Tensor:
+        """[N], the rows that a store keeps of each text: what the text before has is kept there."""
+        return {"all": self.tokens, "read": self.read - self.shared, "taught": self.taught}[slots]
 
 
 def row_bytes(part: Part, dtype: str, width: int) -> int:
@@ -95,20 +115,26 @@ def token_bytes(parts: Iterable[Part], dtype: str, width: int, supervised: float
     return sum(row_bytes(part, dtype, width) * shares[part.slots] for part in parts)
 
 
-def mean_bytes(parts: Sequence[Part], dtype: str, width: int, loss_masks: Iterable[Tensor]) -> float:
+def mean_bytes(parts: Sequence[Part], dtype: str, width: int, sizes: TextSizes) -> float:
     """The bytes on disk of a token of these texts, a mean over all of them."""
-    totals = dict.fromkeys(("all", "read", "taught"), 0)
-    for mask in loss_masks:
-        for slots, count in zip(totals, (len(mask), *count_slots(mask)), strict=True):
-            totals[slots] += count
-    return sum(row_bytes(part, dtype, width) * totals[part.slots] for part in parts) / max(totals["all"], 1)
+    total = sum(row_bytes(part, dtype, width) * int(sizes.rows(part.slots).sum()) for part in parts)
+    return total / max(int(sizes.tokens.sum()), 1)
 
 
-def pick_rows(features: Tensor, taps: Sequence[int], part: Part, loss_masks: Sequence[Tensor]) -> Tensor:
-    """[N, L', D], the rows of a part from padded features [B, T, L, D] of these taps, text by text."""
-    length = features.shape[1]
-    kept = [row * length + slots_of(mask, part.slots) for row, mask in enumerate(loss_masks)]
-    rows = features.flatten(0, 1).index_select(0, upload(torch.cat(kept), features.device))
+def pick_rows(
+    states: Tensor,
+    starts: Iterable[int],
+    taps: Sequence[int],
+    part: Part,
+    loss_masks: Sequence[Tensor],
+    shared: Sequence[int],
+) -> Tensor:
+    """[N, L', D], the rows of a part from states [M, L, D] of these taps, in which the texts begin at `starts`."""
+    kept = []
+    for start, mask, first in zip(starts, loss_masks, shared, strict=True):
+        slots = slots_of(mask, part.slots)
+        kept.append(start + (slots[first:] if part.slots == "read" else slots))
+    rows = states.index_select(0, upload(torch.cat(kept), states.device))
     return rows if part.taps == tuple(taps) else torch.stack([rows[:, taps.index(tap)] for tap in part.taps], dim=1)
 
 

@@ -19,7 +19,7 @@ from eagle.core.examples import Features, collate, gate_mask, trim_mask
 from eagle.data.features import roles_of
 from eagle.data.identity import tap_identity
 from eagle.data.open import follow_head, open_features
-from eagle.data.stored_rows import TapRoles, mean_bytes, parts_of
+from eagle.data.stored_rows import TapRoles, TextSizes, mean_bytes, parts_of
 from eagle.disk import lock_folder
 from eagle.drafters import settings_of
 from eagle.log import progress
@@ -114,10 +114,10 @@ class TrainingRun:
             self.head.shape.hidden_size,
         )
         parts = parts_of(tap_identity(self.roles))
-        masks = (self.features.mask(place) for place in range(len(self.features)))
+        texts = TextSizes.of((self.features.mask(place), 0) for place in range(len(self.features)))
         return {
             "weights": sum(weight.numel() for weight in weights),
-            "token_bytes": round(mean_bytes(parts, self.recipe.features.dtype, width, masks)),
+            "token_bytes": round(mean_bytes(parts, self.recipe.features.dtype, width, texts)),
         }
 
     def timed_step(self) -> Callable[[int], float]:

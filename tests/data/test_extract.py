@@ -16,7 +16,7 @@ from eagle.core.examples import Example
 from eagle.data.features import LiveFeatures, batch_slots, compute_rows, forecast, plan_extraction
 from eagle.data.identity import identity
 from eagle.data.shard_plan import plan_shards
-from eagle.data.stored_rows import TapRoles, parts_of
+from eagle.data.stored_rows import TapRoles, TextSizes, parts_of
 from eagle.recipe import Recipe
 
 LENGTHS = (9, 30, 17, 30, 3)
@@ -84,19 +84,20 @@ def test_texts_beyond_the_targets_positions_are_refused() -> None:
         LiveFeatures(target, examples, {"taps": [-1], "dtype": "float32"})
     section = Recipe.load("recipes/tiny/eagle1.yaml").features
     with pytest.raises(ValueError, match=r"set data\.max_length to at most 256"):
-        plan_extraction(examples, target, parts_of({"taps": [-1]}), section)
+        plan_extraction(TextSizes.of([(examples[0].loss_mask, 0)]), target, parts_of({"taps": [-1]}), section)
 
 
 def test_a_forecast_tells_size_and_time() -> None:
     """Bytes are exact, by the masks; the time comes from a calibration."""
     target, examples = Target(build("llama")), [Example(text, torch.arange(len(text)) == 2) for text in texts(4)]
     plan = plan_shards(LENGTHS, 1, 40)
-    line = forecast(target, examples, plan, parts_of({"taps": [0, -1]}), "bfloat16")
+    sizes = TextSizes.of((example.loss_mask, 0) for example in examples)
+    line = forecast(target, examples, sizes, plan, parts_of({"taps": [0, -1]}), "bfloat16")
     size = sum(LENGTHS) * 2 * 32 * 2
     assert f"{sum(LENGTHS)} tokens, 2 taps in bfloat16: {size / 1000:.3g} kB, 128 bytes a token, in {len(plan)}" in line
     assert "tokens/s" in line
     # one supervised token, or two with `train.gate: read`: heads read up to it, and learn from two states before each
-    line = forecast(target, examples, plan, parts_of({"taps": [0, -1], "inputs": [0]}), "bfloat16")
+    line = forecast(target, examples, sizes, plan, parts_of({"taps": [0, -1], "inputs": [0]}), "bfloat16")
     size = (5 * 4 + 3 + 4 * 4 + 2) * 32 * 2
     assert f": {size / 1000:.3g} kB, {size / sum(LENGTHS):,.0f} bytes a token" in line
 

@@ -299,7 +299,8 @@ def test_a_full_disk_is_said_and_survived(
 def test_too_little_room_is_said_before_any_work(examples: list[Example], tmp_path: Path) -> None:
     """A store that cannot fit is refused when it is begun, with what else one can do."""
     store = create_store(tmp_path, examples)
-    store.rows = {slots: [10**14] * len(store.plan) for slots in ("read", "taught")}
+    for places in store.places.values():
+        places.totals = [10**14] * len(store.plan)
     with pytest.raises(ValueError, match=r"too little room .* TB are still to come .*float6"):
         check_room(store)
 

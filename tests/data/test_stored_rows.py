@@ -20,7 +20,7 @@ from eagle.data.identity import tap_identity
 from eagle.data.packing import DTYPES, pack_features, unpack_features
 from eagle.data.shard_plan import plan_shards
 from eagle.data.store import FeatureStore
-from eagle.data.stored_rows import TapRoles, mean_bytes, parts_of, slots_of, token_bytes
+from eagle.data.stored_rows import TapRoles, TextSizes, mean_bytes, parts_of, slots_of, token_bytes
 from eagle.drafters import DRAFTERS, settings_of
 from tests.documents import ROOT
 from tests.each_head import HEADS
@@ -148,8 +148,8 @@ def test_a_store_holds_the_bytes_that_are_forecast(
         kept, taught = slots_of(got.loss_mask, "read"), slots_of(got.loss_mask, "taught")
         assert got.features.isfinite().all(-1).sum(0).tolist() == [len(kept), len(kept), len(taught)]
         assert got.features[taught, 2].isfinite().all()
-    masks = [example.loss_mask for example in examples]
-    forecast = mean_bytes(parts_of(fields), dtype, 32, masks) * 150
+    sizes = TextSizes.of((example.loss_mask, 0) for example in examples)
+    forecast = mean_bytes(parts_of(fields), dtype, 32, sizes) * 150
     headers = sum(8 + int.from_bytes(path.read_bytes()[:8], "little") for path in tmp_path.glob("shard-*.safetensors"))
     size = sum(path.stat().st_size for path in tmp_path.glob("shard-*.safetensors"))
     assert size - headers == stored.total_bytes == pytest.approx(forecast)

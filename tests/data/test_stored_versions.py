@@ -108,7 +108,7 @@ def test_opening_a_store_takes_a_few_bytes_an_example(tmp_path: Path) -> None:
     text = Example(torch.arange(length), torch.arange(length) > 30)
     small = FeatureStore.create(tmp_path / "small", [text] * 1000, IDENTITY, plan[:1], width=2)
     tensors = load_file(tmp_path / "small/examples.safetensors")
-    for name in ("tokens", "loss_mask", "lengths", "read", "taught", "batch_sizes"):
+    for name in ("tokens", "loss_mask", "lengths", "read", "taught", "shared", "batch_sizes"):
         tensors[name] = tensors[name].repeat(count // 1000)
     tensors |= {"order": torch.arange(count), "shard_batches": torch.full((count // 1000,), 1000)}
     save_file(tensors, tmp_path / "examples.safetensors")

@@ -69,11 +69,12 @@ def whole(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> byte
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_changes_nothing(fault: str, whole: bytes, tiny_target: Target, tmp_path: Path) -> None:
-    """Planted in every third request, of which a hanging one costs the timeout alone."""
+    """Planted in every third request, which may be one conversation's each time; a hanging one costs the timeout."""
     out, jobs = tmp_path / "out.jsonl", jobs_of(16)
     every = 9 if fault.startswith("hang") else 3
     with serving(echo) as (url, asked), faults_before(url, lambda n, _: fault if n % every == 1 else None) as proxy:
-        assert not regenerate(out, jobs, tiny_target, proxy.url, timeout=0.5 if every == 9 else 60)
+        timeout = 0.5 if every == 9 else 60
+        assert not regenerate(out, jobs, tiny_target, proxy.url, timeout=timeout, attempts=100)
         assert proxy.planted[fault] >= 2
         if every == 3:  # a reply that is cut off was given, and is asked for again
             assert len(asked) == 24 + (proxy.planted[fault] if fault == "cut" else 0)
