@@ -139,7 +139,8 @@ def measure(work: Path, args: argparse.Namespace) -> dict[str, Any]:
     data = {"train": str(work / "data.jsonl"), "cache": str(work / "tokens"), "max_length": 4096}
     recipe_file.write_text(json.dumps({
         "target": {"path": str(work / "target"), "dtype": "float32"}, "data": data,
-        "features": {"store": str(work / "features"), "dtype": "float32"}, "drafter": {"kind": "eagle3", "draft_vocab": 4096},
+        "features": {"store": str(work / "features"), "dtype": "float32"},
+        "drafter": {"kind": "eagle3", "draft_vocab": 4096},
         "train": {"out": str(work / "run"), "epochs": 1, "batch_size": 2, "max_steps": STEPS},
         "eval": {"prompts": str(work / "data.jsonl")},
     }))  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,14 @@ def assets_folder(kind: str, name: str) -> Path:
 
 def _checksum(path: Path) -> str:
     """A file's sha256; for large files of the hub's cache it is the file's name."""
-    name = path.resolve().name
-    return name if path.is_symlink() and len(name) == 64 else sha256(path)
+    name, state = path.resolve().name, path.stat()
+    return name if path.is_symlink() and len(name) == 64 else _read_once(path, state.st_size, state.st_mtime_ns)
+
+
+@lru_cache(1024)
+def _read_once(path: Path, size: int, changed: int) -> str:
+    """The checksum of a file in this state, which the features of a command and its tokens both ask for."""
+    return sha256(path)
 
 
 def _matching(path: str, revision: str | None, patterns: tuple[str, ...]) -> list[Path]:

@@ -4,31 +4,57 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from eagle.core.examples import Example
 from eagle.data.packing import DTYPES
 from eagle.data.stored_rows import Part
 from eagle.disk import part_file, sha256, write_whole
 
+CODES = {torch.int64: "I64", torch.int32: "I32"}  # the names of dtypes in a safetensors header
+
 
 def shard_header(parts: Sequence[Part], rows: Sequence[int], dtype: str, width: int, metadata: dict[str, str]) -> bytes:
     """The safetensors header of a shard whose parts have so many rows, which can be written before its tensors."""
-    tensors: dict[str, Any] = {"__metadata__": metadata}
+    tensors = {
+        part.prefix + field.name: (field.code, field.shape(count, len(part.taps), width), field.dtype.itemsize)
+        for part, count in zip(parts, rows, strict=True)
+        for field in DTYPES[dtype]
+    }
+    return tensor_header(tensors, metadata)
+
+
+def tensor_header(tensors: Mapping[str, tuple[str, list[int], int]], metadata: dict[str, str]) -> bytes:
+    """The safetensors header of tensors in their order, each with its dtype's name, its shape and an entry's bytes."""
+    entries: dict[str, Any] = {"__metadata__": metadata}
     end = 0
-    for part, count in zip(parts, rows, strict=True):
-        for field in DTYPES[dtype]:
-            start, end = end, end + count * field.row_bytes(len(part.taps), width)
-            shape = field.shape(count, len(part.taps), width)
-            tensors[part.prefix + field.name] = {"dtype": field.code, "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(tensors).encode()
+    for name, (code, shape, size) in tensors.items():
+        start, end = end, end + math.prod(shape) * size
+        entries[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def write_texts(path: Path, examples: Sequence[Example], count: int, tensors: dict[str, Tensor]) -> None:
+    """Write tensors, and behind them the `count` tokens and loss masks of all examples, of which one is held at a time.
+
+    Tokens follow entries of eight bytes and single bytes come last: a tensor begins where its dtype may.
+    """
+    shapes = {name: (CODES[tensor.dtype], list(tensor.shape), tensor.itemsize) for name, tensor in tensors.items()}
+    shapes |= {"tokens": ("I32", [count], 4), "loss_mask": ("BOOL", [count], 1)}
+    held = (tensor.contiguous() for tensor in tensors.values())
+    tokens, masks = (example.tokens.int() for example in examples), (example.loss_mask for example in examples)
+    pieces = chain([tensor_header(shapes, {})], map(_bytes_of, chain(held, tokens, masks)))
+    write_whole(path, pieces)
 
 
 class ShardWriter:

@@ -20,9 +20,9 @@ from eagle.core.examples import Example
 from eagle.data.identity import describe_difference, differences, in_precision
 from eagle.data.packing import DTYPES, check_width
 from eagle.data.shard_plan import Plan, RowPlaces, StoredPlan
-from eagle.data.shards import ShardWriter, checksum_file, shard_fault, shard_header
+from eagle.data.shards import ShardWriter, checksum_file, shard_fault, shard_header, write_texts
 from eagle.data.stored_rows import TextSizes, parts_of, restore_features, row_bytes
-from eagle.disk import sha256, write_tensors, write_whole
+from eagle.disk import sha256, write_whole
 from eagle.markup import table
 
 VERSION = 3  # of the layout; the second shares no states between texts, and the first keeps all of every token
@@ -106,23 +106,16 @@ class FeatureStore:
         folder = Path(folder)
         check_width(identity["dtype"], made["width"])
         sizes = sizes or TextSizes.of((example.loss_mask, example.shared) for example in examples)
-        lengths = sizes.tokens.long()
-        tokens = torch.empty(int(lengths.sum()), dtype=torch.int32)
-        loss_mask = torch.empty(len(tokens), dtype=torch.bool)
-        end = 0
-        for example in examples:
-            start, end = end, end + len(example.tokens)
-            tokens[start:end] = example.tokens
-            loss_mask[start:end] = example.loss_mask
-        tensors = {"tokens": tokens, "loss_mask": loss_mask, "lengths": lengths, **StoredPlan.tensors_of(plan)}
+        lengths, count = sizes.tokens.long(), int(sizes.tokens.sum())
+        tensors = {"lengths": lengths, **StoredPlan.tensors_of(plan)}
         if "inputs" in identity:
-            tensors |= {"read": sizes.read.clone(), "taught": sizes.taught.clone(), "shared": sizes.shared.clone()}
+            tensors |= {"read": sizes.read, "taught": sizes.taught, "shared": sizes.shared}
         path = folder / "examples.safetensors"
-        write_tensors(path, tensors)
+        write_texts(path, examples, count, tensors)
         index = {
             **({"version": VERSION} if "inputs" in identity else {}),
             "identity": identity,
-            "examples": {"count": len(lengths), "tokens": len(tokens), "sha256": sha256(path)},
+            "examples": {"count": len(lengths), "tokens": count, "sha256": sha256(path)},
             "shard_tokens": StoredPlan(**StoredPlan.tensors_of(plan)).place_rows(lengths)[1],
             "made": {"torch": torch.__version__, "machine": platform.machine(), **made},
         }
@@ -286,7 +279,7 @@ class FeatureStore:
         self.plan = StoredPlan(tensors["order"], tensors["batch_sizes"], tensors["shard_batches"])
         self.shards = self.plan.shards
         self.lengths = tensors["lengths"]
-        nothing = torch.zeros_like(self.lengths)
+        nothing = torch.zeros(1, dtype=torch.int32).expand(len(self.lengths))
         self.shared = tensors.get("shared", nothing)
         tensors["all"] = self.lengths
         self.places = {
