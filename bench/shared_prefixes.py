@@ -125,6 +125,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="extractions of each way")
     parser.add_argument("--out", type=Path, default=Path("docs/results/shared_prefixes.json"))
     args = parser.parse_args(argv)
+    if not Path(args.tokenizer).is_dir():
+        raise ValueError(f"no tokenizer at {args.tokenizer}: expected a folder")
     with tempfile.TemporaryDirectory() as folder:
         results = measure(Path(folder), args)
     write_results(args.out, results)
