@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -13,6 +14,8 @@ from eagle.core.sampling import Sampling, to_int, whole
 from eagle.core.trace import Trace
 from eagle.core.tree import chain_paths
 
+TEXT_INPUTS = ("input_ids", "attention_mask")
+IMAGES = re.compile("pixel|image|video")  # in the names of what a processor gives
 ONE_PROMPT = "one prompt at a time"
 
 
@@ -151,8 +154,14 @@ def prompt_rows(prompt: Any, batch_size: int | None = None) -> list[list[int]] |
         return None
     if rows is None:
         raise ValueError(f"batch_size is {batch_size}, expected several prompts beside it: pass a list of them")
+    if len(rows) > 1 and isinstance(prompt, Mapping) and _media_in(prompt):
+        raise ValueError(
+            f"{len(rows)} prompts with images are one output of the processor, expected a list of outputs, one for each"
+        )
     prompts = [token_ids(row) for row in rows]
-    masks = [[1] * len(row) for row in prompts] if mask is None else [token_ids(row) for row in _list_rows(mask) or []]
+    if mask is None or any(media_of(tokens) for tokens in prompts):
+        return prompts
+    masks = [token_ids(row) for row in _list_rows(mask) or []]
     if (marked := [len(row) for row in masks]) != (counts := [len(row) for row in prompts]):
         raise ValueError(f"attention_mask has rows of {marked} tokens, expected {counts} as input_ids")
     return [
@@ -172,8 +181,26 @@ def _list_rows(value: Any) -> list[Any] | None:
     return list(value) if nested or not value else None
 
 
+class PromptTokens(list[int]):
+    """The tokens of a prompt with images, and what a processor gave beside them, as the model's forward takes it."""
+
+    def __init__(self, tokens: Iterable[int], media: Mapping[str, Any]) -> None:
+        super().__init__(tokens)
+        self.media = dict(media)
+
+
+def media_of(prompt: Sequence[int]) -> dict[str, Any]:
+    """What a prompt has beside its tokens; nothing where it is text alone."""
+    return prompt.media if isinstance(prompt, PromptTokens) else {}
+
+
 def token_ids(prompt: Any) -> list[int]:
-    """The prompt as a list of ints, from a list, tensor or array [T] or [1, T], or a tokenizer's output."""
+    """The prompt as a list of ints, from a list, tensor or array [T] or [1, T], or a tokenizer's output.
+
+    A processor's output with images gives `PromptTokens`.
+    """
+    if isinstance(prompt, PromptTokens):
+        return prompt
     if isinstance(prompt, (str, bytes)):
         raise ValueError("the prompt is text, expected token ids: use target.chat(text) or target.tokenizer.encode")
     if isinstance(prompt, Mapping):
@@ -202,7 +229,14 @@ def _input_ids(prompt: Mapping[str, Any]) -> list[int]:
     mask = prompt.get("attention_mask")
     if mask is not None and not all(token_ids(mask)):
         raise ValueError("the prompt's attention_mask hides padding: pass input_ids without padding, one prompt")
-    return token_ids(prompt["input_ids"])
+    tokens, media = token_ids(prompt["input_ids"]), _media_in(prompt)
+    return PromptTokens(tokens, media) if media else tokens
+
+
+def _media_in(prompt: Mapping[str, Any]) -> dict[str, Any]:
+    """What a processor gave beside tokens, where images are among it."""
+    media = {name: value for name, value in prompt.items() if name not in TEXT_INPUTS and value is not None}
+    return media if any(IMAGES.search(name) for name in media) else {}
 
 
 def _token_id(item: Any) -> int:

@@ -125,6 +125,8 @@ class TreeCache(SlotCache, Cache):
     def cut(self, slot: int, length: int) -> None:
         """Cut a slot's text to this length."""
         self.lengths[slot] = length
+        if not length:
+            self.offsets.pop(slot, None)
         if self.states is not None:
             self.states.cut(slot, length)
 

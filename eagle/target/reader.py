@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from eagle.device import upload
 from eagle.target.attention import GROUPED, SWITCH, Masks, can_group, why_no_trees
 from eagle.target.cache import TreeCache, cache_kind, stateful_layers
-from eagle.target.structure import base_of, cache_name_of, count_cache_layers, decoder_layers
+from eagle.target.structure import base_of, cache_name_of, count_cache_layers, decoder_layers, holder_of
 from eagle.target.taps import PLAIN, Layout, find_layout
 from eagle.target.trees.attention_rows import find_attention
 from eagle.target.trees.ladder import Probe, climb
@@ -112,14 +112,55 @@ class TreeReader:
         tokens = torch.arange(3, 9, device=self.masks.device).view(2, 3) % self.config.vocab_size
         return self.base(input_ids=tokens, use_cache=True, **{self.cache_name: cache})
 
-    def read_texts(self, tokens: Tensor) -> Tensor:
-        """[B, T, D], the LM head's input at right-padded tokens [B, T], by the model's own plain forward."""
+    def read_texts(self, tokens: Tensor, media: Mapping[str, Any] | None = None) -> Tensor:
+        """[B, T, D], the LM head's input at right-padded tokens [B, T], by the model's own plain forward.
+
+        `media` are the other inputs of one text with images.
+        """
+        inputs = {"input_ids": upload(tokens, self.masks.device), **self.to_inputs(media or {})}
+        with self.attending_as_stock():
+            return self.base(**inputs, use_cache=False).last_hidden_state
+
+    @contextmanager
+    def attending_as_stock(self) -> Iterator[None]:
+        """A context in which the model attends by the function that it was loaded with."""
         attention = self.settings.get(SWITCH)
         self.settings[SWITCH] = vars(self.config).get(SWITCH)
         try:
-            return self.base(input_ids=upload(tokens, self.masks.device), use_cache=False).last_hidden_state
+            yield
         finally:
             self.settings[SWITCH] = attention
+
+    def to_inputs(self, media: Mapping[str, Any]) -> dict[str, Any]:
+        """What a processor gave for images, as this model's forward takes it."""
+        if unknown := [name for name in media if name not in self.arguments]:
+            raise ValueError(
+                f"{self.config.model_type} takes no {', '.join(unknown)}: pass what its own processor gives, to a "
+                "target that sees images"
+            )
+        tensors = {name: torch.as_tensor(value, device=self.masks.device) for name, value in media.items()}
+        real = self.masks.dtype
+        return {name: value.to(real) if value.is_floating_point() else value for name, value in tensors.items()}
+
+    def read_images(self, tokens: Tensor, media: Mapping[str, Any], cache: Any) -> Tensor:
+        """[1, T, D], the LM head's input at a whole prompt [1, T] with images, by the model's own forward.
+
+        Its keys and values lie where the cache aims, and the cache knows from now on how the model counts positions.
+        """
+        placed: list[Tensor] = []
+
+        def note(_: nn.Module, __: Any, inputs: dict[str, Any]) -> None:
+            if inputs.get("position_ids") is not None:
+                placed[:] = [inputs["position_ids"]]
+
+        inputs = {"input_ids": upload(tokens, self.masks.device), **self.to_inputs(media), self.cache_name: cache}
+        backbone = holder_of(self.base, self.layers)
+        with self.attending_as_stock(), backbone.register_forward_pre_hook(note, with_kwargs=True):
+            hidden = self.base(**inputs, use_cache=True).last_hidden_state
+        # of one set for each way in which an image extends, and perhaps one that counts tokens before them
+        last = int(placed[0][-3:].max()) if placed and placed[0].ndim == 3 else tokens.shape[1] - 1
+        cache.offsets[cache.slots[0]] = last + 1 - tokens.shape[1]
+        return hidden
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, seen: Tensor | None, cache: Any, columns: Tensor | None = None
@@ -132,7 +173,7 @@ class TreeReader:
         starts = [start - (positions.shape[1] - count) for start in cache.starts]
         inputs = {
             "input_ids": upload(tokens, device),
-            "position_ids": upload(self.from_origin(positions[:, -count:]), device),
+            "position_ids": upload(self.from_origin(cache.from_columns(positions[:, -count:])), device),
             "attention_mask": None if self.has_rows else self.masks(starts, positions, seen, columns),
             self.cache_name: cache,
         }

@@ -66,6 +66,7 @@ class SlotCache:
     def __init__(self) -> None:
         self.lengths = [0]  # committed columns of every slot
         self.buffers: list[Rows] = []
+        self.offsets: dict[int, int] = {}  # of slots whose prompt has images: what positions are ahead of columns
         self.reserved = (1, 0)  # slots and columns that the texts at hand may come to
         self.places: Any = None  # where the tokens of the forward that runs stand
         self.counts_positions = False  # whether the model takes lengths of its cache for positions
@@ -99,6 +100,13 @@ class SlotCache:
         self.is_dense = self.slots == list(range(self.slots[0], self.slots[0] + len(self.slots)))
         self.is_level = self.is_dense and min(self.starts) == max(self.starts)
         self.flat: dict[Any, Tensor] = {}
+
+    def from_columns(self, positions: Tensor) -> Tensor:
+        """Positions [B, N] of the slots at the aim as the model counts them, from those that count columns."""
+        if not any(map(self.offsets.get, self.slots)):
+            return positions
+        offsets = torch.tensor([self.offsets.get(slot, 0) for slot in self.slots], device=positions.device)
+        return positions + offsets[:, None]
 
     def room(self, end: int) -> tuple[int, int]:
         """Slots and columns to allocate for texts up to this column."""
@@ -178,6 +186,7 @@ class SlotCache:
                 before = first.clone()
                 first.copy_(second)
                 second.copy_(before)
+            self._set_offsets({one: self.offsets.get(other), other: self.offsets.get(one)})
             self.lengths[one], self.lengths[other] = self.lengths[other], self.lengths[one]
 
     @torch.inference_mode()
@@ -188,6 +197,7 @@ class SlotCache:
                 buffer[slot].zero_()
         if slot < len(self.lengths):
             self.lengths[slot] = 0
+        self.offsets.pop(slot, None)
 
     @torch.inference_mode()
     def copy(self, slot: int, other: int) -> None:
@@ -198,6 +208,11 @@ class SlotCache:
                 rows.resize(*self.room(length))
             rows.buffer[other:, :, :length][:1] = rows.buffer[slot:, :, :length][:1]
         self.lengths[other] = length
+        self._set_offsets({other: self.offsets.get(slot)})
+
+    def _set_offsets(self, offsets: Mapping[int, int | None]) -> None:
+        """Note these slots' offsets; None for a slot whose prompt has no images."""
+        self.offsets = {slot: value for slot, value in {**self.offsets, **offsets}.items() if value is not None}
 
     @torch.inference_mode()
     def reserve(self, slots: int, columns: int, most: int | None = None) -> None:

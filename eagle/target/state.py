@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle.core.arguments import media_of
 from eagle.core.drafter import Committed
 from eagle.core.grown import lay_out
 from eagle.core.tree import DraftTree, TargetOutput
@@ -142,6 +143,8 @@ class TargetState:
     def _shared(self, slot: int, prompt: list[int]) -> int:
         """The number of a prompt's tokens that a slot already holds; the last token is always read again."""
         border, text = self.target.border, self.texts[slot]
+        if media_of(prompt) or slot in self.cache.offsets:  # the same tokens may stand for other images
+            return 0
         if (len(text) > border) != (len(prompt) > border):
             return 0
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt, strict=False)))
@@ -160,17 +163,19 @@ class TargetState:
             longest = max(map(len, [*left, tokens]))
             end = max(map(self.length, [*rows, row])) + longest  # of what is written, padding included
             fits = (len(rows) + 1) * longest <= most and end <= max(self.needs.values())
-            if rows and (self.target.is_alone(len(prompt)) or not fits):
+            alone = self.target.is_alone(len(prompt)) or bool(media_of(prompt))
+            if rows and (alone or not fits):
                 break
             rows, left = [*rows, row], [*left, tokens]
-            if self.target.is_alone(len(prompt)):
+            if alone:
                 break
         if not rows:
             return {}
         whole = len(self.prompts[rows[0]]) > self.target.border  # one set of frequencies reads a text beyond it
-        if not whole and not self.target.reader.mixers.by_levels:  # which ignore what they have read
+        media = media_of(self.prompts[rows[0]])
+        if not whole and not media and not self.target.reader.mixers.by_levels:  # which ignore what they have read
             left[0] = left[0][:most]
-        logits = self.extend(dict(zip(rows, left, strict=True)))
+        logits = self.extend(dict(zip(rows, left, strict=True)), media)
         ended = [row for row in rows if self.length(row) == len(self.prompts[row])]
         return {row: self._end_prompt(row, logits[row]) for row in ended}
 
@@ -185,8 +190,11 @@ class TargetState:
         return PromptOutput(prompt, features, output)
 
     @torch.inference_mode()
-    def extend(self, tokens: Mapping[int, list[int]]) -> dict[int, Tensor]:
-        """Read and commit tokens of some rows; returns for each row the logits [V] after its last token."""
+    def extend(self, tokens: Mapping[int, list[int]], media: Mapping[str, Any] | None = None) -> dict[int, Tensor]:
+        """Read and commit tokens of some rows; returns for each row the logits [V] after its last token.
+
+        `media` are the images of a single row, all of whose prompt is read.
+        """
         rows = sorted(tokens, key=self.rows.index)
         slots, sizes = [self.rows.index(row) for row in rows], [len(tokens[row]) for row in rows]
         starts, count = [self.cache.lengths[slot] for slot in slots], max(sizes)
@@ -196,7 +204,9 @@ class TargetState:
         padded = torch.tensor([[*tokens[row], *[0] * (count - len(tokens[row]))] for row in rows])
         # padding stands where the last token does: the model may have no later position
         steps = torch.minimum(torch.arange(count), torch.tensor(sizes)[:, None] - 1)
-        hidden, _ = self._forward(slots, padded, torch.tensor(starts)[:, None] + steps, None, sizes=sizes, commits=True)
+        hidden, _ = self._forward(
+            slots, padded, torch.tensor(starts)[:, None] + steps, None, media, sizes=sizes, commits=True
+        )
         for row, slot, size in zip(rows, slots, sizes, strict=True):
             self.texts[slot] += tokens[row]
             self.cache.lengths[slot] += size
@@ -274,7 +284,13 @@ class TargetState:
         return TargetTexts(self.target.view(), self)
 
     def _forward(
-        self, slots: list[int], tokens: Tensor, positions: Tensor, seen: Tensor | None, **texts: Any
+        self,
+        slots: list[int],
+        tokens: Tensor,
+        positions: Tensor,
+        seen: Tensor | None,
+        media: Mapping[str, Any] | None = None,
+        **texts: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """The LM head's input [B, N, D] and tapped states [B, L, N, D] at tokens [B, N]; `texts` as in `aim`."""
         cache, reader, count = self.cache, self.target.reader, tokens.shape[1]
@@ -282,7 +298,8 @@ class TargetState:
         cache.aim(slots, [cache.lengths[slot] + unread for slot in slots], **texts)
         tapping: Any = reader.tapping(self.taps) if self.taps else nullcontext({})
         with self.target.lock, tapping as tapped:
-            tapped[-1] = reader(tokens, positions, seen, cache)
+            read = reader.read_images(tokens, media, cache) if media else reader(tokens, positions, seen, cache)
+            tapped[-1] = read
         if not self.taps:
             return tapped[-1], None
         states = torch.stack([tapped[tap][:, -count:].to(self.target.device) for tap in self.taps], dim=1)

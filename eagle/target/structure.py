@@ -60,6 +60,11 @@ def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
     return next(module for name, module in stacks if name.rpartition(".")[0] == parent)
 
 
+def holder_of(base: nn.Module, layers: nn.ModuleList) -> nn.Module:
+    """The module that runs these decoder layers: the base itself, or its text model."""
+    return next(module for module in base.modules() if any(part is layers for part in module.children()))
+
+
 def count_cache_layers(config: Any, layers: Sized = ()) -> int:
     """The number of layers of a model's cache: as many as transformers gives its own, at least one a decoder layer."""
     return max(len(layers), config.get_text_config(decoder=True).num_hidden_layers)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from threading import RLock
@@ -265,11 +266,20 @@ class Target:
             )
 
     @torch.no_grad()
-    def features(self, tokens: Tensor, taps: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """[B, T, L, D], tapped states of right-padded tokens [B, T], by one plain forward without a cache."""
+    def features(
+        self,
+        tokens: Tensor,
+        taps: tuple[int, ...],
+        dtype: torch.dtype | None = None,
+        media: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        """[B, T, L, D], tapped states of right-padded tokens [B, T], by one plain forward without a cache.
+
+        `media` is what a processor gave beside the tokens of a single text with images.
+        """
         self.check_taps(taps)
         with self.lock, self.reader.tapping(taps) as tapped:
-            tapped[-1] = self.reader.read_texts(tokens)
+            tapped[-1] = self.reader.read_texts(tokens, media)
         return torch.stack([tapped[tap].to(self.device, dtype) for tap in taps], dim=2)
 
     def width_of(self, taps: tuple[int, ...]) -> int:

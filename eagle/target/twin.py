@@ -8,6 +8,7 @@ from types import MethodType
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 SEPARATE = ("_modules", "_buffers", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", *HOOKS)
@@ -17,9 +18,11 @@ def share_weights(model: Any, config: Any, layers: nn.ModuleList) -> tuple[Any, 
     """A second module tree over the model's parameters, and the copy of `config` that it reads.
 
     Buffers can be replaced in one tree alone, as some rotary embeddings do while they run; so can the hooks of these
-    layers. Everything else is shared, other modules' hooks included.
+    layers. Everything else is shared, other modules' hooks included, and models beside these layers, as those that see,
+    are in both trees: what records their states would record them twice.
     """
-    modules = list(model.modules())
+    beside = {id(part) for tower in _towers(model, layers) for part in tower.modules()}
+    modules = [module for module in model.modules() if id(module) not in beside]
     twins: dict[int, Any] = {id(module): object.__new__(type(module)) for module in modules}
     twin_config = twins[id(config)] = copy.copy(config)
     separate = {id(layer) for layer in layers}
@@ -29,6 +32,17 @@ def share_weights(model: Any, config: Any, layers: nn.ModuleList) -> tuple[Any, 
             state[name] = type(state[name])((key, _swap(value, twins)) for key, value in vars(module)[name].items())
         vars(twins[id(module)]).update(state)
     return twins[id(model)], twin_config
+
+
+def _towers(model: Any, layers: nn.ModuleList) -> list[Any]:
+    """Models within this one that have no part in these layers."""
+    text = {id(layer) for layer in layers}
+    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    holders = [module for module in parts if any(id(part) in text for part in module.modules())]
+    if not holders:
+        return []
+    within = {id(part) for part in holders[-1].modules()}  # of the innermost, which runs them
+    return [module for module in parts if module not in holders and id(module) not in within]
 
 
 def _swap(value: Any, twins: dict[int, Any]) -> Any:

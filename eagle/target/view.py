@@ -160,7 +160,7 @@ class TargetView:
         starts = [place - (positions.shape[1] - count) for place in cache.starts]
         reader = self.reader
         inputs = {
-            "position_ids": upload(reader.from_origin(positions[:, -count:]), self.device),
+            "position_ids": upload(reader.from_origin(cache.from_columns(positions[:, -count:])), self.device),
             "attention_mask": mask,
             reader.cache_name: cache,
         }

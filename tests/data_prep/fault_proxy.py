@@ -62,7 +62,9 @@ class Handler(BaseHTTPRequestHandler):
         """The status and body of the server behind."""
         behind = HTTPConnection(self.server.behind, timeout=60)
         try:
-            behind.request("POST" if body else "GET", self.path, body, {"Content-Type": "application/json"})
+            key = self.headers["Authorization"]
+            headers = {"Content-Type": "application/json", **({"Authorization": key} if key else {})}
+            behind.request("POST" if body else "GET", self.path, body, headers)
             reply = behind.getresponse()
             return reply.status, reply.read()
         finally:
