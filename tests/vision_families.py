@@ -44,6 +44,14 @@ VISION_FAMILIES: dict[str, dict[str, Any]] = {
         "vision_config": {**SQUARE, "model_type": "siglip_vision_model"}, "vision_feature_layer": -1,
         "image_grid_pinpoints": [[16, 16], [16, 32], [32, 16], [32, 32]],
     },
+    "qwen3_5": {
+        **QWEN, "vision_config": {**QWEN_VISION, "num_position_embeddings": 16},
+        "text_config": {
+            **TEXT, "rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}, "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
+    },
     "smolvlm": {
         "text_config": {**TEXT, "model_type": "llama"}, "vision_config": SQUARE, "image_token_id": IMAGE,
         "scale_factor": 2,
@@ -57,7 +65,12 @@ VISION_FAMILIES: dict[str, dict[str, Any]] = {
         "vision_config": {**VISION, "image_size": [16, 16], "patch_size": [4, 4]},
     },
 }  # fmt: skip
-TYPES = {"gemma3": "token_type_ids", "qwen2_5_vl": "mm_token_type_ids", "qwen3_vl": "mm_token_type_ids"}
+TYPES = {
+    "gemma3": "token_type_ids",
+    "qwen2_5_vl": "mm_token_type_ids",
+    "qwen3_vl": "mm_token_type_ids",
+    "qwen3_5": "mm_token_type_ids",
+}
 GRIDS = ([1, 4, 4], [1, 4, 6], [1, 2, 4])  # of images in patches
 
 

@@ -101,6 +101,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("drafter", help="a head's folder or hub id, or a method without weights, such as ngram")
     parser.add_argument("prompt")
     parser.add_argument("--target", required=True)
+    parser.add_argument("--image", action="append", default=[], metavar="PATH", help="an image before the prompt")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--compare", action="store_true", help="decode without drafts too: how much faster, and equal?")
@@ -118,12 +119,20 @@ def main(argv: list[str]) -> None:
         _search(args)
 
 
+def read_prompt(target: Target, args: argparse.Namespace) -> list[int]:
+    """The tokens of the command line's prompt, behind its images."""
+    images = [{"type": "image", "image": path} for path in args.image]
+    content = [*images, {"type": "text", "text": args.prompt}] if images else args.prompt
+    return target.chat([{"role": "user", "content": content}])
+
+
 def _generate(args: argparse.Namespace) -> None:
     if args.typical and args.policy:
         raise ValueError("--policy measures exact verification, --typical is lossy: leave one of them out")
-    target = Target.load(args.target, dtype=args.dtype or ("float32" if args.compare else "auto"))
+    dtype = args.dtype or ("float32" if args.compare else "auto")
+    target = Target.load(args.target, dtype=dtype, images=bool(args.image))
     drafter = load_drafter(args.drafter, target, **parse_options(args.option))
-    none, prompt = load_drafter("none", target), target.chat(args.prompt)
+    none, prompt = load_drafter("none", target), read_prompt(target, args)
     if target.device.type == "cpu":
         choose_threads(partial(generate, target, none, prompt, max_new_tokens=2))
     sampling = Sampling(args.temperature, typical=PUBLISHED if args.typical else None)
@@ -160,8 +169,8 @@ def _search(args: argparse.Namespace) -> None:
     options = {"--temperature": args.temperature, "--compare": args.compare, "--policy": args.policy}
     if given := [name for name, value in {**options, "--typical": args.typical}.items() if value]:
         raise ValueError(f"--beams searches by the target's own probabilities: leave {', '.join(given)} out")
-    target = Target.load(args.target, dtype=args.dtype or "auto")
-    drafter, prompt = load_drafter(args.drafter, target), target.chat(args.prompt)
+    target = Target.load(args.target, dtype=args.dtype or "auto", images=bool(args.image))
+    drafter, prompt = load_drafter(args.drafter, target), read_prompt(target, args)
     begun = perf_counter()
     result = beam_search(target, drafter, prompt, beams=args.beams, max_new_tokens=args.max_new_tokens)
     seconds, (answer,), (score,) = perf_counter() - begun, result.tokens, result.scores

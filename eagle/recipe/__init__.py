@@ -30,6 +30,7 @@ class TargetSection(Section):
     trust_remote_code: bool = False  # run modeling code that the checkpoint brings
     adapter: str | None = None  # a LoRA adapter, merged into the model at load
     device_map: str | None = None  # "auto" spreads a target that no single device holds
+    images: bool = False  # the class that sees, where the model's type has one for text alone, too
     packed: bool | None = None  # weights on a CPU in a layout that is faster to read; null: in bfloat16 alone
 
 

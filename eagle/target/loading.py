@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -10,9 +11,18 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+)
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
+from eagle.target.structure import base_of
 from eagle.target.weights.packed import unpack_model
 
 # buffers that older releases saved and newer ones compute; multi-token prediction layers, which are not run
@@ -22,12 +32,15 @@ COMPUTED = re.compile(
 MAX_NAMED = 4  # tensors that an error lists
 
 
-def load_model(path: str | Path, dtype: torch.dtype, adapter: str | None = None, **source: Any) -> Any:
+def load_model(
+    path: str | Path, dtype: torch.dtype, adapter: str | None = None, *, images: bool = False, **source: Any
+) -> Any:
     """Load a model from a save_pretrained folder or a hub id; ValueError if weights are missing or of another model."""
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ValueError(f"{path} is no model: got a folder without config.json, expected one of save_pretrained")
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True, **source)
+        loader = choose_loader(path, images=images, **source)
+        loaded: Any = loader.from_pretrained(path, dtype=dtype, output_loading_info=True, **source)
     except OSError as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"no model at {path}: expected a folder of save_pretrained, or a hub id: {reason}") from error
@@ -43,6 +56,16 @@ def load_model(path: str | Path, dtype: torch.dtype, adapter: str | None = None,
     model, report = loaded
     check_weights(path, model, report)
     return model if adapter is None else merge_adapter(model, adapter)
+
+
+def choose_loader(path: str | Path, *, images: bool = False, **source: Any) -> Any:
+    """The class that loads a model: the one for text where its type has one, else the one that sees."""
+    options = {name: value for name, value in source.items() if name in ("revision", "trust_remote_code")}
+    kind = type(AutoConfig.from_pretrained(path, **options))
+    sees, reads = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, kind in MODEL_FOR_CAUSAL_LM_MAPPING
+    if images and not sees:
+        raise ValueError(f"images is True, and {path} is a {kind.model_type}, which sees none: leave images out")
+    return AutoModelForImageTextToText if sees and (images or not reads) else AutoModelForCausalLM
 
 
 def _is_whole(file: Path) -> bool:
@@ -152,6 +175,16 @@ def tokenizer_of(path: str | Path, **source: Any) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, **source)
     except (OSError, ValueError):
+        return None
+
+
+def processor_of(path: str | Path, model: Any, **source: Any) -> Any:
+    """What prepares images for a model that sees; None where there is none, or where pillow is not installed."""
+    if "pixel_values" not in inspect.signature(type(base_of(model)).forward).parameters:
+        return None
+    try:
+        return AutoProcessor.from_pretrained(path, **source)
+    except (OSError, ValueError, ImportError):
         return None
 
 

@@ -153,13 +153,19 @@ class TreeReader:
             if inputs.get("position_ids") is not None:
                 placed[:] = [inputs["position_ids"]]
 
+        if self.means.whole or self.has_rows:
+            raise ValueError(
+                f"{self.config.model_type} reads trees by {self.means.describe()}, and then no images: expected "
+                "a prompt of text alone"
+            )
         inputs = {"input_ids": upload(tokens, self.masks.device), **self.to_inputs(media), self.cache_name: cache}
-        backbone = holder_of(self.base, self.layers)
+        backbone, count = holder_of(self.base, self.layers), tokens.shape[1]
         with self.attending_as_stock(), backbone.register_forward_pre_hook(note, with_kwargs=True):
-            hidden = self.base(**inputs, use_cache=True).last_hidden_state
+            with self.reading(cache, None, count, count):
+                hidden = self.base(**inputs, use_cache=True).last_hidden_state
         # of one set for each way in which an image extends, and perhaps one that counts tokens before them
-        last = int(placed[0][-3:].max()) if placed and placed[0].ndim == 3 else tokens.shape[1] - 1
-        cache.offsets[cache.slots[0]] = last + 1 - tokens.shape[1]
+        last = int(placed[0][-3:].max()) if placed and placed[0].ndim == 3 else count - 1
+        cache.offsets[cache.slots[0]] = last + 1 - count
         return hidden
 
     def __call__(

@@ -7,7 +7,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -20,27 +19,27 @@ from torch.distributed.fsdp import fully_shard
 
 from eagle.core.arguments import positive_int
 from eagle.core.drafter import ColumnBytes, Drafter
-from eagle.core.sampling import refuse_fields
 from eagle.core.verify import Choose, Sampling
 from eagle.device import best_device, check_device, fastest_dtype, in_dtype
 from eagle.target.attention import Masks, rope_border
 from eagle.target.borrowed import borrow_head
-from eagle.target.loading import check_model, load_model, parse_dtype, read_spare_tensor, tokenizer_of
+from eagle.target.loading import check_model, load_model, parse_dtype, processor_of, read_spare_tensor, tokenizer_of
 from eagle.target.reader import TreeReader
 from eagle.target.state import TargetState
+from eagle.target.talk import Talk
 from eagle.target.trees.text_states import count_states
 from eagle.target.view import TargetView
 from eagle.target.weights.packed import count_packed, pack_model, to_plain, unpack_model
 from eagle.target.weights.weight_mark import WeightMark
 
 
-class Target:
+class Target(Talk):
     """A causal language model that can read draft trees; `open` gives a state for the texts decoded with it."""
 
-    def __init__(self, model: Any, tokenizer: Any = None) -> None:
+    def __init__(self, model: Any, tokenizer: Any = None, processor: Any = None) -> None:
         check_model(model)
         self.model = model.eval().requires_grad_(False)
-        self.tokenizer = tokenizer
+        self.tokenizer, self.processor = tokenizer, processor
         self.config = model.config.get_text_config()
         self.reader = TreeReader(model, self.config)
         self.lock = RLock()  # of forwards: hooks and buffers are the layers' own
@@ -75,7 +74,7 @@ class Target:
 
     def __reduce__(self) -> Any:
         """Copy without locks and open texts, which cannot be copied."""
-        return Target, (self.model, self.tokenizer)
+        return Target, (self.model, self.tokenizer, self.processor)
 
     @classmethod
     def load(
@@ -89,18 +88,20 @@ class Target:
         trust_remote_code: bool = False,
         adapter: str | None = None,
         packed: bool | None = None,
+        images: bool = False,
     ) -> Target:
         """Load a target from a folder or a hub id; dtype "auto" is bf16 where the device multiplies in it.
 
         `packed` holds the weights of linears on a CPU in a layout that is faster to read; by default in bf16 alone, as
-        in fp32 forwards of one token are then slower.
+        in fp32 forwards of one token are then slower. `images` loads the class that sees where the model's type has
+        one for text alone, too.
         """
         if not isinstance(path, (str, Path)) or not str(path):
             raise ValueError(f"Target.load got the path {path!r:.60}, expected a folder of save_pretrained or a hub id")
         device = check_device(device)
         dtype = fastest_dtype(device) if dtype == "auto" else parse_dtype(dtype)
         source = {"revision": revision, "trust_remote_code": trust_remote_code}
-        model = load_model(path, dtype, adapter, device_map=device_map, **source)
+        model = load_model(path, dtype, adapter, images=images, device_map=device_map, **source)
         if device_map is None and not getattr(model, "is_quantized", False):
             mixed = model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict
             model = (model if mixed else in_dtype(model, dtype)).to(device)
@@ -112,7 +113,7 @@ class Target:
                     f"{model.device}, expected large linear layers in float32 or bfloat16 on a CPU for which torch has "
                     "oneDNN, read through their forward alone: leave packed out"
                 )
-        return cls(model, tokenizer_of(path, **source))
+        return cls(model, tokenizer_of(path, **source), processor_of(path, model, **source))
 
     def shard(self) -> Target:
         """Shard this target's layers over the devices of all processes, which must then run its forwards together."""
@@ -161,34 +162,6 @@ class Target:
     def max_positions(self) -> int | None:
         """The model's number of positions, None if its config names none."""
         return getattr(self.config, "max_position_embeddings", None)
-
-    @property
-    def stop_tokens(self) -> tuple[int, ...]:
-        """The EOS tokens of the generation config, the config and the tokenizer."""
-        tokens: list[int] = []
-        for owner in (self.model.generation_config, self.config, self.tokenizer):
-            eos = getattr(owner, "eos_token_id", None)
-            tokens += eos if isinstance(eos, list) else [] if eos is None else [eos]
-        return tuple(dict.fromkeys(tokens))
-
-    def chat(self, messages: str | list[dict[str, Any]], **template_kwargs: Any) -> list[int]:
-        """Token ids of a conversation, or of one user message, with the generation prompt."""
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise ValueError("this target has no chat template: pass token ids, or load a tokenizer that has one")
-        if not isinstance(messages, (str, list)) or not all(isinstance(turn, (str, dict)) for turn in messages):
-            raise ValueError(f"messages is {messages!r:.60}, expected a text, or a list of dicts with role and content")
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        kwargs = {"add_generation_prompt": True, "return_dict": False, **template_kwargs}
-        return self.tokenizer.apply_chat_template(messages, **kwargs)
-
-    def default_sampling(self, **fields: Any) -> Sampling:
-        """The sampling of the model's generation config with `fields` replaced; ValueError for unsupported settings."""
-        refuse_fields(self.model.generation_config)
-        config, _ = self.model._prepare_generation_config(None)  # with transformers' defaults, as a top-k of 50
-        processors = self.model._get_logits_processor(generation_config=config, input_ids_seq_length=1)
-        sampling = Sampling.from_processors(processors, **({} if config.do_sample else {"temperature": 0.0}))
-        return replace(sampling, **fields)
 
     def open(self, taps: tuple[int, ...] = (), max_tokens: int | None = None) -> TargetState:
         """A state for any number of texts to decode, independent of other open states.

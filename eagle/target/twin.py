@@ -18,14 +18,14 @@ def share_weights(model: Any, config: Any, layers: nn.ModuleList) -> tuple[Any, 
     """A second module tree over the model's parameters, and the copy of `config` that it reads.
 
     Buffers can be replaced in one tree alone, as some rotary embeddings do while they run; so can the hooks of these
-    layers. Everything else is shared, other modules' hooks included, and models beside these layers, as those that see,
-    are in both trees: what records their states would record them twice.
+    layers, and those of models beside them, as towers that see, which record their own states. Everything else is
+    shared, other modules' hooks included.
     """
-    beside = {id(part) for tower in _towers(model, layers) for part in tower.modules()}
-    modules = [module for module in model.modules() if id(module) not in beside]
+    modules = list(model.modules())
     twins: dict[int, Any] = {id(module): object.__new__(type(module)) for module in modules}
     twin_config = twins[id(config)] = copy.copy(config)
-    separate = {id(layer) for layer in layers}
+    towers = (part for tower in _towers(model, layers) for part in tower.modules())
+    separate = {*map(id, layers), *map(id, towers)}
     for module in modules:
         state = {name: _swap(value, twins) for name, value in vars(module).items()}
         for name in SEPARATE if id(module) in separate else SEPARATE[:2]:
