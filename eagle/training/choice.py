@@ -102,5 +102,6 @@ class Choice:
         """What training brought to the head that it began from, and which of both to use."""
         before, after = (acceptance(judged(counts).values()) for counts in (self.start, self.counts))
         gain, low, high = decoding.compare(self.start, self.counts)
-        line = f"from the head of train.init: τ {before:.2f} -> {after:.2f} ({gain:+.2f}, {low:+.2f} to {high:+.2f})"
+        interval = f"{gain:+.2f}, {low:+.2f} to {high:+.2f}"
+        line = f"from the head of train.init to step {self.step}: τ {before:.2f} -> {after:.2f} ({interval})"
         return line if low > 0 else f"{line}, no sure gain: keep the old head, or train on with more conversations"
