@@ -45,7 +45,9 @@ class Drift:
         """Whether to keep the head, to train it on, or to train a new one."""
         what = f"its drafts add {self.kept:.0%} of the tokens that they add on the base"
         if self.new_tokens:
-            return f"train a new head: the fine-tune has {self.new_tokens:+d} tokens, and train.init needs the same sizes"
+            return (
+                f"train a new head: the fine-tune has {self.new_tokens:+d} tokens, and train.init needs the same sizes"
+            )
         if self.kept >= KEPT:
             return f"keep the head: {what}"
         if self.pooled.errors > -1.96:
@@ -57,14 +59,16 @@ class Drift:
     def __str__(self) -> str:
         lines = [f"verdict: {self.verdict}", "", f"acceptance length on {self.prompts} prompts, base -> fine-tune:"]
         lines += [f"  T = {heat:g}: {gain}" for heat, gain in self.by_temperature.items()]
-        note = "- part of a loss may be answers that are harder to guess: training from train.init prints what comes back"
+        note = (
+            "- part of a loss may be answers that are harder to guess: training from train.init prints what comes back"
+        )
         return "\n".join([*lines, "", note])
 
 
 def measure_drift(
     folder: str | Path, base_path: str, target_path: str, prompts: str | None = None
 ) -> Drift | Diagnosis:
-    """Decode the same prompts with a base and its fine-tune, a model or an adapter, both with drafts of the base's head.
+    """Decode the same prompts with a base and with its fine-tune, a model or an adapter, drafted by the base's head.
 
     A diagnosis where the head cannot be read.
     """
@@ -85,7 +89,8 @@ def measure_drift(
         tuned = Target.load(target_path)
     if (tuned_sizes := [getattr(tuned.config, name, None) for name in SIZES]) != sizes:
         raise ValueError(
-            f"{target_path} is no fine-tune of {base_path}: got {tuned_sizes} for {' and '.join(SIZES)}, expected {sizes}"
+            f"{target_path} is no fine-tune of {base_path}: got {tuned_sizes} for {' and '.join(SIZES)}, "
+            f"expected {sizes}"
         )
     return compare_cycles(base_counts, count(tuned), new_tokens=tuned.vocab_size - vocab_size)
 

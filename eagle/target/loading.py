@@ -127,8 +127,8 @@ def adapt_model(model: Any, config: Any, adapter: str | Path) -> Any:
     for part in ("get_input_embeddings", "get_output_embeddings"):
         if type(changed := getattr(adapted, part)()) is not type(getattr(model, part)()):
             raise ValueError(
-                f"the adapter {adapter} changes the embedding or the LM head, which heads borrow as plain matrices: got "
-                f"a {type(changed).__name__}, expected an adapter of layers alone; merge it, as Target.load(.., "
+                f"the adapter {adapter} changes the embedding or the LM head, which heads borrow as plain matrices: "
+                f"got a {type(changed).__name__}, expected an adapter of layers alone; merge it, as Target.load(.., "
                 "adapter=..) does"
             )
     return adapted

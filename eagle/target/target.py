@@ -124,8 +124,8 @@ class Target:
         """
         if self.sharded:
             raise ValueError(
-                f"the target is sharded over processes: got the adapter {path} for weights that no process holds whole, "
-                "expected it before: Target.load(.., adapter=..) merges it"
+                f"the target is sharded: got the adapter {path} for weights that no process holds whole, expected it "
+                "before that: Target.load(.., adapter=..) merges it"
             )
         adapted = Target(adapt_model(self.model, self.config, path), self.tokenizer)
         adapted.adapter = str(path) if self.adapter is None else f"{path} over {self.adapter}"

@@ -48,7 +48,9 @@ def test_the_verdict_follows_what_is_kept(tuned: tuple[float, float], new_tokens
 def test_a_loss_that_chance_explains_is_none() -> None:
     """The prompts differ among themselves by more than the loss."""
     drift = compare_cycles(counts(4.0, 4.0), counts(3.4, 3.4, spread=2.0))
-    assert drift.verdict.startswith("keep the head for now: its drafts add 80% of the tokens that they add on the base,")
+    assert drift.verdict.startswith(
+        "keep the head for now: its drafts add 80% of the tokens that they add on the base,"
+    )
     assert "over 12 prompts; give more" in drift.verdict
 
 
@@ -132,7 +134,9 @@ def test_another_model_is_no_fine_tune(
     base = str(tmp_path / "base")
     parrot.model.layers, parrot.config.num_hidden_layers = parrot.model.layers[:2], 2
     other = save_model(parrot, mixing_target.tokenizer, tmp_path / "narrow")
-    with pytest.raises(ValueError, match=r"narrow is no fine-tune of .*: got \[64, 2\] for hidden_size and .*\[64, 3\]"):
+    with pytest.raises(
+        ValueError, match=r"narrow is no fine-tune of .*: got \[64, 2\] for hidden_size and .*\[64, 3\]"
+    ):
         measure_drift(head, base, other, prompts)
     (tmp_path / "head/model.safetensors").unlink()
     assert isinstance(measure_drift(head, base, base, prompts), Diagnosis)

@@ -97,7 +97,8 @@ def test_texts_side_by_side_are_drawn_as_by_the_merged_model(
         merged = Target(copy.deepcopy(switched).merge_and_unload(adapter_names=[name]), mixing_target.tokenizer)
         options: Any = {"sampling": Sampling(1.0), "max_new_tokens": NEW_TOKENS, "stop": []}
         rows = [
-            [trace.tokens for trace in generate(each, head_of(each, 3), PROMPTS, **options)] for each in (target, merged)
+            [trace.tokens for trace in generate(each, head_of(each, 3), PROMPTS, **options)]
+            for each in (target, merged)
         ]
         assert rows[0] == rows[1]
 
@@ -120,7 +121,7 @@ def test_features_are_those_of_the_merged_model(
 def test_a_text_of_another_adapter_is_not_read_on(
     adapted: dict[str, Target], switched: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Handed over by a fault, a state is dropped by its weights' mark; kept all the same, its answers would be wrong."""
+    """Handed over by a fault, a state is dropped by its weights' mark; read on, it would give wrong answers."""
     lora, dora, prompt = adapted["lora"], adapted["dora"], PROMPTS[0]
     switched.set_adapter("lora")
     expected, none = answer(switched, prompt), DRAFTERS["none"]()
@@ -144,7 +145,9 @@ def test_a_state_is_read_on_with_its_own_adapter(
     """An adapter's text outlives another's; a change of the weights that they share drops both."""
     cut: list[int] = []
     original = TreeCache.cut
-    monkeypatch.setattr(TreeCache, "cut", lambda cache, slot, length: cut.append(length) or original(cache, slot, length))
+    monkeypatch.setattr(
+        TreeCache, "cut", lambda cache, slot, length: cut.append(length) or original(cache, slot, length)
+    )
     base = Target(copy.deepcopy(mixing_target.model))
     targets, none = [base.with_adapter(folder) for folder in folders.values()], DRAFTERS["none"]()
     for target in [*targets, *targets]:
@@ -157,7 +160,9 @@ def test_a_state_is_read_on_with_its_own_adapter(
     assert cut[4:] == [0, 0]
 
 
-def test_packed_weights_are_laid_out_for_adapters(mixing_target_dir: Path, mixing_target: Target, tmp_path: Path) -> None:
+def test_packed_weights_are_laid_out_for_adapters(
+    mixing_target_dir: Path, mixing_target: Target, tmp_path: Path
+) -> None:
     """DoRA reads the norms of weights; a packed base decodes on, and stays right."""
     base = Target.load(mixing_target_dir, dtype="float32", packed=True)
     plain = Target.load(mixing_target_dir, dtype="float32")
@@ -172,7 +177,7 @@ def test_adapters_that_cannot_be_read_are_refused(
     mixing_target: Target, folders: dict[str, Path], tmp_path: Path, mixing_target_dir: Path
 ) -> None:
     """No folder, a base of other sizes, weights that are missing; prompts; what heads borrow."""
-    with pytest.raises(ValueError, match="no adapter for this llama at .*gone.* expected a folder that peft's"):
+    with pytest.raises(ValueError, match=r"no adapter for this llama at .*gone.* expected a folder that peft's"):
         mixing_target.with_adapter(tmp_path / "gone")
     config = json.loads((folders["lora"] / "adapter_config.json").read_text())
     weights = load_file(folders["lora"] / "adapter_model.safetensors")
