@@ -71,7 +71,7 @@ def run_doctor(argv: list[str]) -> None:
         if args.server:
             raise ValueError("--base compares two targets without a server: got --server too, expected one of both")
         print(drift := measure_drift(args.head, args.base, args.target, args.prompts))
-        sys.exit(int(isinstance(drift, Diagnosis)))
+        sys.exit(int(isinstance(drift, Diagnosis) and drift.broken))
     diagnosis = examine(args.head, args.target, args.prompts, args.server)
     print(diagnosis)
     if diagnosis.broken:

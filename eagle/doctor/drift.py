@@ -18,12 +18,13 @@ from eagle.device import in_dtype
 from eagle.doctor.examine import open_head, read_template_kwargs
 from eagle.doctor.texts import NEW_TOKENS, TOGETHER, read_prompts, render_prompts
 from eagle.doctor.verdict import Cycles, Diagnosis, Gain
+from eagle.target.borrowed import target_config
 from eagle.target.target import Target
 
 TEMPERATURES = (0.0, 1.0)
 KEPT = 0.9  # of what drafts add; heads of other seeds differ by 0.05 of it, so that less is hardly worth a run
 FOLLOWED = 0.3  # heads that kept 0.33 and more made better starts than fresh weights; less was not measured
-SIZES = ("hidden_size", "num_hidden_layers")  # that no fine-tune changes
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,6 @@ class Drift:
     by_temperature: dict[float, Gain]
     pooled: Gain  # over all temperatures
     prompts: int
-    new_tokens: int = 0  # of the vocabulary, which the base does not have
 
     @property
     def kept(self) -> float:
@@ -44,10 +44,6 @@ class Drift:
     def verdict(self) -> str:
         """Whether to keep the head, to train it on, or to train a new one."""
         what = f"its drafts add {self.kept:.0%} of the tokens that they add on the base"
-        if self.new_tokens:
-            return (
-                f"train a new head: the fine-tune has {self.new_tokens:+d} tokens, and train.init needs the same sizes"
-            )
         if self.kept >= KEPT:
             return f"keep the head: {what}"
         if self.pooled.errors > -1.96:
@@ -60,7 +56,7 @@ class Drift:
         lines = [f"verdict: {self.verdict}", "", f"acceptance length on {self.prompts} prompts, base -> fine-tune:"]
         lines += [f"  T = {heat:g}: {gain}" for heat, gain in self.by_temperature.items()]
         note = (
-            "- part of a loss may be answers that are harder to guess: training from train.init prints what comes back"
+            "- part of a loss may be answers that are harder to guess: with train.init, training prints what comes back"
         )
         return "\n".join([*lines, "", note])
 
@@ -70,29 +66,32 @@ def measure_drift(
 ) -> Drift | Diagnosis:
     """Decode the same prompts with a base and with its fine-tune, a model or an adapter, drafted by the base's head.
 
-    A diagnosis where the head cannot be read.
+    A diagnosis where the head cannot be read, or cannot fit both.
     """
     head, refusal = open_head(folder, base_path)
     if refusal:
         return refusal
+    if not is_adapter(target_path):
+        base_sizes, sizes = (
+            {name: getattr(target_config(path), name, None) for name in SIZES} for path in (base_path, target_path)
+        )
+        if sizes.pop("vocab_size") != (vocab_size := base_sizes.pop("vocab_size")):
+            return Diagnosis(f"train a new head: {target_path} has other than the {vocab_size} tokens of {base_path}")
+        if sizes != base_sizes:
+            raise ValueError(f"{target_path} is no fine-tune of {base_path}: got {sizes}, expected {base_sizes}")
     questions, template_kwargs = read_prompts(prompts), read_template_kwargs(folder)
 
     def count(target: Target) -> dict[float, Cycles]:
         return count_cycles(target, head, render_prompts(target, questions, **template_kwargs))
 
     base = Target.load(base_path)
-    sizes, vocab_size, base_counts = [getattr(base.config, name, None) for name in SIZES], base.vocab_size, count(base)
+    base_counts = count(base)
     if is_adapter(target_path):
         tuned = base.with_adapter(target_path)
     else:
         del base  # the memory of one model is enough
         tuned = Target.load(target_path)
-    if (tuned_sizes := [getattr(tuned.config, name, None) for name in SIZES]) != sizes:
-        raise ValueError(
-            f"{target_path} is no fine-tune of {base_path}: got {tuned_sizes} for {' and '.join(SIZES)}, "
-            f"expected {sizes}"
-        )
-    return compare_cycles(base_counts, count(tuned), new_tokens=tuned.vocab_size - vocab_size)
+    return compare_cycles(base_counts, count(tuned))
 
 
 def is_adapter(path: str | Path) -> bool:
@@ -113,11 +112,11 @@ def count_cycles(target: Target, head: Any, prompts: Sequence[list[int]]) -> dic
     return counts
 
 
-def compare_cycles(base: dict[float, Cycles], tuned: dict[float, Cycles], new_tokens: int = 0) -> Drift:
+def compare_cycles(base: dict[float, Cycles], tuned: dict[float, Cycles]) -> Drift:
     """The differences between the acceptance lengths on a base and on a fine-tune, paired by prompt."""
     gains = {heat: Gain.between(base[heat], tuned[heat]) for heat in base}
     pooled = Gain.between(pool_cycles(base), pool_cycles(tuned))
-    return Drift(gains, pooled, len(next(iter(base.values()))[0]), new_tokens)
+    return Drift(gains, pooled, len(next(iter(base.values()))[0]))
 
 
 def pool_cycles(counts: dict[float, Cycles]) -> Cycles:

@@ -28,19 +28,18 @@ def counts(*lengths: float, cycles: int = 20, spread: float = 0.0) -> dict[float
 
 
 @pytest.mark.parametrize(
-    ("tuned", "new_tokens", "verdict"),
+    ("tuned", "verdict"),
     [
-        ((4.0, 4.0), 0, "keep the head: its drafts add 100% "),
-        ((3.8, 3.8), 0, "keep the head: its drafts add 93% "),
-        ((3.4, 3.4), 0, "train the head on: its drafts add 80% "),
-        ((2.0, 2.8), 0, "train the head on: its drafts add 47% "),
-        ((1.5, 1.7), 0, "train a new head: its drafts add 20% "),
-        ((4.0, 4.0), 2, "train a new head: the fine-tune has +2 tokens, and train.init needs the same sizes"),
+        ((4.0, 4.0), "keep the head: its drafts add 100% "),
+        ((3.8, 3.8), "keep the head: its drafts add 93% "),
+        ((3.4, 3.4), "train the head on: its drafts add 80% "),
+        ((2.0, 2.8), "train the head on: its drafts add 47% "),
+        ((1.5, 1.7), "train a new head: its drafts add 20% "),
     ],
 )
-def test_the_verdict_follows_what_is_kept(tuned: tuple[float, float], new_tokens: int, verdict: str) -> None:
+def test_the_verdict_follows_what_is_kept(tuned: tuple[float, float], verdict: str) -> None:
     """Planted acceptance lengths, of 4 tokens a forward on the base."""
-    drift = compare_cycles(counts(4.0, 4.0), counts(*tuned), new_tokens)
+    drift = compare_cycles(counts(4.0, 4.0), counts(*tuned))
     assert drift.verdict.startswith(verdict)
     assert f"T = 1: 4.000 -> {tuned[1]:.3f} (" in str(drift)
 
@@ -130,14 +129,20 @@ def test_an_adapter_is_measured_over_its_base(parrot: Any, head: str, prompts: s
 def test_another_model_is_no_fine_tune(
     parrot: Any, mixing_target: Target, head: str, prompts: str, tmp_path: Path
 ) -> None:
-    """Fewer layers, no head, and a server, which knows one target alone."""
+    """Fewer layers, more tokens, no head, and a server, which knows one target alone."""
     base = str(tmp_path / "base")
     parrot.model.layers, parrot.config.num_hidden_layers = parrot.model.layers[:2], 2
     other = save_model(parrot, mixing_target.tokenizer, tmp_path / "narrow")
     with pytest.raises(
-        ValueError, match=r"narrow is no fine-tune of .*: got \[64, 2\] for hidden_size and .*\[64, 3\]"
+        ValueError, match=r"narrow is no fine-tune of .*'num_hidden_layers': 2.*expected .*'num_hidden_layers': 3"
     ):
         measure_drift(head, base, other, prompts)
+    config = json.loads((tmp_path / "narrow/config.json").read_text())
+    config["vocab_size"] += 2
+    (tmp_path / "narrow/config.json").write_text(json.dumps(config))
+    assert str(measure_drift(head, base, other, prompts)).startswith(
+        f"verdict: train a new head: {other} has other than"
+    )
     (tmp_path / "head/model.safetensors").unlink()
     assert isinstance(measure_drift(head, base, base, prompts), Diagnosis)
     with pytest.raises(SystemExit):
