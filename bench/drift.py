@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -39,15 +39,15 @@ BUDGET = Budget(25, 6, 6)
 TEXTS = OnPolicySection.model_validate({"share": 1.0, "weight": 0.0})  # the same loop, without what drafts teach
 
 
-def in_capitals(source: str, out: Path) -> str:
-    """A file of the same conversations, whose answers are in capitals."""
+def rewrite_answers(source: str, out: Path, change: Callable[[str], str]) -> str:
+    """A file of the same conversations, each answer changed, as into capitals."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("w") as file:
         for line in Path(source).read_text().splitlines():
             record = json.loads(line)
             for turn in record["conversations"]:
                 if turn["from"] in ("gpt", "assistant"):
-                    turn["value"] = turn["value"].upper()
+                    turn["value"] = change(turn["value"])
             file.write(json.dumps(record) + "\n")
     return str(out)
 
@@ -55,10 +55,10 @@ def in_capitals(source: str, out: Path) -> str:
 class Tuning:
     """A target in fine-tuning, on the answers of conversations."""
 
-    def __init__(self, target: Target, examples: Sequence[Example]) -> None:
+    def __init__(self, target: Target, examples: Sequence[Example], lr: float = TARGET_LR) -> None:
         self.target, self.examples, self.steps = target, examples, 0
         weights = [weight for weight in target.model.parameters() if weight.requires_grad]
-        self.optimizer = torch.optim.AdamW(weights, lr=TARGET_LR)
+        self.optimizer = torch.optim.AdamW(weights, lr=lr)
 
     def run(self, steps: int) -> float:
         """So many steps; the last loss."""
@@ -122,7 +122,7 @@ def main(argv: list[str]) -> None:
     recipe = Recipe.load("recipes/tiny/eagle1.yaml", args.overrides)
     data, regenerate = recipe.data, recipe.regenerate
     assert regenerate is not None
-    upper = in_capitals(regenerate.source, Path(recipe.train.out).parent / "capitals.jsonl")
+    upper = rewrite_answers(regenerate.source, Path(recipe.train.out).parent / "capitals.jsonl", str.upper)
     tuned_on = read_examples(recipe.model_copy(update={"data": data.model_copy(update={"train": upper})}))
     prompts = [first_prompt(example.tokens, example.loss_mask) for example in tuned_on]
     heldout = recipe.model_copy(update={"data": data.model_copy(update={"train": data.heldout, "limit": MEASURED})})

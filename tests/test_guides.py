@@ -142,7 +142,8 @@ def give_the_readers_files(folder: Path, target: Target) -> None:
     for name in ("model", "base"):
         (mine / name).symlink_to(tiny / "target")
     adapted = get_peft_model(copy.deepcopy(target.model), LoraConfig(r=2, target_modules="all-linear"))
-    adapted.save_pretrained(mine / "adapter")
+    for name in ("adapter", "second-adapter"):
+        adapted.save_pretrained(mine / name)
     records = (tiny / "data/heldout.jsonl").read_text().splitlines(keepends=True)
     for name, count in {"prompts": 6, "questions": 40, "conversations": 40}.items():
         (mine / f"{name}.jsonl").write_text("".join(records[:count]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from eagle.doctor import examine
+from eagle.doctor import Diagnosis, examine, measure_drift
 from eagle.formats.checkpoint import load_head
 from eagle.formats.engines.registry import name_reader
 from eagle.formats.export import EXPORTERS, export
@@ -65,7 +65,13 @@ def run_doctor(argv: list[str]) -> None:
     parser.add_argument("--target", required=True)
     parser.add_argument("--prompts", help="a file of conversations; by default a few questions")
     parser.add_argument("--server", help="address of a running vLLM or SGLang, whose acceptance is compared")
+    parser.add_argument("--base", help="the head's own target; tells what it loses on TARGET, a fine-tune or adapter")
     args = parser.parse_args(argv)
+    if args.base:
+        if args.server:
+            raise ValueError("--base compares two targets without a server: got --server too, expected one of both")
+        print(drift := measure_drift(args.head, args.base, args.target, args.prompts))
+        sys.exit(int(isinstance(drift, Diagnosis) and drift.broken))
     diagnosis = examine(args.head, args.target, args.prompts, args.server)
     print(diagnosis)
     if diagnosis.broken:

@@ -49,7 +49,7 @@ def examine(folder: str | Path, target_path: str, prompts: str | None = None, se
     if refusal:
         return refusal
     findings = inspect(folder, target_path).findings
-    target, template_kwargs = Target.load(target_path), _read_template_kwargs(folder)
+    target, template_kwargs = Target.load(target_path), read_template_kwargs(folder)
     drafter, frozen = drafter.to(target.device), borrow_embedding(folder, target)
     prompt_tokens = render_prompts(target, questions, **template_kwargs)
     texts = answer_prompts(target, prompt_tokens)
@@ -239,7 +239,7 @@ def _describe(head: Any, target: Target, texts: Batch) -> list[str]:
     return notes
 
 
-def _read_template_kwargs(folder: str | Path) -> dict[str, Any]:
+def read_template_kwargs(folder: str | Path) -> dict[str, Any]:
     """The chat template's arguments of the head's training, if its folder has the recipe."""
     path = Path(folder) / "recipe.yaml"
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from transformers import (
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from eagle.target.structure import base_of
+from eagle.target.structure import base_of, decoder_layers
+from eagle.target.twin import share_weights
 from eagle.target.weights.packed import unpack_model
 
 # buffers that older releases saved and newer ones compute; multi-token prediction layers, which are not run
@@ -131,13 +133,52 @@ def _list_some(names: list[str]) -> str:
     return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def merge_adapter(model: Any, adapter: str) -> Any:
-    """The model with a LoRA adapter merged into its weights."""
+def merge_adapter(model: Any, adapter: str | Path) -> Any:
+    """The model with an adapter merged into its weights."""
+    return open_adapter(model, adapter).merge_and_unload()
+
+
+def adapt_model(model: Any, config: Any, adapter: str | Path) -> Any:
+    """A second module tree over a model's weights that runs with an adapter; the model itself runs as before.
+
+    `config` is the model's text config. Packed weights are laid out plainly, as adapters may read them.
+    """
+    unpack_model(model)
+    twin, _ = share_weights(model, config, decoder_layers(base_of(model), config.num_hidden_layers))
+    adapted = open_adapter(twin, adapter).get_base_model()
+    for part in ("get_input_embeddings", "get_output_embeddings"):
+        if type(changed := getattr(adapted, part)()) is not type(getattr(model, part)()):
+            raise ValueError(
+                f"the adapter {adapter} changes the embedding or the LM head, which heads borrow as plain matrices: "
+                f"got a {type(changed).__name__}, expected an adapter of layers alone; merge it, as Target.load(.., "
+                "adapter=..) does"
+            )
+    return adapted
+
+
+def open_adapter(model: Any, adapter: str | Path) -> Any:
+    """The peft model that runs a model, which is changed in place, with an adapter of its layers."""
     try:
         from peft import PeftModel
     except ImportError:
         raise ValueError(f"the adapter {adapter} needs peft: `pip install peft`, or merge it beforehand") from None
-    return PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Found missing adapter keys")  # peft would leave them at random
+            adapted: Any = PeftModel.from_pretrained(model, str(adapter))
+    except (OSError, RuntimeError, SafetensorError, UserWarning, ValueError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(
+            f"no adapter for this {model.config.model_type} at {adapter}: expected a folder that peft's "
+            f"save_pretrained wrote, or a hub id, and of a base of these sizes: {reason:.300}"
+        ) from error
+    config = adapted.active_peft_config
+    if config.is_prompt_learning or getattr(config, "alora_invocation_tokens", None):
+        raise ValueError(
+            f"the adapter {adapter} adds to the prompt or waits for a token in it: got {config.peft_type.value}, "
+            "expected one that changes linear layers at every token, as LoRA and DoRA do"
+        )
+    return adapted
 
 
 def add_adapter(model: Any, rank: int, alpha: int, dropout: float) -> Any:

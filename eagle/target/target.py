@@ -23,7 +23,15 @@ from eagle.core.verify import Choose, Sampling
 from eagle.device import best_device, check_device, fastest_dtype, in_dtype
 from eagle.target.attention import Masks, rope_border
 from eagle.target.borrowed import borrow_head
-from eagle.target.loading import check_model, load_model, parse_dtype, processor_of, read_spare_tensor, tokenizer_of
+from eagle.target.loading import (
+    adapt_model,
+    check_model,
+    load_model,
+    parse_dtype,
+    processor_of,
+    read_spare_tensor,
+    tokenizer_of,
+)
 from eagle.target.reader import TreeReader
 from eagle.target.state import TargetState
 from eagle.target.talk import Talk
@@ -51,6 +59,7 @@ class Target(Talk):
         self.head = borrow_head(model, self.config, tokens, states.get(0), states[-1])
         self.border = rope_border(self.config)  # no text may grow across it
         self.sharded = False
+        self.adapter: str | None = None  # that it reads with, over weights that it shares with another target
         self.viewed: TargetView | None = None
         self.draws = Counter[tuple[int, int]]()  # uses of private random numbers, by seed and request
         self.spare: TargetState | None = None
@@ -60,7 +69,7 @@ class Target(Talk):
         dtype = str(self.model.dtype).removeprefix("torch.")
         return (
             f"Target({type(self.model).__name__}, {len(self.layers)} layers of width {self.config.hidden_size}, "
-            f"{self.vocab_size} tokens, {dtype} on {self.device})"
+            f"{self.vocab_size} tokens, {dtype} on {self.device}{self._name_adapter()})"
         )
 
     def describe(self) -> str:
@@ -70,11 +79,14 @@ class Target(Talk):
         truth = "; the truth is its own steps by one token" if self.reader.follows_steps else ""
         alone = "; one text at a time" if self.reader.reads_rows is False else ""
         packed = f"; {count} linears are packed" if (count := count_packed(self.model)) else ""
-        return self.reader.describe() + alone + packed + truth
+        return self.reader.describe() + alone + packed + truth + self._name_adapter()
+
+    def _name_adapter(self) -> str:
+        return "" if self.adapter is None else f"; with the adapter {self.adapter}"
 
     def __reduce__(self) -> Any:
         """Copy without locks and open texts, which cannot be copied."""
-        return Target, (self.model, self.tokenizer, self.processor)
+        return Target, (self.model, self.tokenizer, self.processor), {"adapter": self.adapter}
 
     @classmethod
     def load(
@@ -114,6 +126,20 @@ class Target(Talk):
                     "oneDNN, read through their forward alone: leave packed out"
                 )
         return cls(model, tokenizer_of(path, **source), processor_of(path, model, **source))
+
+    def with_adapter(self, path: str | Path) -> Target:
+        """A target that reads with a LoRA or DoRA adapter over this target's weights, which stay as they are.
+
+        Any number of them share the weights. Each keeps its own texts, so they decode in any order, also this one.
+        """
+        if self.sharded:
+            raise ValueError(
+                f"the target is sharded: got the adapter {path} for weights that no process holds whole, expected it "
+                "before that: Target.load(.., adapter=..) merges it"
+            )
+        adapted = Target(adapt_model(self.model, self.config, path), self.tokenizer, self.processor)
+        adapted.adapter = str(path) if self.adapter is None else f"{path} over {self.adapter}"
+        return adapted
 
     def shard(self) -> Target:
         """Shard this target's layers over the devices of all processes, which must then run its forwards together."""

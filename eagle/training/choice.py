@@ -57,6 +57,7 @@ class Choice:
     counts: Counts = field(default_factory=dict)  # what it was judged by; nothing where nothing is decoded
     loss: float = nan  # its cross-entropy on the held-out conversations
     stale: int = 0  # validations since
+    start: Counts = field(default_factory=dict)  # what the head of `train.init` decoded, before the first step
 
     @classmethod
     def parse(cls, state: Any) -> Choice:
@@ -96,3 +97,11 @@ class Choice:
         head += f", {less:.2f} ({low:.2f} to {high:.2f}) below that of step {self.step}"
         loss = metrics.get("cross_entropy", nan)
         return f"{head}, while the cross-entropy fell from {self.loss:.3f} to {loss:.3f}" if loss < self.loss else head
+
+    def describe_gain(self, decoding: Decoding) -> str:
+        """What training brought to the head that it began from, and which of both to use."""
+        before, after = (acceptance(judged(counts).values()) for counts in (self.start, self.counts))
+        gain, low, high = decoding.compare(self.start, self.counts)
+        interval = f"{gain:+.2f}, {low:+.2f} to {high:+.2f}"
+        line = f"from the head of train.init to step {self.step}: τ {before:.2f} -> {after:.2f} ({interval})"
+        return line if low > 0 else f"{line}, no sure gain: keep the old head, or train on with more conversations"

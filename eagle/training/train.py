@@ -27,7 +27,7 @@ from eagle.formats.checkpoint import save_head
 from eagle.log import Metrics, interrupted_by_user, memory_gb, progress
 from eagle.recipe import Recipe
 from eagle.training.about import describe_run, run_identity
-from eagle.training.choice import Choice, Decoding, acceptance, decode_once
+from eagle.training.choice import Choice, Decoding, acceptance, decode_once, judged
 from eagle.training.clipping import clip_gradients
 from eagle.training.dealing import Dealer
 from eagle.training.drafts_loss import DraftsLoss
@@ -123,6 +123,8 @@ class _Run:
         batches = self.dealer.batches(self.step, self.pins)
         self.note = ""
         self.begun = self.log_time = perf_counter()
+        if self.settings.init is not None and not self.step:
+            self._decode_start()
         bar = {"show": self.accelerator.is_main_process, "done": self.step, "note": lambda: self.note}
         for number in progress(range(self.step, len(self.plan)), "train", len(self.plan), unit="steps", **bar):
             self._advance(number, batches)
@@ -148,6 +150,8 @@ class _Run:
                 break
         if reached := describe_reached(self.recipe.drafter.kind, self.plan.learned(self.step), self.mirror):
             self.print(reached)
+        if self.decoding and self.choice.start and self.choice.counts:
+            self.print(self.choice.describe_gain(self.decoding))
         if self.metrics:
             self.metrics.close()
 
@@ -235,6 +239,17 @@ class _Run:
     def _write(self, **row: Any) -> None:
         if self.metrics:
             self.metrics.write(**row)
+
+    @torch.no_grad()
+    def _decode_start(self) -> None:
+        """Decode the held-out prompts with the head of `train.init`, as it is."""
+        head, started = self._whole_head().eval(), perf_counter()
+        counts = decode_once(self.accelerator, self.decoding, head, self.features, self.plan.validation)
+        self.head.train()
+        if counts:
+            self.choice.start, self.decoding_seconds = counts, perf_counter() - started
+            tau, prompts = acceptance(judged(counts).values()), len(next(iter(counts.values())))
+            self.print(f"before training: τ {tau:.2f} on {prompts} held-out prompts, by the head of train.init")
 
     @torch.no_grad()
     def _validate(self, is_last: bool) -> None:

@@ -111,6 +111,30 @@ def test_the_head_that_accepts_most_is_kept(
     assert step_of(last, "head") == 4 and equal(last, out)
 
 
+def test_a_warm_start_prints_its_gain(
+    command: list[str], script: Callable[..., Scripted], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The head of `train.init` is decoded before the first step, once, and compared with the one that is kept."""
+    script(2)
+    first = run(command, tmp_path / "first", "train.validation=0.2", "train.max_steps=1")
+    assert "train.init" not in capsys.readouterr().out
+    asked = (*EVERY, f"train.init={first / 'head'}", "train.max_steps=2")
+    script(1, 2, 3)
+    whole = run(command, tmp_path / "whole", *asked)
+    lines = capsys.readouterr().out.splitlines()
+    before, gain = "before training: τ 1.33 on 3 held-out prompts, by the head of train.init", "1.33 -> 3.33 (+2.00, "
+    assert lines.index(before) < next(number for number, line in enumerate(lines) if line.startswith("step 1: τ 2.33"))
+    assert sum(line.startswith(f"from the head of train.init to step 2: τ {gain}") for line in lines) == 1
+    script(3)
+    (whole / "checkpoints/step-2/complete.json").unlink()
+    run(command, whole, *asked)
+    lines = capsys.readouterr().out.splitlines()
+    assert before not in lines and any(gain in line for line in lines)
+    script(3, 2, 2)
+    run(command, tmp_path / "worse", *asked)
+    assert "τ 3.33 -> 2.33 (-1.00, -1.00 to -1.00), no sure gain: keep the old head" in capsys.readouterr().out
+
+
 def test_patience_ends_a_run(
     command: list[str], script: Callable[..., Scripted], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
