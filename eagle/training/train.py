@@ -19,7 +19,6 @@ from torch import Tensor
 
 from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.core.examples import Batch, Features, gate_mask, trim_mask
-from eagle.core.tree import PUBLISHED_TREE, chain_paths
 from eagle.device import PINNED
 from eagle.disk import lock_folder
 from eagle.drafters.parts.validation import add_sums, figures
@@ -35,8 +34,8 @@ from eagle.training.plan import Plan
 from eagle.training.reached import describe_reached
 from eagle.training.resume import DISK_FAULTS, Checkpoints, load_stem
 from eagle.training.sharded import gather, prepare_sharded, shard_head
+from eagle.training.validation import sum_share
 
-TREES = {"chain": chain_paths(4), "tree": PUBLISHED_TREE}  # validation predicts their acceptance lengths
 DECODING_SHARE = 0.05  # of a run's time: beyond it the log says how to spend less
 LOG_EVERY = 10  # steps; only then does the host wait for the device
 
@@ -257,7 +256,8 @@ class _Run:
         self.head.eval()  # on-policy features look at its mode, though the whole head is validated
         head, metrics = self._whole_head().eval(), {}
         if self.plan.validation:
-            shares = gather_object([self._sum_validation(head)])
+            about = self.accelerator, self.dealer, head, self.frozen, self.settings, self.plan.validation
+            shares = gather_object([sum_share(*about, pins=self.pins)])
             metrics = figures(reduce(add_sums, [share for share in shares if share]))
         start, is_main = perf_counter(), self.accelerator.is_main_process
         counts = decode_once(self.accelerator, self.decoding, head, self.features, self.plan.validation)
@@ -281,21 +281,6 @@ class _Run:
                 self.print(f"{fault}; training goes on")
         self.accelerator.wait_for_everyone()
         self.head.train()
-
-    def _sum_validation(self, head: TrainableDrafter) -> dict[str, Tensor]:
-        """This process's share of the validation sums; all processes read the same number of batches."""
-        indices, device, sums = self.plan.validation, self.accelerator.device, dict[str, Tensor]()
-        # as many texts as a step's part, so that what trains on a card is validated there
-        size = -(-self.settings.batch_size // self.dealer.count)
-        groups = [indices[start : start + size] for start in range(0, len(indices), size)]
-        for first in range(0, len(groups), self.accelerator.num_processes):
-            number = first + self.accelerator.process_index
-            batch = self.dealer.load(groups[min(number, len(groups) - 1)], pin=self.pins)
-            if number < len(groups):
-                with torch.autocast(device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"):
-                    batch_sums = head.validate(batch.to(device), self.frozen, TREES)
-                sums = add_sums(sums, {name: value.double().cpu() for name, value in batch_sums.items()})
-        return sums
 
     def _whole_head(self) -> TrainableDrafter:
         """The head with its unsharded weights, on every process."""
