@@ -40,7 +40,7 @@ from eagle.target.target import Target
 
 THOUGHT = (6.9, 0.7)  # mean and width of the logarithm of its characters: as long as an answer
 CHARACTERS = 20_000  # of the longest text
-STEPS = 6
+STEPS = 4
 WAYS = ("example by example", "prefixes shared")
 
 
@@ -143,7 +143,7 @@ def measure(work: Path, args: argparse.Namespace) -> dict[str, Any]:
         "target": {"path": str(work / "target"), "dtype": "float32"}, "data": data,
         "features": {"store": str(work / "features"), "dtype": "float32"},
         "drafter": {"kind": "eagle3", "draft_vocab": 4096},
-        "train": {"out": str(work / "run"), "epochs": 1, "batch_size": 2, "max_steps": STEPS},
+        "train": {"out": str(work / "run"), "epochs": 1, "batch_size": 1, "max_steps": STEPS},
         "eval": {"prompts": str(work / "data.jsonl")},
     }))  # fmt: skip
     recipe = Recipe.load(str(recipe_file))
@@ -163,7 +163,7 @@ def measure(work: Path, args: argparse.Namespace) -> dict[str, Any]:
         "CPU s": {way: round(median(figure["CPU s"] for figure in figures[way]), 1) for way in WAYS},
     }
     heads = [train_head(recipe_file, folders[way], work / f"head {way}") for way in WAYS]
-    weights = max(float((heads[0][name] - heads[1][name]).abs().max()) for name in heads[0])
+    weights = max(float((heads[0][name].double() - heads[1][name].double()).abs().max()) for name in heads[0])
     about = made_on(
         tokenizer=Path(args.tokenizer).name, conversations=args.conversations, examples=len(examples),
         width=args.width, layers=args.layers, rounds=args.rounds,
