@@ -97,7 +97,7 @@ class TextSizes:
         for loss_mask, shared in texts:
             before, read = read, len(slots_of(loss_mask, "read"))
             sizes.extend((len(loss_mask), read, len(slots_of(loss_mask, "taught")), min(shared, before, read)))
-        return cls(*torch.tensor(sizes, dtype=torch.int32).view(-1, 4).T)
+        return cls(*(torch.tensor(sizes[place::4], dtype=torch.int32) for place in range(4)))
 
     def rows(self, slots: Slots) -> Tensor:
         """[N], the rows that a store keeps of each text: what the text before has is kept there."""
