@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from bench.machine import made_on, markdown, take_turns, write_results
@@ -40,7 +37,6 @@ from eagle.target.target import Target
 
 THOUGHT = (6.9, 0.7)  # mean and width of the logarithm of its characters: as long as an answer
 CHARACTERS = 20_000  # of the longest text
-STEPS = 4
 WAYS = ("example by example", "prefixes shared")
 
 
@@ -102,13 +98,6 @@ def largest_difference(one: FeatureStore, other: FeatureStore) -> float:
     return worst / most
 
 
-def train_head(recipe: Path, store: Path, out: Path) -> dict[str, torch.Tensor]:
-    """The weights of a head that was trained on a store by a command of its own."""
-    options = [f"features.store={store}", f"train.out={out}"]
-    subprocess.run([sys.executable, "-m", "eagle", "train", str(recipe), *options], check=True, stdout=sys.stderr)
-    return load_file(next(out.glob("**/head/model.safetensors")))
-
-
 def table(results: dict[str, Any]) -> str:
     """Tokens, bytes and time of both ways, and their ratio."""
     rows = [[name, *(f"{row[way]:,}" for way in WAYS), f"{row['ratio']:.2f}"] for name, row in results["rows"].items()]
@@ -116,7 +105,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Extract and train both ways; print the table and write the results."""
+    """Extract both ways; print the table and write the results."""
     parser = argparse.ArgumentParser(prog="python -m bench.shared_prefixes", description=__doc__)
     parser.add_argument("tokenizer", help="a folder with a tokenizer whose chat template rewrites history")
     parser.add_argument("--conversations", type=int, default=40)
@@ -130,11 +119,11 @@ def main(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         results = measure(Path(folder), args)
     write_results(args.out, results)
-    print(table(results), json.dumps({key: results[key] for key in ("states", "weights")}), sep="\n\n")
+    print(table(results), f"largest difference of states: {results['largest difference of states']:.1e}", sep="\n\n")
 
 
 def measure(work: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Both ways in turns, and a head from each."""
+    """Both ways in turns."""
     make_target(work / "target", args.tokenizer, args.width, args.layers)
     write_conversations(work / "data.jsonl", args.conversations)
     recipe_file = work / "recipe.json"
@@ -143,7 +132,7 @@ def measure(work: Path, args: argparse.Namespace) -> dict[str, Any]:
         "target": {"path": str(work / "target"), "dtype": "float32"}, "data": data,
         "features": {"store": str(work / "features"), "dtype": "float32"},
         "drafter": {"kind": "eagle3", "draft_vocab": 4096},
-        "train": {"out": str(work / "run"), "epochs": 1, "batch_size": 1, "max_steps": STEPS},
+        "train": {"out": str(work / "run")},
         "eval": {"prompts": str(work / "data.jsonl")},
     }))  # fmt: skip
     recipe = Recipe.load(str(recipe_file))
@@ -162,15 +151,13 @@ def measure(work: Path, args: argparse.Namespace) -> dict[str, Any]:
         "MB stored": {way: round(figures[way][0]["bytes"] / 1e6) for way in WAYS},
         "CPU s": {way: round(median(figure["CPU s"] for figure in figures[way]), 1) for way in WAYS},
     }
-    heads = [train_head(recipe_file, folders[way], work / f"head {way}") for way in WAYS]
-    weights = max(float((heads[0][name].double() - heads[1][name].double()).abs().max()) for name in heads[0])
     about = made_on(
         tokenizer=Path(args.tokenizer).name, conversations=args.conversations, examples=len(examples),
         width=args.width, layers=args.layers, rounds=args.rounds,
     )  # fmt: skip
     states = largest_difference(*(FeatureStore(folders[way]) for way in WAYS))
     ratios = {name: {**row, "ratio": round(row[WAYS[0]] / row[WAYS[1]], 2)} for name, row in rows.items()}
-    return {**about, "states": states, "weights": weights, "rows": ratios}
+    return {**about, "largest difference of states": states, "rows": ratios}
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from bench.extract_speed import table as extract_table
 from bench.hybrid_speed import table as hybrid_table
 from bench.packed_speed import table as packed_table
 from bench.read_speed import table as reading_table
+from bench.shared_prefixes import table as prefix_table
 from bench.rehearsal import table as rehearsal_table
 from bench.speed_report import headline as speed_headline
 from bench.speed_report import summary as speed_summary
@@ -66,6 +67,7 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("../README.md", "speed_tables.json", speed_headline),
         ("measurements/data-preparation.md", "extract_speed.json", extract_table),
         ("measurements/data-preparation.md", "read_speed.json", reading_table),
+        ("measurements/data-preparation.md", "shared_prefixes.json", prefix_table),
         ("measurements/serving.md", "engines.json", engines_table),
         ("measurements/serving.md", "broken_heads.json", broken_table),
         ("measurements/training-speed.md", "train_speed.json", train_table),
