@@ -19,8 +19,8 @@ from bench.extract_speed import table as extract_table
 from bench.hybrid_speed import table as hybrid_table
 from bench.packed_speed import table as packed_table
 from bench.read_speed import table as reading_table
-from bench.shared_prefixes import table as prefix_table
 from bench.rehearsal import table as rehearsal_table
+from bench.shared_prefixes import table as prefix_table
 from bench.speed_report import headline as speed_headline
 from bench.speed_report import summary as speed_summary
 from bench.speed_report import table as speed_table
