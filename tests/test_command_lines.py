@@ -64,6 +64,7 @@ WRONG: dict[str, list[list[str]]] = {
     "bench/decode_speed.py": [["--rounds", "few"]],
     "bench/drift.py": [["--head", GONE], ["--seeds", "few"], ["target.path=no/such/folder"]],
     "bench/cost_growth.py": [["--rounds", "few"]],
+    "bench/adapters.py": [["--rounds", "few"], ["--head", GONE]],
     "bench/shared_prefixes.py": [[GONE], [GONE, "--conversations", "few"]],
     "bench/read_speed.py": [[GONE], [GONE, "--counts", "few"]],
     "bench/packed_speed.py": [[GONE], [GONE, "--sizes", "7 B"]],

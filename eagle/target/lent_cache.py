@@ -43,9 +43,13 @@ class _Nothing(CacheLayerMixin):
 class LentCache(Cache):
     """Read-only keys and values [1, X, S, D] of committed tokens by layer; new tokens attend to them."""
 
-    def __init__(self, lent: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, lent: Sequence[tuple[Tensor, Tensor]], offset: int = 0) -> None:
         super().__init__(layers=[_Lent(keys, values) for keys, values in lent])
-        self.starts = [lent[0][0].shape[2]]
+        self.starts, self.offset = [lent[0][0].shape[2]], offset
+
+    def from_columns(self, positions: Tensor) -> Tensor:
+        """Positions as the model counts them, from those that count columns."""
+        return positions + self.offset
 
 
 class _Lent(_Nothing):

@@ -46,8 +46,6 @@ class TargetState:
         self.is_loose = False  # rows have left since the cache was made to fit
         self.trees: dict[int, DraftTree] = {}  # read last
 
-    # -- rows that come and go ----------------------------------------------------------------------------------------
-
     def check_room(self, columns: int) -> None:
         """Refuse a row that would not fit even alone."""
         columns += self.cache.state_columns(columns)
@@ -75,7 +73,8 @@ class TargetState:
         shared = [self._shared(place, prompt) for place in range(slot, len(self.texts))] or [0]
         self._swap(slot, slot + shared.index(max(shared)))
         self._reserve(slot + 1)
-        self._cut(slot, max(shared))
+        self.texts[slot] = self.texts[slot][: max(shared)]
+        self.cache.cut(slot, max(shared))
         self.rows.append(row)
         self.prompts[row] = prompt
 
@@ -135,23 +134,15 @@ class TargetState:
             if max(slot, other) < len(rows):
                 rows[slot], rows[other] = rows[other], rows[slot]
 
-    def _cut(self, slot: int, length: int) -> None:
-        """Cut a slot's text to this length."""
-        self.texts[slot] = self.texts[slot][:length]
-        self.cache.cut(slot, length)
-
     def _shared(self, slot: int, prompt: list[int]) -> int:
         """The number of a prompt's tokens that a slot already holds; the last token is always read again."""
         border, text = self.target.border, self.texts[slot]
-        if media_of(prompt) or slot in self.cache.offsets:  # the same tokens may stand for other images
-            return 0
-        if (len(text) > border) != (len(prompt) > border):
+        other = media_of(prompt) or slot in self.cache.offsets  # images, for which the same tokens may stand
+        if other or (len(text) > border) != (len(prompt) > border):
             return 0
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt, strict=False)))
         held = self.cache.reusable(slot, min(same, len(prompt) - 1))
         return held if self.target.reader.reads_on(held, len(prompt)) else 0
-
-    # -- forwards -----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def read_prompts(self, most: int | None = None) -> dict[int, PromptOutput]:
@@ -171,11 +162,11 @@ class TargetState:
                 break
         if not rows:
             return {}
-        whole = len(self.prompts[rows[0]]) > self.target.border  # one set of frequencies reads a text beyond it
-        media = media_of(self.prompts[rows[0]])
-        if not whole and not media and not self.target.reader.mixers.by_levels:  # which ignore what they have read
+        first = self.prompts[rows[0]]
+        whole = len(first) > self.target.border or media_of(first)  # one set of frequencies reads a text beyond it
+        if not whole and not self.target.reader.mixers.by_levels:  # which ignore what they have read
             left[0] = left[0][:most]
-        logits = self.extend(dict(zip(rows, left, strict=True)), media)
+        logits = self.extend(dict(zip(rows, left, strict=True)))
         ended = [row for row in rows if self.length(row) == len(self.prompts[row])]
         return {row: self._end_prompt(row, logits[row]) for row in ended}
 
@@ -190,11 +181,8 @@ class TargetState:
         return PromptOutput(prompt, features, output)
 
     @torch.inference_mode()
-    def extend(self, tokens: Mapping[int, list[int]], media: Mapping[str, Any] | None = None) -> dict[int, Tensor]:
-        """Read and commit tokens of some rows; returns for each row the logits [V] after its last token.
-
-        `media` are the images of a single row, all of whose prompt is read.
-        """
+    def extend(self, tokens: Mapping[int, list[int]]) -> dict[int, Tensor]:
+        """Read and commit tokens of some rows; returns for each row the logits [V] after its last token."""
         rows = sorted(tokens, key=self.rows.index)
         slots, sizes = [self.rows.index(row) for row in rows], [len(tokens[row]) for row in rows]
         starts, count = [self.cache.lengths[slot] for slot in slots], max(sizes)
@@ -204,9 +192,7 @@ class TargetState:
         padded = torch.tensor([[*tokens[row], *[0] * (count - len(tokens[row]))] for row in rows])
         # padding stands where the last token does: the model may have no later position
         steps = torch.minimum(torch.arange(count), torch.tensor(sizes)[:, None] - 1)
-        hidden, _ = self._forward(
-            slots, padded, torch.tensor(starts)[:, None] + steps, None, media, sizes=sizes, commits=True
-        )
+        hidden, _ = self._forward(slots, padded, torch.tensor(starts)[:, None] + steps, None, sizes=sizes, commits=True)
         for row, slot, size in zip(rows, slots, sizes, strict=True):
             self.texts[slot] += tokens[row]
             self.cache.lengths[slot] += size
@@ -284,22 +270,16 @@ class TargetState:
         return TargetTexts(self.target.view(), self)
 
     def _forward(
-        self,
-        slots: list[int],
-        tokens: Tensor,
-        positions: Tensor,
-        seen: Tensor | None,
-        media: Mapping[str, Any] | None = None,
-        **texts: Any,
+        self, slots: list[int], tokens: Tensor, positions: Tensor, seen: Tensor | None, **texts: Any
     ) -> tuple[Tensor, Tensor | None]:
         """The LM head's input [B, N, D] and tapped states [B, L, N, D] at tokens [B, N]; `texts` as in `aim`."""
         cache, reader, count = self.cache, self.target.reader, tokens.shape[1]
         unread = positions.shape[1] - count
+        media = {} if cache.lengths[slots[0]] else media_of(self.prompts.get(self.rows[slots[0]], []))
         cache.aim(slots, [cache.lengths[slot] + unread for slot in slots], **texts)
         tapping: Any = reader.tapping(self.taps) if self.taps else nullcontext({})
         with self.target.lock, tapping as tapped:
-            read = reader.read_images(tokens, media, cache) if media else reader(tokens, positions, seen, cache)
-            tapped[-1] = read
+            tapped[-1] = reader.read_images(tokens, media, cache) if media else reader(tokens, positions, seen, cache)
         if not self.taps:
             return tapped[-1], None
         states = torch.stack([tapped[tap][:, -count:].to(self.target.device) for tap in self.taps], dim=1)

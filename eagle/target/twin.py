@@ -8,7 +8,6 @@ from types import MethodType
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 
 HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 SEPARATE = ("_modules", "_buffers", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", *HOOKS)
@@ -37,7 +36,7 @@ def share_weights(model: Any, config: Any, layers: nn.ModuleList) -> tuple[Any, 
 def _towers(model: Any, layers: nn.ModuleList) -> list[Any]:
     """Models within this one that have no part in these layers."""
     text = {id(layer) for layer in layers}
-    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    parts = [module for module in model.modules() if hasattr(module, "base_model_prefix")]
     holders = [module for module in parts if any(id(part) in text for part in module.modules())]
     if not holders:
         return []

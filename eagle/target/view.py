@@ -277,7 +277,8 @@ class TargetTexts:
         text = self.state.text(row)
         before = len(text) - count
         kept = [self.keys_values(row, layer) for layer in range(len(self.state.cache.layers))]
-        cache = LentCache([(keys[None, :, :before], values[None, :, :before]) for keys, values in kept])
+        offset = self.state.cache.offsets.get(self.state.rows.index(row), 0)
+        cache = LentCache([(keys[None, :, :before], values[None, :, :before]) for keys, values in kept], offset)
         reader = self.view.reader
         with self.view.lock, observing(reader.settings, observe):
             reader(torch.tensor([text[before:]]), torch.arange(before, len(text))[None], None, cache)

@@ -34,7 +34,7 @@ from eagle.training.plan import Plan
 from eagle.training.reached import describe_reached
 from eagle.training.resume import DISK_FAULTS, Checkpoints, load_stem
 from eagle.training.sharded import gather, prepare_sharded, shard_head
-from eagle.training.validation import sum_share
+from eagle.training.shares import sum_share
 
 DECODING_SHARE = 0.05  # of a run's time: beyond it the log says how to spend less
 LOG_EVERY = 10  # steps; only then does the host wait for the device

@@ -29,8 +29,8 @@ from eagle.training.dealing import Dealer
 from eagle.training.joint import Joint, StepPart, heads_weight
 from eagle.training.plan import Plan
 from eagle.training.resume import Checkpoints
+from eagle.training.shares import TREES
 from eagle.training.train import LOG_EVERY
-from eagle.training.validation import TREES
 
 UNUSED = {
     **{"shard_head": False, "compile": False, "gate": "predicted", "clip_by": "norm"},

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from eagle.core.drafter import TargetHead, TrainableDrafter
@@ -18,7 +18,7 @@ TREES = {"chain": chain_paths(4), "tree": PUBLISHED_TREE}  # validation predicts
 
 
 def sum_share(
-    accelerator: Accelerator,
+    accelerator: Any,
     dealer: Dealer,
     head: TrainableDrafter,
     frozen: TargetHead,
