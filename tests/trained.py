@@ -88,7 +88,8 @@ def poison(folder: Path, place: int) -> None:
     number = store.number(place)
     path = store.path(int(store.shards[number]))
     (part,) = store.parts
-    row = int(store.starts[part.slots][number] + store.counts[part.slots][number] // 2)
+    ((start, stop),) = store.places[part.slots][number]
+    row = (start + stop) // 2
     data = bytearray(path.read_bytes())
     header = 8 + int.from_bytes(data[:8], "little")
     at = header + row * row_bytes(part, store.dtype, store.width)
