@@ -2,7 +2,7 @@
 
 Made-up conversations with thoughts, as long as those of ShareGPT, go through the tokenizer's own chat template. Their
 features are extracted twice, each time by the same random target: example by example, and with what the examples of a
-conversation share computed and stored once. A head is trained on both stores.
+conversation share computed and stored once.
 """
 
 from __future__ import annotations

@@ -103,13 +103,18 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The family's model with every weight drawn afresh, wide enough that answers vary and biases matter."""
     model_type, overrides = (FAMILIES | OTHER_MEANS)[name]
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**COMMON, **overrides}))
+    return draw_weights(model).to(dtype).eval()
+
+
+def draw_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with every weight drawn afresh, the same each time."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
             drawn = torch.randn(weight.shape, generator=generator)
             weight.copy_(drawn * 0.3 if weight.dim() > 1 else weight + drawn * 0.1)
         model.get_input_embeddings().weight *= 0.3  # else a tied head answers with the token just read
-    return model.to(dtype).eval()
+    return model
 
 
 def random_tokens(count: int, seed: int) -> list[int]:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
+from tests.families import draw_weights
+
 VOCAB_SIZE, IMAGE, VIDEO, BEGIN, END = 96, 90, 91, 92, 93
 TEXT = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
@@ -77,13 +79,7 @@ GRIDS = ([1, 4, 4], [1, 4, 6], [1, 2, 4])  # of images in patches
 def build(name: str) -> PreTrainedModel:
     """The family's model with every weight drawn afresh."""
     model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(name, **VISION_FAMILIES[name]))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            drawn = torch.randn(weight.shape, generator=generator)
-            weight.copy_(drawn * 0.3 if weight.dim() > 1 else weight + drawn * 0.1)
-        model.get_input_embeddings().weight *= 0.3  # else a tied head answers with the token just read
-    return model.eval()
+    return draw_weights(model).eval()
 
 
 def picture(name: str, model: PreTrainedModel, count: int, seed: int) -> tuple[dict[str, Tensor], list[int]]:

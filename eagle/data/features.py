@@ -83,7 +83,10 @@ def compute_rows(
 
 
 class LiveFeatures:
-    """Features computed when they are read, equal to those that `extract` stores; what it leaves out is NaN."""
+    """Features computed when they are read, equal to those that `extract` stores; what it leaves out is NaN.
+
+    Each example is read from its beginning: where `extract` reads on from an earlier one, they are equal to rounding.
+    """
 
     sampled = False
 

@@ -43,6 +43,7 @@ class TreeReader:
         self.original = model
         self.config = config
         self.checked, self.tolerance = False, 0.0
+        self.refusal: str | None = None  # why no means were found: they are looked for once
         self.follows_steps = False  # whether the truth is the model's own steps by one token, as in `generate`
         self.reads_rows: bool | None = None  # None: not tried yet
         self.layouts: dict[int, Layout] = {}  # of the taps that a text has shown
@@ -266,11 +267,11 @@ class TreeReader:
         With several `rows`, test once whether texts can be read side by side; otherwise each is read by itself.
         """
         if not self.checked:
-            reason = why_no_trees(self.config, self.cache_name) or climb(self)
-            if reason:
+            self.refusal = self.refusal or why_no_trees(self.config, self.cache_name) or climb(self)
+            if self.refusal:
                 raise ValueError(
-                    f"{self.config.model_type} cannot read a tree: it {reason}. Taps, extraction and training work; "
-                    "decoding does not."
+                    f"{self.config.model_type} cannot read a tree: it {self.refusal}. Taps, extraction and training "
+                    "work; decoding does not."
                 )
             self.checked = True
         if rows > 1 and self.reads_rows is None:

@@ -137,8 +137,8 @@ class TargetState:
     def _shared(self, slot: int, prompt: list[int]) -> int:
         """The number of a prompt's tokens that a slot already holds; the last token is always read again."""
         border, text = self.target.border, self.texts[slot]
-        other = media_of(prompt) or slot in self.cache.offsets  # images, for which the same tokens may stand
-        if other or (len(text) > border) != (len(prompt) > border):
+        has_images = media_of(prompt) or slot in self.cache.offsets  # others, for which the same tokens may stand
+        if has_images or (len(text) > border) != (len(prompt) > border):
             return 0
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt, strict=False)))
         held = self.cache.reusable(slot, min(same, len(prompt) - 1))

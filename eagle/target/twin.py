@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from eagle.target.structure import holder_of
+
 HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 SEPARATE = ("_modules", "_buffers", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", *HOOKS)
 
@@ -35,13 +37,9 @@ def share_weights(model: Any, config: Any, layers: nn.ModuleList) -> tuple[Any, 
 
 def _towers(model: Any, layers: nn.ModuleList) -> list[Any]:
     """Models within this one that have no part in these layers."""
-    text = {id(layer) for layer in layers}
-    parts = [module for module in model.modules() if hasattr(module, "base_model_prefix")]
-    holders = [module for module in parts if any(id(part) in text for part in module.modules())]
-    if not holders:
-        return []
-    within = {id(part) for part in holders[-1].modules()}  # of the innermost, which runs them
-    return [module for module in parts if module not in holders and id(module) not in within]
+    within = {id(part) for part in holder_of(model, layers).modules()}
+    beside = [part for part in model.modules() if id(part) not in within and hasattr(part, "base_model_prefix")]
+    return [part for part in beside if all(module is not layers for module in part.modules())]
 
 
 def _swap(value: Any, twins: dict[int, Any]) -> Any:

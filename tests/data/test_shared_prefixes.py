@@ -13,7 +13,7 @@ import torch
 from families import FAMILIES, VOCAB_SIZE, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from data_prep.read_once import open_cache
 from data_prep.tokens import load_tokenizer, tokenize_data
@@ -26,6 +26,7 @@ from eagle.data.shard_plan import RowPlaces, StoredPlan, plan_shards
 from eagle.data.shared_prefixes import can_read_on, read_on
 from eagle.data.store import FeatureStore
 from eagle.data.stored_rows import TapRoles, TextSizes, parts_of, slots_of
+from eagle.disk import sha256
 from eagle.recipe import Recipe
 from tests.data.test_stored_rows import losses_of, make_head
 
@@ -267,9 +268,19 @@ def test_a_template_that_rewrites_history_is_seen(tiny_target_dir: Path, tmp_pat
     assert [example.shared for example in open_cache(recipe)] == [0, 0, 0]
 
 
-def test_old_stores_are_read(target: Target, tmp_path: Path) -> None:
-    """The second version of the layout has no entry for what is shared."""
+def test_stores_of_the_second_version_are_read(target: Target, tmp_path: Path) -> None:
+    """Which have no entry for what is shared: their features stay, bit for bit."""
     store = stored(tmp_path, target, whole(conversations(6)))
-    with safe_open(tmp_path / "examples.safetensors", "pt") as file:
-        assert not file.get_tensor("shared").any()
-    assert json.loads((tmp_path / "index.json").read_text())["version"] == 3 and len(store) == 10
+    assert store.index["version"] == 3
+    expected = store.read(range(10))
+    tensors = load_file(tmp_path / "examples.safetensors")
+    assert not tensors.pop("shared").any()
+    save_file(tensors, tmp_path / "examples.safetensors")
+    digest = sha256(tmp_path / "examples.safetensors")
+    index = {**store.index, "version": 2, "examples": {**store.index["examples"], "sha256": digest}}
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    older = FeatureStore(tmp_path, partial=True)
+    older.serve_all_but({})  # shards name the index that they were written for
+    for got, text in zip(older.read(range(10)), expected, strict=True):
+        assert torch.equal(got.tokens, text.tokens) and torch.equal(got.loss_mask, text.loss_mask)
+        assert torch.equal(got.features.nan_to_num(-1), text.features.nan_to_num(-1))

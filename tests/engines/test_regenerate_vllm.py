@@ -105,16 +105,16 @@ def differing(one: Path, other: Path) -> list[str]:
 def test_a_real_server(command: str, environment: Path, source: Path, tiny_target_dir: Path, tmp_path: Path) -> None:
     """Alone, behind every fault, killed, with the client killed, and beside one that is three times slower."""
     target, outs = tiny_target_dir / "target", {name: tmp_path / f"{name}.jsonl" for name in ("quiet", "faults", "two")}
-    said: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     with serve(command, environment, tmp_path / "log") as address:
         begun = time.perf_counter()
         finish(prepare(target, source, outs["quiet"], [f"{address}/v1"]))
-        said["seconds, undisturbed"] = round(time.perf_counter() - begun)
-        check_against_target(target, outs["quiet"], said)
+        figures["seconds, undisturbed"] = round(time.perf_counter() - begun)
+        check_against_target(target, outs["quiet"], figures)
         refused = start(prepare(target, source, tmp_path / "refused.jsonl", [f"{address}/v1"], key_variable="NO_KEY"))
         printed, _ = refused.communicate()
         assert refused.returncode == 1 and "401" in printed and "variable NO_KEY, which is not set" in printed
-        said["two"] = beside_a_slow_one(target, source, outs["two"], f"{address}/v1")
+        figures["two"] = beside_a_slow_one(target, source, outs["two"], f"{address}/v1")
     with faults_before(f"{address}/v1", plant(40)) as proxy:
         line = prepare(target, source, outs["faults"], [proxy.url])
         with serve(command, environment, tmp_path / "log") as address:  # at another port
@@ -130,14 +130,14 @@ def test_a_real_server(command: str, environment: Path, source: Path, tiny_targe
             proxy.behind = address.removeprefix("http://")
             printed, _ = client.communicate()
         assert client.returncode == 0, printed[-3000:]
-        said["planted"] = dict(proxy.planted)
+        figures["planted"] = dict(proxy.planted)
         assert set(FAULTS) <= set(proxy.planted)
-        said["hung, seconds until it is told"] = re.findall(r"silent for ([\d.]+) s", printed)[:1]
-    said["answers that rounding changed"] = {
+        figures["hung, seconds until it is told"] = re.findall(r"silent for ([\d.]+) s", printed)[:1]
+    figures["answers that rounding changed"] = {
         name: differing(outs["quiet"], outs[name]) for name in ("faults", "two")
     }  # fmt: skip
-    print(json.dumps(said, indent=1))
-    assert all(len(names) <= COUNT // 50 for names in said["answers that rounding changed"].values())
+    print(json.dumps(figures, indent=1))
+    assert all(len(names) <= COUNT // 50 for names in figures["answers that rounding changed"].values())
 
 
 def plant(every: int) -> Callable[[int, dict[str, Any]], str | None]:
@@ -161,7 +161,7 @@ def wait_until(is_so: Callable[[], bool], client: subprocess.Popen[str]) -> None
         time.sleep(0.05)
 
 
-def check_against_target(target: Path, out: Path, said: dict[str, Any]) -> None:
+def check_against_target(target: Path, out: Path, figures: dict[str, Any]) -> None:
     """The server's greedy answers are the target's own, but for what rounding decides."""
     ours, same, asked = Target.load(target, dtype="float32"), 0, 0
     for record in list(answers(out).values())[:20]:
@@ -173,7 +173,7 @@ def check_against_target(target: Path, out: Path, said: dict[str, Any]) -> None:
         )
         text = ours.tokenizer.decode(said_here[0, len(prompt) :], skip_special_tokens=True)
         same, asked = same + (text.strip() == turns[place]["content"].strip()), asked + 1
-    said["first answers as the target's own generate"] = f"{same} of {asked}"
+    figures["first answers as the target's own generate"] = f"{same} of {asked}"
     assert same >= asked - 2
 
 
