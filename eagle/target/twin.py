@@ -37,6 +37,8 @@ def share_weights(model: Any, config: Any, layers: nn.ModuleList) -> tuple[Any, 
 
 def _towers(model: Any, layers: nn.ModuleList) -> list[Any]:
     """Models within this one that have no part in these layers."""
+    if not layers:
+        return []
     within = {id(part) for part in holder_of(model, layers).modules()}
     beside = [part for part in model.modules() if id(part) not in within and hasattr(part, "base_model_prefix")]
     return [part for part in beside if all(module is not layers for module in part.modules())]
