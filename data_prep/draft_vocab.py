@@ -12,7 +12,7 @@ from data_prep.read_once import open_cache
 from eagle.core.examples import Example, most_frequent, token_counts
 from eagle.data.identity import data_identity, folder_of
 from eagle.drafters.recurrent.reduced_vocab import save_draft_vocab
-from eagle.formats.reading.files import read_json
+from eagle.formats.reading.files import parse_json
 from eagle.log import script
 from eagle.recipe import Recipe, TargetSection, command_line
 
@@ -29,7 +29,8 @@ def coverage(counts: Tensor, size: int) -> float:
 
 def vocab_size_of(target: TargetSection) -> int:
     """The rows of the target's LM head by its config, which may be more than its tokenizer knows."""
-    config = read_json(folder_of(target.path, target.revision, ("config.json",)), "config.json")
+    path = folder_of(target.path, target.revision, ("config.json",)) / "config.json"
+    config = parse_json(path.read_bytes(), str(path))
     size = config.get("text_config", config).get("vocab_size")
     if not isinstance(size, int):
         raise ValueError(f"the config of {target.path} has vocab_size {size!r}, expected a number")

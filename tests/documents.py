@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.commands.launch import launch_command_parser
+from PIL import Image
 
 from eagle.__main__ import VERBS
 from eagle.command.launcher import launcher_options
@@ -28,6 +29,7 @@ from eagle.shipped import find_recipe
 from eagle.target.target import Target
 from eval.comparison.compare_plan import Comparison
 from eval.measure import measure
+from tests.seeing_folders import save_llava
 
 ROOT = Path(__file__).parent.parent
 GUIDES = sorted((ROOT / "docs/guides").glob("*.md"))
@@ -199,5 +201,7 @@ def make_checkout(folder: Path, tiny: Path, target: Target) -> None:
     where = [f"target.path={tiny / 'target'}", f"train.out={tiny / 'eagle1'}"]
     few = [f"eval.prompts={tiny / 'data/heldout.jsonl'}", "eval.count=2", "eval.max_new_tokens=4"]
     measure(Recipe.load(ROOT / "recipes/tiny/eagle1.yaml", [*where, *few]), "recipes/tiny/eagle1.yaml")
+    save_llava(tiny / "target", folder / "my/qwen2.5-vl")  # as good as another model that sees
+    Image.new("RGB", (24, 16), (200, 30, 10)).save(folder / "cat.png")
     for room in (*ROOMS, "tests"):
         (folder / room).symlink_to(ROOT / room)

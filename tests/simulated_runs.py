@@ -45,6 +45,7 @@ from tests.tables import some_tables
 CPU = torch.device("cpu")
 watch: Any = simulated.crossings  # what a run is watched by
 SIZE = 24  # of the vocabulary: small, so that random drafts are now and then right
+SHARED = 6  # tokens with which the second text to extract begins as the first does
 PROMPTS = [[1, 2, 3, 4, 5, 1, 2, 3], [7, 8], [9, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1]]
 FILTERED = {"temperature": 1.0, "top_k": 8, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "seed": 3}
 SAMPLINGS = {
@@ -248,8 +249,10 @@ def fill(dtype: str, target: Target) -> tuple[Any, list[Any]]:
         discard = close
 
     texts = some_texts()
+    texts[1].tokens[:SHARED] = texts[0].tokens[:SHARED]
     parts = parts_of({"taps": [0, 2, -1], "inputs": [0, 2]})
     store: Any = SimpleNamespace(plan=[[[0, 1], [2]], [[3, 4, 5]]], parts=parts, dtype=dtype, folder=".")
+    store.shared = torch.tensor([0, SHARED, 0, 0, 0, 0])
     store.writer, store.shard_bytes = lambda shard: Writer(), lambda shard: 0
     store.text = lambda number: (texts[number].tokens, texts[number].loss_mask)
     with watch() as crossed:

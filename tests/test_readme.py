@@ -194,7 +194,7 @@ def test_the_commands_for_your_model_work_in_their_order(
 
     The model is one that says something whatever a training run came to.
     """
-    (checkout / "my").mkdir()
+    (checkout / "my").mkdir(exist_ok=True)
     (checkout / "my/model").symlink_to(mixing_target_dir)
     (checkout / "my/prompts.jsonl").symlink_to(tiny_target_dir / "data/heldout.jsonl")
     source = tiny_target_dir / "data/train.jsonl"

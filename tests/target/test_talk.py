@@ -3,56 +3,30 @@
 from __future__ import annotations
 
 import base64
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoTokenizer,
-    LlavaProcessor,
 )
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from eagle import Target, generate
 from eagle.core.arguments import PromptTokens
 from eagle.drafters.lookup.ngram import NgramDrafter
 from eagle.target.loading import choose_loader
 from tests.families import build as build_text
-from tests.vision_families import VISION_FAMILIES
+from tests.seeing_folders import save_llava
 
 Image = pytest.importorskip("PIL.Image", reason="pillow is not installed")
-TEMPLATE = (
-    "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% for part in m.content %}"
-    "{% if part.type == 'image' %}{{ '<image>' }}{% else %}{{ part.text }}{% endif %}"
-    "{% endfor %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
 def folder(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llava with a processor whose tokenizer is the tiny target's."""
-    path = tmp_path_factory.mktemp("sees")
-    words = AutoTokenizer.from_pretrained(tiny_target_dir / "target")
-    words.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    sizes: dict[str, Any] = copy.deepcopy(VISION_FAMILIES["llava"])
-    sizes["text_config"]["vocab_size"] = len(words)
-    sizes["image_token_index"] = words.convert_tokens_to_ids("<image>")
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model("llava", **sizes))
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.normal_(std=0.3)
-    model.save_pretrained(path)
-    pixels = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
-    given = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    LlavaProcessor(pixels, words, chat_template=TEMPLATE, image_token="<image>", **given).save_pretrained(path)
-    return path
+    return save_llava(tiny_target_dir / "target", tmp_path_factory.mktemp("sees"))
 
 
 @pytest.fixture(scope="module")
