@@ -34,7 +34,7 @@ def list_arms(recipe: Recipe, shapes: Sequence[str], batch: int) -> list[str]:
 
 def read_prompts(recipe: Recipe, target: Any, context: int) -> list[list[int]]:
     """The first turns of the recipe's questions, with a context repeated or cut to so many tokens."""
-    prompts = [encode_prompt(recipe, target, question.turns[:1]) for question in questions(recipe)]
+    prompts = [encode_prompt(recipe, target, question.turns[:1], question.images) for question in questions(recipe)]
     known = [prompt for prompt in prompts if prompt is not None]
     return [(prompt * (context // len(prompt) + 1))[-context:] if context else prompt for prompt in known]
 

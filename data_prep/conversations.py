@@ -76,19 +76,21 @@ def read_conversations(
     config: str | None = None,
     answered: bool = True,
     allow_broken: bool = False,
+    images: bool = False,
 ) -> Iterator[Conversation]:
     """The conversations of a file, a folder of files, a hub dataset or a mix, counted in `tally` as they are read.
 
     With `answered=False` questions alone will do: their answers are yet to come. A file that is damaged beyond a few
-    lines is an error, unless `allow_broken`.
+    lines is an error, unless `allow_broken`. Records with images are read with `images` alone.
     """
     tally = Tally() if tally is None else tally
     if is_mix(source):
-        rest: dict[str, Any] = {"strict": strict, "answered": answered, "allow_broken": allow_broken}
+        rest: dict[str, Any] = {"strict": strict, "answered": answered, "allow_broken": allow_broken, "images": images}
         return islice(chain.from_iterable(_read_part(part, tally, rest) for part in read_mix(source)), limit)
     files = read_records(source, split, revision, config)
     lists = (
-        _convert(name, _watch(name, records, tally, allow_broken), tally, strict, answered) for name, records in files
+        _convert(name, _watch(name, records, tally, allow_broken), tally, strict, answered=answered, images=images)
+        for name, records in files
     )
     return islice(chain.from_iterable(lists), limit)
 
@@ -134,14 +136,14 @@ def damage_error(damage: str) -> ValueError:
     )
 
 
-def _convert(name: str, records: Numbered, tally: Tally, strict: bool, answered: bool) -> Iterator[Conversation]:
-    """The conversations among the records of one file; in strict mode the first drop is an error."""
+def _convert(name: str, records: Numbered, tally: Tally, strict: bool, **options: bool) -> Iterator[Conversation]:
+    """The conversations among the records of one file, by options; in strict mode the first drop is an error."""
     number = 0
     for number, record in records:
         try:
             if isinstance(record, Dropped):
                 raise record
-            conversation, notes = conversation_of(record, f"{Path(name).name}:{number}", answered=answered)
+            conversation, notes = conversation_of(record, f"{Path(name).name}:{number}", **options)
         except Dropped as reason:
             if strict:
                 raise ValueError(

@@ -8,9 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from data_prep.chats.images import MARK, Source, with_parts
 from data_prep.chats.records import Conversation, says_something
+from data_prep.image_texts import as_text, with_images
 from data_prep.servers.answers import FILTERED, TRUNCATED, Dialogue, Prompt
 from data_prep.servers.sampler_check import is_broken
+from data_prep.tokens import IMAGES
 from eagle.recipe import DataSection, RegenerateSection
 
 SHORTEST_ANSWER = 8  # tokens of data.max_length that a prompt must leave
@@ -27,12 +30,18 @@ class Reader:
     def render(self, messages: Sequence[dict[str, Any]], tools: Any, **options: Any) -> Any:
         """The conversation through the chat template."""
         options = {"return_dict": False, **options, **self.data.template_kwargs}
+        messages = messages if self.data.images is None else list(map(with_parts, messages))
         return self.tokenizer.apply_chat_template(list(messages), tools=tools, **options)
 
-    def ids(self, messages: Sequence[dict[str, Any]], tools: Any) -> list[int] | str:
+    def ids(self, messages: Sequence[dict[str, Any]], tools: Any, images: Sequence[Source] = ()) -> list[int] | str:
         """The token ids up to where the assistant speaks, or the reason for which there are none."""
+        count = sum(turn["content"].count(MARK) for turn in messages) if images else 0
         try:
-            ids = self.render(messages, tools, add_generation_prompt=True)
+            if count:
+                text = self.render(messages, tools, add_generation_prompt=True, tokenize=False)
+                ids = self.tokenizer.init_kwargs[IMAGES].tokens(text, images[:count])
+            else:
+                ids = self.render(messages, tools, add_generation_prompt=True)
         except Exception as error:  # a template is a program, and may refuse in any way
             return f"cut where the template refuses: {str(error).splitlines()[0] if str(error) else error!r}"
         longest = min(self.data.max_length - SHORTEST_ANSWER, (self.positions or sys.maxsize) - 1)
@@ -64,13 +73,14 @@ def converse(name: str, conversation: Conversation, reader: Reader, section: Reg
         if messages and messages[-1]["role"] == "assistant":
             notes.add("two answers in a row: one is given")
             continue
-        ids = reader.ids(messages, tools)
+        ids = reader.ids(messages, tools, conversation.images)
         if isinstance(ids, str):
             notes.add(ids)
             break
         room = min(section.max_new_tokens, (reader.positions or sys.maxsize) - len(ids))
         digest = hashlib.sha256(f"{name}\0{place}".encode(errors="surrogatepass")).digest()
-        answer = yield Prompt(list(messages), tools, ids, room, request=int.from_bytes(digest[:8], "big"))
+        shown = with_images(messages, (as_text(image, reader.data.images) for image in conversation.images))
+        answer = yield Prompt(shown, tools, ids, room, request=int.from_bytes(digest[:8], "big"))
         if answer.finish == FILTERED or not says_something(answer.message):
             kind = "an answer that the server filtered" if answer.finish == FILTERED else "an empty answer"
             notes.add(f"cut at {kind}")
@@ -96,6 +106,7 @@ def converse(name: str, conversation: Conversation, reader: Reader, section: Reg
             break
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
+    messages = with_images(messages, map(as_text, conversation.images))
     record: dict[str, Any] = {"id": name, "messages": messages, **({"tools": tools} if tools else {})}
     record |= {"source_id": conversation.id} if name != conversation.id else {}
     record |= {"sampling": sampling_of(section), "finish_reasons": reasons}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,12 +15,14 @@ from rich.text import Text
 
 from data_prep.check_mask import faults, runs_of, unlike_served
 from data_prep.conversations import Tally
+from data_prep.image_texts import data_url
 from data_prep.tokens import load_tokenizer, tokenize_each
 from eagle.core.examples import Example
 from eagle.disk import write_text
 from eagle.log import script
 from eagle.recipe import Recipe, command_line
 
+REPEATED = 4  # times from which on equal pieces of a text with images are shown as one
 UNLIKE_SERVED = "answers learned after another prompt than serving shows"
 STYLE = """
 :root { color-scheme: light dark; --learned: light-dark(#c9f0d0, #14532d); --card: light-dark(#fff, #1c1c1f); }
@@ -29,6 +33,8 @@ h2 { font-size: 1rem; margin: .2rem 0; overflow-wrap: anywhere; }
 pre { font: 13px/1.7 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; unicode-bidi: plaintext; }
 mark { background: var(--learned); color: inherit; border-radius: 3px; }
 span:hover, mark:hover { outline: 1px solid #888; }
+figure { display: inline-block; margin: .4rem 1rem .4rem 0; font-size: .8rem; }
+figure img { display: block; min-width: 6rem; max-width: 24rem; max-height: 16rem; image-rendering: pixelated; }
 .br::before { content: "\\21b5"; opacity: .4; }
 .fault { color: #dc2626; font-weight: 600; }
 table { border-collapse: collapse; } td { padding: .1rem 1.5rem .1rem 0; }
@@ -46,10 +52,30 @@ def pieces(example: Example, tokenizer: Any) -> Iterator[tuple[list[int], str, b
             before, start = start, end
 
 
+def fold_images(example: Example, tokenizer: Any) -> Iterator[tuple[list[int], str, bool]]:
+    """The pieces of an example, in which a run of a token that stands for an image is one piece with their number."""
+    if example.shown is None:
+        yield from pieces(example, tokenizer)
+        return
+    for (text, supervised), run in groupby(pieces(example, tokenizer), lambda piece: piece[1:]):
+        groups = list(run)
+        if len(groups) < REPEATED:
+            yield from groups
+        else:
+            yield [token for tokens, *_ in groups for token in tokens], f"{text} × {len(groups)}", supervised
+
+
+def show_images(example: Example) -> Iterator[str]:
+    """Each image of an example in HTML, with the name of its file."""
+    for path, _ in example.shown.images if example.shown else ():
+        source = html.escape(data_url(Path(path).read_bytes(), path))
+        yield f'<figure><img src="{source}" alt=""><figcaption>{html.escape(Path(path).name)}</figcaption></figure>'
+
+
 def colour_supervised(example: Example, tokenizer: Any) -> Text:
     """An example for the terminal, its supervised tokens in green."""
-    text = Text()
-    for _, piece, supervised in pieces(example, tokenizer):
+    text = Text("".join(f"[image {path}]\n" for path, _ in example.shown.images) if example.shown else "")
+    for _, piece, supervised in fold_images(example, tokenizer):
         text.append(show_controls(piece), "black on green" if supervised else "")
     return text
 
@@ -59,8 +85,8 @@ def make_article(title: str, examples: Sequence[Example], wrong: Sequence[str], 
     lines = [f"<article><h2>{html.escape(title)}</h2>"]
     lines += [f'<p class="fault">{html.escape(fault)}</p>' for fault in wrong]
     for example in examples:
-        lines.append("<pre>")
-        for ids, piece, supervised in pieces(example, tokenizer):
+        lines += [*show_images(example), "<pre>"]
+        for ids, piece, supervised in fold_images(example, tokenizer):
             tag = "mark" if supervised else "span"
             text = html.escape(show_controls(piece)).replace("\n", '<i class="br"></i>\n')
             lines.append(f'<{tag} title="{" ".join(map(str, ids))}">{text}</{tag}>')

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from data_prep.chats.images import MARK
 from data_prep.chats.records import Conversation
 from data_prep.conversations import Tally, damage_error, read_conversations
 from data_prep.token_cache import (
@@ -76,7 +77,8 @@ def name_first_drop(recipe: Recipe) -> None:
 def cache_identity(recipe: Recipe) -> dict[str, Any]:
     """All that decides the tokens and masks of a recipe's data; which of them are dropped is decided on reading."""
     whole = recipe.model_copy(update={"data": recipe.data.model_copy(update={"drop_duplicates": False})})
-    return {"cache": VERSION, "masks": MASK_RULES, "stop_ids": stop_ids(recipe.target), **data_identity(whole)}
+    where = {"images": str(Path(recipe.data.images).absolute())} if recipe.data.images is not None else {}
+    return {"cache": VERSION, "masks": MASK_RULES, "stop_ids": stop_ids(recipe.target), **data_identity(whole), **where}
 
 
 def cache_folder(recipe: Recipe, identity: dict[str, Any]) -> Path:
@@ -157,9 +159,11 @@ def tokenise_shard(path: Path, conversations: list[Conversation], recipe: Recipe
 
 
 def prompt_key(conversation: Conversation) -> int:
-    """A number for what stands before the first answer, whatever its case, punctuation and spaces."""
+    """A number for what stands before the first answer, its images too, whatever case, punctuation and spaces."""
     asked = takewhile(lambda turn: turn["role"] != "assistant", conversation.messages)
-    return text_key("\n".join(str(turn.get("content") or "") for turn in asked))
+    asked_text = "\n".join(str(turn.get("content") or "") for turn in asked)
+    shown = [hashlib.sha256(image if isinstance(image, bytes) else image.encode()) for image in conversation.images]
+    return text_key("\n".join([asked_text, *(digest.hexdigest() for digest in shown[: asked_text.count(MARK)])]))
 
 
 def text_key(text: str) -> int:

@@ -8,6 +8,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from time import perf_counter
@@ -21,7 +22,7 @@ from data_prep.servers.answers import Local
 from data_prep.servers.endpoint import PROBE, Endpoint
 from data_prep.servers.health import Backoff
 from data_prep.servers.pool import Pool
-from data_prep.tokens import load_tokenizer
+from data_prep.tokens import load_tokenizer, read_options
 from eagle.data.features import world
 from eagle.data.identity import data_identity
 from eagle.disk import lock_path
@@ -92,7 +93,7 @@ def forecast(
     dialogues = []
     for name, job in few:
         places = [place for place, turn in enumerate(job.messages) if turn["role"] == "assistant"]
-        first_only = Conversation(job.id, job.messages[: places[0] + 1 if places else 0], job.tools)
+        first_only = replace(job, messages=job.messages[: places[0] + 1 if places else 0])
         dialogues.append((name, converse(name, first_only, reader, section)))
     start = perf_counter()
     outcomes = [outcome for _, outcome in answerer.run(iter(dialogues))]
@@ -171,8 +172,7 @@ def regenerate(recipe: Recipe, section: RegenerateSection, args: argparse.Namesp
     if is_whole(out, settings):
         return say(f"{out} is whole already, with the same settings: nothing to do")
     tally = Tally()
-    options = {key: getattr(source, key) for key in ("limit", "split", "revision", "allow_broken")}
-    read = read_conversations(source.train, tally, answered=False, **options)
+    read = read_conversations(source.train, tally, answered=False, **read_options(source))
     jobs = list(make_names_unique(read, section.samples))
     say("\n".join([tally.table(), *tally.where()]))
     answerer, reader = make_answerer(recipe, section)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from data_prep.conversations import Tally
 from eagle.core.examples import Example
+from eagle.data.shown import pack_shown, unpack_shown
 from eagle.disk import open_tensors, sha256, write_tensors, write_whole
 
 MANIFEST, INDEX = "manifest.json", "index.safetensors"
@@ -50,6 +51,7 @@ def write_shard(path: Path, read: Sequence[Sequence[Example]], prompts: Sequence
         "shared": torch.tensor([example.shared for example in examples], dtype=torch.int32),
         "conversations": torch.tensor([len(some) for some in read if some], dtype=torch.int32),  # examples of each
         "prompts": torch.tensor(prompts, dtype=torch.long),
+        **pack_shown(example.shown for example in examples),
     }
     write_tensors(path, tensors)
     note = {
@@ -142,10 +144,11 @@ class TokenCache(Sequence[Example]):
         place = range(len(self))[index]  # which counts from the end, too, and refuses what is beyond
         place = place if self.places is None else int(self.places[place])
         shard = bisect_right(self.firsts, place) - 1
-        tokens, loss_mask, ends, shared = self._shard(shard)
+        tokens, loss_mask, ends, shared, shown = self._shard(shard)
         number = place - self.firsts[shard]
         start, end = ends[number], ends[number + 1]
-        return Example(tokens[start:end].long(), loss_mask[start:end], shared=shared[number])
+        mask, image_text = loss_mask[start:end], unpack_shown(shown, number)
+        return Example(tokens[start:end].long(), mask, shared=shared[number], shown=image_text)
 
     @property
     def tokens(self) -> int:
@@ -160,15 +163,16 @@ class TokenCache(Sequence[Example]):
     def texts(self) -> Iterator[tuple[Tensor, list[int]]]:
         """The tokens of each shard, and where its examples end, repeated ones among them."""
         for shard in range(len(self.shards)):
-            tokens, _, ends, _ = self._open(shard)
+            tokens, _, ends, *_ = self._open(shard)
             yield tokens, ends
 
-    def _open(self, shard: int) -> tuple[Tensor, Tensor, list[int], list[int]]:
-        """The tokens and the loss mask of a shard, where its examples end, and what each shares with the one before."""
+    def _open(self, shard: int) -> tuple[Tensor, Tensor, list[int], list[int], dict[str, Tensor]]:
+        """Tokens and loss mask of a shard, where examples end, what each shares with the one before, images' texts."""
         path = shard_path(self.folder, shard)
         if not path.is_file() or sha256(path) != self.shards[shard]["sha256"]:
             raise ValueError(f"{path} is missing or damaged: remove {self.folder / MANIFEST}; it alone is made anew")
         with open_tensors(path) as file:
             names = ("tokens", "loss_mask", "lengths", "shared")
             tokens, loss_mask, lengths, shared = (file.get_tensor(name) for name in names)
-        return tokens, loss_mask, list(accumulate(lengths.tolist(), initial=0)), shared.tolist()
+            shown = {name: file.get_tensor(name) for name in ("shown", "shown_ends") if name in file.keys()}  # noqa: SIM118
+        return tokens, loss_mask, list(accumulate(lengths.tolist(), initial=0)), shared.tolist(), shown

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, pairwise
@@ -12,17 +12,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoProcessor, AutoTokenizer
 
 from data_prep.chats.records import Conversation
 from data_prep.chats.render import RenderedText, render_answers
 from data_prep.chats.turns import SURROGATE, Dropped
 from data_prep.conversations import Tally, read_conversations
+from data_prep.image_texts import ImageReader, ShownText
 from eagle.core.examples import Example, count_shared
 from eagle.data.identity import stop_ids
 from eagle.log import progress
 from eagle.recipe import DataSection, Recipe
 
+IMAGES = "image_reader"  # where a loaded tokenizer keeps what puts images into texts
 STOP_IDS = "stop_ids"  # where a loaded tokenizer keeps the stop tokens of the target's generation config
 
 
@@ -39,7 +41,29 @@ def load_tokenizer(recipe: Recipe) -> Any:
     if not tokenizer.chat_template:
         raise ValueError(f"the tokenizer of {target.path} has no chat template: name a Jinja file in data.template")
     tokenizer.init_kwargs[STOP_IDS] = stop_ids(target)
+    tokenizer.init_kwargs[IMAGES] = load_image_reader(recipe)
     return tokenizer
+
+
+def load_image_reader(recipe: Recipe) -> ImageReader | None:
+    """What puts images into the texts of a recipe; None where it reads none."""
+    target, folder = recipe.target, recipe.data.images
+    if folder is None:
+        return None
+    if not Path(folder).is_dir():
+        raise ValueError(f"no folder at data.images = {folder}: expected the one that the paths of images begin in")
+    try:
+        processor = AutoProcessor.from_pretrained(
+            target.path, revision=target.revision, trust_remote_code=target.trust_remote_code
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(
+            f"data.images is {folder}, and nothing prepares images for {target.path}: {error}; expected a model that "
+            "sees, with its preprocessor_config.json, and pillow (types that see videos need torchvision, too)"
+        ) from None
+    if not hasattr(processor, "image_processor"):
+        raise ValueError(f"data.images is {folder}, and {target.path} is blind: expected a model that sees")
+    return ImageReader(processor, Path(folder))
 
 
 def stop_texts(tokenizer: Any) -> list[str]:
@@ -70,7 +94,13 @@ def reading_options(recipe: Recipe) -> dict[str, Any]:
     data, regenerated = recipe.data, recipe.regenerate
     if regenerated and data.train == regenerated.out and not Path(data.train).exists():
         raise ValueError(f"{data.train} is not there: run `eagle regenerate RECIPE` first, which makes it")
-    return {key: getattr(data, key) for key in ("limit", "split", "revision", "allow_broken")}
+    return read_options(data)
+
+
+def read_options(data: DataSection) -> dict[str, Any]:
+    """How conversations are read with these settings."""
+    options = {key: getattr(data, key) for key in ("limit", "split", "revision", "allow_broken")}
+    return {**options, "images": data.images is not None}
 
 
 def tokenize_each(
@@ -95,35 +125,58 @@ def examples_of(conversation: Conversation, tokenizer: Any, data: DataSection, t
     notes: set[str] = set()
     try:
         texts = render_answers(conversation, tokenizer, data, stop_texts(tokenizer), notes)
-        examples = [example for text in texts if (example := example_of(text, tokenizer, data.max_length, notes))]
+        shown = [show_text(text, conversation, tokenizer) for text in texts]
+        pairs = zip(texts, shown, strict=True)
+        examples = [example for pair in pairs if (example := example_of(*pair, tokenizer, data.max_length, notes))]
         if not examples:
             raise Dropped("nothing supervised within max_length")
     except Dropped as reason:
         tally.dropped[str(reason)] += 1
         return []
     for place, (before, example) in enumerate(pairwise(examples), start=1):
-        examples[place] = replace(example, shared=count_shared(before.tokens, example.tokens))
+        shared = 0 if example.shown else count_shared(before.tokens, example.tokens)
+        examples[place] = replace(example, shared=shared)
     if all(example.loss_mask.all() for example in examples):
         notes.add("everything is supervised")
     contents = "\0".join(str(turn.get("content") or "") for turn in conversation.messages)
     if any(text in contents for text in backend_of(tokenizer, len(tokenizer))[1]):
         notes.add("special-token text inside content")
     tally.noted.update(notes)
+    count_images(examples, shown, tally)
     return examples
 
 
-def example_of(rendered: RenderedText, tokenizer: Any, max_length: int, notes: set[str]) -> Example | None:
+def show_text(text: RenderedText, conversation: Conversation, tokenizer: Any) -> ShownText | None:
+    """A rendered text with its images in it; None where it has none."""
+    reader: ImageReader | None = tokenizer.init_kwargs.get(IMAGES)
+    return reader.show(text.text, conversation.images[: text.images]) if reader and text.images else None
+
+
+def count_images(examples: Sequence[Example], shown: Sequence[ShownText | None], tally: Tally) -> None:
+    """Count the images of a conversation, and the tokens that stand for them in all of its examples."""
+    texts = [text for text in shown if text is not None]
+    if examples and texts:
+        tally.noted["images"] += max(len(text.shown.images) for text in texts)
+        tally.noted["tokens of images"] += sum(text.image_tokens for text in texts)
+
+
+def example_of(
+    rendered: RenderedText, shown: ShownText | None, tokenizer: Any, max_length: int, notes: set[str]
+) -> Example | None:
     """The tokens of a text, with those of the answers supervised; None if no answer starts before `max_length`."""
-    tokens, offsets = encode(rendered.text, tokenizer)
+    text, spans = (rendered.text, rendered.spans) if shown is None else shown.place(rendered.spans)
+    tokens, offsets = encode(text, tokenizer)
+    if shown is not None:
+        shown.check(tokens, offsets, max_length)
     first, last = offsets[:max_length].unbind(1)
     mask = torch.zeros(len(first), dtype=torch.bool)
-    for start, end in rendered.spans:
+    for start, end in spans:
         mask |= (first < end) & (last > start)
         if ((first < start) & (last > start)).any():
             notes.add("a token straddles the start of an answer")
     if len(tokens) > max_length:
         notes.add("cut at max_length")
-    return Example(tokens[:max_length], mask) if mask.any() else None
+    return Example(tokens[:max_length], mask, shown=None if shown is None else shown.shown) if mask.any() else None
 
 
 def encode(text: str, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -121,7 +121,7 @@ def add_policies(
     recipe: Recipe, target: Target, drafters: dict[str, MeasuredDrafter], asked: Sequence[Question]
 ) -> dict[str, MeasuredDrafter]:
     """The drafters, and each that drafts once more as NAME+policy, with adaptive draft lengths within its budget."""
-    prompts = [encode_prompt(recipe, target, question.turns[:1]) for question in asked[:POLICY_PROMPTS]]
+    prompts = [encode_prompt(recipe, target, one.turns[:1], one.images) for one in asked[:POLICY_PROMPTS]]
     given_prompts = [prompt for prompt in prompts if prompt is not None]
     # texts at the end of a batch are fewer than it holds
     sizes = sorted({*recipe.eval.batch_size, *(size for size in BATCH_SIZES if size < max(recipe.eval.batch_size))})

@@ -210,7 +210,7 @@ def answer_turns(
     """The model's own answers to a question's turns, each after those before; None where it has no room for one."""
     turns: list[str] = []
     for turn, text in enumerate(case.question.turns):
-        prompt = encode_prompt(recipe, target, [*turns, text])
+        prompt = encode_prompt(recipe, target, [*turns, text], case.question.images)
         if prompt is None:
             yield turn, None
             return  # later turns are longer still

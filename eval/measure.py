@@ -103,7 +103,7 @@ def time_answer(
 def costs_of(measurement: Measurement) -> dict[str, Any]:
     """Costs by drafter, each head's measured once, from the shortest prompt to the end of the longest answer."""
     asked, recipe = measurement.questions, measurement.recipe
-    encoded = [encode_prompt(recipe, measurement.target, question.turns[:1]) for question in asked]
+    encoded = [encode_prompt(recipe, measurement.target, question.turns[:1], question.images) for question in asked]
     prompts = [prompt for prompt in encoded if prompt is not None] or [[1]]
     low = min(map(len, prompts))
     high = max(map(len, prompts)) + recipe.eval.max_new_tokens * max(len(question.turns) for question in asked)

@@ -57,11 +57,12 @@ class Measurement:
         turns = list(case.question.turns[: turn + 1])
         for before in range(turn):
             turns.insert(2 * before + 1, self.answers(case, before, batch_size)["none"]["text"])
-        return encode_prompt(self.recipe, self.target, turns)
+        return encode_prompt(self.recipe, self.target, turns, case.question.images)
 
     def first_prompt(self) -> list[int]:
         """The first prompt that fits."""
-        prompts = (encode_prompt(self.recipe, self.target, question.turns[:1]) for question in self.questions)
+        asked = ((question.turns[:1], question.images) for question in self.questions)
+        prompts = (encode_prompt(self.recipe, self.target, *one) for one in asked)
         prompt = next((prompt for prompt in prompts if prompt is not None), None)
         if prompt is None:
             raise ValueError(

@@ -10,9 +10,11 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from data_prep.chats.images import Source
 from data_prep.chats.records import conversation_of, says_something
 from data_prep.chats.turns import Dropped
 from data_prep.conversations import read_records
+from data_prep.image_texts import as_text, with_images
 from eagle.core.verify import Sampling
 from eagle.recipe import Recipe
 from eagle.target.target import Target
@@ -31,7 +33,8 @@ class Question:
     set: str
     id: str  # within its set
     task: str | None
-    turns: tuple[str, ...]
+    turns: tuple[str, ...]  # with a mark for each image
+    images: tuple[Source, ...] = ()
 
 
 class Case(NamedTuple):
@@ -64,10 +67,11 @@ def question_sets(recipe: Recipe) -> dict[str, str]:
 def questions(recipe: Recipe) -> list[Question]:
     """At most `eval.count` questions of each of the recipe's sets."""
     sets = question_sets(recipe).items()
+    seeing = recipe.data.images is not None
     return [
         question
         for name, source in sets
-        for question in _read_questions(name, source, recipe.eval.split, recipe.eval.count)
+        for question in _read_questions(name, source, recipe.eval.split, recipe.eval.count, seeing)
     ]
 
 
@@ -78,22 +82,25 @@ def cases(recipe: Recipe, asked: list[Question], temperatures: Iterable[float]) 
     return [Case(temperature, seed, question) for temperature, seed in kinds for question in asked]
 
 
-def first_turns(recipe: Recipe, target: Target) -> list[list[int]]:
-    """Token ids of the first user turn of the recipe's prompts, in the chat template."""
-    return [target.chat(question.turns[0], **recipe.data.template_kwargs) for question in questions(recipe)]
-
-
-def encode_prompt(recipe: Recipe, target: Target, turns: Sequence[str]) -> list[int] | None:
-    """Token ids of alternating user and assistant turns; None where an answer would exceed the model's positions."""
+def chat_prompt(recipe: Recipe, target: Target, turns: Sequence[str], images: Sequence[Source]) -> list[int]:
+    """Token ids of alternating user and assistant turns; the first images stand where the turns have marks."""
     messages = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(turns)]
-    prompt, most = target.chat(messages, **recipe.data.template_kwargs), target.max_positions
+    shown = with_images(messages, (as_text(image, recipe.data.images) for image in images))
+    return target.chat(shown, **recipe.data.template_kwargs)
+
+
+def encode_prompt(
+    recipe: Recipe, target: Target, turns: Sequence[str], images: Sequence[Source] = ()
+) -> list[int] | None:
+    """The prompt of these turns and images; None where an answer would exceed the model's positions."""
+    prompt, most = chat_prompt(recipe, target, turns, images), target.max_positions
     return None if most is not None and len(prompt) + recipe.eval.max_new_tokens > most else prompt
 
 
-def _read_questions(name: str, source: str, split: str, count: int) -> list[Question]:
+def _read_questions(name: str, source: str, split: str, count: int, seeing: bool) -> list[Question]:
     """The first `count` questions; where questions have tasks, the tasks take turns."""
     dropped: Counter[str] = Counter()
-    stream = _parse_questions(name, source, split, dropped)
+    stream = _parse_questions(name, source, split, dropped, seeing)
     first = next(stream, None)
     if first is not None and first.task is not None:
         chosen = _alternate_tasks(chain([first], stream))[:count]
@@ -107,26 +114,27 @@ def _read_questions(name: str, source: str, split: str, count: int) -> list[Ques
     return _number_duplicates(chosen)
 
 
-def _parse_questions(name: str, source: str, split: str, dropped: Counter[str]) -> Iterator[Question]:
+def _parse_questions(name: str, source: str, split: str, dropped: Counter[str], seeing: bool) -> Iterator[Question]:
     for file, records in read_records(source, split, None):
         for number, record in records:
             try:
-                yield _parse_question(name, record, f"{Path(file).name}:{number}")
+                yield _parse_question(name, record, f"{Path(file).name}:{number}", seeing)
             except Dropped as reason:
                 dropped[str(reason)] += 1
 
 
-def _parse_question(name: str, record: Any, place: str) -> Question:
+def _parse_question(name: str, record: Any, place: str, seeing: bool) -> Question:
     """All user turns of a record without answers, the first one of a conversation with answers."""
     if isinstance(record, Dropped):
         raise record
-    conversation, _ = conversation_of(record, place, answered=False)
+    conversation, _ = conversation_of(record, place, answered=False, images=seeing)
     turns = [turn["content"] for turn in conversation.messages if turn["role"] == "user"]
     task, record_id = _first_value(record, TASKS), _first_value(record, NAMES)
     task = task if isinstance(task, str) else None
     if any(says_something(turn) for turn in conversation.messages if turn["role"] == "assistant"):
-        return Question(name, conversation.id, task, (turns[0],))
-    return Question(name, conversation.id if record_id is None else str(record_id), task, tuple(turns))
+        return Question(name, conversation.id, task, (turns[0],), conversation.images)
+    record_name = conversation.id if record_id is None else str(record_id)
+    return Question(name, record_name, task, tuple(turns), conversation.images)
 
 
 def _first_value(record: dict[str, Any], keys: tuple[str, ...]) -> Any:

@@ -27,7 +27,7 @@ from eagle.recipe import Recipe, command_line
 from eagle.target.target import Target
 from eval.costs import NOT_DRAFTING, asked_budgets, draft_seconds, model_seconds, shape_of
 from eval.load_run import load_named, load_target, settle_threads
-from eval.prompts import Question, questions
+from eval.prompts import Question, chat_prompt, questions
 from eval.replay import Answer, answer, plain, rates_by_rank, record_cycles, replay
 from eval.tune_policy import replay_policy
 
@@ -169,7 +169,7 @@ def answer_prompts(recipe: Recipe, target: Target, taps: tuple[int, ...]) -> lis
     asked, limit = tuning_questions(recipe), recipe.eval.max_new_tokens
     answers = []
     for number, one in enumerate(progress(asked, "answer the tuning questions", len(asked))):
-        prompt = target.chat([{"role": "user", "content": one.turns[0]}], **recipe.data.template_kwargs)
+        prompt = chat_prompt(recipe, target, one.turns[:1], one.images)
         for temperature in recipe.eval.temperatures:
             sampling = Sampling(temperature=temperature, request=number)
             known = answer(target, taps, prompt, limit=limit, sampling=sampling, task=one.task or one.set)

@@ -8,17 +8,19 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
-from torch import Tensor
+import torch
 
+from eagle.core.arguments import PromptTokens
 from eagle.core.budget import Budget
 from eagle.core.drafter import TrainableDrafter
-from eagle.core.examples import Features
+from eagle.core.examples import Example, Features
 from eagle.core.tree import PUBLISHED_TREE
 from eagle.core.verify import Sampling
 from eagle.decoding.decode import generate
 from eagle.device import in_dtype
 from eagle.recipe import Recipe
 from eagle.target.borrowed import Borrowed
+from eagle.target.talk import media_of
 from eagle.target.target import Target
 from eagle.training.choice import Counts, judged
 from eval.result_files.statistics import estimate_difference
@@ -43,7 +45,7 @@ class HeldOut:
         if self.prompts is None:
             count = min(self.count, len(held_out))
             chosen = [held_out[number * len(held_out) // count] for number in range(count)]
-            texts = [first_prompt(example.tokens, example.loss_mask) for example in features.read(chosen)]
+            texts = [prompt_of(self.target, example) for example in features.read(chosen)]
             most = self.target.max_positions
             self.prompts = [text for text in texts if text and (most is None or len(text) + self.limit <= most)]
         if not self.prompts:
@@ -84,7 +86,13 @@ def open_decoding(recipe: Recipe, target: Target | Borrowed) -> HeldOut | None:
     return HeldOut(recipe, target, count)
 
 
-def first_prompt(tokens: Tensor, loss_mask: Tensor) -> list[int]:
-    """What stands before a conversation's first answer."""
-    answers = loss_mask.nonzero()
-    return tokens[: int(answers[0])].tolist() if len(answers) else []
+def prompt_of(target: Target, example: Example) -> list[int]:
+    """What stands before a conversation's first answer, or with images before the last, behind all of them."""
+    answers = example.loss_mask.nonzero()[:, 0]
+    if not len(answers):
+        return []
+    if example.shown is None:
+        return example.tokens[: int(answers[0])].tolist()
+    begins = answers[torch.cat([torch.ones(1, dtype=torch.bool), answers.diff() > 1])]
+    tokens = example.tokens[: int(begins[-1])]
+    return PromptTokens(tokens.tolist(), media_of(target.processor, example.shown, tokens))

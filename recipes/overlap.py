@@ -30,7 +30,8 @@ def read_prompts(recipe: Recipe) -> dict[str, str]:
     heldout = recipe.data.heldout
     if heldout is None or heldout in question_sets(recipe).values():
         return texts
-    for conversation in read_conversations(heldout, answered=False, allow_broken=recipe.data.allow_broken):
+    broken, seeing = recipe.data.allow_broken, recipe.data.images is not None
+    for conversation in read_conversations(heldout, answered=False, allow_broken=broken, images=seeing):
         asked_here = [turn["content"] for turn in conversation.messages if turn["role"] == "user"]
         texts |= {f"data.heldout {conversation.id}, turn {turn}": text for turn, text in enumerate(asked_here, 1)}
     return texts

@@ -252,6 +252,7 @@ def fill(dtype: str, target: Target) -> tuple[Any, list[Any]]:
     texts[1].tokens[:SHARED] = texts[0].tokens[:SHARED]
     parts = parts_of({"taps": [0, 2, -1], "inputs": [0, 2]})
     store: Any = SimpleNamespace(plan=[[[0, 1], [2]], [[3, 4, 5]]], parts=parts, dtype=dtype, folder=".")
+    store.shown = lambda number: None
     store.shared = torch.tensor([0, SHARED, 0, 0, 0, 0])
     store.writer, store.shard_bytes = lambda shard: Writer(), lambda shard: 0
     store.text = lambda number: (texts[number].tokens, texts[number].loss_mask)

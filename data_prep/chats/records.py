@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from data_prep.chats.images import Source, pick_images, take_images
 from data_prep.chats.marks import is_truncated, medium_in, unfinished_reason, weight_of
 from data_prep.chats.turns import (
     ASSISTANT,
@@ -39,26 +40,35 @@ class Conversation:
     """Messages as OpenAI writes them: `role` and `content`; an answer may have tool calls, reasoning and a weight."""
 
     id: str
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]]  # with a mark in the content for each image
     tools: list[dict[str, Any]] | None = None
+    images: tuple[Source, ...] = ()
 
 
-def conversation_of(record: Any, place: str, *, answered: bool = True) -> tuple[Conversation, set[str]]:
+def conversation_of(
+    record: Any, place: str, *, answered: bool = True, images: bool = False
+) -> tuple[Conversation, set[str]]:
     """The conversation of a record, and notes of what was changed; `place` is its id where the record has none.
 
-    With `answered=False` the answers are yet to come: questions alone will do, and the answers are not checked.
+    With `answered=False` the answers are yet to come: questions alone will do, and the answers are not checked. A
+    record with images gives one with `images` alone.
     """
     if not isinstance(record, dict):
         raise Dropped("not an object")
-    notes: set[str] = set()
+    notes, shown = set[str](), list[Source]()
     try:
+        if images:
+            record, shown, notes = take_images(record)
         turns = turns_of(record, notes)
         if answered:
             check_wanted(record)
         messages = _trim(_messages_of(turns, notes, answered), notes, answered)
+        if shown:
+            messages, shown = pick_images(messages, shown)
         name = first_of(record, *IDS)
         name = str(name) if isinstance(name, str | int) and name != "" else place
-        conversation = Conversation(name, messages, tools_of(first_of(record, "tools", "functions")))
+        tools = tools_of(first_of(record, "tools", "functions"))
+        conversation = Conversation(name, messages, tools, tuple(shown))
         _check_text(conversation)
     except RecursionError:
         raise Dropped("nested too deeply") from None

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from data_prep.chats.images import MARK, with_parts
 from data_prep.chats.records import Conversation
 from data_prep.chats.turns import Dropped
 from eagle.recipe import DataSection
@@ -30,6 +31,7 @@ class RenderedText:
 
     text: str
     spans: list[tuple[int, int]]
+    images: int = 0  # of the conversation, from its first on
 
 
 def render_answers(
@@ -57,7 +59,8 @@ def render_answers(
             elif mark or not mark_and_trailer[0]:
                 notes.add("the template prints no end-of-turn mark")
         spans = texts.pop().spans if texts and text.startswith(texts[-1].text) else []
-        texts.append(RenderedText(text, [*spans, (start, end)]))
+        shown = sum(turn["content"].count(MARK) for turn in messages[: place + 1])
+        texts.append(RenderedText(text, [*spans, (start, end)], shown))
         last = place
     if not texts:
         raise Dropped("the template prints nothing of any answer")
@@ -220,7 +223,8 @@ def missing_from_history(messages: list[Message], tools: list[dict[str, Any]] | 
     """The kinds of turns before an answer that are not printed, and the tools if they are not."""
     squeezed = remove_spaces(printed)
     others = [turn for turn in messages if turn["role"] != "assistant"]
-    missing = {f"a {turn['role']} turn" for turn in others if not contains(squeezed, turn.get("content") or "")}
+    texts = [(turn["role"], (turn.get("content") or "").split(MARK)) for turn in others]
+    missing = {f"a {role} turn" for role, pieces in texts if not all(contains(squeezed, piece) for piece in pieces)}
     has_tools = all(tool["function"]["name"] in printed for tool in tools or [])
     return missing if has_tools else missing | {"the list of tools"}
 
@@ -254,6 +258,7 @@ def make_renderer(conversation: Conversation, tokenizer: Any, data: DataSection)
 
     def apply_template(messages: list[Message], ask: bool, tools: list[dict[str, Any]] | None) -> str:
         options = {"tools": tools, "add_generation_prompt": ask, "tokenize": False}
+        messages = messages if data.images is None else list(map(with_parts, messages))
         return tokenizer.apply_chat_template(messages, **options, **data.template_kwargs)
 
     def render(messages: list[Message], ask: bool) -> str:

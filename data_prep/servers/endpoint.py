@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.chats.records import says_something
+from data_prep.image_texts import for_server
 from data_prep.servers.answers import Answer, Prompt
 from data_prep.servers.health import IN_A_ROW, Backoff, Health, persist
 from data_prep.servers.replies import OddReply, answer_in, first_choice, models_in, whole_number
@@ -121,7 +122,7 @@ class Endpoint:
         section = self.section
         request = {
             "model": self.model,
-            "messages": prompt.messages,
+            "messages": for_server(prompt.messages),
             **({"tools": prompt.tools} if prompt.tools else {}),
             "max_tokens": prompt.room,
             "temperature": section.temperature,

@@ -52,6 +52,14 @@ class Drafts:
 
 
 @dataclass(frozen=True, slots=True)
+class Shown:
+    """A text with images as its chat template prints it, from which a processor makes tokens and what is seen."""
+
+    text: str
+    images: tuple[tuple[str, str], ...]  # the file and the sha256 of each
+
+
+@dataclass(frozen=True, slots=True)
 class Example:
     """The tokens of one conversation; `loss_mask` marks those of the assistant's answers."""
 
@@ -60,6 +68,7 @@ class Example:
     features: Tensor | None = None  # [T, L, D]
     drafts: Drafts | None = None  # by a head that helped to write it
     shared: int = 0  # how many of its first tokens the example before it has too, which is of the same conversation
+    shown: Shown | None = None  # where images stand among its tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.core.examples import Example, lengths_of, run_ahead
+from eagle.core.examples import Example, Shown, lengths_of, run_ahead
 from eagle.data.packing import check_width, pack_features
 from eagle.data.shard_plan import Plan, make_batches, plan_shards
 from eagle.data.shards import ShardWriter
@@ -32,6 +32,7 @@ from eagle.data.store import FeatureStore
 from eagle.data.stored_rows import Part, TapRoles, TextSizes, mean_bytes, parts_of, pick_rows, restore_features
 from eagle.drafters import DRAFTERS
 from eagle.recipe import FeaturesSection
+from eagle.target.talk import media_of
 from eagle.target.target import Target
 
 BATCH_TOKENS = 8192  # tokens of one forward on an accelerator; a CPU is fastest with one text at a time
@@ -65,10 +66,12 @@ def compute_rows(
     parts: Sequence[Part],
     dtype: str,
     shared: Sequence[int] | None = None,
+    shown: Sequence[Shown | None] = (),
 ) -> list[tuple[Tensor, ...]]:
     """The packed rows [N, L, ..] of every part, those of one text behind those of another.
 
-    Of the first `shared` tokens of each text, which the text before it has too, no rows are kept at every slot.
+    Of the first `shared` tokens of each text, which the text before it has too, no rows are kept at every slot. What is
+    `shown` in texts with images is read by forwards of their own.
     """
     taps = tuple(tap for part in parts for tap in part.taps)
     precision = torch.bfloat16 if dtype == "bfloat16" else None
@@ -76,6 +79,11 @@ def compute_rows(
     if any(shared) and can_read_on(target):
         states = torch.cat(read_on(target, [text.tolist() for text in texts], shared, taps)).to(precision)
         starts = list(accumulate(map(len, texts[:-1]), initial=0))
+    elif any(shown):
+        pairs = zip(shown, texts, strict=True)
+        media = [None if text is None else media_of(target.processor, text, tokens) for text, tokens in pairs]
+        each = [target.features(one[None], taps, precision, seen)[0] for one, seen in zip(texts, media, strict=True)]
+        states, starts = torch.cat(each), list(accumulate(map(len, texts[:-1]), initial=0))
     else:
         features = target.features(pad_sequence(list(texts), batch_first=True), taps, precision)
         states, starts = features.flatten(0, 1), [row * features.shape[1] for row in range(len(texts))]
@@ -125,7 +133,8 @@ class LiveFeatures:
         examples = [self.examples[index] for index in indices]
         for batch in make_batches([len(example.tokens) for example in examples], self.slots):
             texts, masks = zip(*((examples[i].tokens, examples[i].loss_mask) for i in batch), strict=True)
-            packed = compute_rows(self.target, texts, masks, self.parts, self.dtype)
+            shown = [examples[i].shown for i in batch]
+            packed = compute_rows(self.target, texts, masks, self.parts, self.dtype, shown=shown)
             for i, features in zip(batch, restore_features(self.parts, packed, self.taps, masks), strict=True):
                 examples[i] = replace(examples[i], features=features)
         return examples
@@ -141,7 +150,8 @@ def extract(target: Target, store: FeatureStore, shards: Sequence[int]) -> Itera
             writers.append(writer := store.writer(shard))
             for batch in store.plan[shard]:
                 texts, masks = zip(*map(store.text, batch), strict=True)
-                rows = compute_rows(target, texts, masks, store.parts, store.dtype, store.shared[batch].tolist())
+                shared, shown = store.shared[batch].tolist(), [store.shown(number) for number in batch]
+                rows = compute_rows(target, texts, masks, store.parts, store.dtype, shared, shown)
                 host, copied = _copy_to_host(rows)
                 yield partial(_append, writer, host, copied, sum(map(len, texts)))
             yield writer.close
@@ -225,7 +235,8 @@ def forecast(
     measured_tokens, start = 0, 0.0
     for batch in [sample[-1], *sample]:
         texts, masks = zip(*((examples[number].tokens, examples[number].loss_mask) for number in batch), strict=True)
-        rows = compute_rows(target, texts, masks, parts, dtype, sizes.shared[batch].tolist())
+        shown = [examples[number].shown for number in batch]
+        rows = compute_rows(target, texts, masks, parts, dtype, sizes.shared[batch].tolist(), shown)
         rows[0][0].flatten()[-1:].sum().item()  # waits for the device
         if not start:  # the first forward only warms up
             start = perf_counter()

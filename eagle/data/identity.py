@@ -21,6 +21,8 @@ from eagle.recipe.mixes import files_of
 WEIGHTS = ("*.safetensors", "*.bin")
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model")
 LONG = 5_000_000_000  # bytes, from which on a progress bar is shown
+PROCESSOR = ("preprocessor_config.json", "processor_config.json")
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 TEMPLATE = ("chat_template*", "tokenizer_config.json")
 NOT_IDENTITY = {
     "train",
@@ -30,6 +32,7 @@ NOT_IDENTITY = {
     "cache",
     "num_proc",
     "drop_duplicates",
+    "images",
 }  # decide no token, or by files
 FINGERPRINTS = {  # fields of an identity that are fingerprints, and of which files
     "target.weights": "the target's weights (*.safetensors or *.bin)",
@@ -38,6 +41,8 @@ FINGERPRINTS = {  # fields of an identity that are fingerprints, and of which fi
     "tokenizer": "the target's tokenizer (tokenizer*, vocab*, merges.txt, *.model and the like)",
     "template": "the chat template (data.template, or the target's chat_template* and tokenizer_config.json)",
     "data.source": "the files of data.train, or of the mix that it names",
+    "data.images.files": "the names and sizes of the images in data.images",
+    "data.images.processor": "the target's preprocessor_config.json and processor_config.json",
 }
 MASK_RULES = 3  # version of the rules by which answers are masked; features of other versions are refused
 
@@ -92,7 +97,20 @@ def data_identity(recipe: Recipe) -> dict[str, Any]:
             "source": fingerprint(files_of(data.train)) if Path(data.train).exists() else data.train,
             **data.model_dump(mode="json", exclude=NOT_IDENTITY),
             **({"drop_duplicates": True} if data.drop_duplicates else {}),  # which older stores do not name
+            **({"images": images_identity(recipe)} if data.images is not None else {}),
         },
+    }
+
+
+def images_identity(recipe: Recipe) -> dict[str, str]:
+    """The names and sizes of the images in their folder, whose bytes are checked as they are read; the processor."""
+    assert recipe.data.images is not None
+    folder = Path(recipe.data.images)
+    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in IMAGES and file.is_file())
+    listed = "\n".join(f"{file.relative_to(folder)} {file.stat().st_size}" for file in files)
+    return {
+        "files": hashlib.sha256(listed.encode()).hexdigest()[:16],
+        "processor": fingerprint(_matching(recipe.target.path, recipe.target.revision, PROCESSOR)),
     }
 
 

@@ -40,6 +40,11 @@ def open_features(
     if recipe.features.store:
         return target, FeatureStore(recipe.features.store, expected)
     expected = in_precision(expected, target.model.dtype)
+    if shard and recipe.data.images is not None:
+        raise ValueError(
+            "features.shard_target and data.images exclude one another: texts with images are read one by one, and all "
+            "processes must read together; expected features.store, or a target that one device holds"
+        )
     return target, LiveFeatures(target, read_examples(), expected, recipe.features.batch_tokens)
 
 
@@ -47,6 +52,12 @@ def follow_head(
     recipe: Recipe, settings: Any, target: Target | Borrowed, features: Features, head: Any, *, weights_split: bool
 ) -> Features:
     """The features; of answers that the head samples, with `drafter.samples: own`, or helps to write by its drafts."""
+    writes = recipe.train.on_policy is not None or getattr(settings, "samples", "data") == "own"
+    if writes and recipe.data.images is not None:
+        raise ValueError(
+            "data.images is set, and answers that are written while training are read as text alone: leave out "
+            "train.on_policy and drafter.samples=own, or data.images"
+        )
     if recipe.train.on_policy is not None:
         return _with_drafts(recipe, target, features, head, weights_split=weights_split)
     if getattr(settings, "samples", "data") != "own":

@@ -8,7 +8,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from eagle.data.identity import describe_difference, differences, in_precision
 from eagle.data.packing import DTYPES, check_width
 from eagle.data.shard_plan import Plan, RowPlaces, StoredPlan
 from eagle.data.shards import ShardWriter, checksum_file, shard_fault, shard_header, write_texts
+from eagle.data.shown import pack_shown, unpack_shown
 from eagle.data.stored_rows import TextSizes, parts_of, restore_features, row_bytes
 from eagle.disk import sha256, write_whole
 from eagle.markup import table
@@ -107,7 +108,8 @@ class FeatureStore:
         check_width(identity["dtype"], made["width"])
         sizes = sizes or TextSizes.of((example.loss_mask, example.shared) for example in examples)
         lengths, count = sizes.tokens.long(), int(sizes.tokens.sum())
-        tensors = {"lengths": lengths, **StoredPlan.tensors_of(plan)}
+        shown = (example.shown for example in examples if "images" in identity.get("data", {}))
+        tensors = {"lengths": lengths, **StoredPlan.tensors_of(plan), **pack_shown(shown)}
         if "inputs" in identity:
             tensors |= {"read": sizes.read, "taught": sizes.taught, "shared": sizes.shared}
         path = folder / "examples.safetensors"
@@ -161,7 +163,9 @@ class FeatureStore:
                 places = self.places[part.slots][number]
                 fields = [file.get_slice(part.prefix + field.name) for field in DTYPES[self.dtype]]
                 packed.append([torch.cat([field[start:stop] for start, stop in places]) for field in fields])
-        return Example(tokens, mask, restore_features(self.parts, packed, self.taps, [mask])[0])
+        return Example(
+            tokens, mask, restore_features(self.parts, packed, self.taps, [mask])[0], shown=self.shown(number)
+        )
 
     def number(self, index: int) -> int:
         """The number in the data of the example at an index."""
@@ -275,6 +279,7 @@ class FeatureStore:
         with safe_open(self._check_file("examples.safetensors", self.index["examples"]["sha256"]), "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
         self.tokens, self.loss_mask = tensors["tokens"], tensors["loss_mask"]
+        self.shown = partial(unpack_shown, tensors)  # of an example, by its number in the data
         self.ends = tensors["lengths"].cumsum(0)
         self.plan = StoredPlan(tensors["order"], tensors["batch_sizes"], tensors["shard_batches"])
         self.shards = self.plan.shards

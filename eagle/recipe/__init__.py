@@ -43,6 +43,7 @@ class DataSection(Section):
     revision: str | None = None  # the commit of a hub dataset; if pinned, a change of the data is noticed
     limit: int | None = Field(None, ge=1)  # use only the first conversations, this many
     allow_broken: bool = False  # go on with what can be read of files that are damaged beyond a few lines
+    images: str | None = None  # the folder of the images that records name; null: records with images are dropped
     max_length: int = Field(2048, ge=8)  # tokens of a conversation; what follows is cut off
     turns: Literal["all", "last"] = "all"  # which answers are learned: all of a conversation, or only the last
     template: str | None = None  # a Jinja file, for tokenizers without a chat template or with a wrong one

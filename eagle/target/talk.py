@@ -1,16 +1,23 @@
 """Prompts and answers of a target as people write them: chat templates, images, stop tokens, the generation config."""
 
+# T tokens
+
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from eagle.core.arguments import token_ids
+from torch import Tensor
+
+from eagle.core.arguments import TEXT_INPUTS, token_ids
+from eagle.core.examples import Shown
 from eagle.core.sampling import refuse_fields
 from eagle.core.verify import Sampling
+from eagle.disk import sha256
 
+TYPES = "token_type_ids"  # in the names of what a processor gives by token
 IMAGE_PARTS = ("image", "image_url")  # types of a message's parts, of transformers and of OpenAI
 
 
@@ -53,12 +60,13 @@ class Talk:
         if self.processor is None:
             raise ValueError(
                 f"the messages have images, and nothing prepares them for this {self.config.model_type}: expected a "
-                "model that sees, with its preprocessor_config.json, and pillow (`pip install pillow`); where its type "
-                "has a class for text alone, load it with images=True"
+                "model that sees, with its preprocessor_config.json, and pillow (`pip install pillow`; types that see "
+                "videos need torchvision, too); where its type has a class for text alone, load it with images=True"
             )
-        shown = [{**turn, "content": with_images(turn)} for turn in messages]
-        kwargs = {"tokenize": True, "return_dict": True, "return_tensors": "pt", **kwargs}
-        return token_ids(self.processor.apply_chat_template(shown, **kwargs))
+        images = [image_in(part) for turn in messages for part in images_of(turn)]
+        parts = [{**turn, "content": parts_of(turn.get("content"))} for turn in messages]
+        text = self.processor.apply_chat_template(parts, **{**kwargs, "tokenize": False})
+        return token_ids(process(self.processor, text, images))
 
     def default_sampling(self, **fields: Any) -> Sampling:
         """The sampling of the model's generation config with `fields` replaced; ValueError for unsupported settings."""
@@ -69,6 +77,41 @@ class Talk:
         return replace(sampling, **fields)
 
 
+def process(processor: Any, text: str, images: Sequence[Any]) -> Mapping[str, Any]:
+    """The processor's output for a printed text and its images, which are PIL images, paths or data URLs.
+
+    A template prints its own special tokens, so none are added.
+    """
+    opened = processor.image_processor.fetch_images(list(images))
+    return processor(text=[text], images=[opened], return_tensors="pt", add_special_tokens=False)
+
+
+def media_of(processor: Any, shown: Shown, tokens: Tensor) -> dict[str, Any]:
+    """What stands beside the tokens [T] of a text with images, as the model's forward takes it.
+
+    The images must be those that the text was tokenised with; of what stands behind the tokens nothing is given.
+    """
+    if processor is None:
+        raise ValueError(
+            "the data have images, and nothing prepares them for this target: expected a model that sees with its "
+            "preprocessor_config.json, and target.images=true where its type has a class for text alone, too"
+        )
+    for path, checksum in shown.images:
+        if sha256(Path(path)) != checksum:
+            raise ValueError(
+                f"the image {path} is not the one that was there when its text was tokenised: put that one back, or "
+                "remove the cache of tokens (data.cache) and the feature store, which are made anew"
+            )
+    output = process(processor, shown.text, [path for path, _ in shown.images])
+    if output["input_ids"][0, : len(tokens)].tolist() != tokens.tolist():
+        raise ValueError(
+            f"the target's processor gives other tokens for the text {shown.text!r:.60} than when it was tokenised: "
+            "remove the cache of tokens (data.cache) and the feature store, which are made anew"
+        )
+    given = {name: value for name, value in output.items() if name not in TEXT_INPUTS}
+    return {name: value[:, : len(tokens)] if TYPES in name else value for name, value in given.items()}
+
+
 def images_of(turn: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The parts of a message that are images."""
     content = turn.get("content")
@@ -77,12 +120,12 @@ def images_of(turn: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield part
 
 
-def with_images(turn: dict[str, Any]) -> Any:
-    """A message's content with every image in the form that processors take."""
-    content, images = turn.get("content"), list(images_of(turn))
+def parts_of(content: Any) -> list[Any]:
+    """A message's content as the list of parts that templates of models that see print."""
     if not isinstance(content, list):
-        return [{"type": "text", "text": content or ""}]
-    return [{"type": "image", "image": image_in(part)} if part in images else part for part in content]
+        return [{"type": "text", "text": content}] if content else []
+    shown = [isinstance(part, dict) and part.get("type") in IMAGE_PARTS for part in content]
+    return [{"type": "image"} if is_image else part for part, is_image in zip(content, shown, strict=True)]
 
 
 def image_in(part: dict[str, Any]) -> Any:

@@ -86,7 +86,7 @@ class Decoder:
         texts: list[str] = []
         answers: list[Entry] = []
         for turn, text in enumerate(case[2].turns):
-            prompt = encode_prompt(self.recipe, self.target, [*texts, text])
+            prompt = encode_prompt(self.recipe, self.target, [*texts, text], case.question.images)
             if prompt is None:
                 break
             about = {"digest": self.comparison.answer_digest, **dict(zip(KEY, case.key(turn), strict=True))}

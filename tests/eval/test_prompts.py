@@ -12,7 +12,7 @@ import yaml
 
 from eagle import Target
 from eagle.recipe import Recipe
-from eval.prompts import MT_BENCH, cases, encode_prompt, first_turns, question_sets, questions
+from eval.prompts import MT_BENCH, cases, encode_prompt, question_sets, questions
 
 SPEC_BENCH = Path(__file__).parents[3] / "shared/data/eval/spec_bench/question.jsonl"
 OTHERS = ("translation", "summarization", "qa", "math_reasoning", "rag")
@@ -130,7 +130,8 @@ def test_first_turns_are_what_the_template_asks(recipe: Recipe, tiny_target: Tar
     heldout = tiny_target_dir / "data/heldout.jsonl"
     texts = [json.loads(line)["conversations"][0]["value"] for line in heldout.read_text().splitlines()[:3]]
     expected = [tiny_target.chat([{"role": "user", "content": text}]) for text in texts]
-    assert first_turns(with_prompts(recipe, str(heldout), 3), tiny_target) == expected
+    asked = questions(with_prompts(recipe, str(heldout), 3))
+    assert [encode_prompt(recipe, tiny_target, question.turns[:1]) for question in asked] == expected
 
 
 def test_greedy_has_one_seed_and_each_question_its_own_noise(recipe: Recipe, tmp_path: Path) -> None:

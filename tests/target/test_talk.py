@@ -42,7 +42,10 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def test_images_are_shown(folder: Path, pictures: list[Path]) -> None:
-    """By a path, a data URL, OpenAI's form and an object alike; the answer is the stock model's."""
+    """By a path, a data URL, OpenAI's form and an object alike; the answer is the stock model's.
+
+    Special tokens are those that the template prints, as without images and as servers do it.
+    """
     target, data = Target.load(folder, dtype="float32"), base64.b64encode(pictures[1].read_bytes()).decode()
     url = f"data:image/png;base64,{data}"
     forms: list[dict[str, Any]] = [
@@ -66,12 +69,14 @@ def test_images_are_shown(folder: Path, pictures: list[Path]) -> None:
         assert all(torch.equal(prompt.media[name], value) for name, value in prompts[0].media.items())
     assert prompts[0].media["pixel_values"].shape == (2, 3, 16, 16)
     stock, processor = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32), target.processor
-    asked = processor.apply_chat_template(
+    printed = processor.apply_chat_template(
         [{**turn, "content": [forms[0] if part is forms[-1] else part for part in turn["content"]]}
          if isinstance(turn["content"], list) else {**turn, "content": [{"type": "text", "text": turn["content"]}]}
          for turn in turns],
-        tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True,
+        add_generation_prompt=True,
     )  # fmt: skip
+    shown = [Image.open(path) for path in pictures]
+    asked = processor(text=printed, images=shown, return_tensors="pt", add_special_tokens=False)
     assert asked["input_ids"][0].tolist() == prompts[0]
     said = stock.generate(**asked, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
     trace = generate(target, NgramDrafter(), prompts[0], max_new_tokens=12, stop=[])

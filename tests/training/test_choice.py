@@ -17,7 +17,7 @@ from eagle.core.verify import Sampling
 from eagle.training.choice import Choice, Counts
 from eagle.training.train import Plan
 from recipes import train_eagle
-from recipes.held_out import HeldOut, first_prompt, open_decoding
+from recipes.held_out import HeldOut, open_decoding, prompt_of
 
 EVERY = ("train.validation=0.2", "train.checkpoint_every=1", "train.validate_every=1", "train.keep=20")
 
@@ -75,7 +75,7 @@ def test_decoded_figures_are_those_of_each_prompt_alone(
     plan = Plan([int(features.mask(index)[2:].sum()) for index in range(len(features))], recipe.train)
     assert len(plan.validation) == 12
     examples = features.read(plan.validation[::4])
-    prompts = [first_prompt(example.tokens, example.loss_mask) for example in examples]
+    prompts = [prompt_of(target, example) for example in examples]
     for example, prompt in zip(examples, prompts, strict=True):
         assert not example.loss_mask[: len(prompt)].any() and example.loss_mask[len(prompt)]
     head, last = load_drafter(out / "last", target), [row for row in rows(out) if "validation" in row][-1]["validation"]

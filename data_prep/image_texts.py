@@ -1,0 +1,194 @@
+"""Images in texts: found, checked and put in their places by the target's own processor."""
+
+# T tokens
+
+from __future__ import annotations
+
+import base64
+import binascii
+import copy
+import hashlib
+import mimetypes
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data_prep.chats.images import MARK, Source, with_parts
+from data_prep.chats.turns import Dropped
+from eagle.core.arguments import token_ids
+from eagle.core.examples import Shown
+from eagle.data.identity import assets_folder
+from eagle.disk import sha256, write_whole
+from eagle.target.talk import process
+
+LONGEST_PATH = 1024  # a longer text is data
+PLACEHOLDERS = ("image_token", "boi_token")  # names of what templates print in an image's place
+DATA_URL = "data:image/"
+
+
+@dataclass(slots=True)
+class ShownText:
+    """A text as the processor tokenises it, and where the pieces between images stand in it."""
+
+    shown: Shown
+    text: str
+    tokens: list[int]
+    pieces: list[tuple[int, int, int]]  # start in the text of the template, start here, length
+    image_tokens: int = 0  # that stand between the pieces, once they were counted
+
+    def place(self, spans: Sequence[tuple[int, int]]) -> tuple[str, list[tuple[int, int]]]:
+        """The text with its images, and each (start, end) of an answer in it, which holds no image."""
+        return self.text, [self._move(*span) for span in spans]
+
+    def _move(self, start: int, end: int) -> tuple[int, int]:
+        for first, place, length in self.pieces:
+            if first <= start and end <= first + length:
+                return start - first + place, end - first + place
+        raise Dropped("an answer with the text that stands for an image")
+
+    def check(self, tokens: Tensor, offsets: Tensor, max_length: int) -> None:
+        """Count the tokens [T] of images; refuse others than the processor's, and an image that `max_length` cuts."""
+        if tokens.tolist() != self.tokens:
+            raise Dropped("the processor tokenises otherwise than its tokenizer")
+        first, last = offsets.unbind(1)
+        plain = torch.zeros(len(tokens), dtype=torch.bool)
+        for _, start, length in self.pieces:
+            plain |= (first < start + length) & (last > start)
+        self.image_tokens = int((~plain).sum())
+        if len(tokens) > max_length and int(offsets[max_length - 1, 1]) < self.pieces[-1][1]:
+            raise Dropped("an image that max_length cuts off")
+
+
+class ImageReader:
+    """Reads the images of conversations: paths within a folder, and data, of which a file is kept."""
+
+    def __init__(self, processor: Any, folder: Path) -> None:
+        self.folder = folder
+        self.kept = assets_folder("images", "kept")
+        self.listener = _Listener(processor.tokenizer)
+        self.processor = copy.copy(processor)
+        self.processor.tokenizer = self.listener
+
+    def find(self, source: Source) -> Path:
+        """The file of an image; data are written into one, named by their checksum."""
+        if isinstance(source, bytes):
+            return self._keep(source)
+        if source.startswith(DATA_URL) or len(source) > LONGEST_PATH:
+            try:
+                return self._keep(base64.b64decode(source.rpartition(",")[2], validate=True))
+            except binascii.Error:
+                raise Dropped("an image whose data are no base64") from None
+        if "://" in source and not source.startswith("file://"):
+            raise Dropped("an image on a server: nothing is downloaded")
+        path = self.folder / source.removeprefix("file://")
+        if not path.is_file():
+            raise Dropped("an image that is not there")
+        return path.absolute()
+
+    def tokens(self, text: str, images: Sequence[Source]) -> list[int]:
+        """The tokens of a text of the chat template, which hold its images as a decoder takes them."""
+        return token_ids(process(self.processor, text, [str(self.find(image)) for image in images]))
+
+    def _keep(self, data: bytes) -> Path:
+        path = self.kept / hashlib.sha256(data).hexdigest()
+        if not path.is_file():
+            self.kept.mkdir(parents=True, exist_ok=True)
+            write_whole(path, [data])
+        return path
+
+    def show(self, text: str, images: Sequence[Source]) -> ShownText:
+        """A text of the chat template with its images in it."""
+        paths = [self.find(image) for image in images]
+        shown = Shown(text, tuple((str(path), sha256(path)) for path in paths))
+        try:
+            output = process(self.processor, text, [str(path) for path in paths])
+        except Exception as error:  # a decoder of images or a processor may raise anything
+            raise Dropped(f"the processor refuses: {' '.join(str(error).split())[:100]}") from error
+        placeholder = self._placeholder(text, len(images))
+        pieces = find_pieces(text.split(placeholder), self.listener.text, len(placeholder))
+        return ShownText(shown, self.listener.text, output["input_ids"][0].tolist(), pieces)
+
+    def _placeholder(self, text: str, count: int) -> str:
+        """What the template prints in the place of an image, as often as there are images."""
+        found = {name: getattr(self.processor, name, None) for name in PLACEHOLDERS}
+        for placeholder in found.values():
+            if placeholder and text.count(placeholder) == count:
+                return placeholder
+        times = ", ".join(f"{name!r} {text.count(name)} times" for name in found.values() if name)
+        raise Dropped(f"the template prints {times or 'nothing'} for {count} images")
+
+
+class _Listener:
+    """A tokenizer that remembers the text it was given last: that of the processor, with room for images."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.text = tokenizer, ""
+
+    def __call__(self, text: Any = None, *args: Any, **kwargs: Any) -> Any:
+        self.text = text if isinstance(text, str) else text[0]
+        return self.tokenizer(text, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+
+def find_pieces(pieces: Sequence[str], text: str, gap: int) -> list[tuple[int, int, int]]:
+    """Where the pieces between placeholders of length `gap` stand in the text in which these have grown.
+
+    Each begins behind the one before; the first begins the text and the last ends it.
+    """
+    found, start, place = [], 0, 0
+    for number, piece in enumerate(pieces):
+        at = len(text) - len(piece) if number == len(pieces) - 1 else text.find(piece, place + (number > 0))
+        if (number == 0 and at != 0) or at < place or not text.startswith(piece, at):
+            raise Dropped("the processor changes the text around an image")
+        found.append((start, at, len(piece)))
+        start, place = start + len(piece) + gap, at + len(piece)
+    return found
+
+
+def with_images(turns: Sequence[dict[str, Any]], images: Iterable[Any]) -> list[dict[str, Any]]:
+    """Messages in which a part of the content stands for each mark, with the next image."""
+    rest = iter(images)
+
+    def show(part: dict[str, Any]) -> dict[str, Any]:
+        return {**part, "image": next(rest)} if part["type"] == "image" else part
+
+    return [
+        {**turn, "content": list(map(show, with_parts(turn)["content"]))} if MARK in (turn["content"] or "") else turn
+        for turn in turns
+    ]
+
+
+def as_text(image: Source, folder: str | None = None) -> str:
+    """An image as a path, which is then that within a folder, or as a data URL."""
+    if isinstance(image, bytes):
+        return data_url(image)
+    local = "://" not in image and not image.startswith(DATA_URL) and len(image) <= LONGEST_PATH
+    return str(Path(folder, image).absolute()) if local and folder is not None else image
+
+
+def data_url(data: bytes, name: str = "") -> str:
+    """The bytes of an image as a URL; its kind is that of the file's name."""
+    return f"data:{mimetypes.guess_type(name)[0] or 'image/png'};base64,{base64.b64encode(data).decode()}"
+
+
+def for_server(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with each image as OpenAI's interface takes it: the data themselves, wherever the server is."""
+
+    def sent(part: dict[str, Any]) -> dict[str, Any]:
+        if part["type"] != "image":
+            return part
+        image = part["image"]
+        url = image if image.startswith(DATA_URL) else data_url(Path(image).read_bytes(), image)
+        return {"type": "image_url", "image_url": {"url": url}}
+
+    shown = [isinstance(turn["content"], list) for turn in messages]
+    return [
+        {**turn, "content": list(map(sent, turn["content"]))} if has_parts else turn
+        for turn, has_parts in zip(messages, shown, strict=True)
+    ]
