@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from eagle.core.arguments import media_of
 from eagle.core.tree import DraftTree, TargetOutput
 from eagle.core.verify import Choose
 from eagle.decoding.decode import generate
@@ -22,6 +23,7 @@ from eagle.disk import write_text
 from eagle.log import progress, script
 from eagle.recipe import Recipe, command_line
 from eagle.target.structure import cache_name_of
+from eagle.target.talk import inputs_of
 from eagle.target.target import Target
 from eval.load_run import MeasuredDrafter, add_policies, describe_run, describe_start, load_drafters, load_target
 from eval.prompts import KEY_NAMES, Case, Key, cases, encode_prompt, questions
@@ -124,9 +126,10 @@ def decode_untouched(
 ) -> ModelAnswer:
     """Decode with the model alone; only the rule of choice is this project's.
 
-    It goes by "steps" of one token over its own cache, as in `generate`, or reads the whole text anew for each token.
+    It goes by "steps" of one token over its own cache, as in `generate`. Or it reads whole texts: always with images.
     """
     name, tokens, cache = cache_name_of(model), list[int](), None
+    truth = "whole texts" if media_of(prompt) else truth
     last_logits: deque[Tensor] = deque(maxlen=REMEMBERED)
     while len(tokens) < count and not (tokens and tokens[-1] in stop):
         if truth == "steps":
@@ -135,7 +138,7 @@ def decode_untouched(
             cache = getattr(output, name)
             last_logits.append(output.logits[0, -1].clone())
         else:
-            last_logits.append(_logits(model, prompt + tokens)[-1].clone())
+            last_logits.append(_logits(model, prompt, tokens)[-1].clone())
         tokens.append(_choose_token(choose, last_logits[-1], prompt + tokens))
     return ModelAnswer(prompt, tokens, list(last_logits), choose)
 
@@ -162,14 +165,13 @@ def find_divergence(
     expected = answer.tokens[at] if at < len(answer.tokens) else None
     gap = None
     if token is not None and expected is not None:
-        prefix = answer.prompt + answer.tokens[:at]
         if steps_differ:
             own = decode_untouched(model, Choose(answer.choose.sampling), answer.prompt, [], at + 1)
             scores = own.last_logits[-1].float()
         else:
-            scores = _logits(model, prefix)[-1].float()
+            scores = _logits(model, answer.prompt, answer.tokens[:at])[-1].float()
         if (offered := answer.choose.offer(len(scores), scores.device)) is not None:
-            scores = scores + offered([len(prefix)])[0]
+            scores = scores + offered([len(answer.prompt) + at])[0]
         gap = float(scores[expected] - scores[token])
     texts = ["" if each is None else tokenizer.decode([each]) for each in (token, expected)]
     rounding = least_rounding(answer) if steps_differ else measure_rounding(model, answer)
@@ -188,7 +190,7 @@ def _compare_steps(
 def measure_rounding(model: Any, answer: ModelAnswer) -> float:
     """The largest difference between the logits of the model's last steps and those of one forward over all."""
     rows = torch.stack(answer.last_logits)
-    whole = _logits(model, answer.prompt + answer.tokens[:-1])[-len(rows) :]
+    whole = _logits(model, answer.prompt, answer.tokens[:-1])[-len(rows) :]
     return max(least_rounding(answer), float((whole - rows).abs().max()))
 
 
@@ -199,9 +201,9 @@ def least_rounding(answer: ModelAnswer) -> float:
 
 
 @torch.inference_mode()
-def _logits(model: Any, tokens: list[int]) -> Tensor:
-    """[T, V] of one forward without a cache."""
-    return model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits[0]
+def _logits(model: Any, prompt: list[int], answer: list[int]) -> Tensor:
+    """[T, V] of one forward over a prompt, with its images, and the beginning of an answer, without a cache."""
+    return model(**inputs_of(model, prompt, answer), use_cache=False).logits[0]
 
 
 def answer_turns(

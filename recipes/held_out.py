@@ -20,7 +20,7 @@ from eagle.decoding.decode import generate
 from eagle.device import in_dtype
 from eagle.recipe import Recipe
 from eagle.target.borrowed import Borrowed
-from eagle.target.talk import media_of
+from eagle.target.talk import prepare_media
 from eagle.target.target import Target
 from eagle.training.choice import Counts, judged
 from eval.result_files.statistics import estimate_difference
@@ -95,4 +95,4 @@ def prompt_of(target: Target, example: Example) -> list[int]:
         return example.tokens[: int(answers[0])].tolist()
     begins = answers[torch.cat([torch.ones(1, dtype=torch.bool), answers.diff() > 1])]
     tokens = example.tokens[: int(begins[-1])]
-    return PromptTokens(tokens.tolist(), media_of(target.processor, example.shown, tokens))
+    return PromptTokens(tokens.tolist(), prepare_media(target.processor, example.shown, tokens))

@@ -32,7 +32,7 @@ from eagle.data.store import FeatureStore
 from eagle.data.stored_rows import Part, TapRoles, TextSizes, mean_bytes, parts_of, pick_rows, restore_features
 from eagle.drafters import DRAFTERS
 from eagle.recipe import FeaturesSection
-from eagle.target.talk import media_of
+from eagle.target.talk import prepare_media
 from eagle.target.target import Target
 
 BATCH_TOKENS = 8192  # tokens of one forward on an accelerator; a CPU is fastest with one text at a time
@@ -81,7 +81,7 @@ def compute_rows(
         starts = list(accumulate(map(len, texts[:-1]), initial=0))
     elif any(shown):
         pairs = zip(shown, texts, strict=True)
-        media = [None if text is None else media_of(target.processor, text, tokens) for text, tokens in pairs]
+        media = [None if text is None else prepare_media(target.processor, text, tokens) for text, tokens in pairs]
         each = [target.features(one[None], taps, precision, seen)[0] for one, seen in zip(texts, media, strict=True)]
         states, starts = torch.cat(each), list(accumulate(map(len, texts[:-1]), initial=0))
     else:

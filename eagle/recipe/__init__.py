@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
 from eagle.recipe.mistakes import parse_section
 from eagle.shipped import find_recipe, move_to_target
@@ -217,6 +217,15 @@ class Recipe(Section):
     train: TrainSection
     eval: EvalSection
     joint: JointSection | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _let_target_see(cls, values: Any) -> Any:
+        """Data with images need the class that sees."""
+        data, target = (values.get(name) if isinstance(values, dict) else None for name in ("data", "target"))
+        if isinstance(data, dict) and isinstance(target, dict) and data.get("images") is not None:
+            return {**values, "target": {**target, "images": True}}
+        return values
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

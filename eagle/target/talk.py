@@ -9,9 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from eagle.core.arguments import TEXT_INPUTS, token_ids
+from eagle.core.arguments import TEXT_INPUTS, media_of, token_ids
 from eagle.core.examples import Shown
 from eagle.core.sampling import refuse_fields
 from eagle.core.verify import Sampling
@@ -86,7 +88,7 @@ def process(processor: Any, text: str, images: Sequence[Any]) -> Mapping[str, An
     return processor(text=[text], images=[opened], return_tensors="pt", add_special_tokens=False)
 
 
-def media_of(processor: Any, shown: Shown, tokens: Tensor) -> dict[str, Any]:
+def prepare_media(processor: Any, shown: Shown, tokens: Tensor) -> dict[str, Any]:
     """What stands beside the tokens [T] of a text with images, as the model's forward takes it.
 
     The images must be those that the text was tokenised with; of what stands behind the tokens nothing is given.
@@ -110,6 +112,15 @@ def media_of(processor: Any, shown: Shown, tokens: Tensor) -> dict[str, Any]:
         )
     given = {name: value for name, value in output.items() if name not in TEXT_INPUTS}
     return {name: value[:, : len(tokens)] if TYPES in name else value for name, value in given.items()}
+
+
+def inputs_of(model: Any, prompt: list[int], answer: list[int]) -> dict[str, Tensor]:
+    """What the model's own forward takes for a prompt, with its images, and the beginning of an answer."""
+    inputs = {"input_ids": torch.tensor([[*prompt, *answer]], device=model.device)}
+    for name, value in media_of(prompt).items():
+        value = pad(value, (0, len(answer))) if TYPES in name else value  # the answer is text, whose type is 0
+        inputs[name] = value.to(model.device, model.dtype if value.is_floating_point() else value.dtype)
+    return inputs
 
 
 def images_of(turn: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -14,19 +14,20 @@ from transformers import AutoModelForImageTextToText
 
 from data_prep import inspect_mask, regenerate
 from data_prep.chats.images import MARK
+from data_prep.chats.render import RenderedText
 from data_prep.check_mask import faults
 from data_prep.conversations import Tally, read_conversations
 from data_prep.extract import main as extract
-from data_prep.image_texts import for_server, with_images
+from data_prep.image_texts import ImageReader, for_server, with_images
 from data_prep.read_once import open_cache
-from data_prep.tokens import load_tokenizer, tokenize_each
+from data_prep.tokens import example_of, load_tokenizer, tokenize_each
 from eagle import Target, generate, load_drafter
 from eagle.data.features import LiveFeatures
 from eagle.data.store import FeatureStore
 from eagle.recipe import Recipe
-from eval import measure
+from eval import lossless, measure
 from recipes import train_eagle
-from tests.seeing_folders import save_llava
+from tests.seeing_folders import SPECIAL, make_model, make_processor, read_words, save_llava
 
 Image = pytest.importorskip("PIL.Image", reason="pillow is not installed")
 SIZE = 16  # tokens of an image
@@ -237,6 +238,7 @@ def test_a_head_is_trained_decoded_and_measured(sees: Path, pictures: Path, tmp_
     expected = target.tokenizer.decode(said[0, len(prompt) :], skip_special_tokens=True)
     mine = {line["drafter"]: line["text"] for line in answers if line.get("conversation") == "llava"}
     assert len(mine) > 1 and set(mine.values()) == {expected}
+    lossless.main(run_recipe(tmp_path))  # an error if one answer is not the untouched model's
 
 
 def test_answers_are_regenerated_with_their_images(sees: Path, pictures: Path, tmp_path: Path) -> None:
@@ -281,3 +283,38 @@ def test_the_inspector_shows_images(sees: Path, pictures: Path, tmp_path: Path) 
     image = tokenizer.convert_tokens_to_ids("<image>")
     planted = replace(example, loss_mask=example.loss_mask | (example.tokens == image))
     assert faults(conversation, [planted], tokenizer, recipe.data)
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_every_kind_of_processor_is_followed(name: str, tiny_target_dir: Path, pictures: Path) -> None:
+    """Answers behind grown images are found, and states equal those of the model given the processor's own output.
+
+    Among them are tiles, texts that grow by more than tokens of images, positions that jump, and attention within an
+    image to both sides.
+    """
+    words = read_words(tiny_target_dir / "target", name)
+    model, processor = make_model(name, words), make_processor(name, words)
+    printed = SPECIAL[name][0]
+    text = f"<|user|>{printed}What is it?<|assistant|>A box.</s><|user|>{printed} or {printed}\nhm?<|assistant|>No.</s>"
+    reader = ImageReader(processor, pictures)
+    shown = reader.show(text, ["0.png", "1.png", "2.png"])
+    start, other = text.index("A box"), text.index("No.")
+    rendered = RenderedText(text, [(start, start + 10), (other, other + 7)], 3)
+    example = example_of(rendered, shown, words, 1000, set())
+    assert example is not None
+    assert words.decode(example.tokens[example.loss_mask]) == "A box.</s>No.</s>"
+    token = words.convert_tokens_to_ids(SPECIAL[name][2])
+    assert not (example.tokens[example.loss_mask] == token).any()
+    assert shown.image_tokens >= int((example.tokens == token).sum()) >= 3
+    asked = processor(text=[text], images=[[Image.open(path) for path, _ in shown.shown.images]],
+                      return_tensors="pt", add_special_tokens=False)  # fmt: skip
+    assert example.tokens.tolist() == asked["input_ids"][0].tolist()
+    with torch.no_grad():
+        said = model(**asked, output_hidden_states=True)
+    live = LiveFeatures(Target(model, words, processor), [example], {"taps": [0, 2, -1], "dtype": "float32"})
+    features = live.read([0])[0].features
+    assert features is not None
+    for place, layer in enumerate((0, 2)):
+        torch.testing.assert_close(features[:, place], said.hidden_states[layer][0], atol=1e-5, rtol=1e-5)
+    logits = model.get_output_embeddings()(features[:, -1])
+    torch.testing.assert_close(logits, said.logits[0], atol=1e-4, rtol=1e-4)
