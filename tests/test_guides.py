@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 import copy
+import json
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from PIL import Image
 
 from eagle.drafters.recurrent.eagle3 import Eagle3
 from eagle.formats.checkpoint import save_head
@@ -31,6 +34,7 @@ from tests.documents import (
     words_of,
     written_files,
 )
+from tests.seeing_folders import save_llava
 
 # programs of others, and why they are not run here
 OTHERS = {
@@ -138,7 +142,7 @@ def run(program: list[str], folder: Path) -> None:
 def give_the_readers_files(folder: Path, target: Target) -> None:
     """The files that guides call the reader's own: a model and its adapter, questions, a head of another tool."""
     mine, tiny = folder / "my", folder / "runs/tiny"
-    mine.mkdir()
+    mine.mkdir(exist_ok=True)
     for name in ("model", "base"):
         (mine / name).symlink_to(tiny / "target")
     adapted = get_peft_model(copy.deepcopy(target.model), LoraConfig(r=2, target_modules="all-linear"))
@@ -147,9 +151,22 @@ def give_the_readers_files(folder: Path, target: Target) -> None:
     records = (tiny / "data/heldout.jsonl").read_text().splitlines(keepends=True)
     for name, count in {"prompts": 6, "questions": 40, "conversations": 40}.items():
         (mine / f"{name}.jsonl").write_text("".join(records[:count]))
+    save_llava(tiny / "target", mine / "seeing-model")
+    (mine / "images").mkdir()
+    for number in range(8):
+        Image.new("RGB", (16 + 4 * number, 16), (30 * number, 90, 10)).save(mine / f"images/{number}.png")
+    for name, first in {"seeing-questions": 0, "seeing-prompts": 6}.items():
+        seen = [seeing_record(number) for number in range(first, 8)]
+        (mine / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in seen))
     head = Eagle3.for_target(Eagle3.Settings(draft_vocab=256), target.config, target.head, [torch.arange(256)])
     save_head(folder / "made", head, "", {})
     export(head.bind(target.head), target.config, "vllm", mine / "published-head", folder / "made")
+
+
+def seeing_record(number: int) -> dict[str, Any]:
+    """A conversation about an image."""
+    turns = [{"from": "human", "value": "<image>\nWhat do you see?"}, {"from": "gpt", "value": "A colour."}]
+    return {"id": str(number), "image": f"{number}.png", "conversations": turns}
 
 
 def words_here(line: str, folder: Path) -> list[str]:
@@ -166,6 +183,8 @@ def words_here(line: str, folder: Path) -> list[str]:
     name = words[2] if words[0] == "eagle" else words[1]
     path = folder / name if (folder / name).is_file() else find_recipe(name)
     less = LESS.split()
+    if "seeing-model" in path.read_text():
+        return [*words, *less, "regenerate.max_new_tokens=8", "regenerate.keep_truncated=true"]
     if not str(name).removeprefix("recipes/").startswith("tiny/") and "target.path=my/model" not in words:
         less.append("target.path=my/model")
     if "regenerate=null" not in words:
