@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig
 
 from data_prep.conversations import read_conversations
+from data_prep.tokens import read_options
 from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import MAX_PENDING
 from eagle.data.features import BATCH_TOKENS, roles_of
@@ -248,8 +249,7 @@ def conversations_of(recipe: Recipe) -> int:
 
 def count_conversations(data: DataSection, source: str, *, answered: bool = True) -> int:
     """How many conversations a source holds, by reading it."""
-    options = {key: getattr(data, key) for key in ("limit", "split", "revision", "allow_broken")}
-    return sum(1 for _ in read_conversations(source, answered=answered, **options))
+    return sum(1 for _ in read_conversations(source, answered=answered, **read_options(data)))
 
 
 def table(rows: dict[str, Forecast]) -> str:

@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from eagle.core.arguments import PromptTokens
 from eagle.core.budget import Budget
@@ -89,10 +90,14 @@ def open_decoding(recipe: Recipe, target: Target | Borrowed) -> HeldOut | None:
 def prompt_of(target: Target, example: Example) -> list[int]:
     """What stands before a conversation's first answer, or with images before the last, behind all of them."""
     answers = example.loss_mask.nonzero()[:, 0]
-    if not len(answers):
-        return []
-    if example.shown is None:
-        return example.tokens[: int(answers[0])].tolist()
+    if example.shown is None or not len(answers):
+        return first_prompt(example.tokens, example.loss_mask)
     begins = answers[torch.cat([torch.ones(1, dtype=torch.bool), answers.diff() > 1])]
     tokens = example.tokens[: int(begins[-1])]
     return PromptTokens(tokens.tolist(), prepare_media(target.processor, example.shown, tokens))
+
+
+def first_prompt(tokens: Tensor, loss_mask: Tensor) -> list[int]:
+    """What stands before a conversation's first answer."""
+    answers = loss_mask.nonzero()
+    return tokens[: int(answers[0])].tolist() if len(answers) else []

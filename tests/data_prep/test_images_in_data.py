@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoModelForImageTextToText
 
 from data_prep import inspect_mask, regenerate
@@ -318,3 +321,20 @@ def test_every_kind_of_processor_is_followed(name: str, tiny_target_dir: Path, p
         torch.testing.assert_close(features[:, place], said.hidden_states[layer][0], atol=1e-5, rtol=1e-5)
     logits = model.get_output_embeddings()(features[:, -1])
     torch.testing.assert_close(logits, said.logits[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("decoded", [False, True])
+def test_tables_hold_images_themselves(pictures: Path, tmp_path: Path, decoded: bool) -> None:
+    """As bytes, or as the datasets library decodes them; the image that is read has the same pixels."""
+    data = (pictures / "1.png").read_bytes()
+    turns = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "A box."}]
+    table = Dataset.from_list([{"images": [{"bytes": data, "path": None}], "messages": turns}])
+    if decoded:
+        table = table.cast_column("images", [datasets.Image()])
+    table.to_parquet(tmp_path / "data.parquet")
+    (read,) = read_conversations(tmp_path / "data.parquet", images=True)
+    assert [turn["content"] for turn in read.messages] == [f"{MARK}What?", "A box."]
+    (image,) = read.images
+    assert isinstance(image, bytes)
+    with Image.open(io.BytesIO(image)) as got, Image.open(io.BytesIO(data)) as expected:
+        assert got.tobytes() == expected.tobytes()
