@@ -55,6 +55,8 @@ class Talk:
         kwargs = {"add_generation_prompt": True, **template_kwargs}
         if any(True for turn in messages for _ in images_of(turn)):
             return self._show(messages, kwargs)
+        if self.processor is not None:  # templates of models that see need not print a plain text
+            messages = [{**turn, "content": parts_of(turn.get("content"))} for turn in messages]
         return self.tokenizer.apply_chat_template(messages, **{"return_dict": False, **kwargs})
 
     def _show(self, messages: list[dict[str, Any]], kwargs: dict[str, Any]) -> list[int]:

@@ -13,6 +13,7 @@ import datasets
 import pytest
 import torch
 from datasets import Dataset
+from stub_servers import completion, serving
 from transformers import AutoModelForImageTextToText
 
 from data_prep import inspect_mask, regenerate
@@ -245,22 +246,38 @@ def test_a_head_is_trained_decoded_and_measured(sees: Path, pictures: Path, tmp_
 
 
 def test_answers_are_regenerated_with_their_images(sees: Path, pictures: Path, tmp_path: Path) -> None:
-    """Here they are the model's own about each image; the new records name the same images and are read again."""
+    """They are the model's own about each image, here and by a server; the new records name the same images."""
     recipe = make_recipe(tmp_path, sees, pictures, records(pictures)[:4])
-    out = tmp_path / "new.jsonl"
-    overrides = [f"regenerate.source={recipe.data.train}", f"regenerate.out={out}", "regenerate.max_new_tokens=6"]
-    regenerate.main(run_recipe(tmp_path, *overrides, "regenerate.keep_truncated=true"))
-    written = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [record["id"] for record in written] == ["llava", "two", "openai", "url"]
     target = Target.load(sees, dtype="float32")
+
+    def answer(messages: list[dict[str, Any]], count: int) -> dict[str, Any]:
+        prompt = target.chat(messages)
+        trace = generate(target, load_drafter("none", target), prompt, max_new_tokens=count)
+        text = target.tokenizer.decode(trace.tokens, skip_special_tokens=True)
+        return completion(text, trace.finish, prompt_tokens=len(prompt))
+
+    written = []
+    with serving(lambda request: answer(request["messages"], request["max_tokens"]), str(sees)) as (url, _):
+        for place in ("null", url):
+            out = tmp_path / f"new-{len(written)}.jsonl"
+            overrides = [
+                f"regenerate.source={recipe.data.train}",
+                f"regenerate.out={out}",
+                f"regenerate.endpoint={place}",
+            ]
+            few = ["regenerate.max_new_tokens=6", "regenerate.keep_truncated=true"]
+            regenerate.main(run_recipe(tmp_path, *overrides, *few))
+            written.append([json.loads(line) for line in out.read_text().splitlines()])
+            read = list(read_conversations(out, images=True))
+            assert [len(one.images) for one in read] == [1, 1, 1, 1]
+    assert [record["id"] for record in written[0]] == ["llava", "two", "openai", "url"]
+    assert written[0][0]["messages"][0]["content"][0] == {"type": "image", "image": "0.png"}
+    for here, served in zip(*written, strict=True):
+        assert here["messages"] == served["messages"]
     first = [{"role": "user", "content": [{"type": "image", "image": str(pictures / "0.png")},
                                           {"type": "text", "text": "\nWhat is this?"}]}]  # fmt: skip
-    trace = generate(target, load_drafter("none", target), target.chat(first), max_new_tokens=6)
-    text = target.tokenizer.decode(trace.tokens, skip_special_tokens=True)
-    assert [record["messages"][1]["content"] for record in written[:2]] == [text, text]
-    assert written[0]["messages"][0]["content"][0] == {"type": "image", "image": "0.png"}
-    read = list(read_conversations(out, images=True))
-    assert [len(one.images) for one in read] == [1, 1, 1, 1]
+    text = answer(first, 6)["choices"][0]["message"]["content"]
+    assert [record["messages"][1]["content"] for record in written[0][:2]] == [text, text]
 
 
 def test_a_server_gets_the_images_themselves(sees: Path, pictures: Path, tmp_path: Path) -> None:

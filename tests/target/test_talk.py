@@ -114,3 +114,11 @@ def test_which_class_loads_a_model(folder: Path, tmp_path: Path) -> None:
     assert choose_loader(tmp_path) is AutoModelForCausalLM
     with pytest.raises(ValueError, match="is a llama, which sees none: leave images out"):
         choose_loader(tmp_path, images=True)
+
+
+def test_a_text_alone_is_printed_as_a_part(folder: Path) -> None:
+    """A template of parts prints nothing of a plain text, which would be lost without a word."""
+    target = Target.load(folder, dtype="float32")
+    assert "What is a box?" in target.tokenizer.decode(target.chat("What is a box?"))
+    parts = [{"role": "user", "content": [{"type": "text", "text": "What is a box?"}]}]
+    assert target.chat("What is a box?") == target.chat(parts)
