@@ -55,6 +55,7 @@ WRONG: dict[str, list[list[str]]] = {
     "recipes/train_medusa2.py": [[MISSING], [JOINT.replace("medusa2", "medusa")]],
     "recipes/tiny/make_target.py": [["--steps", "few"], ["unknown"]],
     "recipes/tiny/make_long.py": [["--steps", "few"], ["unknown"]],
+    "recipes/tiny/make_seeing_target.py": [["--images", "few"], ["unknown"]],
     "recipes/tiny/demo.py": [["unknown"]],
     "bench/batch_speed.py": [["--model", GONE, "--chats", GONE]],
     "tests/doctor/broken_heads.py": [
@@ -85,6 +86,7 @@ for measuring in ("eval.lossless", "eval.tune"):
 FREE = {
     *("recipes.forecast", "recipes.cards", "recipes/train_eagle.py"),
     *("recipes/tiny/make_target.py", "recipes/tiny/make_long.py", "recipes/tiny/demo.py"),
+    "recipes/tiny/make_seeing_target.py",
     *("bench/decode_speed.py", "tests/recipes/training_memory.py", "bench/rehearsal.py"),
     *("bench/train_speed.py", "bench/hybrid_speed.py", "bench/cost_growth.py"),
 }
