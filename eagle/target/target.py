@@ -37,7 +37,7 @@ from eagle.target.state import TargetState
 from eagle.target.talk import Talk
 from eagle.target.trees.text_states import count_states
 from eagle.target.view import TargetView
-from eagle.target.weights.dense import borrowed_layers, dense_tensor
+from eagle.target.weights.dense import borrowed_layers, find_tensor
 from eagle.target.weights.packed import count_packed, pack_model, to_plain, unpack_model
 from eagle.target.weights.weight_mark import WeightMark
 
@@ -173,14 +173,11 @@ class Target(Talk):
 
         Tensors of a multi-token prediction layer, which transformers does not load, are read from the model's files.
         """
-        if (matrix := dense_tensor(self.model, name)) is not None:
-            return matrix
-        state = self.model.state_dict(keep_vars=True)
-        tensor = state[name] if name in state else read_spare_tensor(self.model, name)
+        tensor = find_tensor(self.model, name)
+        tensor = read_spare_tensor(self.model, name) if tensor is None else tensor
         if tensor is None:
-            raise ValueError(
-                f"{self.config.model_type} has no tensor {name}: expected one as {', '.join([*state][:3])}"
-            )
+            known = ", ".join([*self.model.state_dict()][:3])
+            raise ValueError(f"{self.config.model_type} has no tensor {name}: expected one as {known}")
         return to_plain(tensor.detach())
 
     @property

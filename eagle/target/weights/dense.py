@@ -77,16 +77,16 @@ def unpack_weights(model: Any) -> None:
         import_module("compressed_tensors.offload").remove_dispatch(model, onload_tensors=True)
 
 
-def dense_tensor(model: Any, name: str) -> Tensor | None:
-    """A quantised linear's matrix by the name of its weight; None for the name of anything else."""
+def find_tensor(model: Any, name: str) -> Tensor | None:
+    """A model's tensor by its name, the weight of a quantised linear as a plain matrix; None without one."""
     owner, _, kind = name.rpartition(".")
-    if kind != "weight" or not getattr(model, "is_quantized", False):
-        return None
-    module = dict(model.named_modules()).get(owner)
-    width = getattr(module, "in_features", None)
-    if module is None or width is None or _is_plain(module, width):
-        return None
-    return dense_matrix(module, width, model.dtype)[0]
+    if kind == "weight" and getattr(model, "is_quantized", False):
+        module = dict(model.named_modules()).get(owner)
+        width = getattr(module, "in_features", None)
+        if module is not None and width is not None and not _is_plain(module, width):
+            return dense_matrix(module, width, model.dtype)[0]
+    tensor: Tensor | None = model.state_dict(keep_vars=True).get(name)
+    return tensor
 
 
 @torch.no_grad()
