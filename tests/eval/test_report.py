@@ -18,6 +18,7 @@ from bench.drift import drift_table
 from bench.extract_speed import table as extract_table
 from bench.hybrid_speed import table as hybrid_table
 from bench.packed_speed import table as packed_table
+from bench.quantised import table as quantised_table
 from bench.read_speed import table as reading_table
 from bench.rehearsal import table as rehearsal_table
 from bench.shared_prefixes import table as prefix_table
@@ -92,6 +93,7 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("measurements/methods.md", "compare_hybrid.json", comparison_table),
         ("measurements/methods.md", "compare_hybrid_llama.json", comparison_table),
         ("recipes.md", "memory.json", memory_table),
+        ("quantised.md", "quantised.json", quantised_table),
         ("recipes.md", "cards.json", card_table),
     ],
 )
