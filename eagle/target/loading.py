@@ -25,6 +25,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from eagle.target.structure import base_of, decoder_layers
 from eagle.target.twin import share_weights
+from eagle.target.weights.dense import keep_layout
 from eagle.target.weights.packed import unpack_model
 from eagle.target.weights.quantised import check_quantised, place, read_quantization, why_not_here
 
@@ -183,7 +184,7 @@ def open_adapter(model: Any, adapter: str | Path) -> Any:
     except ImportError:
         raise ValueError(f"the adapter {adapter} needs peft: `pip install peft`, or merge it beforehand") from None
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), keep_layout(model):
             warnings.filterwarnings("error", "Found missing adapter keys")  # peft would leave them at random
             adapted: Any = PeftModel.from_pretrained(model, str(adapter))
     except (OSError, RuntimeError, SafetensorError, UserWarning, ValueError) as error:

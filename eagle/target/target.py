@@ -176,7 +176,7 @@ class Target(Talk):
         tensor = find_tensor(self.model, name)
         tensor = read_spare_tensor(self.model, name) if tensor is None else tensor
         if tensor is None:
-            known = ", ".join([*self.model.state_dict()][:3])
+            known = ", ".join([name for name, _ in self.model.named_parameters()][:3])
             raise ValueError(f"{self.config.model_type} has no tensor {name}: expected one as {known}")
         return to_plain(tensor.detach())
 

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from eagle import Target
 from eagle.target.borrowed import load_borrowed, save_borrowed
 from eagle.target.weights.packed import can_pack
 from tests.families import own_answer, random_tokens
-from tests.quantised import FORMATS, ROUNDS_INPUTS, answers, learn, write_bitsandbytes, write_torchao
+from tests.quantised import FORMATS, ROUNDS_INPUTS, answers, learn, write_bitsandbytes, write_plain, write_torchao
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -71,3 +72,24 @@ def test_a_head_that_copies_layers_gets_plain_ones(tmp_path: Path) -> None:
     states = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
     expected = target.model.get_submodule(name.removesuffix(".weight"))(states)
     assert (states @ matrix.T - expected).norm() < 1e-2 * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["bitsandbytes, nf4", "torchao, int8 weights"])
+def test_an_adapter_reads_over_a_quantised_base(name: str, tmp_path: Path) -> None:
+    """As peft's own model of a base that has read nothing yet; the base, and its tensors, are what they were."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    folder = FORMATS[name](tmp_path)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    torch.manual_seed(0)
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(write_plain(tmp_path / "plain")), config).save_pretrained(
+        tmp_path / "adapter"
+    )
+    base = Target.load(folder, dtype="float32", device="cpu")
+    tokens = torch.tensor([random_tokens(9, seed=5)])
+    before = base.model(input_ids=tokens).logits
+    base.tensor("model.norm.weight")
+    adapted = base.with_adapter(tmp_path / "adapter").model(input_ids=tokens).logits
+    assert torch.equal(base.model(input_ids=tokens).logits, before)
+    fresh = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").eval()(input_ids=tokens).logits
+    assert (adapted - expected).norm() < 1e-3 * expected.norm() < (adapted - before).norm()

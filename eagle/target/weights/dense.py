@@ -8,6 +8,8 @@ A linear's matrix is what it makes of unit vectors, and an embedding's is its ro
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -85,8 +87,27 @@ def find_tensor(model: Any, name: str) -> Tensor | None:
         width = getattr(module, "in_features", None)
         if module is not None and width is not None and not _is_plain(module, width):
             return dense_matrix(module, width, model.dtype)[0]
-    tensor: Tensor | None = model.state_dict(keep_vars=True).get(name)
+    with keep_layout(model):
+        tensor: Tensor | None = model.state_dict(keep_vars=True).get(name)
     return tensor
+
+
+@contextmanager
+def keep_layout(model: Any) -> Iterator[None]:
+    """Leave weights that carry a quantisation state as they lie, whatever happens within.
+
+    On a CPU with AVX512-BF16, bitsandbytes lays 4-bit weights out for its products at their first forward, and back for
+    a state_dict, yet not their scales: all later products would be wrong.
+    """
+    weights = [weight for weight in model.parameters() if getattr(weight, "quant_state", None) is not None]
+    kept = [(weight, weight.data, weight.quant_state, vars(weight.quant_state).copy()) for weight in weights]
+    try:
+        yield
+    finally:
+        for weight, data, state, fields in kept:
+            weight.data, weight.quant_state = data, state
+            vars(state).clear()
+            vars(state).update(fields)
 
 
 @torch.no_grad()
