@@ -138,7 +138,7 @@ def run(program: list[str], folder: Path) -> None:
 def give_the_readers_files(folder: Path, target: Target) -> None:
     """The files that guides call the reader's own: a model and its adapter, questions, a head of another tool."""
     mine, tiny = folder / "my", folder / "runs/tiny"
-    mine.mkdir()
+    mine.mkdir(exist_ok=True)
     for name in ("model", "base"):
         (mine / name).symlink_to(tiny / "target")
     adapted = get_peft_model(copy.deepcopy(target.model), LoraConfig(r=2, target_modules="all-linear"))
