@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bench.adapters import adapter_table
 from bench.batch_speed import table as batch_table
 from bench.cost_growth import table as growth_table
 from bench.decode_speed import table as decode_table
@@ -94,6 +95,7 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("measurements/methods.md", "compare_hybrid_llama.json", comparison_table),
         ("recipes.md", "memory.json", memory_table),
         ("quantised.md", "quantised.json", quantised_table),
+        ("guides/fine-tuned-target.md", "adapters.json", adapter_table),
         ("recipes.md", "cards.json", card_table),
     ],
 )
