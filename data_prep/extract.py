@@ -23,6 +23,7 @@ from eagle.drafters import settings_of
 from eagle.log import interrupted_by_user, progress, script
 from eagle.recipe import Recipe, command_line
 from eagle.target.borrowed import save_borrowed, target_config
+from eagle.target.loading import check_loadable
 from eagle.target.target import Target
 
 
@@ -99,6 +100,7 @@ def prepare_store(recipe: Recipe, folder: Path, expected: dict[str, Any], repair
 
 def create_store(recipe: Recipe, folder: Path, expected: dict[str, Any], *, strict: bool) -> Target:
     """Tokenise and plan, and create the store without features yet; return the target that computes them."""
+    check_loadable(recipe.target.path, best_device(), recipe.target.revision)  # before the texts are read
     examples = read_examples(recipe, strict=strict)
     target = load_target(recipe)
     expected = in_precision(expected, fastest_dtype(best_device()))

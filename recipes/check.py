@@ -25,13 +25,14 @@ from eagle.data.features import LiveFeatures, roles_of
 from eagle.data.identity import identity, tap_identity
 from eagle.data.stored_rows import parts_of, token_bytes
 from eagle.decoding.decode import generate
-from eagle.device import in_dtype
+from eagle.device import best_device, in_dtype
 from eagle.drafters import settings_of
 from eagle.drafters.none import NoDrafter
 from eagle.formats.checkpoint import load_head, save_head
 from eagle.formats.export import EXPORTERS, export
 from eagle.recipe import Recipe
 from eagle.target.target import Target
+from eagle.target.weights.quantised import method_of, read_quantization, why_not_here
 from eagle.training.first_head import first_head
 from recipes.forecast import (
     GB,
@@ -148,14 +149,27 @@ def say_forecast(recipe: Recipe, count: int | None) -> bool:
     say(f"{run.extract_hours:,.1f} card hours for features, {run.train_hours:,.1f} to train, at {TFLOPS:.0f} TFLOP/s")
     if recipe.train.on_policy is not None:
         say("the answers that are written while training, and what is learned from their drafts, come on top")
+    say_quantisation(recipe, sizes.bits)
     room = memory_here()
     if fits := run.target <= room:
         return fits
+    precision = f"{sizes.bits} bits" if sizes.bits else "bf16"
     say(
-        f"the target needs {run.target / GB:,.0f} GB in bf16, this machine has {room / GB:,.0f} GB: what reads it is "
-        "not checked here. Give the command again where it fits"
+        f"the target needs {run.target / GB:,.0f} GB in {precision}, this machine has {room / GB:,.0f} GB: what reads "
+        "it is not checked here. Give the command again where it fits"
     )
     return fits
+
+
+def say_quantisation(recipe: Recipe, bits: int | None) -> None:
+    """Tell the bits of a quantised target, and why it cannot be loaded here: its stage will end with that."""
+    quantization = read_quantization(recipe.target.path, revision=recipe.target.revision)
+    if quantization is None:
+        return
+    held = f"{bits} bits" if bits else "16 bits, as they are unpacked or their config does not say"
+    say(f"quantised by {method_of(quantization)}: the weights of its layers are counted as {held}")
+    if reason := why_not_here(quantization, best_device()):
+        say(f"it {reason}")
 
 
 def devices_here() -> int:
@@ -239,10 +253,10 @@ def check_decoding(target: Target, head: TrainableDrafter, example: Example) -> 
         for each_drafter in (drafter, NoDrafter())
     ]
     same = traces[0].tokens == traces[1].tokens
-    exact = target.model.dtype == torch.float32
+    exact = target.model.dtype == torch.float32 and not getattr(target.model, "is_quantized", False)
     if exact and not same:
         raise ValueError("drafting changed what this target says: report it with the target's config")
-    near = "identical" if same else f"differs, as near-ties may in {target.model.dtype}"
+    near = "identical" if same else f"differs, as near-ties may in {target.model.dtype} and in quantised layers"
     say(f"{len(traces[0].tokens)} tokens with an untrained head, {near}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from eagle.drafters.parts.decoder_block import widest
 from eagle.log import script
 from eagle.recipe import DataSection, Recipe
 from eagle.shipped import RECIPES, STAGES
+from eagle.target.weights.quantised import quantization_of, weight_bits
 from recipes.footprint import EmptyRun, Footprint, empty_target_head
 from recipes.text_memory import TextMemory, table_of_states, text_memory
 
@@ -58,6 +59,7 @@ class Sizes:
     parameters: int
     active: int  # parameters that one token visits
     text: TextMemory | None = None  # of a target that keeps states of a text
+    bits: int | None = None  # of a weight of the layers, where they are quantised
 
     @property
     def config(self) -> LlamaConfig:
@@ -103,7 +105,7 @@ def forecast(recipe: Recipe, sizes: Sizes, conversations: int, cards: int = CARD
         size,
         stored * tokens * size,
         card_bytes(recipe, head, sizes, cards),
-        2 * sizes.parameters,
+        target_bytes(sizes),
         (1 if stored else train.epochs) * 2 * sizes.active * tokens / hours,
         train.epochs * tokens * token_flops(head, sizes.config, recipe.data.max_length) / hours,
     )
@@ -165,9 +167,9 @@ def exchange_bytes(learned: int, ranks: int, stage: int = 0) -> int:
 
 def target_bytes(sizes: Sizes, split: int = 1, itemsize: int = 2) -> int:
     """The target on a card: whole, or a share of its layers, two of which are whole while they are read."""
-    layers = sizes.parameters - sizes.frozen
+    layers = (sizes.parameters - sizes.frozen) * (sizes.bits or 8 * itemsize) // 8
     gathered = 2 * layers // sizes.num_hidden_layers if split > 1 else 0
-    return itemsize * (sizes.frozen + layers // split + gathered)
+    return itemsize * sizes.frozen + layers // split + gathered
 
 
 def reading_bytes(sizes: Sizes, texts: int, length: int) -> int:
@@ -205,7 +207,8 @@ def sizes_of(path: str, revision: str | None = None) -> Sizes:
     known = json.loads(KNOWN.read_text()) if KNOWN.exists() else {}
     if path in known and revision is None:
         return read_sizes(known[path])
-    return sizes_of_config(AutoConfig.from_pretrained(path, revision=revision).get_text_config())
+    config = AutoConfig.from_pretrained(path, revision=revision)
+    return replace(sizes_of_config(config.get_text_config()), bits=weight_bits(quantization_of(config)))
 
 
 def read_sizes(row: dict[str, Any]) -> Sizes:
@@ -233,6 +236,7 @@ def sizes_of_config(config: Any) -> Sizes:
         parameters(model),
         round(parameters(model) - experts * idle),
         text_memory(model),
+        weight_bits(quantization_of(config)),
     )
 
 

@@ -19,26 +19,28 @@ from eagle.disk import open_tensors, sha256, write_tensors, write_whole
 from eagle.target.stock_head import StockHead, stock_head
 from eagle.target.structure import base_of
 from eagle.target.trees.means import FAILURES
+from eagle.target.weights.dense import PLAIN
 
 HEAD, CONFIG = "head.safetensors", "config.json"
 SCALES = ("embed_scale", "logit_scale", "softcap")
-PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @torch.no_grad()
-def borrow_head(model: Any, config: Any, tokens: Tensor, first: Tensor | None, last: Tensor) -> TargetHead:
+def borrow_head(
+    model: Any, layers: tuple[nn.Module, nn.Module], tokens: Tensor, first: Tensor | None, last: Tensor
+) -> TargetHead:
     """The embedding and LM head with the config's scales, or by the model's own forward if it transforms states.
 
-    ValueError if neither gives the model's logits. `first` [T, D] and `last` [T, D'] are the first layer's input (None
-    if it is unknown) and the base's output at `tokens` [1, T].
+    `layers` are both, with plain matrices. ValueError if neither gives the model's logits. `first` [T, D] and `last`
+    [T, D'] are the first layer's input (None if it is unknown) and the base's output at `tokens` [1, T].
     """
-    embedding = model.get_input_embeddings()
+    config, (embedding, output) = model.config.get_text_config(), layers
     scales = (1.0, getattr(config, "embedding_multiplier", 1.0), config.hidden_size**0.5)
     embedded = embedding(tokens[0])
     matching = [scale for scale in scales if first is not None and is_close(first, embedded * scale)]
     head = TargetHead(
         embedding,
-        model.get_output_embeddings(),
+        output,
         # none matches where positions are learned: then the bare embedding is borrowed
         embed_scale=float(matching[0]) if matching else 1.0,
         logit_scale=getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1),
@@ -48,9 +50,9 @@ def borrow_head(model: Any, config: Any, tokens: Tensor, first: Tensor | None, l
     expected = model(input_ids=tokens, use_cache=False).logits[0]
     if last.shape[-1] == head.weight.shape[1] and is_close(head.logits(last), expected):
         return head
-    output = base_of(model)(input_ids=tokens, use_cache=False)
+    base_output = base_of(model)(input_ids=tokens, use_cache=False)
     try:
-        stock = stock_head(model, config, head, output)
+        stock = stock_head(model, config, head, base_output)
         fault = "" if is_close(stock.logits(last), expected) else "gives other logits"
     except FAILURES as error:
         fault = f"fails ({type(error).__name__}: {str(error)[:200]})"

@@ -25,7 +25,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from eagle.target.structure import base_of, decoder_layers
 from eagle.target.twin import share_weights
+from eagle.target.weights.dense import keep_layout
 from eagle.target.weights.packed import unpack_model
+from eagle.target.weights.quantised import check_quantised, place, read_quantization, why_not_here
 
 # buffers that older releases saved and newer ones compute; multi-token prediction layers, which are not run
 COMPUTED = re.compile(
@@ -35,11 +37,23 @@ MAX_NAMED = 4  # tensors that an error lists
 
 
 def load_model(
-    path: str | Path, dtype: torch.dtype, adapter: str | None = None, *, images: bool = False, **source: Any
+    path: str | Path,
+    dtype: torch.dtype,
+    adapter: str | None = None,
+    *,
+    device: str = "cpu",
+    images: bool = False,
+    **source: Any,
 ) -> Any:
-    """Load a model from a save_pretrained folder or a hub id; ValueError if weights are missing or of another model."""
+    """Load a model from a save_pretrained folder or a hub id; ValueError if weights are missing or of another model.
+
+    A quantised one is loaded to `device`, unless a device_map says otherwise; what it needs is checked beforehand.
+    """
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ValueError(f"{path} is no model: got a folder without config.json, expected one of save_pretrained")
+    if (quantization := read_quantization(path, **source)) is not None:
+        check_quantised(path, quantization, device, dtype)
+        source["device_map"] = source.get("device_map") or place(device)
     try:
         loader = choose_loader(path, images=images, **source)
         loaded: Any = loader.from_pretrained(path, dtype=dtype, output_loading_info=True, **source)
@@ -68,6 +82,13 @@ def choose_loader(path: str | Path, *, images: bool = False, **source: Any) -> A
     if images and not sees:
         raise ValueError(f"images is True, and {path} is a {kind.model_type}, which sees none: leave images out")
     return AutoModelForImageTextToText if sees and (images or not reads) else AutoModelForCausalLM
+
+
+def check_loadable(path: str | Path, device: str, revision: str | None = None) -> None:
+    """Refuse a quantised checkpoint that cannot be loaded on a device, from its config alone."""
+    quantization = read_quantization(path, revision=revision)
+    if quantization is not None and (reason := why_not_here(quantization, device)):
+        raise ValueError(f"{path} {reason}")
 
 
 def _is_whole(file: Path) -> bool:
@@ -163,7 +184,7 @@ def open_adapter(model: Any, adapter: str | Path) -> Any:
     except ImportError:
         raise ValueError(f"the adapter {adapter} needs peft: `pip install peft`, or merge it beforehand") from None
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), keep_layout(model):
             warnings.filterwarnings("error", "Found missing adapter keys")  # peft would leave them at random
             adapted: Any = PeftModel.from_pretrained(model, str(adapter))
     except (OSError, RuntimeError, SafetensorError, UserWarning, ValueError) as error:

@@ -25,6 +25,7 @@ from eagle.target.trees.means import OFFSETS, ORIGIN, ROWS, TABLES, UNLIMITED, M
 from eagle.target.trees.mixers import Mixers, WholeModel, find_mixers
 from eagle.target.trees.positions import Places, first_position, place_tables
 from eagle.target.twin import share_weights
+from eagle.target.weights.quantised import quantization_of, why_rows_mix
 
 LEAST_BYTES = 2**30  # of states that a tree's nodes may take by levels; else as many as the weights
 WHOLE_PROMPTS = "max_inference_chunksize"  # beyond it layers run on pieces of a prompt, which taps would miss
@@ -269,6 +270,7 @@ class TreeReader:
         if not self.checked:
             self.refusal = self.refusal or why_no_trees(self.config, self.cache_name) or climb(self)
             if self.refusal:
+                self.refusal = why_rows_mix(quantization_of(self.original.config)) or self.refusal
                 raise ValueError(
                     f"{self.config.model_type} cannot read a tree: it {self.refusal}. Taps, extraction and training "
                     "work; decoding does not."

@@ -37,6 +37,7 @@ from eagle.target.state import TargetState
 from eagle.target.talk import Talk
 from eagle.target.trees.text_states import count_states
 from eagle.target.view import TargetView
+from eagle.target.weights.dense import borrowed_layers, find_tensor
 from eagle.target.weights.packed import count_packed, pack_model, to_plain, unpack_model
 from eagle.target.weights.weight_mark import WeightMark
 
@@ -49,14 +50,15 @@ class Target(Talk):
         self.model = model.eval().requires_grad_(False)
         self.tokenizer, self.processor = tokenizer, processor
         self.config = model.config.get_text_config()
+        embedding, output = borrowed_layers(self.model)
         self.reader = TreeReader(model, self.config)
         self.lock = RLock()  # of forwards: hooks and buffers are the layers' own
-        self.device = model.get_input_embeddings().weight.device
-        self.vocab_size = model.get_output_embeddings().weight.shape[0]  # may be more than the tokenizer knows
+        self.device = embedding.get_parameter("weight").device
+        self.vocab_size = output.get_parameter("weight").shape[0]  # may be more than the tokenizer knows
         tokens = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
         with torch.no_grad():
             states = {tap: rows[0] for tap, rows in self.reader.find_layouts(tokens).items()}
-        self.head = borrow_head(model, self.config, tokens, states.get(0), states[-1])
+        self.head = borrow_head(model, (embedding, output), tokens, states.get(0), states[-1])
         self.border = rope_border(self.config)  # no text may grow across it
         self.sharded = False
         self.adapter: str | None = None  # that it reads with, over weights that it shares with another target
@@ -113,7 +115,7 @@ class Target(Talk):
         device = check_device(device)
         dtype = fastest_dtype(device) if dtype == "auto" else parse_dtype(dtype)
         source = {"revision": revision, "trust_remote_code": trust_remote_code}
-        model = load_model(path, dtype, adapter, images=images, device_map=device_map, **source)
+        model = load_model(path, dtype, adapter, device=device, images=images, device_map=device_map, **source)
         if device_map is None and not getattr(model, "is_quantized", False):
             mixed = model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict
             model = (model if mixed else in_dtype(model, dtype)).to(device)
@@ -171,12 +173,11 @@ class Target(Talk):
 
         Tensors of a multi-token prediction layer, which transformers does not load, are read from the model's files.
         """
-        state = self.model.state_dict(keep_vars=True)
-        tensor = state[name] if name in state else read_spare_tensor(self.model, name)
+        tensor = find_tensor(self.model, name)
+        tensor = read_spare_tensor(self.model, name) if tensor is None else tensor
         if tensor is None:
-            raise ValueError(
-                f"{self.config.model_type} has no tensor {name}: expected one as {', '.join([*state][:3])}"
-            )
+            known = ", ".join([name for name, _ in self.model.named_parameters()][:3])
+            raise ValueError(f"{self.config.model_type} has no tensor {name}: expected one as {known}")
         return to_plain(tensor.detach())
 
     @property

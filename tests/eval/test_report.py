@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bench.adapters import adapter_table
 from bench.batch_speed import table as batch_table
 from bench.cost_growth import table as growth_table
 from bench.decode_speed import table as decode_table
@@ -18,6 +19,7 @@ from bench.drift import drift_table
 from bench.extract_speed import table as extract_table
 from bench.hybrid_speed import table as hybrid_table
 from bench.packed_speed import table as packed_table
+from bench.quantised import table as quantised_table
 from bench.read_speed import table as reading_table
 from bench.rehearsal import table as rehearsal_table
 from bench.shared_prefixes import table as prefix_table
@@ -92,6 +94,8 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("measurements/methods.md", "compare_hybrid.json", comparison_table),
         ("measurements/methods.md", "compare_hybrid_llama.json", comparison_table),
         ("recipes.md", "memory.json", memory_table),
+        ("quantised.md", "quantised.json", quantised_table),
+        ("guides/fine-tuned-target.md", "adapters.json", adapter_table),
         ("recipes.md", "cards.json", card_table),
     ],
 )

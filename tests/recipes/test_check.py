@@ -16,6 +16,7 @@ from eagle.recipe import Recipe
 from eagle.target.target import Target
 from recipes.check import check, describe_exports
 from recipes.forecast import conversations_of, reading_bytes, sizes_of_config
+from tests.quantised import add_config
 from tests.registry import BY_DEFAULT
 
 
@@ -156,6 +157,20 @@ def test_a_target_without_weights_is_forecast_all_the_same(
         check(with_data(tiny_target_dir, tmp_path, "data.limit=40", f"target.path={bare}"))
     said = capsys.readouterr().out
     assert "on the card, or CPU, that trains" in said and "the forecast above needs its config alone" in said
+
+
+def test_a_quantised_target_that_cannot_be_loaded_is_told_of_early(
+    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside the forecast, which counts its bits; its stage ends with the same words."""
+    target = tmp_path / "quantised"
+    shutil.copytree(tiny_target_dir / "target", target)
+    add_config(target, {"quant_method": "eetq"})
+    with pytest.raises(ValueError, match="whose kernels run on cuda alone: got the device cpu"):
+        check(with_data(tiny_target_dir, tmp_path, "data.limit=40", f"target.path={target}"))
+    said = capsys.readouterr().out
+    assert "quantised by eetq: the weights of its layers are counted as 8 bits" in said
+    assert said.index("it is quantised by eetq, whose kernels") < said.index("tokens and masks ...")
 
 
 def test_a_local_file_is_counted_before_the_forecast(

@@ -204,6 +204,23 @@ def test_a_target_in_a_folder_is_measured(tmp_path: Path) -> None:
     assert (sizes.parameters, sizes.active, sizes.head_dim) == (counted, counted, 8)
 
 
+def test_quantised_layers_count_by_their_bits(tmp_path: Path) -> None:
+    """Embedding and LM head stay in 16; what is unpacked counts as plain."""
+    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+    config.num_attention_heads = config.num_key_value_heads = 4
+    found = {}
+    for method in (None, "gptq", "compressed-tensors"):
+        if method:
+            config.quantization_config = {"quant_method": method, "bits": 4}
+        config.save_pretrained(tmp_path)
+        found[method] = sizes_of(str(tmp_path))
+    plain = found[None]
+    assert [sizes.bits for sizes in found.values()] == [None, 4, None]
+    layers = plain.parameters - plain.frozen
+    assert module.target_bytes(plain) == 2 * plain.parameters == module.target_bytes(found["compressed-tensors"])
+    assert module.target_bytes(found["gptq"]) == 2 * plain.frozen + layers // 2
+
+
 @pytest.mark.skipif(not CONFIGS.exists(), reason="the configs of published targets are not beside the checkout")
 @pytest.mark.parametrize("name", ["llama-3.1-8b-instruct", "qwen3-30b-a3b", "qwen3-0.6b", "gpt-oss-20b"])
 def test_the_table_of_sizes_is_the_configs_own(name: str) -> None:

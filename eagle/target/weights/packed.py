@@ -111,6 +111,8 @@ def can_pack(module: nn.Module, smallest: int = SMALLEST) -> bool:
     if type(module) not in (nn.Linear, PackedHead) or "forward" in vars(module):  # accelerate puts its own there
         return False
     weight: Any = module.weight
+    if type(weight) is not nn.Parameter:  # as of quantised ones, whose dtype is that of their products
+        return False
     fits = weight.device.type == "cpu" and weight.layout == torch.strided and weight.dtype in DTYPES
     return fits and not weight.is_inference() and weight.numel() >= smallest
 

@@ -1,0 +1,196 @@
+"""Quantised checkpoints: the package, the device and the memory that one needs, told from its config alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
+
+GUIDE = "docs/quantised.md"
+INSTEAD = f"take the plain weights, or a format of {GUIDE} that loads here"
+UNFIT = (ImportError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, NameError)
+MIXING = 0.0  # of llm_int8_threshold: above it the rows of one forward decide together what is rounded
+BITS = re.compile(r'"(?:bits|num_bits|nbits|w_bits)": (\d+)|"_type": "[A-Za-z]+?(\d)')
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a method needs beside torch and transformers, and what its weights are in memory."""
+
+    packages: tuple[str, ...] = ()  # by the names that pip knows
+    devices: tuple[str, ...] = ()  # types of devices that have its kernels; () for all
+    bits: int | None = None  # of a weight, where the method alone decides them
+    unpacks: bool = False  # whether a forward leaves weights of the model's precision
+
+
+METHODS = {
+    "aqlm": Needs(("aqlm",), bits=2),
+    "auto-round": Needs(("auto-round",)),
+    "awq": Needs(("gptqmodel",)),
+    "bitnet": Needs(bits=2),
+    "bitsandbytes_4bit": Needs(("bitsandbytes",), bits=4),
+    "bitsandbytes_8bit": Needs(("bitsandbytes",), bits=8),
+    "compressed-tensors": Needs(("compressed-tensors",), unpacks=True),
+    "eetq": Needs(("kernels",), ("cuda",), bits=8),
+    "fbgemm_fp8": Needs(("fbgemm-gpu",), ("cuda", "xpu"), bits=8),
+    "fouroversix": Needs(("fouroversix",), bits=4),
+    "fp8": Needs(bits=8),
+    "fp_quant": Needs(("fp_quant", "qutlass"), ("cuda", "xpu"), bits=4),
+    "gptq": Needs(("gptqmodel", "optimum")),
+    "higgs": Needs(("flute-kernel", "fast_hadamard_transform"), ("cuda",)),
+    "hqq": Needs(("hqq",)),
+    "metal": Needs(("kernels",)),
+    "mxfp4": Needs(("kernels", "triton"), bits=4),
+    "mxfp8": Needs(bits=8),
+    "nvfp4": Needs(("kernels",), ("cuda",), bits=4),
+    "quanto": Needs(("optimum-quanto",)),
+    "quark": Needs(("amd-quark",)),
+    "sinq": Needs(("sinq",)),
+    "spqr": Needs(("spqr_quant",), ("cuda",), bits=3),
+    "torchao": Needs(("torchao",)),
+    "vptq": Needs(("vptq",), ("cuda",)),
+}
+
+
+def read_quantization(path: Any, **source: Any) -> dict[str, Any] | None:
+    """The quantization_config of a folder's or a hub id's config.json; None without one, or without a config."""
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(path, revision=source.get("revision"))
+    except (OSError, ValueError):  # which the loader tells
+        return None
+    return config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+
+
+def quantization_of(config: Any) -> dict[str, Any] | None:
+    """The quantization_config of a config object, as its config.json holds it; None without one."""
+    found = getattr(config, "quantization_config", None)
+    return found if found is None or isinstance(found, dict) else found.to_dict()
+
+
+def method_of(quantization: dict[str, Any]) -> str:
+    """The name of a method as transformers lists it; bitsandbytes has one for 8 bits and one for 4."""
+    method = str(quantization.get("quant_method") or "bitsandbytes")
+    if method == "bitsandbytes" or quantization.get("load_in_8bit") or quantization.get("load_in_4bit"):
+        return "bitsandbytes_8bit" if quantization.get("load_in_8bit") else "bitsandbytes_4bit"
+    return method
+
+
+def check_quantised(path: Any, quantization: dict[str, Any], device: str, dtype: torch.dtype) -> None:
+    """Refuse a checkpoint that cannot be loaded here, and say on stderr what else its user should know."""
+    if reason := why_not_here(quantization, device):
+        raise ValueError(f"{path} {reason}")
+    for line in warnings_of(quantization, device, dtype):
+        print(f"{path} {line}", file=sys.stderr)
+
+
+def why_not_here(quantization: dict[str, Any], device: str) -> str:
+    """Why a checkpoint with this quantization_config cannot be loaded on a device, and what to do; "" if it can."""
+    method, kind = method_of(quantization), torch.device(device).type
+    if method not in AUTO_QUANTIZER_MAPPING:
+        return (
+            f"is quantised by {method!r}, which transformers does not read: got weights that would be taken for plain "
+            f"ones, expected one of {', '.join(sorted(AUTO_QUANTIZER_MAPPING))}: {INSTEAD}"
+        )
+    needs = METHODS.get(method, Needs())
+    if needs.devices and kind not in needs.devices:
+        return (
+            f"is quantised by {method}, whose kernels run on {' and '.join(needs.devices)} alone: got the device "
+            f"{device}. Load it on one of these, or {INSTEAD}"
+        )
+    if method == "quanto":  # transformers quantises by it, yet has no way to write what it made
+        return f"is quantised by quanto, of which transformers reads no checkpoints: got one, {INSTEAD}"
+    missing = [name for name in needs.packages if not _is_installed(name)]
+    try:
+        unpacks = _dequantizes(quantization, device)
+    except UNFIT as error:
+        return _describe_missing(method, needs, missing) if missing else _describe_error(method, error)
+    # transformers takes some packages for installed that are not
+    return _describe_missing(method, needs, missing) if missing and not unpacks else ""
+
+
+def warnings_of(quantization: dict[str, Any], device: str, dtype: torch.dtype) -> list[str]:
+    """Sentences, that go on after a path, on a checkpoint that can be loaded on this device."""
+    method, lines = method_of(quantization), []
+    name = str(dtype).removeprefix("torch.")
+    if METHODS.get(method, Needs()).unpacks:
+        lines.append(f"is quantised by {method}: its weights are unpacked to {name} and take {dtype.itemsize} B each")
+    elif _dequantizes(quantization, device):
+        lines.append(
+            f"is quantised by {method}, for which there are no kernels here: its weights are unpacked to {name} and "
+            f"take {dtype.itemsize} B each"
+        )
+    if reason := why_rows_mix(quantization):
+        lines.append(reason)
+    return lines
+
+
+def why_rows_mix(quantization: dict[str, Any] | None) -> str:
+    """Why the states of a text depend on the texts beside it, and what to do; "" if they do not."""
+    if quantization is None or method_of(quantization) != "bitsandbytes_8bit":
+        return ""
+    threshold = quantization.get("llm_int8_threshold", 6.0)
+    if threshold <= MIXING:
+        return ""
+    return (
+        f"is quantised by bitsandbytes with llm_int8_threshold {threshold}: a column is left out of the rounding where "
+        "any row of a forward is beyond it, so that states depend on the texts read with them, and what decoding says "
+        "on the draft. Set llm_int8_threshold to 0.0 in its config.json, which needs no new weights, or take 4 bits"
+    )
+
+
+def weight_bits(quantization: dict[str, Any] | None) -> int | None:
+    """Bits of a weight of the layers in memory, with the method's kernels; None where they are plain or not known."""
+    if quantization is None:
+        return None
+    needs = METHODS.get(method_of(quantization), Needs())
+    if needs.bits or needs.unpacks:
+        return needs.bits
+    named = BITS.search(json.dumps(quantization, default=str))
+    return None if named is None else int(named[1] or named[2])
+
+
+def place(device: str) -> dict[str, str] | None:
+    """The device_map that brings a quantised model to a device; None leaves it on the CPU, where there is nothing else.
+
+    Quantised weights are packed for the device that they are loaded to, and not all of them can be moved.
+    """
+    return {"": device} if device != "cpu" or torch.accelerator.is_available() else None
+
+
+def _dequantizes(quantization: dict[str, Any], device: str) -> bool:
+    """Whether transformers unpacks the weights while it loads them here; raises what its quantizer has against it."""
+    quantizer = AutoHfQuantizer.from_config(copy.deepcopy(quantization), pre_quantized=True)
+    quantizer.validate_environment(device_map=place(device), weights_only=True)
+    return bool(getattr(quantizer.quantization_config, "dequantize", False))
+
+
+def _describe_missing(method: str, needs: Needs, missing: list[str]) -> str:
+    return (
+        f"is quantised by {method}, which needs {' and '.join(needs.packages)}: got a Python without "
+        f"{' and '.join(missing)}. `pip install {' '.join(missing)}`, or {INSTEAD}"
+    )
+
+
+def _describe_error(method: str, error: Exception) -> str:
+    """What transformers says against a checkpoint."""
+    said = " ".join(str(error).split()) or type(error).__name__
+    said = f"no {said}" if isinstance(error, KeyError) else said
+    return f"is quantised by {method} and cannot be loaded here: {said.rstrip('.')}. Mend that, or {INSTEAD}"
+
+
+def _is_installed(package: str) -> bool:
+    """Whether pip knows a package, or a module has its name."""
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return find_spec(package.replace("-", "_")) is not None
+    return True
