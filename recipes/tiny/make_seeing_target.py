@@ -40,7 +40,8 @@ def make_seeing_target(
 ) -> dict[str, Any]:
     """Write `target/`, `data/` and `target_report.json` to `out`, unless they are there; returns the report.
 
-    `data/images` has the pictures, `train.jsonl` the target's own answers, `heldout.jsonl` the right ones.
+    `data/images` has the pictures, `train.jsonl` the target's own answers, `blind.jsonl` the same without pictures,
+    `heldout.jsonl` the right ones.
     """
     code = (__file__, scene_chats.__file__, scenes.__file__, seeing_model.__file__, train_seeing.__file__)
     made_with = {
@@ -81,7 +82,7 @@ def build(folder: Path, begun: Path, settings: dict[str, Any]) -> dict[str, Any]
         own = answer_chats(model, processor, chats, TEMPERATURE)
         shares["own_right_share"] = right_share(chats, own)
     write_data(folder / "data", {"train": chats, "heldout": heldout}, own)
-    place_images(folder / "data" / "images", begun.parent)
+    place_images(folder / "data", begun.parent)
     return {
         **shares,
         "loss": sum(losses[-50:]) / max(1, len(losses[-50:])),
@@ -152,7 +153,7 @@ def right_share(chats: Sequence[Chat], own: Sequence[Turns]) -> float:
 
 
 def write_data(folder: Path, splits: dict[str, Sequence[Chat]], own: Sequence[Turns]) -> None:
-    """Write the records of both splits, and the images that they name."""
+    """Write the records of both splits and the images that they name, and the former without images."""
     (folder / "images").mkdir(parents=True)
     count = 0
     for split, chats in splits.items():
@@ -165,15 +166,18 @@ def write_data(folder: Path, splits: dict[str, Sequence[Chat]], own: Sequence[Tu
             turns = own[number] if split == "train" else chat.turns
             lines.append(json.dumps(make_record(f"{split}-{number}", turns, name)) + "\n")
         (folder / f"{split}.jsonl").write_text("".join(lines))
+    blind = [json.dumps(make_record(f"train-{number}", turns, None)) + "\n" for number, turns in enumerate(own)]
+    (folder / "blind.jsonl").write_text("".join(blind))
 
 
 def place_images(folder: Path, out: Path) -> None:
-    """Move the images to where the records will be; with them an earlier target is no longer whole."""
+    """Move images and blind records to where the others will be; with them an earlier target is no longer whole."""
     (out / "target_report.json").unlink(missing_ok=True)
     shutil.rmtree(out / "data" / "images", ignore_errors=True)
     (out / "data").mkdir(exist_ok=True)
     apply_umask(folder)
-    os.replace(folder, out / "data" / "images")
+    for name in ("images", "blind.jsonl"):
+        os.replace(folder / name, out / "data" / name)
 
 
 def main(argv: list[str]) -> None:
