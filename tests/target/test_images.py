@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import pad
 from transformers import LogitsProcessorList
 
 from eagle import Budget, Sampling, Target, generate
 from eagle.core.arguments import PromptTokens, prompt_rows, token_ids
 from eagle.core.drafter import Drafter
+from eagle.core.examples import Example, collate
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.draft_model import DraftModel, DraftModelSettings
 from eagle.drafters.lookup.ngram import NgramDrafter
@@ -173,3 +175,43 @@ def test_what_cannot_be_meant_is_refused() -> None:
     two = {name: torch.cat([value, value]) for name, value in asked.items()}
     with pytest.raises(ValueError, match="2 prompts with images are one output of the processor, expected a list"):
         prompt_rows(two)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl", "llava_onevision"])
+def test_heads_draft_from_what_they_learn_from(name: str, kind: str) -> None:
+    """Behind images, too, a chain holds what the head predicts in training, from the features of the same text.
+
+    Features of the text without its images give others.
+    """
+    model, target = family(name)
+    asked = token_ids(ask(name, model, 2, seed=5))
+    head: Any = drafter_of(kind, target, ask(name, model, 2, seed=5), [])
+    chain = Budget.fixed([(0,), (0, 0), (0, 0, 0)])
+    trace = generate(target, head, asked, budget=chain, max_new_tokens=8, stop=[])
+    assert len(trace.cycles) > 3
+    blind = []
+    for cycle in trace.cycles[:-1]:  # the last has no room for drafts
+        drafts, count = cycle.tree.tokens.tolist()[1:], cycle.context + 1
+        tokens = torch.tensor([*[*asked, *trace.tokens][:count], *drafts])
+        assert int(tokens[count - 1]) == int(cycle.tree.tokens[0])
+        if IMAGE in tokens[len(asked) :]:  # a random model says it, too; a whole text cannot be read with it
+            continue
+        media = {
+            name: pad(value, (0, len(tokens) - len(asked))) if "type_ids" in name else value
+            for name, value in asked.media.items()
+        }
+        assert predict_chain(head, target, tokens, count, media) == drafts
+        text = torch.where(tokens == IMAGE, 5, tokens)
+        blind.append(predict_chain(head, target, text, count, None) == drafts)
+    assert len(blind) > 2 and not all(blind)
+
+
+def predict_chain(head: Any, target: Target, tokens: torch.Tensor, count: int, media: Any) -> list[int]:
+    """What a head predicts for the tokens [T] from `count` on, by its training forward."""
+    mask = torch.zeros(len(tokens), dtype=torch.bool)
+    mask[[count, -1]] = True
+    features = target.features(tokens[None], head.taps, media=media)[0]
+    batch = collate([Example(tokens, mask, features)], head.taps)
+    levels = head.draft_levels(batch, target.head, len(tokens) - count)
+    return [int(logits(states)[0].argmax()) for states, logits in levels]
