@@ -25,7 +25,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from eagle.target.structure import base_of, decoder_layers
 from eagle.target.twin import share_weights
-from eagle.target.weights.dense import keep_layout
+from eagle.target.weights.dense import keep_layout, unpack_weights
 from eagle.target.weights.packed import unpack_model
 from eagle.target.weights.quantised import check_quantised, place, read_quantization, why_not_here
 
@@ -71,7 +71,11 @@ def load_model(
         raise ValueError(f"{path} holds weights of other sizes than its config.json says: {error}") from error
     model, report = loaded
     check_weights(path, model, report)
-    return model if adapter is None else merge_adapter(model, adapter)
+    if adapter is None:
+        return model
+    if quantization is not None:
+        unpack_weights(model)  # which an adapter could not be added to
+    return merge_adapter(model, adapter)
 
 
 def choose_loader(path: str | Path, *, images: bool = False, **source: Any) -> Any:

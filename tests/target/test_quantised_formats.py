@@ -93,3 +93,23 @@ def test_an_adapter_reads_over_a_quantised_base(name: str, tmp_path: Path) -> No
     fresh = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     expected = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").eval()(input_ids=tokens).logits
     assert (adapted - expected).norm() < 1e-3 * expected.norm() < (adapted - before).norm()
+
+
+@pytest.mark.parametrize("name", ["compressed-tensors, W8A16", "compressed-tensors, W4A16"])
+def test_an_adapter_is_merged_into_what_was_unpacked(name: str, tmp_path: Path) -> None:
+    """Such weights are there only once they are unpacked; the merged target reads as the one over the base does."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    folder = FORMATS[name](tmp_path)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    torch.manual_seed(0)
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(write_plain(tmp_path / "plain")), config).save_pretrained(
+        tmp_path / "adapter"
+    )
+    base = Target.load(folder, dtype="float32", device="cpu")
+    merged = Target.load(folder, dtype="float32", device="cpu", adapter=str(tmp_path / "adapter"))
+    tokens = torch.tensor([random_tokens(9, seed=5)])
+    over, into, plain = (
+        target.features(tokens, (-1,)) for target in (base.with_adapter(tmp_path / "adapter"), merged, base)
+    )
+    torch.testing.assert_close(into, over, atol=1e-4, rtol=1e-4)
+    assert (plain - into).norm() > 0.1 * plain.norm()
