@@ -25,7 +25,7 @@ class TargetConfig(Protocol):
     architectures: list[str] | None
     vocab_size: int
     num_hidden_layers: int
-    bos_token_id: int | None
+    bos_token_id: int | None  # which some configs leave out
     eos_token_id: int | None
 
     def to_dict(self) -> Config:
@@ -67,8 +67,8 @@ def llama_config(drafter: TrainableDrafter, target_config: TargetConfig, **more:
         "tie_word_embeddings": False,
         "attention_bias": False,
         "mlp_bias": False,
-        "bos_token_id": target_config.bos_token_id,
-        "eos_token_id": target_config.eos_token_id,
+        "bos_token_id": getattr(target_config, "bos_token_id", None),
+        "eos_token_id": getattr(target_config, "eos_token_id", None),
         "torch_dtype": str(next(drafter.parameters()).dtype).removeprefix("torch."),
         **more,
     }

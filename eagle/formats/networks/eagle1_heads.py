@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Config, Layout, TargetConfig, embedding_of, llama_config, scale_of, tensors_of
@@ -111,15 +112,26 @@ class Eagle1(Network):
     def settle(
         self, head: HeadFolder, target: TargetFiles | None, taps: tuple[int, ...] | None, norm_output: str | None
     ) -> list[str]:
-        """A bias of zeros is none."""
+        """A bias of zeros is none, and what scales the target's embedding comes out of `fc`."""
+        notes = []
+        if target and target.embed_scale != 1.0 and "fc.weight" in head.names:
+            head.embed_scale = target.embed_scale
+            notes = [f"the target multiplies its embedding with {target.embed_scale:g}, by which fc is divided"]
         if "fc.bias" in head.names and not bool(head.load("fc.bias").any()):
             head.settings["fc_bias"] = False
-            return ["fc.bias is all zeros and left out: it changes nothing"]
+            return [*notes, "fc.bias is all zeros and left out: it changes nothing"]
         if head.settings["fc_bias"] and head.keys.values.get("bias") is False:
             raise ValueError(
                 "config.json: bias is false, and fc.bias is there and not zero: correct the one that is wrong"
             )
-        return []
+        return notes
+
+    def make_tensor(self, head: HeadFolder, name: str, size: torch.Size) -> Tensor:
+        """One of our tensors; `fc` reads the embedding as the target multiplies it."""
+        read = super().make_tensor(head, name, size)
+        if name == "fc.weight" and head.embed_scale != 1.0:
+            read[:, : read.shape[1] // 2] /= head.embed_scale
+        return read
 
     def list_faults(self, head: HeadFolder, target: TargetFiles | None) -> Iterator[Strike]:
         """Names and biases that some engines take otherwise."""

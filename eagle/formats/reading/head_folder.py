@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eagle.formats.reading.config_keys import NO_MATTER, Keys, read_rope, short
 from eagle.formats.reading.files import FolderTensors, TensorEntry
-from eagle.formats.reading.target_files import TargetFiles, count_differing_rows
+from eagle.formats.reading.target_files import TargetFiles, count_differing_rows, find_factor
 
 OWN, SPECULATORS, AUTOMODEL, REFERENCE = "this project", "speculators", "Automodel", "SafeAILab/EAGLE"
 MODELOPT, MIDLAYER, LAYERS, UNKNOWN = "ModelOpt", "EAGLE-3, midlayer.*", "EAGLE-3, layers.0.*", "unknown"
@@ -71,6 +71,7 @@ class HeadFolder:
     target_layers: int | None = None  # where the config tells
     draft_vocab_size: int = 0  # D
     tap_count: int = 1
+    embed_scale: float = 1.0  # of the target, which the head was trained without
     differing: dict[str, tuple[int, int]] = field(default_factory=dict)  # rows of copies that are not the target's
     inputs: tuple[int, ...] | None = None  # layer ids that count inputs
     outputs: tuple[int, ...] | None = None  # layer ids that count outputs
@@ -176,6 +177,10 @@ def compare_borrowed(
         head.problem(f"{stored} is in {ours.dtype}, expected plain weights", "Copy it again")
     elif ours.shape != theirs.shape:
         head.problem(f"{stored} is {list(ours.shape)}, the target's is {list(theirs.shape)}", "Another target?")
+    elif name == EMBEDDING and (factor := find_factor(ours, theirs)) is not None:
+        head.notes.append(
+            f"{left_out}; they are equal but for the factor {factor:g}, by which such targets multiply it"
+        )
     elif differing := count_differing_rows(ours, theirs):
         if may_differ:
             head.differing[name] = (differing, len(ours))

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,12 @@ class TargetFiles:
         positions = keys.read("max_position_embeddings")
         return cls(path, layers, width, vocab_size, positions, rope, bool(tied), keys.values, tensors)
 
+    @property
+    def embed_scale(self) -> float:
+        """The factor on its embedding's rows, of which heads elsewhere know nothing."""
+        usual = math.sqrt(self.width) if str(self.config.get("model_type")).startswith("gemma") else 1.0
+        return float(self.config.get("embedding_multiplier") or usual)
+
     def ordinary_tokens(self) -> dict[int, str]:
         """The tokens that texts are made of, without special ones; empty where no tokenizer.json tells."""
         try:
@@ -83,3 +90,11 @@ def count_differing_rows(ours: Tensor, theirs: Tensor) -> int:
     """The number of rows that differ after rounding to the coarser dtype."""
     coarse = max(ours.dtype, theirs.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     return int((ours.to(coarse) != theirs.to(coarse)).any(1).sum())
+
+
+def find_factor(ours: Tensor, theirs: Tensor) -> float | None:
+    """The root of the width, where our rows are a target's multiplied with it, as Gemma multiplies its embedding."""
+    factor = math.sqrt(theirs.shape[1])
+    # factor and products may each be rounded to bfloat16
+    is_multiple = torch.allclose(ours.float(), theirs.float() * factor, rtol=2**-7, atol=0.0)
+    return factor if is_multiple and bool(theirs.any()) else None
