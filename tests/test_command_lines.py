@@ -69,6 +69,7 @@ WRONG: dict[str, list[list[str]]] = {
     "bench/shared_prefixes.py": [[GONE], [GONE, "--conversations", "few"]],
     "bench/read_speed.py": [[GONE], [GONE, "--counts", "few"]],
     "bench/quantised.py": [["--seeds", "few"], ["target.path=no/such/folder"], ["--formats", "unknown"]],
+    "bench/seeing_vllm.py": [[GONE, GONE], [GONE, GONE, "--prompts", "few"]],
     "bench/packed_speed.py": [[GONE], [GONE, "--sizes", "7 B"]],
     "bench/hybrid_speed.py": [["--rounds", "few"], ["--dtypes", "float16"]],
     "bench/extract_speed.py": [["--model", GONE, "--data", GONE]],

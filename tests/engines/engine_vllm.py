@@ -84,6 +84,16 @@ def norm_each_layer() -> None:
     operations.rms_norm = rms_norm
 
 
+def as_input(prompt: Any) -> dict[str, Any]:
+    """A prompt of a job as vLLM takes it: token ids, or a text with the files of its images."""
+    if isinstance(prompt, list):
+        return {"prompt_token_ids": prompt}
+    from PIL import Image
+
+    images = [Image.open(path).convert("RGB") for path in prompt["images"]]
+    return {"prompt": prompt["text"], "multi_modal_data": {"image": images}}
+
+
 def answers(job: dict[str, Any]) -> dict[str, Any]:
     """One answer a prompt, one prompt at a time, so that the counters tell them apart."""
     config = json.loads((Path(job["head"]) / "config.json").read_text())
@@ -107,11 +117,12 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
     sampling = vllm.SamplingParams(temperature=0.0, max_tokens=job["new_tokens"], ignore_eos=True)
     rows, drafts, accepted = [], *read_counts(llm)
     for prompt in job["prompts"]:
-        (answer,) = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
+        (answer,) = llm.generate(as_input(prompt), sampling, use_tqdm=False)
         before, accepted_before = drafts, accepted
         drafts, accepted = read_counts(llm)
         gained = [now - then for now, then in zip(accepted, accepted_before, strict=True)]
-        rows.append({"tokens": list(answer.outputs[0].token_ids), "drafts": drafts - before, "accepted": gained})
+        row = {"tokens": list(answer.outputs[0].token_ids), "drafts": drafts - before, "accepted": gained}
+        rows.append({**row, "prompt": list(answer.prompt_token_ids)} if isinstance(prompt, dict) else row)
     return {"version": vllm.__version__, "reads": reads, "answers": rows}
 
 
