@@ -26,7 +26,7 @@ from tests.engines import engine_vllm
 from tests.engines.engine_builds import python_of
 
 SEEING = Path("runs/seeing")
-PROMPTS, NEW_TOKENS, DEPTH = 40, 48, 3
+PROMPTS, NEW_TOKENS, DEPTH = 54, 80, 3
 RENAMED = ("vision_tower.", "vision_tower.vision_model.")  # vLLM 0.32 knows transformers' names of before version 5
 
 
@@ -65,7 +65,7 @@ def answer_there(env: str, target: Target, head: str, questions: Sequence[dict[s
         parts = [{"type": "image"}, {"type": "text", "text": question["text"]}]
         text = target.processor.apply_chat_template([{"role": "user", "content": parts}], add_generation_prompt=True)
         prompts.append({"text": text, "images": [question["image"]]})
-    job = {"target": str(rename_weights(work / "target")), "head": str(work / "head"), "dtype": "float32"}
+    job = {"target": str(rename_weights(work / "target")), "head": str(work / "head"), "dtype": "float32", "ends": True}
     job |= {"depth": DEPTH, "new_tokens": NEW_TOKENS, "prompts": prompts, "out": str(work / "out.json")}
     (work / "job.json").write_text(json.dumps(job))
     subprocess.run([str(python_of(Path(env))), engine_vllm.__file__, str(work / "job.json")], check=True)
@@ -78,7 +78,7 @@ def answer_here(target: Target, head: str, questions: Sequence[dict[str, Any]]) 
     for question in questions:
         prompt = target.chat(messages_of(question))
         budget = Budget.fixed(chain_paths(DEPTH))
-        trace = generate(target, drafter, prompt, budget=budget, max_new_tokens=NEW_TOKENS, stop=[])
+        trace = generate(target, drafter, prompt, budget=budget, max_new_tokens=NEW_TOKENS)
         accepted = [sum(cycle.accepted > place for cycle in trace.cycles) for place in range(DEPTH)]
         rows.append({"tokens": trace.tokens, "drafts": len(trace.cycles), "accepted": accepted, "prompt": list(prompt)})
     return rows

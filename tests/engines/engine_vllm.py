@@ -114,7 +114,7 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
         disable_log_stats=False,
         speculative_config={**head, "model": job["head"], "num_speculative_tokens": job["depth"]},
     )
-    sampling = vllm.SamplingParams(temperature=0.0, max_tokens=job["new_tokens"], ignore_eos=True)
+    sampling = vllm.SamplingParams(temperature=0.0, max_tokens=job["new_tokens"], ignore_eos=not job.get("ends"))
     rows, drafts, accepted = [], *read_counts(llm)
     for prompt in job["prompts"]:
         (answer,) = llm.generate(as_input(prompt), sampling, use_tqdm=False)
