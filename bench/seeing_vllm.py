@@ -98,7 +98,7 @@ def compare_head(env: str, target: Target, head: str, questions: Sequence[dict[s
     counts = {name: count_accepted(rows) for name, rows in (("here", here), ("vllm", theirs))}
     return {
         "head": json.loads((Path(head) / "config.json").read_text())["settings"]["kind"],
-        "vllm": there["version"],
+        "version": there["version"],
         "prompts": len(pairs),
         "equal prompts": sum(ours["prompt"] == row["prompt"] for ours, row in pairs),
         "equal answers": sum(ours["tokens"] == row["tokens"] for ours, row in pairs),
@@ -106,9 +106,8 @@ def compare_head(env: str, target: Target, head: str, questions: Sequence[dict[s
     }
 
 
-def seeing_table(path: Path) -> str:
+def seeing_table(results: dict[str, Any]) -> str:
     """The comparison as Markdown."""
-    results = json.loads(path.read_text())
     rows = [
         (f"`{row['head']}`", name, row[name][0], *row[name][1:], f"{row['equal answers']} of {row['prompts']}")
         for row in results["heads"]
@@ -128,8 +127,9 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     target, questions = Target.load(SEEING / "target", dtype="float32"), read_questions(args.prompts)
     heads = [compare_head(args.env, target, head, questions) for head in args.heads]
-    write_results(Path(args.out), {"run": made_on(new_tokens=NEW_TOKENS), "heads": heads})
-    print(seeing_table(Path(args.out)))
+    results = {"run": made_on(vllm=heads[0]["version"], new_tokens=NEW_TOKENS), "heads": heads}
+    write_results(Path(args.out), results)
+    print(seeing_table(results))
 
 
 if __name__ == "__main__":
