@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle.core.arguments import media_of
 from eagle.core.budget import Budget, Policy
 from eagle.core.drafter import Committed, Drafter
 from eagle.core.trace import Cycle
@@ -18,6 +19,7 @@ from eagle.core.verify import Choose, Sampling, walk
 from eagle.decoding.cycle_times import clock_of
 from eagle.decoding.decode import generate
 from eagle.drafters.none import NoDrafter
+from eagle.target.talk import first_tokens, with_answer
 from eagle.target.target import Target
 
 NOWHERE = -1  # the token after the last: no draft equals it
@@ -28,7 +30,7 @@ class Answer:
     """A prompt and the target's own answer to it, with the features that a drafter reads of both."""
 
     task: str
-    tokens: list[int]
+    tokens: list[int]  # which hold the images of the prompt
     prompt: int  # tokens that are not the answer
     features: Tensor | None  # [T, L, D]
     sampling: Sampling
@@ -39,15 +41,24 @@ class Answer:
         """Tokens of the answer."""
         return len(self.tokens) - self.prompt
 
+    @property
+    def asked(self) -> list[int]:
+        """The prompt, with its images."""
+        return first_tokens(self.tokens, self.prompt)
+
 
 def answer(
     target: Target, taps: tuple[int, ...], prompt: list[int], *, limit: int, sampling: Sampling, task: str = ""
 ) -> Answer:
     """The target's own answer to a prompt."""
     written = generate(target, NoDrafter(), prompt, sampling=sampling, max_new_tokens=limit).tokens
-    tokens = [*prompt, *written]
-    features = target.features(torch.tensor([tokens]), taps)[0] if taps else None
-    return Answer(task, tokens, len(prompt), features, sampling, limit)
+    tokens = with_answer(prompt, written)
+    return Answer(task, tokens, len(prompt), features_of(target, tokens, taps), sampling, limit)
+
+
+def features_of(target: Target, tokens: list[int], taps: tuple[int, ...]) -> Tensor | None:
+    """[T, L, D], the target's states at the tokens of a text, which hold its images; None without taps."""
+    return target.features(torch.tensor([tokens]), taps, media=media_of(tokens) or None)[0] if taps else None
 
 
 def replay(
@@ -96,7 +107,7 @@ def _decode(
         "max_new_tokens": target_answer.limit,
         "budget": budget,
     }
-    cycles = generate(target, drafter, target_answer.tokens[: target_answer.prompt], timing=True, **options).cycles
+    cycles = generate(target, drafter, target_answer.asked, timing=True, **options).cycles
     if seconds is not None:
         seconds += [(cycle.seconds or {})["draft"] for cycle in cycles]
     return [(cycle.tree, [0, *cycle.kept]) for cycle in cycles]

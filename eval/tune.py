@@ -298,7 +298,7 @@ def main(argv: list[str]) -> None:
 def time_forwards(target: Target, drafter: Drafter, answers: Sequence[Answer]) -> Costs:
     """The costs of forwards from the shortest prompt to the end of the longest answer, and of cycles beside them."""
     low, high = min(known.prompt for known in answers), max(len(known.tokens) for known in answers)
-    prompts, options = [known.tokens[: known.prompt] for known in answers], {"max_new_tokens": answers[0].limit}
+    prompts, options = [known.asked for known in answers], {"max_new_tokens": answers[0].limit}
     return measure_costs(target, drafter, prompts, TRIAL, options, contexts=[low, (low + high) // 2, high])[0]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eagle.core.arguments import TEXT_INPUTS, media_of, token_ids
+from eagle.core.arguments import TEXT_INPUTS, PromptTokens, media_of, token_ids
 from eagle.core.examples import Shown
 from eagle.core.sampling import refuse_fields
 from eagle.core.verify import Sampling
@@ -30,6 +30,8 @@ class Talk:
     config: Any
     tokenizer: Any
     processor: Any
+    vocab_size: int
+    max_positions: Any
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -71,6 +73,28 @@ class Talk:
         parts = [{**turn, "content": parts_of(turn.get("content"))} for turn in messages]
         text = self.processor.apply_chat_template(parts, **{**kwargs, "tokenize": False})
         return token_ids(process(self.processor, text, images))
+
+    def check_prompt(self, prompt: list[int]) -> None:
+        """Refuse a prompt that the model cannot read."""
+        if not prompt:
+            raise ValueError("the prompt is empty: expected at least one token id")
+        if wrong := [token for token in prompt if not 0 <= token < self.vocab_size]:
+            raise ValueError(f"token ids {wrong[:5]} are outside the vocabulary: expected 0..{self.vocab_size - 1}")
+        if self.max_positions is not None and len(prompt) > self.max_positions:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens, this model has {self.max_positions} positions: shorten it"
+            )
+        self.check_images(torch.tensor(prompt), media_of(prompt))
+
+    def check_images(self, tokens: Tensor, media: Mapping[str, Any] | None) -> None:
+        """Refuse tokens that stand for an image without one: they would be read as text."""
+        names = ("image_token_id", "image_token_index")
+        token = next((getattr(self.model.config, name) for name in names if hasattr(self.model.config, name)), None)
+        if self.processor is not None and not media and token is not None and bool((tokens == token).any()):
+            raise ValueError(
+                f"the text has the token {token}, which stands for an image, and no image: pass what target.chat or "
+                "the processor gave, which holds it; a part or a copy of its tokens does not"
+            )
 
     def default_sampling(self, **fields: Any) -> Sampling:
         """The sampling of the model's generation config with `fields` replaced; ValueError for unsupported settings."""
@@ -118,11 +142,25 @@ def prepare_media(processor: Any, shown: Shown, tokens: Tensor) -> dict[str, Any
 
 def inputs_of(model: Any, prompt: list[int], answer: list[int]) -> dict[str, Tensor]:
     """What the model's own forward takes for a prompt, with its images, and the beginning of an answer."""
-    inputs = {"input_ids": torch.tensor([[*prompt, *answer]], device=model.device)}
-    for name, value in media_of(prompt).items():
-        value = pad(value, (0, len(answer))) if TYPES in name else value  # the answer is text, whose type is 0
+    text = with_answer(prompt, answer)
+    inputs = {"input_ids": torch.tensor([text], device=model.device)}
+    for name, value in media_of(text).items():
         inputs[name] = value.to(model.device, model.dtype if value.is_floating_point() else value.dtype)
     return inputs
+
+
+def first_tokens(text: list[int], count: int) -> list[int]:
+    """The first tokens of a text, among them those of all its images, which they hold."""
+    media = {name: value[:, :count] if TYPES in name else value for name, value in media_of(text).items()}
+    return PromptTokens(text[:count], media) if media else text[:count]
+
+
+def with_answer(prompt: list[int], answer: list[int]) -> list[int]:
+    """The tokens of a prompt and the beginning of an answer, which hold the prompt's images."""
+    media = {  # the answer is text, whose type is 0
+        name: pad(value, (0, len(answer))) if TYPES in name else value for name, value in media_of(prompt).items()
+    }
+    return PromptTokens([*prompt, *answer], media) if media else [*prompt, *answer]
 
 
 def images_of(turn: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -278,6 +278,7 @@ class Target(Talk):
         `media` is what a processor gave beside the tokens of a single text with images.
         """
         self.check_taps(taps)
+        self.check_images(tokens, media)
         with self.lock, self.reader.tapping(taps) as tapped:
             tapped[-1] = self.reader.read_texts(tokens, media)
         return torch.stack([tapped[tap].to(self.device, dtype) for tap in taps], dim=2)
@@ -305,15 +306,4 @@ class Target(Talk):
             raise ValueError(
                 f"{kind} hands on states of different widths, {widths} by tap (-1 is the LM head's input): expected "
                 "taps of one width"
-            )
-
-    def check_prompt(self, prompt: list[int]) -> None:
-        """Refuse a prompt that the model cannot read."""
-        if not prompt:
-            raise ValueError("the prompt is empty: expected at least one token id")
-        if wrong := [token for token in prompt if not 0 <= token < self.vocab_size]:
-            raise ValueError(f"token ids {wrong[:5]} are outside the vocabulary: expected 0..{self.vocab_size - 1}")
-        if self.max_positions is not None and len(prompt) > self.max_positions:
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens, this model has {self.max_positions} positions: shorten it"
             )

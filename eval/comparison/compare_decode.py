@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-import torch
-
+from data_prep.image_texts import as_text
 from eagle.core.budget import Budget
 from eagle.core.drafter import Drafter
 from eagle.core.verify import Sampling
@@ -15,12 +14,13 @@ from eagle.decoding.decode import generate
 from eagle.drafters.none import NoDrafter
 from eagle.formats.checkpoint import load_drafter
 from eagle.log import progress
+from eagle.target.talk import with_answer
 from eagle.target.target import Target
 from eval.comparison.compare_plan import Arm, Comparison, digest_of
 from eval.comparison.compare_rows import Entry, Rows
 from eval.load_run import load_target
 from eval.prompts import Case, cases, encode_prompt, questions
-from eval.replay import Answer, record_cycles, replay
+from eval.replay import Answer, features_of, record_cycles, replay
 
 KEY = ("set", "conversation", "turn", "temperature", "sampling_seed")
 
@@ -31,7 +31,10 @@ class Decoder:
     def __init__(self, comparison: Comparison, rows: Rows) -> None:
         self.comparison, self.rows, self.recipe = comparison, rows, comparison.recipe
         self.questions = questions(comparison.recipe)
-        self.asked = digest_of([list(question.turns) for question in self.questions], list(self.recipe.eval.seeds))
+        self.prompts: dict[tuple[Any, ...], list[int]] = {}  # by the keys of their answers: rows hold no images
+        turns = [list(question.turns) for question in self.questions]
+        shown = [list(map(as_text, question.images)) for question in self.questions]
+        self.asked = digest_of(turns, list(self.recipe.eval.seeds), *([shown] if any(shown) else []))
 
     @cached_property
     def target(self) -> Target:
@@ -90,6 +93,7 @@ class Decoder:
             if prompt is None:
                 break
             about = {"digest": self.comparison.answer_digest, **dict(zip(KEY, case.key(turn), strict=True))}
+            self.prompts[case.key(turn)] = prompt
             if not self.rows.of("answer", **about):
                 limit = self.recipe.eval.max_new_tokens
                 trace = generate(self.target, NoDrafter(), prompt, sampling=case.sampling(turn), max_new_tokens=limit)
@@ -101,17 +105,17 @@ class Decoder:
 
     def _with_features(self, row: Entry, taps: tuple[int, ...]) -> Answer:
         """An answer with the target's features that a drafter reads along it."""
-        tokens = row["tokens"]
-        features = self.target.features(torch.tensor([tokens]), taps)[0] if taps else None
+        prompt = self.prompts[tuple(row[name] for name in KEY)]
+        tokens = with_answer(prompt, row["tokens"][len(prompt) :])
+        features = features_of(self.target, tokens, taps)
         sampling = Sampling(row["temperature"], seed=row["sampling_seed"], request=row["request"])
         return Answer("", tokens, row["prompt"], features, sampling, self.recipe.eval.max_new_tokens)
 
     def _cycles(self, drafter: Drafter, answer: Answer, budget: Budget) -> tuple[int, int]:
         """Tokens committed and cycles of one answer: replayed, or decoded where only the target's coins decide."""
         if budget.draw == "sampled" and answer.sampling.temperature > 0:
-            prompt = answer.tokens[: answer.prompt]
             trace = generate(
-                self.target, drafter, prompt, sampling=answer.sampling, budget=budget, max_new_tokens=answer.limit
+                self.target, drafter, answer.asked, sampling=answer.sampling, budget=budget, max_new_tokens=answer.limit
             )
             return sum(cycle.committed for cycle in trace.cycles), len(trace.cycles)
         cycles = record_cycles(answer, replay(self.target, drafter, answer, budget))

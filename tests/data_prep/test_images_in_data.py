@@ -25,11 +25,14 @@ from data_prep.extract import main as extract
 from data_prep.image_texts import ImageReader, for_server, with_images
 from data_prep.read_once import open_cache
 from data_prep.tokens import example_of, load_tokenizer, tokenize_each
-from eagle import Target, generate, load_drafter
+from eagle import Budget, Sampling, Target, generate, load_drafter
+from eagle.core.tree import chain_paths
 from eagle.data.features import LiveFeatures
 from eagle.data.store import FeatureStore
+from eagle.drafters import DRAFTERS, settings_of
 from eagle.recipe import Recipe
 from eval import lossless, measure
+from eval.replay import answer, replay
 from recipes import train_eagle
 from tests.seeing_folders import SPECIAL, make_model, make_processor, read_words, save_llava
 
@@ -141,10 +144,10 @@ def test_tokens_and_masks_are_the_processors(sees: Path, pictures: Path, tmp_pat
     answers = ["A red box.", "A red box.Another.", *["A box."] * 5, "Yes."]
     assert len(cache) == 8
     assert (cache.tally.noted["images"], cache.tally.noted["tokens of images"]) == (8, 8 * SIZE)
-    for example, answer, count in zip(cache, answers, (1, 2, 1, 1, 1, 1, 1, 0), strict=True):
+    for example, said, count in zip(cache, answers, (1, 2, 1, 1, 1, 1, 1, 0), strict=True):
         assert int((example.tokens == image).sum()) == count * SIZE
         assert not (example.loss_mask & (example.tokens == image)).any()
-        assert target.tokenizer.decode(example.tokens[example.loss_mask]).replace("</s>", "") == answer
+        assert target.tokenizer.decode(example.tokens[example.loss_mask]).replace("</s>", "") == said
     turns = [{"role": "user", "content": [{"type": "image", "image": str(pictures / "0.png")},
                                           {"type": "text", "text": "\nWhat is this?"}]}]  # fmt: skip
     prompt = target.chat(turns)
@@ -204,7 +207,7 @@ def test_an_image_that_changed_is_refused(sees: Path, pictures: Path, tmp_path: 
 
 
 def test_planted_faults_are_seen(sees: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another image's states, and an image token that is supervised."""
+    """The states of another image differ, and a text that has lost its image is refused."""
     recipe = make_recipe(tmp_path, sees, pictures, records(pictures)[:1])
     cache, target = open_cache(recipe), Target.load(sees, dtype="float32")
     example = cache[0]
@@ -212,10 +215,10 @@ def test_planted_faults_are_seen(sees: Path, pictures: Path, tmp_path: Path, mon
     other = target.chat([{"role": "user", "content": [{"type": "image", "image": str(pictures / "1.png")}]}])
     right = LiveFeatures(target, [example], {"taps": [-1], "dtype": "float32"}).read([0])[0].features
     wrong_image = target.features(example.tokens[None], (-1,), None, {"pixel_values": other.media["pixel_values"]})[0]
-    blind = target.features(example.tokens[None], (-1,))[0]
     assert right is not None
-    for fault in (wrong_image, blind):
-        assert not torch.allclose(fault[-4:], right[-4:], atol=1e-3)
+    assert not torch.allclose(wrong_image[-4:], right[-4:], atol=1e-3)
+    with pytest.raises(ValueError, match="stands for an image, and no image"):
+        target.features(example.tokens[None], (-1,))
 
 
 def run_recipe(folder: Path, *overrides: str) -> list[str]:
@@ -355,3 +358,23 @@ def test_tables_hold_images_themselves(pictures: Path, tmp_path: Path, decoded: 
     assert isinstance(image, bytes)
     with Image.open(io.BytesIO(image)) as got, Image.open(io.BytesIO(data)) as expected:
         assert got.tobytes() == expected.tobytes()
+
+
+def test_replayed_answers_are_about_their_images(sees: Path, pictures: Path) -> None:
+    """A replay along an answer has the cycles of decoding it; a text that has lost its images is refused."""
+    target = Target.load(sees, dtype="float32")
+    parts = [{"type": "image", "image": str(pictures / "0.png")}, {"type": "text", "text": "What is it?"}]
+    prompt = target.chat([{"role": "user", "content": parts}])
+    torch.manual_seed(0)
+    head: Any = DRAFTERS["eagle1"].for_target(settings_of({"kind": "eagle1"}, ""), target.config, target.head)
+    head.bind(target.head)
+    budget = Budget.fixed(chain_paths(3))
+    known = answer(target, head.taps, prompt, limit=12, sampling=Sampling(0.0))
+    assert known.asked == prompt and known.asked.media.keys() == prompt.media.keys()
+    replayed = [tree.tokens.tolist() for tree, _ in replay(target, head, known, budget)]
+    trace = generate(target, head, prompt, budget=budget, max_new_tokens=12)
+    assert replayed == [cycle.tree.tokens.tolist() for cycle in trace.cycles][: len(replayed)]
+    assert len(replayed) > 3
+    for lost in (lambda: generate(target, head, list(prompt)), lambda: target.features(torch.tensor([prompt]), (-1,))):
+        with pytest.raises(ValueError, match="stands for an image, and no image"):
+            lost()

@@ -22,6 +22,7 @@ from bench.packed_speed import table as packed_table
 from bench.quantised import table as quantised_table
 from bench.read_speed import table as reading_table
 from bench.rehearsal import table as rehearsal_table
+from bench.seeing_vllm import seeing_table
 from bench.shared_prefixes import table as prefix_table
 from bench.speed_report import headline as speed_headline
 from bench.speed_report import summary as speed_summary
@@ -96,6 +97,8 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("recipes.md", "memory.json", memory_table),
         ("quantised.md", "quantised.json", quantised_table),
         ("guides/fine-tuned-target.md", "adapters.json", adapter_table),
+        ("guides/model-that-sees.md", "seeing_vllm.json", seeing_table),
+        ("guides/model-that-sees.md", "compare_seeing.json", comparison_table),
         ("recipes.md", "cards.json", card_table),
     ],
 )
