@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import copy
 import hashlib
 import mimetypes
@@ -80,12 +79,16 @@ class ImageReader:
         if source.startswith(DATA_URL) or len(source) > LONGEST_PATH:
             try:
                 return self._keep(base64.b64decode(source.rpartition(",")[2], validate=True))
-            except binascii.Error:
+            except ValueError:
                 raise Dropped("an image whose data are no base64") from None
         if "://" in source and not source.startswith("file://"):
             raise Dropped("an image on a server: nothing is downloaded")
         path = self.folder / source.removeprefix("file://")
-        if not path.is_file():
+        try:
+            is_there = path.is_file()
+        except (OSError, ValueError):  # no name that a file could have
+            is_there = False
+        if not is_there:
             raise Dropped("an image that is not there")
         return path.absolute()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Iterator
 from itertools import count
@@ -96,7 +97,8 @@ def _take_turn(turn: dict[str, Any], beside: bool) -> tuple[dict[str, Any], list
     turn, own = _take_beside(turn)
     key = next((key for key in ("value", "content", "text") if turn.get(key) is not None), "content")
     content = turn.get(key)
-    if MARK in str(content) or NUMBERED.search(str(content)):
+    said = json.dumps(turn, ensure_ascii=False, default=str)
+    if MARK in said or NUMBERED.search(said):
         raise Dropped("a private character that stands for images")
     speaker = str(first_of(turn, "from", "role")).strip().lower()
     images: list[Source | None] = []

@@ -95,6 +95,9 @@ def wrong(pictures: Path) -> list[tuple[dict[str, Any], str]]:
         ({"messages": parts}, "an image in an answer"),
         ({"video": "a.mp4", "conversations": turns}, "video beside the text"),
         ({"image": 7, "conversations": turns}, "an image that is neither a path nor data: int"),
+        ({"image": "a" * 300, "conversations": turns}, "an image that is not there"),
+        ({"image": "data:image/png;base64,é", "conversations": turns}, "an image whose data are no base64"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "\U000f0000"}]}]}, "a private character"),
     ]
 
 
