@@ -90,6 +90,7 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("measurements/blocks.md", "block_speed.json", block_table),
         ("measurements/drafters.md", "compare_self.json", comparison_table),
         ("measurements/data-preparation.md", "compare_stores.json", comparison_table),
+        ("measurements/data-preparation.md", "compare_stores_chat.json", comparison_table),
         ("measurements/long-context.md", "compare_window.json", comparison_table),
         ("measurements/methods.md", "compare_tiny.json", comparison_table),
         ("measurements/methods.md", "compare_hybrid.json", comparison_table),
