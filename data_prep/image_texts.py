@@ -76,7 +76,7 @@ class ImageReader:
         """The file of an image; data are written into one, named by their checksum."""
         if isinstance(source, bytes):
             return self._keep(source)
-        if source.startswith(DATA_URL) or len(source) > LONGEST_PATH:
+        if is_data(source):
             try:
                 return self._keep(base64.b64decode(source.rpartition(",")[2], validate=True))
             except ValueError:
@@ -171,8 +171,14 @@ def as_text(image: Source, folder: str | None = None) -> str:
     """An image as a path, which is then that within a folder, or as a data URL."""
     if isinstance(image, bytes):
         return data_url(image)
-    local = "://" not in image and not image.startswith(DATA_URL) and len(image) <= LONGEST_PATH
-    return str(Path(folder, image).absolute()) if local and folder is not None else image
+    if is_data(image):
+        return image if image.startswith(DATA_URL) else f"{DATA_URL}png;base64,{image}"
+    return image if folder is None or "://" in image else str(Path(folder, image).absolute())
+
+
+def is_data(source: str) -> bool:
+    """Whether a text is an image's data: a data URL, or base64 that is too long for a path."""
+    return source.startswith(DATA_URL) or len(source) > LONGEST_PATH
 
 
 def data_url(data: bytes, name: str = "") -> str:

@@ -22,7 +22,7 @@ from data_prep.chats.render import RenderedText
 from data_prep.check_mask import faults
 from data_prep.conversations import Tally, read_conversations
 from data_prep.extract import main as extract
-from data_prep.image_texts import ImageReader, for_server, with_images
+from data_prep.image_texts import ImageReader, as_text, for_server, with_images
 from data_prep.read_once import open_cache
 from data_prep.tokens import example_of, load_tokenizer, tokenize_each
 from eagle import Budget, Sampling, Target, generate, load_drafter
@@ -209,7 +209,7 @@ def test_an_image_that_changed_is_refused(sees: Path, pictures: Path, tmp_path: 
         live.read([0])
 
 
-def test_planted_faults_are_seen(sees: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_faults_are_seen(sees: Path, pictures: Path, tmp_path: Path) -> None:
     """The states of another image differ, and a text that has lost its image is refused."""
     recipe = make_recipe(tmp_path, sees, pictures, records(pictures)[:1])
     cache, target = open_cache(recipe), Target.load(sees, dtype="float32")
@@ -293,6 +293,8 @@ def test_a_server_gets_the_images_themselves(sees: Path, pictures: Path, tmp_pat
     url = turn["content"][0]["image_url"]["url"]
     assert base64.b64decode(url.removeprefix("data:image/png;base64,")) == (pictures / "0.png").read_bytes()
     assert turn["content"][1] == {"type": "text", "text": "Hm?"}
+    bare = base64.b64encode(b"\x89PNG" + bytes(1000)).decode()  # as a record may hold it, with no word of its kind
+    assert as_text(bare, "folder") == f"data:image/png;base64,{bare}"
 
 
 def test_the_inspector_shows_images(sees: Path, pictures: Path, tmp_path: Path) -> None:
