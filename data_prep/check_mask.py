@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby, zip_longest
 from typing import Any
 
-from data_prep.chats.images import with_parts
+from data_prep.chats.images import for_template
 from data_prep.chats.records import Conversation
 from data_prep.tokens import stop_texts
 from eagle.core.examples import Example
@@ -77,8 +77,7 @@ def weighted_places(conversation: Conversation, data: DataSection) -> list[int]:
 def print_messages(messages: list[Any], tools: Any, tokenizer: Any, data: DataSection, *, ask: bool = False) -> str:
     """Print messages by the chat template and, if asked for, the opening of an answer."""
     options = {"tools": tools or None, "tokenize": False, "add_generation_prompt": ask, **data.template_kwargs}
-    messages = messages if data.images is None else list(map(with_parts, messages))
-    return tokenizer.apply_chat_template(messages, **options)
+    return tokenizer.apply_chat_template(for_template(messages, data.images), **options)
 
 
 def print_prompt(conversation: Conversation, place: int, tokenizer: Any, data: DataSection) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from data_prep.chats.images import MARK, Source, with_parts
+from data_prep.chats.images import MARK, Source, for_template
 from data_prep.chats.records import Conversation, says_something
 from data_prep.image_texts import as_text, with_images
 from data_prep.servers.answers import FILTERED, TRUNCATED, Dialogue, Prompt
@@ -30,8 +30,7 @@ class Reader:
     def render(self, messages: Sequence[dict[str, Any]], tools: Any, **options: Any) -> Any:
         """The conversation through the chat template."""
         options = {"return_dict": False, **options, **self.data.template_kwargs}
-        messages = messages if self.data.images is None else list(map(with_parts, messages))
-        return self.tokenizer.apply_chat_template(list(messages), tools=tools, **options)
+        return self.tokenizer.apply_chat_template(for_template(messages, self.data.images), tools=tools, **options)
 
     def ids(self, messages: Sequence[dict[str, Any]], tools: Any, images: Sequence[Source] = ()) -> list[int] | str:
         """The token ids up to where the assistant speaks, or the reason for which there are none."""

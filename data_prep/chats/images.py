@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -167,6 +167,11 @@ def sources_of(value: Any) -> Iterator[Source]:
         yield file.getvalue()
     else:
         raise Dropped(f"an image that is neither a path nor data: {type(value).__name__}")
+
+
+def for_template(messages: Sequence[dict[str, Any]], images: str | None) -> list[dict[str, Any]]:
+    """Messages as the chat template is given them: in parts where `data.images` is set."""
+    return list(messages) if images is None else list(map(with_parts, messages))
 
 
 def with_parts(turn: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from data_prep.chats.images import MARK, with_parts
+from data_prep.chats.images import MARK, for_template
 from data_prep.chats.records import Conversation
 from data_prep.chats.turns import Dropped
 from eagle.recipe import DataSection
@@ -258,7 +258,7 @@ def make_renderer(conversation: Conversation, tokenizer: Any, data: DataSection)
 
     def apply_template(messages: list[Message], ask: bool, tools: list[dict[str, Any]] | None) -> str:
         options = {"tools": tools, "add_generation_prompt": ask, "tokenize": False}
-        messages = messages if data.images is None else list(map(with_parts, messages))
+        messages = for_template(messages, data.images)
         return tokenizer.apply_chat_template(messages, **options, **data.template_kwargs)
 
     def render(messages: list[Message], ask: bool) -> str:

@@ -33,6 +33,11 @@ def open_features(
                 store.expect(_expected_identity(recipe, roles_of(settings, borrowed.config), store))
             return borrowed, store
     shard = recipe.features.shard_target
+    if shard and not recipe.features.store and recipe.data.images is not None:
+        raise ValueError(
+            "features.shard_target and data.images exclude one another: texts with images are read one by one, and all "
+            "processes must read together; expected features.store, or a target that one device holds"
+        )
     target = Target.load(**recipe.target.model_dump(), device="cpu" if shard else "auto")
     if shard:
         target.shard()
@@ -40,11 +45,6 @@ def open_features(
     if recipe.features.store:
         return target, FeatureStore(recipe.features.store, expected)
     expected = in_precision(expected, target.model.dtype)
-    if shard and recipe.data.images is not None:
-        raise ValueError(
-            "features.shard_target and data.images exclude one another: texts with images are read one by one, and all "
-            "processes must read together; expected features.store, or a target that one device holds"
-        )
     return target, LiveFeatures(target, read_examples(), expected, recipe.features.batch_tokens)
 
 

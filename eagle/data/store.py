@@ -108,7 +108,7 @@ class FeatureStore:
         check_width(identity["dtype"], made["width"])
         sizes = sizes or TextSizes.of((example.loss_mask, example.shared) for example in examples)
         lengths, count = sizes.tokens.long(), int(sizes.tokens.sum())
-        shown = (example.shown for example in examples if "images" in identity.get("data", {}))
+        shown = (example.shown for example in (examples if "images" in identity.get("data", {}) else ()))
         tensors = {"lengths": lengths, **StoredPlan.tensors_of(plan), **pack_shown(shown)}
         if "inputs" in identity:
             tensors |= {"read": sizes.read, "taught": sizes.taught, "shared": sizes.shared}

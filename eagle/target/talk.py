@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eagle.core.arguments import TEXT_INPUTS, PromptTokens, media_of, token_ids
+from eagle.core.arguments import PromptTokens, media_of, token_ids
 from eagle.core.examples import Shown
 from eagle.core.sampling import refuse_fields
 from eagle.core.verify import Sampling
@@ -130,14 +130,13 @@ def prepare_media(processor: Any, shown: Shown, tokens: Tensor) -> dict[str, Any
                 f"the image {path} is not the one that was there when its text was tokenised: put that one back, or "
                 "remove the cache of tokens (data.cache) and the feature store, which are made anew"
             )
-    output = process(processor, shown.text, [path for path, _ in shown.images])
-    if output["input_ids"][0, : len(tokens)].tolist() != tokens.tolist():
+    text = first_tokens(token_ids(process(processor, shown.text, [path for path, _ in shown.images])), len(tokens))
+    if text != tokens.tolist():
         raise ValueError(
             f"the target's processor gives other tokens for the text {shown.text!r:.60} than when it was tokenised: "
             "remove the cache of tokens (data.cache) and the feature store, which are made anew"
         )
-    given = {name: value for name, value in output.items() if name not in TEXT_INPUTS}
-    return {name: value[:, : len(tokens)] if TYPES in name else value for name, value in given.items()}
+    return media_of(text)
 
 
 def inputs_of(model: Any, prompt: list[int], answer: list[int]) -> dict[str, Tensor]:
@@ -166,17 +165,19 @@ def with_answer(prompt: list[int], answer: list[int]) -> list[int]:
 def images_of(turn: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The parts of a message that are images."""
     content = turn.get("content")
-    for part in content if isinstance(content, list) else ():
-        if isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
-            yield part
+    yield from filter(is_image, content if isinstance(content, list) else ())
+
+
+def is_image(part: Any) -> bool:
+    """Whether a part of a message is an image."""
+    return isinstance(part, dict) and part.get("type") in IMAGE_PARTS
 
 
 def parts_of(content: Any) -> list[Any]:
     """A message's content as the list of parts that templates of models that see print."""
     if not isinstance(content, list):
         return [{"type": "text", "text": content}] if content else []
-    shown = [isinstance(part, dict) and part.get("type") in IMAGE_PARTS for part in content]
-    return [{"type": "image"} if is_image else part for part, is_image in zip(content, shown, strict=True)]
+    return [{"type": "image"} if is_image(part) else part for part in content]
 
 
 def image_in(part: dict[str, Any]) -> Any:

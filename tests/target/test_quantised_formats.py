@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,16 +75,20 @@ def test_a_head_that_copies_layers_gets_plain_ones(tmp_path: Path) -> None:
     assert (states @ matrix.T - expected).norm() < 1e-2 * expected.norm()
 
 
+def write_adapter(peft: Any, folder: Path) -> None:
+    """Write a random adapter of all linears to `adapter`."""
+    plain = AutoModelForCausalLM.from_pretrained(write_plain(folder / "plain"))
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    torch.manual_seed(0)
+    peft.get_peft_model(plain, config).save_pretrained(folder / "adapter")
+
+
 @pytest.mark.parametrize("name", ["bitsandbytes, nf4", "torchao, int8 weights"])
 def test_an_adapter_reads_over_a_quantised_base(name: str, tmp_path: Path) -> None:
     """As peft's own model of a base that has read nothing yet; the base, and its tensors, are what they were."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
     folder = FORMATS[name](tmp_path)
-    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    torch.manual_seed(0)
-    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(write_plain(tmp_path / "plain")), config).save_pretrained(
-        tmp_path / "adapter"
-    )
+    write_adapter(peft, tmp_path)
     base = Target.load(folder, dtype="float32", device="cpu")
     tokens = torch.tensor([random_tokens(9, seed=5)])
     before = base.model(input_ids=tokens).logits
@@ -100,11 +105,7 @@ def test_an_adapter_is_merged_into_what_was_unpacked(name: str, tmp_path: Path) 
     """Such weights are there only once they are unpacked; the merged target reads as the one over the base does."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
     folder = FORMATS[name](tmp_path)
-    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    torch.manual_seed(0)
-    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(write_plain(tmp_path / "plain")), config).save_pretrained(
-        tmp_path / "adapter"
-    )
+    write_adapter(peft, tmp_path)
     base = Target.load(folder, dtype="float32", device="cpu")
     merged = Target.load(folder, dtype="float32", device="cpu", adapter=str(tmp_path / "adapter"))
     tokens = torch.tensor([random_tokens(9, seed=5)])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eagle.formats.reading.config_keys import NO_MATTER, Keys, read_rope, short
 from eagle.formats.reading.files import FolderTensors, TensorEntry
-from eagle.formats.reading.target_files import TargetFiles, count_differing_rows, find_factor
+from eagle.formats.reading.target_files import TargetFiles, count_differing_rows, is_multiple
 
 OWN, SPECULATORS, AUTOMODEL, REFERENCE = "this project", "speculators", "Automodel", "SafeAILab/EAGLE"
 MODELOPT, MIDLAYER, LAYERS, UNKNOWN = "ModelOpt", "EAGLE-3, midlayer.*", "EAGLE-3, layers.0.*", "unknown"
@@ -177,10 +177,8 @@ def compare_borrowed(
         head.problem(f"{stored} is in {ours.dtype}, expected plain weights", "Copy it again")
     elif ours.shape != theirs.shape:
         head.problem(f"{stored} is {list(ours.shape)}, the target's is {list(theirs.shape)}", "Another target?")
-    elif name == EMBEDDING and (factor := find_factor(ours, theirs)) is not None:
-        head.notes.append(
-            f"{left_out}; they are equal but for the factor {factor:g}, by which such targets multiply it"
-        )
+    elif name == EMBEDDING and is_multiple(ours, theirs, target.embed_scale):
+        head.notes.append(f"{left_out}; they are equal but for the target's own factor, {target.embed_scale:g}")
     elif differing := count_differing_rows(ours, theirs):
         if may_differ:
             head.differing[name] = (differing, len(ours))

@@ -53,7 +53,7 @@ class TargetFiles:
     @property
     def embed_scale(self) -> float:
         """The factor on its embedding's rows, of which heads elsewhere know nothing."""
-        usual = math.sqrt(self.width) if str(self.config.get("model_type")).startswith("gemma") else 1.0
+        usual = math.sqrt(self.width) if "gemma" in str(self.config.get("model_type")) else 1.0
         return float(self.config.get("embedding_multiplier") or usual)
 
     def ordinary_tokens(self) -> dict[int, str]:
@@ -92,9 +92,6 @@ def count_differing_rows(ours: Tensor, theirs: Tensor) -> int:
     return int((ours.to(coarse) != theirs.to(coarse)).any(1).sum())
 
 
-def find_factor(ours: Tensor, theirs: Tensor) -> float | None:
-    """The root of the width, where our rows are a target's multiplied with it, as Gemma multiplies its embedding."""
-    factor = math.sqrt(theirs.shape[1])
-    # factor and products may each be rounded to bfloat16
-    is_multiple = torch.allclose(ours.float(), theirs.float() * factor, rtol=2**-7, atol=0.0)
-    return factor if is_multiple and bool(theirs.any()) else None
+def is_multiple(ours: Tensor, theirs: Tensor, factor: float) -> bool:
+    """Whether our rows are a target's multiplied with a factor; it and the products may be rounded to bfloat16."""
+    return factor != 1.0 and torch.allclose(ours.float(), theirs.float() * factor, rtol=2**-7, atol=0.0)
