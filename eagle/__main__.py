@@ -48,6 +48,7 @@ GROUPS = {
         "lossless": Verb("eval.lossless", "compare every answer with the untouched model's own"),
     },
     "Use and ship": {
+        "chat": Verb("eagle.command.chat", "a conversation in the terminal: drafts in green, and what they gain"),
         "generate": Verb("eagle.command.generate", "stream an answer, drafted by a head or a method's name"),
         "export": Verb("eagle.command.ship", "write a head as a serving engine reads it", "run_export"),
         "card": Verb("eagle.command.write_card", "write the README.md of a head or of data, for a hub"),

@@ -19,7 +19,7 @@ import json, os, resource, signal, sys, threading, time, traceback
 import huggingface_hub, torch
 import data_prep.prepare, data_prep.extract, data_prep.draft_vocab, data_prep.count_tokens, data_prep.dataset_card
 import eval.measure, eval.report, eval.compare, eval.tune, eval.lossless, recipes.forecast, recipes.train_eagle
-import eagle.command.generate, eagle.command.ship, eagle.command.write_card, eagle.command.launcher
+import eagle.command.chat, eagle.command.generate, eagle.command.ship, eagle.command.write_card, eagle.command.launcher
 from eagle.__main__ import main
 torch.set_num_threads(1)
 huggingface_hub.constants.HF_HUB_OFFLINE = True  # names of no model would be asked for, with pauses
@@ -30,6 +30,7 @@ def run(job, out):
     os.chdir(job["folder"])
     os.dup2(out, 1)  # a pipe, which no limit on files cuts off
     os.dup2(out, 2)
+    sys.stdin = open(os.devnull)  # not the jobs, which `eagle chat` would take for questions
     if job["room"] is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["room"], job["room"]))
     if job["stop"] is not None:

@@ -44,6 +44,8 @@ WRONG: dict[str, list[list[str]]] = {
         ["recipes", "tiny/eagl1"],
         ["recipes", "--copy", "x.yaml"],
         ["generate", GONE, "Hello", "--target", GONE],
+        ["chat", GONE, "--target", GONE],
+        ["chat", GONE, "--target", GONE, "--temperature", "warm"],
         ["export", GONE, "out", "--target", GONE, "--to", "vllm"],
         ["export", GONE, "out", "--target", GONE, "--to", "unknown"],
         ["import", GONE, "out"],

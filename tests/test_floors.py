@@ -210,7 +210,7 @@ def test_files_stay_short_and_names_do_not_shadow(path: Path) -> None:
 def test_only_entry_points_read_the_environment() -> None:
     """Settings come from recipes; `launch` alone compares the world it got with the one that was asked for."""
     readers = {name_of(path) for path in SOURCES if "os.environ" in path.read_text()}
-    entries = {"eagle.log", "eagle.training.launch", "eagle.__main__", "eagle.command.generate"}
+    entries = {"eagle.log", "eagle.training.launch", "eagle.__main__", "eagle.command.answering"}
     entries |= {"data_prep.regenerate"}  # a server's key, which no recipe may hold
     entries |= {"tests.engines.engine_vllm"}  # which runs inside vLLM
     assert readers <= entries | {m for m in readers if m.startswith("recipes")}

@@ -3,96 +3,33 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from time import perf_counter
-from typing import Any, TextIO
+from typing import Any
 
+from eagle.command.answering import (
+    GREEN,
+    HARMLESS,
+    PLAIN,
+    parse_options,
+    stream_text,
+    supports_colour,
+    writer_to,
+)
 from eagle.core.budget import Budget
 from eagle.core.drafter import Drafter
-from eagle.core.spelling import Spelling
 from eagle.core.trace import Trace
 from eagle.core.typical import PUBLISHED
 from eagle.core.verify import Sampling
 from eagle.decoding.beam import beam_search
-from eagle.decoding.decode import generate, stream
+from eagle.decoding.decode import generate
 from eagle.decoding.goodput import Goodput
 from eagle.device import choose_threads
 from eagle.formats.checkpoint import load_drafter
-from eagle.recipe import lay_over
 from eagle.target.target import Target
-
-GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
-# control characters in an answer must not move the cursor or set a title
-HARMLESS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-
-Write = Callable[[str, bool], None]  # a piece of text, and whether it was drafted
-
-
-@dataclass(frozen=True)
-class TimedTrace:
-    """An answer and the seconds that decoding it took."""
-
-    trace: Trace
-    seconds: float
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second, prefill included."""
-        return len(self.trace.tokens) / self.seconds
-
-    def __str__(self) -> str:
-        tokens, forwards = len(self.trace.tokens), len(self.trace.cycles)
-        return (
-            f"{tokens} tokens, {self.speed:.1f} tokens/s; {forwards} forwards after the prompt's, "
-            f"acceptance length {self.trace.acceptance_length:.2f}"
-        )
-
-
-def stream_text(target: Target, drafter: Drafter, prompt: list[int], write: Write, **options: Any) -> TimedTrace:
-    """Decode an answer, writing each piece of its text as soon as it is complete."""
-    spell, trace, seconds = Spelling(target.tokenizer), Trace([]), 0.0
-    target.forget()
-    pieces = stream(target, drafter, prompt, trace=trace, **options)
-    while trace.finish == "running":
-        start = perf_counter()
-        new = next(pieces)
-        seconds += perf_counter() - start
-        for token, drafted in zip(new, trace.drafted[-len(new) :], strict=True):
-            if text := spell(token):
-                write(text, drafted)
-    if text := spell.rest():
-        write(text, False)
-    return TimedTrace(trace, seconds)
-
-
-def writer_to(out: TextIO, coloured: bool) -> Write:
-    """A function that writes pieces of an answer: drafted ones in green, on a terminal without control characters."""
-
-    def write(text: str, drafted: bool) -> None:
-        if out.isatty():
-            text = text.translate(HARMLESS)
-        out.write(f"{GREEN}{text}{PLAIN}" if drafted and coloured else text)
-        out.flush()
-
-    return write
-
-
-def supports_colour(out: TextIO) -> bool:
-    """Whether `out` is a terminal that shows colours, which its user has not switched off."""
-    return out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
-
-
-def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
-    """Options of a drafter from KEY=VALUE each, the values as YAML."""
-    options: dict[str, Any] = {}
-    for pair in pairs:
-        lay_over(options, pair)
-    return options
 
 
 def main(argv: list[str]) -> None:
@@ -145,6 +82,7 @@ def _generate(args: argparse.Namespace) -> None:
     # tokens that the target's own noise ranks first are often unlikely ones, which that rule turns away
     likeliest = replace(drafter.budget or Budget(), draw="likeliest") if args.typical else None
     budget = policy or likeliest
+    target.forget()
     drafted = stream_text(target, drafter, prompt, writer_to(sys.stdout, coloured), budget=budget, **options)
     print()
     legend = f" ({GREEN}green{PLAIN}: drafted)" if coloured else ""
@@ -157,6 +95,7 @@ def _generate(args: argparse.Namespace) -> None:
     if args.typical:
         print("typical acceptance is LOSSY: the answer does not follow the model's distribution", file=sys.stderr)
     if args.compare:
+        target.forget()
         plain = stream_text(target, none, prompt, lambda *_: None, **options)
         print(f"none: {plain}", file=sys.stderr)
         dtype = "" if args.typical else str(target.model.dtype).removeprefix("torch.")

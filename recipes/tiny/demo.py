@@ -43,6 +43,7 @@ have written itself: the same text in fewer passes.
 This demo makes a small model, trains a head for it, and measures both on this
 machine. Everything goes to runs/demo."""
 NEXT = f"""\
+  eagle chat {HEAD} --target {TARGET}
   eagle generate {HEAD} "How do I make pancakes?" --target {TARGET} --compare
   eagle tune {RECIPE.removeprefix("recipes/").removesuffix(".yaml")}
   eagle doctor {HEAD} --target {TARGET}"""

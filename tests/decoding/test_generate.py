@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from eagle import Sampling, Target, generate, load_drafter
 from eagle.__main__ import main
-from eagle.command.generate import GREEN, PLAIN, parse_options, stream_text, supports_colour, writer_to
+from eagle.command.answering import GREEN, PLAIN, parse_options, stream_text, supports_colour, writer_to
 from eagle.core.noise import Noise
 from eagle.core.spelling import Spelling
 from eagle.core.trace import Trace

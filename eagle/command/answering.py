@@ -1,0 +1,97 @@
+"""Stream an answer to a terminal or a pipe, for the verbs that write one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, TextIO
+
+from eagle.core.drafter import Drafter
+from eagle.core.spelling import Spelling
+from eagle.core.trace import Trace
+from eagle.decoding.decode import stream
+from eagle.recipe import lay_over
+from eagle.target.target import Target
+
+GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
+# control characters in an answer must not move the cursor or set a title
+HARMLESS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+Write = Callable[[str, bool], None]  # a piece of text, and whether it was drafted
+
+
+@dataclass(frozen=True)
+class TimedTrace:
+    """An answer and the seconds that decoding it took; `prompt_seconds` of them until the first token."""
+
+    trace: Trace
+    seconds: float
+    prompt_seconds: float
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second, prefill included."""
+        return len(self.trace.tokens) / self.seconds
+
+    def __str__(self) -> str:
+        tokens, forwards = len(self.trace.tokens), len(self.trace.cycles)
+        return (
+            f"{tokens} tokens, {self.speed:.1f} tokens/s; {forwards} forwards after the prompt's, "
+            f"acceptance length {self.trace.acceptance_length:.2f}"
+        )
+
+
+def stream_text(
+    target: Target,
+    drafter: Drafter,
+    prompt: list[int],
+    write: Write,
+    *,
+    is_stopped: Callable[[], bool] = lambda: False,
+    **options: Any,
+) -> TimedTrace:
+    """Decode an answer, writing each piece of its text as soon as it is complete, until it ends or `is_stopped`.
+
+    A prefix that the target's last text shares is not read again: `target.forget()` before what is timed whole.
+    """
+    spell, trace, seconds, prompt_seconds = Spelling(target.tokenizer), Trace([]), 0.0, 0.0
+    pieces: Any = stream(target, drafter, prompt, trace=trace, **options)
+    while trace.finish == "running" and not is_stopped():
+        start = perf_counter()
+        new = next(pieces)
+        seconds += perf_counter() - start
+        prompt_seconds = prompt_seconds or seconds
+        for token, drafted in zip(new, trace.drafted[-len(new) :], strict=True):
+            if text := spell(token):
+                write(text, drafted)
+    pieces.close()
+    if text := spell.rest():
+        write(text, False)
+    return TimedTrace(trace, seconds, prompt_seconds)
+
+
+def writer_to(out: TextIO, coloured: bool) -> Write:
+    """A function that writes pieces of an answer: drafted ones in green, on a terminal without control characters."""
+
+    def write(text: str, drafted: bool) -> None:
+        if out.isatty():
+            text = text.translate(HARMLESS)
+        out.write(f"{GREEN}{text}{PLAIN}" if drafted and coloured else text)
+        out.flush()
+
+    return write
+
+
+def supports_colour(out: TextIO) -> bool:
+    """Whether `out` is a terminal that shows colours, which its user has not switched off."""
+    return out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
+    """Options of a drafter from KEY=VALUE each, the values as YAML."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        lay_over(options, pair)
+    return options

@@ -1,0 +1,248 @@
+"""A conversation in the terminal, with the drafted part of each answer in green."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from io import TextIOWrapper
+from types import FrameType
+from typing import Any
+
+from jinja2 import TemplateError
+
+from eagle.command.answering import (
+    TimedTrace,
+    Write,
+    parse_options,
+    stream_text,
+    supports_colour,
+    writer_to,
+)
+from eagle.core.drafter import Drafter
+from eagle.core.verify import Sampling
+from eagle.decoding.decode import generate
+from eagle.device import choose_threads
+from eagle.formats.checkpoint import load_drafter
+from eagle.target.target import Target
+
+HELP = """\
+/plain           answer without drafts; the conversation stays
+/draft           answer with drafts again
+/temperature X   sample from now on; 0 takes the likeliest token
+/system TEXT     set the system message; without a text, remove it
+/reset           forget the conversation; the system message stays
+/help            show this
+/quit            leave, as Ctrl-D does
+Ctrl-C stops an answer, and what was said of it stays. Twice, it leaves.
+A line that begins with a space is no command."""
+
+
+@dataclass
+class Pace:
+    """Tokens of all answers that were written in one way, and their seconds; without prompts and first tokens."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens per second; None before any."""
+        return self.tokens / self.seconds if self.tokens else None
+
+    def add(self, answer: TimedTrace) -> None:
+        """Count an answer."""
+        self.tokens += sum(cycle.committed for cycle in answer.trace.cycles)
+        self.seconds += answer.seconds - answer.prompt_seconds
+
+
+class Chat:
+    """A conversation with a target, whose answers are drafted, or plain while `drafts` is off."""
+
+    def __init__(self, target: Target, drafter: Drafter, sampling: Sampling, max_new_tokens: int) -> None:
+        self.target, self.sampling, self.max_new_tokens = target, sampling, max_new_tokens
+        self.drafters = {True: drafter, False: load_drafter("none", target)}
+        self.paces = {True: Pace(), False: Pace()}  # of the whole session
+        self.drafts = True
+        self.system: list[dict[str, Any]] = []  # one message, or none
+        self.turns: list[dict[str, Any]] = []
+
+    def answer(self, question: str, write: Write, is_stopped: Callable[[], bool] = lambda: False) -> TimedTrace:
+        """Stream the answer to a question; both join the conversation, which an error leaves as it was.
+
+        The whole conversation is printed by the chat template each time, since templates may rewrite earlier turns. The
+        target reads what is new in it.
+        """
+        turns = [*self.turns, {"role": "user", "content": question}]
+        try:
+            prompt = self.target.chat([*self.system, *turns])
+        except TemplateError as error:
+            raise ValueError(
+                f"the chat template refuses these messages: {error}; /system without a text removes the system "
+                "message, /reset forgets the conversation"
+            ) from None
+        room = self.target.room(prompt)
+        if not room:
+            raise ValueError(
+                f"the conversation has come to {len(prompt)} tokens, and this model has {self.target.max_positions} "
+                "positions, which leaves none for an answer: /reset forgets the conversation, and a shorter question "
+                "may fit"
+            )
+        answer = stream_text(
+            self.target,
+            self.drafters[self.drafts],
+            prompt,
+            write,
+            is_stopped=is_stopped,
+            sampling=self.sampling,
+            max_new_tokens=min(self.max_new_tokens, room),
+        )
+        self.turns = [*turns, {"role": "assistant", "content": answer.trace.text}]
+        self.paces[self.drafts].add(answer)
+        return answer
+
+    def describe(self, answer: TimedTrace) -> str:
+        """A line on the last answer: tokens per forward, speed, and how much faster drafts are where both were timed.
+
+        The speed of this answer is compared with that of all answers of this session that were written the other way.
+        """
+        trace, pace = answer.trace, Pace()
+        pace.add(answer)
+        text = f"{len(trace.tokens)} tokens, {len(trace.cycles)} forwards after the prompt's"
+        if pace.speed is not None:
+            text += f": τ = {trace.acceptance_length:.2f}, {pace.speed:.0f} tokens/s"
+            text += self._compare(pace.speed, self.paces[not self.drafts].speed)
+        if trace.finish == "running":
+            text += "; stopped"
+        elif trace.finish == "length":
+            is_full = len(trace.tokens) < self.max_new_tokens
+            text += "; cut off at " + ("the model's last position" if is_full else "--max-new-tokens")
+        return text
+
+    def _compare(self, speed: float, other: float | None) -> str:
+        """Drafts against plain decoding, once both were timed."""
+        if other is None:
+            return "; /plain answers without drafts, to compare" if self.drafts else ""
+        if self.drafts:
+            return f", {speed / other:.2f} × as fast as without drafts ({other:.0f})"
+        return f"; with drafts {other / speed:.2f} × as fast ({other:.0f})"
+
+    def command(self, line: str) -> str:
+        """Obey a line that begins with `/`, but /quit; returns what is to be said of it."""
+        name, _, rest = line.partition(" ")
+        rest = rest.strip()
+        if name == "/help":
+            return HELP
+        if name in ("/plain", "/draft"):
+            self.drafts = name == "/draft"
+            return f"{'with' if self.drafts else 'without'} drafts from here on; the conversation stays"
+        if name == "/reset":
+            self.turns = []
+            return "the conversation is forgotten" + ("; the system message stays" if self.system else "")
+        if name == "/system":
+            self.system = [{"role": "system", "content": rest}] if rest else []
+            return "the system message is set" if rest else "there is no system message"
+        if name == "/temperature":
+            with suppress(ValueError):
+                self.sampling = replace(self.sampling, temperature=float(rest))
+                return f"temperature {self.sampling.temperature:g}"
+            raise ValueError(f"/temperature got {rest!r}, expected a number: 0 (greedy) or more")
+        raise ValueError(f"there is no command {name}: /help lists them; text that begins with / needs a space before")
+
+
+@contextmanager
+def noting_interrupt() -> Iterator[Callable[[], bool]]:
+    """In the block the first Ctrl-C is noted, for the function that is given to tell; a second one interrupts."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    handler = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(received)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def read_lines() -> Iterator[str]:
+    """The lines that a user types at a prompt, or that are piped in, to their end."""
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    if not sys.stdin.isatty():
+        for line in sys.stdin:
+            yield line.rstrip("\r\n")
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401  # which gives `input` keys to edit a line and to bring back earlier ones
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:  # as shells do: a new line
+            print()
+            continue
+        yield line
+
+
+def converse(chat: Chat, write: Write) -> None:
+    """Answer lines and obey commands until the input ends; what a user can mend is told, and no line ends the rest."""
+    for line in read_lines():
+        if line.strip() == "/quit":
+            return
+        with noting_interrupt() as is_stopped:
+            try:
+                if line.startswith("/"):
+                    print(chat.command(line), file=sys.stderr)
+                elif line.strip():
+                    answer = chat.answer(line.strip(), write, is_stopped)
+                    print(flush=True)
+                    print(chat.describe(answer), file=sys.stderr)
+            except ValueError as error:
+                print(f"error: {error}", file=sys.stderr)
+
+
+def main(argv: list[str]) -> None:
+    """Talk with a target in the terminal, drafted by a head or a method without weights; /help lists commands."""
+    parser = argparse.ArgumentParser(prog="eagle chat", description=main.__doc__)
+    parser.add_argument("drafter", help="a head's folder or hub id, or a method without weights, such as ngram")
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0, help="of what is sampled: the same words get the same answers")
+    parser.add_argument("--max-new-tokens", type=int, default=512, help="of one answer (default: 512)")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="KEY=VALUE", help="of a method without weights"
+    )
+    parser.add_argument("--dtype", default="auto", help="of the target; by default what is fastest here")
+    args = parser.parse_args(argv)
+    sampling = Sampling(args.temperature, seed=args.seed)
+    target = Target.load(args.target, dtype=args.dtype)
+    drafter = load_drafter(args.drafter, target, **parse_options(args.option))
+    chat = Chat(target, drafter, sampling, args.max_new_tokens)
+    warm_up(chat)
+    coloured = supports_colour(sys.stdout)
+    if sys.stdin.isatty():
+        green = ", and drafted text is green" if coloured else ""
+        print(f"/help lists commands, Ctrl-D leaves{green}", file=sys.stderr)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a stopped answer is no stopped command
+    try:
+        converse(chat, writer_to(sys.stdout, coloured))
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def warm_up(chat: Chat) -> None:
+    """Choose the number of threads, and run both ways of decoding once, so that first answers are timed fairly."""
+    target, prompt = chat.target, chat.target.chat("Hello")
+    if target.device.type == "cpu":
+        choose_threads(partial(generate, target, chat.drafters[False], prompt, max_new_tokens=2))
+    for drafter in chat.drafters.values():
+        generate(target, drafter, prompt, max_new_tokens=8)
+    target.forget()
