@@ -6,7 +6,7 @@ import json
 import platform
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +187,8 @@ class Results:
 
     path: Path
     headers: list[dict[str, Any]]
-    answers: list[Answer]
-    batches: tuple[Answer, ...] = ()
+    answers: list[Answer] = field(repr=False)
+    batches: tuple[Answer, ...] = field(default=(), repr=False)
 
     @property
     def header(self) -> dict[str, Any]:
