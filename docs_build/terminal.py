@@ -9,6 +9,7 @@ import pty
 import re
 import select
 import struct
+import subprocess
 import sys
 import termios
 from collections.abc import Sequence
@@ -24,6 +25,10 @@ COMMAND = "eagle chat runs/demo/eagle1/head --target runs/demo/target --dtype fl
 QUESTION = "What do you know about otters?"
 TYPED = [QUESTION, "/plain", "/reset", QUESTION, "/draft", "How do I make apple pie?"]
 COLUMNS, ROWS = 100, 40
+# makes the terminal the one that sends Ctrl-C to a command, then becomes that command
+CONTROLLED = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])"
+)
 SECONDS = 300  # without a word, after which a program is taken to hang
 EDITING = re.compile(r"\x1b\[\?\d+[hl]")  # a line editor asks for brackets around pasted text
 Step = tuple[str, str]  # what to wait for, and what to type then
@@ -31,12 +36,18 @@ Step = tuple[str, str]  # what to wait for, and what to type then
 
 def run_in_terminal(command: Sequence[str], steps: Sequence[Step]) -> tuple[str, int]:
     """All that a terminal is sent by a command, which is typed to step by step; and the command's status."""
-    child, terminal = pty.fork()
-    if not child:
-        os.environ["TERM"] = "xterm-256color"
-        os.environ.pop("NO_COLOR", None)
-        os.execvp(command[0], list(command))
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+    terminal, end = pty.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+    colours = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    child = subprocess.Popen(
+        [sys.executable, "-c", CONTROLLED, *command],
+        stdin=end,
+        stdout=end,
+        stderr=end,
+        env={**colours, "TERM": "xterm-256color"},
+        start_new_session=True,
+    )
+    os.close(end)
     sent, place, waiting = b"", 0, list(steps)
     while select.select([terminal], [], [], SECONDS)[0]:
         try:
@@ -47,10 +58,9 @@ def run_in_terminal(command: Sequence[str], steps: Sequence[Step]) -> tuple[str,
             place = found + len(waiting[0][0].encode())
             os.write(terminal, waiting.pop(0)[1].encode())
     else:
-        os.kill(child, 9)
+        child.kill()
     os.close(terminal)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return EDITING.sub("", sent.decode(errors="replace")).replace("\r\n", "\n"), status
+    return EDITING.sub("", sent.decode(errors="replace")).replace("\r\n", "\n"), child.wait()
 
 
 def record() -> str:

@@ -135,6 +135,8 @@ class Chat:
         """Obey a line that begins with `/`, but /quit; returns what is to be said of it."""
         name, _, rest = line.partition(" ")
         rest = rest.strip()
+        if rest and name in ("/help", "/plain", "/draft", "/reset"):
+            raise ValueError(f"{name} got {rest!r}, expected nothing behind it: ask on a line of its own")
         if name == "/help":
             return HELP
         if name in ("/plain", "/draft"):
@@ -195,7 +197,7 @@ def read_lines() -> Iterator[str]:
 def converse(chat: Chat, write: Write) -> None:
     """Answer lines and obey commands until the input ends; what a user can mend is told, and no line ends the rest."""
     for line in read_lines():
-        if line.strip() == "/quit":
+        if line.partition(" ")[0] == "/quit":
             return
         with noting_interrupt() as is_stopped:
             try:

@@ -16,7 +16,7 @@ from docs_build import terminal
 from docs_build.terminal import run_in_terminal
 from eagle import Sampling, Target, generate, load_drafter
 from eagle.__main__ import main
-from eagle.command.answering import GREEN, PLAIN
+from eagle.command.answering import GREEN, PLAIN, writer_to
 from eagle.command.chat import Chat, noting_interrupt
 from eagle.core.noise import Noise
 from eagle.core.trace import Trace
@@ -183,6 +183,39 @@ def test_what_was_drafted_is_written_as_such(exact: Target) -> None:
     assert pieces == answer.trace.pieces() and any(drafted for _, drafted in pieces)
 
 
+@pytest.fixture
+def steering(eight_token_dir: Path) -> Target:
+    """A target that says the escape character and the bell alone."""
+    target = Target.load(eight_token_dir, dtype=torch.float64)
+    codes = target.tokenizer.convert_tokens_to_ids(["<0x1B>", "<0x07>"])
+    with torch.no_grad():
+        row = target.model.lm_head.weight[-1].clone()
+        target.model.lm_head.weight.zero_()
+        target.model.lm_head.weight[codes] = torch.stack([row, -row])  # one of them is always above 0
+    return target
+
+
+class Terminal(io.StringIO):
+    """A file that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        """It does."""
+        return True
+
+
+@pytest.mark.parametrize("is_planted", [False, True])
+def test_an_answer_cannot_steer_the_terminal(
+    is_planted: bool, steering: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control characters are replaced in a terminal, and seen if they are not; the conversation keeps them."""
+    if is_planted:
+        monkeypatch.setattr("eagle.command.answering.HARMLESS", {})
+    shown, chat = Terminal(), Chat(steering, load_drafter("suffix", steering), Sampling(), NEW)
+    answer = chat.answer(ASKED[0], writer_to(shown, False))
+    assert set(answer.trace.text) <= set("\x1b\x07") and len(answer.trace.text) == NEW
+    assert shown.getvalue() == (answer.trace.text if is_planted else "\ufffd" * NEW)
+
+
 def test_a_conversation_that_does_not_fit_is_refused(exact: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer ends at the last position; a question that leaves no room is refused, and the conversation stays."""
     chat = Chat(exact, load_drafter("suffix", exact), Sampling(), NEW)
@@ -212,13 +245,15 @@ def test_commands_set_what_they_say(exact: Target) -> None:
     for line, message in (
         ("/temperature warm", "/temperature got 'warm', expected a number"),
         ("/temperature -1", "/temperature got '-1', expected a number: 0"),
+        ("/plain why?", "/plain got 'why\\?', expected nothing behind it: ask on a line of its own"),
         ("/usr/bin", "no command /usr/bin: /help lists them; text that begins with / needs a space before"),
     ):
         with pytest.raises(ValueError, match=message):
             chat.command(line)
-    assert chat.sampling.temperature == 0.5
+    assert chat.sampling.temperature == 0.5 and chat.drafts
     named = re.findall(r"^(/\w+)", chat.command("/help"), re.MULTILINE)
     assert named == ["/plain", "/draft", "/temperature", "/system", "/reset", "/help", "/quit"]
+    assert not [name for name in named if f"`{name}" not in terminal.PAGE.read_text()]
 
 
 def test_a_mistake_is_told_and_the_conversation_goes_on(
