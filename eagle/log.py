@@ -1,4 +1,4 @@
-"""Progress and metrics: a console, a JSONL file, and wandb where it is asked for."""
+"""Progress and metrics: a console, a JSONL file, and how a command ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ from rich.text import Text
 
 Item = TypeVar("Item")
 WIDE = 100  # columns of a terminal that has room for a bar
-WANDB_SECONDS = 10
 OURS = {"eagle", "data_prep", "eval", "recipes", "tests", "__main__"}
 STOPPED_BY_SIGINT = 130  # the exit status that shells give to Ctrl-C
 MESSAGES = "EAGLE_MESSAGES"  # the folder in which each process that `eagle` launched leaves its last sentence
@@ -213,29 +212,25 @@ def memory_gb() -> float:
 
 
 class Metrics:
-    """Metrics as JSON lines, flushed at once, and to wandb if `project` is given; rows from `before` on are dropped."""
+    """Metrics as JSON lines, flushed at once; rows from `before` on, which will be told again, are `dropped`."""
 
-    def __init__(self, path: Path, *, before: int = 0, project: str | None = None, config: Any = None) -> None:
+    def __init__(self, path: Path, *, before: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_text().splitlines() if path.is_file() else []
+        self.dropped = [line for line in lines if _step_of(line) >= before]
         part = path.with_name(f"{path.name}.part")
         part.write_text("".join(f"{line}\n" for line in lines if _step_of(line) < before))
         os.replace(part, path)
         self.file: TextIO = path.open("a")
-        self.run = _wandb(project, path.parent, config) if project else None
 
     def write(self, **row: Any) -> None:
         """Append a row."""
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
-        if self.run is not None:
-            self.run.log(row)
 
     def close(self) -> None:
-        """Close the file and the wandb run."""
+        """Close the file."""
         self.file.close()
-        if self.run is not None:
-            self.run.finish()
 
 
 def _step_of(line: str) -> float:
@@ -244,17 +239,3 @@ def _step_of(line: str) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return float("inf")
-
-
-def _wandb(project: str, folder: Path, config: Any) -> Any:
-    """A wandb run, offline on disk for `wandb sync` without a key or a network; training never waits for it."""
-    import wandb
-
-    settings = wandb.Settings(
-        init_timeout=WANDB_SECONDS, finish_timeout=WANDB_SECONDS, login_timeout=WANDB_SECONDS, silent=True
-    )
-    try:
-        return wandb.init(project=project, dir=folder, config=config, settings=settings)
-    except wandb.Error as error:  # no key (UsageError), no network (CommError)
-        print(f"wandb is not reached ({error}): the run is kept in {folder}/wandb, send it later with `wandb sync`")
-        return wandb.init(project=project, dir=folder, config=config, settings=settings, mode="offline")

@@ -25,6 +25,7 @@ from eagle.device import best_device
 from eagle.disk import lock_folder, write_text
 from eagle.log import interrupted_by_user, progress, script
 from eagle.shipped import commit
+from eagle.training.trackers import Trackers, check_trackers
 from eval.comparison.compare_decode import Decoder
 from eval.comparison.compare_plan import Comparison
 from eval.comparison.compare_rows import Rows
@@ -78,6 +79,8 @@ def begin(rows: Rows, about: dict[str, Any]) -> None:
 def run(comparison: Comparison) -> str:
     """Prepare, train and measure what is missing, seed by seed; returns the table."""
     rows = Rows(comparison.folder)
+    for arm in comparison.arms.values():
+        check_trackers(arm.recipe.train)
     prepare(comparison)
     decoder = Decoder(comparison, rows)
     begin(rows, header(comparison, decoder))
@@ -95,7 +98,21 @@ def run(comparison: Comparison) -> str:
         elif work == "measure" and not decoder.is_done(arm, seed):
             decoder.measure(arm, seed)
             report(comparison, rows)
-    return report(comparison, rows)
+    table = report(comparison, rows)
+    log_comparison(comparison, table)
+    return table
+
+
+def log_comparison(comparison: Comparison, table: str) -> None:
+    """Log the table and the figure to the trackers, as a run beside those of the arms."""
+    recipe = comparison.recipe
+    if not recipe.train.trackers:
+        return
+    train = recipe.train.model_copy(update={"out": str(comparison.folder)})
+    trackers = Trackers(recipe.model_copy(update={"train": train}))
+    files = [comparison.folder / name for name in ("comparison.md", "comparison.json", "curves.svg")]
+    trackers.send([path for path in files if path.is_file()], table)
+    trackers.finish()
 
 
 def report(comparison: Comparison, rows: Rows) -> str:

@@ -16,10 +16,11 @@ from eagle.core.verify import Sampling
 from eagle.decoding.cycle_times import SIZES, measure_costs
 from eagle.decoding.decode import generate
 from eagle.decoding.forward_costs import Costs
-from eagle.disk import lock_path
+from eagle.disk import lock_path, write_text
 from eagle.log import interrupted_by_user, progress, script
 from eagle.recipe import Recipe, command_line
 from eagle.target.target import Target
+from eagle.training.trackers import Trackers
 from eval.costs import NOT_DRAFTING
 from eval.load_run import (
     MeasuredDrafter,
@@ -34,8 +35,9 @@ from eval.measure_batches import measure_batches
 from eval.measurement import Measurement
 from eval.processes import ALONE, Processes
 from eval.prompts import Case, encode_prompt, questions
-from eval.report import markdown
+from eval.report import markdown, page
 from eval.result_files.answer_rows import Row, row_of
+from eval.result_files.results import ACCEPTANCE_LENGTH, SPEED_UP, read_results
 from eval.result_files.write_results import ResultsWriter, merge_parts, part_of, read_stored
 
 WARM_UP = 16  # tokens of a generation that is not counted
@@ -181,6 +183,23 @@ def _rows(measurement: Measurement) -> Iterator[Row]:
         yield from measure_alone(measurement) if batch_size == 1 else measure_batches(measurement, batch_size)
 
 
+def log_measurement(recipe: Recipe, path: Path, table: str) -> None:
+    """Log what was measured, and its page, to the run that training has begun in each of the recipe's trackers."""
+    if not recipe.train.trackers:
+        return
+    write_text(out := path.with_name("report.html"), page([path]))
+    measured: dict[str, float] = {}
+    for group in read_results(path).groups():
+        for name, metric in (("tau", ACCEPTANCE_LENGTH), ("speed_up", SPEED_UP)):
+            where = f"T{group.temperature:g}/batch{group.batch_size}/{group.drafter}/{name}"
+            measured[where] = group.estimate(metric).value
+    trackers = Trackers(recipe)
+    trackers.log({"measured": measured})
+    trackers.send([out, path], table)
+    trackers.finish()
+    print(f"logged to {', '.join(recipe.train.trackers)}, with {out}")
+
+
 def main(argv: list[str]) -> None:
     """Measure the recipe's drafters, append the rows to results.jsonl and print the table."""
     parser = command_line("eagle measure", __doc__)
@@ -193,7 +212,8 @@ def main(argv: list[str]) -> None:
         processes.wait()
         if processes.is_first:
             merge_parts(path)
-            print(markdown(path))
+            print(table := markdown(path))
+            log_measurement(recipe, path, table)
 
 
 if __name__ == "__main__":

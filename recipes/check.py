@@ -34,6 +34,7 @@ from eagle.recipe import Recipe
 from eagle.target.target import Target
 from eagle.target.weights.quantised import method_of, read_quantization, why_not_here
 from eagle.training.first_head import first_head
+from eagle.training.trackers import check_trackers
 from recipes.forecast import (
     GB,
     TFLOPS,
@@ -54,6 +55,7 @@ FEW = 8  # texts of a step on a CPU, where 128 take minutes: the rate is the sam
 def check(recipe: Recipe) -> None:
     """Every stage on a little data, each with its time; what is wrong in one of them ends it with a message."""
     settings = settings_of(recipe.drafter.model_dump(), "recipe")
+    check_trackers(recipe.train)
     planned, recipe = recipe, with_head_that_is_there(with_data_that_is_there(recipe))
     is_local = Path(recipe.data.train).exists()  # else what is known comes before what is fetched
     count = say_conversations(recipe) if is_local else None

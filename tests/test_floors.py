@@ -40,10 +40,10 @@ DOORS = {
     "datasets": {"data_prep.conversations", "eval.prompts"},
     "accelerate": {
         *("eagle.training.train", "eagle.training.train_joint", "eagle.training.launch", "eagle.training.resume"),
-        "eagle.training.choice",
+        *("eagle.training.choice", "eagle.training.trackers"),
         "eagle.data.features",
     },
-    "wandb": {"eagle.log"},
+    "wandb": {"eagle.training.trackers"},
     "huggingface_hub": {"eagle.data.identity", "eagle.formats.checkpoint"},
     "peft": {"eagle.target.loading"},
     "deepspeed": set(),

@@ -148,7 +148,25 @@ class TrainSection(Section):
     on_policy: OnPolicySection | None = None  # learn from the head's own drafts, too; {} for the defaults
     checkpoint_every: int | None = Field(None, ge=1)  # steps between checkpoints; by default once an epoch
     keep: int = Field(2, ge=1)  # checkpoints that stay on the disk
-    wandb: str | None = None  # log to this project of Weights & Biases
+    log_with: tuple[str, ...] = ()  # trackers beside metrics.jsonl: wandb, tensorboard, mlflow, trackio, comet
+    project: str = "eagle"  # the project of the trackers in which the run is logged
+    wandb: str | None = None  # log to this project of Weights & Biases, as `log_with` does with `project`
+
+    @field_validator("log_with", mode="before")
+    @classmethod
+    def _as_names(cls, value: Any) -> Any:
+        """Names in a list or with commas between them, as accelerate spells them."""
+        names = value.split(",") if isinstance(value, str) else () if value is None else value
+        if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+            return value
+        spelled = [name.strip().lower().replace("-", "_") for name in names]
+        return tuple(dict.fromkeys("comet_ml" if name == "comet" else name for name in spelled if name))
+
+    @property
+    def trackers(self) -> dict[str, str]:
+        """The project of every tracker, by the tracker's name."""
+        named = dict.fromkeys(self.log_with, self.project)
+        return named if self.wandb is None else {**named, "wandb": self.wandb}
 
 
 class JointSection(Section):

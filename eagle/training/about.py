@@ -10,7 +10,7 @@ from eagle.recipe import Recipe
 
 # training settings that may change between a run and its continuation
 FREE = {"out", "stem", "wandb", "keep", "choose", "patience", "checkpoint_every", "validate_every", "decode"}
-FREE |= {"processes", "shard_head", "compile"}
+FREE |= {"processes", "shard_head", "compile", "log_with", "project"}
 
 
 def decisive_settings(train: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from eagle.device import best_device, fastest_dtype
 from eagle.log import MESSAGES, STOPPED_BY_SIGINT
 from eagle.recipe import Recipe, TrainSection
+from eagle.training.trackers import check_trackers
 
 LAUNCH_HINT = (
     "launch with `eagle train RECIPE --processes N`, which is `accelerate launch --config_file "
@@ -35,6 +36,7 @@ FSDP = "heads are sharded by train.shard_head=true, launched with recipes/accele
 def launch(settings: TrainSection) -> Accelerator:
     """The accelerator of this process, with mixed precision, accumulation and DeepSpeed set by the recipe."""
     _refuse_other_settings(settings)
+    check_trackers(settings)
     cpu = not torch.accelerator.is_available()
     zero = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     launched = "LOCAL_RANK" in os.environ

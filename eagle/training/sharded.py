@@ -1,7 +1,11 @@
-"""A head whose weights, gradients and moments are spread over all processes (FSDP2); its state dicts are whole."""
+"""A head whose weights, gradients and moments are spread over all processes (FSDP2); its state dicts are whole.
+
+And the clipping of gradients, whole or spread.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
+
+from eagle.recipe import TrainSection
 
 
 def shard_head(head: nn.Module) -> None:
@@ -35,6 +41,15 @@ def prepare_sharded(accelerator: Any, head: nn.Module, optimizer: torch.optim.Op
 def gather(value: Any) -> Any:
     """The whole of a sharded tensor; anything else as it is."""
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def clip_gradients(weights: Sequence[Tensor], settings: TrainSection) -> Tensor:
+    """Clip the gradients of these weights in place; returns their norm before."""
+    if settings.clip_by == "norm":
+        return torch.nn.utils.clip_grad_norm_(weights, settings.clip)
+    norm = torch.nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
+    torch.nn.utils.clip_grad_value_(weights, settings.clip)
+    return norm
 
 
 def _gather_weights(head: nn.Module, state: dict[str, Any], *_: Any) -> None:

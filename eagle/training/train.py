@@ -23,18 +23,18 @@ from eagle.device import PINNED
 from eagle.disk import lock_folder
 from eagle.drafters.parts.validation import add_sums, figures
 from eagle.formats.checkpoint import save_head
-from eagle.log import Metrics, interrupted_by_user, memory_gb, progress
+from eagle.log import interrupted_by_user, memory_gb, progress
 from eagle.recipe import Recipe
 from eagle.training.about import describe_run, run_identity
 from eagle.training.choice import Choice, Decoding, acceptance, decode_once, judged
-from eagle.training.clipping import clip_gradients
 from eagle.training.dealing import Dealer
 from eagle.training.drafts_loss import DraftsLoss
 from eagle.training.plan import Plan
 from eagle.training.reached import describe_reached
 from eagle.training.resume import DISK_FAULTS, Checkpoints, load_stem
-from eagle.training.sharded import gather, prepare_sharded, shard_head
+from eagle.training.sharded import clip_gradients, gather, prepare_sharded, shard_head
 from eagle.training.shares import sum_share
+from eagle.training.trackers import TrackedMetrics
 
 DECODING_SHARE = 0.05  # of a run's time: beyond it the log says how to spend less
 LOG_EVERY = 10  # steps; only then does the host wait for the device
@@ -109,7 +109,7 @@ class _Run:
         self.window: list[tuple[int, Tensor]] = []  # steps since the last log, with norm, tokens and losses
         self.parts: list[tuple[int, Sequence[int], Tensor]] = []  # of this process since the last log
         self.loss_names: list[str] = []
-        self.metrics: Metrics | None = None
+        self.metrics: TrackedMetrics | None = None
 
     def train(self) -> None:
         """Run the remaining steps, with logs, validations and checkpoints between them."""
@@ -117,8 +117,7 @@ class _Run:
             self.print(f"{self.out} holds this run, complete: another train.out, or its removal, starts anew")
             return
         if self.accelerator.is_main_process:
-            options: dict[str, Any] = {"project": self.settings.wandb, "config": self.recipe.model_dump(mode="json")}
-            self.metrics = Metrics(self.out / "metrics.jsonl", before=self.step, **options)
+            self.metrics = TrackedMetrics(self.recipe, before=self.step)
         batches = self.dealer.batches(self.step, self.pins)
         self.note = ""
         self.begun = self.log_time = perf_counter()

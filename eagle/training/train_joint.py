@@ -22,7 +22,7 @@ from eagle.data.features import LiveFeatures
 from eagle.disk import lock_folder
 from eagle.drafters.parts.validation import add_sums, figures
 from eagle.formats.checkpoint import save_head
-from eagle.log import Metrics, interrupted_by_user, memory_gb, progress
+from eagle.log import interrupted_by_user, memory_gb, progress
 from eagle.recipe import JointSection, Recipe
 from eagle.training.about import decisive_settings
 from eagle.training.dealing import Dealer
@@ -30,6 +30,7 @@ from eagle.training.joint import Joint, StepPart, heads_weight
 from eagle.training.plan import Plan
 from eagle.training.resume import Checkpoints
 from eagle.training.shares import TREES
+from eagle.training.trackers import TrackedMetrics
 from eagle.training.train import LOG_EVERY
 
 UNUSED = {
@@ -91,8 +92,7 @@ class _JointRun:
     def train(self) -> None:
         """Run the remaining steps, with logs, validations and checkpoints between them."""
         main, section = self.accelerator.is_main_process, self.recipe.train
-        options: dict[str, Any] = {"project": section.wandb, "config": self.recipe.model_dump(mode="json")}
-        metrics = Metrics(self.out / "metrics.jsonl", before=self.step, **options) if main else None
+        metrics = TrackedMetrics(self.recipe, before=self.step) if main else None
         bar = {"show": main, "done": self.step}
         for number in progress(range(self.step, len(self.plan)), "train", len(self.plan), unit="steps", **bar):
             self._advance(number)
