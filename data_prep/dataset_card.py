@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from eagle.data.store import FeatureStore
-from eagle.formats.card import LICENCE, count_conversations
+from eagle.formats.card import LICENCE, count_conversations, is_hub_id
 
 
 def dataset_card(path: Path, name: str) -> str:
@@ -63,7 +63,7 @@ def store_card(folder: Path, name: str) -> str:
 def card(name: str, target: str, tags: list[str], sections: list[str]) -> str:
     """Front matter, a title, the sections, and a place for the licence."""
     front: dict[str, Any] = {"tags": ["speculative-decoding", *tags]}
-    if not Path(target).exists():  # a local folder is no hub id
+    if is_hub_id(target):
         front["base_model"] = target
     head = f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# {name.split('/')[-1]}"
     return "\n\n".join([head, *sections, f"## Licence\n\n{LICENCE}"]) + "\n"

@@ -52,6 +52,10 @@ GROUPS = {
         "generate": Verb("eagle.command.generate", "stream an answer, drafted by a head or a method's name"),
         "export": Verb("eagle.command.ship", "write a head as a serving engine reads it", "run_export"),
         "card": Verb("eagle.command.write_card", "write the README.md of a head or of data, for a hub"),
+        "push": Verb(
+            "eagle.command.share", "send a head, features or answers to a hub; shows first what would go", "run_push"
+        ),
+        "pull": Verb("eagle.command.share", "bring them from a hub, every file verified", "run_pull"),
         "import": Verb("eagle.command.ship", "read a head that another tool wrote", "run_import"),
         "inspect": Verb("eagle.command.ship", "what a checkpoint is, and which traps it holds", "run_inspect"),
         "doctor": Verb("eagle.command.ship", "why a head accepts as little as it does", "run_doctor"),

@@ -44,7 +44,7 @@ DOORS = {
         "eagle.data.features",
     },
     "wandb": {"eagle.training.trackers"},
-    "huggingface_hub": {"eagle.data.identity", "eagle.formats.checkpoint"},
+    "huggingface_hub": {"eagle.data.identity", "eagle.formats.checkpoint", "eagle.formats.hub"},
     "peft": {"eagle.target.loading"},
     "deepspeed": set(),
     # scripts that an engine's own Python runs, and that import nothing of this project

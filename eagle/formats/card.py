@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,14 @@ def front_matter(kind: str, target: str, *more: str) -> str:
         "pipeline_tag": "text-generation",
         "tags": ["speculative-decoding", "draft-head", kind, *more],
     }
-    if target and not Path(target).exists():
+    if is_hub_id(target):
         values["base_model"] = target
     return f"---\n{yaml.safe_dump(values, sort_keys=False)}---\n"
+
+
+def is_hub_id(target: str) -> bool:
+    """Whether a target may be one of a hub: a hub refuses cards that name another one as their base."""
+    return bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", target)) and not Path(target).exists()
 
 
 def _exactness(run: Path) -> str:

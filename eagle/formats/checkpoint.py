@@ -1,4 +1,4 @@
-"""Heads on disk and on the hub: save, load, push, and `load_drafter` for every kind of drafter."""
+"""Heads on disk and from the hub: save, load, and `load_drafter` for every kind of drafter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -31,7 +31,6 @@ from eagle.device import in_dtype
 from eagle.disk import write_tensors, write_text
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.several import FirstOf
-from eagle.formats.card import model_card
 from eagle.formats.layout import check_fit
 from eagle.target.target import Target
 
@@ -169,18 +168,6 @@ def _download(name: str, revision: str | None) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(ON_HUB)))
     except Exception as error:  # of many kinds: not an id, no such repository, no network
         raise ValueError(f"no head at {name}: expected a folder, or a hub id as owner/name: {error}") from error
-
-
-def push_to_hub(folder: str | Path, repo_id: str, private: bool = False) -> str:
-    """Upload a head that `save_head` wrote, with a model card; returns its URL."""
-    folder = Path(folder)
-    from_pretrained(folder)  # a head that does not load is not published
-    if not (folder / "README.md").exists():  # an edited card stays
-        write_text(folder / "README.md", model_card(folder, repo_id))
-    api = HfApi()
-    url = api.create_repo(repo_id, private=private, exist_ok=True)
-    api.upload_folder(repo_id=repo_id, folder_path=folder, allow_patterns=list(ON_HUB))
-    return str(url)
 
 
 def _method_for(folder: Path) -> Any:

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import snapshot_download
 
 from eagle import Target, load_drafter
 from eagle.core.drafter import TrainableDrafter
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats import checkpoint as module
-from eagle.formats.checkpoint import from_pretrained, push_to_hub, save_head, save_pretrained
+from eagle.formats.card import model_card
+from eagle.formats.checkpoint import from_pretrained, save_head, save_pretrained
 from eagle.recipe import Recipe
 
 
@@ -149,37 +150,9 @@ def test_a_head_comes_from_a_hub(head: TrainableDrafter, hub: type[Hub], tiny_ta
         from_pretrained("someone/other")
 
 
-def test_a_head_is_pushed_with_its_card(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The repository is made as asked, only known files go, and a card that was edited stays."""
-    calls: list[tuple[str, dict[str, Any]]] = []
-
-    def create(self: HfApi, repo_id: str, **kwargs: Any) -> str:
-        calls.append((repo_id, kwargs))
-        return f"https://hub/{repo_id}"
-
-    monkeypatch.setattr(HfApi, "create_repo", create)
-    monkeypatch.setattr(HfApi, "upload_folder", lambda self, **kwargs: calls.append(("upload", kwargs)))
-    assert push_to_hub(folder, "someone/head", private=True) == "https://hub/someone/head"
-    (made, how), (_, upload) = calls
-    assert (made, how["private"]) == ("someone/head", True)
-    assert (upload["folder_path"], upload["repo_id"]) == (folder, "someone/head")
-    assert not [name for name in upload["allow_patterns"] if "bin" in name or "*" in name]
-    (folder / "README.md").write_text("mine")
-    push_to_hub(folder, "someone/head")
-    assert (folder / "README.md").read_text() == "mine"
-
-
-def test_a_torn_head_is_not_pushed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What does not load never reaches the hub."""
-    monkeypatch.setattr(HfApi, "create_repo", lambda *args, **kwargs: pytest.fail("reached the hub"))
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="missing"):
-        push_to_hub(folder, "someone/head")
-
-
 def test_a_card_tells_what_the_files_tell(folder: Path, recipe: Recipe) -> None:
     """Front matter that parses, the target, the settings, the ends of the curve, the acceptance of the newest run."""
-    card = module.model_card(folder, "someone/head")
+    card = model_card(folder, "someone/head")
     front = yaml.safe_load(card.split("---")[1])
     assert front["library_name"] == "eagle" and "eagle1" in front["tags"]
     assert "base_model" not in front  # the tiny target is a folder
@@ -188,5 +161,5 @@ def test_a_card_tells_what_the_files_tell(folder: Path, recipe: Recipe) -> None:
     assert f"| 0 | `eagle1` | {(30 + 30) / (10 + 6):.4g} |" in card and "date new" in card
     for path in ("metrics.jsonl", "results.jsonl"):
         (folder.parent / path).unlink()
-    bare = module.model_card(folder, "someone/head")
+    bare = model_card(folder, "someone/head")
     assert "## Curve" not in bare and "## Acceptance" not in bare

@@ -1,0 +1,213 @@
+"""Sending to a hub and fetching from it, with every file verified; what goes wrong is told in a sentence."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from huggingface_hub import HfApi, get_token, snapshot_download
+from huggingface_hub.hf_api import RepoFile
+
+from eagle.disk import sha256
+from eagle.formats.parcel import Parcel, pack_head
+from eagle.log import first_line
+
+NAME = re.compile(r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?/[A-Za-z0-9](?:[\w.-]{0,94}[A-Za-z0-9_])?")
+DATASETS = "datasets/"
+LOG_IN = "`hf auth login`, or set HF_TOKEN"
+STATUS = {
+    401: f"it does not know you, or there is no such repository: {LOG_IN}, and check the name",
+    403: "your token may not do that there: check the owner's name, and that the token may write",
+    404: "there is no such repository, or none that you may see: check the name",
+    409: "somebody else changed it meanwhile: give the same command again",
+    429: "it was asked too often: wait some minutes, and give the same command again",
+}
+AGAIN = "give the same command again: what has arrived is not sent twice"
+OFFLINE = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")  # whose errors tell of no answer
+
+
+def check_name(name: str) -> str:
+    """A repository's name, as OWNER/NAME."""
+    if not NAME.fullmatch(name) or "--" in name or ".." in name:
+        raise ValueError(f"{name!r} is no name on a hub: expected OWNER/NAME, of letters, digits, '-', '_' and '.'")
+    return name
+
+
+def has_token() -> bool:
+    """Whether this machine has a token of the hub."""
+    return get_token() is not None
+
+
+def push_to_hub(folder: str | Path, repo_id: str, private: bool = False) -> str:
+    """Upload a head that `save_head` wrote, with a model card and what its run tells of it; returns its URL."""
+    return send(pack_head(Path(folder), repo_id).clean(), check_name(repo_id), private=private)
+
+
+def send(parcel: Parcel, repo_id: str, *, private: bool = False) -> str:
+    """Upload a parcel, creating its repository; what is there already is not sent again. Returns its URL."""
+    api = HfApi()
+    options: dict[str, Any] = {"repo_id": repo_id, "repo_type": parcel.kind}
+    with TemporaryDirectory() as staged, telling(repo_id):
+        for name, item in parcel.files.items():
+            path = Path(staged, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(item.source, bytes):
+                path.write_bytes(item.source)
+            else:
+                path.symlink_to(item.source.resolve())
+        url = api.create_repo(**options, private=private or None, exist_ok=True)
+        if "index.json" in parcel.files:  # whatever interrupts it, an index names no shard that is not there
+            api.upload_folder(**options, folder_path=staged, allow_patterns=["*.safetensors"], commit_message="Shards")
+        api.upload_folder(**options, folder_path=staged, commit_message="Upload by eagle push")
+    return str(url)
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What lies in a folder now."""
+
+    kind: str
+    commit: str
+    files: list[str]
+    new: list[str]  # of them, those that were fetched
+
+
+def fetch(name: str, out: Path, revision: str | None = None) -> Fetched:
+    """Bring a repository into a folder, every file verified; a folder with anything else in it is refused."""
+    only_data = name.startswith(DATASETS)
+    repo_id = check_name(name.removeprefix(DATASETS))
+    with telling(repo_id):
+        kind, commit, files = _list_files(repo_id, revision, ["dataset"] if only_data else ["model", "dataset"])
+        missing = _compare(out, files, repo_id)
+        part = out.with_name(f"{out.name}.part")
+        if missing:
+            options: dict[str, Any] = {"repo_type": kind, "revision": commit, "local_dir": part}
+            snapshot_download(
+                repo_id, **options, allow_patterns=[re.sub(r"([*?[])", r"[\1]", each) for each in missing]
+            )
+    if wrong := [path for path in missing if not _is_same(part / path, files[path])]:
+        for path in wrong:  # so that they are fetched anew
+            (part / path).unlink(missing_ok=True)
+        raise ValueError(
+            f"{', '.join(wrong)} of {repo_id} did not come as the hub lists {'them' if len(wrong) > 1 else 'it'}: "
+            f"the bytes have another checksum. Nothing was written to {out}: give the same command again"
+        )
+    for path in missing:
+        (out / path).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(part / path, out / path)
+    shutil.rmtree(part, ignore_errors=True)
+    if torn := list(_torn_shards(out, files)):
+        raise ValueError(
+            f"{', '.join(torn)} of {repo_id} is not what its .sha256 says: whoever pushed it, push it again"
+        )
+    return Fetched(kind, commit, sorted(files), missing)
+
+
+def _list_files(repo_id: str, revision: str | None, kinds: list[str]) -> tuple[str, str, dict[str, RepoFile]]:
+    """The kind of a repository, its commit and its files by name; of two kinds the first that is there."""
+    api = HfApi()
+    for kind in kinds:
+        try:
+            commit = api.repo_info(repo_id, revision=revision, repo_type=kind).sha
+            break
+        except Exception as error:
+            if kind == kinds[-1] or _status(error) not in (
+                401,
+                404,
+            ):  # a hub tells strangers nothing of what is private
+                raise
+    tree = api.list_repo_tree(repo_id, recursive=True, revision=commit, repo_type=kind)
+    files = {entry.path: entry for entry in tree if isinstance(entry, RepoFile)}
+    for path in files:
+        parts = PurePosixPath(path).parts
+        if path.startswith("/") or "\\" in path or ".." in parts or parts[0] == ".cache":
+            raise ValueError(f"{repo_id} lists a file {path!r}, which would lie outside of a folder: it is not fetched")
+    files.pop(".gitattributes", None)
+    return kind, str(commit), files
+
+
+def _compare(out: Path, files: dict[str, RepoFile], repo_id: str) -> list[str]:
+    """The files that a folder lacks; one that holds anything else is refused, with the names."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file: name a folder")
+    here = [path for path in out.rglob("*") if path.is_file() and path.name != ".lock"] if out.is_dir() else []
+    names = {path.relative_to(out).as_posix() for path in here}
+    differing = sorted(names - files.keys()) + sorted(
+        name for name in names & files.keys() if not _is_same(out / name, files[name])
+    )
+    if differing:
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise ValueError(
+            f"{out} holds {', '.join(differing[:3])}{more}, which {'is' if len(differing) == 1 else 'are'} not in "
+            f"{repo_id} with these bytes: name another folder, or take away what is there"
+        )
+    return sorted(files.keys() - names)
+
+
+def _is_same(path: Path, listed: Any) -> bool:
+    """Whether a file has the bytes that the hub lists: by its sha256, or of a small file by git's checksum."""
+    if not path.is_file() or path.stat().st_size != listed.size:
+        return False
+    if listed.lfs is not None:
+        return sha256(path) == listed.lfs.sha256
+    data = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest() == listed.blob_id
+
+
+def _torn_shards(out: Path, files: dict[str, RepoFile]) -> Iterator[str]:
+    """Shards whose bytes are not those that were stored, by the checksums that lie beside them."""
+    for name in files:
+        if name.endswith(".safetensors.sha256"):
+            shard = name.removesuffix(".sha256")
+            words = (out / name).read_text(errors="replace").split()
+            listed = files.get(shard)
+            checksum = None if listed is None else listed.lfs.sha256 if listed.lfs else sha256(out / shard)
+            if not words or checksum != words[0]:
+                yield shard
+
+
+@contextmanager
+def telling(repo_id: str) -> Iterator[None]:
+    """Turn what a hub, or the way to it, answers into a sentence."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ValueError) and type(error) is ValueError and error.__cause__ is None:
+            raise
+        status, causes = _status(error), list(_causes(error))
+        if status is not None:
+            fault = "it has a fault of its own: " + AGAIN if status >= 500 else STATUS.get(status, first_line(error))
+            raise ValueError(f"{repo_id}: the hub answers {status}: {fault}") from error
+        if any(type(one).__module__.split(".")[0] in OFFLINE or _is_offline(one) for one in causes):
+            raise ValueError(
+                f"{repo_id}: the hub is not reached ({first_line(causes[-1])}) Check the network, and {AGAIN}"
+            ) from error
+        raise ValueError(f"{repo_id}: {first_line(error)} Mend that, and {AGAIN}") from error
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what caused it, the innermost last."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status of the answer that an error, or one of its causes, tells of."""
+    answers = (getattr(getattr(one, "response", None), "status_code", None) for one in _causes(error))
+    return next((status for status in answers if status is not None), None)
+
+
+def _is_offline(error: BaseException) -> bool:
+    return isinstance(error, ConnectionError) or type(error).__name__ in (
+        "OfflineModeIsEnabled",
+        "LocalEntryNotFoundError",
+    )
