@@ -193,12 +193,12 @@ def make_checkout(folder: Path, tiny: Path, target: Target) -> None:
     tiny = shutil.copytree(tiny, folder / "runs/tiny")
     (folder / "runs/demo").symlink_to("tiny")
     head = Eagle1.for_target(Eagle1.Settings(fc_bias=False), target.config)
-    save_head(tiny / "eagle1/head", head, "", {})
+    where = [f"target.path={tiny / 'target'}", f"train.out={tiny / 'eagle1'}"]
+    save_head(tiny / "eagle1/head", head, Recipe.load(ROOT / "recipes/tiny/eagle1.yaml", where).dump(), {})
     small = DraftModel.for_target(DraftModel.Settings(), target.config)
     save_head(tiny / "draft_model/head", small, "", {})
     answers = (tiny / "data/train.jsonl").read_text().splitlines(keepends=True)
     (tiny / "data/regenerated.jsonl").write_text("".join(answers[:20]))
-    where = [f"target.path={tiny / 'target'}", f"train.out={tiny / 'eagle1'}"]
     few = [f"eval.prompts={tiny / 'data/heldout.jsonl'}", "eval.count=2", "eval.max_new_tokens=4"]
     measure(Recipe.load(ROOT / "recipes/tiny/eagle1.yaml", [*where, *few]), "recipes/tiny/eagle1.yaml")
     save_llava(tiny / "target", folder / "my/qwen2.5-vl")  # as good as another model that sees

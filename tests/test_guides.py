@@ -61,6 +61,9 @@ NOT_RUN = {
     "tiny/long": "needs that target",
     "tiny/hass": "needs features that the quick start stores",
     "HEAD": "stands for any head",
+    "--yes": "needs a hub",
+    "eagle pull": "needs a hub",
+    "my-features": "needs features that the demo stores",
     "mymethod": "needs a method that the reader writes",
 }
 WITH_RECIPE = {"prepare", "regenerate", "inspect-mask", "extract", "train", "measure", "tune", "lossless"}

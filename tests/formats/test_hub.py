@@ -22,11 +22,15 @@ from data_prep.dataset_card import dataset_card
 from eagle import Target
 from eagle.command import share
 from eagle.command.share import pack, run_pull, run_push
+from eagle.data.store import FeatureStore
+from eagle.disk import sha256
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.checkpoint import save_head
 from eagle.formats.hub import check_name, push_to_hub
 from eagle.formats.parcel import Parcel
 from eagle.recipe import Recipe
+
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # the client's own
 
 
 @pytest.fixture
@@ -266,6 +270,25 @@ def test_a_feature_store_goes_with_its_card(
     repository.files[name] = b"0" * 64 + repository.files[name][64:]
     with pytest.raises(ValueError, match=r"shard-00000\.safetensors of someone/features is not what its \.sha256 says"):
         pull("datasets/someone/features", tmp_path / "again")
+
+
+def test_a_home_in_the_config_of_a_store_is_hidden(tiny_target_dir: Path, tmp_path: Path) -> None:
+    """And the index has the checksum of what goes, so that the store is whole where it comes to."""
+    prepared(tiny_target_dir, tmp_path)
+    config = tmp_path / "store/config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "_name_or_path": "/home/bob/model"}))
+    index = json.loads((tmp_path / "store/index.json").read_text())
+    index["made"]["borrowed"]["config.json"] = sha256(config)
+    (tmp_path / "store/index.json").write_text(json.dumps(index))
+    parcel, out = pack(tmp_path / "store", "someone/features", []), tmp_path / "out"
+    out.mkdir()
+    for name, item in parcel.files.items():
+        (out / name).write_bytes(item.read())
+    assert json.loads((out / "config.json").read_text())["_name_or_path"] == "~/model"
+    assert FeatureStore(out).borrowed_folder() == out
+    (out / "config.json").write_bytes(config.read_bytes())
+    with pytest.raises(ValueError, match=r"config\.json is missing or damaged"):
+        FeatureStore(out).borrowed_folder()
 
 
 def test_answers_go_as_they_are(hub: StubHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
