@@ -63,6 +63,7 @@ NOT_RUN = {
     "HEAD": "stands for any head",
     "--yes": "needs a hub",
     "eagle pull": "needs a hub",
+    "their/model": "needs a hub",
     "my-features": "needs features that the demo stores",
     "mymethod": "needs a method that the reader writes",
 }

@@ -182,12 +182,12 @@ def pack_head(folder: Path, name: str) -> Parcel:
 
 
 def pack_export(folder: Path) -> Parcel:
-    """An exported head, as it lies there."""
+    """An exported head, or a drafter of counts, as it lies there."""
     parcel = Parcel("model", Path.home())
-    parcel.add_folder(folder, "", "as `eagle export` wrote it")
+    parcel.add_folder(folder, "", "as it lies there")
     return parcel
 
 
 def is_export(folder: Path) -> bool:
-    """Whether a folder holds a head that was exported: a config, and neither recipe nor index."""
+    """Whether a folder holds what an engine or a method reads: a config, without a recipe."""
     return (folder / "config.json").is_file() and not (folder / "recipe.yaml").exists()
