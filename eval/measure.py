@@ -196,8 +196,9 @@ def log_measurement(recipe: Recipe, path: Path, table: str) -> None:
     trackers = Trackers(recipe)
     trackers.log({"measured": measured})
     trackers.send([out, path], table)
+    if names := [tracker.name for tracker in trackers.running]:
+        print(f"logged to {', '.join(names)}, with {out}")
     trackers.finish()
-    print(f"logged to {', '.join(recipe.train.trackers)}, with {out}")
 
 
 def main(argv: list[str]) -> None:

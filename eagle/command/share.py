@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
@@ -123,9 +124,13 @@ def describe(parcel: Parcel, name: str, private: bool) -> Iterator[str]:
     """Where a parcel goes, each of its files, what was hidden, and what stays."""
     seen = "private" if private else "public"
     yield f"to {name}, a {seen} {parcel.kind} repository; one that is there stays as visible as it is"
-    width = max(map(len, parcel.files))
+    lines: dict[str, list[Sent]] = {}
     for file, item in parcel.files.items():
-        yield f"  {file:<{width}}  {_size(item.size):>9}  {item.why}"
+        lines.setdefault(re.sub(r"\d{5}", "*", file), []).append(item)  # the shards of a store are one line
+    width = max(map(len, lines))
+    for file, items in lines.items():
+        count = f" ({len(items)} files)" if len(items) > 1 else ""
+        yield f"  {file:<{width}}  {_size(sum(item.size for item in items)):>9}  {items[0].why}{count}"
     yield f"  {len(parcel.files)} files, {_size(sum(item.size for item in parcel.files.values()))}"
     for file, words in parcel.changed.items():
         listed = ", ".join(f"{old} is now {parcel.hidden[old]}" for old in words)

@@ -87,7 +87,7 @@ def fetch(name: str, out: Path, revision: str | None = None) -> Fetched:
     with telling(repo_id):
         kind, commit, files = _list_files(repo_id, revision, ["dataset"] if only_data else ["model", "dataset"])
         missing = _compare(out, files, repo_id)
-        part = out.with_name(f"{out.name}.part")
+        part = out.absolute().with_name(f"{out.absolute().name}.part")
         if missing:
             options: dict[str, Any] = {"repo_type": kind, "revision": commit, "local_dir": part}
             snapshot_download(
@@ -119,10 +119,8 @@ def _list_files(repo_id: str, revision: str | None, kinds: list[str]) -> tuple[s
             commit = api.repo_info(repo_id, revision=revision, repo_type=kind).sha
             break
         except Exception as error:
-            if kind == kinds[-1] or _status(error) not in (
-                401,
-                404,
-            ):  # a hub tells strangers nothing of what is private
+            # a hub tells strangers nothing of what is private
+            if kind == kinds[-1] or _status(error) not in (401, 404):
                 raise
     tree = api.list_repo_tree(repo_id, recursive=True, revision=commit, repo_type=kind)
     files = {entry.path: entry for entry in tree if isinstance(entry, RepoFile)}

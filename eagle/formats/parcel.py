@@ -173,7 +173,7 @@ def pack_head(folder: Path, name: str) -> Parcel:
     if "README.md" not in parcel.files:  # an edited card stays
         parcel.add("README.md", model_card(folder, name).encode(), REASONS["README.md"])
     parcel.leave(folder)
-    if folder.name in ("head", "last"):  # as training leaves it in a run's folder
+    if folder.name == "head":  # as training leaves it in a run's folder, and what is told there is of this one
         for part, why in BESIDE.items():
             if (folder.parent / part).is_file():
                 parcel.add(part, folder.parent / part, why)

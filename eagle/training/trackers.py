@@ -162,16 +162,16 @@ class Trackers:
         return (PatientWandb if name == "wandb" else LOGGER_TYPE_TO_CLASS[name])(project, **where)
 
     def log(self, row: Mapping[str, Any], *, is_known: bool = False) -> None:
-        """Log the numbers of a row; trackers that went on with a run, and cannot forget, know some of them already."""
+        """Log the numbers of a row; one that `is_known` was logged before the run went on."""
         values = dict(flatten(row))
         step = values.pop("step", None)
+        told = [tracker for tracker in self.running if not (is_known and self._remembers(tracker.name))]
         if values:
-            others = [tracker for tracker in self.running if tracker.name in KEEPERS and tracker.name in self.continued]
-            known = others if is_known else []
-            self._each(
-                lambda tracker: tracker.log(values, step=step),
-                [tracker for tracker in self.running if tracker not in known],
-            )
+            self._each(lambda tracker: tracker.log(values, step=step), told)
+
+    def _remembers(self, name: str) -> bool:
+        """Whether a tracker went on with a run, of which it keeps all that it was told."""
+        return name in self.continued and name in KEEPERS
 
     def send(self, paths: Sequence[Path], text: str) -> None:
         """Log files as artefacts; trackers that keep no files get the text."""

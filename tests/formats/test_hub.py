@@ -93,6 +93,7 @@ def test_nothing_is_sent_before_it_is_meant(folder: Path, hub: StubHub, capsys: 
     for name in ("config.json", "model.safetensors", "recipe.yaml", "README.md", "report.html", "metrics.jsonl"):
         assert f"\n  {name} " in said
     assert "hidden in recipe.yaml: " in said and "/home/bob is now ~" in said and "10.1.2.3:8000 is now SERVER" in said
+    assert not {"report.html", "metrics.jsonl"} & pack(folder.parent / "last", "someone/head", []).files.keys()
     assert f"stays here: {folder.parent / 'last'} is not part of what is shared" in said
 
 
