@@ -251,6 +251,22 @@ def test_exports_go_beside_a_head_or_alone(folder: Path, hub: StubHub, tmp_path:
         pack(export, "someone/head", [export])
 
 
+def test_small_files_go_through_the_clients_newer_way_too(
+    hub: StubHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that streams large files to xet's own server, which this hub has not."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", False)
+    (tmp_path / "counts").mkdir()
+    (tmp_path / "counts/config.json").write_text('{"kind": "unigram"}')
+    push(tmp_path / "counts", "someone/counts", "--yes")
+    push(tmp_path / "counts", "someone/counts", "--yes")
+    repository = hub.repositories["model", "someone/counts"]
+    assert repository.files == contents(tmp_path / "counts") and repository.commits == [["config.json"]]
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    pull("someone/counts", tmp_path / "out")
+    assert contents(tmp_path / "out") == repository.files
+
+
 def test_a_feature_store_goes_with_its_card(
     tiny_target_dir: Path, hub: StubHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
