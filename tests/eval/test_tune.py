@@ -11,6 +11,7 @@ from unittest.mock import ANY
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from eagle import Budget, DraftTree, Sampling, Target, generate, load_drafter
 from eagle.core.drafter import Committed, Noise
@@ -21,7 +22,7 @@ from eagle.drafters.draft_model import DraftModel
 from eagle.drafters.lookup.bigram import BigramDrafter
 from eagle.drafters.lookup.ngram import NgramDrafter, NgramText
 from eagle.drafters.recurrent.eagle1 import Eagle1
-from eagle.formats.checkpoint import save_head, write_budget
+from eagle.formats.checkpoint import load_head, save_head, write_budget
 from eagle.recipe import Recipe
 from eval import tune
 from eval.prompts import questions
@@ -271,7 +272,7 @@ def test_the_command_says_what_pays_and_writes_it(
     monkeypatch: pytest.MonkeyPatch,
     ticking: None,
 ) -> None:
-    """An untrained head does not pay: the command says so, and what it writes is what the head is loaded with."""
+    """A head of zeros does not pay: the command says so, and what it writes is what the head is loaded with."""
     for name, few in (
         ("NODES", (2, 4)),
         ("DEPTHS", (1, 2)),
@@ -280,15 +281,17 @@ def test_the_command_says_what_pays_and_writes_it(
         ("WIDE", ((0,), (1,), (0, 0))),
     ):
         monkeypatch.setattr(tune, name, few)
-    tune.main([*tuned, "eval.goodput_policy=true", "--write", "--exhaustive"])
+    folder = Path(next(part for part in tuned if part.startswith("train.out=")).removeprefix("train.out=")) / "head"
+    zeros = {name: torch.zeros_like(weight) for name, weight in load_head(folder).state_dict().items()}
+    save_file(zeros, folder / "model.safetensors")
+    tune.main([*tuned, "eval.temperatures=[0.0]", "eval.goodput_policy=true", "--write", "--exhaustive"])
     said = capsys.readouterr().out
-    head = Path(next(part for part in tuned if part.startswith("train.out=")).removeprefix("train.out=")) / "head"
     assert "does not pay on this machine" in said and re.search(r"num_speculative_tokens = [12]\n", said)
     found = re.search(r"the choice has ([0-9.]+)% of it", said)
     # a shape that gains less than the margin is not worth drafting
     assert found and float(found[1]) > 100 / tune.MARGIN and "break-even" in said
     assert "policy, chains of 0 to 2: modelled speed-up" in said
-    assert load_drafter(head, tiny_target).budget == NOT_DRAFTING
+    assert load_drafter(folder, tiny_target).budget == NOT_DRAFTING
 
 
 def test_a_drafter_without_weights_is_tuned(
