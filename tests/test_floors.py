@@ -19,6 +19,7 @@ FLOORS = {  # a file may import lower floors, and files of its own room
     "eagle.data": 4,
     "eagle.formats": 5,
     "eagle.training": 6,
+    "eagle.transformers": 6,
     "eagle.doctor": 7,
     "data_prep": 7,
     "eval": 7,
@@ -36,6 +37,9 @@ DOORS = {
         *("eagle.target.trees.attention_rows", "eagle.target.weights.quantised"),
         "data_prep.tokens",
         *("eagle.drafters.parts.decoder_block", "eagle.drafters.draft_model"),
+        # what `model.generate` calls with its own processors, criteria and outputs
+        *("eagle.transformers.beams", "eagle.transformers.calling_frame", "eagle.transformers.node_processors"),
+        *("eagle.transformers.request", "eagle.transformers.with_drafter"),
     },
     "datasets": {"data_prep.conversations", "eval.prompts"},
     "accelerate": {

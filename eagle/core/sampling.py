@@ -139,6 +139,11 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
     return scores
 
 
+def in_fp32(logits: Tensor) -> Tensor:
+    """Logits in fp32, or in fp64 if they come so."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
 def penalise(row: Tensor, text: Sequence[int], penalty: float) -> Tensor:
     """Logits [V] with a repetition penalty on all tokens of `text`."""
     seen = upload(torch.tensor(sorted(set(text))), row.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import exp
 from textwrap import shorten
@@ -83,6 +83,16 @@ class Trace:
         if self.error is not None:
             raise self.error
         return self
+
+    def cut(self, count: int) -> None:
+        """End the answer after its first `count` tokens; what is beyond them counts as cut off in its cycles."""
+        cut_off = len(self.tokens) - count
+        del self.tokens[count:]
+        for place in reversed(range(len(self.cycles))):
+            kept = max(self.cycles[place].committed - cut_off, 0)
+            cut_off -= self.cycles[place].committed - kept
+            self.cycles[place] = replace(self.cycles[place], committed=kept)
+        self.finish = "stop"
 
     @property
     def acceptance_length(self) -> float:

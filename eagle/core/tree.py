@@ -217,7 +217,7 @@ class TargetOutput:
     logits: Tensor  # [N, V]
     features: Tensor | None  # [N, L, D]
     start: int  # the root's position
-    text: list[int]  # all tokens committed before the root
+    text: list[int]  # all tokens committed before the root, and later those that have been since
 
     @property
     def positions(self) -> list[int]:
@@ -227,7 +227,7 @@ class TargetOutput:
     def prefix(self, node: int) -> list[int]:
         """The whole text up to and including `node`."""
         tokens = self.tree.tokens.tolist()
-        return self.text + [tokens[step] for step in self.tree.path(node)]
+        return self.text[: self.start] + [tokens[step] for step in self.tree.path(node)]
 
     def likeliest(self, count: int) -> Tensor:
         """[N, count], the target's likeliest tokens after each node, likeliest first."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from eagle.core.noise import Noise, mix64
 from eagle.core.offer import Offer
 from eagle.core.row_errors import run_rows
-from eagle.core.sampling import Sampling, penalise, penalise_nodes, warp
+from eagle.core.sampling import Sampling, in_fp32, penalise, penalise_nodes, warp
 from eagle.core.tree import DraftTree, TargetOutput
 from eagle.core.typical import walk_typically
 from eagle.device import must_wait, pick_rows, to_host, upload
@@ -24,6 +24,7 @@ from eagle.device import must_wait, pick_rows, to_host, upload
 Coin = Callable[[float], bool]
 Pick = Callable[[Tensor], int]
 Probs = Callable[[int], Tensor]  # node -> [V], the target's probs of the token after it
+Process = Callable[[TargetOutput, Sequence[int]], Tensor]  # output and nodes -> [len(nodes), V], changed logits
 NAN = -(2**40)  # in place of a token chosen by logits that are nan
 COUNTING = Lock()  # of uses: two threads that counted alike would toss the same coins
 
@@ -33,12 +34,20 @@ class Choose:
 
     With `drawn` (sampled drafts), drafters and policies may remember tokens that depend on the noise of earlier
     requests, so every request gets new noise and coins.
+
+    `process` takes the place of the sampling's penalty, temperature and filters, which then only tell drafters what
+    it does.
     """
 
     def __init__(
-        self, sampling: Sampling, uses: Counter[tuple[int, int]] | None = None, *, drawn: bool = False
+        self,
+        sampling: Sampling,
+        uses: Counter[tuple[int, int]] | None = None,
+        *,
+        drawn: bool = False,
+        process: Process | None = None,
     ) -> None:
-        self.sampling = sampling
+        self.sampling, self.process = sampling, process
         self.uses = Counter() if uses is None else uses
         self.noise: Noise | None = None
         if sampling.temperature > 0:
@@ -69,7 +78,7 @@ class Choose:
 
     def pick_where_it_lies(self, output: TargetOutput, tokens: Tensor, seen: Tensor, depths: Tensor) -> Tensor:
         """[N], the tokens chosen after all nodes of a tree on the device, by their tokens, ancestors and depths."""
-        logits, sampling = _in_fp32(output.logits), self.sampling
+        logits, sampling = in_fp32(output.logits), self.sampling
         if sampling.repetition_penalty != 1:
             logits = penalise_nodes(logits, output.text, tokens, seen, sampling.repetition_penalty)
         if self.noise is None:
@@ -90,11 +99,16 @@ class Choose:
 
     def _scores(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
         """[len(nodes), V], scores whose maximum is the target's choice."""
-        logits = self._penalised_logits(output, nodes)
+        logits = self.logits_after(output, nodes)
         if self.noise is None:
             return logits
         positions = [output.positions[node] for node in nodes]
-        return warp(logits, self.sampling) + self.noise(positions, logits.shape[-1], logits.device)
+        return logits + self.noise(positions, logits.shape[-1], logits.device)
+
+    def logits_after(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
+        """[len(nodes), V], the logits whose softmax the target samples from, or whose maximum it takes."""
+        logits = self._penalised_logits(output, nodes)
+        return logits if self.process is not None or self.noise is None else warp(logits, self.sampling)
 
     def offer(self, vocab_size: int, device: torch.device) -> Offer | None:
         """The noise and filters for the drafter; None for a greedy target."""
@@ -111,7 +125,7 @@ class Choose:
 
     def probs_after(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
         """[len(nodes), V], the target's probs after these nodes when it samples."""
-        return warp(self._penalised_logits(output, nodes), self.sampling).softmax(-1)
+        return self.logits_after(output, nodes).softmax(-1)
 
     def coin(self, probability: float) -> bool:
         """Toss a coin that is True with this probability."""
@@ -125,18 +139,15 @@ class Choose:
         return int(to_host([torch.minimum(token, last).masked_fill_(cumulative[-1:].isnan(), NAN)])[0])
 
     def _penalised_logits(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
-        """[len(nodes), V], logits after the repetition penalty, in fp32 or fp64."""
-        logits = _in_fp32(pick_rows(output.logits, nodes))
+        """[len(nodes), V], logits after the repetition penalty, or as `process` makes them, in fp32 or fp64."""
+        if self.process is not None:
+            return self.process(output, nodes)
+        logits = in_fp32(pick_rows(output.logits, nodes))
         penalty = self.sampling.repetition_penalty
         if penalty == 1:
             return logits
         rows = [penalise(row, output.prefix(node), penalty) for row, node in zip(logits, nodes, strict=True)]
         return torch.stack(rows)
-
-
-def _in_fp32(logits: Tensor) -> Tensor:
-    """Logits in fp32, or in fp64 if they come so."""
-    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def walk(tree: DraftTree, choices: Sequence[int] | dict[int, int]) -> list[int]:

@@ -20,7 +20,7 @@ from eagle.core.sampling import number
 from eagle.core.tree import DraftTree
 from eagle.core.verify import Sampling
 from eagle.decoding.beam_state import BeamState, EarlyStopping
-from eagle.decoding.stops import Stops
+from eagle.decoding.stops import stops_for
 from eagle.decoding.trie import Trie
 from eagle.device import pick_rows, to_host, upload
 from eagle.target.target import Target
@@ -78,10 +78,7 @@ def beam_search(
             f"{len(tokens)} prompt tokens and {limit} new ones exceed what the model reads in one text: lower "
             f"max_new_tokens to {room} or shorten the prompt"
         )
-    if stop is None:
-        stop = [token for token in target.stop_tokens if 0 <= token < target.vocab_size]
-    stops = Stops(stop, target.tokenizer, target.vocab_size)
-    state = BeamState(beams, stops, limit, check_penalty(length_penalty, limit), early_stopping)
+    state = BeamState(beams, stops_for(target, stop), limit, check_penalty(length_penalty, limit), early_stopping)
     search = _Search(target, drafter, tokens, state, check_processors(processors), budget)
     try:
         search.run()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,8 +12,12 @@ from eagle.core.budget import Budget, Draw
 from eagle.core.drafter import Committed, Drafter
 from eagle.core.row_errors import FATAL
 from eagle.core.trace import Trace
+from eagle.core.tree import TargetOutput
 from eagle.core.verify import Choose, Sampling
 from eagle.decoding.stops import Stops
+
+Observe = Callable[[TargetOutput, list[int], Choose], None]
+"""Told of each forward of a text: the target's output, the accepted nodes, and what chose after them."""
 
 
 @dataclass(slots=True)
@@ -28,6 +32,7 @@ class Row:
     choose: Choose
     first: int | None = None  # the token after the prompt, where it is known
     draw: Draw | None = None  # how its drafts are drawn, the same in the whole text
+    observe: Observe | None = None
     pending: list[Committed] = field(default_factory=list)  # since the drafter was asked last
 
     @contextmanager

@@ -16,11 +16,19 @@ from eagle.core.drafter import Committed, Drafter
 from eagle.core.grown import lies_on_device
 from eagle.core.trace import Cycle, Trace
 from eagle.core.tree import DraftTree, TargetOutput, check_draft
-from eagle.core.verify import Choose, Sampling
+from eagle.core.verify import Choose, Process, Sampling
 from eagle.decoding.accept import accept
-from eagle.decoding.decoding_row import Row, check_confidence, check_draw, check_length, check_trace, find_budget
+from eagle.decoding.decoding_row import (
+    Observe,
+    Row,
+    check_confidence,
+    check_draw,
+    check_length,
+    check_trace,
+    find_budget,
+)
 from eagle.decoding.row_drafts import RowDrafts
-from eagle.decoding.stops import Stops
+from eagle.decoding.stops import stops_for
 from eagle.target.target import Target
 
 PROMPT_TOKENS = 256  # read in one forward while other texts wait for their next tokens
@@ -71,23 +79,23 @@ class Decoding:
         trace: Trace,
         stop: Any = None,
         first: int | None = None,
+        process: Process | None = None,
+        observe: Observe | None = None,
     ) -> None:
         """Add a prompt that begins when there is room; ValueError if there never will be.
 
-        The answer begins with the token `first`, if given.
+        The answer begins with the token `first`, if given. `process` changes the target's logits (`Choose`).
         """
         target = self.target
         target.check_prompt(prompt)
         check_length(target, len(prompt), limit)
         check_trace(trace, [row.trace for row in (*self.waiting, *self.rows.values())])
         self.state.check_room(self._columns(prompt, limit))
-        if stop is None:
-            stop = [token for token in target.stop_tokens if 0 <= token < target.vocab_size]
-        stops = Stops(stop, target.tokenizer, target.vocab_size)
+        stops = stops_for(target, stop)
         trace.prompt, trace.tokenizer = prompt, target.tokenizer
         draw = getattr(self.budget, "draw", None)
-        choose = Choose(sampling, target.draws, drawn=draw == "sampled")
-        self.waiting.append(Row(number, trace, sampling, stops, limit, choose, first, draw))
+        choose = Choose(sampling, target.draws, drawn=draw == "sampled", process=process)
+        self.waiting.append(Row(number, trace, sampling, stops, limit, choose, first, draw, observe))
 
     def step(self) -> list[tuple[int, list[int]]]:
         """Run one step; returns new tokens by prompt: the first one of prompts read now, else a cycle's tokens.
@@ -104,6 +112,12 @@ class Decoding:
         for row in ended:
             self._release(row)
         return new + [(row.number, []) for row in ended if row.number not in listed]
+
+    def end(self, number: int, count: int) -> None:
+        """End an admitted text after the first `count` tokens of its answer, which `trace` then holds alone."""
+        row = self.rows[number]
+        row.trace.cut(count)
+        self._release(row)
 
     def close(self) -> None:
         """Return the target's state, and release texts that are not finished."""
@@ -146,6 +160,8 @@ class Decoding:
             row = self.rows[number]
             with row.fail_alone():
                 update = output.commit(row.choose)
+                if row.observe is not None:
+                    row.observe(output.output, [0], row.choose)
                 row.pending = [update if row.first is None else replace(update, root=row.first)]
                 new.append((number, row.commit([row.pending[0].root])))
         return new
@@ -165,8 +181,10 @@ class Decoding:
         clock.lap("verify")
         new: list[tuple[int, list[int]]] = []
         for number, part in accepted.items():
-            with self.rows[number].fail_alone():
-                new.append((number, self._commit(self.rows[number], outputs[number], part.update)))
+            with (row := self.rows[number]).fail_alone():
+                if row.observe is not None:
+                    row.observe(outputs[number], part.path, row.choose)
+                new.append((number, self._commit(row, outputs[number], part.update)))
         clock.lap("other")
         cycles = {}
         for number, tokens in new:
@@ -215,6 +233,7 @@ class Decoding:
     def _stays_on_device(self, rows: list[Row]) -> bool:
         """Whether nothing on the host needs a tree before the target has read it."""
         is_walked = all(row.choose.sampling.is_lossless and row.draw != "sampled" for row in rows)
+        is_walked = is_walked and all(row.choose.process is None and row.observe is None for row in rows)
         reads = self.drafter.reads
         return is_walked and not reads.choices and not reads.states and self.target.reader.reads_on_device
 

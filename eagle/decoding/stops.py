@@ -32,6 +32,15 @@ class Stops:
         return end, None
 
 
+def stops_for(target: Any, stop: Any) -> Stops:
+    """The stops of a request to a target; None means the target's stop tokens."""
+    if isinstance(stop, Stops):
+        return stop
+    if stop is None:
+        stop = [token for token in target.stop_tokens if 0 <= token < target.vocab_size]
+    return Stops(stop, target.tokenizer, target.vocab_size)
+
+
 def stop_strings(stop: Any) -> list[str]:
     """The stop strings among stops of any kind."""
     return [] if stop is None else [item for item in _as_items(stop) if isinstance(item, str)]

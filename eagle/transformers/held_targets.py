@@ -1,0 +1,67 @@
+"""Targets and drafters that were made for a model, held by the model itself, so that they live as long as it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from eagle.core.drafter import Drafter
+from eagle.core.trace import Trace
+from eagle.target.target import Target
+
+ATTRIBUTE = "_eagle_held"  # of a model; anything else that held a target would keep the model's weights
+
+
+class Held:
+    """What was made for one model, and the record of its last call; a copy of the model begins without it."""
+
+    def __init__(self) -> None:
+        self.target: Target | None = None
+        self.built: Any = None  # the model's build that the target was made for
+        self.drafters: WeakKeyDictionary[Any, Drafter] = WeakKeyDictionary()  # by the callable that loaded them
+        self.callables: dict[Any, Any] = {}  # of folders, by folder, revision and state of files
+        self.traces: list[Trace] = []
+
+    def __reduce__(self) -> Any:
+        return Held, ()
+
+    def target_of(self, model: Any) -> Target:
+        """The target over the model's weights; made anew, with all drafters, where the model was rebuilt."""
+        weights = list(model.parameters())
+        attention = getattr(model.config, "_attn_implementation", None)
+        built = (model.device, model.dtype, attention, [id(weight) for weight in weights])
+        if self.target is None or self.built != built:
+            self.drafters.clear()
+            wanted = [weight.requires_grad for weight in weights]
+            try:
+                self.target, self.built = Target(model), built
+            finally:
+                for weight, wants in zip(weights, wanted, strict=True):
+                    weight.requires_grad_(wants)
+        return self.target
+
+
+def held_by(model: Any) -> Held:
+    """What is held by a model."""
+    held = vars(model).setdefault(ATTRIBUTE, Held())
+    assert isinstance(held, Held)
+    return held
+
+
+def last_traces(model: Any) -> list[Trace]:
+    """The traces of a model's last call of `generate` with a drafter, one for each text; none after beams."""
+    return held_by(model).traces
+
+
+@contextmanager
+def in_evaluation(model: Any) -> Iterator[None]:
+    """A context in which the model evaluates; the modules that were in training are so again afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

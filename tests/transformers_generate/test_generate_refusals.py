@@ -1,0 +1,129 @@
+"""What `model.generate` with a drafter does not serve is refused by its name, before anything is decoded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    DynamicCache,
+    LogitsProcessorList,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
+)
+
+import eagle.transformers
+from tests.families import build, random_tokens
+from tests.stock_generate import asked, left_padded, model_of
+from tests.transformers_generate.test_generate_options import Bans, Record
+
+ONE = {"input_ids": torch.tensor([random_tokens(9, 1)])}
+OUTPUTS = {"return_dict_in_generate": True}
+HOLES = {"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1, 1]])}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "output_attentions": ({"output_attentions": True, **OUTPUTS}, "output_attentions is True"),
+    "output_hidden_states": ({"output_hidden_states": True, **OUTPUTS}, "output_hidden_states is True"),
+    "beam scores": ({"num_beams": 2, "output_scores": True, **OUTPUTS}, "output_scores is not kept of beams"),
+    "beam logits": ({"num_beams": 2, "output_logits": True, **OUTPUTS}, "output_logits is not kept of beams"),
+    "beam sampling": ({"num_beams": 2, "do_sample": True}, "num_beams with do_sample"),
+    "beam streamer": ({"num_beams": 2, "streamer": Record([])}, "a streamer cannot follow beams"),
+    "beam time": (
+        {"num_beams": 2, "stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(9.0)])},
+        "criteria MaxTimeCriteria cannot be followed by beams",
+    ),
+    "prompt lookup": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
+    "contrastive": ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha asks for contrastive search"),
+    "dola": ({"dola_layers": "high"}, "dola_layers asks for dola generation"),
+    "groups": ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0}, "num_beam_groups asks for group"),
+    "constrained": ({"force_words_ids": [[3]], "num_beams": 2}, "constraints or force_words_ids"),
+    "guidance": ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor cannot be served"),
+    "synthid": (
+        {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)},
+        "SynthIDTextWatermarkLogitsProcessor cannot be served",
+    ),
+    "processor": ({"logits_processor": LogitsProcessorList([Bans()])}, "processors Bans cannot be served"),
+    "function": (
+        {"prefix_allowed_tokens_fn": lambda row, text: [1]},
+        "PrefixConstrainedLogitsProcessor cannot be served",
+    ),
+    "past": ({"past_key_values": DynamicCache()}, "past_key_values was passed"),
+    "synced": ({"synced_gpus": True}, "synced_gpus is True"),
+    "positions": ({"position_ids": torch.arange(3, 12)[None]}, "position_ids differ"),
+    "holes": (HOLES, "attention_mask hides tokens within row 0"),
+    "too long": ({"max_new_tokens": 300}, "exceed the model's 256 positions"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_call_is_refused_by_name(name: str) -> None:
+    """With a sentence that says what to leave out."""
+    options, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        model_of("llama").generate(
+            **ONE, **{**asked(), **options}, custom_generate=eagle.transformers.generate_with("ngram")
+        )
+
+
+def test_an_assistant_is_refused() -> None:
+    """It is handed to no callable, and would be dropped in silence."""
+    with pytest.raises(ValueError, match="assistant_model drafts, too"):
+        model_of("llama").generate(
+            **ONE, **asked(), assistant_model=build("llama"), custom_generate=eagle.transformers.generate_with("ngram")
+        )
+
+
+def test_embeddings_are_refused() -> None:
+    """A drafter reads tokens."""
+    model = model_of("llama")
+    embedded = model.get_input_embeddings()(ONE["input_ids"])
+    with pytest.raises(ValueError, match="inputs_embeds"):
+        model.generate(inputs_embeds=embedded, **asked(), custom_generate=eagle.transformers.generate_with("ngram"))
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    """Its decoder is no causal model of the prompt."""
+    shape = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 96}
+    model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", **shape, decoder_start_token_id=0))
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder"):
+        model.generate(**ONE, max_new_tokens=4, custom_generate=eagle.transformers.generate_with("ngram"))
+
+
+def test_images_are_served_to_one_prompt_alone() -> None:
+    """The rows of several share one output of the processor."""
+    from tests.stock_generate import seeing_call
+
+    model, inputs = seeing_call("llava", 2)
+    stock = model.generate(**inputs, **asked())
+    with_drafter = eagle.transformers.generate_with("ngram")
+    assert torch.equal(model.generate(**inputs, **asked(), custom_generate=with_drafter), stock)
+    with pytest.raises(ValueError, match="pixel_values belongs to 2 rows"):
+        model.generate(**inputs, **asked(), num_beams=2, custom_generate=with_drafter)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"drafter": 3}, "generate_with got a int"),
+        ({"drafter": "ngram", "stateless": ["Bans"]}, "stateless holds 'Bans'"),
+        ({"drafter": "ngram", "seed": "now"}, "seed is 'now'"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:
+    """Before a model comes."""
+    with pytest.raises(ValueError, match=message):
+        eagle.transformers.generate_with(**arguments)
+
+
+def test_wrong_options_of_a_drafter_are_refused_at_the_first_call() -> None:
+    """As `load_drafter` refuses them."""
+    for drafter, options, message in (("ngram", {"sharpnes": 1}, "has no option"), ("no/such/head", {}, "no drafter")):
+        with pytest.raises(ValueError, match=message):
+            model_of("llama").generate(
+                **left_padded((3, 4)),
+                **asked(),
+                custom_generate=eagle.transformers.generate_with(drafter, **options),
+            )

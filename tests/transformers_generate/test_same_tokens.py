@@ -1,0 +1,148 @@
+"""`model.generate` with a drafter gives the tokens that it gives without, for every family and way of decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+import eagle.transformers
+from eagle.core.verify import Choose
+from eagle.transformers.node_processors import NodeProcessors
+from eagle.transformers.stepwise import Stepwise
+from tests.families import random_tokens
+from tests.stock_generate import (
+    FAMILIES,
+    SEED,
+    generate_knowing,
+    left_padded,
+    model_of,
+    stock_generate,
+)
+
+ONE = {"input_ids": torch.tensor([random_tokens(9, 1)])}
+BATCH = left_padded((4, 9, 7))
+MOSTLY_SLOW = ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "llama")]
+SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0.01}
+WARPERS = [
+    TemperatureLogitsWarper(0.7),
+    TopKLogitsWarper(40),
+    TopPLogitsWarper(0.95),
+    MinPLogitsWarper(0.01),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("inputs", [ONE, BATCH], ids=["one", "batch"])
+def test_greedy_tokens_are_the_stock_ones(family: str, inputs: dict[str, Any]) -> None:
+    """Several a forward, with texts that end at different places."""
+    model = model_of(family)
+    free = stock_generate(model, inputs)
+    ends = sorted({int(row[-9 + number]) for number, row in enumerate(free)})
+    for options in ({}, {"eos_token_id": ends}):
+        stock = stock_generate(model, inputs, **options)
+        ours, with_drafter = generate_knowing(model, stock, inputs, **options)
+        assert torch.equal(ours, stock)
+        assert options or with_drafter.acceptance_length > 3
+
+
+@pytest.mark.parametrize("family", MOSTLY_SLOW)
+@pytest.mark.parametrize("inputs", [ONE, BATCH], ids=["one", "batch"])
+def test_sampled_tokens_are_the_stock_ones_with_the_same_noise(family: str, inputs: dict[str, Any]) -> None:
+    """By the warpers that are read as a sampling, and by others, that are called at every node."""
+    model = model_of(family)
+    stock = stock_generate(model, inputs, WARPERS)
+    ours, with_drafter = generate_knowing(model, stock, inputs, **SAMPLED)
+    assert torch.equal(ours, stock) and with_drafter.acceptance_length > 3
+    assert not torch.equal(ours, generate_knowing(model, stock, inputs, **SAMPLED, seed=SEED + 1)[0])
+    more = [RepetitionPenaltyLogitsProcessor(1.2, torch.tensor([5, 0, 2]) if inputs is BATCH else None)]
+    more += [NoRepeatNGramLogitsProcessor(2), *WARPERS, TypicalLogitsWarper(0.9)]
+    stock = stock_generate(model, inputs, more)
+    options = {**SAMPLED, "typical_p": 0.9, "repetition_penalty": 1.2, "no_repeat_ngram_size": 2}
+    ours, with_drafter = generate_knowing(model, stock, inputs, **options)
+    assert torch.equal(ours, stock) and with_drafter.acceptance_length > 3
+
+
+@pytest.mark.parametrize("family", MOSTLY_SLOW)
+@pytest.mark.parametrize("inputs", [ONE, BATCH], ids=["one", "batch"])
+def test_beams_are_the_stock_ones(family: str, inputs: dict[str, Any]) -> None:
+    """With stop tokens, processors that see the padding, a length penalty, and several answers."""
+    model = model_of(family)
+    end = int(stock_generate(model, inputs, num_beams=3)[0, -5])
+    with_drafter = eagle.transformers.generate_with("ngram")
+    for options in (
+        {"num_beams": 3},
+        {"num_beams": 4, "num_return_sequences": 2, "eos_token_id": end, "length_penalty": 0.3},
+        {"num_beams": 3, "eos_token_id": [end, 3], "early_stopping": True, "no_repeat_ngram_size": 2, "min_length": 14},
+        {"num_beams": 2, "repetition_penalty": 1.3, "pad_token_id": 95, "return_dict_in_generate": True},
+    ):
+        stock = stock_generate(model, inputs, **options)
+        asked = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **options}
+        ours = model.generate(**inputs, **asked, custom_generate=with_drafter)
+        assert torch.equal(getattr(ours, "sequences", ours), getattr(stock, "sequences", stock)), options
+
+
+def forget_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processors see texts without their padding."""
+    made = NodeProcessors.__init__
+    monkeypatch.setattr(NodeProcessors, "__init__", lambda self, given, _, device: made(self, given, [], device))
+
+
+def forget_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not read as a sampling is not called."""
+    made = Choose.__init__
+
+    def plain(self: Any, *args: Any, process: Any = None, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+
+    monkeypatch.setattr(Choose, "__init__", plain)
+
+
+def shift_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processors are called with the root's text at every node."""
+    called = NodeProcessors.__call__
+    monkeypatch.setattr(NodeProcessors, "__call__", lambda self, output, nodes: called(self, output, [0] * len(nodes)))
+
+
+def forget_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that have ended are not padded."""
+    made = Stepwise.__init__
+
+    def endless(self: Any, *args: Any) -> None:
+        made(self, *args)
+        self.has_ends = False
+
+    monkeypatch.setattr(Stepwise, "__init__", endless)
+
+
+@pytest.mark.parametrize(
+    ("plant", "options"),
+    [
+        (forget_padding, {"min_length": 12}),  # which counts padding: the first text may end after three tokens
+        (forget_processors, {"no_repeat_ngram_size": 1}),
+        (shift_nodes, {"no_repeat_ngram_size": 1}),
+        (forget_ends, {}),
+    ],
+)
+def test_a_fault_is_seen(plant: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison itself can fail."""
+    model = model_of("llama")
+    options = {**options, "eos_token_id": int(stock_generate(model, BATCH)[0, 13])}
+    stock = stock_generate(model, BATCH, **options)
+    assert torch.equal(generate_knowing(model, stock, BATCH, **options)[0], stock)
+    plant(monkeypatch)
+    try:
+        ours = generate_knowing(model, stock, BATCH, **options)[0]
+    except AssertionError:  # a row is asked for tokens that it never has
+        return
+    assert ours.shape != stock.shape or not torch.equal(ours, stock)
