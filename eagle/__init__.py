@@ -36,6 +36,8 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     """A public name from its home, on first use: transformers' modeling code takes seconds to import."""
+    if name == "transformers":  # not in __all__: a star import would hide the package of that name
+        return import_module("eagle.transformers")
     if name not in _HOMES:
         raise AttributeError(f"eagle has no {name!r}: its public names are {', '.join(__all__)}")
     return getattr(import_module(_HOMES[name]), name)

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,18 @@ CACHES = ("past_key_values", "cache_params")
 # arguments of the model's forward that `generate` prepares, and that follow from the tokens and their mask
 PREPARED = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position", *CACHES}
 PREPARED |= {"mm_encoder_outputs"}  # of images, which the target encodes by itself
+STATES = ("output_attentions", "output_hidden_states")
 TYPES = "token_type_ids"
 ALONE = {"tokenizer", "assistant_tokenizer", "synced_gpus", "assistant_model"}  # no inputs of the model
+# other modes, and what asks for them
+OTHER_MODES = {
+    "beam_sample": "num_beams with do_sample",
+    "assisted_generation": "prompt_lookup_num_tokens, assistant_early_exit or use_mtp",
+    "contrastive_search": "penalty_alpha",
+    "group_beam_search": "num_beam_groups",
+    "constrained_beam_search": "constraints or force_words_ids",
+    "dola_generation": "dola_layers",
+}
 SERVED = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH)
 
 
@@ -75,22 +85,20 @@ def read_request(
 
     `kwargs` are the inputs that `generate` has prepared for the model's forward, `given` those of the call itself.
     """
-    _check_mode(model, config, kwargs)
+    _check_mode(model, config, kwargs, given)
     _check_outputs(config)
     mask = kwargs.get("attention_mask")
     prompts, paddings = _split_padding(input_ids, mask)
     _check_positions(kwargs.get("position_ids"), mask, input_ids)
-    for name in CACHES:
-        _check_cache(name, kwargs.get(name))
     expansion = max(config.num_beams or 1, config.num_return_sequences or 1)
     media = _find_media(given)
-    _check_inputs(kwargs, media)
+    _check_inputs(model, kwargs, media)
     if media:
         prompts = [_show(prompts, paddings, media)]
     return Request(input_ids, prompts, paddings, expansion, processors, criteria, config)
 
 
-def _check_mode(model: Any, config: GenerationConfig, kwargs: Mapping[str, Any]) -> None:
+def _check_mode(model: Any, config: GenerationConfig, kwargs: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Refuse models and ways of decoding that no drafts can be verified for."""
     if model.config.is_encoder_decoder:
         raise ValueError(
@@ -100,16 +108,9 @@ def _check_mode(model: Any, config: GenerationConfig, kwargs: Mapping[str, Any])
         raise ValueError("assistant_model drafts, too: expected one drafter, so leave it or custom_generate out")
     mode = config.get_generation_mode()
     if mode not in SERVED:
-        asked = {
-            GenerationMode.BEAM_SAMPLE: "num_beams with do_sample",
-            GenerationMode.ASSISTED_GENERATION: "prompt_lookup_num_tokens, assistant_early_exit or use_mtp",
-            GenerationMode.CONTRASTIVE_SEARCH: "penalty_alpha",
-            GenerationMode.GROUP_BEAM_SEARCH: "num_beam_groups",
-            GenerationMode.CONSTRAINED_BEAM_SEARCH: "constraints or force_words_ids",
-            GenerationMode.DOLA_GENERATION: "dola_layers",
-        }.get(mode, "this generation config")
+        asked = OTHER_MODES.get(mode.value, "this generation config")
         raise ValueError(
-            f"{asked} asks for {str(mode.value).replace('_', ' ')}, which is not served with drafts: expected greedy "
+            f"{asked} asks for {mode.value.replace('_', ' ')}, which is not served with drafts: expected greedy "
             "decoding, sampling or beam search"
         )
     if kwargs.get("synced_gpus"):
@@ -118,6 +119,11 @@ def _check_mode(model: Any, config: GenerationConfig, kwargs: Mapping[str, Any])
         )
     if kwargs.get("inputs_embeds") is not None:
         raise ValueError("inputs_embeds has no tokens that a drafter could read: pass input_ids")
+    if caches := [name for name in CACHES if given.get(name) is not None]:
+        raise ValueError(
+            f"{caches[0]} was passed, and a decoder with drafts keeps its own cache: leave it out; a prompt that goes "
+            "on from the last call's only text is not read again"
+        )
     if config.cache_implementation == "quantized":
         raise ValueError(
             "cache_implementation is 'quantized', which changes logits: drafts are read with a plain cache"
@@ -125,26 +131,15 @@ def _check_mode(model: Any, config: GenerationConfig, kwargs: Mapping[str, Any])
 
 
 def _check_outputs(config: GenerationConfig) -> None:
-    """Refuse outputs that are not kept."""
-    for name in ("output_attentions", "output_hidden_states"):
+    """Refuse outputs that are not kept, where they are returned."""
+    if not config.return_dict_in_generate:
+        return
+    for name in STATES:
         if getattr(config, name):
             raise ValueError(f"{name} is True, and forwards over drafts keep none: leave it out, or the drafter")
-    if (config.num_beams or 1) > 1 and config.return_dict_in_generate:
-        for name in ("output_scores", "output_logits"):
-            if getattr(config, name):
-                raise ValueError(f"{name} is not kept of beams: leave it out, or call eagle.beam_search for the scores")
-
-
-def _check_cache(name: str, cache: Any) -> None:
-    """Refuse a cache that the call brought along."""
-    if cache is None:
-        return
-    length: Callable[[], int] = getattr(cache, "get_seq_length", lambda: 0)
-    if getattr(cache, "_is_user_defined", False) or length() > 0:
-        raise ValueError(
-            f"{name} was passed, and a decoder with drafts keeps its own cache: leave it out; the text of the last "
-            "call is kept, so a prompt that goes on from it is not read again"
-        )
+    for name in ("output_scores", "output_logits") if (config.num_beams or 1) > 1 else ():
+        if getattr(config, name):
+            raise ValueError(f"{name} is not kept of beams: leave it out, or call eagle.beam_search for the scores")
 
 
 def _split_padding(input_ids: Tensor, mask: Tensor | None) -> tuple[list[list[int]], list[list[int]]]:
@@ -189,17 +184,26 @@ def _find_media(given: Mapping[str, Any]) -> dict[str, Any]:
     return media if any(IMAGES.search(name) for name in media) else {}
 
 
-def _check_inputs(kwargs: Mapping[str, Any], media: Mapping[str, Any]) -> None:
+def _check_inputs(model: Any, kwargs: Mapping[str, Any], media: Mapping[str, Any]) -> None:
     """Refuse inputs of the model's forward that are neither tokens nor images."""
-    unknown = kwargs.keys() - PREPARED - ALONE - media.keys()
-    # a tokenizer says of plain texts that all their tokens are of the first type
+    unknown = kwargs.keys() - PREPARED - ALONE - media.keys() - {*STATES}
     passed = [name for name in sorted(unknown) if kwargs[name] is not None]
-    left = [name for name in passed if name != TYPES or bool(kwargs[name].any())]
+    left = [name for name in passed if not (name.endswith(TYPES) and _is_default_type(model, kwargs[name]))]
     if left:
         raise ValueError(
             f"{', '.join(left)} is passed to the model's forward, and a decoder with drafts reads tokens and images "
             "alone: leave it out, or the drafter"
         )
+
+
+def _is_default_type(model: Any, types: Tensor) -> bool:
+    """Whether token types say what the model takes for granted: that all tokens are text, or of the first type.
+
+    Models such as GPT-2 embed any type as a token, so there nothing is as good as no types.
+    """
+    sees = any(hasattr(model.config, name) for name in ("image_token_id", "image_token_index"))
+    has_types = any(name.endswith("token_type_embeddings") for name, _ in model.named_modules())
+    return (sees or has_types) and not bool(types.any())
 
 
 def _show(prompts: list[list[int]], paddings: list[list[int]], media: Mapping[str, Any]) -> list[int]:

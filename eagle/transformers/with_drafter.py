@@ -105,7 +105,7 @@ class WithDrafter:
         streamer = caller.get("streamer") if streamer is None else streamer
         kwargs = {**{name: caller.get(name) for name in ("assistant_model", "synced_gpus")}, **kwargs}
         prepared = (input_ids, logits_processor, stopping_criteria, generation_config)
-        request = read_request(model, *prepared, kwargs, caller.get("kwargs", kwargs))
+        request = read_request(model, *prepared, kwargs, caller.get("kwargs", {}))
         check_processors(request.processors, self.stateless)
         if request.is_beams and streamer is not None:
             raise ValueError("a streamer cannot follow beams, which are chosen at the end: leave it or num_beams out")

@@ -313,6 +313,11 @@ def test_a_drafter_may_be_made_beforehand_and_bound_later(repeating_target: Targ
     assert with_drafter.acceptance_length >= 1 and len(with_drafter.traces) == 1
 
 
+def test_the_package_is_there_after_import_eagle() -> None:
+    """And not among the names of a star import, where it would hide another package."""
+    assert eagle.__getattr__("transformers") is eagle.transformers and "transformers" not in eagle.__all__
+
+
 def forget_streamer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing looks for the streamer."""
     monkeypatch.setattr("eagle.transformers.with_drafter.arguments_of_generate", dict)

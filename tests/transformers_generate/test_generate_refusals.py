@@ -18,7 +18,7 @@ from transformers import (
 
 import eagle.transformers
 from tests.families import build, random_tokens
-from tests.stock_generate import asked, left_padded, model_of
+from tests.stock_generate import asked, left_padded, model_of, seeing_call
 from tests.transformers_generate.test_generate_options import Bans, Record
 
 ONE = {"input_ids": torch.tensor([random_tokens(9, 1)])}
@@ -84,6 +84,18 @@ def test_embeddings_are_refused() -> None:
         model.generate(inputs_embeds=embedded, **asked(), custom_generate=eagle.transformers.generate_with("ngram"))
 
 
+def test_token_types_are_refused_where_they_are_embedded() -> None:
+    """GPT-2 adds a token's embedding for each type; a model that sees takes all text for granted."""
+    types = {"token_type_ids": torch.zeros_like(ONE["input_ids"])}
+    with pytest.raises(ValueError, match="token_type_ids is passed to the model's forward"):
+        model_of("gpt2").generate(**ONE, **types, **asked(), custom_generate=eagle.transformers.generate_with("ngram"))
+    model, inputs = seeing_call("gemma3", 0)
+    inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+    stock = model.generate(**inputs, **asked())
+    ours = model.generate(**inputs, **asked(), custom_generate=eagle.transformers.generate_with("ngram"))
+    assert torch.equal(ours, stock)
+
+
 def test_an_encoder_decoder_is_refused() -> None:
     """Its decoder is no causal model of the prompt."""
     shape = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 96}
@@ -94,8 +106,6 @@ def test_an_encoder_decoder_is_refused() -> None:
 
 def test_images_are_served_to_one_prompt_alone() -> None:
     """The rows of several share one output of the processor."""
-    from tests.stock_generate import seeing_call
-
     model, inputs = seeing_call("llava", 2)
     stock = model.generate(**inputs, **asked())
     with_drafter = eagle.transformers.generate_with("ngram")
