@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from eagle.core.drafter import Drafter, TrainableDrafter
 from eagle.core.sampling import whole
 from eagle.core.trace import Trace
 from eagle.decoding.loop import Decoding
+from eagle.device import in_dtype
 from eagle.formats.checkpoint import load_drafter
 from eagle.target.target import Target
 from eagle.transformers.beams import search_beams
@@ -126,7 +128,8 @@ class WithDrafter:
             criterion = StopStringCriteria(tokenizer, strings)
             kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), criterion])
             if config is not None:
-                kwargs["generation_config"] = type(config)(**{**config.to_dict(), "stop_strings": None})
+                kwargs["generation_config"] = config = copy.deepcopy(config)
+                config.stop_strings = None
         return model.generate(*args, **kwargs, custom_generate=self)
 
     def _prepare(self, model: Any) -> tuple[Target, Drafter]:
@@ -143,7 +146,12 @@ class WithDrafter:
         if not isinstance(drafter, Drafter):
             return load_drafter(drafter, target, **self.options)
         if isinstance(drafter, TrainableDrafter) and not drafter.frozen:
-            drafter.to(target.device).bind(target.head)
+            # a copy is bound, over the same weights where they fit: the head stays as it was, free for other models
+            place, weights = {(target.device, target.model.dtype)}, list(drafter.parameters())
+            fits = {(weight.device, weight.dtype) for weight in weights} <= place
+            head = copy.deepcopy(drafter, {id(weight): weight for weight in weights} if fits else {})
+            head = head if fits else in_dtype(head.to(target.device), target.model.dtype)
+            drafter = head.bind(target.head)
         if drafter.reads.view:
             drafter.bind_target(target.view())
         return drafter
@@ -153,8 +161,8 @@ class WithDrafter:
         rows = range(len(request.prompts))
         config, seed = request.config, self._draw_seed(request)
         wants = config.return_dict_in_generate
-        traces = [Trace() for _ in rows]
-        logits = [RowLogits(raw=wants and config.output_logits, processed=wants and config.output_scores) for _ in rows]
+        raw, processed = (bool(wants and kept) for kept in (config.output_logits, config.output_scores))
+        traces, logits = [Trace() for _ in rows], [RowLogits(raw=raw, processed=processed) for _ in rows]
         decoding = Decoding(target, drafter, budget=self.budget, batch_size=len(rows))
         try:
             samplings = []
@@ -174,7 +182,7 @@ class WithDrafter:
                     traces[row],
                     stop=[token for token in request.stop_tokens if 0 <= token < target.vocab_size],
                     process=None if is_whole else process,
-                    observe=logits[row].observe if wants else None,
+                    observe=logits[row].observe if raw or processed else None,
                 )
                 samplings.append(sampling)
             check_policy(decoding.budget, samplings, len(rows))

@@ -311,6 +311,11 @@ def test_a_drafter_may_be_made_beforehand_and_bound_later(repeating_target: Targ
     stock = stock_generate(model, ONE)
     assert torch.equal(model.generate(**ONE, **asked(), custom_generate=with_drafter), stock)
     assert with_drafter.acceptance_length >= 1 and len(with_drafter.traces) == 1
+    assert not head.frozen and all(module.training for module in head.modules())
+    model = copy.deepcopy(model).to(torch.float64)
+    stock = stock_generate(model, ONE)
+    assert torch.equal(model.generate(**ONE, **asked(), custom_generate=with_drafter), stock)
+    assert head.fc.weight.dtype == torch.float32
 
 
 def test_the_package_is_there_after_import_eagle() -> None:
