@@ -8,16 +8,13 @@ import json
 import re
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import yaml
 
+from eagle.formats.custom_generate import CODE, CUSTOM_GENERATE
 from eagle.formats.hub import LOG_IN, check_name, fetch, has_token, send
 from eagle.formats.parcel import Parcel, Sent, is_export, pack_export, pack_head
-
-GENERATE = "eagle.transformers"  # whose write_custom_generate writes what transformers runs from a hub
 
 
 def run_push(argv: list[str]) -> None:
@@ -64,24 +61,14 @@ def pack(path: Path, name: str, also: list[Path]) -> Parcel:
             raise ValueError(f"--also {folder} holds no export: expected a folder that `eagle export` wrote")
         parcel.stays.pop(str(folder.absolute()), None)
         parcel.add_folder(folder, f"{folder.resolve().name}/", "an export of it, as `eagle export` wrote it")
-    if "recipe.yaml" in parcel.files:
-        add_generate(parcel)
+    if "recipe.yaml" in parcel.files:  # a head, which `model.generate(custom_generate="OWNER/NAME")` drafts with
+        own = path / CUSTOM_GENERATE
+        parcel.stays.pop(str(own.parent.absolute()), None)
+        parcel.add(CUSTOM_GENERATE, own if own.is_file() else CODE.encode(), "drafts in transformers' own generate")
     parcel.clean()
     if parcel.changed.keys() >= {"config.json"} and "index.json" in parcel.files:
         _note_checksum(parcel)
     return parcel
-
-
-def add_generate(parcel: Parcel) -> None:
-    """Add what lets `model.generate(custom_generate="OWNER/NAME")` draft with the head."""
-    if find_spec(GENERATE) is None:
-        return
-    with TemporaryDirectory() as folder:
-        import_module(GENERATE).write_custom_generate(folder)
-        for path in sorted(Path(folder).rglob("*")):
-            if path.is_file():
-                why = "drafts in transformers' own generate"
-                parcel.add(path.relative_to(folder).as_posix(), path.read_bytes(), why)
 
 
 def pack_store(folder: Path, name: str) -> Parcel:

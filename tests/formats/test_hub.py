@@ -26,6 +26,7 @@ from eagle.data.store import FeatureStore
 from eagle.disk import sha256
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.checkpoint import save_head
+from eagle.formats.custom_generate import write_custom_generate
 from eagle.formats.hub import check_name, push_to_hub
 from eagle.formats.parcel import Parcel
 from eagle.recipe import Recipe
@@ -115,12 +116,12 @@ def test_what_was_pushed_is_pulled(
     assert not [word for word in (b"alice", b"/home/bob/", b"10.1.2.3") if word in everything]
     said = capsys.readouterr().out
     assert (
-        "8 files of someone/head" in said and f"eagle generate {tmp_path / 'out'}" in said and "--target ~/mod" in said
+        "9 files of someone/head" in said and f"eagle generate {tmp_path / 'out'}" in said and "--target ~/mod" in said
     )
     hub.asked.clear()
     push(folder, "someone/head", "--yes")
     pull("someone/head", tmp_path / "out")
-    assert "holds all 8 files of someone/head already" in capsys.readouterr().out
+    assert "holds all 9 files of someone/head already" in capsys.readouterr().out
     assert len(repository.commits) == 1 and not [
         line for line in hub.asked if line.startswith("PUT") or "/resolve/" in line
     ]
@@ -326,19 +327,16 @@ def test_answers_go_as_they_are(hub: StubHub, tmp_path: Path, capsys: pytest.Cap
     assert f"data.train={tmp_path / 'out/chats.jsonl'}" in capsys.readouterr().out
 
 
-def test_what_transformers_runs_goes_with_a_head(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: StubHub
-) -> None:
-    """Where this installation can write it; an export or data gets none."""
-    write = (
-        "from pathlib import Path\ndef write_custom_generate(folder):\n    Path(folder, 'custom_generate').mkdir()\n"
-    )
-    (tmp_path / "writes_it.py").write_text(f"{write}    Path(folder, 'custom_generate/generate.py').write_text('x')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(share, "GENERATE", "not_there")
-    assert not [name for name in pack(folder, "someone/head", []).files if "generate" in name]
-    monkeypatch.setattr(share, "GENERATE", "writes_it")
-    assert pack(folder, "someone/head", []).files["custom_generate/generate.py"].read() == b"x"
+def test_what_transformers_runs_goes_with_a_head(folder: Path, tmp_path: Path) -> None:
+    """As `write_custom_generate` writes it beside one."""
+    write_custom_generate(tmp_path)
+    written = (tmp_path / "custom_generate/generate.py").read_bytes()
+    assert pack(folder, "someone/head", []).files["custom_generate/generate.py"].read() == written
+    write_custom_generate(folder)
+    (folder / "custom_generate/generate.py").write_text("my own")
+    parcel = pack(folder, "someone/head", [])
+    assert parcel.files["custom_generate/generate.py"].read() == b"my own"
+    assert not [place for place in parcel.stays if "custom_generate" in place]
 
 
 def test_servers_are_hidden_and_pages_are_not() -> None:

@@ -100,5 +100,5 @@ def test_what_is_missing_is_said(
     monkeypatch.setitem(sys.modules, "eagle", None)
     with pytest.raises(ImportError, match="`pip install --upgrade eagle-heads`"):
         model.generate(prompt, custom_generate=str(folder), **OPTIONS)
-    with pytest.raises(ValueError, match="no head at"):
-        write_custom_generate(tmp_path)
+    with pytest.raises(ValueError, match="no folder at"):
+        write_custom_generate(tmp_path / "nothing")
