@@ -15,7 +15,7 @@ from transformers.generation import GenerationMode
 from eagle.core.arguments import IMAGES, PromptTokens
 from eagle.transformers.node_processors import processors_of_row
 
-CACHES = ("past_key_values", "cache_params")
+CACHES = ("past_key_values", "cache_params", "cache")  # the last since transformers 5.24
 # arguments of the model's forward that `generate` prepares, and that follow from the tokens and their mask
 PREPARED = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position", *CACHES}
 PREPARED |= {"mm_encoder_outputs"}  # of images, which the target encodes by itself

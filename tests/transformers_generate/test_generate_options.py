@@ -235,7 +235,8 @@ def test_stop_strings(repeating_target: Target) -> None:
         stock = model.generate(prompt, **options, **more, stop_strings=strings, tokenizer=tokenizer)
         criterion = StoppingCriteriaList([StopStringCriteria(tokenizer, strings)])
         ours = model.generate(prompt, **options, **more, stopping_criteria=criterion, custom_generate=with_drafter)
-        assert torch.equal(ours, stock) and stock.shape[1] < prompt.shape[1] + 40
+        assert torch.equal(ours, stock)
+        assert more or stock.shape[1] < prompt.shape[1] + 40  # the best beam may be one that says neither
         ours = with_drafter.generate(model, prompt, **options, **more, stop_strings=strings, tokenizer=tokenizer)
         assert torch.equal(ours, stock)
     config = GenerationConfig(**options, stop_strings=strings)

@@ -50,7 +50,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"prefix_allowed_tokens_fn": lambda row, text: [1]},
         "PrefixConstrainedLogitsProcessor cannot be served",
     ),
-    "past": ({"past_key_values": DynamicCache()}, "past_key_values was passed"),
+    "past": ({"past_key_values": DynamicCache()}, "(past_key_values|cache) was passed"),
     "synced": ({"synced_gpus": True}, "synced_gpus is True"),
     "positions": ({"position_ids": torch.arange(3, 12)[None]}, "position_ids differ"),
     "holes": (HOLES, "attention_mask hides tokens within row 0"),
