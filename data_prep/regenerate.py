@@ -26,6 +26,7 @@ from data_prep.tokens import load_tokenizer, read_options
 from eagle.data.features import world
 from eagle.data.identity import data_identity
 from eagle.disk import lock_path
+from eagle.drafters import DRAFTERS
 from eagle.log import interrupted_by_user, progress, script
 from eagle.recipe import Recipe, RegenerateSection, command_line
 from eagle.target.target import Target
@@ -115,6 +116,7 @@ def make_answerer(recipe: Recipe, section: RegenerateSection) -> tuple[Answerer,
     tokenizer = load_tokenizer(recipe)
     answerer: Answerer
     if not section.endpoint:
+        DRAFTERS.find(recipe.drafter.kind)  # a file, it may be, that `section.drafter` needs
         answerer = Local(Target.load(**recipe.target.model_dump()), tokenizer, section)
     else:
         key, backoff = os.environ.get(section.key_variable, ""), Backoff(section.seed)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import os
 import re
 import sys
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import NamedTuple
 
 from eagle import __version__
@@ -64,13 +67,15 @@ GROUPS = {
 VERBS = {name: verb for group in GROUPS.values() for name, verb in group.items()}
 LIGHT = {"recipes"}  # verbs that need no torch
 VERDICTS = {"inspect", "doctor"}  # whose status 1 says that a checkpoint is broken
+PLUGINS, TRUST_CODE = "EAGLE_PLUGINS", "EAGLE_TRUST_CODE"  # in which the processes that a verb starts are told
 HELP = {"-h", "--help"}
 USAGE = "usage: eagle VERB [arguments]      `eagle VERB --help` tells the arguments of one"
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the verb with the arguments that follow it."""
-    name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    plugins, trusts, argv = take_code_options(sys.argv[1:] if argv is None else argv)
+    name, *rest = argv or [""]
     if name in HELP:
         sys.exit(print(overview()))
     if not name:
@@ -86,7 +91,8 @@ def main(argv: list[str] | None = None) -> None:
     if HELP & set(rest) and (text := printed_help(name)):
         sys.exit(print(text))
     reach_stages()
-    script(partial(run_verb, name, VERBS[name]), rest, status=2 if name in VERDICTS else 1)
+    verb = partial(run_verb, name, VERBS[name], plugins=plugins, trusts_heads=trusts)
+    script(verb, rest, status=2 if name in VERDICTS else 1)
 
 
 def overview() -> str:
@@ -95,6 +101,8 @@ def overview() -> str:
     for title, group in GROUPS.items():
         lines += [f"\n{title}:", *(f"  {name:<14}{verb.about}" for name, verb in group.items())]
     lines.append("\ntrain, prepare, extract, measure and lossless take --processes N: see `eagle train --help`.")
+    lines.append("All verbs take --plugin PATH.py (methods of your own, by the names that they have there) and")
+    lines.append("--trust-code (run the method.py beside a head that another has made: read it first).")
     return "\n".join(lines)
 
 
@@ -115,10 +123,38 @@ def reach_stages() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(STAGES), *filter(None, paths)])
 
 
-def run_verb(name: str, verb: Verb, argv: list[str]) -> None:
+def take_code_options(argv: list[str]) -> tuple[list[str], bool, list[str]]:
+    """The plugins and whether heads' code is trusted, of this command line or of the process that began this one."""
+    parser = argparse.ArgumentParser(prog="eagle", usage=USAGE, add_help=False, allow_abbrev=False)
+    parser.add_argument("--plugin", action="append", default=[])
+    parser.add_argument("--trust-code", action="store_true")
+    args, rest = parser.parse_known_args(argv)
+    inherited = filter(None, os.environ.get(PLUGINS, "").split(os.pathsep))
+    plugins = dict.fromkeys([*inherited, *(str(Path(path).expanduser().resolve()) for path in args.plugin)])
+    return list(plugins), args.trust_code or bool(os.environ.get(TRUST_CODE)), rest
+
+
+def admit_code(plugins: Sequence[str], trusts_heads: bool) -> None:
+    """Register the methods of plugins, and trust heads' code if asked to, here and in processes that begin here."""
+    if not (plugins or trusts_heads):
+        return
+    if plugins:
+        os.environ[PLUGINS] = os.pathsep.join(plugins)
+    if trusts_heads:
+        os.environ[TRUST_CODE] = "1"
+    methods = import_module("eagle.drafters").DRAFTERS
+    methods.trusts_heads = trusts_heads
+    for path in plugins:
+        methods.load_plugin(path)
+
+
+def run_verb(
+    name: str, verb: Verb, argv: list[str], *, plugins: Sequence[str] = (), trusts_heads: bool = False
+) -> None:
     """Run a stage, here or on several processes, or a verb of the package itself."""
     if "torch" not in sys.modules and not HELP & set(argv) and name not in LIGHT:
         print(f"eagle {name}: importing torch and transformers, a few seconds ...", file=sys.stderr, flush=True)
+    admit_code(plugins, trusts_heads)
     if verb.module.startswith("eagle."):
         getattr(import_module(verb.module), verb.function)(argv)
     else:

@@ -21,7 +21,9 @@ from eagle.data.identity import fingerprint, folder_of, target_identity
 from eagle.decoding.goodput import BATCH_SIZES, Goodput
 from eagle.device import best_device, choose_threads
 from eagle.drafters import DRAFTERS
-from eagle.formats.checkpoint import load_drafter
+from eagle.drafters.outside import describe_code
+from eagle.drafters.several import FirstOf
+from eagle.formats.checkpoint import load_drafter, method_without_files
 from eagle.recipe import BudgetSection, MeasuredSection, Recipe
 from eagle.shipped import commit
 from eagle.target.target import Target
@@ -54,10 +56,13 @@ class MeasuredDrafter:
 
     def describe(self) -> dict[str, Any]:
         """The settings that decide its drafts, for the header of results."""
-        folders = [name for name in self.head.split(",") if name not in DRAFTERS]
+        folders = [name for name in self.head.split(",") if method_without_files(name) is None]
         weights = fingerprint([folder_of(name, None, HEAD) / HEAD[1] for name in folders]) if folders else None
         policy = {"policy": "goodput"} if self.policy else {}
         options = {"options": self.options} if self.options else {}
+        parts = self.drafter.drafters if isinstance(self.drafter, FirstOf) else [self.drafter]
+        codes = [code for part in parts if (code := describe_code(type(part))) is not None]
+        options |= {"code": codes} if codes else {}
         return {"head": self.head, **options, "weights": weights, "budget": asdict(self.budget), **policy}
 
 
@@ -71,6 +76,7 @@ def load_target(recipe: Recipe, **options: Any) -> Target:
         raise ValueError(
             f"this recipe makes a new target of {recipe.target.path}: take {served}, which names the new one"
         )
+    DRAFTERS.find(recipe.drafter.kind)  # a file, it may be, that heads of it need
     section = recipe.target.model_dump() | options
     if section["dtype"] == "auto" and best_device() == "cpu":
         section["dtype"] = "float32"
@@ -93,7 +99,8 @@ def settle_threads(target: Target, header: dict[str, Any] | None = None) -> None
 
 def load_drafters(recipe: Recipe, target: Target) -> dict[str, MeasuredDrafter]:
     """`none`, then the drafters that the recipe names, or ngram and its own head."""
-    default = {"ngram": MeasuredSection(head="ngram"), recipe.drafter.kind: MeasuredSection()}
+    default = {"ngram": MeasuredSection(head="ngram")}
+    default[DRAFTERS.registered_name(recipe.drafter.kind)] = MeasuredSection()
     sections = recipe.eval.drafters or default
     if "none" in sections:
         raise ValueError("eval.drafters names `none`, which is measured always: leave it out, or take another name")

@@ -16,6 +16,7 @@ from eagle.drafters.lookup.ngram import NgramDrafter
 from eagle.drafters.lookup.suffix import SuffixDrafter
 from eagle.drafters.lookup.unigram import UnigramDrafter
 from eagle.drafters.none import NoDrafter
+from eagle.drafters.outside import Methods
 from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.drafters.recurrent.eagle3 import Eagle3
 from eagle.drafters.recurrent.falcon import Falcon
@@ -28,38 +29,48 @@ from eagle.drafters.self_speculation.sparse_kv import SparseKv
 from eagle.drafters.self_speculation.spire import Spire
 from eagle.recipe import parse_section
 
-DRAFTERS: dict[str, type[Any]] = {
-    "none": NoDrafter,
-    "ngram": NgramDrafter,
-    "suffix": SuffixDrafter,
-    "lookahead": LookaheadDrafter,
-    "sparse_kv": SparseKv,
-    "unigram": UnigramDrafter,
-    "bigram": BigramDrafter,
-    "early_exit": EarlyExit,
-    "draft_model": DraftModel,
-    "eagle1": Eagle1,
-    "hass": Hass,
-    "eagle3": Eagle3,
-    "medusa": Medusa,
-    "mlp_speculator": MlpSpeculator,
-    "blockwise": Blockwise,
-    "hydra": Hydra,
-    "falcon": Falcon,
-    "early_exit_adapter": EarlyExitAdapter,
-    "spire": Spire,
-    "dflash": DFlash,
-    "peagle": Peagle,
-    "mtp": Mtp,
-    "dspark": DSpark,
-}
+DRAFTERS = Methods(
+    {
+        "none": NoDrafter,
+        "ngram": NgramDrafter,
+        "suffix": SuffixDrafter,
+        "lookahead": LookaheadDrafter,
+        "sparse_kv": SparseKv,
+        "unigram": UnigramDrafter,
+        "bigram": BigramDrafter,
+        "early_exit": EarlyExit,
+        "draft_model": DraftModel,
+        "eagle1": Eagle1,
+        "hass": Hass,
+        "eagle3": Eagle3,
+        "medusa": Medusa,
+        "mlp_speculator": MlpSpeculator,
+        "blockwise": Blockwise,
+        "hydra": Hydra,
+        "falcon": Falcon,
+        "early_exit_adapter": EarlyExitAdapter,
+        "spire": Spire,
+        "dflash": DFlash,
+        "peagle": Peagle,
+        "mtp": Mtp,
+        "dspark": DSpark,
+    }
+)
 
 
 def settings_of(section: dict[str, Any], source: str) -> Any:
-    """A recipe's drafter section, checked by the method that it names."""
+    """A recipe's drafter section, checked by the method that it names; `kind` becomes the method's own name."""
     kind = section.get("kind")
-    method = DRAFTERS.get(kind) if isinstance(kind, str) else None
+    try:
+        method = DRAFTERS.find(kind) if isinstance(kind, str) else None
+    except ValueError as error:
+        raise ValueError(f"{source}: drafter.kind: {error}") from None
     if method is None or not issubclass(method, TrainableDrafter):
         trained = [name for name, known in DRAFTERS.items() if issubclass(known, TrainableDrafter)]
-        raise ValueError(f"{source}: drafter.kind is {kind!r}, expected a method with weights: {', '.join(trained)}")
-    return parse_section(method.Settings, section, f"{source}: drafter")
+        raise ValueError(
+            f"{source}: drafter.kind is {kind!r}, expected a method with weights: "
+            f"{', '.join([*trained, *DRAFTERS.offered()])}, or PATH.py:CLASS of your own"
+        )
+    return parse_section(
+        method.Settings, {**section, "kind": DRAFTERS.registered_name(str(kind))}, f"{source}: drafter"
+    )

@@ -10,6 +10,9 @@ from typing import Any
 import yaml
 
 POINTS = 8  # of a curve
+CODE = (
+    "Its method is not part of `eagle`: `method.py` beside the head, which was {file}. Read it before you trust it.\n\n"
+)
 LICENCE = "Not chosen yet: add `license:` to the lines at the top. Those of the target and of the data may bind it."
 
 
@@ -25,13 +28,14 @@ def model_card(folder: Path, name: str) -> str:
     provenance = json.loads((folder / "provenance.json").read_text())
     if not isinstance(recipe, dict) or not {"target", "drafter", "data", "train"} <= recipe.keys():
         raise ValueError(f"{folder / 'recipe.yaml'} is no recipe of this project, of which its card is made")
-    target, kind, revision = recipe["target"]["path"], recipe["drafter"]["kind"], recipe["target"].get("revision")
+    target, revision = recipe["target"]["path"], recipe["target"].get("revision")
+    kind, file = _method_of(folder, recipe)
     at_revision = f" at revision `{revision}`" if revision else ""
     sections = [
         f"{front_matter(kind, target)}\n# {name.split('/')[-1]}",
         f"A draft head of the kind `{kind}` for `{target}`{at_revision}. It guesses the next tokens, and the target "
         f"verifies them in one forward: the same output in fewer forwards. {_exactness(folder.parent)}",
-        f"## How to load it\n\n{_usage(name, target)}",
+        f"## How to load it\n\n{_usage(name, target, file)}",
         f"## Licence\n\n{LICENCE}",
         f"## Data\n\n{_keys(recipe['data'])}{_counts(recipe)}",
         f"## Settings\n\n{_keys({**recipe['drafter'], **recipe['train']})}",
@@ -44,6 +48,15 @@ def model_card(folder: Path, name: str) -> str:
         sections.append(f"## Acceptance\n\nTokens committed per forward of the target.\n\n{acceptance}")
     sections.append(f"## What made it\n\n```json\n{json.dumps(provenance, indent=2)}\n```")
     return "\n\n".join(sections) + "\n"
+
+
+def _method_of(folder: Path, recipe: dict[str, Any]) -> tuple[str, str | None]:
+    """The name of a head's method, and the file that its class comes from, if the head brings one."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    if "code" not in config:
+        return recipe["drafter"]["kind"], None
+    return config["settings"]["kind"], config["code"].get("file")
 
 
 def front_matter(kind: str, target: str, *more: str) -> str:
@@ -89,12 +102,13 @@ def count_conversations(counts: dict[str, Any]) -> str:
     return f"{total}: {reasons}." if reasons else f"{total}."
 
 
-def _usage(name: str, target: str) -> str:
-    return f"""```python
+def _usage(name: str, target: str, file: str | None) -> str:
+    trust, note = (", trust_code=True", CODE.format(file=file)) if file else ("", "")
+    return f"""{note}```python
 from eagle import Target, generate, load_drafter
 
 target = Target.load("{target}")
-drafter = load_drafter("{name}", target)
+drafter = load_drafter("{name}", target{trust})
 print(generate(target, drafter, target.chat("What is a draft head?"), max_new_tokens=128).text)
 ```"""
 

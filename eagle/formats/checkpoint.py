@@ -28,20 +28,25 @@ from eagle.core.arguments import nearest
 from eagle.core.budget import Budget
 from eagle.core.drafter import Drafter, TrainableDrafter
 from eagle.device import in_dtype
-from eagle.disk import write_tensors, write_text
+from eagle.disk import write_tensors, write_text, write_whole
 from eagle.drafters import DRAFTERS, settings_of
+from eagle.drafters.outside import METHOD_FILE, SPELLED, code_text, describe_code
 from eagle.drafters.several import FirstOf
 from eagle.formats.layout import check_fit
 from eagle.target.target import Target
 
-ON_HUB = ("config.json", "model.safetensors", "recipe.yaml", "provenance.json", "README.md")
+ON_HUB = ("config.json", "model.safetensors", "recipe.yaml", "provenance.json", "README.md", METHOD_FILE)
 MOST_WEIGHTS = 4_000  # tensors of any head
 
 
 def save_pretrained(head: TrainableDrafter, folder: str | Path) -> None:
-    """Write a head's config.json and model.safetensors into a folder."""
+    """Write a head's config.json and model.safetensors into a folder, and the file of a method that is not our own."""
     folder = Path(folder)
     config = {"settings": head.settings.model_dump(mode="json"), "shape": head.shape.to_dict()}
+    if (code := describe_code(type(head))) is not None:
+        config["code"] = code
+    if (text := code_text(type(head))) is not None:
+        write_whole(folder / METHOD_FILE, [text])
     write_text(folder / "config.json", json.dumps(config, indent=2))
     write_tensors(folder / "model.safetensors", head.state_dict())
 
@@ -58,8 +63,11 @@ def save_head(folder: str | Path, head: TrainableDrafter, recipe: str, provenanc
     os.replace(part, folder)
 
 
-def load_head(folder: str | Path) -> TrainableDrafter:
-    """A trained head; ValueError for damaged files, and for missing, unknown or misshapen tensors."""
+def load_head(folder: str | Path, *, trust_code: bool = False) -> TrainableDrafter:
+    """A trained head; ValueError for damaged files, and for missing, unknown or misshapen tensors.
+
+    The method of a head may be a file in its folder, which runs with `trust_code` alone, unless it is loaded already.
+    """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(f"no head at {folder}: expected the folder that training leaves in train.out, head or last")
@@ -69,6 +77,8 @@ def load_head(folder: str | Path) -> TrainableDrafter:
             f"the config.json in {folder} is none of this project's: expected the keys settings and shape; "
             f"`eagle import {folder} OUT` makes a head of one that another tool or an export wrote"
         )
+    if "code" in config:
+        DRAFTERS.admit(folder, config["settings"].get("kind"), config["code"], trust_code=trust_code)
     source, weights = str(folder / "config.json"), _read_weights(folder / "model.safetensors")
     with torch.device("meta"):  # which takes no memory, whatever sizes the config names
         shapes = build_head(config, source).state_dict()
@@ -102,7 +112,10 @@ def build_head(config: dict[str, Any], source: str) -> TrainableDrafter:
     try:
         settings = settings_of(config["settings"], source)
     except ValueError as error:
-        raise ValueError(f"{error}; was the head made by a newer release? This one is {__version__}") from None
+        raise ValueError(
+            f"{error}; was the head made by a newer release, or by a method that this process was not told of "
+            f"(--plugin PATH.py)? This one is {__version__}"
+        ) from None
     try:
         with bounded_weights():
             return DRAFTERS[settings.kind](settings, AutoConfig.for_model(**config["shape"]))
@@ -152,14 +165,14 @@ def write_budget(folder: str | Path, budget: Budget) -> None:
     write_text(path, json.dumps(config, indent=2))
 
 
-def from_pretrained(path: str | Path, revision: str | None = None) -> TrainableDrafter:
-    """A trained head from a folder or a hub id."""
+def from_pretrained(path: str | Path, revision: str | None = None, *, trust_code: bool = False) -> TrainableDrafter:
+    """A trained head from a folder or a hub id; `trust_code` as in `load_head`."""
     folder = Path(path)
     if not folder.is_dir():
         folder = _download(str(path), revision)
     if missing := [name for name in ON_HUB[:2] if not (folder / name).is_file()]:
         raise ValueError(f"no head in {path}: {', '.join(missing)} missing; expected a folder that save_head wrote")
-    return load_head(folder)
+    return load_head(folder, trust_code=trust_code)
 
 
 def _download(name: str, revision: str | None) -> Path:
@@ -183,12 +196,17 @@ def _method_for(folder: Path) -> Any:
 
 
 def load_drafter(
-    name: str | Path | Sequence[str | Path], target: Target, revision: str | None = None, **options: Any
+    name: str | Path | Sequence[str | Path],
+    target: Target,
+    revision: str | None = None,
+    *,
+    trust_code: bool = False,
+    **options: Any,
 ) -> Drafter:
     """A drafter for a target: a folder or hub id (trained head, table of counts, language model) or a method's name.
 
     Options go to the methods without weights that take them. Several names, in a list or separated by commas, are
-    tried in order until one proposes a draft.
+    tried in order until one proposes a draft. `trust_code` lets a head bring the file of its method, which is run.
     """
     if not isinstance(target, Target):
         raise ValueError(f"the target is a {type(target).__name__}, expected a Target: load_drafter(name, target)")
@@ -196,7 +214,7 @@ def load_drafter(
     drafters = []
     for name in names:
         name_options = {key: value for key, value in options.items() if key in accepted[name]}
-        drafter = _load_one(name, target, revision, name_options)
+        drafter = _load_one(name, target, revision, name_options, trust_code)
         if drafter.reads.view:
             drafter.bind_target(target.view())
         drafters.append(drafter)
@@ -205,20 +223,34 @@ def load_drafter(
 
 def check_options(name: str | Path | Sequence[str | Path], options: Iterable[str]) -> dict[str, list[str]]:
     """The options of each drafter, by its name; options that no drafter takes are refused."""
-    names, free = _split_names(name), _methods_without_files()
-    accepted = {name: [*inspect.signature(free[name]).parameters] if name in free else [] for name in names}
+    names = _split_names(name)
+    methods = {name: method_without_files(name) for name in names}
+    accepted = {name: [*inspect.signature(made).parameters] if made else [] for name, made in methods.items()}
     all_options = sorted({option for name in names for option in accepted[name]})
     if unknown := [option for option in options if option not in all_options]:
         raise ValueError(
             f"{', '.join(names)} has no option {unknown[0]}{nearest(unknown[0], all_options)}: expected one of "
-            f"{', '.join(all_options) or 'none: options belong to ' + ', '.join(free)}"
+            f"{', '.join(all_options) or 'none: options belong to ' + ', '.join(_names_without_files())}"
         )
     return accepted
 
 
-def _methods_without_files() -> dict[str, Any]:
-    """The registered methods that need no files, by name."""
-    return {kind: method for kind, method in DRAFTERS.items() if method.stored_as == "nothing"}
+def method_without_files(name: str) -> Any:
+    """The method of this name, or of `PATH.py:CLASS`, if it needs no files; else None."""
+    is_class = SPELLED.fullmatch(name) is not None
+    if name not in DRAFTERS and (Path(name).is_dir() or ("/" in name and not is_class)):
+        return None
+    method = DRAFTERS.find(name)
+    if method is not None and method.stored_as == "head" and is_class:
+        raise ValueError(
+            f"{name} has weights, expected the folder of a trained head: train it with drafter.kind={name}"
+        )
+    return method if method is not None and method.stored_as == "nothing" else None
+
+
+def _names_without_files() -> list[str]:
+    """The registered methods that need no files."""
+    return [kind for kind, method in DRAFTERS.items() if method.stored_as == "nothing"]
 
 
 def _split_names(name: Any) -> list[str]:
@@ -229,27 +261,27 @@ def _split_names(name: Any) -> list[str]:
     names = [str(item).strip() for item in items]
     if not names or not all(names):
         raise ValueError(
-            f"got {name!r} for a drafter, expected a folder, a hub id or one of {', '.join(_methods_without_files())}"
+            f"got {name!r} for a drafter, expected a folder, a hub id or one of {', '.join(_names_without_files())}"
         )
     return names
 
 
-def _load_one(name: str, target: Target, revision: str | None, options: dict[str, Any]) -> Drafter:
+def _load_one(name: str, target: Target, revision: str | None, options: dict[str, Any], trust_code: bool) -> Drafter:
     """One drafter by its name, folder or hub id."""
-    free = _methods_without_files()
-    if name in free:
+    if (method := method_without_files(name)) is not None:
         try:
-            return free[name](**options)
+            made: Drafter = method(**options)
+            return made
         except TypeError as error:
             raise ValueError(f"{name}: an option of {options} is of a wrong type: {error}") from None
-    folder = Path(name)
+    folder, free = Path(name), _names_without_files()
     if not folder.is_dir() and name.count("/") != 1:
         raise ValueError(
             f"no drafter {folder}{nearest(name, free)}: expected a folder with a trained head, counted tables or a "
-            f"language model, or one of {', '.join(free)}"
+            f"language model, or one of {', '.join([*free, *DRAFTERS.offered()])}, or PATH.py:CLASS"
         )
     if (method := _method_for(folder)) is not None:
         return method.load(folder, target)
-    head = in_dtype(from_pretrained(folder, revision).to(target.device), target.model.dtype)
+    head = in_dtype(from_pretrained(folder, revision, trust_code=trust_code).to(target.device), target.model.dtype)
     check_fit(head, target.config, str(folder))
     return head.bind(target.head)

@@ -6,6 +6,8 @@ from importlib.metadata import version
 from typing import Any
 
 from eagle import __version__
+from eagle.drafters import DRAFTERS
+from eagle.drafters.outside import describe_code
 from eagle.recipe import Recipe
 
 # training settings that may change between a run and its continuation
@@ -24,7 +26,10 @@ def run_identity(recipe: Recipe, features: dict[str, Any], processes: int) -> di
     """The identity of a run, which a continuation must share."""
     values = recipe.model_dump(mode="json")
     settings = decisive_settings(values["train"])
-    return {"processes": processes, "features": features, "drafter": values["drafter"], "train": settings}
+    method = DRAFTERS.find(recipe.drafter.kind)
+    code = describe_code(method) if method is not None else None
+    identity = {"processes": processes, "features": features, "drafter": values["drafter"], "train": settings}
+    return identity if code is None else {**identity, "code": code}
 
 
 def describe_run(commit: str, features: dict[str, Any], **run: Any) -> dict[str, Any]:

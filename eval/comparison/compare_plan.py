@@ -16,8 +16,9 @@ from pydantic import Field
 
 from eagle.core.budget import Budget
 from eagle.data.identity import fingerprint
-from eagle.drafters import settings_of
-from eagle.formats.checkpoint import check_options
+from eagle.drafters import DRAFTERS, settings_of
+from eagle.drafters.outside import describe_code
+from eagle.formats.checkpoint import check_options, method_without_files
 from eagle.recipe import BudgetSection, Recipe, Section, lay_over, parse_section, read_yaml
 from eagle.shipped import find_recipe
 from eagle.training.about import decisive_settings
@@ -255,11 +256,18 @@ def _decisive(recipe: Recipe, section: ArmSection) -> list[Any]:
         folders = [Path(name) for name in section.untrained.split(",")]
         weights = [path for folder in folders for path in sorted(folder.glob("*.safetensors"))]
         options = [section.options] if section.options else []
+        options += _codes(*map(method_without_files, section.untrained.split(",")))
         return [section.untrained, *options, *([fingerprint(weights)] if weights else [])]
     values = recipe.model_dump(mode="json", exclude={"eval", "regenerate"})
     free = {"seed", "init"} if section.start else {"seed"}
     values["train"] = {key: value for key, value in decisive_settings(values["train"]).items() if key not in free}
-    return [values, {key: getattr(section, key) for key in ("tokens", "seconds")}]
+    code = _codes(DRAFTERS.find(recipe.drafter.kind))
+    return [values, {key: getattr(section, key) for key in ("tokens", "seconds")}, *code]
+
+
+def _codes(*methods: type[Any] | None) -> list[dict[str, str]]:
+    """The code of methods that are not the package's own: a file that was edited makes another arm."""
+    return [code for method in methods if method is not None and (code := describe_code(method)) is not None]
 
 
 def digest_of(*parts: Any) -> str:
