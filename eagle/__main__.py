@@ -37,6 +37,7 @@ GROUPS = {
         "extract": Verb("data_prep.extract", "store the target's hidden features"),
         "train": Verb("eagle.command.launcher", "train the head; --check tries everything first", "train"),
         "forecast": Verb("recipes.forecast", "memory, disk and hours of a run"),
+        "check-method": Verb("eagle.command.check_method", "what every method must hold, of one of your own"),
         "draft-vocab": Verb("data_prep.draft_vocab", "choose the tokens of a smaller draft vocabulary"),
         "count-tokens": Verb("data_prep.count_tokens", "count tables for drafters without weights"),
         "regenerate": Verb("data_prep.regenerate", "only the first half of prepare"),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel
 
+from eagle.conformance.own_answers import own_answer as own_answer
+from eagle.conformance.own_answers import own_logits as own_logits
 from eagle.core.budget import Budget
 from eagle.core.drafter import Committed, Drafter, Noise
 from eagle.core.tree import DraftTree
@@ -120,27 +122,6 @@ def draw_weights(model: PreTrainedModel) -> PreTrainedModel:
 def random_tokens(count: int, seed: int) -> list[int]:
     """Token ids that say nothing."""
     return random.Random(seed).choices(range(VOCAB_SIZE), k=count)
-
-
-@torch.no_grad()
-def own_logits(model: PreTrainedModel, text: list[int]) -> Tensor:
-    """[T, V], what the model says by itself after each token of the text."""
-    return model(input_ids=torch.tensor([text]), use_cache=False).logits[0]
-
-
-def own_answer(
-    model: PreTrainedModel,
-    prompt: Sequence[int],
-    count: int,
-    warp: Callable[[Tensor, Tensor], Tensor] | None = None,
-    noise: Callable[[int], Tensor] | None = None,
-) -> list[int]:
-    """The model's own answer: a forward over the whole text for each token, with nothing of ours and no cache."""
-    warp, text = warp or LogitsProcessorList(), list(prompt)
-    for _ in range(count):
-        scores = warp(torch.tensor([text]), own_logits(model, text)[-1:])[0]
-        text.append(int((scores if noise is None else scores + noise(len(text))).argmax()))
-    return text[len(prompt) :]
 
 
 def own_choices(

@@ -1,0 +1,32 @@
+"""Check a method, one's own or a registered one, by all that every method must hold."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from eagle.conformance import run_checks
+
+
+def main(argv: list[str]) -> None:
+    """Check what every method must hold, on a tiny model that is made on the spot; status 1 if something does not."""
+    parser = argparse.ArgumentParser(prog="eagle check-method", description=main.__doc__)
+    parser.add_argument("method", help="PATH.py:CLASS, or the name of a method")
+    parser.add_argument("--fast", action="store_true", help="leave out the slow checks: seconds instead of minutes")
+    args = parser.parse_args(argv)
+    print(
+        f"checking {args.method}, {'a minute at most' if args.fast else 'some minutes'} ...",
+        file=sys.stderr,
+        flush=True,
+    )
+    faults = count = 0
+    for outcome in run_checks(args.method, fast=args.fast):
+        count += 1
+        faults += outcome.fault is not None
+        note = f" ({outcome.note})" if outcome.note else ""
+        print(f"{'ok   ' if outcome.fault is None else 'FAULT'} {outcome.about}{note}", flush=True)
+        if outcome.fault is not None:
+            print(f"      {outcome.fault}", flush=True)
+    print(f"{args.method}: {count - faults} of {count} checks hold" + ("" if faults else ", as they must"))
+    if faults:
+        sys.exit(1)
