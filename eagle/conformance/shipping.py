@@ -56,7 +56,14 @@ def check_export(
     weights = head.state_dict()
     if not weights.keys() <= held.keys():  # by names of its own: an import of the files must find all again
         export(head, target.config, engine, out)
-        held = read_head(out, str(folder)).state_dict()
+        try:
+            held = read_head(out, str(folder)).state_dict()
+        except ValueError as error:
+            lost = sorted(weights.keys() - held.keys())
+            raise Fault(
+                f"the export to {engine} loses the weights {', '.join(lost)}, and cannot be read back: {error!s:.300}; "
+                "a layout holds every tensor by its own name, or by those of a network in eagle/formats/networks"
+            ) from None
     for key, tensor in weights.items():
         if key not in held or not torch.equal(held[key], tensor):
             raise Fault(

@@ -28,6 +28,7 @@ from eagle.doctor.server import read_server
 from eagle.doctor.texts import answer_prompts, count_chains, read_prompts, render_prompts, select_texts, split_texts
 from eagle.doctor.verdict import LOST, MOVED, Diagnosis, Effect, decide
 from eagle.doctor.wiring import Wiring, draft_ids, find_tensors
+from eagle.drafters.outside import UntrustedCode
 from eagle.formats.reading.files import folder_at, read_json, read_tensors
 from eagle.formats.reading.foreign import Finding, inspect, read_head
 from eagle.log import progress
@@ -71,6 +72,8 @@ def open_head(folder: str | Path, target_path: str) -> tuple[Any, Diagnosis | No
     """The head in its stored dtype, or the reason why it cannot be read."""
     try:
         head = read_head(folder, target_path)
+    except UntrustedCode:
+        raise
     except ValueError as error:
         findings = inspect(folder, target_path).findings
         reason = "; ".join(finding.what for finding in findings if finding.fatal) or str(error)
@@ -79,6 +82,11 @@ def open_head(folder: str | Path, target_path: str) -> tuple[Any, Diagnosis | No
         raise ValueError(
             f"{folder} is a {head.settings.kind}, expected a head that reads the target's features; eval.measure tells "
             f"how often a {head.settings.kind} is right"
+        )
+    if type(head).draft_levels is TrainableDrafter.draft_levels:
+        raise ValueError(
+            f"{folder} is a {head.settings.kind}, which has no draft_levels, expected a head whose levels can be seen: "
+            "write draft_levels(batch, frozen, levels), as eagle/drafters/recurrent/unroll.py does"
         )
     stored = read_tensors(folder_at(folder)).stored.values()
     dtypes = Counter(tensor.dtype for tensor in stored if tensor.dtype.is_floating_point and len(tensor.shape) > 1)

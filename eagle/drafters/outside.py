@@ -23,6 +23,10 @@ EXPECTED = "a name, PATH.py:CLASS, or MODULE:CLASS of an installed package"
 ONE_FILE = "a method of several files is an installed package with an entry point: docs/guides/own-method.md"
 
 
+class UntrustedCode(ValueError):
+    """A head's folder holds the code of its method, which nobody has trusted."""
+
+
 class Methods(dict[str, type[Any]]):
     """Methods by name; `find` loads and registers those that the package does not know."""
 
@@ -94,7 +98,7 @@ class Methods(dict[str, type[Any]]):
             self._compare(known, text, folder, str(kind))
             return
         if not (trust_code or self.trusts_heads):
-            raise ValueError(
+            raise UntrustedCode(
                 f"{folder} would run code of its own: {METHOD_FILE} there, which is the class {code.get('class')} of "
                 f"{code.get('file')}. Read it first, then trust it with --trust-code (in Python trust_code=True), or "
                 f"name the same file yourself, with --plugin or drafter.kind=PATH.py:{code.get('class')}"

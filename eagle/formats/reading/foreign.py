@@ -14,6 +14,7 @@ from eagle import __version__
 from eagle.core.drafter import TrainableDrafter
 from eagle.data.identity import fingerprint
 from eagle.disk import lock_path
+from eagle.drafters.outside import UntrustedCode
 from eagle.formats.checkpoint import load_head, save_head
 from eagle.formats.layout import check_fit
 from eagle.formats.networks.eagle3_heads import NEXT_STEP
@@ -62,6 +63,8 @@ def inspect(folder: str | Path, target: str | None = None) -> Inspection:
     if head.layout == OWN:
         try:
             _load_own(head.path, target)
+        except UntrustedCode as error:  # no fault of the head, of which the files alone were looked at
+            findings = [Finding(f"the head was not loaded: {error}", fatal=False), *findings]
         except ValueError as error:
             findings = [Finding(str(error), fix="Copy it again, or name its target"), *findings]
     facts = {**list_facts(head), **network.list_facts(head)}
