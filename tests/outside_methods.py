@@ -41,7 +41,7 @@ arms:
 """
 LESS = "data.train=runs/tiny/data/train.jsonl data.limit=24 data.max_length=96 train.batch_size=4 train.max_steps=4 "
 LESS += "train.dtype=float32 eval.count=2 eval.max_new_tokens=8 features.store=runs/mine/features train.out=runs/mine"
-MINE = f"tiny/eagle1 {LESS} drafter.kind=mine.py:Recurrent"
+MINE = f"tiny/eagle1 {LESS} 'drafter={{kind: mine.py:Recurrent}}'"
 HEAD, TARGET = "runs/mine/head", "--target runs/tiny/target --max-new-tokens 4"
 
 Run = Callable[[str], tuple[int, str]]
@@ -68,5 +68,5 @@ def go_the_road(run: Run, folder: Path) -> None:
     assert status == 1 and "would run code of its own: method.py there, which is the class Recurrent of mine.py" in said
     holds(f"generate {HEAD} Hello {TARGET} --trust-code")
     holds(f"--plugin mine.py generate {HEAD},again.py:Again Hello {TARGET}")
-    holds(f"train tiny/eagle1 {LESS} drafter.kind=recurrent train.out=runs/second --plugin mine.py --processes 2")
+    holds(f"train tiny/eagle1 {LESS} 'drafter={{kind: recurrent}}' train.out=runs/second --plugin mine.py --processes 2")
     assert (folder / "runs/second/head/method.py").read_text() == METHOD
