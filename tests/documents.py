@@ -18,7 +18,7 @@ from typing import Any
 from accelerate.commands.launch import launch_command_parser
 from PIL import Image
 
-from eagle.__main__ import VERBS
+from eagle.__main__ import VERBS, take_code_options
 from eagle.command.launcher import launcher_options
 from eagle.drafters import settings_of
 from eagle.drafters.draft_model import DraftModel
@@ -83,9 +83,10 @@ def _texts(tree: ast.AST) -> Iterator[str]:
 
 
 def written_files(page: Path) -> dict[str, str]:
-    """The files that a page tells a reader to write: YAML blocks whose first line is `# PATH`."""
-    texts = [(text.partition("\n")[0].removeprefix("# ").strip(), text) for text in blocks(page, "yaml")]
-    return {path: text for path, text in texts if path.endswith((".yaml", ".yml")) and " " not in path}
+    """The files that a page tells a reader to write: blocks of YAML or Python whose first line is `# PATH`."""
+    written = [*blocks(page, "yaml"), *blocks(page, "python")]
+    texts = [(text.partition("\n")[0].removeprefix("# ").strip(), text) for text in written]
+    return {path: text for path, text in texts if path.endswith((".yaml", ".yml", ".py")) and " " not in path}
 
 
 def words_of(line: str) -> list[str]:
@@ -100,7 +101,7 @@ def as_call(line: str) -> Call:
     """The program of this project that a command runs."""
     words = words_of(line)
     if words[0] == "eagle":
-        return Call("eagle", words[1:])
+        return Call("eagle", take_code_options(words[1:])[2])
     if words[0] == "accelerate":
         launched = launch_command_parser().parse_args(words[2:])
         script = ["-m"] * bool(launched.module) + [launched.training_script]

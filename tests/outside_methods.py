@@ -68,5 +68,6 @@ def go_the_road(run: Run, folder: Path) -> None:
     assert status == 1 and "would run code of its own: method.py there, which is the class Recurrent of mine.py" in said
     holds(f"generate {HEAD} Hello {TARGET} --trust-code")
     holds(f"--plugin mine.py generate {HEAD},again.py:Again Hello {TARGET}")
-    holds(f"train tiny/eagle1 {LESS} 'drafter={{kind: recurrent}}' train.out=runs/second --plugin mine.py --processes 2")
+    second = f"train tiny/eagle1 {LESS} 'drafter={{kind: recurrent}}' train.out=runs/second"
+    holds(f"{second} --plugin mine.py --processes 2")
     assert (folder / "runs/second/head/method.py").read_text() == METHOD

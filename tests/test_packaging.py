@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -21,6 +22,7 @@ from eagle.command.launcher import launcher_options
 from eagle.recipe import Recipe
 from eagle.shipped import RECIPES, STAGES, find_recipe, recipe_names
 from eval.comparison.compare_plan import Comparison
+from tests.outside_methods import METHOD, go_the_road
 
 ROOT = Path(__file__).parent.parent
 LESS = "data.limit=24 data.max_length=96 regenerate.max_new_tokens=8 regenerate.keep_truncated=true train.batch_size=4 "
@@ -151,33 +153,63 @@ def test_the_wheel_holds_the_stages_inside_the_package(built: Path) -> None:
     assert {"pyproject.toml", "LICENSE", "CITATION.cff", "constraints.txt"} <= inside
 
 
-@pytest.mark.slow
-@pytest.mark.long
-def test_the_installed_wheel_goes_from_nothing_to_an_export(built: Path, tmp_path: Path) -> None:
-    """In an empty folder, with an environment that does not know this checkout: every stage by its verb."""
-    environment, work = tmp_path / "environment", tmp_path / "work"
-    work.mkdir()
+@pytest.fixture(scope="module")
+def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel, which does not know this checkout."""
+    environment = tmp_path_factory.mktemp("installed") / "environment"
     subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
-    python, eagle = environment / "bin/python", environment / "bin/eagle"
+    python = environment / "bin/python"
     pip = [python, "-m", "pip", "install", "--quiet", "--no-deps", *built.glob("*.whl")]
     subprocess.run(pip, check=True)
     (site,) = environment.glob("lib/python*/site-packages")
     # the dependencies of this environment; .pth files in there, such as that of an editable install, are not read
     (site / "dependencies.pth").write_text("\n".join([sysconfig.get_path("purelib"), *shared_dependencies()]))
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    clean |= {"OMP_NUM_THREADS": "1"}
     ask = [python, "-c", "import eagle; print(eagle.__file__)"]
-    said = subprocess.run(ask, cwd=work, env=clean, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(ask, cwd=environment, env=clean(), capture_output=True, text=True, check=True).stdout
     assert Path(said.strip()).is_relative_to(site)
+    return environment
+
+
+def clean() -> dict[str, str]:
+    """The environment's variables without those by which Python would find this checkout."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_installed_wheel_goes_from_nothing_to_an_export(installed: Path, tmp_path: Path) -> None:
+    """In an empty folder, with an environment that does not know this checkout: every stage by its verb."""
+    python, eagle, work = installed / "bin/python", installed / "bin/eagle", tmp_path
     for line in PIPELINE:
-        done = subprocess.run([eagle, *line.split()], cwd=work, env=clean, capture_output=True, text=True)
+        done = subprocess.run([eagle, *line.split()], cwd=work, env=clean(), capture_output=True, text=True)
         assert done.returncode == 0, f"eagle {line}\n{done.stdout}{done.stderr}"
     assert (work / "runs/tiny/vllm/model.safetensors").is_file()
     assert "conversations were kept" in (work / "runs/tiny/features/README.md").read_text()
     (work / "mine.py").write_text("from eagle import Target\n\nreveal_type(Target.load)\n")
     typed = [sys.executable, "-m", "mypy", "--python-executable", python, "mine.py"]
-    said = subprocess.run(typed, cwd=work, env=clean, capture_output=True, text=True).stdout
+    said = subprocess.run(typed, cwd=work, env=clean(), capture_output=True, text=True).stdout
     assert "-> eagle.target.target.Target" in said, said
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_method_outside_goes_its_road_with_the_installed_wheel(installed: Path, tmp_path: Path) -> None:
+    """In an empty folder, without pytest's files or a checkout: checked, trained, measured, compared, loaded."""
+
+    def run(line: str) -> tuple[int, str]:
+        command = [installed / "bin/eagle", *shlex.split(line)]
+        done = subprocess.run(command, cwd=tmp_path, env=clean(), capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
+
+    assert run("tiny-target --steps 30")[0] == 0
+    go_the_road(run, tmp_path)
+    status, said = run("check-method mine.py:Recurrent --fast")
+    assert status == 0 and "checks hold, as they must" in said, said
+    wrong = METHOD.replace("self.length + 1)", "self.length)")
+    (tmp_path / "wrong.py").write_text(wrong)
+    status, said = run("check-method wrong.py:Recurrent --fast")
+    assert status == 1 and "FAULT noise is that of the places drafted for" in said, said
 
 
 def shared_dependencies() -> list[str]:

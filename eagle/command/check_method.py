@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from eagle.conformance import run_checks
+from eagle.conformance.checks import run_checks
 
 
 def main(argv: list[str]) -> None:

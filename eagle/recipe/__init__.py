@@ -94,7 +94,7 @@ class DrafterSection(BaseModel):
     """Which method; the other keys are that method's settings, which it checks."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    kind: str  # the method; its other keys are listed under [methods](#methods)
+    kind: str  # the method, or PATH.py:CLASS of one's own; its other keys are listed under [methods](#methods)
 
 
 Divergence = Literal["cross_entropy", "reverse_kl", "jsd", "tv", "acceptance", "hybrid", "likeliest"]
