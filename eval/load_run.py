@@ -59,7 +59,7 @@ class MeasuredDrafter:
         folders = [name for name in self.head.split(",") if method_without_files(name) is None]
         weights = fingerprint([folder_of(name, None, HEAD) / HEAD[1] for name in folders]) if folders else None
         policy = {"policy": "goodput"} if self.policy else {}
-        options = {"options": self.options} if self.options else {}
+        options: dict[str, Any] = {"options": self.options} if self.options else {}
         parts = self.drafter.drafters if isinstance(self.drafter, FirstOf) else [self.drafter]
         codes = [code for part in parts if (code := describe_code(type(part))) is not None]
         options |= {"code": codes} if codes else {}

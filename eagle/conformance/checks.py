@@ -137,7 +137,7 @@ class Trial:
             ("the loss depends on what is supervised", learning.check_supervised_counts),
             ("the loss follows the run's progress only where it says so", learning.check_progress),
         ):
-            yield Check(about, lambda check=check: check(head, target, batch()))
+            yield Check(about, partial(_run_on, check, head, target, batch))
         yield Check(
             "validation adds up",
             lambda: learning.check_validation(head, target, batch(), lambda place: self.batch(place)),
@@ -156,6 +156,13 @@ class Trial:
     def _check_law(self, sampling: Sampling, budget: Any) -> None:
         letters = make_letters()
         drafting.check_law(self.make_for(letters), letters, sampling, budget)
+
+
+def _run_on(
+    check: Callable[[Make, Target, Batch], None], head: Make, target: Target, batch: Callable[[], Batch]
+) -> None:
+    """Run a check of a head on a batch, which is made when it is needed."""
+    check(head, target, batch())
 
 
 def run_checks(kind: str, *, fast: bool = False) -> Iterator[Outcome]:

@@ -22,8 +22,6 @@ from transformers import (
 from eagle.core.verify import Choose, Sampling
 from eagle.target.target import Target
 
-Warp = Callable[[Tensor, Tensor], Tensor]
-
 
 @torch.no_grad()
 def own_logits(model: PreTrainedModel, text: list[int]) -> Tensor:
@@ -36,7 +34,7 @@ def own_answer(
     model: PreTrainedModel,
     prompt: Sequence[int],
     count: int,
-    warp: Warp | None = None,
+    warp: Any = None,
     noise: Callable[[int], Tensor] | None = None,
 ) -> list[int]:
     """The model's own answer: a forward over the whole text for each token, with nothing of ours and no cache."""
@@ -67,11 +65,18 @@ def reference(target: Target, prompt: Sequence[int], sampling: Sampling, count: 
 def make_model(vocab_size: int = 96, width: int = 128) -> PreTrainedModel:
     """A llama of random weights, the same each time, whose tokens depend on all that it has read; it never ends."""
     generator = torch.Generator().manual_seed(0)
-    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 4, "num_attention_heads": 4}
-    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    named = {"architectures": ["LlamaForCausalLM"]}  # as a saved model's config has
     config = LlamaConfig(
-        vocab_size=vocab_size, num_key_value_heads=2, max_position_embeddings=256, **sizes, **ends, **named
+        architectures=["LlamaForCausalLM"],  # as a saved model's config has
+        vocab_size=vocab_size,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
     )
     model = LlamaForCausalLM(config).float().eval()
     with torch.no_grad():
