@@ -139,14 +139,14 @@ def admit_code(plugins: Sequence[str], trusts_heads: bool) -> None:
     """Register the methods of plugins, and trust heads' code if asked to, here and in processes that begin here."""
     if not (plugins or trusts_heads):
         return
-    if plugins:
-        os.environ[PLUGINS] = os.pathsep.join(plugins)
-    if trusts_heads:
-        os.environ[TRUST_CODE] = "1"
     methods = import_module("eagle.drafters").DRAFTERS
     methods.trusts_heads = trusts_heads
     for path in plugins:
         methods.load_plugin(path)
+    if plugins:
+        os.environ[PLUGINS] = os.pathsep.join(plugins)
+    if trusts_heads:
+        os.environ[TRUST_CODE] = "1"
 
 
 def run_verb(

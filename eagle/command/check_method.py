@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from eagle.conformance.checks import run_checks
+from eagle.conformance.checks import find_method, run_checks
 
 
 def main(argv: list[str]) -> None:
@@ -14,6 +14,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("method", help="PATH.py:CLASS, or the name of a method")
     parser.add_argument("--fast", action="store_true", help="leave out the slow checks: seconds instead of minutes")
     args = parser.parse_args(argv)
+    find_method(args.method)
     print(
         f"checking {args.method}, {'a minute at most' if args.fast else 'some minutes'} ...",
         file=sys.stderr,

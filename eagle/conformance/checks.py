@@ -13,6 +13,7 @@ from typing import Any
 from eagle.conformance import drafting, learning, shipping
 from eagle.conformance.own_answers import make_letters, make_model, reference
 from eagle.conformance.trial import Fault, Make, describe_budget, describe_sampling, make_head
+from eagle.core.arguments import nearest
 from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import Batch, collate
 from eagle.core.verify import Sampling
@@ -44,16 +45,22 @@ class Check:
     is_slow: bool = False
 
 
+def find_method(kind: str) -> type[Any]:
+    """A method that can be made without files, by its name or `PATH.py:CLASS`."""
+    method = DRAFTERS.find(kind)
+    if method is None:
+        names = ", ".join([*DRAFTERS, *DRAFTERS.offered()])
+        raise ValueError(f"no method {kind!r}{nearest(kind, DRAFTERS)}: expected PATH.py:CLASS, or one of {names}")
+    if method.stored_as == "files":
+        raise ValueError(f"{kind} is read from files of its own, expected a method that can be made without any")
+    return method
+
+
 class Trial:
     """A method with a tiny target, and what its checks read of both."""
 
     def __init__(self, kind: str, folder: Path) -> None:
-        method = DRAFTERS.find(kind)
-        if method is None:
-            raise ValueError(f"no method {kind!r}: expected PATH.py:CLASS, or one of {', '.join(DRAFTERS)}")
-        if method.stored_as == "files":
-            raise ValueError(f"{kind} is read from files of its own, expected a method that can be made without any")
-        self.method, self.name, self.folder = method, DRAFTERS.registered_name(kind), folder
+        self.method, self.name, self.folder = find_method(kind), DRAFTERS.registered_name(kind), folder
         self.target = Target(make_model())
         self.target.model.config.save_pretrained(folder / "target")
         write_tensors(folder / "target/model.safetensors", self.target.model.state_dict())
