@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from eagle.drafters.outside import METHOD_FILE
 from eagle.formats.card import model_card
 from eagle.formats.checkpoint import ON_HUB, from_pretrained
 
@@ -20,6 +21,7 @@ REASONS = {
     "recipe.yaml": "what it was trained by",
     "provenance.json": "what made it",
     "README.md": "its card",
+    METHOD_FILE: "its method, which others run with --trust-code",
 }
 BESIDE = {  # files of a run that tell of its head
     "report.html": "the report page, with the texts of all answers",
@@ -95,12 +97,14 @@ class Parcel:
         texts = {
             name: item.read()
             for name, item in self.files.items()
-            if Path(name).suffix in TEXTS and name not in self.frozen
+            if Path(name).suffix in {*TEXTS, ".py"} and name not in self.frozen
         }
         for name, text in texts.items():
             for what, pattern in SECRETS.items():
                 if pattern.search(text):
                     raise ValueError(f"{name} holds what looks like {what}: take it out, as all could read it there")
+        texts = {name: text for name, text in texts.items() if Path(name).suffix in TEXTS}  # code goes as it is
+        for name, text in texts.items():
             for key, value in _values(name, text):
                 self._learn(key, value)
         home = str(self.home)

@@ -26,6 +26,7 @@ def generate_from_folder(model: Any, *args: Any, **kwargs: Any) -> Any:
     key, callables = (folder, revision, tuple(files)), held_by(model).callables
     if key not in callables:  # another head, or one that was written anew
         callables.clear()
-        callables[key] = WithDrafter(folder, revision=revision)
+        # whoever trusts this file trusts the method's beside it
+        callables[key] = WithDrafter(folder, revision=revision, trust_code=True)
     callables[key].set_options(**options)
     return callables[key].generate(model, *args, **kwargs)

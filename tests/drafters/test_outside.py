@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import sys
@@ -14,11 +15,13 @@ import torch
 
 from eagle import Sampling, Target, generate, load_drafter
 from eagle.__main__ import PLUGINS, TRUST_CODE, admit_code, take_code_options
+from eagle.command.share import pack
 from eagle.conformance.trial import make_head
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.outside import METHOD_FILE, load_file
 from eagle.formats.card import model_card
 from eagle.formats.checkpoint import ON_HUB, from_pretrained, load_head, save_head
+from eagle.formats.custom_generate import write_custom_generate
 from eagle.formats.reading.foreign import inspect
 from eval.comparison.compare_plan import Comparison
 from tests.outside_methods import ARMS, LOOKUP, METHOD
@@ -315,3 +318,33 @@ def test_a_file_is_run_once(capsys: pytest.CaptureFixture[str]) -> None:
     write("mine.py", "print('running')\n" + METHOD.replace("from __future__ import annotations\n", ""))
     assert load_file(Path("mine.py")) is load_file(Path("./mine.py"))
     assert capsys.readouterr().out == "running\n"
+
+
+def test_a_head_that_brings_its_file_is_shared_with_it(tiny_target: Target) -> None:
+    """As it is, once it is trusted; a file with a key in it stays here."""
+    write("mine.py")
+    folder = Path(saved(tiny_target))
+    (folder / "README.md").write_text("a card")
+    with pytest.raises(ValueError, match="would run code of its own"):
+        pack(folder, "someone/head", [])
+    DRAFTERS.trusts_heads = True
+    assert pack(folder, "someone/head", []).files[METHOD_FILE].read() == METHOD.encode()
+    forget()
+    write("mine.py", METHOD + f"# hf_{'a' * 34}\n")
+    other = Path(saved(tiny_target, "other"))
+    (other / "README.md").write_text("a card")
+    DRAFTERS.trusts_heads = True
+    with pytest.raises(ValueError, match=r"method\.py holds what looks like a token of the hub"):
+        pack(other, "someone/head", [])
+
+
+def test_a_folder_that_generate_trusts_may_run_its_method(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`trust_remote_code` is of the whole folder: the file that transformers runs, and the method's beside it."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(Path("modules").resolve()))
+    write("mine.py")
+    folder = Path(saved(tiny_target)).resolve()
+    write_custom_generate(folder)
+    model, prompt = copy.deepcopy(tiny_target.model), torch.tensor([tiny_target.chat("Hello")])
+    options = {"max_new_tokens": 8, "do_sample": False}
+    drafted = model.generate(prompt, **options, custom_generate=str(folder), trust_remote_code=True)
+    assert torch.equal(drafted, model.generate(prompt, **options)) and "recurrent" in DRAFTERS

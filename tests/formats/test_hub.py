@@ -15,8 +15,6 @@ import huggingface_hub.constants
 import huggingface_hub.utils._http
 import pytest
 import torch
-from stub_hub import TOKEN, StubHub, serving
-from trained import ROOT, prepared
 
 from data_prep.dataset_card import dataset_card
 from eagle import Target
@@ -30,6 +28,8 @@ from eagle.formats.custom_generate import write_custom_generate
 from eagle.formats.hub import check_name, push_to_hub
 from eagle.formats.parcel import Parcel
 from eagle.recipe import Recipe
+from tests.formats.stub_hub import TOKEN, StubHub, serving
+from tests.trained import ROOT, prepared
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # the client's own
 
