@@ -86,8 +86,20 @@ def answers_in(conversation: Conversation) -> list[str]:
 def target_dir(mixing_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random target whose end mark is so loud that about half of its answers end within the limit."""
     folder, target = tmp_path_factory.mktemp("ending") / "target", Target.load(mixing_target_dir, dtype=torch.float32)
-    with torch.no_grad():
-        target.model.lm_head.weight[list(target.stop_tokens)] = 3 * target.model.lm_head.weight[-1]
+    asked = [[{"role": "user", "content": f"question {number}"}] for number in range(24)]
+    for loudness in (
+        3,
+        2.5,
+        3.5,
+        2,
+        4,
+        1.5,
+        6,
+    ):  # which it takes depends on the tokenizer, that is on the machine's texts
+        with torch.no_grad():
+            target.model.lm_head.weight[list(target.stop_tokens)] = loudness * target.model.lm_head.weight[-1]
+        if 8 <= sum(greedy(target, messages, NEW_TOKENS)[1] == "stop" for messages in asked) <= 16:
+            break
     target.model.save_pretrained(folder)
     target.tokenizer.save_pretrained(folder)
     return folder
@@ -365,9 +377,10 @@ def test_a_next_turn_reads_what_is_new_alone(batch_size: int, target: Target, mo
     anew, same = run()
     assert outcomes == same
     assert anew == sum(sum(outcome["lengths"]) for outcome in outcomes.values())
+    least = sum(outcome["lengths"][-1] for outcome in outcomes.values())
     if batch_size == 1:
-        assert tokens <= sum(outcome["lengths"][-1] for outcome in outcomes.values())
-    assert tokens < 0.7 * anew
+        assert tokens <= least
+    assert tokens - least < (anew - least) / 2
 
 
 def three_turns(target: Target, number: int) -> Generator[Prompt, Answer, dict[str, Any]]:
