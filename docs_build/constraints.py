@@ -1,7 +1,8 @@
-"""Pin what this environment has installed, as one known-good set: `python -m docs_build.constraints`."""
+"""Pin what this environment has installed, as one known-good set: `python -m docs_build.constraints [FILE]`."""
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -15,6 +16,9 @@ LOWEST, NEXT = "3.10", "3.11"  # Pythons: the lowest that is supported, and the 
 INTRODUCTION = """\
 # One known-good set, written by `python -m docs_build.constraints`; pyproject.toml holds the ranges.
 # On a machine with a GPU, torch comes with its GPU build.
+"""
+NEWEST = """\
+# The newest of every dependency that the tests were run with, written by `make test-newest`, on Python {python}.
 """
 
 
@@ -55,5 +59,7 @@ def collect_pins(package: str, extras: set[str]) -> dict[str, str]:
 
 if __name__ == "__main__":
     pins = collect_pins("eagle-heads", {"dev", "docs"})
-    FILE.write_text(INTRODUCTION + "".join(f"{pins[name]}\n" for name in sorted(pins)))
-    print(f"{FILE}: {len(pins)} packages")
+    file = Path(sys.argv[1]) if len(sys.argv) > 1 else FILE
+    about = INTRODUCTION if file == FILE else NEWEST.format(python=".".join(map(str, sys.version_info[:2])))
+    file.write_text(about + "".join(f"{pins[name]}\n" for name in sorted(pins)))
+    print(f"{file}: {len(pins)} packages")

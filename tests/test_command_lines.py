@@ -33,6 +33,7 @@ WRONG: dict[str, list[list[str]]] = {
     "data_prep.conversations": [[GONE], [GONE, "two"]],
     "eval.report": [["missing.jsonl"], [".", "--markdown"]],
     "tests.engines": [[GONE, *ENGINE], [GONE, "--engine", "unknown", "--target", GONE]],
+    "tests.engines.layout_sources": [["trtllm=no/such/folder"], ["unknown=."], ["vllm"]],
     "tests.engines.engine_builds": [[GONE, "unknown"], ["--unknown"]],
     "eagle": [
         *([verb] for verb in VERBS if verb not in ("demo", "recipes", "tiny-target", "train", "forecast")),
@@ -98,7 +99,7 @@ for measuring in ("eval.lossless", "eval.tune"):
 FREE = {
     *("recipes.forecast", "recipes.cards", "recipes/train_eagle.py"),
     *("recipes/tiny/make_target.py", "recipes/tiny/make_long.py", "recipes/tiny/demo.py"),
-    "recipes/tiny/make_seeing_target.py",
+    *("recipes/tiny/make_seeing_target.py", "tests.engines.layout_sources"),
     *("bench/decode_speed.py", "tests/recipes/training_memory.py", "bench/rehearsal.py"),
     *("bench/train_speed.py", "bench/hybrid_speed.py", "bench/cost_growth.py"),
 }

@@ -244,12 +244,13 @@ def run(args: argparse.Namespace) -> int:
     rows = []
     agree = True
     environment = build_environment(args.engine, args.environment or Path("build/engines") / args.engine)
+    engine = args.engine.removesuffix("-newest")
     with lock_path(args.out), tempfile.TemporaryDirectory() as work:
         for head in args.heads:
             print(f"{args.engine}: {head}", file=sys.stderr, flush=True)
-            both = compare_engine(job, head, args.engine, environment, target, Path(work), family=args.family)
+            both = compare_engine(job, head, engine, environment, target, Path(work), family=args.family)
             agree &= both.equal if args.dtype == "float32" else abs(both.difference) <= NEAR
-            rows.append(row_of(both, job, head, args.engine, args.family))
+            rows.append(row_of(both, job, head, engine, args.family))
             merge_rows(rows[-1:], args.out)
     print(table(rows))
     return 0 if agree else 1

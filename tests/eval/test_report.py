@@ -36,6 +36,8 @@ from eval.result_files.results import ACCEPTANCE_LENGTH, SPEED_UP, Results, ends
 from recipes.cards import card_table
 from tests.doctor.broken_heads import table as broken_table
 from tests.engines.compare_engines import table as engines_table
+from tests.engines.layout_sources import source_table
+from tests.newest import proven_table
 from tests.recipes.training_memory import table as memory_table
 
 ROOT = Path(__file__).parents[2]
@@ -72,6 +74,9 @@ def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> No
         ("measurements/data-preparation.md", "read_speed.json", reading_table),
         ("measurements/data-preparation.md", "shared_prefixes.json", prefix_table),
         ("measurements/serving.md", "engines.json", engines_table),
+        ("measurements/serving.md", "engines_newest.json", engines_table),
+        ("versions.md", "layout_sources.json", source_table),
+        ("versions.md", "proven.json", proven_table),
         ("measurements/serving.md", "broken_heads.json", broken_table),
         ("measurements/training-speed.md", "train_speed.json", train_table),
         ("measurements/rehearsal.md", "rehearsal.json", rehearsal_table),
