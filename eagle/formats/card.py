@@ -53,10 +53,14 @@ def model_card(folder: Path, name: str) -> str:
 def _method_of(folder: Path, recipe: dict[str, Any]) -> tuple[str, str | None]:
     """The name of a head's method, and the file that its class comes from, if the head brings one."""
     path = folder / "config.json"
-    config = json.loads(path.read_text()) if path.is_file() else {}
-    if "code" not in config:
+    try:
+        config = json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError as error:  # no UTF-8, or no JSON
+        raise ValueError(f"{path} cannot be read: {error}; is it cut short? Copy it again") from None
+    code = config.get("code") if isinstance(config, dict) else None
+    if not isinstance(code, dict):
         return recipe["drafter"]["kind"], None
-    return config["settings"]["kind"], config["code"].get("file")
+    return config["settings"]["kind"], code.get("file")
 
 
 def front_matter(kind: str, target: str, *more: str) -> str:
