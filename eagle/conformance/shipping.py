@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from eagle.conformance.trial import Fault, begin_text
+from eagle.conformance.trial import Fault, begin_text, make_head
 from eagle.core.budget import Budget
 from eagle.core.verify import Choose, Sampling
-from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.checkpoint import load_drafter, save_head
 from eagle.formats.export import EXPORTERS, export
 from eagle.formats.reading.foreign import read_head
@@ -43,8 +42,7 @@ def check_export(
     """
     head = make().bind(target.head)
     if hasattr(head.settings, "fc_bias"):  # which some have no place for
-        settings = settings_of({"kind": name, "fc_bias": False}, name)
-        head = DRAFTERS[settings.kind].for_target(settings, target.config).bind(target.head)
+        head = make_head(name, target, fc_bias=False).bind(target.head)
     try:
         layout = EXPORTERS[engine](head, target.config)
     except ValueError as error:

@@ -22,10 +22,10 @@ class Fault(AssertionError):
     """What a method does and must not: what was found, what is expected, what to do."""
 
 
-def make_head(name: str, target: Target, seed: int = 0) -> Any:
-    """An untrained head of a method, the same every time."""
+def make_head(name: str, target: Target, seed: int = 0, **settings_given: Any) -> Any:
+    """An untrained head of a method with these settings, the same every time."""
     torch.manual_seed(seed)
-    settings = settings_of({"kind": name}, name)
+    settings = settings_of({"kind": name, **settings_given}, name)
     method = DRAFTERS[settings.kind]
     weights = {"weights": target.tensor} if method.reads.weights else {}
     return method.for_target(settings, target.config, target.head, **weights)

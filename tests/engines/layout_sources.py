@@ -19,13 +19,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from packaging.version import Version
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from eagle.conformance.trial import make_head
 from eagle.core.drafter import TrainableDrafter
 from eagle.disk import write_text
-from eagle.drafters import DRAFTERS, settings_of
+from eagle.drafters import DRAFTERS
 from eagle.formats.engines.registry import name_reader
 from eagle.formats.export import EXPORTERS
 from eagle.formats.layout import Layout
@@ -59,11 +59,9 @@ def write_layouts(engine: str) -> Iterator[tuple[str, Layout, str]]:
     for name, method in DRAFTERS.items():
         if not issubclass(method, TrainableDrafter):
             continue
-        for section in ({"kind": name, "fc_bias": False}, {"kind": name}):
+        for settings in ({"fc_bias": False}, {}):
             try:
-                settings = settings_of(section, "an export")
-                weights: dict[str, Any] = {"weights": target.tensor} if method.reads.weights else {}
-                head = method.for_target(settings, target.config, target.head, **weights)
+                head = make_head(name, target, **settings)
                 layout = EXPORTERS[engine](head.bind(target.head), target.config)
             except ValueError:  # no such setting, or no layout
                 continue
@@ -151,7 +149,6 @@ def main(argv: list[str]) -> None:
     fetched = {engine: fetch_sources(package) for engine, package in PACKAGES.items()}
     shared = [sources for _, sources in [*read.values(), *fetched.values(), *map(fetch_sources, OTHERS)]]
     known = {word for sources in shared for text in sources.values() for word in WORD.findall(text)}
-    torch.manual_seed(0)
     readings = []
     for engine, (version, sources) in {**fetched, **read}.items():
         for method, layout, until in write_layouts(engine):
