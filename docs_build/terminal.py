@@ -30,6 +30,8 @@ CONTROLLED = (
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])"
 )
 SECONDS = 300  # without a word, after which a program is taken to hang
+CTRL_C = "\x03"
+AGAIN = 10  # seconds without a word, after which Ctrl-C is pressed once more
 EDITING = re.compile(r"\x1b\[\?\d+[hl]")  # a line editor asks for brackets around pasted text
 Step = tuple[str, str]  # what to wait for, and what to type then
 
@@ -49,14 +51,22 @@ def run_in_terminal(command: Sequence[str], steps: Sequence[Step]) -> tuple[str,
     )
     os.close(end)
     sent, place, waiting = b"", 0, list(steps)
-    while select.select([terminal], [], [], SECONDS)[0]:
+    typed, quiet = "", 0
+    while quiet < SECONDS:
+        if not select.select([terminal], [], [], AGAIN)[0]:
+            quiet += AGAIN
+            if typed == CTRL_C:  # Python heeds none that comes between a prompt and its wait for a key
+                os.write(terminal, typed.encode())
+            continue
+        quiet = 0
         try:
             sent += os.read(terminal, 1 << 16)
         except OSError:  # the command has ended
             break
         while waiting and (found := sent.find(waiting[0][0].encode(), place)) >= 0:
             place = found + len(waiting[0][0].encode())
-            os.write(terminal, waiting.pop(0)[1].encode())
+            typed = waiting.pop(0)[1]
+            os.write(terminal, typed.encode())
     else:
         child.kill()
     os.close(terminal)

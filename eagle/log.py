@@ -157,15 +157,28 @@ def _note_interrupts(received: list[int]) -> Iterator[None]:
         yield
         return
 
+    tell, again = sys.unraisablehook, []
+
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
         signal.default_int_handler(number, frame)
 
+    def send_again(lost: sys.UnraisableHookArgs) -> None:
+        """Python drops what is raised inside a `__del__`: the interrupt comes anew once that has returned."""
+        if not issubclass(lost.exc_type, KeyboardInterrupt):
+            return tell(lost)
+        again.append(threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)))
+        again[-1].start()
+
     signal.signal(signal.SIGINT, note)
+    sys.unraisablehook = send_again
     try:
         yield
     finally:
+        for timer in again:
+            timer.cancel()
         signal.signal(signal.SIGINT, handler)
+        sys.unraisablehook = tell
 
 
 class Rate(ProgressColumn):

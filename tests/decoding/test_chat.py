@@ -295,7 +295,8 @@ def test_a_model_without_a_chat_template_is_refused(
 def test_in_a_terminal_drafts_are_green_and_an_interrupt_stops_the_answer_alone(eight_token_dir: Path) -> None:
     """In a terminal of its own: what is green was drafted, Ctrl-C comes back to the prompt, and Ctrl-D leaves."""
     command = [sys.executable, "-m", "eagle", "chat", "suffix", "--target", str(eight_token_dir)]
-    steps = [("> ", "one two\n"), (GREEN, "\x03"), ("; stopped", ""), ("> ", "half a line\x03"), ("> ", "\x04")]
+    steps = [("> ", "one two\n"), (GREEN, "\x03"), ("; stopped", "")]
+    steps += [("> ", "half a line"), ("half a line", "\x03"), ("> ", "\x04")]
     text, status = run_in_terminal([*command, "--max-new-tokens", "1500"], steps)
     assert status == 0 and text.count("; stopped") == 1 and text.count("tokens/s") == 1, text
     assert "drafted text is green" in text and text.count(GREEN) == text.count(PLAIN) >= 1

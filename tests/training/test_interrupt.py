@@ -37,6 +37,30 @@ def test_ctrl_c_ends_a_command_in_a_sentence(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout) == (130, f"\nstopped; {hint}\n")
 
 
+LOST = """
+import os, signal, time
+from eagle.log import script
+
+class Dying:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        len("a call, before which Python looks for signals")
+
+def main(argv):
+    Dying()
+    time.sleep(50)
+
+script(main)
+"""
+
+
+def test_ctrl_c_inside_a_destructor_is_not_lost(tmp_path: Path) -> None:
+    """Python only prints what is raised there, and the command would go on."""
+    (tmp_path / "program.py").write_text(LOST)
+    done = finished([sys.executable, str(tmp_path / "program.py")], seconds=40)
+    assert (done.returncode, done.stdout) == (130, "\nstopped; give the same command again\n")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [None, "ddp"])
 def test_ctrl_c_in_training_says_where_it_goes_on(config: str | None, tiny_target_dir: Path, tmp_path: Path) -> None:
