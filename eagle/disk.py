@@ -37,22 +37,27 @@ def lock_folder(folder: str | Path, *, hold: bool = True, wait: bool = False) ->
     that holds it is waited for, else it is an error.
     """
     folder = Path(folder)
-    is_new = not folder.exists()
-    try:
-        with _hold_lock(folder / LOCK, folder, hold, wait):
-            yield
-    finally:
-        if hold and is_new:
-            with suppress(OSError):  # it holds something
-                folder.rmdir()
+    with _leave_no_empty(folder, hold), _hold_lock(folder / LOCK, folder, hold, wait):
+        yield
 
 
 @contextmanager
 def lock_path(path: str | Path, *, hold: bool = True) -> Iterator[None]:
     """Lock a file, or a folder that is replaced whole, against other runs, by a lock file beside it."""
     path = Path(path)
-    with _hold_lock(path.with_name(path.name + LOCK), path, hold, wait=False):
+    with _leave_no_empty(path.parent, hold), _hold_lock(path.with_name(path.name + LOCK), path, hold, wait=False):
         yield
+
+
+@contextmanager
+def _leave_no_empty(folder: Path, hold: bool) -> Iterator[None]:
+    is_new = not folder.exists()
+    try:
+        yield
+    finally:
+        if hold and is_new:
+            with suppress(OSError):  # it holds something
+                folder.rmdir()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 from huggingface_hub import HfApi, get_token, snapshot_download
 from huggingface_hub.hf_api import RepoFile
 
-from eagle.disk import sha256
+from eagle.disk import lock_path, sha256
 from eagle.formats.parcel import Parcel, pack_head
 from eagle.log import first_line
 
@@ -82,8 +82,12 @@ class Fetched:
 
 def fetch(name: str, out: Path, revision: str | None = None) -> Fetched:
     """Bring a repository into a folder, every file verified; a folder with anything else in it is refused."""
-    only_data = name.startswith(DATASETS)
     repo_id = check_name(name.removeprefix(DATASETS))
+    with lock_path(out.absolute()):
+        return _fetch_missing(repo_id, out, revision, only_data=name.startswith(DATASETS))
+
+
+def _fetch_missing(repo_id: str, out: Path, revision: str | None, *, only_data: bool) -> Fetched:
     with telling(repo_id):
         kind, commit, files = _list_files(repo_id, revision, ["dataset"] if only_data else ["model", "dataset"])
         missing = _compare(out, files, repo_id)

@@ -21,7 +21,7 @@ from eagle import Target
 from eagle.command import share
 from eagle.command.share import pack, run_pull, run_push
 from eagle.data.store import FeatureStore
-from eagle.disk import sha256
+from eagle.disk import lock_path, sha256
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.checkpoint import save_head
 from eagle.formats.custom_generate import write_custom_generate
@@ -175,6 +175,18 @@ def test_a_push_that_was_interrupted_goes_on(folder: Path, hub: StubHub) -> None
     push(folder, "someone/head", "--yes")
     assert not [line for line in hub.asked if line.startswith("PUT")]
     assert "model.safetensors" in hub.repositories["model", "someone/head"].files
+
+
+def test_two_pulls_into_one_folder_do_not_share_what_has_arrived(folder: Path, hub: StubHub, tmp_path: Path) -> None:
+    """The second ends with a sentence before it asks the hub; a pull that fails leaves nothing behind."""
+    push(folder, "someone/head", "--yes")
+    hub.asked.clear()
+    with lock_path(tmp_path / "out"), pytest.raises(ValueError, match="another run is writing .*/out"):
+        pull("someone/head", tmp_path / "out")
+    assert not hub.asked and not list(tmp_path.glob("out*"))
+    with pytest.raises(ValueError, match="someone/nothing"):
+        pull("someone/nothing", tmp_path / "new/out")
+    assert not (tmp_path / "new").exists()
 
 
 FAULTS = {

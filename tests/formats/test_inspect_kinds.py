@@ -222,6 +222,21 @@ def test_its_tensors_tell_where_the_config_does_not(name: str, tmp_path: Path) -
     check_named(made.write(tmp_path / "head", (config, head[1])), word)
 
 
+HEADS: dict[str, tuple[made.Head, str]] = {
+    "EAGLE-1": (made.eagle1(), "EAGLE-1"),
+    "EAGLE-3": (made.specforge(), "EAGLE-3"),
+}
+
+
+@pytest.mark.parametrize("name", [*KINDS, *HEADS])
+def test_a_config_without_names_leaves_it_what_it_is(name: str, tmp_path: Path) -> None:
+    """Neither architectures nor a model_type, as in a config that was written by hand."""
+    (config, held), word = {**KINDS, **HEADS}[name]
+    unnamed = {key: value for key, value in config.items() if key not in ("architectures", "model_type")}
+    found = inspect(made.write(tmp_path / "head", (unnamed, held)))
+    assert word in found.kind and "(," not in found.kind, found
+
+
 @pytest.mark.parametrize("name", [name for name in KINDS if "language model" not in name and name != "FALCON"])
 def test_half_of_its_tensors_tell_too(name: str, tmp_path: Path) -> None:
     """Of a checkpoint whose copy broke off; the config stands."""

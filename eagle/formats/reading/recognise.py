@@ -98,7 +98,8 @@ def kind_by_tensors(names: Iterable[str], config: dict[str, Any]) -> tuple[str, 
         if any(WHOLE_MTP.match(name) for name in names):  # in a whole model too, of which the rest is not looked at
             return MTP.name, ""
         if len(layers) > 1 or (not has_mtp and _is_whole(set(names))):
-            return f"a causal language model ({_architecture(config)}, {len(layers)} layers here)", AS_DRAFT
+            facts = ", ".join(filter(None, (_architecture(config), f"{len(layers)} layers here")))
+            return f"a causal language model ({facts})", AS_DRAFT
         if has_mtp or any(config.get(key) for key in MTP.common):
             return MTP.name, ""
         for kind in KINDS:
@@ -143,7 +144,7 @@ def _read_words(config: dict[str, Any]) -> list[str]:
     nested = config.get("dflash_config")
     projector = nested.get("projector_type") if isinstance(nested, dict) else None
     words = [config.get("model_type"), config.get("speculators_model_type"), projector, _architecture(config)]
-    return [word.lower() for word in words if isinstance(word, str)]
+    return [word.lower() for word in words if isinstance(word, str) and word]
 
 
 def _architecture(config: dict[str, Any]) -> str:
