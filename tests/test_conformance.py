@@ -10,7 +10,7 @@ import pytest
 import scipy.stats
 
 from eagle import Budget, Sampling, Target, Trace, load_drafter
-from eagle.conformance import drafting, learning, shipping
+from eagle.conformance import agreeing, drafting, learning, shipping
 from eagle.conformance.learning import TREES as TREES
 from eagle.conformance.own_answers import chi_square_p, make_letters
 from eagle.conformance.own_answers import reference as own_reference
@@ -161,6 +161,24 @@ def test_trees_are_rooted_and_within_budget(name: str, budget: Budget, tiny_targ
 def test_loss_falls_on_one_batch(name: str, tiny_target: Target, batch: Batch) -> None:
     """Thirty steps on one batch teach it half of what the target says there."""
     learning.check_loss_falls(partial(new_head, name, tiny_target), tiny_target, batch)
+
+
+@pytest.fixture(scope="module")
+def answers(examples: LiveFeatures, tiny_target: Target) -> Batch:
+    """Two texts that go on as the target does."""
+    read = learning.make_examples(tiny_target, examples.taps, answered=True)
+    return collate(read.read([0, 1]), read.taps)
+
+
+QUICK = ("eagle1", "medusa", "mtp")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in TRAINED]
+)
+def test_what_is_drafted_is_what_was_validated(name: str, tiny_target: Target, answers: Batch) -> None:
+    """Chains behind every slot of a text, each drafted for anew, are accepted where validation says that they are."""
+    agreeing.check_drafted_as_validated(partial(new_head, name, tiny_target), tiny_target, answers)
 
 
 @pytest.mark.parametrize("name", TRAINED)

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from traceback import extract_tb
 from typing import Any
 
-from eagle.conformance import drafting, learning, shipping
+from eagle.conformance import agreeing, drafting, learning, shipping
 from eagle.conformance.own_answers import make_letters, make_model, reference
 from eagle.conformance.trial import Fault, Make, describe_budget, describe_sampling, make_head
 from eagle.core.arguments import nearest
@@ -86,15 +86,24 @@ class Trial:
         """Makes an untrained head, not bound to its target."""
         return partial(make_head, self.name, self.target)
 
+    @property
+    def taps(self) -> list[int]:
+        """The states that it is trained on."""
+        return sorted({*taps_of(settings_of({"kind": self.name}, self.name), self.target.config), -1})
+
     @cached_property
     def examples(self) -> LiveFeatures:
-        """Two texts with the states that it is trained on."""
-        taps = {*taps_of(settings_of({"kind": self.name}, self.name), self.target.config), -1}
-        return learning.make_examples(self.target, sorted(taps))
+        """Two texts at random."""
+        return learning.make_examples(self.target, self.taps)
 
     def batch(self, *places: int) -> Batch:
         """These texts in one."""
         return collate(self.examples.read(list(places)), self.examples.taps)
+
+    def answers(self) -> Batch:
+        """Two texts that go on as the target does."""
+        answers = learning.make_examples(self.target, self.taps, answered=True)
+        return collate(answers.read([0, 1]), answers.taps)
 
     def _check_exports(self) -> str:
         """Check every exporter; who takes the head."""
@@ -148,6 +157,10 @@ class Trial:
         yield Check(
             "validation adds up",
             lambda: learning.check_validation(head, target, batch(), lambda place: self.batch(place)),
+        )
+        yield Check(
+            "what is drafted is what training and validation read",
+            lambda: agreeing.check_drafted_as_validated(head, target, self.answers()),
         )
         yield Check("noise is that of the places drafted for", partial(drafting.check_noise, self.make, target))
         yield Check(

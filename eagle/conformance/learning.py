@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle.conformance.own_answers import own_answer
 from eagle.conformance.trial import Fault, Make
 from eagle.core.examples import Batch, Example
 from eagle.core.tree import PUBLISHED_TREE, chain_paths
@@ -17,16 +18,19 @@ from eagle.drafters.parts.validation import add_sums, figures
 from eagle.target.target import Target
 
 TREES = {"chain": chain_paths(3), "tree": PUBLISHED_TREE}
+PROMPT = 6  # tokens of a text before what is supervised
 LAST = 12  # of a text with so many tokens before the first that counts for nothing
 
 
-def make_examples(target: Target, taps: list[int]) -> LiveFeatures:
-    """Two short texts of different length with the target's features at all taps."""
+def make_examples(target: Target, taps: list[int], *, answered: bool = False) -> LiveFeatures:
+    """Two short texts of different length, random or the target's answers, with its features at all taps."""
     generator = torch.Generator().manual_seed(1)
     examples = []
     for length in (24, 17):
         tokens = torch.randint(5, target.vocab_size, (length,), generator=generator)
-        examples.append(Example(tokens, torch.arange(length) >= 6))
+        if answered:
+            tokens[PROMPT:] = torch.tensor(own_answer(target.model, tokens[:PROMPT].tolist(), length - PROMPT))
+        examples.append(Example(tokens, torch.arange(length) >= PROMPT))
     return LiveFeatures(target, examples, {"taps": taps, "dtype": "float32"})
 
 

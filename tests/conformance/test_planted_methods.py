@@ -57,6 +57,21 @@ FAULTS: dict[str, tuple[dict[str, str], str, str]] = {
         "sees no future",
         "or looks into the future",
     ),
+    "sees one state ahead": (
+        {"batch.select_taps(self.taps)[slots, 0]": "batch.select_taps(self.taps)[(slots + 1) % len(batch.tokens), 0]"},
+        "what is drafted",
+        "training reads other states or tokens than drafting has",
+    ),
+    "sees two states ahead": (
+        {"batch.select_taps(self.taps)[slots, 0]": "batch.select_taps(self.taps)[(slots + 2) % len(batch.tokens), 0]"},
+        "what is drafted",
+        "training reads other states or tokens than drafting has",
+    ),
+    "a level reads the token it guesses": (
+        {"places_behind(slots, step)": "places_behind(slots, step + (step > 1))"},
+        "what is drafted",
+        "chains that come to level 2",
+    ),
     "counts masked tokens": (
         {"batch.loss_mask.nonzero()[:, 0].to(batch.tokens.device) - 2": "torch.arange(len(batch.tokens) - 6)"},
         "supervised tokens alone",

@@ -181,7 +181,7 @@ def test_two_pulls_into_one_folder_do_not_share_what_has_arrived(folder: Path, h
     """The second ends with a sentence before it asks the hub; a pull that fails leaves nothing behind."""
     push(folder, "someone/head", "--yes")
     hub.asked.clear()
-    with lock_path(tmp_path / "out"), pytest.raises(ValueError, match="another run is writing .*/out"):
+    with lock_path(tmp_path / "out"), pytest.raises(ValueError, match=r"another run is writing .*/out"):
         pull("someone/head", tmp_path / "out")
     assert not hub.asked and not list(tmp_path.glob("out*"))
     with pytest.raises(ValueError, match="someone/nothing"):
