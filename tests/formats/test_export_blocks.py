@@ -24,14 +24,17 @@ DSPARK = {"kind": "dspark", **INJECTED, "rank": 4, "markov": "vanilla", "confide
 DOMINO = {**DSPARK, "markov": "domino", "gru_size": 8, "confidence": False}
 FUSED = {"kind": "peagle", "taps": [2, 4, 6], "blocks": 3, "mask_token": 5}
 HEADS: dict[str, tuple[dict[str, Any], str]] = {  # settings, the exporters that take it
-    "dflash": ({"kind": "dflash", **INJECTED}, "vllm sglang llamacpp speculators zlab specforge"),
+    "dflash": ({"kind": "dflash", **INJECTED}, "vllm sglang trtllm llamacpp speculators zlab specforge"),
     "dflash, causal": ({"kind": "dflash", **INJECTED, "causal": True}, "vllm llamacpp zlab"),
     "dflash from the anchor": ({"kind": "dflash", **INJECTED, "sample_from_anchor": True}, "speculators deepspec"),
     "dflash of one block": ({"kind": "dflash", **INJECTED, "blocks": 1, "slots": 2}, "vllm zlab speculators"),
     "dflash of taps in no order": ({"kind": "dflash", **INJECTED, "taps": [7, 2, 4]}, "vllm zlab speculators"),
-    "dspark": (DSPARK, "vllm sglang llamacpp speculators deepspec specforge"),
+    "dspark": (DSPARK, "vllm sglang trtllm llamacpp speculators deepspec specforge"),
     "dspark, causal": ({**DSPARK, "causal": True}, "vllm llamacpp"),
-    "dspark without confidence": ({**DSPARK, "confidence": False}, "vllm llamacpp speculators deepspec specforge"),
+    "dspark without confidence": (
+        {**DSPARK, "confidence": False},
+        "vllm trtllm llamacpp speculators deepspec specforge",
+    ),
     "dspark in its places": ({**DSPARK, "sample_from_anchor": False}, "vllm llamacpp speculators"),
     "dspark, gated": ({**DSPARK, "markov": "gated"}, "sglang speculators deepspec specforge"),
     "dspark, recurrent": ({**DSPARK, "markov": "rnn"}, "sglang speculators deepspec specforge"),
