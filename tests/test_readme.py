@@ -78,7 +78,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def test_snippet_runs(page: str, text: str, checkout: Path, server: Server) -> None:
     """Every Python snippet runs as it stands, in a process of its own."""
     ended = server.run(["-c", text], checkout)
-    assert ended.status == 0, ended
+    assert ended.status == 0, str(ended)
 
 
 @pytest.mark.parametrize(("page", "lines"), run(short_commands()))
@@ -95,7 +95,7 @@ def check_short_command(page: str, line: str, checkout: Path, server: Server) ->
         documents.check_call(documents.as_call(line), {})
         if words[1] not in STAGES and not is_long(words):
             ended = server.run(words[1:], checkout)
-            assert ended.status == 0, ended
+            assert ended.status == 0, str(ended)
         return
     assert words[0] == "python", f"{page}: {line}: neither a known long command nor python"
     if is_long(words):
