@@ -53,7 +53,8 @@ LONG = {"test_output_is_the_untouched_models_own"}  # over a second a case
 FEW = ["data.limit=100", "data.max_length=160", "eval.count=2", "eval.max_new_tokens=12"]
 FEW += ["train.epochs=4", "train.dtype=float32"]  # accelerate takes one precision for a whole process
 
-examples, batch, letters = conformance.examples, conformance.batch, conformance.letters  # fixtures
+examples, batch, answers = conformance.examples, conformance.batch, conformance.answers  # fixtures
+letters = conformance.letters
 
 
 def executed(name: str, text: str, folder: Path) -> ModuleType:

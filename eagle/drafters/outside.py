@@ -215,8 +215,11 @@ def describe_code(method: type[Any]) -> dict[str, str] | None:
     if text := getattr(module, "__code_text__", None):
         name = Path(str(getattr(module, "__file__", METHOD_FILE))).name
         return {"file": name, "class": method.__name__, "sha256": checksum(text)}
-    packages = packages_distributions().get(method.__module__.split(".")[0], [])
-    if method.__module__.split(".")[0] == __name__.split(".")[0] or not packages:
+    top = method.__module__.split(".")[0]
+    if top == __name__.split(".")[0]:
+        return None
+    packages = packages_distributions().get(top, [])  # which reads the files of all that is installed: a second
+    if not packages:
         return None
     package = f"{packages[0]} {version(packages[0])}"
     return {"module": method.__module__, "class": method.__name__, "package": package}

@@ -17,8 +17,8 @@ from eagle import Sampling, Target, generate, load_drafter
 from eagle.__main__ import PLUGINS, TRUST_CODE, admit_code, take_code_options
 from eagle.command.share import pack
 from eagle.conformance.trial import make_head
-from eagle.drafters import DRAFTERS, settings_of
-from eagle.drafters.outside import METHOD_FILE, load_file
+from eagle.drafters import DRAFTERS, outside, settings_of
+from eagle.drafters.outside import METHOD_FILE, describe_code, load_file
 from eagle.formats.card import model_card
 from eagle.formats.checkpoint import ON_HUB, from_pretrained, load_head, save_head
 from eagle.formats.custom_generate import write_custom_generate
@@ -348,3 +348,13 @@ def test_a_folder_that_generate_trusts_may_run_its_method(tiny_target: Target, m
     options = {"max_new_tokens": 8, "do_sample": False}
     drafted = model.generate(prompt, **options, custom_generate=str(folder), trust_remote_code=True)
     assert torch.equal(drafted, model.generate(prompt, **options)) and "recurrent" in DRAFTERS
+
+
+def test_only_methods_from_outside_are_looked_for_among_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading what is installed takes a second, and every arm, checkpoint and saved head asks for its code."""
+
+    def read() -> dict[str, list[str]]:
+        raise AssertionError("the packages were read")
+
+    monkeypatch.setattr(outside, "packages_distributions", read)
+    assert {describe_code(method) for method in DRAFTERS.values()} == {None}
