@@ -6,6 +6,7 @@ import hashlib
 import re
 import sys
 import warnings
+from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points, packages_distributions, version
 from pathlib import Path
@@ -218,11 +219,15 @@ def describe_code(method: type[Any]) -> dict[str, str] | None:
     top = method.__module__.split(".")[0]
     if top == __name__.split(".")[0]:
         return None
-    packages = packages_distributions().get(top, [])  # which reads the files of all that is installed: a second
-    if not packages:
-        return None
-    package = f"{packages[0]} {version(packages[0])}"
-    return {"module": method.__module__, "class": method.__name__, "package": package}
+    package = _find_package(top)
+    return None if package is None else {"module": method.__module__, "class": method.__name__, "package": package}
+
+
+@cache
+def _find_package(module: str) -> str | None:
+    """The installed package that brings a module, and its version; the search reads all that is installed."""
+    packages = packages_distributions().get(module)
+    return f"{packages[0]} {version(packages[0])}" if packages else None
 
 
 def code_text(method: type[Any]) -> bytes | None:
