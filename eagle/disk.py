@@ -51,13 +51,14 @@ def lock_path(path: str | Path, *, hold: bool = True) -> Iterator[None]:
 
 @contextmanager
 def _leave_no_empty(folder: Path, hold: bool) -> Iterator[None]:
-    is_new = not folder.exists()
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield
     finally:
-        if hold and is_new:
+        if hold:
             with suppress(OSError):  # it holds something
-                folder.rmdir()
+                for path in new:
+                    path.rmdir()
 
 
 @contextmanager

@@ -185,7 +185,7 @@ def test_two_pulls_into_one_folder_do_not_share_what_has_arrived(folder: Path, h
         pull("someone/head", tmp_path / "out")
     assert not hub.asked and not list(tmp_path.glob("out*"))
     with pytest.raises(ValueError, match="someone/nothing"):
-        pull("someone/nothing", tmp_path / "new/out")
+        pull("someone/nothing", tmp_path / "new/folder/out")
     assert not (tmp_path / "new").exists()
 
 
