@@ -42,17 +42,22 @@ def distance(head: Any, target: Target, batch: Batch) -> float:
     return float(figures(head.validate(batch, target.head, TREES))["cross_entropy"]) - entropy
 
 
-def check_loss_falls(make: Make, target: Target, batch: Batch) -> None:
-    """Thirty steps on one batch teach a head half of what the target says there."""
-    head = make().train()
-    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3)
-    losses: list[dict[str, Tensor]] = []
-    first_distance = distance(head, target, batch)
+def teach(head: Any, target: Target, batch: Batch) -> list[dict[str, Tensor]]:
+    """Thirty steps on one batch; the losses before each."""
+    optimizer, losses = torch.optim.AdamW(head.train().parameters(), lr=1e-3), []
     for _ in range(30):
         losses.append(head(batch, target.head))
         optimizer.zero_grad()
         losses[-1]["total"].backward()
         optimizer.step()
+    return losses
+
+
+def check_loss_falls(make: Make, target: Target, batch: Batch) -> None:
+    """Thirty steps on one batch teach a head half of what the target says there."""
+    head = make().train()
+    first_distance = distance(head, target, batch)
+    losses = teach(head, target, batch)
     first, last = losses[0], losses[-1]
     # a confidence follows what would be accepted, which moves with the head
     for part in first.keys() - {"confidence"}:
