@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from eagle.conformance.checks import find_method, run_checks
+from eagle.device import check_device
 
 
 def main(argv: list[str]) -> None:
@@ -13,15 +14,17 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="eagle check-method", description=main.__doc__)
     parser.add_argument("method", help="PATH.py:CLASS, or the name of a method")
     parser.add_argument("--fast", action="store_true", help="leave out the slow checks: seconds instead of minutes")
+    parser.add_argument("--device", default="cpu", help="where to check it, as `cuda` (default: %(default)s)")
     args = parser.parse_args(argv)
     find_method(args.method)
+    device = check_device(args.device)
     print(
         f"checking {args.method}, {'a minute at most' if args.fast else 'some minutes'} ...",
         file=sys.stderr,
         flush=True,
     )
     faults = count = 0
-    for outcome in run_checks(args.method, fast=args.fast):
+    for outcome in run_checks(args.method, fast=args.fast, device=device):
         count += 1
         faults += outcome.fault is not None
         note = f" ({outcome.note})" if outcome.note else ""

@@ -10,6 +10,8 @@ from tempfile import TemporaryDirectory
 from traceback import extract_tb
 from typing import Any
 
+import torch
+
 from eagle.conformance import agreeing, drafting, learning, shipping
 from eagle.conformance.own_answers import make_letters, make_model, reference
 from eagle.conformance.trial import Fault, Make, describe_budget, describe_sampling, make_head
@@ -59,11 +61,12 @@ def find_method(kind: str) -> type[Any]:
 class Trial:
     """A method with a tiny target, and what its checks read of both."""
 
-    def __init__(self, kind: str, folder: Path) -> None:
+    def __init__(self, kind: str, folder: Path, device: torch.device | str = "cpu") -> None:
         self.method, self.name, self.folder = find_method(kind), DRAFTERS.registered_name(kind), folder
-        self.target = Target(make_model())
-        self.target.model.config.save_pretrained(folder / "target")
-        write_tensors(folder / "target/model.safetensors", self.target.model.state_dict())
+        model: Any = make_model()  # transformers leaves `to` without types
+        model.config.save_pretrained(folder / "target")
+        write_tensors(folder / "target/model.safetensors", model.state_dict())
+        self.target = Target(model.to(device))
 
     @property
     def is_trained(self) -> bool:
@@ -98,12 +101,13 @@ class Trial:
 
     def batch(self, *places: int) -> Batch:
         """These texts in one."""
-        return collate(self.examples.read(list(places)), self.examples.taps)
+        batch = collate(self.examples.read(list(places)), self.examples.taps)
+        return batch.to(self.target.device)
 
     def answers(self) -> Batch:
         """Two texts that go on as the target does."""
         answers = learning.make_examples(self.target, self.taps, answered=True)
-        return collate(answers.read([0, 1]), answers.taps)
+        return collate(answers.read([0, 1]), answers.taps).to(self.target.device)
 
     def _check_exports(self) -> str:
         """Check every exporter; who takes the head."""
@@ -174,7 +178,7 @@ class Trial:
                 yield Check(about, partial(self._check_law, sampling, budget), is_slow=True)
 
     def _check_law(self, sampling: Sampling, budget: Any) -> None:
-        letters = make_letters()
+        letters = make_letters(self.target.device)
         drafting.check_law(self.make_for(letters), letters, sampling, budget)
 
 
@@ -185,10 +189,16 @@ def _run_on(
     check(head, target, batch())
 
 
-def run_checks(kind: str, *, fast: bool = False) -> Iterator[Outcome]:
-    """The outcome of every check of a method, a name or `PATH.py:CLASS`, in turn; `fast` leaves the slow out."""
+def run_checks(kind: str, *, fast: bool = False, device: torch.device | str = "cpu") -> Iterator[Outcome]:
+    """Yield the outcome of every check of a method in turn.
+
+    Args:
+        kind: The name of a method, or `PATH.py:CLASS`.
+        fast: Whether to leave out the slow checks.
+        device: Where the target and the heads are.
+    """
     with TemporaryDirectory() as folder:
-        for check in Trial(kind, Path(folder)).checks():
+        for check in Trial(kind, Path(folder), device).checks():
             if not (fast and check.is_slow):
                 yield run_check(check)
 

@@ -26,7 +26,8 @@ from eagle.target.target import Target
 @torch.no_grad()
 def own_logits(model: PreTrainedModel, text: list[int]) -> Tensor:
     """[T, V], what the model says by itself after each token of the text."""
-    logits: Tensor = model(input_ids=torch.tensor([text]), use_cache=False).logits[0]
+    ids = torch.tensor([text], device=model.device)
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
     return logits
 
 
@@ -40,7 +41,8 @@ def own_answer(
     """The model's own answer: a forward over the whole text for each token, with nothing of ours and no cache."""
     warp, text = warp or LogitsProcessorList(), list(prompt)
     for _ in range(count):
-        scores = warp(torch.tensor([text]), own_logits(model, text)[-1:])[0]
+        logits = own_logits(model, text)[-1:]
+        scores = warp(torch.tensor([text], device=logits.device), logits)[0]
         text.append(int((scores if noise is None else scores + noise(len(text))).argmax()))
     return text[len(prompt) :]
 
@@ -86,12 +88,12 @@ def make_model(vocab_size: int = 96, width: int = 128) -> PreTrainedModel:
     return model
 
 
-def make_letters() -> Target:
-    """A target of four tokens, whose laws are neither flat nor certain."""
-    model = make_model(vocab_size=4, width=16)
+def make_letters(device: torch.device | str = "cpu") -> Target:
+    """Return a target of four tokens, whose laws are neither flat nor certain."""
+    model: Any = make_model(vocab_size=4, width=16)  # transformers leaves `to` without types
     with torch.no_grad():
         model.lm_head.weight.copy_(torch.randn(4, 16, generator=torch.Generator().manual_seed(1)) * 0.4)
-    return Target(model)
+    return Target(model.to(device))
 
 
 def chi_square_p(seen: Sequence[float], due: Sequence[float]) -> float:

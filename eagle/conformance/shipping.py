@@ -63,7 +63,7 @@ def check_export(
                 "a layout holds every tensor by its own name, or by those of a network in eagle/formats/networks"
             ) from None
     for key, tensor in weights.items():
-        if key not in held or not torch.equal(held[key], tensor):
+        if key not in held or not torch.equal(held[key].to(tensor.device), tensor):
             raise Fault(
                 f"the export to {engine} {'changes' if key in held else 'loses'} the weight {key}: a head whose "
                 f"network is {head.network['network']!r} has that network's tensors; name another network, else "

@@ -28,7 +28,7 @@ def make_head(name: str, target: Target, seed: int = 0, **settings_given: Any) -
     settings = settings_of({"kind": name, **settings_given}, name)
     method = DRAFTERS[settings.kind]
     weights = {"weights": target.tensor} if method.reads.weights else {}
-    return method.for_target(settings, target.config, target.head, **weights)
+    return method.for_target(settings, target.config, target.head, **weights).to(target.device)
 
 
 def begin_text(drafter: Any, target: Target, prompt: list[int], choose: Choose, noise: Any = None) -> Any:
