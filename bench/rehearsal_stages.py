@@ -45,9 +45,9 @@ def make_target(folder: str | Path, size: str) -> None:
     PreTrainedTokenizerFast(tokenizer_object=backend, **names).save_pretrained(folder)
 
 
-def write_conversations(folder: Path) -> None:
-    """Conversations whose answers the target will replace, and questions that it will be asked."""
-    for split, count in (("train", CONVERSATIONS), ("heldout", PROMPTS)):
+def write_conversations(folder: Path, conversations: int = CONVERSATIONS) -> None:
+    """Write conversations whose answers the target will replace, and questions that it will be asked."""
+    for split, count in (("train", conversations), ("heldout", PROMPTS)):
         questions = [f"What is number {number} of the {split} questions?" for number in range(count)]
         turns = [[{"from": "human", "value": text}, {"from": "gpt", "value": "An answer."}] for text in questions]
         (folder / f"{split}.jsonl").write_text("".join(json.dumps({"conversations": turn}) + "\n" for turn in turns))

@@ -89,7 +89,7 @@ class Watch(StoppingCriteria):
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
         """Transformers asks after each step whether to stop."""
         self.begin(input_ids.numel())
-        return torch.zeros(len(input_ids), dtype=torch.bool)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
     def figures(self, tokens: int) -> dict[str, Any]:
         """Tokens and seconds since then."""
@@ -131,6 +131,7 @@ def decode_there(model: Any, prompts: list[list[int]], sampling: Sampling, limit
     torch.manual_seed(sampling.request)
     watch = Watch()
     ends = {"max_new_tokens": limit, "eos_token_id": None, "pad_token_id": 0}
+    ids, mask = ids.to(model.device), mask.to(model.device)
     text = model.generate(ids, attention_mask=mask, stopping_criteria=[watch], **ends, **options)
     return watch.figures(text.numel()), text[:, width:].tolist()
 

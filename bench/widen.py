@@ -62,7 +62,7 @@ def widen(model: nn.Module, weights: float) -> int:
         raise ValueError(f"the model has more than {weights:.3g} weights already: ask for more")
     for ups, down in mlps:
         for linear in ups:
-            spread = torch.randn(more, linear.in_features, dtype=linear.weight.dtype) * linear.weight.std()
+            spread = linear.weight.new_empty(more, linear.in_features).normal_() * linear.weight.std()
             linear.weight = nn.Parameter(torch.cat([linear.weight, spread]), requires_grad=False)
             if linear.bias is not None:
                 linear.bias = nn.Parameter(torch.cat([linear.bias, linear.bias.new_zeros(more)]), requires_grad=False)

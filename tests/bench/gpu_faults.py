@@ -1,0 +1,36 @@
+"""A stage of `bench.gpu` whose units fail in every way that a unit can."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from bench.gpu.common import Context, Figures, Unit
+
+
+def units(context: Context) -> dict[str, Unit]:
+    """Return a unit for each kind of fault, and one that works before and after them."""
+    marker = context.work / "second call"
+
+    def work() -> Figures:
+        return {"line": "worked", "device": "of this test"}
+
+    def fail() -> Figures:
+        if marker.exists():  # what is wrong may be mended between two calls
+            return {"line": "mended"}
+        raise ValueError("a planted error")
+
+    def crash() -> Figures:
+        print("the last words", file=sys.stderr, flush=True)
+        os._exit(7)
+
+    def hang() -> Figures:
+        time.sleep(600)
+        return {"line": "too late"}
+
+    def talk() -> Figures:
+        print('{"line": "not a result"}')
+        return {"line": "worked, though it printed"}
+
+    return {"first": work, "fail": fail, "crash": crash, "talk": talk, "last": work, "hang": hang}
