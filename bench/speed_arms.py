@@ -82,8 +82,9 @@ class Watch(StoppingCriteria):
         self.opened, self.began = process_time(), (0.0, 0.0, 0)
 
     def begin(self, tokens: int) -> None:
-        """All texts have a token, and so many together."""
-        if not self.began[2]:
+        """Note that all requests have a token, and so many tokens together."""
+        # assisted generation of older versions asks about drafts, too, before it knows which are kept
+        if not self.began[2] or tokens < self.began[2]:
             self.began = process_time(), perf_counter(), tokens
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
