@@ -26,6 +26,8 @@ from eval.lossless import decode_untouched, find_divergence
 from tests.families import FAMILIES, OTHER_MEANS, build, random_tokens
 from tests.simulated_runs import HEADS
 
+# each of many processes at once compiles attention
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
 ROOT = Path(__file__).parent.parent.parent
 # grouped heads, windows with soft caps, experts, sinks, latent attention, learned positions, and a hybrid
 CHECKED_FAMILIES = ("llama", "qwen3", "gemma3", "mixtral", "gpt_oss", "deepseek_v3", "gpt2", "qwen3_next")

@@ -83,23 +83,32 @@ def open_setting(context: Context, size: str) -> Setting:
 
 
 def units(context: Context) -> dict[str, Unit]:
-    """Return the arms, single requests of the large model first."""
+    """Return the arms, single requests of the large model first, and what torch compiles last."""
     sizes = ["8 B"] if context.rehearse else list(SIZES)
     batches = (1, 2) if context.rehearse else BATCHES
-    has_draft_model = context.inputs is not None and (context.inputs / "draft").is_dir()
     listed: dict[str, Unit] = {}
-    for batch in batches:
-        for size in sizes:
-            arms = [PLAIN, THEIRS, *(f"eagle1, {shape}" for shape in [*SHAPES, *MORE_SHAPES, POLICY])]
-            if batch == 1:
-                arms += ["ngram, chain 7", f"eagle1, chain 3, {CAPTURED}", f"eagle1, {SMALL_TREE}, {CAPTURED}"]
-                arms += [f"{PLAIN}, {COMPILED}", f"eagle1, chain 3, {COMPILED}", LOOKUP]
-                arms += ["draft, chain 5", *(name for name in PEERS if name.startswith(ASSISTED))] * has_draft_model
-            if context.rehearse:  # without what is compiled, which takes a CPU minutes
-                arms = [arm for arm in arms[:4] + arms[-4:] if COMPILED not in arm]
-            for arm in arms:
+    for size in sizes:
+        for batch in batches:
+            for arm in list_arms(context, batch):
                 listed[f"{size}, batch {batch}, {arm}"] = partial(measure_arm, context, size, batch, arm)
+    if not context.rehearse:  # a CPU compiles for minutes
+        for arm in (f"{PLAIN}, {COMPILED}", f"eagle1, chain 3, {COMPILED}"):
+            listed[f"{sizes[0]}, batch 1, {arm}"] = partial(measure_arm, context, sizes[0], 1, arm)
     return listed
+
+
+def list_arms(context: Context, batch: int) -> list[str]:
+    """Return what decodes so many requests; transformers assists and looks up a single one alone."""
+    shapes = [*SHAPES, *MORE_SHAPES, POLICY]
+    if context.rehearse:
+        shapes = ["chain 3", POLICY]
+    arms = [PLAIN, THEIRS, *(f"eagle1, {shape}" for shape in shapes)]
+    if batch > 1:
+        return arms
+    arms += ["ngram, chain 7", f"eagle1, chain 3, {CAPTURED}", f"eagle1, {SMALL_TREE}, {CAPTURED}", LOOKUP]
+    if context.inputs is not None and (context.inputs / "draft").is_dir():
+        arms += ["draft, chain 5", *(name for name in PEERS if name.startswith(ASSISTED))]
+    return arms
 
 
 def measure_arm(context: Context, size: str, batch: int, arm: str) -> Figures:

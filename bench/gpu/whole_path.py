@@ -71,8 +71,9 @@ class Path4:
             f"train.epochs={steps}",
             f"train.validate_every={steps}",
             f"eval.prompts={self.folder / 'heldout.jsonl'}",
-            f"eval.count={2 if small else 8}",
-            f"eval.max_new_tokens={new_tokens}",
+            f"eval.count={2 if small else 3}",
+            f"eval.max_new_tokens={16 if small else 48}",
+            "eval.temperatures=[0.0]",
         ]
 
     def make_target(self) -> Figures:
