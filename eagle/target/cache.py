@@ -55,6 +55,22 @@ class TreeCache(SlotCache, Cache):
         super().aim(slots, starts)
         self.new_sizes, self.commits = sizes, commits
 
+    @property
+    def position_ids(self) -> Tensor:
+        """[3, B, S], positions of earlier columns, which some models keep here before transformers 5.21.
+
+        They ask by the name whether there are any. Writing them does nothing, or those of rejected
+        drafts would stay.
+        """
+        if self.places is None or self.places.earlier is None:
+            raise AttributeError("the forward that runs has no earlier columns")
+        earlier: Tensor = self.places.earlier
+        return earlier
+
+    @position_ids.setter
+    def position_ids(self, positions: Tensor) -> None:
+        pass
+
     @contextmanager
     def reading(self, mixers: Mixers, seen: Tensor | None, new: int, width: int) -> Iterator[None]:
         """A context in which a model's mixers read `new` of `width` uncommitted nodes of each slot at the aim."""

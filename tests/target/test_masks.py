@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +11,12 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from eagle import Target, generate
 from eagle.target.attention import Masks, attention_limits
 from eagle.target.cache import TreeCache
 from eagle.target.slots import Rows
 from tests.every_type import SPECIAL, build
+from tests.families import RandomTrees, own_answer, random_tokens
 from tests.tree_rounds import make_reader, worst_difference
 
 INDEXED = ["deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"]
@@ -107,6 +110,14 @@ def test_an_index_key_left_in_its_place_is_seen(indexed: Any, monkeypatch: pytes
 
     monkeypatch.setattr(TreeCache, "_move", skip_index)
     assert worst_difference(indexed, make_reader(indexed)) > 100 * EXACT
+
+
+def test_positions_of_rejected_drafts_do_not_stay() -> None:
+    """Qwen4-Exp has those of the whole text in its cache, before transformers 5.21 in no layer of it."""
+    model, prompt = build("qwen4_exp_text"), random_tokens(9, seed=1)
+    answer = own_answer(model, prompt, 24)
+    trees = RandomTrees(answer)
+    assert generate(Target(copy.deepcopy(model)), trees, prompt, max_new_tokens=24, stop=[]).tokens == answer
 
 
 def test_a_copied_text_brings_its_index_keys(indexed: Any) -> None:
