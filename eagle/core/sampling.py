@@ -33,7 +33,7 @@ WITHOUT_EFFECT = {
     *("early_stopping", "length_penalty", "diversity_penalty", "num_beam_groups", "low_memory"),  # of beams alone
     *("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule"),
     *("assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "continuous_batching_config"),
-    *("transformers_version", "_from_model_config"),
+    *("transformers_version", "_from_model_config", "_commit_hash"),
 }
 OFF: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1, "min_length": 0, "min_new_tokens": 0}
 OFF |= {"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0, "penalty_alpha": 0}
