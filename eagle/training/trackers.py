@@ -11,7 +11,13 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, WandBTracker, get_available_trackers
+from accelerate.tracking import (
+    LOGGER_TYPE_TO_CLASS,
+    GeneralTracker,
+    TrackioTracker,
+    WandBTracker,
+    get_available_trackers,
+)
 
 from eagle.core.arguments import nearest
 from eagle.disk import write_text
@@ -50,6 +56,8 @@ class PatientWandb(WandBTracker):
         """Begin the run, or go on with it."""
         import wandb
 
+        if "finish_timeout" not in wandb.Settings.model_fields:  # else a lost network holds a run up
+            raise ValueError(f"wandb is {wandb.__version__}, expected 0.27 or newer: `pip install -U wandb`.")
         seconds: dict[str, Any] = dict.fromkeys(("init_timeout", "finish_timeout", "login_timeout"), WANDB_SECONDS)
         options: dict[str, Any] = {
             "project": self.run_name,
@@ -63,6 +71,13 @@ class PatientWandb(WandBTracker):
             print(f"wandb is not reached ({error}): the run is kept in {where}, send it later with `wandb sync`")
             self.run = wandb.init(**{**options, "resume": None}, mode="offline")
 
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Add hyper-parameters to the run.
+
+        Without a network, accelerate before 1.13 would begin another run for them.
+        """
+        self.run.config.update(values, allow_val_change=True)
+
     def send(self, path: Path) -> None:
         """Log a file as an artefact; a page or a drawing is shown among the run's charts, too."""
         import wandb
@@ -72,6 +87,17 @@ class PatientWandb(WandBTracker):
         self.run.log_artifact(artefact)
         if path.suffix in (".html", ".svg"):
             self.run.log({path.stem: wandb.Html(path.read_text(encoding="utf-8"), inject=False)})
+
+
+class SteppedTrackio(TrackioTracker):
+    """A run in trackio that is told every step, which accelerate before 1.14 keeps to itself."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        """Log the numbers of a step."""
+        self.run.log(values, step=step, **options)
+
+
+OWN: dict[str, type[GeneralTracker]] = {"wandb": PatientWandb, "trackio": SteppedTrackio}
 
 
 class Keeper(NamedTuple):
@@ -141,7 +167,8 @@ class Trackers:
             if name not in self.continued or name not in TOLD_ONCE:
                 tracker.store_init_configuration(self.config)
         except Exception as error:  # of as many kinds as there are trackers
-            fault = f"train.log_with: {name} begins no run: {first_line(error)} Mend that, or leave it out"
+            mend = f"`pip install {name}`" if isinstance(error, ImportError) else "Mend that"
+            fault = f"train.log_with: {name} begins no run: {first_line(error)} {mend}, or leave it out"
             if self.is_training:
                 raise ValueError(fault) from error
             print(fault)
@@ -159,7 +186,7 @@ class Trackers:
         where = {"dir": str(self.folder)} if name == "wandb" else {}
         if keeper is not None:
             where |= keeper.go_on(self.ids[name]) if name in self.ids else keeper.begin(name_run(self.folder))
-        return (PatientWandb if name == "wandb" else LOGGER_TYPE_TO_CLASS[name])(project, **where)
+        return OWN.get(name, LOGGER_TYPE_TO_CLASS[name])(project, **where)
 
     def log(self, row: Mapping[str, Any], *, is_known: bool = False) -> None:
         """Log the numbers of a row; one that `is_known` was logged before the run went on."""

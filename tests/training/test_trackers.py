@@ -9,6 +9,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -246,6 +247,24 @@ def test_a_tracker_that_fails_ends_no_run(
     monkeypatch.setattr(TensorBoardTracker, "start", fail)
     with pytest.raises(ValueError, match=r"log_with: tensorboard begins no run: the server went away\. Mend that, or"):
         run(command, tmp_path / "other", *EVERY, "train.log_with=[tensorboard]")
+
+
+def test_an_old_wandb_is_refused(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a sentence: before 0.27 the end of a run has no limit, and would wait for a lost network."""
+    fields = {name: field for name, field in wandb.Settings.model_fields.items() if name != "finish_timeout"}
+    monkeypatch.setattr(wandb, "Settings", SimpleNamespace(model_fields=fields))
+    with pytest.raises(ValueError, match=r"wandb is [\d.]+, expected 0\.27 or newer: `pip install -U wandb`"):
+        run(command, tmp_path / "run", *EVERY, "train.log_with=[wandb]")
+
+
+def test_trackio_is_told_every_step(tmp_path: Path) -> None:
+    """By the step of a row; nothing else is asked of the tracker."""
+    trackers, told = Trackers(Recipe.load(RECIPE, [f"train.out={tmp_path}"])), []
+    tracker: Any = trackers._make("trackio", "heads", 0)
+    tracker.run = SimpleNamespace(log=lambda values, step: told.append((values, step)))
+    trackers.running = [tracker]
+    trackers.log({"step": 7, "train": {"total": 0.5}})
+    assert told == [({"train/total": 0.5}, 7)]
 
 
 def settings(*overrides: str) -> TrainSection:
