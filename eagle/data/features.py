@@ -13,6 +13,7 @@ from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from importlib.metadata import version
 from itertools import accumulate
 from time import perf_counter
 from typing import Any
@@ -38,6 +39,7 @@ from eagle.target.target import Target
 BATCH_TOKENS = 8192  # tokens of one forward on an accelerator; a CPU is fastest with one text at a time
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CALIBRATION = 5.0  # seconds
+CAUSAL_TOKENS = 12  # of the texts by which a target is found to be a causal model
 
 
 def world() -> tuple[int, int, Callable[[], None]]:
@@ -112,6 +114,7 @@ class LiveFeatures:
         # with a sharded target all processes must compute equally often: one forward for whatever is read at once
         self.slots = sys.maxsize if self.together else batch_slots(target, batch_tokens)
         check_lengths(target, max(lengths_of(examples)))
+        check_causal(target)
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -202,6 +205,7 @@ def plan_extraction(sizes: TextSizes, target: Target, parts: Sequence[Part], fea
     """The batches and shards of a feature store for texts of these sizes."""
     lengths = sizes.tokens.tolist()
     check_lengths(target, max(lengths))
+    check_causal(target)
     size = mean_bytes(parts, features.dtype, _width(target, parts), sizes)
     slots, shard_tokens = batch_slots(target, features.batch_tokens), max(int(features.shard_bytes / size), 1)
     return plan_shards(lengths, slots, shard_tokens, sizes.shared.tolist())
@@ -213,6 +217,30 @@ def check_lengths(target: Target, longest: int) -> None:
         raise ValueError(
             f"the longest text has {longest} tokens, this target has {target.max_positions} positions: "
             f"set data.max_length to at most {target.max_positions}"
+        )
+
+
+@torch.inference_mode()
+def check_causal(target: Target) -> None:
+    """Refuse a target whose states at a token depend on later ones.
+
+    A head would learn from the tokens that it is to draft.
+    """
+    text = torch.arange(3, 3 + CAUSAL_TOKENS) % target.vocab_size
+    other = text.clone()
+    other[-1] = (other[-1] + 1) % target.vocab_size
+    with target.lock:
+        states = target.reader.read_texts(torch.stack([text, other]))[:, :-1].float()
+    change = float((states[0] - states[1]).norm() / states[0].norm())
+    # rounding, which in half precision grows from layer to layer
+    limit = 1e-3 if target.model.dtype in (torch.float32, torch.float64) else 0.1
+    if change > limit:
+        raise ValueError(
+            f"{target.config.model_type} reads each token of a text with those behind it in view "
+            f"(another last token changes the states before it by {change:.1%}), so a head would "
+            "learn from the tokens that it is to draft: expected a causal model. If this one was "
+            f"trained as one, take a newer transformers than {version('transformers')}: old versions "
+            "forget the mask of some types"
         )
 
 
