@@ -211,9 +211,22 @@ def _file_records(path: Path) -> Numbered:
     return _table_records(path) if _suffix(path) in TABLES else json_records(path)
 
 
-def _hub_records(name: str, split: str, revision: str | None, config: str | None) -> Numbered:
-    from datasets import load_dataset
+def _find_loader(what: str) -> Any:
+    """Return `load_dataset`; where its package is missing, refuse what it would have read."""
+    try:
+        from datasets import load_dataset
+    except ModuleNotFoundError as error:
+        if error.name != "datasets":
+            raise
+        raise ValueError(
+            f"{what} is read by the package datasets, which is not installed here: "
+            f"`pip install datasets`, or name a file of JSON lines ({', '.join(JSON)})"
+        ) from None
+    return load_dataset
 
+
+def _hub_records(name: str, split: str, revision: str | None, config: str | None) -> Numbered:
+    load_dataset = _find_loader(f"{name}: no file or folder of this name, and a hub dataset")
     try:
         chosen = {} if config is None else {"name": config}
         dataset = load_dataset(name, split=split, revision=revision, streaming=True, **chosen)
@@ -223,9 +236,8 @@ def _hub_records(name: str, split: str, revision: str | None, config: str | None
 
 
 def _table_records(path: Path) -> Numbered:
-    from datasets import load_dataset
-
     number, kind = 0, TABLES[_suffix(path)]
+    load_dataset = _find_loader(f"{path}: a {kind} file")
     try:
         for number, record in enumerate(load_dataset(kind, data_files=str(path), split="train", streaming=True), 1):
             yield number, record

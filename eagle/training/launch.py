@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from datetime import timedelta
+from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,6 +30,10 @@ LAUNCH_HINT = (
     "launch with `eagle train RECIPE --processes N`, which is `accelerate launch --config_file "
     "recipes/accelerate/ddp.yaml --num_processes N recipes/train_eagle.py RECIPE`, or by torchrun"
 )
+NO_DEEPSPEED = (
+    "this launch asks for ZeRO, which needs the package deepspeed, and it is not installed here: "
+    "`pip install deepspeed`, or launch with DDP (`--config_file ddp`)"
+)
 SHARDED = "heads are not trained with it: use recipes/accelerate/ddp.yaml, zero2.yaml or zero3.yaml"
 FSDP = "heads are sharded by train.shard_head=true, launched with recipes/accelerate/ddp.yaml"
 
@@ -44,6 +49,8 @@ def launch(settings: TrainSection) -> Accelerator:
     # a rank may load or decode for long while the others wait
     group = InitProcessGroupKwargs(backend="gloo" if cpu else None, timeout=timedelta(days=1))
     if zero:
+        if find_spec("deepspeed") is None:
+            raise ValueError(NO_DEEPSPEED)
         _quiet_deepspeed(cpu)
     accelerator = Accelerator(
         cpu=cpu and not zero,  # either mistake on a CPU would silently drop the ranks or ZeRO
@@ -75,6 +82,10 @@ def launch_processes(options: list[str], program: list[str]) -> None:
         os.environ[MESSAGES] = folder
         try:
             launch_command(args)
+        except ImportError as error:  # accelerate's own, before it starts a process
+            if "deepspeed" not in str(error).lower() or find_spec("deepspeed") is not None:
+                raise
+            raise ValueError(NO_DEEPSPEED) from error
         except ChildFailedError as failed:
             files = sorted(Path(folder).iterdir(), key=lambda path: int(path.name))
             end_as_the_first(failed.get_first_failure(), [path.read_text() for path in files])
