@@ -89,7 +89,7 @@ MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64, "mamba_n_grou
 # with few index heads, scores tie at ReLU's zero, and which columns are the best is then left to rounding
 INDEXED = {"index_n_heads": 32}
 QWEN4 = {
-    **{"layer_types": ["linear_attention", "indexed_attention"] * 2, "ple_layer_ids": [3], "ple_embed_dim": 32},
+    **{"ple_layer_ids": [3], "ple_embed_dim": 32},
     **{"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "hc_lowrank": 8},
     **{"indexer_compress_ratio": 4, "ngram_size": 3, "heads_per_ngram": 2, "ngram_vocab_size_base": 50},
     **{"make_ngram_vocab_size_divisible_by": 4, "split_ngram_parts": 1},
@@ -106,7 +106,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16},
     "zamba2": {
-        **{"layer_types": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3], "num_mem_blocks": 1},
+        **{"hybrid_layer_ids": [1, 3], "num_mem_blocks": 1},
         **{"hidden_size": 64, "attention_hidden_size": 128, "attention_head_dim": 32, "num_attention_heads": 4},
         **{"n_mamba_heads": 8, "mamba_ngroups": 1, "mamba_d_state": 16, "mamba_headdim": 16, "use_mem_rope": True},
         "intermediate_size": 96,

@@ -84,7 +84,9 @@ class StubHub:
         key = (asked.get("type", "model"), name)
         if key in self.repositories:
             return 409, {"error": "You already created this repo", "url": f"{self.address}/{name}"}, {}
-        self.repositories[key] = Repository(asked.get("visibility") == "private")
+        # older clients send a flag, newer ones a word
+        private = asked.get("private") is True or asked.get("visibility") == "private"
+        self.repositories[key] = Repository(private)
         prefix = "datasets/" if key[0] == "dataset" else ""
         return 200, {"url": f"{self.address}/{prefix}{name}"}, {}
 
@@ -109,13 +111,17 @@ class StubHub:
         if what == "commit":
             changed = []
             for line in map(json.loads, body.splitlines()):
-                value = line["value"]
+                if line["key"] == "header":
+                    continue
+                path = line["value"]["path"]
+                before = repository.files.get(path)
                 if line["key"] == "file":
-                    repository.files[value["path"]] = base64.b64decode(value["content"])
+                    repository.files[path] = base64.b64decode(line["value"]["content"])
                 elif line["key"] == "lfsFile":
-                    repository.files[value["path"]] = self.objects[value["oid"]]
-                    repository.large.add(value["path"])
-                changed += [value["path"]] if line["key"] != "header" else []
+                    repository.files[path] = self.objects[line["value"]["oid"]]
+                    repository.large.add(path)
+                # an older client sends small files that are the same, which a commit does not change
+                changed += [path] if repository.files.get(path) != before else []
             repository.commits.append(changed)
             return 200, {"commitUrl": f"{self.address}/{name}/commit/x", "commitOid": repository.sha}, {}
         if what == "tree":

@@ -127,6 +127,7 @@ def test_what_was_pushed_is_pulled(
     ]
     (folder / "README.md").write_text("mine")
     push(folder, "someone/head", "--yes")
+    assert not [line for line in hub.asked if line.startswith("PUT")]
     assert repository.commits[1:] == [["README.md"]] and repository.files["README.md"] == b"mine"
 
 

@@ -33,6 +33,9 @@ from eagle.core.drafter import Committed
 from eagle.drafters.recurrent.mtp import Mtp, MtpSettings
 from tests.unrolled_heads import Weights
 
+# the names of layers that transformers leaves to `MtpModel`; an older one knows none of this type
+KNOWN = any("mtp" in name for name in MellumForCausalLM._keys_to_ignore_on_load_unexpected or ())
+drafts_there = pytest.mark.skipif(not KNOWN, reason="this transformers drafts by no MTP layer of Mellum")
 OURS = "enorm", "hnorm", "eh_proj", "norm"
 PROMPT = [5, 9, 33, 2, 17, 40, 8]
 
@@ -103,6 +106,7 @@ def drafted_there(target: Target, text: list[int], levels: int) -> list[int]:
     return chain
 
 
+@drafts_there
 def test_it_drafts_as_generate_with_use_mtp_does(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every token that transformers drafts while it generates, and the text that comes out."""
     kept: list[Tensor] = []
@@ -124,6 +128,7 @@ def test_it_drafts_as_generate_with_use_mtp_does(target: Target, monkeypatch: py
     assert generate(target, head, PROMPT, max_new_tokens=12, stop=[]).tokens == answer[len(PROMPT) :]
 
 
+@drafts_there
 def test_further_levels_are_the_layers_own(target: Target) -> None:
     """The normed state of a level is what the next one reads; by another order of halves it is another draft."""
     head = own_head(target)
