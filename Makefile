@@ -6,7 +6,7 @@ export GOMP_SPINCOUNT ?= 10000
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo tiny rehearsal test test-slow test-long test-elsewhere test-newest test-engines lint format docs clean
+.PHONY: demo tiny rehearsal test test-slow test-long test-elsewhere test-newest test-oldest test-engines lint format docs clean
 
 demo: $(READY)  ## the whole path in two to five minutes: a small model, its answers, a head, measurements, an export
 	$(BIN)/python -m recipes.tiny.demo
@@ -17,9 +17,9 @@ rehearsal: $(READY)  ## every stage in bf16 at the shapes of Qwen3-0.6B, with ra
 	rm -rf runs/rehearsal
 	$(BIN)/python -m bench.rehearsal
 
-test test-slow test-long test-newest test-engines: export OMP_NUM_THREADS = 1  # models this small run faster on one thread
+test test-slow test-long test-newest test-oldest test-engines: export OMP_NUM_THREADS = 1  # models this small run faster on one thread
 # kept byte code: else every process compiles all it imports anew, and pytest rewrites every file of tests
-test test-slow test-long test-elsewhere test-newest: export PYTHONDONTWRITEBYTECODE =
+test test-slow test-long test-elsewhere test-newest test-oldest: export PYTHONDONTWRITEBYTECODE =
 
 JOBS ?= 2  # processes that tests are spread over, each on one thread
 
@@ -40,6 +40,11 @@ PYTHONS ?= $(PYTHON)  # of which the last one's versions become constraints-newe
 
 test-newest: $(READY)  ## everything fast with today's newest of every dependency, installed anew: 7 GB
 	$(BIN)/python -m tests.newest --python $(PYTHONS) -- -n $(JOBS) --dist worksteal
+
+LOWEST ?= python3.10  # the lowest Python that pyproject.toml allows
+
+test-oldest: $(READY)  ## everything fast with the lower bounds of pyproject.toml, installed anew: 7 GB
+	$(BIN)/python -m tests.newest --oldest --python $(LOWEST) -- -n $(JOBS) --dist worksteal
 
 # each in an environment of its own, of the versions that docs/results/engines.json belongs to
 ENGINES ?= build/engines

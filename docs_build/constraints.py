@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -11,8 +13,11 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-FILE = Path(__file__).parent.parent / "constraints.txt"
+ROOT = Path(__file__).parent.parent
+FILE = ROOT / "constraints.txt"
 LOWEST, NEXT = "3.10", "3.11"  # Pythons: the lowest that is supported, and the next
+# what pyproject.toml asks for; Python 3.10 has no reader of such files
+LISTS = re.compile(r"^(?:dependencies|dev|docs) = \[(.*?)\n?\]$", re.DOTALL | re.MULTILINE)
 INTRODUCTION = """\
 # One known-good set, written by `python -m docs_build.constraints`; pyproject.toml holds the ranges.
 # On a machine with a GPU, torch comes with its GPU build.
@@ -20,6 +25,22 @@ INTRODUCTION = """\
 NEWEST = """\
 # The newest of every dependency that the tests were run with, written by `make test-newest`, on Python {python}.
 """
+
+
+def direct_requirements() -> list[Requirement]:
+    """Return what pyproject.toml asks for, for the package and for its extras dev and docs."""
+    lists = LISTS.findall((ROOT / "pyproject.toml").read_text())
+    return [Requirement(text) for part in lists for text in re.findall(r'"(.*?)"', part)]
+
+
+def lowest_pins(requirements: Iterable[Requirement]) -> list[str]:
+    """Return a line of a constraints file for every lower bound: `>=5.17` becomes `==5.17`."""
+    return [
+        f"{requirement.name}=={bound.version}"
+        for requirement in requirements
+        for bound in requirement.specifier
+        if bound.operator == ">="
+    ]
 
 
 def list_requirements(package: str, extras: set[str]) -> list[Requirement]:

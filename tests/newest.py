@@ -1,7 +1,9 @@
 """The fast suite with the newest of every dependency: `python -m tests.newest [--python PYTHON ...] [-- OPTION ...]`.
 
-Each Python gets an environment of its own, made anew. The newest one's versions are written to constraints-newest.txt,
-and what passed with which versions to docs/results/proven.json, whose table docs/versions.md shows.
+With `--oldest` it runs with the lower bounds of pyproject.toml instead. Each Python gets an
+environment of its own, made anew. What passed with which versions is written to
+docs/results/proven.json, whose table docs/versions.md shows. The newest versions are also written
+to constraints-newest.txt.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from docs_build.constraints import direct_requirements, lowest_pins
 from eagle.shipped import commit
 from tests.documents import ROOT
 
 PROVEN = ROOT / "docs/results/proven.json"
 PINS = ROOT / "constraints-newest.txt"
+NEWEST, OLDEST = "newest", "oldest"
 PACKAGES = ("torch", "transformers", "datasets", "accelerate", "deepspeed", "wandb", "safetensors", "huggingface-hub")
 ASK = f"""
 import json, platform
@@ -32,14 +36,19 @@ print(json.dumps(row | {{"torch": torch.__version__, "cuda": torch.version.cuda}
 """
 
 
-def make_environment(python: str, folder: Path) -> Path:
-    """An environment with the newest packages that pyproject.toml allows this Python; returns its interpreter."""
+def make_environment(python: str, folder: Path, versions: str) -> Path:
+    """Make an environment with the newest or oldest allowed versions; return its interpreter."""
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([python, "-m", "venv", str(folder)], check=True)
     inside = folder.absolute() / "bin/python"
     pip = [str(inside), "-m", "pip", "install", "--quiet"]
-    for packages in (["--upgrade", "pip"], ["torch"], ["-e", f"{ROOT}[dev,docs]"]):
-        print(f"{python}: installing the newest {packages[-1]}", file=sys.stderr, flush=True)
+    pinned = []
+    if versions == OLDEST:
+        pins = folder.absolute() / "pins.txt"
+        pins.write_text("".join(f"{pin}\n" for pin in lowest_pins(direct_requirements())))
+        pinned = ["-c", str(pins)]
+    print(f"{python}: installing the {versions} versions", file=sys.stderr, flush=True)
+    for packages in (["--upgrade", "pip"], [*pinned, "torch"], [*pinned, "-e", f"{ROOT}[dev,docs]"]):
         subprocess.run([*pip, *packages], check=True, cwd=ROOT)
     return inside
 
@@ -66,50 +75,54 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def merge_row(row: dict[str, Any], file: Path) -> None:
-    """Put a run in the place of an earlier one with the same Python and build of torch."""
+    """Put a run in the place of an earlier one that stands for the same."""
     rows = json.loads(file.read_text()) if file.is_file() else []
     kept = {place_of(old): old for old in [*rows, row]}
     file.write_text(json.dumps([kept[place] for place in sorted(kept)], indent=2) + "\n")
 
 
-def place_of(row: dict[str, Any]) -> tuple[int, str]:
-    """What a row stands for: a Python, and torch for GPUs or without."""
-    return int(row["python"].split(".")[1]), "GPU" if row["cuda"] else "CPU"
+def place_of(row: dict[str, Any]) -> tuple[int, int, str]:
+    """Return what a row stands for: an end of the ranges, a Python, and torch for GPUs or without."""
+    build = "GPU" if row["cuda"] else "CPU"
+    return (OLDEST, NEWEST).index(row["versions"]), int(row["python"].split(".")[1]), build
 
 
 def proven_table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown."""
-    names = ["transformers", "accelerate", "datasets", "deepspeed"]
-    head = ["Python", "torch", *names, "passed", "skipped", "failed", "on"]
+    """Return the rows as Markdown."""
+    names = [name for name in PACKAGES if name != "torch"]
+    head = ["Python", "versions", "torch", *names, "passed", "skipped", "failed", "on"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in rows:
         build = f"{row['torch']}, {'for CUDA ' + row['cuda'] if row['cuda'] else 'CPU'}"
-        versions = [row[name] for name in names]
+        found = [row[name] for name in names]
         counts = [f"{row['passed']:,}", str(row["skipped"]), str(len(row["failed"]))]
-        lines.append("| " + " | ".join([row["python"], build, *versions, *counts, row["date"]]) + " |")
+        cells = [row["python"], row["versions"], build, *found, *counts, row["date"]]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def main(argv: list[str]) -> int:
     """Run the suite in every environment; 1 if a test failed in any."""
     parser = argparse.ArgumentParser(prog="python -m tests.newest", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--oldest", action="store_true", help="take the lower bounds of pyproject.toml")
     parser.add_argument("--python", nargs="+", default=[sys.executable], help="interpreters, the newest last")
-    parser.add_argument(
-        "--into", type=Path, default=ROOT / "build/newest", help="folder of the environments, 7 GB each"
-    )
+    parser.add_argument("--into", type=Path, help="folder of the environments, 7 GB each; by default in build")
     parser.add_argument("--out", type=Path, default=PROVEN)
     parser.add_argument("options", nargs="*", metavar="OPTION", help="behind --: options of pytest")
     args = parser.parse_args(argv)
+    versions = OLDEST if args.oldest else NEWEST
+    into = args.into or ROOT / "build" / versions
     rows = []
     for python in args.python:
-        inside = make_environment(python, args.into / Path(python).name)
-        rows.append(run_suite(inside, args.options))
+        inside = make_environment(python, into / Path(python).name, versions)
+        rows.append({"versions": versions, **run_suite(inside, args.options)})
         merge_row(rows[-1], args.out)
-    subprocess.run([inside, "-m", "docs_build.constraints", str(PINS)], check=True, cwd=ROOT)
+    if not args.oldest:
+        subprocess.run([inside, "-m", "docs_build.constraints", str(PINS)], check=True, cwd=ROOT)
     print(f"\n{proven_table(rows)}")
     for row in rows:
         for name in row["failed"]:
-            print(f"Python {row['python']}: {name}")
+            print(f"Python {row['python']}, {versions} versions: {name}")
     return int(any(row["failed"] for row in rows))
 
 

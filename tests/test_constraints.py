@@ -8,15 +8,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from docs_build.constraints import FILE, collect_pins
-from tests.documents import ROOT
+from docs_build.constraints import FILE, collect_pins, direct_requirements
 
-LISTS = re.compile(r"^(?:dependencies|dev|docs) = \[(.*?)\n?\]$", re.DOTALL | re.MULTILINE)
-DIRECT = [
-    Requirement(text)
-    for part in LISTS.findall((ROOT / "pyproject.toml").read_text())
-    for text in re.findall(r'"(.*?)"', part)
-]
+DIRECT = direct_requirements()
 PINS = [Requirement(line) for line in FILE.read_text().splitlines() if not line.startswith("#")]
 
 

@@ -1,17 +1,21 @@
-"""What `make test-newest` writes: counts of a run, one row for each Python and build, and a set of versions."""
+"""What `make test-newest` and `make test-oldest` write: counts, rows, and a set of versions."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
+from docs_build.constraints import direct_requirements, lowest_pins
+from tests import newest
 from tests.documents import ROOT
-from tests.newest import PINS, PROVEN, merge_row, proven_table, read_report
+from tests.newest import OLDEST, PACKAGES, PINS, PROVEN, main, merge_row, proven_table, read_report
 from tests.test_constraints import DIRECT
 
 REPORT = """<?xml version="1.0"?><testsuites><testsuite>
@@ -24,10 +28,10 @@ REPORT = """<?xml version="1.0"?><testsuites><testsuite>
 
 
 def row(**values: Any) -> dict[str, Any]:
-    """A run of Python 3.13 with the GPU build, but for what is given."""
-    versions = dict.fromkeys(("transformers", "accelerate", "datasets", "deepspeed"), "1.0")
+    """A run of Python 3.13 with the newest versions and the GPU build, but for what is given."""
+    versions = {"versions": "newest", **dict.fromkeys(PACKAGES, "1.0")}
     counts = {"passed": 9, "skipped": 1, "failed": [], "date": "2026-01-01"}
-    return {"python": "3.13.0", "torch": "2.15.0+cu130", "cuda": "13.0", **versions, **counts, **values}
+    return {**versions, "python": "3.13.0", "torch": "2.15.0+cu130", "cuda": "13.0", **counts, **values}
 
 
 def test_a_report_is_counted(tmp_path: Path) -> None:
@@ -49,7 +53,65 @@ def test_a_later_run_takes_the_place_of_an_earlier(tmp_path: Path) -> None:
         ("3.13.5", "13.0", 7),
     ]
     table = proven_table(rows).splitlines()
-    assert len(table) == 5 and "| 3.13.5 | 2.15.0+cu130, for CUDA 13.0 |" in table[-1] and ", CPU |" in table[-2]
+    assert len(table) == 5 and ", CPU |" in table[-2]
+    assert "| 3.13.5 | newest | 2.15.0+cu130, for CUDA 13.0 |" in table[-1]
+
+
+def test_oldest_and_newest_rows_of_one_python_stay(tmp_path: Path) -> None:
+    """The oldest stands first, and a later run of either takes its own place alone."""
+    file = tmp_path / "proven.json"
+    for run in (row(passed=1), row(versions=OLDEST, passed=2), row(passed=3), row(versions=OLDEST, passed=4)):
+        merge_row(run, file)
+    rows = json.loads(file.read_text())
+    assert [(each["versions"], each["passed"]) for each in rows] == [("oldest", 4), ("newest", 3)]
+
+
+def test_lower_bounds_are_pinned() -> None:
+    """Whatever else a requirement says; one without a lower bound is left to pip."""
+    asked = [
+        *("torch>=2.11", "mkdocs<2,>=1.6", "tool[extra]>=0.3; sys_platform == 'linux'"),
+        *("types-PyYAML", "odd==1"),
+    ]
+    pins = ["torch==2.11", "mkdocs==1.6", "tool==0.3"]
+    assert lowest_pins(map(Requirement, asked)) == pins
+    bounds = lowest_bounds()
+    assert {"torch", "transformers", "wandb", "pytest", "mkdocs"} <= bounds.keys()
+    for requirement in DIRECT:
+        if requirement.name in bounds:
+            assert requirement.specifier.contains(str(bounds[requirement.name]))
+
+
+def lowest_bounds() -> dict[str, Version]:
+    """Return the lower bounds of pyproject.toml by the name of the requirement."""
+    pins = map(Requirement, lowest_pins(direct_requirements()))
+    return {pin.name: Version(str(pin.specifier).removeprefix("==")) for pin in pins}
+
+
+@pytest.mark.parametrize("versions", ["oldest", "newest"])
+def test_an_environment_gets_its_versions(versions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest are pinned in each installation, and no set of them is written down."""
+    steps: list[list[str]] = []
+
+    def run(step: list[Any], **_: Any) -> None:
+        (tmp_path / "python").mkdir(exist_ok=True)  # as the first step makes it
+        steps.append([str(word) for word in step])
+
+    counted = {name: value for name, value in row().items() if name != "versions"}
+    monkeypatch.setattr(newest, "run_suite", lambda python, options: counted)
+    monkeypatch.setattr(subprocess, "run", run)
+    words = ["--oldest"] if versions == OLDEST else []
+    rows = tmp_path / "rows.json"
+    assert main([*words, "--python", "python", "--into", str(tmp_path), "--out", str(rows)]) == 0
+    assert [each["versions"] for each in json.loads(rows.read_text())] == [versions]
+    installed = [step for step in steps if step[-1] in ("torch", f"{ROOT}[dev,docs]")]
+    pins = tmp_path / "python/pins.txt"
+    if versions == OLDEST:
+        assert "torch==2.11\n" in pins.read_text()
+        assert [step[-3:-1] for step in installed[:1]] == [["-c", str(pins)]]
+    assert len(installed) == 2
+    assert all((str(pins) in step) == (versions == OLDEST) for step in installed)
+    written = [step for step in steps if "docs_build.constraints" in step]
+    assert len(written) == (versions == "newest")
 
 
 @pytest.mark.parametrize("requirement", DIRECT, ids=lambda requirement: requirement.name)
@@ -66,3 +128,12 @@ def test_what_is_shown_as_proven_passed() -> None:
     assert {"3.10", "3.13"} <= {each["python"].rpartition(".")[0] for each in rows}
     assert all(each["passed"] > 5_000 for each in rows)
     assert proven_table(rows) in (ROOT / "docs/versions.md").read_text()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_oldest_row_has_the_lower_bounds(package: str) -> None:
+    """Else pyproject.toml promises what was not tried: a moved bound asks for `make test-oldest`."""
+    rows = [each for each in json.loads(PROVEN.read_text()) if each["versions"] == OLDEST]
+    assert rows
+    for each in rows:
+        assert Version(Version(each[package]).public) == lowest_bounds()[package]
