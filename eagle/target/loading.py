@@ -236,6 +236,17 @@ def check_model(model: Any) -> None:
         )
 
 
+def settle_weights(model: Any, device: torch.device) -> None:
+    """Let a model rewrite its weights that does so in its first forward in evaluation, as RWKV.
+
+    It remembers in an attribute that it has. A second set of modules over its weights would rewrite them once more.
+    """
+    base = base_of(model)
+    if getattr(base, "layers_are_rescaled", None) is False:
+        with torch.no_grad():
+            base(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))
+
+
 def tokenizer_of(path: str | Path, **source: Any) -> Any:
     """The tokenizer of a model's folder, or None; only `chat`, stop strings and text output need one."""
     try:

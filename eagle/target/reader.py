@@ -24,7 +24,7 @@ from eagle.target.trees.ladder import Probe, climb
 from eagle.target.trees.means import OFFSETS, ORIGIN, ROWS, TABLES, UNLIMITED, Means
 from eagle.target.trees.mixers import Mixers, WholeModel, find_mixers
 from eagle.target.trees.positions import Places, first_position, place_tables
-from eagle.target.twin import share_weights
+from eagle.target.twin import share_weights, with_own_hooks
 from eagle.target.weights.quantised import quantization_of, why_rows_mix
 
 LEAST_BYTES = 2**30  # of states that a tree's nodes may take by levels; else as many as the weights
@@ -58,6 +58,7 @@ class TreeReader:
         """Read by these means from now on."""
         self.means = means
         layers = decoder_layers(base_of(self.original), self.config.num_hidden_layers)
+        self.hooked = with_own_hooks(self.original, layers)  # modules of the original
         self.model, twin_config = share_weights(self.original, self.config, layers)
         self.base = base_of(self.model)
         self.layers = decoder_layers(self.base, len(layers))
@@ -261,6 +262,21 @@ class TreeReader:
             for handle in handles:
                 handle.remove()
 
+    @contextmanager
+    def _on_a_copy(self) -> Iterator[None]:
+        """A context in which a second set of modules stands for the untouched model.
+
+        What is tried lowers windows and makes rotary tables of other lengths. The model itself must not notice: it may
+        be writing an answer in another thread.
+        """
+        model, config = self.original, self.config
+        layers = decoder_layers(base_of(model), config.num_hidden_layers)
+        self.original, self.config = share_weights(model, config, layers)
+        try:
+            yield
+        finally:
+            self.original, self.config = model, config
+
     @torch.inference_mode()
     def check(self, rows: int = 1) -> None:
         """Find means by which this model reads trees, once, and refuse it if there are none.
@@ -268,7 +284,8 @@ class TreeReader:
         With several `rows`, test once whether texts can be read side by side; otherwise each is read by itself.
         """
         if not self.checked:
-            self.refusal = self.refusal or why_no_trees(self.config, self.cache_name) or climb(self)
+            with self._on_a_copy():
+                self.refusal = self.refusal or why_no_trees(self.config, self.cache_name) or climb(self)
             if self.refusal:
                 self.refusal = why_rows_mix(quantization_of(self.original.config)) or self.refusal
                 raise ValueError(

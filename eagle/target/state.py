@@ -37,7 +37,8 @@ class TargetState:
     ) -> None:
         target.check_taps(taps)
         self.target, self.taps, self.max_tokens, self.mark = target, taps, max_tokens, mark  # the weights' `WeightMark`
-        self.cache = target.reader.new_cache()
+        self.reader = target.reader  # to the end, whatever becomes of the model meanwhile
+        self.cache = self.reader.new_cache()
         self.texts: list[list[int]] = [[]]  # of every slot
         self.rows: list[int] = []  # in the first slots
         self.needs: dict[int, int] = {}  # the columns that a row may come to
@@ -66,9 +67,9 @@ class TargetState:
         self.target.check_prompt(prompt)
         slot = len(self.rows)
         with self.target.lock:
-            self.target.reader.check(rows=slot + 1)
-        if self.cache.mixers is not self.target.reader.mixers:  # other means were found to be needed
-            self.cache = self.target.reader.new_cache()
+            self.reader.check(rows=slot + 1)
+        if self.cache.mixers is not self.reader.mixers:  # other means were found to be needed
+            self.cache = self.reader.new_cache()
         self.needs[row] = len(prompt) + room
         shared = [self._shared(place, prompt) for place in range(slot, len(self.texts))] or [0]
         self._swap(slot, slot + shared.index(max(shared)))
@@ -142,7 +143,7 @@ class TargetState:
             return 0
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt, strict=False)))
         held = self.cache.reusable(slot, min(same, len(prompt) - 1))
-        return held if self.target.reader.reads_on(held, len(prompt)) else 0
+        return held if self.reader.reads_on(held, len(prompt)) else 0
 
     @torch.inference_mode()
     def read_prompts(self, most: int | None = None) -> dict[int, PromptOutput]:
@@ -164,7 +165,7 @@ class TargetState:
             return {}
         first = self.prompts[rows[0]]
         whole = len(first) > self.target.border or media_of(first)  # one set of frequencies reads a text beyond it
-        if not whole and not self.target.reader.mixers.by_levels:  # which ignore what they have read
+        if not whole and not self.reader.mixers.by_levels:  # which ignore what they have read
             left[0] = left[0][:most]
         logits = self.extend(dict(zip(rows, left, strict=True)))
         ended = [row for row in rows if self.length(row) == len(self.prompts[row])]
@@ -273,7 +274,7 @@ class TargetState:
         self, slots: list[int], tokens: Tensor, positions: Tensor, seen: Tensor | None, **texts: Any
     ) -> tuple[Tensor, Tensor | None]:
         """The LM head's input [B, N, D] and tapped states [B, L, N, D] at tokens [B, N]; `texts` as in `aim`."""
-        cache, reader, count = self.cache, self.target.reader, tokens.shape[1]
+        cache, reader, count = self.cache, self.reader, tokens.shape[1]
         unread = positions.shape[1] - count
         media = {} if cache.lengths[slots[0]] else media_of(self.prompts.get(self.rows[slots[0]], []))
         cache.aim(slots, [cache.lengths[slot] + unread for slot in slots], **texts)

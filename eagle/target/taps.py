@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -48,3 +49,22 @@ def find_layout(states: Tensor, length: int, width: int) -> Layout | None:
     if len(axes) == 3 and axes[:2] == [1, length]:
         return Layout(THIRD, last)
     return None
+
+
+def refuse_taps(taps: Sequence[int], count: int, layouts: Mapping[int, Layout], kind: str) -> None:
+    """Raise a ValueError for taps that are not inputs of one width of a target's `count` layers."""
+    if wrong := [tap for tap in taps if not -1 <= tap < count]:
+        raise ValueError(
+            f"taps {wrong} are no layer inputs of this target: expected 0..{count - 1}, or -1 for the LM head's "
+            f"input ({count} would be ambiguous: with or without the final norm)"
+        )
+    if wrong := [tap for tap in taps if tap not in layouts]:
+        raise ValueError(
+            f"taps {wrong} of {kind} are inputs of layers that a text does not run, or no states [batch, tokens, "
+            f"width] with or without streams: expected some of {sorted(layouts)} (-1 is the LM head's input)"
+        )
+    if len(widths := {tap: layouts[tap].width for tap in taps}) and len({*widths.values()}) > 1:
+        raise ValueError(
+            f"{kind} hands on states of different widths, {widths} by tap (-1 is the LM head's input): expected "
+            "taps of one width"
+        )

@@ -30,16 +30,18 @@ from eagle.target.loading import (
     parse_dtype,
     processor_of,
     read_spare_tensor,
+    settle_weights,
     tokenizer_of,
 )
 from eagle.target.reader import TreeReader
 from eagle.target.state import TargetState
 from eagle.target.talk import Talk
+from eagle.target.taps import refuse_taps
 from eagle.target.trees.text_states import count_states
 from eagle.target.view import TargetView
 from eagle.target.weights.dense import borrowed_layers, find_tensor
 from eagle.target.weights.packed import count_packed, pack_model, to_plain, unpack_model
-from eagle.target.weights.weight_mark import WeightMark
+from eagle.target.weights.weight_mark import ModelMark, WeightMark
 
 
 class Target(Talk):
@@ -50,22 +52,41 @@ class Target(Talk):
         self.model = model.eval().requires_grad_(False)
         self.tokenizer, self.processor = tokenizer, processor
         self.config = model.config.get_text_config()
-        embedding, output = borrowed_layers(self.model)
-        self.reader = TreeReader(model, self.config)
         self.lock = RLock()  # of forwards: hooks and buffers are the layers' own
-        self.device = embedding.get_parameter("weight").device
-        self.vocab_size = output.get_parameter("weight").shape[0]  # may be more than the tokenizer knows
-        tokens = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
-        with torch.no_grad():
-            states = {tap: rows[0] for tap, rows in self.reader.find_layouts(tokens).items()}
-        self.head = borrow_head(model, (embedding, output), tokens, states.get(0), states[-1])
-        self.border = rope_border(self.config)  # no text may grow across it
         self.sharded = False
         self.adapter: str | None = None  # that it reads with, over weights that it shares with another target
-        self.viewed: TargetView | None = None
         self.draws = Counter[tuple[int, int]]()  # uses of private random numbers, by seed and request
+        self._find_out()
+
+    def _find_out(self) -> None:
+        """Make the modules that read for this target, and find out what they need to know of the model."""
+        model = self.model
+        embedding, output = borrowed_layers(model)
+        self.device = embedding.get_parameter("weight").device
+        settle_weights(model, self.device)
+        self.reader = TreeReader(model, self.config)
+        self.vocab_size = output.get_parameter("weight").shape[0]  # may be more than the tokenizer knows
+        tokens = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
+        own_mark = ModelMark(self.reader.model, self.config, set())
+        with torch.no_grad():
+            states = {tap: rows[0] for tap, rows in self.reader.find_layouts(tokens).items()}
+        volatile = own_mark.differences()
+        self.head = borrow_head(model, (embedding, output), tokens, states.get(0), states[-1])
+        self.border = rope_border(self.config)  # no text may grow across it
+        self.viewed: TargetView | None = None
         self.spare: TargetState | None = None
         self.weight_mark = WeightMark(model)
+        self.model_mark = ModelMark(model, self.config, self.reader.hooked, volatile)
+
+    def refresh(self, *, force: bool = False) -> None:
+        """Read by the model as it is now, if it was changed: by an adapter, a hook, a module, its config.
+
+        Every call that opens or reads a text does so first. States that are open read on by the model as it was.
+        With `force` also if nothing tells a change, as in an object that an attribute holds.
+        """
+        with self.lock:
+            if (force or self.model_mark.has_changed()) and not self.sharded:
+                self._find_out()
 
     def __repr__(self) -> str:
         dtype = str(self.model.dtype).removeprefix("torch.")
@@ -76,6 +97,7 @@ class Target(Talk):
 
     def describe(self) -> str:
         """How this target reads trees, as logs and result files name it; finds that out where no text was read yet."""
+        self.refresh()
         with self.lock:
             self.reader.check(rows=2)
         truth = "; the truth is its own steps by one token" if self.reader.follows_steps else ""
@@ -164,6 +186,7 @@ class Target(Talk):
 
     def view(self) -> TargetView:
         """The target's layers, for a drafter that runs them."""
+        self.refresh()
         if self.viewed is None:
             self.viewed = TargetView(self)
         return self.viewed
@@ -196,6 +219,7 @@ class Target(Talk):
         It may reuse the text that was `close`d last, so that a shared prefix is not read again. `max_tokens` limits its
         cache, in columns times rows.
         """
+        self.refresh()
         with self.lock:
             spare, self.spare = self.spare, None
         mark = self.weight_mark.read()
@@ -206,7 +230,8 @@ class Target(Talk):
     def close(self, state: TargetState) -> None:
         """Close a state; the text of a state with a single row is kept for the next one, while the weights stay."""
         state.clear()
-        if len(state.texts) == 1 and state.max_tokens is None and state.mark is not None:
+        is_current = state.reader is self.reader
+        if is_current and len(state.texts) == 1 and state.max_tokens is None and state.mark is not None:
             self.spare = state
 
     def forget(self) -> None:
@@ -277,6 +302,7 @@ class Target(Talk):
 
         `media` is what a processor gave beside the tokens of a single text with images.
         """
+        self.refresh()
         self.check_taps(taps)
         self.check_images(tokens, media)
         with self.lock, self.reader.tapping(taps) as tapped:
@@ -290,20 +316,4 @@ class Target(Talk):
 
     def check_taps(self, taps: tuple[int, ...]) -> None:
         """Refuse taps that are not layer inputs of this target."""
-        count = len(self.layers)
-        if wrong := [tap for tap in taps if not -1 <= tap < count]:
-            raise ValueError(
-                f"taps {wrong} are no layer inputs of this target: expected 0..{count - 1}, or -1 for the LM head's "
-                f"input ({count} would be ambiguous: with or without the final norm)"
-            )
-        layouts, kind = self.reader.layouts, self.config.model_type
-        if wrong := [tap for tap in taps if tap not in layouts]:
-            raise ValueError(
-                f"taps {wrong} of {kind} are inputs of layers that a text does not run, or no states [batch, tokens, "
-                f"width] with or without streams: expected some of {sorted(layouts)} (-1 is the LM head's input)"
-            )
-        if len(widths := {tap: layouts[tap].width for tap in taps}) and len({*widths.values()}) > 1:
-            raise ValueError(
-                f"{kind} hands on states of different widths, {widths} by tap (-1 is the LM head's input): expected "
-                "taps of one width"
-            )
+        refuse_taps(taps, len(self.layers), self.reader.layouts, self.config.model_type)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,6 +19,7 @@ class Held:
     """What was made for one model, and the record of its last call; a copy of the model begins without it."""
 
     def __init__(self) -> None:
+        self.lock = RLock()
         self.target: Target | None = None
         self.built: Any = None  # the model's build that the target was made for
         self.drafters: WeakKeyDictionary[Any, Drafter] = WeakKeyDictionary()  # by the callable that loaded them
@@ -32,15 +34,16 @@ class Held:
         weights = list(model.parameters())
         attention = getattr(model.config, "_attn_implementation", None)
         built = (model.device, model.dtype, attention, [id(weight) for weight in weights])
-        if self.target is None or self.built != built:
-            self.drafters.clear()
-            wanted = [weight.requires_grad for weight in weights]
-            try:
-                self.target, self.built = Target(model), built
-            finally:
-                for weight, wants in zip(weights, wanted, strict=True):
-                    weight.requires_grad_(wants)
-        return self.target
+        with self.lock:  # first calls of several threads make one target
+            if self.target is None or self.built != built:
+                self.drafters.clear()
+                wanted = [weight.requires_grad for weight in weights]
+                try:
+                    self.target, self.built = Target(model), built
+                finally:
+                    for weight, wants in zip(weights, wanted, strict=True):
+                        weight.requires_grad_(wants)
+            return self.target
 
 
 def held_by(model: Any) -> Held:

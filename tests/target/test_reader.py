@@ -158,8 +158,10 @@ def test_a_planted_fault_is_seen_in_every_precision(
 
 def test_the_check_runs_once_and_leaves_no_text() -> None:
     """Later prompts do not pay for it, and the first is read as if there were none."""
-    target, calls = Target(build("llama")), []
-    target.model.get_input_embeddings().register_forward_pre_hook(lambda *_: calls.append(1))
+    model, calls = build("llama"), []
+    model.get_input_embeddings().register_forward_pre_hook(lambda *_: calls.append(1))
+    target = Target(model)
+    calls.clear()
     prompt = random_tokens(9, seed=1)
     first = target.open().begin(prompt, Choose(Sampling()))
     paid = len(calls)

@@ -24,20 +24,30 @@ PROMPT = random_tokens(20, seed=3)
 TREE = DraftTree(torch.tensor([5, 6, 7, 8, 9]), torch.tensor([-1, 0, 0, 2, 2]))  # 5 -> 6, 7; 7 -> 8, 9
 
 
+def counted(name: str) -> Target:
+    """Return a fresh model of a family, which counts the tokens of each forward in its attribute `counts`.
+
+    A hook that is added later would make it read its text again.
+    """
+    model, counts = build(name), list[int]()
+    embedding = model.get_input_embeddings()
+    embedding.register_forward_pre_hook(lambda _, args: counts.append(args[0].numel()))
+    target: Any = Target(model)
+    target.counts = counts
+    return target
+
+
 @pytest.fixture
 def target() -> Target:
-    """A fresh llama."""
-    return Target(build("llama"))
+    """Return a fresh llama."""
+    return counted("llama")
 
 
 @contextmanager
-def counting(target: Target) -> Iterator[list[int]]:
-    """While open, the number of tokens of each forward lands in the list."""
-    counts: list[int] = []
-    embedding = target.model.get_input_embeddings()
-    handle = embedding.register_forward_pre_hook(lambda _, args: counts.append(args[0].numel()))
-    yield counts
-    handle.remove()
+def counting(target: Any) -> Iterator[list[int]]:
+    """Give the number of tokens of each forward while it is open."""
+    target.counts.clear()
+    yield target.counts
 
 
 def close(got: Tensor, expected: Tensor) -> bool:
@@ -179,7 +189,7 @@ def test_weights_without_versions_are_read_anew() -> None:
 def test_prompts_are_read_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt read in pieces leaves what one forward leaves."""
     monkeypatch.setattr("eagle.target.state.PREFILL_CHUNK", 6)
-    chunked = Target(build(name))
+    chunked = counted(name)
     chunked.reader.check()  # once, at the first text
     state = chunked.open((0, 2, -1))
     with counting(chunked) as counts:

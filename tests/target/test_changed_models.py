@@ -1,0 +1,212 @@
+"""A target reads by its model as it is at each call: adapters, hooks, modules and configs may change in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+from eagle import Budget, Target, generate, stream
+from eagle.drafters.lookup.ngram import NgramDrafter
+from tests.families import build, own_answer, random_tokens
+
+PROMPT = random_tokens(9, seed=5) * 2
+LINEAR = {"target_modules": ["q_proj", "v_proj", "up_proj"]}
+ADAPTERS: dict[str, Callable[[], Any]] = {
+    "lora": lambda: peft.LoraConfig(r=4, **LINEAR),
+    "rslora": lambda: peft.LoraConfig(r=4, use_rslora=True, **LINEAR),
+    "dora": lambda: peft.LoraConfig(r=4, use_dora=True, **LINEAR),
+    "ia3": lambda: peft.IA3Config(target_modules=["k_proj", "up_proj"], feedforward_modules=["up_proj"]),
+    "loha": lambda: peft.LoHaConfig(r=4, alpha=4, **LINEAR),
+    "lokr": lambda: peft.LoKrConfig(r=4, alpha=4, **LINEAR),
+    "oft": lambda: peft.OFTConfig(r=0, oft_block_size=4, **LINEAR),
+    "vera": lambda: peft.VeraConfig(r=4, target_modules=["o_proj"]),
+    "hra": lambda: peft.HRAConfig(r=4, **LINEAR),
+    "layernorm": lambda: peft.LNTuningConfig(target_modules=["input_layernorm"]),
+}
+
+
+def draw_adapter(model: Any, name: str, seed: int) -> None:
+    """Give an adapter random weights, as if it had been trained."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if f".{name}" in key:
+                weight.add_(torch.randn(weight.shape, generator=generator) * 0.3)
+
+
+def check(target: Target, model: Any) -> list[int]:
+    """Return the answer, which with drafts is the model's own."""
+    expected = own_answer(model, PROMPT, 8)
+    got = generate(target, NgramDrafter(), PROMPT, budget=Budget(5, 5, 1), max_new_tokens=8, stop=[]).tokens
+    assert got == expected
+    return expected
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("first", ["adapter first", "call first"])
+def test_adapters_that_change_between_calls_are_followed(first: str, kind: str, family: str) -> None:
+    """Put on, switched, disabled, scaled and merged: each time as the model itself answers."""
+    model: Any = build(family)
+    target = Target(model)
+    answers = {"plain": check(target, model)} if first == "call first" else {}
+    wrapped = peft.get_peft_model(model, ADAPTERS[kind](), adapter_name="one")
+    draw_adapter(model, "one", seed=1)
+    wrapped.eval()
+    if first == "adapter first":
+        target = Target(model)
+    answers["one"] = check(target, model)
+    if kind != "layernorm":  # which has room for one
+        wrapped.add_adapter("two", ADAPTERS[kind]())
+        draw_adapter(model, "two", seed=2)
+        wrapped.set_adapter("two")
+        wrapped.eval()
+        answers["two"] = check(target, model)
+        wrapped.set_adapter("one")
+        assert check(target, model) == answers["one"]
+    with wrapped.disable_adapter():
+        answers["none"] = check(target, model)
+    if kind == "lora":
+        for module in model.modules():
+            if hasattr(module, "scale_layer"):
+                module.scale_layer(0.25)
+        answers["scaled"] = check(target, model)
+    wrapped.merge_adapter()
+    check(target, model)
+    wrapped.unmerge_adapter()
+    check(target, model)
+    assert len(set(map(tuple, answers.values()))) > 1  # the adapters do something
+
+
+def put_hook(model: Any) -> None:
+    """Let a layer hand on something else."""
+    model.model.layers[1].register_forward_hook(lambda _, __, output: output * 1.5)
+
+
+def put_embedding_hook(model: Any) -> None:
+    """Let the embedding hand on something else."""
+    model.get_input_embeddings().register_forward_hook(lambda _, __, output: output.roll(1, -1))
+
+
+def replace_forward(model: Any) -> None:
+    """Put another forward in the place of an MLP's own."""
+    mlp = model.model.layers[2].mlp
+    own = type(mlp).forward
+    mlp.forward = MethodType(lambda self, hidden: -own(self, hidden), mlp)
+
+
+def wrap_module(model: Any) -> None:
+    """Put a module around a projection."""
+    attention = model.model.layers[0].self_attn
+    attention.o_proj = nn.Sequential(attention.o_proj, nn.Tanh())
+
+
+def change_epsilon(model: Any) -> None:
+    """Change an attribute of norms."""
+    for layer in model.model.layers:
+        layer.input_layernorm.variance_epsilon = 1000.0
+
+
+def change_scaling(model: Any) -> None:
+    """Change the factor of attention."""
+    for layer in model.model.layers:
+        layer.self_attn.scaling = 3.0
+
+
+def put_frequencies(model: Any) -> None:
+    """Put other rotary frequencies in the place of the model's."""
+    rotary = model.model.rotary_emb
+    rotary.inv_freq = rotary.inv_freq * 3
+
+
+def write_frequencies(model: Any) -> None:
+    """Write other rotary frequencies in place."""
+    model.model.rotary_emb.inv_freq.mul_(3)
+
+
+def exchange_layers(model: Any) -> None:
+    """Exchange two layers."""
+    layers = model.model.layers
+    layers[0], layers[3] = layers[3], layers[0]
+
+
+CHANGES = [
+    put_hook,
+    put_embedding_hook,
+    replace_forward,
+    wrap_module,
+    change_epsilon,
+    change_scaling,
+    put_frequencies,
+    write_frequencies,
+    exchange_layers,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_changes_between_calls_are_followed(change: Callable[[Any], None]) -> None:
+    """Of hooks, forwards, modules, attributes and buffers."""
+    model = build("llama")
+    target = Target(model)
+    before = check(target, model)
+    change(model)
+    assert check(target, model) != before
+
+
+def test_a_config_that_changes_is_followed() -> None:
+    """A narrower window masks more."""
+    model: Any = build("mistral-sliding")
+    target = Target(model)
+    before = check(target, model)
+    model.config.sliding_window = 2
+    assert check(target, model) != before
+
+
+def test_a_change_that_nothing_tells_has_to_be_told() -> None:
+    """An object that an attribute holds may change inside; `refresh(force=True)` then reads anew."""
+
+    class Factor:
+        value = 1.0
+
+    model: Any = build("llama")
+    mlp, own = model.model.layers[2].mlp, type(model.model.layers[2].mlp).forward
+    mlp.factor = Factor()
+    mlp.forward = MethodType(lambda self, hidden: self.factor.value * own(self, hidden), mlp)
+    target = Target(model)
+    check(target, model)
+    mlp.factor.value = -1.0
+    target.forget()  # what was read before is not wanted
+    target.refresh(force=True)
+    check(target, model)
+
+
+def test_nothing_is_found_out_again_where_nothing_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward of the model, another mode and calls of this package change nothing."""
+    model = build("llama")
+    target = Target(model)
+    check(target, model)
+    monkeypatch.setattr(Target, "_find_out", lambda self: pytest.fail("the model did not change"))
+    model(torch.tensor([PROMPT]))
+    model.train()
+    model.eval()
+    check(target, model)
+
+
+def test_an_open_state_reads_on_by_the_model_that_it_began_with() -> None:
+    """Its cache belongs to it: modules that another call has found do not read it."""
+    model = build("qwen3_next")
+    target = Target(model)
+    options: dict[str, Any] = {"max_new_tokens": 8, "stop": []}
+    first: Iterator[Any] = stream(target, NgramDrafter(), PROMPT, **options)
+    tokens = [next(first)]
+    target.refresh(force=True)
+    check(target, model)
+    tokens += list(first)
+    flat = [token for part in tokens for token in (part if isinstance(part, list) else [part])]
+    assert flat == own_answer(model, PROMPT, 8)
