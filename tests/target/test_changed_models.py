@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
@@ -10,6 +11,7 @@ import peft
 import pytest
 import torch
 from torch import nn
+from transformers import RwkvConfig, RwkvForCausalLM
 
 from eagle import Budget, Target, generate, stream
 from eagle.drafters.lookup.ngram import NgramDrafter
@@ -210,3 +212,17 @@ def test_an_open_state_reads_on_by_the_model_that_it_began_with() -> None:
     tokens += list(first)
     flat = [token for part in tokens for token in (part if isinstance(part, list) else [part])]
     assert flat == own_answer(model, PROMPT, 8)
+
+
+def test_weights_that_a_first_forward_rewrites_are_rewritten_once() -> None:
+    """RWKV divides weights of later layers in its first forward, in place, and remembers that it has."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 5, "context_length": 64}
+    model: Any = RwkvForCausalLM(RwkvConfig(rescale_every=2, **sizes)).eval()
+    untouched = copy.deepcopy(model)
+    expected = own_answer(untouched, PROMPT, 8)
+    target = Target(model)
+    assert check(target, model) == expected
+    assert own_answer(model, PROMPT, 8) == expected
+    pairs = zip(model.parameters(), untouched.parameters(), strict=True)
+    assert all(torch.equal(weight, other) for weight, other in pairs)

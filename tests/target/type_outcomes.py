@@ -95,9 +95,30 @@ def compare(model: PreTrainedModel, target: Target) -> str:
     return "right"
 
 
+def snapshot(model: PreTrainedModel) -> dict[str, Any]:
+    """Return copies of a model's weights and buffers, and of its config's values."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach().clone() for name, tensor in tensors} | {"config": model.config.to_dict()}
+
+
+def find_change(model: PreTrainedModel, before: dict[str, Any]) -> str | None:
+    """Return what of a model is another than before, bit for bit."""
+    now = snapshot(model)
+    if now.keys() != before.keys():
+        return f"tensors {sorted(now.keys() ^ before.keys())[:3]}"
+    for name, value in now.items():
+        is_same = torch.equal(value, before[name]) if isinstance(value, torch.Tensor) else value == before[name]
+        if not is_same:
+            return name
+    return None
+
+
 @cache
 def outcome(model_type: str) -> dict[str, Any]:
-    """What became of a type: right, refused, not built, wrong or raw; the means, and the worst relative difference."""
+    """Return what became of a type: right, refused, not built, changed, wrong or raw; the means, and the worst difference.
+
+    The model is changed if the target that reads it left any of its tensors or its config as others than before.
+    """
     try:
         model = build(model_type)
         own_answer(model, PROMPTS[0], 1)
@@ -105,13 +126,18 @@ def outcome(model_type: str) -> dict[str, Any]:
         return {"outcome": "not built", "why": f"{type(error).__name__}: {str(error)[:120]}".replace("\n", " ")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("eagle.core.verify.Noise", Noise)
+        copied = copy.deepcopy(model)
+        before = snapshot(copied)
         try:
-            target = Target(copy.deepcopy(model))
+            target = Target(copied)
             means = target.describe()
             result = compare(model, target)
+            if change := find_change(copied, before):
+                return {"outcome": f"changed {change}"}
             worst = Probe(target.reader).measure_worst()
         except ValueError as error:
-            return {"outcome": "refused", "why": str(error)}
+            change = find_change(copied, before)
+            return {"outcome": f"changed {change}" if change else "refused", "why": str(error)}
         except Exception as error:
             return {"outcome": "raw", "why": f"{type(error).__name__}: {str(error)[:200]}"}
     return {"outcome": result, "means": means, "worst": float(f"{worst:.1e}")}

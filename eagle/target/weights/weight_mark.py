@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-
 # what a module keeps beside its attributes; parameters are marked by `WeightMark`
 HOOKS = (
     "_forward_hooks",
@@ -57,9 +56,7 @@ class ModelMark:
     are compared of the modules `hooked`, in a second set of which they are copies; others are shared.
     """
 
-    def __init__(
-        self, model: Any, config: Any, hooked: set[int], volatile: frozenset[Entry] = frozenset()
-    ) -> None:
+    def __init__(self, model: Any, config: Any, hooked: set[int], volatile: frozenset[Entry] = frozenset()) -> None:
         self.model, self.config, self.hooked, self.volatile = model, config, hooked, volatile
         self.kept: list[Any] = []  # what is known by its id stays alive, so that nothing else gets that id
         self.marked = self._read(self.kept)
