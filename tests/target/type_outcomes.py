@@ -115,7 +115,7 @@ def find_change(model: PreTrainedModel, before: dict[str, Any]) -> str | None:
 
 @cache
 def outcome(model_type: str) -> dict[str, Any]:
-    """Return what became of a type: right, refused, not built, changed, wrong or raw; the means, and the worst difference.
+    """Return what became of a type: right, refused, not built, changed, wrong or raw; means, and the worst difference.
 
     The model is changed if the target that reads it left any of its tensors or its config as others than before.
     """
