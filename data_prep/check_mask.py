@@ -8,6 +8,7 @@ from itertools import accumulate, groupby, zip_longest
 from typing import Any
 
 from data_prep.chats.images import for_template
+from data_prep.chats.marks import CUT_OFF
 from data_prep.chats.records import Conversation
 from data_prep.tokens import stop_texts
 from eagle.core.examples import Example
@@ -109,6 +110,8 @@ def expected_texts(
     before, _, tail = marked.partition(PLACEHOLDER)
     if printed.startswith(before) and not printed.removeprefix(before).removesuffix(tail).strip():
         return ()
+    if CUT_OFF in turn:  # nothing behind the content is the answer's
+        return _from_starts(possible_starts(prompt, printed, before), [printed.removesuffix(tail)], tail)
     stops = stop_texts(tokenizer)
     marks = possible_marks(tail, following.partition(PLACEHOLDER)[2], stops)
     ends = [printed.removesuffix(tail[len(mark) :]) for mark in marks]
@@ -116,7 +119,11 @@ def expected_texts(
         later = mark_of_next_turn(history, turn, tools, tokenizer, data)
         ends = [printed.rstrip() + later] if later else ends
     # before white space alone nothing else ends an answer
-    starts = possible_starts(prompt, printed, before)
+    return _from_starts(possible_starts(prompt, printed, before), ends, tail)
+
+
+def _from_starts(starts: Sequence[int], ends: Sequence[str], tail: str) -> tuple[str, ...]:
+    """The texts from each start to each end; white space at the end belongs to none where more is printed there."""
     texts = [end[start:].rstrip() if tail.strip() else end[start:] for start in starts for end in ends]
     return tuple(dict.fromkeys(filter(None, texts)))
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_prep.chats.images import MARK, Source, for_template
+from data_prep.chats.marks import CUT_OFF
 from data_prep.chats.records import Conversation, says_something
 from data_prep.image_texts import as_text, with_images
-from data_prep.servers.answers import FILTERED, TRUNCATED, Dialogue, Prompt
+from data_prep.servers.answers import FILTERED, TRUNCATED, Answer, Dialogue, Prompt
 from data_prep.servers.sampler_check import is_broken
 from data_prep.tokens import IMAGES
 from eagle.recipe import DataSection, RegenerateSection
@@ -86,12 +87,11 @@ def converse(name: str, conversation: Conversation, reader: Reader, section: Reg
             break
         truncated = answer.finish == TRUNCATED
         broken = is_broken(answer.message["content"], answer.finish, messages)
-        unlearned = broken or (truncated and not section.keep_truncated)
-        message = answer.message
+        message = {**answer.message, **weight_of(answer, section, broken=broken)}
         if section.reasoning == "drop" and "reasoning_content" in message:
             message = {key: part for key, part in message.items() if key != "reasoning_content"}
             notes.add("reasoning before an answer is dropped")
-        messages.append({**message, **({"weight": 0} if unlearned else {})})
+        messages.append(message)
         reasons.append(answer.finish)
         tokens += answer.tokens
         if broken:
@@ -110,6 +110,13 @@ def converse(name: str, conversation: Conversation, reader: Reader, section: Reg
     record |= {"source_id": conversation.id} if name != conversation.id else {}
     record |= {"sampling": sampling_of(section), "finish_reasons": reasons}
     return {"id": name, "record": record if messages else None, "notes": sorted(notes), "tokens": tokens}
+
+
+def weight_of(answer: Answer, section: RegenerateSection, *, broken: bool) -> dict[str, Any]:
+    """What a record says of how an answer is learned; of one that was cut off also why it has no end."""
+    if answer.finish == TRUNCATED:
+        return {CUT_OFF: TRUNCATED, "weight": int(section.keep_truncated and not broken)}
+    return {"weight": 0} if broken else {}
 
 
 def make_names_unique(conversations: Iterable[Conversation], samples: int = 1) -> Iterator[tuple[str, Conversation]]:

@@ -14,18 +14,26 @@ from eagle.disk import write_whole
 
 def is_whole(out: Path, settings: dict[str, Any]) -> bool:
     """Whether the answers are all there already; those made with other settings are refused."""
-    note, parts = Path(f"{out}.settings"), Path(f"{out}.parts")
-    if out.exists() or parts.exists():
-        try:
-            noted = json.loads(note.read_text()) if note.is_file() else {}
-        except ValueError as error:
-            raise ValueError(f"{note} is damaged ({error}): remove {out}, {note} and {parts}") from None
+    if (noted := read_settings(out)) is not None:
+        note, parts = Path(f"{out}.settings"), Path(f"{out}.parts")
         if wrong := [f"{name} was {old!r}, is {new!r}" for name, old, new in differences(noted, settings)]:
             raise ValueError(
                 f"{out if out.exists() else parts} was made with other settings: {'; '.join(wrong)}. Give "
                 f"regenerate.out another name, or remove {out}, {note} and {parts}"
             )
     return out.exists()
+
+
+def read_settings(out: Path) -> dict[str, Any] | None:
+    """The settings with which the answers were begun; None where there are none yet."""
+    note, parts = Path(f"{out}.settings"), Path(f"{out}.parts")
+    if not out.exists() and not parts.exists():
+        return None
+    try:
+        noted: dict[str, Any] = json.loads(note.read_text()) if note.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{note} is damaged ({error}): remove {out}, {note} and {parts}") from None
+    return noted
 
 
 def begin(out: Path, settings: dict[str, Any]) -> None:

@@ -39,7 +39,7 @@ from eagle.recipe import Recipe
 
 CONVERSATIONS = 1024  # of a shard
 WORD = re.compile(r"\w+")
-VERSION = 2  # of the cache's format, and of the rules by which records become conversations
+VERSION = 3  # of the cache's format, and of the rules by which records become conversations
 Job = tuple[int, list[Conversation]]  # a shard's number and conversations
 
 

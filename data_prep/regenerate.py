@@ -17,7 +17,7 @@ from typing import Any
 from data_prep.chats.records import Conversation
 from data_prep.conversations import Tally, read_conversations
 from data_prep.dialogues import Reader, converse, make_names_unique, sampling_of
-from data_prep.parts import begin, is_whole, join_parts, open_part, read_parts
+from data_prep.parts import begin, is_whole, join_parts, open_part, read_parts, read_settings
 from data_prep.servers.answers import Local
 from data_prep.servers.endpoint import PROBE, Endpoint
 from data_prep.servers.health import Backoff
@@ -42,6 +42,14 @@ def settings_of(recipe: Recipe, section: RegenerateSection, source: dict[str, An
     sampling |= {"samples": section.samples} if section.samples > 1 else {}
     sampling |= {"reasoning": section.reasoning} if section.reasoning != "keep" else {}
     return {"target": target, "sampling": sampling, **source}
+
+
+def as_begun(section: RegenerateSection, out: Path) -> RegenerateSection:
+    """The section, with `keep_truncated` as the file was begun where the recipe does not say: once it was false."""
+    begun = (read_settings(out) or {}).get("sampling", {}).get("keep_truncated")
+    if begun is None or "keep_truncated" in section.model_fields_set:
+        return section
+    return section.model_copy(update={"keep_truncated": begun})
 
 
 def answer_all(
@@ -170,6 +178,7 @@ def regenerate(recipe: Recipe, section: RegenerateSection, args: argparse.Namesp
     out, say = Path(section.out), print if index == 0 else lambda *_: None
     check_section(section)
     source = recipe.data.model_copy(update={"train": section.source, "turns": "all"})  # learned from: decided later
+    section = as_begun(section, out)
     settings = settings_of(recipe, section, data_identity(recipe.model_copy(update={"data": source})))
     if is_whole(out, settings):
         return say(f"{out} is whole already, with the same settings: nothing to do")

@@ -13,6 +13,7 @@ FINISHED = {  # every other reason is that of an answer without its end
     *("end", "endturn", "endofturn", "endoftext", "endofsequence", "endofmessage", "toolcall", "toolcalls", "tooluse"),
     *("functioncall", "done", "complete", "completed", "finish", "finished", "success"),
 }
+CUT_OFF = "finish_reason"  # of a message: why an answer that is learned has no end of its own
 TRUNCATED = re.compile("length|max|limit|timeout|timedout|truncat")
 FILTERED = re.compile("filter|safety|refus|recitation|block|prohibit|spii|guardrail|moderat|polic")
 BROKEN_OFF = re.compile("abort|cancel|error|fail|pause|incomplete|malformed|unexpected|interrupt|disconnect")

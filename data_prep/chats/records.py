@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_prep.chats.images import Source, pick_images, take_images
-from data_prep.chats.marks import is_truncated, medium_in, unfinished_reason, weight_of
+from data_prep.chats.marks import CUT_OFF, is_truncated, medium_in, unfinished_reason, weight_of
 from data_prep.chats.turns import (
     ASSISTANT,
     SYSTEM,
@@ -24,6 +24,8 @@ from data_prep.chats.turns import (
 )
 
 IDS = ("id", "conversation_id", "conversation_hash", "uuid", "uid", "prompt_id", "question_id", "message_tree_id")
+NO_ANSWER = "no answer"  # why a question alone is dropped
+TRUNCATED_NOTE = "a truncated answer is not learned"
 VISIBLE = re.compile(r"[^\s\u200b-\u200d\u2060\ufeff]")  # zero-width characters alone are no answer
 CALLS = ("function_call", "tool_call")  # turns whose text is a call
 ROLES = {
@@ -84,8 +86,11 @@ def _messages_of(turns: list[Any], notes: set[str], answered: bool) -> list[dict
         is_answer = role == ASSISTANT
         truncated = finish is not None and is_truncated(finish)
         broken_off = is_answer and finish is not None and not truncated
-        if is_answer and answered and truncated:
-            notes.add("a truncated answer is not learned")
+        if is_answer and answered and truncated and message.get("weight") == 1:
+            notes.add("a truncated answer is learned without an end mark")
+            message[CUT_OFF] = finish
+        elif is_answer and answered and truncated:
+            notes.add(TRUNCATED_NOTE)
             message["weight"] = 0
         elif is_answer and answered and message.get("weight") == 0:
             notes.add("an answer is marked as not to be learned")
@@ -119,14 +124,14 @@ def _trim(messages: list[dict[str, Any]], notes: set[str], answered: bool) -> li
     if USER not in roles:
         if "leading user turns cut" in notes:
             raise Dropped("every user turn is empty")
-        raise Dropped("no user turn" if ASSISTANT in roles or not answered else "no answer")
+        raise Dropped("no user turn" if ASSISTANT in roles or not answered else NO_ANSWER)
     first = roles.index(USER)
     last = len(roles) - 1 - roles[::-1].index(USER)
     if not answered and ASSISTANT not in roles[last:]:
         messages = [*messages[: last + 1], {"role": ASSISTANT, "content": ""}]
         roles = [*roles[: last + 1], ASSISTANT]
     if ASSISTANT not in roles[first:]:
-        raise Dropped("no answer")
+        raise Dropped(NO_ANSWER)
     if any(message["role"] == ASSISTANT and not says_something(message) for message in messages):
         notes.add("a question without an answer")
     end = len(roles) - roles[::-1].index(ASSISTANT)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_prep.chats.images import MARK, for_template
+from data_prep.chats.marks import CUT_OFF
 from data_prep.chats.records import Conversation
 from data_prep.chats.turns import Dropped
 from eagle.recipe import DataSection
@@ -38,7 +39,7 @@ def render_answers(
     conversation: Conversation, tokenizer: Any, data: DataSection, stops: Sequence[str], notes: set[str]
 ) -> list[RenderedText]:
     """Texts with each learned answer behind the prompt that serving shows; answers with one history share a text."""
-    messages = [{key: value for key, value in turn.items() if key != "weight"} for turn in conversation.messages]
+    messages = [without_marks(turn) for turn in conversation.messages]
     render = make_renderer(conversation, tokenizer, data)
     mark_and_trailer = None
     texts: list[RenderedText] = []
@@ -46,13 +47,17 @@ def render_answers(
         text, start = render_answer(messages[: place + 1], render, notes)
         mark_and_trailer = mark_and_trailer or find_mark_and_trailer(messages[: place + 1], render, stops)
         text, end = cut_trailer(text, start, *mark_and_trailer)
+        is_cut_off = CUT_OFF in conversation.messages[place]
+        if is_cut_off:
+            text = without_end_mark(text[:end], mark_and_trailer[0], stops)
+            end = len(text)
         missing = missing_from_answer(messages[place], text[start:end])
         if end <= start or is_printed_empty(messages[: place + 1], missing, render):
             notes.add("an answer of which the template prints nothing: not learned")
             continue
         notes.update(LEFT_OUT.format(part) for part in missing)
         mark = mark_and_trailer[0].strip()
-        if not text[:end].endswith((mark,) if mark else tuple(stops)):
+        if not is_cut_off and not text[:end].endswith((mark,) if mark else tuple(stops)):
             if stop := stop_of_next_turn(messages[: place + 1], render, stops):
                 text = text[:end].rstrip() + stop
                 end = len(text)
@@ -69,6 +74,19 @@ def render_answers(
     missing = missing_from_history(messages[:last], conversation.tools, texts[-1].text)
     notes.update(LEFT_OUT.format(part) for part in missing)
     return texts
+
+
+def without_marks(turn: Message) -> Message:
+    """A message as the template gets it, without what only tells how it is learned."""
+    return {key: value for key, value in turn.items() if key not in ("weight", CUT_OFF)}
+
+
+def without_end_mark(text: str, mark: str, stops: Sequence[str]) -> str:
+    """The text up to where an answer was cut off: the target has not said the mark that the template prints there."""
+    if mark and text.endswith(mark):
+        return text.removesuffix(mark)
+    printed = next((stop for stop in (mark.strip(), *stops) if stop and text.endswith(stop)), "")
+    return text.removesuffix(printed).rstrip() if printed else text
 
 
 def render_answer(messages: list[Message], render: Render, notes: set[str]) -> tuple[str, int]:

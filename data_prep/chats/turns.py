@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
-from data_prep.chats.marks import FINISHES, WEIGHTS, excluding_mark, media_key, unfinished_reason, with_names
+from data_prep.chats.marks import CUT_OFF, FINISHES, WEIGHTS, excluding_mark, media_key, unfinished_reason, with_names
 
 USER, ASSISTANT, SYSTEM, TOOL = "user", "assistant", "system", "tool"
 LISTS = ("conversations", "messages", "conversation")  # lists of turns: ShareGPT, OpenAI, LMSYS and WildChat
@@ -60,6 +60,7 @@ def turns_of(record: dict[str, Any], notes: set[str]) -> list[Any]:
     for key, marks in with_names(record, WEIGHTS):
         if isinstance(marks, list):
             turns = _with_marks(turns, key, marks)
+    turns = _with_own_reasons(turns, record)
     finish = unfinished_reason(record)
     if finish is not None and isinstance(turns[-1], dict) and not any(with_names(turns[-1], FINISHES)):
         turns = [*turns[:-1], {**turns[-1], "finish_reason": finish}]
@@ -186,6 +187,19 @@ def _with_marks(turns: list[Any], key: str, marks: list[Any]) -> list[Any]:
     if len(marks) != len(turns) or not all(isinstance(turn, dict) for turn in turns):
         raise Dropped(f"{describe(key)} that is not one mark for each turn")
     return [{key: mark, **turn} for turn, mark in zip(turns, marks, strict=True)]
+
+
+def _with_own_reasons(turns: list[Any], record: dict[str, Any]) -> list[Any]:
+    """The turns of a record of `eagle regenerate`, which once left kept answers that were cut off without a mark."""
+    reasons = record.get("finish_reasons")
+    answers = [place for place, turn in enumerate(turns) if isinstance(turn, dict) and turn.get("role") == ASSISTANT]
+    if not isinstance(record.get("sampling"), dict) or not isinstance(reasons, list) or len(reasons) != len(answers):
+        return turns
+    turns = list(turns)
+    for place, reason in zip(answers, reasons, strict=True):
+        if reason == "length":
+            turns[place] = {"weight": 1, CUT_OFF: reason, **turns[place]}
+    return turns
 
 
 def _is_list_of(value: Any, kind: type) -> bool:

@@ -55,7 +55,7 @@ class Endpoint:
         except Failure as failure:
             raise ValueError(
                 f"no answer from {failure}: start a server of {target.adapter or target.path} there, correct "
-                "regenerate.endpoint, or leave it out to decode here"
+                "regenerate.endpoint, or set regenerate.endpoint=null to decode here"
             ) from None
         self.model: str = entry["id"]
         self.positions = whole_number(entry.get("max_model_len"))

@@ -75,7 +75,7 @@ class RegenerateSection(Section):
     temperature: float = Field(0.0, ge=0)  # 0 takes the likeliest token; above 0 samples
     top_p: float = Field(1.0, gt=0, le=1)  # sample from the likeliest tokens of this total probability
     seed: int = 0  # of the sampling
-    keep_truncated: bool = False  # learn from answers that were cut off, too
+    keep_truncated: bool = True  # learn from answers that were cut off, too: what they say, and no end
     samples: int = Field(1, ge=1)  # conversations made of each one, with other answers; needs a temperature above 0
     reasoning: Literal["keep", "drop"] = "keep"  # what a server tells apart as the reasoning before an answer
 

@@ -286,6 +286,28 @@ def test_an_answer_that_did_not_end_is_not_learned(reason: str, expected: Any, n
         assert conversation_of(alone, "x:1")[0].messages[1].get("weight") == expected[0]
 
 
+@pytest.mark.parametrize("reason", ["length", "max_tokens"])
+def test_a_truncated_answer_with_a_weight_is_learned_without_an_end(reason: str) -> None:
+    """The mark of its reason stays with it."""
+    answer = {**ANSWER, "finish_reason": reason, "weight": 1}
+    conversation, notes = conversation_of({"messages": [QUESTION, answer]}, "x:1")
+    assert conversation.messages[1] == {"role": "assistant", "content": ANSWER["content"], "weight": 1} | {
+        "finish_reason": reason
+    }
+    assert notes == {"a truncated answer is learned without an end mark"}
+
+
+def test_kept_answers_of_earlier_versions_have_no_end() -> None:
+    """They have the reasons beside the messages alone; one that was not kept has weight 0."""
+    beside = {"sampling": {"seed": 0}, "finish_reasons": ["stop", "length"]}
+    turns = [QUESTION, ANSWER, QUESTION, ANSWER]
+    kept, notes = conversation_of({"messages": turns, **beside}, "x:1")
+    assert [turn.get("finish_reason") for turn in kept.messages] == [None, None, None, "length"]
+    assert notes == {"a truncated answer is learned without an end mark"}
+    left, _ = conversation_of({"messages": [*turns[:3], {**ANSWER, "weight": 0}], **beside}, "x:1")
+    assert [turn.get("weight") for turn in left.messages] == [None, None, None, 0]
+
+
 def test_placeholders_are_told_from_markup() -> None:
     """An XML element named image, closed again, is text."""
     for text in ("<image><url>a</url></image>", "`<imagen>`", "<image href='a'/>"):

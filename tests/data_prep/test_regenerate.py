@@ -17,13 +17,14 @@ import pytest
 import torch
 
 from data_prep import regenerate
-from data_prep.chats.records import Conversation
-from data_prep.conversations import read_conversations
+from data_prep.chats.records import Conversation, conversation_of
+from data_prep.conversations import Tally, read_conversations
 from data_prep.dialogues import Reader, converse, make_names_unique
 from data_prep.parts import begin, is_whole, join_parts
-from data_prep.regenerate import answer_all, main, table
+from data_prep.regenerate import answer_all, as_begun, main, table
 from data_prep.servers.answers import Answer, Local, Prompt
 from data_prep.servers.endpoint import PROBE
+from data_prep.tokens import examples_of
 from eagle import Target
 from eagle.core.budget import Budget
 from eagle.core.noise import Noise
@@ -544,7 +545,9 @@ def test_a_server_that_is_not_there_is_named() -> None:
     """With what to do."""
     section = section_of(Path("-"), endpoint="http://127.0.0.1:9/v1", attempts=1)
     with pytest.raises(
-        ValueError, match=r"no answer from http://127\.0\.0\.1:9/v1/models: .*refused.*: start a server of a/b"
+        ValueError,
+        match=r"no answer from http://127\.0\.0\.1:9/v1/models: .*refused.*: start a server of a/b there, correct "
+        r"regenerate.endpoint, or set regenerate.endpoint=null to decode here",
     ):
         pool_at(section, "a/b")
 
@@ -590,15 +593,27 @@ def test_a_request_holds_all_that_decides_the_answer(tiny_target: Target) -> Non
     assert first["max_tokens"] == min(50, room) and second["max_tokens"] < first["max_tokens"]
 
 
-def test_a_truncated_answer_is_not_learned_and_ends_the_conversation(tiny_target: Target) -> None:
-    """It stays readable, with weight 0, unless the recipe keeps it."""
+def test_a_truncated_answer_is_learned_without_an_end_and_ends_the_conversation(tiny_target: Target) -> None:
+    """Its tokens are the target's own, but for an end mark; `keep_truncated: false` gives it weight 0."""
     conversation = talk("name", "user: a", "assistant: b", "user: c", "assistant: d", "user: e", "assistant: f")
     replies = completion("fine"), completion("cut o", "length")
     line = run_talk(tiny_target, conversation, *replies)
-    assert [turn.get("weight") for turn in line["record"]["messages"]] == [None, None, None, 0]
+    assert [turn.get("weight") for turn in line["record"]["messages"]] == [None, None, None, 1]
     assert line["record"]["finish_reasons"] == ["stop", "length"] and "cut at a truncated answer" in line["notes"]
-    kept = run_talk(tiny_target, conversation, *replies, keep_truncated=True)
-    assert not any("weight" in turn for turn in kept["record"]["messages"]) and len(kept["record"]["messages"]) == 4
+    kept, _ = conversation_of(line["record"], "x:1")
+    [example] = examples_of(kept, tiny_target.tokenizer, DataSection(train="-"), Tally())
+    assert tiny_target.tokenizer.decode(example.tokens).endswith("cut o") and example.loss_mask[-1]
+    left = run_talk(tiny_target, conversation, *replies, keep_truncated=False)
+    assert [turn.get("weight") for turn in left["record"]["messages"]] == [None, None, None, 0]
+
+
+def test_a_file_begun_when_truncated_answers_were_left_out_goes_on_so(tmp_path: Path) -> None:
+    """Where the recipe does not say; where it does, another setting is refused as any."""
+    out = tmp_path / "out.jsonl"
+    assert as_begun(section_of(out), out).keep_truncated
+    begin(out, {"sampling": {"keep_truncated": False}})
+    assert not as_begun(section_of(out), out).keep_truncated
+    assert as_begun(section_of(out, keep_truncated=True), out).keep_truncated
 
 
 def test_tool_results_do_not_outlive_their_calls(tiny_target: Target) -> None:

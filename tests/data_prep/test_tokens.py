@@ -63,6 +63,19 @@ def test_supervised_is_what_the_template_prints_for_the_assistant(using: Callabl
     assert tally.noted[OPEN_THOUGHT] == (name == "opens a thought")
 
 
+@pytest.mark.parametrize("name", SPOKEN)
+def test_an_answer_that_was_cut_off_teaches_no_end_mark(using: Callable[[str], Any], name: str) -> None:
+    """What the template prints behind it is not the target's; the inspector agrees, and finds a mark that is there."""
+    tokenizer, tally = using(name), Tally()
+    last = {**TWO.messages[-1], "finish_reason": "length", "weight": 1}
+    cut_off = Conversation(TWO.id, [*TWO.messages[:-1], last])
+    examples = examples_of(cut_off, tokenizer, section(), tally)
+    *whole, [*runs, spoken] = SPOKEN[name]
+    assert run_texts(examples, tokenizer) == [*whole, [*runs, spoken[: spoken.index("Two.") + len("Two.")]]]
+    assert not tally.dropped and faults(cut_off, examples, tokenizer, section()) == []
+    assert faults(cut_off, examples_of(TWO, tokenizer, section(), Tally()), tokenizer, section())
+
+
 def test_an_example_is_the_very_prompt_that_serving_shows(using: Callable[[str], Any]) -> None:
     """Where history is rewritten, an answer follows the history as shown when it is asked for; no BOS is added."""
     tokenizer = using("thinks")
