@@ -57,7 +57,12 @@ class Case(NamedTuple):
 
 def question_sets(recipe: Recipe) -> dict[str, str]:
     """The recipe's prompt sources by the names of their sets."""
-    prompts = recipe.eval.prompts
+    prompts = recipe.eval.prompts or recipe.data.heldout
+    if prompts is None:
+        raise ValueError(
+            "the recipe names no prompts to measure on: set eval.prompts to a file, a folder or a hub dataset of "
+            "questions or conversations, or data.heldout, which it is by default"
+        )
     if isinstance(prompts, dict):
         return prompts
     path = Path(prompts)

@@ -203,7 +203,9 @@ class MeasuredSection(Section):
 class EvalSection(Section):
     """The prompts to decode, the drafters and the limits."""
 
-    prompts: str | dict[str, str]  # conversations or questions: a file, a folder or a hub dataset; or several by name
+    prompts: str | dict[str, str] | None = (
+        None  # a file, a folder or a hub dataset; several by name; null: data.heldout
+    )
     split: str = "train"  # the split of a hub dataset
     count: int = Field(8, ge=1)  # prompts of each set, evenly over its tasks
     max_new_tokens: int = Field(64, ge=1)  # tokens of one answer
@@ -230,10 +232,10 @@ class Recipe(Section):
     target: TargetSection
     data: DataSection
     regenerate: RegenerateSection | None = None
-    features: FeaturesSection
+    features: FeaturesSection = FeaturesSection.model_validate({})
     drafter: DrafterSection
     train: TrainSection
-    eval: EvalSection
+    eval: EvalSection = EvalSection.model_validate({})
     joint: JointSection | None = None
 
     @model_validator(mode="before")

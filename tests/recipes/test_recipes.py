@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, get_linear_schedule_with_warmup
 
 from eagle import Target
@@ -20,6 +21,7 @@ from eagle.data.features import taps_of
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.recipe import Recipe
 from eagle.training.plan import Plan
+from eval.prompts import question_sets
 from recipes.forecast import empty_head, parameters, read_sizes
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +50,19 @@ def test_overrides_are_laid_over_and_numbers_read_as_numbers() -> None:
     """YAML takes 3e-5 for a string; a recipe does not."""
     recipe = Recipe.load(TINY, ["train.lr=3e-5", "data.limit=7", "eval.temperatures=[0.5]"])
     assert (recipe.train.lr, recipe.data.limit, recipe.eval.temperatures) == (3e-5, 7, (0.5,))
+
+
+def test_a_recipe_without_eval_and_features_measures_on_held_out_conversations(tmp_path: Path) -> None:
+    """Neither is needed to train; a recipe that also holds nothing out is told what to set once it is measured."""
+    short = tmp_path / "short.yaml"
+    values = {"target": {"path": "t"}, "data": {"train": "a.jsonl", "heldout": "b.jsonl"}}
+    values |= {"drafter": {"kind": "eagle1"}, "train": {"out": "runs/x"}}
+    short.write_text(yaml.safe_dump(values))
+    recipe = Recipe.load(short)
+    assert recipe.features.store is None and question_sets(recipe) == {"b": "b.jsonl"}
+    assert question_sets(Recipe.load(short, ["eval.prompts=c.jsonl"])) == {"c": "c.jsonl"}
+    with pytest.raises(ValueError, match=r"set eval\.prompts .* or data\.heldout"):
+        question_sets(Recipe.load(short, ["data.heldout=null"]))
 
 
 def files_of(name: str, *overrides: str) -> dict[str, str | None]:
