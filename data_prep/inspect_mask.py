@@ -16,7 +16,7 @@ from rich.text import Text
 from data_prep.check_mask import faults, runs_of, unlike_served
 from data_prep.conversations import Tally
 from data_prep.image_texts import data_url
-from data_prep.tokens import load_tokenizer, tokenize_each
+from data_prep.tokens import explain_nothing, load_tokenizer, tokenize_each
 from eagle.core.examples import Example
 from eagle.disk import write_text
 from eagle.log import script
@@ -163,7 +163,7 @@ def main(argv: list[str]) -> None:
         write_text(args.html, make_page(articles, rows))
         print(f"written to {args.html}")
     if wrong or not all_examples:
-        raise SystemExit("\n".join(wrong[:50]) or "no example: nothing to learn from")
+        raise SystemExit("\n".join(wrong[:50]) or explain_nothing(recipe.data.train, tally))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import AutoProcessor, AutoTokenizer
 
-from data_prep.chats.records import Conversation
+from data_prep.chats.records import NO_ANSWER, TRUNCATED_NOTE, Conversation
 from data_prep.chats.render import RenderedText, render_answers
 from data_prep.chats.turns import SURROGATE, Dropped
 from data_prep.conversations import Tally, read_conversations
@@ -84,9 +84,25 @@ def tokenize_data(recipe: Recipe, tokenizer: Any, *, strict: bool = False) -> tu
 def check_supervision(supervised: int, tokens: int, source: str, tally: Tally) -> None:
     """Refuse examples of which nothing is supervised; warn where everything is."""
     if not supervised:
-        raise ValueError(f"no example of {source} has a supervised token; what became of its records:\n{tally.table()}")
+        raise ValueError(f"{explain_nothing(source, tally)}\nWhat became of its records:\n{tally.table()}")
     if supervised == tokens:
         print("warning: every token is supervised; look at `eagle inspect-mask RECIPE`")
+
+
+def explain_nothing(source: str, tally: Tally) -> str:
+    """Why nothing is learned from a source, by what became of its records, and what to do."""
+    if not tally.kept and tally.noted[TRUNCATED_NOTE]:
+        return (
+            f"{source} gives nothing to learn from: {tally.noted[TRUNCATED_NOTE]:,} answers were cut off, and are not "
+            "learned. Raise regenerate.max_new_tokens, or set regenerate.keep_truncated=true to learn what they say; "
+            "either needs another regenerate.out"
+        )
+    if not tally.kept and tally.dropped[NO_ANSWER]:
+        return (
+            f"{source} gives nothing to learn from: {tally.dropped[NO_ANSWER]:,} of its records are questions without "
+            "an answer. Let the target answer first: name the file in regenerate.source, and run `eagle regenerate`"
+        )
+    return f"{source} gives nothing to learn from: look at `eagle inspect-mask RECIPE`"
 
 
 def reading_options(recipe: Recipe) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from data_prep.conversations import Tally
-from data_prep.tokens import load_tokenizer, tokenize_each
+from data_prep.tokens import explain_nothing, load_tokenizer, tokenize_each
 from eagle.core.budget import Budget
 from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import Batch, Example, collate
@@ -217,10 +217,13 @@ def first_examples(recipe: Recipe) -> tuple[list[Example], int]:
     """Enough examples for two batches, and how many conversations it took."""
     wanted, found = STEPS * recipe.train.batch_size, []
     plain = recipe.model_copy(update={"regenerate": None})
-    for read, (_, more) in enumerate(tokenize_each(plain, load_tokenizer(recipe), Tally()), start=1):
+    tally = Tally()
+    for read, (_, more) in enumerate(tokenize_each(plain, load_tokenizer(recipe), tally), start=1):
         found += [example for example in more if example.loss_mask[2:].any()]
         if len(found) >= wanted:
             return found[:wanted], read
+    if not found:
+        raise ValueError(explain_nothing(recipe.data.train, tally))
     raise ValueError(
         f"{recipe.data.train} gives {len(found)} usable examples, {STEPS} steps need {wanted}: lower train.batch_size, "
         "or look at `eagle inspect-mask RECIPE`"

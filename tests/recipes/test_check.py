@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from data_prep.conversations import read_conversations
+from data_prep.inspect_mask import main as inspect_mask
+from data_prep.read_once import read_examples
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.checkpoint import save_head
 from eagle.recipe import Recipe
@@ -134,6 +137,30 @@ def test_data_that_are_too_few_are_refused(tiny_target_dir: Path, tmp_path: Path
     """Two steps need two batches."""
     with pytest.raises(ValueError, match="2 steps need 32"):
         check(with_data(tiny_target_dir, tmp_path, "train.batch_size=16", "data.limit=5"))
+
+
+QUESTION = {"role": "user", "content": "Why?"}
+CUT_OFF = {"role": "assistant", "content": "Becau", "finish_reason": "length"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "told"),
+    [([QUESTION], "questions without an answer.*eagle regenerate"), ([QUESTION, CUT_OFF], "cut off.*max_new_tokens")],
+)
+def test_data_of_which_nothing_is_learned_are_refused_with_the_cause(
+    tiny_target_dir: Path, tmp_path: Path, messages: list[dict[str, str]], told: str
+) -> None:
+    """Whichever command reads them."""
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"messages": messages}) + "\n")
+    overrides = [f"data.train={data}", f"data.cache={tmp_path / 'cache'}"]
+    recipe = with_data(tiny_target_dir, tmp_path, *overrides)
+    with pytest.raises(ValueError, match=told):
+        check(recipe)
+    with pytest.raises(ValueError, match=told):
+        read_examples(recipe)
+    with pytest.raises(SystemExit, match=told):
+        inspect_mask(["tiny/eagle1", f"target.path={tiny_target_dir / 'target'}", *overrides])
 
 
 def test_a_target_that_does_not_fit_here_is_forecast_all_the_same(
