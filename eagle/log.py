@@ -31,6 +31,8 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
+from eagle.progress_lines import ProgressLines, describe_rate
+
 Item = TypeVar("Item")
 WIDE = 100  # columns of a terminal that has room for a bar
 OURS = {"eagle", "data_prep", "eval", "recipes", "tests", "__main__"}
@@ -190,7 +192,7 @@ class Rate(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         """The speed, once it is known."""
-        return Text(f"{task.speed:,.4g} {self.unit}/s" if task.speed else "")
+        return Text(describe_rate(task.speed, self.unit) if task.speed else "")
 
 
 def progress(
@@ -204,11 +206,21 @@ def progress(
     done: int = 0,
     note: Callable[[], str] = str,
 ) -> Iterator[Item]:
-    """Yield the items while showing a progress bar, in which an item counts for its size."""
+    """Yield the items while showing a progress bar, in which an item counts for its size; in a log file, lines."""
     console = Console(stderr=True)
-    bar_column = (BarColumn(),) if console.width >= WIDE else ()  # beside words and figures it would wrap the line
-    columns = (TextColumn("{task.description}"), *bar_column, MofNCompleteColumn(), Rate(unit), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not show) as bar:
+    if show and not console.is_terminal and not console.is_jupyter:
+        with ProgressLines(what, unit, total, done, note=note, out=console.file) as lines:
+            for item in items:
+                yield item
+                lines.done += size(item)
+        return
+    columns: list[ProgressColumn] = [TextColumn("{task.description}")]
+    elapsed: list[ProgressColumn] = []
+    if console.width >= WIDE:  # beside words and figures they would wrap the line
+        columns.append(BarColumn())
+        elapsed = [TimeElapsedColumn(), TextColumn("elapsed")]
+    columns += [MofNCompleteColumn(), Rate(unit), *elapsed, TimeRemainingColumn(), TextColumn("left")]
+    with Progress(*columns, console=console, disable=not show) as bar:
         task = bar.add_task(what, total=total, completed=done)
         for item in items:
             yield item

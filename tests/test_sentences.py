@@ -7,7 +7,9 @@ import io
 import json
 import re
 import signal
+import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from transformers import AutoConfig
 
 from eagle.disk import open_tensors, write_text
 from eagle.log import describe_error, progress, script
+from eagle.progress_lines import ProgressLines
 from eagle.recipe import Recipe
 
 
@@ -95,6 +98,57 @@ def test_a_bar_stays_on_one_line(width: int, monkeypatch: pytest.MonkeyPatch) ->
     last = out.getvalue().split("\x1b[?25h")[0].strip().splitlines()
     assert note in last[-1] and len([line for line in last if "steps/s" in line]) >= 1
     assert not any(line.strip() in ("steps/s", "0:00:00") for line in last), last
+
+
+class Log(io.StringIO):
+    """A log file that tells when a line has come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.told.set()
+        return super().write(text)
+
+
+def test_a_log_file_gets_lines_while_an_item_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of work that shows a bar in a terminal; the first comes before the first item is done."""
+    out = Log()
+    monkeypatch.setattr("eagle.log.Console", lambda **_: Console(file=out))
+    monkeypatch.setattr("eagle.log.ProgressLines", partial(ProgressLines, every=0.001))
+    for number in progress(range(2), "extract", 94_370, unit="tokens", size=lambda _: 40_000):
+        if not number:
+            assert out.told.wait(60)
+    first, last = out.getvalue().splitlines()[0], out.getvalue().splitlines()[-1]
+    assert re.fullmatch(r"extract: 0 of 94,370 \(0%\) tokens, [\d:]+ elapsed", first)
+    assert last.startswith("extract: 80,000 of 94,370 (85%) tokens, ") and last.endswith(" left")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "done", "line"),
+    [
+        (60, 5_662_200, "5,662,200 of 10,000,000 (57%) tokens, 94,370 tokens/s, 0:01:00 elapsed, 0:00:46 left, loss 1"),
+        (600, 50, "50 of 10,000,000 (0%) tokens, 5.0 tokens/min, 0:10:00 elapsed, 1388 days, 21:10:00 left, loss 1"),
+        (7200, 10, "10 of 10,000,000 (0%) tokens, 5.0 tokens/h, 2:00:00 elapsed, 83333 days, 6:00:00 left, loss 1"),
+        (60, 10_000_000, "10,000,000 of 10,000,000 (100%) tokens, 166,667 tokens/s, 0:01:00 elapsed, loss 1"),
+        (60, 0, "0 of 10,000,000 (0%) tokens, 0:01:00 elapsed, loss 1"),
+    ],
+)
+def test_a_line_of_progress_tells_rate_and_time_left(seconds: int, done: int, line: str) -> None:
+    """By a clock that is given; what was done before does not count for the rate."""
+    clock = iter([0.0, float(seconds)])
+    lines = ProgressLines("train", "tokens", 10_000_000, note=lambda: "loss 1", clock=lambda: next(clock))
+    lines.done = done
+    assert lines.describe() == f"train: {line}"
+
+
+def test_work_that_goes_on_is_not_counted_again() -> None:
+    """Nor is a share given of work whose length nobody knows."""
+    clock = iter([0.0, 10.0])
+    lines = ProgressLines("measure", "answers", None, 1000, clock=lambda: next(clock))
+    lines.done += 25
+    assert lines.describe() == "measure: 1,025 answers, 2.5 answers/s, 0:00:10 elapsed"
 
 
 def test_ctrl_c_is_no_bug_where_an_import_makes_another_error_of_it(capsys: pytest.CaptureFixture[str]) -> None:
