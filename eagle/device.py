@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+RETIMED_AFTER = 60.0  # seconds for which a chosen number of threads stays
+LOAD_CHANGE = 0.5  # processes that come or go, from which on the number of threads is timed again
 PINNED = {"cuda"}  # devices that copy from page-locked memory while they compute
 
 
@@ -62,12 +65,23 @@ def cpu_capabilities() -> Mapping[str, Any]:
 
 
 def choose_threads(forward: Callable[[], Any], seconds: float = 1.0, clock: Callable[[], float] = perf_counter) -> int:
-    """Set torch's number of threads to that which makes a forward fastest; tells and returns that number.
-
-    Tries 1, 2, 4, ... up to torch's present number, in turns, for about `seconds`. More threads must be clearly
-    faster: on a busy machine they wait for one another.
-    """
+    """Set torch's number of threads to that which makes a forward fastest; tells and returns that number."""
     most = torch.get_num_threads()
+    best = set_fastest_threads(forward, most, seconds, clock)
+    if most > 1:
+        hint = "OMP_NUM_THREADS sets the most that are tried"
+        print(f"threads: {best} of {most}, by timing; {hint}", file=sys.stderr)
+    return best
+
+
+def set_fastest_threads(
+    forward: Callable[[], Any], most: int, seconds: float = 1.0, clock: Callable[[], float] = perf_counter
+) -> int:
+    """Set torch's number of threads to that which makes a forward fastest, and return it.
+
+    Tries 1, 2, 4, ... up to `most`, in turns, for about `seconds`. More threads must be clearly faster: on a busy
+    machine they wait for one another.
+    """
     counts = [count for count in (2**power for power in range(most.bit_length())) if count < most] + [most]
     times: dict[int, list[float]] = {count: [] for count in counts}
     begin = clock()
@@ -82,10 +96,56 @@ def choose_threads(forward: Callable[[], Any], seconds: float = 1.0, clock: Call
         if median(times[count][1:]) < 0.9 * median(times[best][1:]):
             best = count
     torch.set_num_threads(best)
-    if most > 1:
-        hint = "OMP_NUM_THREADS sets the most that are tried"
-        print(f"threads: {best} of {most}, by timing; {hint}", file=sys.stderr)
     return best
+
+
+class ThreadsOfLongWork:
+    """torch's number of threads for work of hours: timed at its start, and again when other jobs come or go.
+
+    It is for work whose results do not depend on the number of threads, but for rounding.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[], Any],
+        clock: Callable[[], float] = perf_counter,
+        load: Callable[[], float] | None = None,
+    ) -> None:
+        self.forward, self.clock, self.load = forward, clock, load or load_of_machine
+        self.most = torch.get_num_threads()
+        self.times = 0
+        self.timed_at = self.load_then = 0.0
+
+    def settle(self) -> int:
+        """Time the numbers of threads where that is due; returns the one that is set."""
+        before = torch.get_num_threads()
+        if not self._is_due():
+            return before
+        best = set_fastest_threads(self.forward, self.most, clock=self.clock)
+        if not self.times or best != before:
+            print(f"threads: {best} of {self.most}, by timing", file=sys.stderr)
+        self.times += 1
+        self.timed_at, self.load_then = self.clock(), self.load()
+        return best
+
+    def _is_due(self) -> bool:
+        """Whether to time: at first, a minute later, when the start of the work is over, and at another load."""
+        if self.most == 1:
+            return False
+        if not self.times:
+            return True
+        if self.clock() - self.timed_at < RETIMED_AFTER:
+            return False
+        same = abs(self.load() - self.load_then) < LOAD_CHANGE  # never, where the load is not known
+        return self.times == 1 or not same
+
+
+def load_of_machine() -> float:
+    """How many processes run or wait to run, over the last minute; nan where the system does not tell."""
+    try:
+        return os.getloadavg()[0]
+    except (AttributeError, OSError):
+        return float("nan")
 
 
 def in_dtype(module: Any, dtype: torch.dtype) -> Any:

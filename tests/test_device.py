@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from eagle.device import choose_threads
+from eagle.device import ThreadsOfLongWork, choose_threads
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,33 @@ def test_the_fastest_number_of_threads_is_chosen(
     assert capsys.readouterr().err.startswith(f"threads: {expected} of {most}, by timing" if most > 1 else "")
 
 
+def test_long_work_is_timed_again_when_other_jobs_have_gone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Begun beside another job, it takes more threads once that has ended; a minute passes between two timings."""
+    torch.set_num_threads(2)
+    busy = {"beside": True}
+    work = Work(lambda count: 0.01 * count if busy["beside"] else 0.01 / count)
+    load = {"now": 2.0}
+    threads = ThreadsOfLongWork(work.forward, work.clock, lambda: load["now"])
+    assert threads.settle() == 1
+    busy["beside"] = False
+    assert threads.settle() == 1  # within the minute
+    work.time += 60
+    assert threads.settle() == 2 and torch.get_num_threads() == 2
+    busy["beside"] = True
+    work.time += 600
+    assert threads.settle() == 2  # nothing says that anything has changed
+    load["now"] = 3.0
+    assert threads.settle() == 1
+    busy["beside"] = False
+    work.time += 60
+    load["now"] = float("nan")  # a system that does not tell
+    assert threads.settle() == 2
+    told = capsys.readouterr().err.splitlines()
+    assert told == [f"threads: {best} of 2, by timing" for best in (1, 2, 1, 2)]
+
+
 def test_one_thread_is_not_timed() -> None:
     """There is nothing to choose."""
     torch.set_num_threads(1)
     assert choose_threads(lambda: pytest.fail("timed")) == 1
+    assert ThreadsOfLongWork(lambda: pytest.fail("timed")).settle() == 1

@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
+import torch
+
 from data_prep.servers.usage import Usage
 from eagle.core.budget import Budget
 from eagle.core.trace import Trace
 from eagle.core.verify import Sampling
 from eagle.decoding.loop import Decoding
+from eagle.device import ThreadsOfLongWork
 from eagle.formats.checkpoint import load_drafter
 from eagle.recipe import RegenerateSection
 from eagle.target.target import Target
@@ -61,6 +64,7 @@ class Local:
         self.drafter = load_drafter(section.drafter, target)
         nodes = min(max(DRAFTED // self.at_once, 1), 10)
         # drafts that are drawn by lot would make the noise, and so the answers, depend on who drafts
+        self.threads = ThreadsOfLongWork(self._read_few) if target.device.type == "cpu" else None
         self.budget = replace(self.drafter.budget or Budget(nodes, nodes), draw="noise")
 
     def run(self, dialogues: Iterator[tuple[str, Dialogue]]) -> Iterator[Outcome]:
@@ -97,6 +101,8 @@ class Local:
                     yield from ask(*following)
                 if not asked:
                     return
+                if self.threads is not None:
+                    self.threads.settle()
                 for number, _ in decoding.step():
                     if asked[number][3].finish != "running":
                         name, dialogue, prompt, trace = asked.pop(number)
@@ -107,6 +113,11 @@ class Local:
                         yield from ask(name, dialogue, self._answer(trace))
         finally:
             decoding.close()
+
+    @torch.inference_mode()
+    def _read_few(self) -> None:
+        """One forward of as many texts as are decoded at a time, by which threads are timed."""
+        self.target.model(input_ids=torch.ones(self.at_once, 2, dtype=torch.long), use_cache=False)
 
     def note(self) -> str:
         """The costs so far, beside a progress bar."""
