@@ -111,7 +111,9 @@ def main(argv: list[str]) -> None:
     """Count the tokens, save the tables, and print what was counted."""
     parser = command_line("eagle count-tokens", __doc__)
     parser.add_argument("--out", required=True, help="the folder to write, as runs/tiny/bigram")
-    parser.add_argument("--kind", choices=("bigram", "unigram"), default="bigram")
+    parser.add_argument(
+        "--kind", choices=("bigram", "unigram"), default="bigram", help="pairs, or single tokens (default: bigram)"
+    )
     parser.add_argument("--text", nargs="+", type=Path, help="plain text files, instead of the recipe's conversations")
     args = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, args.overrides)

@@ -24,6 +24,7 @@ from eagle.recipe import Recipe, command_line
 
 REPEATED = 4  # times from which on equal pieces of a text with images are shown as one
 UNLIKE_SERVED = "answers learned after another prompt than serving shows"
+BEGIN, END = "⟦", "⟧"  # around what is supervised, where no colours are shown
 STYLE = """
 :root { color-scheme: light dark; --learned: light-dark(#c9f0d0, #14532d); --card: light-dark(#fff, #1c1c1f); }
 body { font: 15px/1.6 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
@@ -72,11 +73,14 @@ def show_images(example: Example) -> Iterator[str]:
         yield f'<figure><img src="{source}" alt=""><figcaption>{html.escape(Path(path).name)}</figcaption></figure>'
 
 
-def colour_supervised(example: Example, tokenizer: Any) -> Text:
-    """An example for the terminal, its supervised tokens in green."""
+def colour_supervised(example: Example, tokenizer: Any, *, coloured: bool = True) -> Text:
+    """An example for the terminal, its supervised tokens in green; without colours, between two marks."""
     text = Text("".join(f"[image {path}]\n" for path, _ in example.shown.images) if example.shown else "")
-    for _, piece, supervised in fold_images(example, tokenizer):
-        text.append(show_controls(piece), "black on green" if supervised else "")
+    for supervised, run in groupby(fold_images(example, tokenizer), lambda piece: piece[2]):
+        learned = "".join(show_controls(piece) for _, piece, _ in run)
+        if supervised and not coloured:
+            learned = f"{BEGIN}{learned}{END}"
+        text.append(learned, "black on green" if supervised else "")
     return text
 
 
@@ -138,6 +142,7 @@ def main(argv: list[str]) -> None:
     args = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, args.overrides)
     tokenizer, tally, console = load_tokenizer(recipe), Tally(), Console()
+    coloured = console.is_terminal and not console.no_color
     all_examples: list[Example] = []
     wrong: list[str] = []
     articles: list[str] = []
@@ -153,9 +158,10 @@ def main(argv: list[str]) -> None:
             articles.append(make_article(conversation.id, examples, faults_here, tokenizer))
             console.rule(conversation.id)
             for example in examples:
-                console.print(colour_supervised(example, tokenizer))
+                console.print(colour_supervised(example, tokenizer, coloured=coloured))
     rows = summarise(all_examples, tally)
-    table = Table(show_header=False, caption="lengths: least / quartiles / most; black on green is supervised")
+    marked = "black on green" if coloured else f"between {BEGIN} and {END}"
+    table = Table(show_header=False, caption=f"lengths: least / quartiles / most; {marked} is supervised")
     for name, value in rows:
         table.add_row(Text(name), Text(value))
     console.print(table)

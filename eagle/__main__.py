@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from eagle import __version__
 from eagle.log import script
@@ -78,22 +78,28 @@ def main(argv: list[str] | None = None) -> None:
     plugins, trusts, argv = take_code_options(sys.argv[1:] if argv is None else argv)
     name, *rest = argv or [""]
     if name in HELP:
-        sys.exit(print(overview()))
+        return show(overview())
     if not name:
         print(overview(), file=sys.stderr)
         sys.exit(2)
     if name == "--version":
-        sys.exit(print(f"eagle {__version__}"))
+        return show(f"eagle {__version__}")
     if name not in VERBS:
         near = difflib.get_close_matches(name, VERBS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(VERBS)}"
         print(f"{USAGE}\nerror: there is no verb {name}: {hint}", file=sys.stderr)
         sys.exit(2)
     if HELP & set(rest) and (text := printed_help(name)):
-        sys.exit(print(text))
+        return show(text)
     reach_stages()
     verb = partial(run_verb, name, VERBS[name], plugins=plugins, trusts_heads=trusts)
     script(verb, rest, status=2 if name in VERDICTS else 1)
+
+
+def show(text: str) -> NoReturn:
+    """Print a text and end; a reader, as `head`, may close the pipe before its end."""
+    script(lambda _: print(text), [])
+    sys.exit()
 
 
 def overview() -> str:

@@ -56,7 +56,11 @@ def script(main: Callable[[list[str]], Any], argv: list[str] | None = None, stat
     """Run a command's `main`; what its user can mend ends it in a sentence and this status, Ctrl-C in one and 130."""
     try:
         with interrupted_by_user(lambda: "give the same command again"):
-            main(sys.argv[1:] if argv is None else argv)
+            try:
+                main(sys.argv[1:] if argv is None else argv)
+            except SystemExit:  # as argparse ends behind a help
+                sys.stdout.flush()
+                raise
             sys.stdout.flush()
     except BrokenPipeError:  # the reader, as `head`, has seen enough
         with suppress(OSError, ValueError):  # an output that is no file

@@ -84,7 +84,7 @@ def describe(row: dict[str, Any]) -> str:
 def main(argv: list[str]) -> None:
     """Search, print, and write where that is asked for."""
     parser = argparse.ArgumentParser(prog="python -m recipes.cards", description=__doc__)
-    parser.add_argument("recipes", nargs="*", metavar="RECIPE")
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="by default all that are for cards")
     parser.add_argument("--out", type=Path, help="a file for the figures")
     asked = parser.parse_args(argv)
     results = {"cards": [row for path in asked.recipes or shipped() for row in fits(path)]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -23,7 +22,7 @@ from eagle.data.stored_rows import parts_of, token_bytes
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts.decoder_block import widest
 from eagle.log import script
-from eagle.recipe import DataSection, Recipe
+from eagle.recipe import DataSection, Recipe, recipe_parser
 from eagle.shipped import RECIPES, STAGES
 from eagle.target.weights.quantised import quantization_of, weight_bits
 from recipes.footprint import EmptyRun, Footprint, empty_target_head
@@ -273,11 +272,13 @@ def table(rows: dict[str, Forecast]) -> str:
     return "\n".join(lines)
 
 
-def of_recipes(paths: list[str], cards: int = CARDS, tflops: float = TFLOPS, conversations: int | None = None) -> str:
-    """The table of some recipes, and of the states that their targets keep."""
+def of_recipes(words: list[str], cards: int = CARDS, tflops: float = TFLOPS, conversations: int | None = None) -> str:
+    """The table of some recipes, each with `key=value` of the words, and of the states that their targets keep."""
+    overrides = [word for word in words if "=" in word]
+    paths = [word for word in words if "=" not in word] or shipped()
     rows, texts = {}, {}
     for path in paths:
-        recipe = Recipe.load(path)
+        recipe = Recipe.load(path, overrides)
         sizes = sizes_of(recipe.target.path, recipe.target.revision)
         rows[f"`{path}`"] = forecast(recipe, sizes, conversations or conversations_of(recipe), cards, tflops)
         if sizes.text:
@@ -300,14 +301,15 @@ def of_targets() -> str:
 
 def main(argv: list[str]) -> None:
     """Print the forecasts of the recipes that are named, or of all shipped recipes and all known targets."""
-    parser = argparse.ArgumentParser(prog="eagle forecast", description=__doc__)
-    parser.add_argument("recipes", nargs="*", metavar="RECIPE")
+    parser = recipe_parser("eagle forecast", __doc__)
+    about = "recipes, by file or by a name that `eagle recipes` lists, and key=value, laid over each of them"
+    parser.add_argument("words", nargs="*", metavar="RECIPE|key=value", help=about)
     parser.add_argument("--cards", type=int, default=CARDS, help="that share a step")
     parser.add_argument("--tflops", type=float, default=TFLOPS, help="that a card computes a second")
     parser.add_argument("--conversations", type=int, help="of the data, where that is not known")
-    asked = parser.parse_args(argv)
-    print(of_recipes(asked.recipes or shipped(), asked.cards, asked.tflops, asked.conversations))
-    if not asked.recipes:
+    asked = parser.parse_intermixed_args(argv)
+    print(of_recipes(asked.words, asked.cards, asked.tflops, asked.conversations))
+    if not asked.words:
         print(f"\n{of_targets()}")
 
 

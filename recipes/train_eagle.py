@@ -12,7 +12,7 @@ from data_prep.read_once import read_examples
 from eagle.data.open import follow_head, open_features
 from eagle.drafters import settings_of
 from eagle.log import script
-from eagle.recipe import Recipe
+from eagle.recipe import Recipe, parse_train
 from eagle.shipped import commit
 from eagle.target.borrowed import Borrowed
 from eagle.training.first_head import first_head
@@ -27,10 +27,9 @@ def main(argv: list[str]) -> None:
     """Read the recipe, open its features, train; with `--check`, try every stage on a little data and start nothing."""
     if {"-h", "--help"} & set(argv):
         raise SystemExit(print(f"usage: eagle train [RECIPE] [key=value ...] [--check]\n\n{__doc__}"))
-    checking = "--check" in argv
-    argv = [word for word in argv if word != "--check"]
-    path = argv.pop(0) if argv and "=" not in argv[0] else None
-    recipe = resolve_dtype(Recipe.load(path or demo.RECIPE, argv))
+    args = parse_train(argv)
+    path = args.recipe
+    recipe = resolve_dtype(Recipe.load(path or demo.RECIPE, args.overrides))
     if recipe.joint is not None:
         raise ValueError(
             f"{path} has a section `joint`, which trains the target too: use `eagle train RECIPE` without "
@@ -38,7 +37,7 @@ def main(argv: list[str]) -> None:
         )
     if path is None and not Path(recipe.target.path).exists() and "LOCAL_RANK" not in os.environ:
         demo.run(demo.TO_TRAIN)
-    if checking:
+    if args.check:
         check(recipe)
         return
     accelerator = launch(recipe.train)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import os
 import re
 import runpy
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from eagle.__main__ import VERBS
+from eagle.__main__ import VERBS, main, printed_help
+from eagle.command.launcher import SHARED
 
 ROOT = Path(__file__).parent.parent
 GONE, MISSING = "no/such/folder", "missing/recipe.yaml"  # no id of a hub either, which would be asked for
@@ -159,3 +163,65 @@ def test_a_wrong_command_line_ends_in_a_sentence(
     else:
         assert ended.value.code == 2 and shown.err.startswith("usage: ") and ("error: " in shown.err or not argv)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["train", "--lr", "1e-3"], "unrecognized arguments: --lr: did you mean train.lr=1e-3?"),
+        (["train", "tiny/eagle1", "--learning_rate=1"], "did you mean train.lr=1?"),
+        (["extract", "tiny/eagle1", "--max-length", "64"], "did you mean data.max_length=64?"),
+        (["regenerate", "tiny/eagle1", "--seed", "3"], "did you mean regenerate.seed=3 or train.seed=3?"),
+        (["forecast", "tiny/eagle1", "--train.lr", "3"], "did you mean train.lr=3?"),
+        (["measure", "tiny/eagle1", "--no-such"], "--no-such: keys of the recipe are given as section.key=value"),
+    ],
+)
+def test_a_key_that_is_given_as_an_option_is_told_as_an_override(
+    argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By every verb with usage and status 2."""
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    shown = capsys.readouterr().err
+    assert ended.value.code == 2 and "usage: eagle" in shown and told in shown
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat"])
+def test_a_drafter_that_is_none_is_refused_before_the_target_is_loaded(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wrong target beside it is not reached."""
+    with pytest.raises(SystemExit):
+        main([verb, "nosuch", *["Hello"] * (verb == "generate"), "--target", GONE])
+    assert "error: no drafter nosuch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["doctor", "--help"], ["recipes", "--help"]], ids=shown_as)
+def test_a_reader_that_has_seen_enough_gets_no_traceback(argv: list[str]) -> None:
+    """As `head`, which closes the pipe."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "eagle", *argv]
+    run = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert run.stderr == ""
+
+
+def arguments_without_help(path: Path) -> list[str]:
+    """The arguments of a file's parsers that are not explained."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    added = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"]
+    return [ast.unparse(call) for call in added if "help" not in {keyword.arg for keyword in call.keywords}]
+
+
+@pytest.mark.parametrize("folder", ["eagle/command", "eagle/recipe", "data_prep", "eval", "recipes", "recipes/tiny"])
+def test_every_argument_is_explained(folder: str) -> None:
+    """Those of the launcher in a text of its own."""
+    paths = [path for path in (ROOT / folder).glob("*.py") if path.name != "launcher.py"]
+    assert [line for path in paths for line in arguments_without_help(path)] == []
+
+
+@pytest.mark.parametrize("verb", ["train", *sorted(SHARED)])
+def test_help_tells_how_processes_share_the_work(verb: str) -> None:
+    """Of every verb whose stage asks for them."""
+    assert "--processes N" in (printed_help(verb) or "")

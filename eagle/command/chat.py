@@ -27,7 +27,7 @@ from eagle.core.drafter import Drafter
 from eagle.core.verify import Sampling
 from eagle.decoding.decode import generate
 from eagle.device import choose_threads
-from eagle.formats.checkpoint import load_drafter
+from eagle.formats.checkpoint import check_drafter, load_drafter
 from eagle.target.target import Target
 
 HELP = """\
@@ -215,8 +215,8 @@ def main(argv: list[str]) -> None:
     """Talk with a target in the terminal, drafted by a head or a method without weights; /help lists commands."""
     parser = argparse.ArgumentParser(prog="eagle chat", description=main.__doc__)
     parser.add_argument("drafter", help="a head's folder or hub id, or a method without weights, such as ngram")
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--target", required=True, help="the model that answers: a folder or a hub id")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
     parser.add_argument("--seed", type=int, default=0, help="of what is sampled: the same words get the same answers")
     parser.add_argument("--max-new-tokens", type=int, default=512, help="of one answer (default: 512)")
     parser.add_argument(
@@ -225,8 +225,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--dtype", default="auto", help="of the target; by default what is fastest here")
     args = parser.parse_args(argv)
     sampling = Sampling(args.temperature, seed=args.seed)
+    options = parse_options(args.option)
+    check_drafter(args.drafter, options)
     target = Target.load(args.target, dtype=args.dtype)
-    drafter = load_drafter(args.drafter, target, **parse_options(args.option))
+    drafter = load_drafter(args.drafter, target, **options)
     chat = Chat(target, drafter, sampling, args.max_new_tokens)
     warm_up(chat)
     coloured = supports_colour(sys.stdout)

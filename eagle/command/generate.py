@@ -28,7 +28,7 @@ from eagle.decoding.beam import beam_search
 from eagle.decoding.decode import generate
 from eagle.decoding.goodput import Goodput
 from eagle.device import choose_threads
-from eagle.formats.checkpoint import load_drafter
+from eagle.formats.checkpoint import check_drafter, load_drafter
 from eagle.target.target import Target
 
 
@@ -36,11 +36,11 @@ def main(argv: list[str]) -> None:
     """Stream an answer to a prompt, drafted by a head or a method without weights."""
     parser = argparse.ArgumentParser(prog="eagle generate", description=main.__doc__)
     parser.add_argument("drafter", help="a head's folder or hub id, or a method without weights, such as ngram")
-    parser.add_argument("prompt")
-    parser.add_argument("--target", required=True)
+    parser.add_argument("prompt", help="what the user says, as a text")
+    parser.add_argument("--target", required=True, help="the model that answers: a folder or a hub id")
     parser.add_argument("--image", action="append", default=[], metavar="PATH", help="an image before the prompt")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="of the answer (default: 128)")
     parser.add_argument("--compare", action="store_true", help="decode without drafts too: how much faster, and equal?")
     parser.add_argument(
         "--option", action="append", default=[], metavar="KEY=VALUE", help="of a method without weights"
@@ -66,24 +66,26 @@ def read_prompt(target: Target, args: argparse.Namespace) -> list[int]:
 def _generate(args: argparse.Namespace) -> None:
     if args.typical and args.policy:
         raise ValueError("--policy measures exact verification, --typical is lossy: leave one of them out")
+    options = parse_options(args.option)
+    check_drafter(args.drafter, options)
     dtype = args.dtype or ("float32" if args.compare else "auto")
     target = Target.load(args.target, dtype=dtype, images=bool(args.image))
-    drafter = load_drafter(args.drafter, target, **parse_options(args.option))
+    drafter = load_drafter(args.drafter, target, **options)
     none, prompt = load_drafter("none", target), read_prompt(target, args)
     if target.device.type == "cpu":
         choose_threads(partial(generate, target, none, prompt, max_new_tokens=2))
     sampling = Sampling(args.temperature, typical=PUBLISHED if args.typical else None)
-    options: dict[str, Any] = {"sampling": sampling, "max_new_tokens": args.max_new_tokens}
+    decoding: dict[str, Any] = {"sampling": sampling, "max_new_tokens": args.max_new_tokens}
     if args.compare:  # warm both up
         for drafts in (drafter, none):
-            generate(target, drafts, prompt, **{**options, "max_new_tokens": min(8, args.max_new_tokens)})
+            generate(target, drafts, prompt, **{**decoding, "max_new_tokens": min(8, args.max_new_tokens)})
     coloured = supports_colour(sys.stdout)
     policy = _measure_policy(target, drafter, prompt, sampling) if args.policy else None
     # tokens that the target's own noise ranks first are often unlikely ones, which that rule turns away
     likeliest = replace(drafter.budget or Budget(), draw="likeliest") if args.typical else None
     budget = policy or likeliest
     target.forget()
-    drafted = stream_text(target, drafter, prompt, writer_to(sys.stdout, coloured), budget=budget, **options)
+    drafted = stream_text(target, drafter, prompt, writer_to(sys.stdout, coloured), budget=budget, **decoding)
     print()
     legend = f" ({GREEN}green{PLAIN}: drafted)" if coloured else ""
     print(f"{args.drafter}: {drafted}{legend}", file=sys.stderr)
@@ -96,7 +98,7 @@ def _generate(args: argparse.Namespace) -> None:
         print("typical acceptance is LOSSY: the answer does not follow the model's distribution", file=sys.stderr)
     if args.compare:
         target.forget()
-        plain = stream_text(target, none, prompt, lambda *_: None, **options)
+        plain = stream_text(target, none, prompt, lambda *_: None, **decoding)
         print(f"none: {plain}", file=sys.stderr)
         dtype = "" if args.typical else str(target.model.dtype).removeprefix("torch.")
         verdict = _compare_tokens(drafted.trace, plain.trace, dtype)
@@ -108,6 +110,7 @@ def _search(args: argparse.Namespace) -> None:
     options = {"--temperature": args.temperature, "--compare": args.compare, "--policy": args.policy}
     if given := [name for name, value in {**options, "--typical": args.typical}.items() if value]:
         raise ValueError(f"--beams searches by the target's own probabilities: leave {', '.join(given)} out")
+    check_drafter(args.drafter)
     target = Target.load(args.target, dtype=args.dtype or "auto", images=bool(args.image))
     drafter, prompt = load_drafter(args.drafter, target), read_prompt(target, args)
     begun = perf_counter()

@@ -6,13 +6,16 @@ import argparse
 import sys
 from importlib import import_module
 
-from eagle.recipe import Recipe, command_line
+from eagle.recipe import Recipe, command_line, parse_train
 from eagle.shipped import DEMO, find_recipe
 
 USAGE = """\
   --processes N        how many share the work, one a GPU
   --config_file FILE   settings of accelerate: a file, or ddp, zero2, zero3, two_machines; with N the default is ddp
   --machine_rank N, --main_process_ip IP, --main_process_port PORT   for two_machines"""
+
+
+SHARED = {"prepare", "regenerate", "extract", "measure", "lossless"}  # whose work several processes share
 
 
 def launcher_options(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -41,7 +44,12 @@ def run_stage(name: str, module: str, argv: list[str]) -> None:
     options, rest = launcher_options(argv)
     if not options or {"-h", "--help"} & set(argv):
         sys.argv[1:] = rest
-        import_module(module).main(rest)
+        try:
+            import_module(module).main(rest)
+        except SystemExit as ended:
+            if not ended.code and name in SHARED and {"-h", "--help"} & set(argv):
+                print(f"\nseveral processes:\n{USAGE}")
+            raise
         return
     check_recipe(rest)
     # which imports torch and accelerate, and takes seconds
@@ -65,15 +73,11 @@ def train(argv: list[str]) -> None:
         print(f"usage: eagle train [RECIPE] [key=value ...] [--check] [options]\n\n{train.__doc__}\n")
         print(f"  --check              try every stage on two batches, tell memory and hours, and stop\n{USAGE}")
         sys.exit()
-    if "--check" in argv:
-        options, argv = launcher_options(argv)
+    options, rest = launcher_options(argv)
+    args = parse_train(rest)
+    if args.check:
+        argv = rest
         count = [word.replace("--num_processes", "train.processes") for word in options if "num_processes" in word]
         argv += count if not any(word.startswith("train.processes=") for word in argv) else []
-    is_joint = "--check" not in argv and trains_jointly(launcher_options(argv)[1])
+    is_joint = not args.check and Recipe.load(args.recipe or DEMO, args.overrides).joint is not None
     run_stage("train", "recipes.train_medusa2" if is_joint else "recipes.train_eagle", argv)
-
-
-def trains_jointly(argv: list[str]) -> bool:
-    """Whether a recipe with these overrides trains its target too."""
-    recipe = argv[0] if argv and "=" not in argv[0] else DEMO
-    return Recipe.load(recipe, [word for word in argv[1:] if "=" in word]).joint is not None

@@ -14,14 +14,16 @@ from eagle.formats.reading.foreign import import_head, inspect
 from eagle.formats.reading.target_files import embedding_dtype
 from eagle.target.target import Target
 
+TARGET = "the model that the head drafts for: a folder or a hub id"
+
 
 def run_export(argv: list[str]) -> None:
     """Write a head in the layout that an engine reads."""
     parser = argparse.ArgumentParser(prog="eagle export", description=run_export.__doc__)
-    parser.add_argument("head")
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--to", required=True, choices=list(EXPORTERS))
-    parser.add_argument("out")
+    parser.add_argument("head", help="the head's folder")
+    parser.add_argument("--target", required=True, help=TARGET)
+    parser.add_argument("--to", required=True, choices=list(EXPORTERS), help="the engine that will read it")
+    parser.add_argument("out", help="the folder to write")
     args = parser.parse_args(argv)
     head = load_head(args.head)
     # the embedding may be written: in the checkpoint's dtype, not in what is fastest here
@@ -33,9 +35,9 @@ def run_export(argv: list[str]) -> None:
 def run_import(argv: list[str]) -> None:
     """Make a head of this project from one that another tool or an export wrote."""
     parser = argparse.ArgumentParser(prog="eagle import", description=run_import.__doc__)
-    parser.add_argument("folder")
-    parser.add_argument("out")
-    parser.add_argument("--target")
+    parser.add_argument("folder", help="the checkpoint of the other tool, or an export: a folder or a hub id")
+    parser.add_argument("out", help="the folder to write")
+    parser.add_argument("--target", help=f"{TARGET}; needed where its embedding or sizes are not in the checkpoint")
     parser.add_argument("--taps", help="inputs of which layers it reads, as 2,16,29, where its config does not tell")
     parser.add_argument("--norm-output", choices=list(MEANINGS), help="what reads the normed state, by norm_output")
     args = parser.parse_args(argv)
@@ -49,8 +51,8 @@ def run_import(argv: list[str]) -> None:
 def run_inspect(argv: list[str]) -> None:
     """Tell what a checkpoint is, and which known traps it holds; status 1 if one of them is fatal."""
     parser = argparse.ArgumentParser(prog="eagle inspect", description=run_inspect.__doc__)
-    parser.add_argument("folder")
-    parser.add_argument("--target")
+    parser.add_argument("folder", help="a head, an export or another tool's checkpoint: a folder or a hub id")
+    parser.add_argument("--target", help=f"{TARGET}, with which the checkpoint is compared")
     args = parser.parse_args(argv)
     findings = inspect(args.folder, args.target)
     print(findings)
@@ -61,8 +63,8 @@ def run_inspect(argv: list[str]) -> None:
 def run_doctor(argv: list[str]) -> None:
     """Tell why a head accepts as little as it does; status 1 if it is broken."""
     parser = argparse.ArgumentParser(prog="eagle doctor", description=run_doctor.__doc__)
-    parser.add_argument("head")
-    parser.add_argument("--target", required=True)
+    parser.add_argument("head", help="a head's folder or hub id")
+    parser.add_argument("--target", required=True, help=TARGET)
     parser.add_argument("--prompts", help="a file of conversations; by default a few questions")
     parser.add_argument("--server", help="address of a running vLLM or SGLang, whose acceptance is compared")
     parser.add_argument("--base", help="the head's own target; tells what it loses on TARGET, a fine-tune or adapter")

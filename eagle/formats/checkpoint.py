@@ -235,6 +235,23 @@ def check_options(name: str | Path | Sequence[str | Path], options: Iterable[str
     return accepted
 
 
+def check_drafter(name: str | Path | Sequence[str | Path], options: Iterable[str] = ()) -> None:
+    """Refuse what `load_drafter` would refuse without a look into files, before a target is loaded for it."""
+    for one in check_options(name, options):
+        if method_without_files(one) is None:
+            _check_name(one)
+
+
+def _check_name(name: str) -> None:
+    """Refuse a name that is neither a folder nor may be a hub id."""
+    free = _names_without_files()
+    if not Path(name).is_dir() and name.count("/") != 1:
+        raise ValueError(
+            f"no drafter {name}{nearest(name, free)}: expected a folder with a trained head, counted tables or a "
+            f"language model, or one of {', '.join([*free, *DRAFTERS.offered()])}, or PATH.py:CLASS"
+        )
+
+
 def method_without_files(name: str) -> Any:
     """The method of this name, or of `PATH.py:CLASS`, if it needs no files; else None."""
     is_class = SPELLED.fullmatch(name) is not None
@@ -274,12 +291,8 @@ def _load_one(name: str, target: Target, revision: str | None, options: dict[str
             return made
         except TypeError as error:
             raise ValueError(f"{name}: an option of {options} is of a wrong type: {error}") from None
-    folder, free = Path(name), _names_without_files()
-    if not folder.is_dir() and name.count("/") != 1:
-        raise ValueError(
-            f"no drafter {folder}{nearest(name, free)}: expected a folder with a trained head, counted tables or a "
-            f"language model, or one of {', '.join([*free, *DRAFTERS.offered()])}, or PATH.py:CLASS"
-        )
+    folder = Path(name)
+    _check_name(name)
     if (method := _method_for(folder)) is not None:
         return method.load(folder, target)
     head = in_dtype(from_pretrained(folder, revision, trust_code=trust_code).to(target.device), target.model.dtype)

@@ -11,7 +11,9 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
-from eagle.recipe.mistakes import parse_section
+from eagle.recipe.command_lines import RecipeParser
+from eagle.recipe.mistakes import parse_section, type_of_key
+from eagle.recipe.values import lay_over, read_yaml
 from eagle.shipped import find_recipe, move_to_target
 
 
@@ -267,39 +269,27 @@ class Recipe(Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The sections of a YAML file; what is no YAML, or no sections, is refused by file and line."""
-    with path.open("rb") as file:  # which names the file in errors
-        try:
-            values = yaml.safe_load(file)
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        got = "an empty file" if values is None else f"a {type(values).__name__}"
-        raise ValueError(f"{path} holds {got}, expected keys and values, as `eagle recipes tiny/eagle1` prints them")
-    return values
+def recipe_parser(program: str, about: str | None) -> argparse.ArgumentParser:
+    """An empty command line, on which a key of a recipe that is given as an option is told as an override."""
+    sections = {name: type_of_key(Recipe, name).model_fields for name in Recipe.model_fields}
+    return RecipeParser(prog=program, description=about, sections=sections)
 
 
 def command_line(program: str, about: str | None) -> argparse.ArgumentParser:
     """The command line that all stages share: a recipe and its overrides."""
-    parser = argparse.ArgumentParser(prog=program, description=about)
+    parser = recipe_parser(program, about)
     parser.add_argument("recipe", metavar="RECIPE", help="a file, or a name that `eagle recipes` lists")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the recipe")
     return parser
 
 
-def lay_over(values: dict[str, Any], override: str) -> None:
-    """Set one `key.sub=value` in nested values, in place."""
-    key, equals, value = override.partition("=")
-    if not equals:
-        raise ValueError(f"override {override!r}: expected key.sub=value")
-    *parents, last = key.split(".")
-    for parent in parents:
-        values = values.setdefault(parent, {})
-        if not isinstance(values, dict):
-            raise ValueError(f"override {override!r}: {parent} holds a value, not a section")
-    try:
-        values[last] = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        problem = getattr(error, "problem", None) or error
-        raise ValueError(f"override {override!r}: its value is no YAML: {problem}; quote it") from None
+def parse_train(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments of `eagle train`; `recipe` is None where the command line names none."""
+    words = [word for word in argv if not word.startswith("-")]
+    has_recipe = bool(words) and "=" not in words[0]
+    parser = command_line("eagle train", None)
+    parser.usage = "eagle train [RECIPE] [key=value ...] [--check] [options]"
+    parser.add_argument("--check", action="store_true", help="try every stage on two batches, and stop")
+    args = parser.parse_intermixed_args(argv if has_recipe else ["", *argv])
+    args.recipe = args.recipe or None
+    return args

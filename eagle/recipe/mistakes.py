@@ -24,7 +24,7 @@ def _explain(model: type[BaseModel], mistake: Any, source: str) -> str:
         return f"{source}: {path}: got {_shorten(mistake['input'])}; {mistake['msg']}"
     owner: Any = model
     for key in mistake["loc"][:-1]:
-        owner = _type_of_key(owner, key)
+        owner = type_of_key(owner, key)
     known = ", ".join(owner.model_fields)
     near = _nearest_key(str(mistake["loc"][-1]), owner.model_fields)
     return f"{source}: unknown key {path}{f': did you mean {near}? Known' if near else '. Known'} here are {known}"
@@ -55,7 +55,7 @@ def _nearest_key(name: str, keys: Iterable[str]) -> str | None:
     return names[near[0]] if near else None
 
 
-def _type_of_key(owner: Any, key: Any) -> Any:
+def type_of_key(owner: Any, key: Any) -> Any:
     """The section or mapping type that a section or a mapping holds under this key."""
     annotation = get_args(owner)[1] if get_origin(owner) is dict else owner.model_fields[key].annotation
     if get_origin(annotation) is dict:

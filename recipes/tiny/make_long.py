@@ -116,9 +116,9 @@ def make_long(start: Path, out: Path, steps: int) -> dict[str, float]:
 def main(argv: list[str]) -> None:
     """Make the target and print the perplexities."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--start", type=Path, default=Path("runs/tiny"))
-    parser.add_argument("--out", type=Path, default=Path("runs/tiny-long"))
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--start", type=Path, default=Path("runs/tiny"), help="the folder of the tiny target")
+    parser.add_argument("--out", type=Path, default=Path("runs/tiny-long"), help="the folder to write")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of training")
     args = parser.parse_args(argv)
     report = make_long(args.start, args.out, args.steps)
     print(f"held-out perplexity at 8k {report['perplexity_before']:.1f} before, {report['perplexity']:.1f} after")

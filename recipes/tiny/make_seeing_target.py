@@ -186,7 +186,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", default=OUT, help=f"default: {OUT}")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"default: {STEPS}")
     parser.add_argument("--images", type=int, default=IMAGES, help=f"to train heads on; default: {IMAGES}")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data")
     args = parser.parse_args(argv)
     if min(args.steps, args.images) < 1:
         parser.error(f"got --steps {args.steps} and --images {args.images}, expected at least 1")

@@ -266,7 +266,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--model", choices=MODELS, default="llama", help="hybrid: half of the layers linear attention")
     parser.add_argument("--out", help="default: runs/tiny, of stories runs/demo; of a hybrid runs/tiny-hybrid")
     parser.add_argument("--steps", type=int, help="default: 400, of stories 150")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data")
     args = parser.parse_args(argv)
     report = make_target(args.out, args.steps, args.seed, corpus=args.corpus, model=args.model)
     if args.corpus == "stories":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,16 @@ def test_the_inspector_shows_and_escapes(recipe: Recipe, tmp_path: Path, capsys:
     assert "&lt;" in page and "<b>" not in page and "\ufffd" not in page
     assert all(text in page for text in ("日", "😀", "<mark title=", "conversations</td><td>2<"))
     shown = capsys.readouterr().out
-    assert all(text in shown for text in ("日本語 😀", "supervised", "tokens of an example"))
+    assert all(text in shown for text in ("日本語 😀", "supervised", "tokens of an example", "⟦", "between ⟦ and ⟧"))
+
+
+def test_marks_stand_around_what_is_supervised_where_no_colour_is_shown(using: Callable[[str], Any]) -> None:
+    """As in a pipe; one pair for each answer."""
+    tokenizer = using("chatml")
+    (example,) = examples_of(TWO, tokenizer, section(), Tally())
+    shown = inspect_mask.colour_supervised(example, tokenizer, coloured=False).plain
+    assert re.findall("⟦(.*?)⟧", shown, re.DOTALL) == [" One. \n<|end|>", "Two.<|end|>"]
+    assert shown.translate({ord(mark): None for mark in "⟦⟧"}) == tokenizer.decode(example.tokens)
 
 
 def test_the_inspector_fails_on_a_wrong_mask(

@@ -92,6 +92,13 @@ def test_rows_of_the_page_are_what_the_command_prints() -> None:
         assert printed.splitlines()[-1] in page
 
 
+def test_overrides_are_laid_over_a_recipe_that_is_forecast() -> None:
+    """As every other verb does; without a store nothing is on the disk."""
+    path = "recipes/vicuna-7b/eagle1.yaml"
+    row = of_recipes([path, "features.store=null"]).splitlines()[-1]
+    assert f"| `{path}` |" in row and "| none |" in row and "| none |" not in of_recipes([path])
+
+
 def test_zero_saves_what_it_splits() -> None:
     """Beyond its bucket a rank keeps weights, or nothing, whole: 16 bytes of each weight, and a copy's 4, are split."""
     bucket = 4 * module.ZERO_BUCKET
