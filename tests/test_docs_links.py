@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,23 @@ def test_a_broken_link_of_the_site_is_seen(tmp_path: Path) -> None:
         "index.html#bottom: no such anchor",
         "b.svg: no such file",
     ]
+
+
+def repeated_keys(text: str) -> list[str]:
+    """The rows of tables of keys that name the same key of the same methods again."""
+    repeated = []
+    for table in re.findall(r"^\| key of .*\n(?:\|.*\n)+", text, re.MULTILINE):
+        rows = [tuple(cell.strip() for cell in row.split("|")[1:3]) for row in table.splitlines()[2:]]
+        repeated += [" of ".join(row) for row, times in Counter(rows).items() if times > 1]
+    return repeated
+
+
+def test_no_table_of_keys_names_one_twice() -> None:
+    """Of all pages; a planted repetition is seen."""
+    pages = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
+    assert sum("\n| key of " in page for page in pages) >= 2
+    assert [line for page in pages for line in repeated_keys(page)] == []
+    assert repeated_keys("| key of x | of | y |\n|---|---|---|\n| a | b | 1 |\n| a | b | 2 |\n") == ["a of b"]
 
 
 def test_every_page_has_a_place_in_the_navigation() -> None:

@@ -58,17 +58,29 @@ def describe_reached(kind: str, tokens: int, head: Module, path: Path = CURVES) 
     if (curve := read_curves(path).get(kind)) is None or not tokens or not weights:
         return None
     reached, source = tokens / weights, f"on the reference target ({path.name})"
-    counted = f"{tokens:,} supervised tokens are {reached:.2g} for each of {weights:,} weights"
-    first, last = curve.per_weight[0], curve.per_weight[-1]
-    if reached < first:
-        return f"{counted}, fewer than the {first:.2g} from which on {kind} was measured {source}: train longer"
-    if reached >= last:
-        return f"{counted}, as many as {kind} was measured with {source}, or more: {last:.2g}"
-    ahead = min(last, reached * 2**FAR)
+    counted = f"{tokens:,} supervised tokens"
+    first, last = (_round(per_weight * weights) for per_weight in (curve.per_weight[0], curve.per_weight[-1]))
+    if reached < curve.per_weight[0]:
+        return (
+            f"{counted} are few: {kind} was measured {source} with what are {first} to {last} tokens for a head of "
+            f"this size ({weights:,} weights): train longer"
+        )
+    if reached >= curve.per_weight[-1]:
+        return (
+            f"{counted} are as many as {kind} was measured with {source}, or more: there what are {last} for a head of "
+            f"this size ({weights:,} weights)"
+        )
+    ahead = min(curve.per_weight[-1], reached * 2**FAR)
     gained, later = curve.at(reached) - 1, curve.at(ahead) - 1
     slope = (later - gained) / log2(ahead / reached)
     advice = "train longer" if slope > WORTH * gained else "more tokens bring little"
     return (
-        f"{counted}; {source} {kind} there gained {gained / later:.0%} of what it gained with {ahead / reached:.3g} "
-        f"times the tokens, {slope:+.2f} accepted tokens a doubling: {advice}"
+        f"{counted} for {weights:,} weights: with as many for each weight, {kind} had {gained / later:.0%} of the "
+        f"accepted drafts that it had with {ahead / reached:.3g} times as many, {source}; a doubling brought "
+        f"{slope:+.2f} accepted tokens: {advice}"
     )
+
+
+def _round(count: float) -> str:
+    """A number of tokens with two digits that count."""
+    return f"{float(f'{count:.2g}'):,.0f}"

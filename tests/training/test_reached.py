@@ -31,12 +31,15 @@ def curves(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("tokens", "says"),
     [
-        (10, "10 supervised tokens are 0.5 for each of 20 weights, fewer than the 1 from which on some was measured"),
-        (20, "gained 49% of what it gained with 8 times the tokens, \\+0.17 accepted tokens a doubling: train longer"),
-        (40, "gained 74% of what it gained with 4 times the tokens, \\+0.14 accepted tokens a doubling: train longer"),
-        (80, "gained 98% of what it gained with 2 times the tokens, \\+0.02 .* a doubling: more tokens bring little"),
-        (160, "as many as some was measured with .*, or more: 8"),
-        (999, "as many as some was measured with .*, or more: 8"),
+        (
+            10,
+            r"^10 supervised tokens are few: some was measured on .* 20 to 160 tokens .*: train longer$",
+        ),
+        (20, r"^20 .* 20 weights: .* 49% of the .* 8 times as many, .* brought \+0\.17 accepted tokens: train longer$"),
+        (40, r"had 74% of the .* with 4 times as many, .* brought \+0\.14 accepted tokens: train longer$"),
+        (80, r"had 98% of the .* with 2 times as many, .* brought \+0\.02 accepted tokens: more tokens bring little$"),
+        (160, "as many as some was measured with .*, or more: there what are 160 for"),
+        (999, "as many as some was measured with .*, or more: there what are 160 for"),
     ],
 )
 def test_it_is_read_off_the_curve(tokens: int, says: str, curves: Path) -> None:
@@ -46,6 +49,13 @@ def test_it_is_read_off_the_curve(tokens: int, says: str, curves: Path) -> None:
     assert said is not None
     assert re.search(says, said), said
     assert curves.name in said
+
+
+def test_no_figure_is_written_in_powers_of_ten(curves: Path) -> None:
+    """Also of few tokens and many weights."""
+    said = describe_reached("some", 453, nn.Linear(4000, 5880), curves)
+    assert said is not None and "24,000,000 to 190,000,000 tokens" in said
+    assert not re.search(r"\de[+-]\d|0\.0\d", said)
 
 
 def test_nothing_is_said_without_a_curve(curves: Path, tmp_path: Path) -> None:
