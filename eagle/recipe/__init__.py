@@ -205,9 +205,7 @@ class MeasuredSection(Section):
 class EvalSection(Section):
     """The prompts to decode, the drafters and the limits."""
 
-    prompts: str | dict[str, str] | None = (
-        None  # a file, a folder or a hub dataset; several by name; null: data.heldout
-    )
+    prompts: str | dict[str, str] | None = None  # a file, folder or hub dataset; several by name; else data.heldout
     split: str = "train"  # the split of a hub dataset
     count: int = Field(8, ge=1)  # prompts of each set, evenly over its tasks
     max_new_tokens: int = Field(64, ge=1)  # tokens of one answer
