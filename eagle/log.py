@@ -32,6 +32,7 @@ from rich.table import Column
 from rich.text import Text
 
 from eagle.progress_lines import ProgressLines, describe_rate
+from eagle.web import hide_users
 
 Item = TypeVar("Item")
 WIDE = 100  # columns of a terminal that has room for a bar
@@ -72,6 +73,7 @@ def script(main: Callable[[list[str]], Any], argv: list[str] | None = None, stat
         sentence = describe_error(error)
         if sentence is None:  # a bug, not a message; or an end with a status
             raise
+        sentence = hide_users(sentence)
         if not leave_message(sentence):
             print(f"error: {sentence}", file=sys.stderr, flush=True)
         sys.exit(status)

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = {  # a file may import lower floors, and files of its own room
-    **dict.fromkeys(("eagle.shipped", "eagle.progress_lines"), -1),
+    **dict.fromkeys(("eagle.shipped", "eagle.web", "eagle.progress_lines"), -1),
     **dict.fromkeys(("eagle.recipe", "eagle.log", "eagle.disk", "eagle.device", "eagle.markup"), 0),
     "eagle.core": 1,
     "eagle.target": 2,

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timezone
 from email.message import Message
 from email.utils import parsedate_to_datetime
 from enum import Enum
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.request import HTTPHandler, HTTPSHandler, Request, build_opener
+from urllib.request import Request
 
 from eagle.recipe import RegenerateSection
+from eagle.web import hide_users, make_opener
 
 SHOWN = 300  # characters of a server's own words in a reason
+LARGEST = 1 << 28  # bytes of a reply, which is held whole: no answer with its probabilities is that long
+SCHEMES = ("", "basic", "bearer")  # of a key, as it may stand before it
 
 
 class Kind(Enum):
@@ -25,7 +27,7 @@ class Kind(Enum):
     REFUSED = "refused"  # this server will not answer this request
     ODD = "odd"  # an error inside the server, or a reply that is none: perhaps of this request alone
     BUSY = "busy"  # the server asks for a pause
-    SILENT = "silent"  # it took the request, and no word came within the timeout
+    SILENT = "silent"  # it took the request, and no whole reply came within the timeout
     AWAY = "away"  # no connection: the request has not reached it
 
 
@@ -40,10 +42,11 @@ class Failure(ConnectionError):
 def check_key(key: str, variable: str) -> str:
     """The key as a header may hold it; it is named by its variable alone."""
     key = key.strip()
-    if not (key.isascii() and key.isprintable()) or " " in key:
+    scheme = key.rpartition(" ")[0]
+    if not (key.isascii() and key.isprintable()) or scheme.lower() not in SCHEMES:
         raise ValueError(
             f"the environment variable {variable} holds characters that no API key has, expected printable ASCII "
-            "without spaces: set it to the key alone"
+            "without spaces: set it to the key alone, or to Basic and the base64 of USER:PASSWORD"
         )
     return key
 
@@ -54,7 +57,7 @@ class Transport:
     def __init__(self, url: str, section: RegenerateSection, key: str = "") -> None:
         self.url, self.section = url.rstrip("/"), section
         self.key = check_key(key, section.key_variable)
-        self.opener = build_opener(*connect_within(section.connect_timeout))
+        self.opener = make_opener(section.connect_timeout)
 
     def send(self, path: str, payload: dict[str, Any] | None = None, timeout: float | None = None) -> Any:
         """The JSON of the reply to a POST, or to a GET without payload."""
@@ -63,14 +66,18 @@ class Transport:
         try:
             request = Request(self.url + path, body, {"Content-Type": "application/json"})
             if self.key:  # which a redirection must not take to another host
-                request.add_unredirected_header("Authorization", f"Bearer {self.key}")
+                named = self.key if " " in self.key else f"Bearer {self.key}"
+                request.add_unredirected_header("Authorization", named)
             with self.opener.open(request, timeout=timeout) as reply:
-                return json.load(reply)
+                text = reply.read(LARGEST + 1)
+            if len(text) > LARGEST:
+                raise ValueError(f"a reply of more than {LARGEST:,} bytes")
+            return json.loads(text)
         except HTTPError as error:
             with error:
                 raise self._failure_of(error, path) from None
         except TimeoutError:
-            reason = f"silent for {timeout:g} s: is it stuck? If an answer may take longer, raise regenerate.timeout"
+            reason = f"no whole reply in {timeout:g} s: is it stuck? If one may take longer, raise regenerate.timeout"
             raise self.failure(f"{path}: {reason}", Kind.SILENT) from None
         except (OSError, HTTPException, ValueError, RecursionError) as error:
             kind = Kind.AWAY if isinstance(error, URLError) else Kind.ODD
@@ -78,7 +85,9 @@ class Transport:
 
     def failure(self, reason: str, kind: Kind, pause: float = 0.0) -> Failure:
         """A failure of this address; a server may repeat the key that it was given, and here it ends."""
-        reason = f"{self.url}{reason}".replace(self.key, "***") if self.key else f"{self.url}{reason}"
+        reason = hide_users(f"{self.url}{reason}")
+        secret = self.key.rpartition(" ")[2]
+        reason = reason.replace(secret, "***") if secret else reason
         return Failure(reason if len(reason) <= SHOWN else f"{reason[:SHOWN]} ...", kind, pause)
 
     def _failure_of(self, error: HTTPError, path: str) -> Failure:
@@ -114,30 +123,3 @@ def parse_date(text: str) -> datetime | None:
     except (TypeError, ValueError, IndexError, OverflowError):
         return None
     return date if date.tzinfo else date.replace(tzinfo=timezone.utc)
-
-
-def connect_within(seconds: float) -> tuple[HTTPHandler, HTTPSHandler]:
-    """Handlers whose connections have a limit of their own until they stand."""
-
-    def connect(connection: HTTPConnection, connect: Callable[[], None]) -> None:
-        silence, connection.timeout = connection.timeout, seconds
-        connect()
-        connection.sock.settimeout(silence)
-
-    class Plain(HTTPConnection):
-        def connect(self) -> None:
-            connect(self, super().connect)
-
-    class Secure(HTTPSConnection):
-        def connect(self) -> None:
-            connect(self, super().connect)
-
-    class PlainHandler(HTTPHandler):
-        def http_open(self, request: Request) -> Any:
-            return self.do_open(Plain, request)
-
-    class SecureHandler(HTTPSHandler):
-        def https_open(self, request: Request) -> Any:
-            return self.do_open(Secure, request)
-
-    return PlainHandler(), SecureHandler()

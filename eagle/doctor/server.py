@@ -6,11 +6,12 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from urllib.error import URLError
-from urllib.request import urlopen
+from http.client import HTTPException
+
+from eagle.web import check_address, make_opener
 
 ENOUGH = 0.9  # of what drafts were expected to add
-SECONDS = 10  # until a server that does not answer is given up
+SECONDS = 10  # in which a server must give its whole page
 SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*?)(?:_total)?(?:\{(.*)\})?\s+(\S+)")
 POSITION = re.compile(r'position="(\d+)"')
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
@@ -55,13 +56,12 @@ class ServerCounts:
 
 def read_server(url: str) -> ServerCounts:
     """The counters of a running vLLM or SGLang."""
+    check_address(url, "the server", "show its metrics without one")
     address = url if url.rstrip("/").endswith("/metrics") else f"{url.rstrip('/')}/metrics"
-    if not address.startswith(("http://", "https://")):
-        raise ValueError(f"the server is {url!r}, expected an address such as http://localhost:8000")
     try:
-        with urlopen(address, timeout=SECONDS) as answer:
+        with make_opener().open(address, timeout=SECONDS) as answer:
             text = answer.read().decode("utf-8", "replace")
-    except (URLError, OSError) as error:
+    except (OSError, HTTPException) as error:
         raise ValueError(f"no metrics at {address}: {error}; SGLang shows them with --enable-metrics") from None
     return parse_metrics(text, address)
 

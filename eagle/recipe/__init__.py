@@ -15,6 +15,7 @@ from eagle.recipe.command_lines import RecipeParser
 from eagle.recipe.mistakes import parse_section, type_of_key
 from eagle.recipe.values import lay_over, read_yaml
 from eagle.shipped import find_recipe, move_to_target
+from eagle.web import check_address
 
 
 class Section(BaseModel):
@@ -67,7 +68,7 @@ class RegenerateSection(Section):
     model: str | None = None  # the model to ask a server for; by default the one it lists that is the target
     key_variable: str = "EAGLE_API_KEY"  # the environment variable with the servers' API key, if they want one
     in_flight: int = Field(32, ge=1)  # requests to each server at a time
-    timeout: float = Field(600.0, gt=0)  # seconds for which a server may be silent: an answer is sent when it is whole
+    timeout: float = Field(600.0, gt=0)  # seconds in which a server must give a whole answer
     connect_timeout: float = Field(10.0, gt=0)  # seconds in which a server must take a connection, and list its models
     attempts: int = Field(6, ge=1)  # how often an answer is asked for before its conversation counts as failed
     batch_size: int = Field(16, ge=1)  # conversations decoded at a time, without an endpoint
@@ -80,6 +81,15 @@ class RegenerateSection(Section):
     keep_truncated: bool = True  # learn from answers that were cut off, too: what they say, and no end
     samples: int = Field(1, ge=1)  # conversations made of each one, with other answers; needs a temperature above 0
     reasoning: Literal["keep", "drop"] = "keep"  # what a server tells apart as the reasoning before an answer
+
+    @model_validator(mode="after")
+    def _check_addresses(self) -> RegenerateSection:
+        """A recipe is copied to runs and cards: it names servers, and never holds their keys."""
+        addresses = [self.endpoint] if isinstance(self.endpoint, str) else self.endpoint or ()
+        instead = f"set the environment variable {self.key_variable} to the key, or to Basic and base64"
+        for address in addresses:
+            check_address(address, "regenerate.endpoint", f"{instead} of USER:PASSWORD")
+        return self
 
 
 class FeaturesSection(Section):

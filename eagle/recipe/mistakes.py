@@ -9,13 +9,16 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from eagle.web import hide_users
+
 
 def parse_section(model: type[BaseModel], values: Any, source: str) -> Any:
     """The values as an instance of `model`; the error names each mistake, and the nearest key to an unknown one."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise ValueError("\n".join(_explain(model, mistake, source) for mistake in error.errors())) from None
+        mistakes = "\n".join(_explain(model, mistake, source) for mistake in error.errors())
+        raise ValueError(hide_users(mistakes)) from None
 
 
 def _explain(model: type[BaseModel], mistake: Any, source: str) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from eagle.web import hide_users
+
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The sections of a YAML file; what is no YAML, or no sections, is refused by file and line."""
@@ -25,14 +27,14 @@ def lay_over(values: dict[str, Any], override: str) -> None:
     """Set one `key.sub=value` in nested values, in place."""
     key, equals, value = override.partition("=")
     if not equals:
-        raise ValueError(f"override {override!r}: expected key.sub=value")
+        raise ValueError(f"override {hide_users(override)!r}: expected key.sub=value")
     *parents, last = key.split(".")
     for parent in parents:
         values = values.setdefault(parent, {})
         if not isinstance(values, dict):
-            raise ValueError(f"override {override!r}: {parent} holds a value, not a section")
+            raise ValueError(f"override {hide_users(override)!r}: {parent} holds a value, not a section")
     try:
         values[last] = yaml.safe_load(value)
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or error
-        raise ValueError(f"override {override!r}: its value is no YAML: {problem}; quote it") from None
+        raise ValueError(f"override {hide_users(override)!r}: its value is no YAML: {problem}; quote it") from None

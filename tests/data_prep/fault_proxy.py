@@ -15,7 +15,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 Rule = Callable[[int, dict[str, Any]], str | None]  # the number of a POST and its request -> the name of a fault
-FAULTS = ("429", "500", "503", "hang", "hang mid-body", "hang up", "reset", "cut", "empty", "error", "utf8", "html")
+HANGING = ("hang", "hang mid-body", "hang dripping", "hang in the head")
+FAULTS = ("429", "500", "503", *HANGING, "hang up", "reset", "cut", "empty", "error", "utf8", "html")
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 
@@ -44,9 +45,14 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(
                 int(fault), json.dumps({"error": f"refused {self.headers.get('Authorization')}"}).encode()
             )
-        if fault.startswith("hang") and fault != "hang up":
+        if fault in HANGING:
             if fault == "hang mid-body":
                 self.wfile.write(HEAD + b'Content-Length: 999\r\n\r\n{"choices": [')
+            drop = {"hang dripping": b" ", "hang in the head": b"X"}.get(fault)
+            if fault == "hang dripping":
+                self.wfile.write(HEAD + b"\r\n")
+            while drop is not None and not self.server.released.wait(0.05):
+                self.wfile.write(drop)
             self.server.released.wait(60)
         elif fault == "reset":
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -24,6 +24,7 @@ from data_prep.regenerate import answer_all, main
 from data_prep.servers.health import Backoff, Health
 from data_prep.servers.transport import Failure, Kind, Transport, check_key, pause_in
 from eagle import Target
+from eagle.log import script
 from eagle.recipe import DataSection
 from tests.data_prep.fault_proxy import FAULTS, faults_before
 from tests.data_prep.stub_servers import TINY, completion, echo, pool_at, section_of, serving, talk
@@ -108,8 +109,8 @@ def test_a_hung_server_is_noticed_within_its_timeout(
         failed = regenerate(tmp_path / "out", jobs_of(40), tiny_target, proxy.url, timeout=0.5, attempts=3)
         assert len(failed) == 40 and not asked and proxy.posts <= 3 + 2
     printed = capsys.readouterr().err
-    assert printed.count("silent for 0.5 s: is it stuck?") == 1 and "raise regenerate.timeout" in printed
-    assert all("silent for 0.5 s" in reason for reason in failed.values())
+    assert printed.count("no whole reply in 0.5 s: is it stuck?") == 1 and "raise regenerate.timeout" in printed
+    assert all("no whole reply in 0.5 s" in reason for reason in failed.values())
 
 
 def test_a_connection_that_never_stands_has_a_limit_of_its_own() -> None:
@@ -128,6 +129,39 @@ def test_a_connection_that_never_stands_has_a_limit_of_its_own() -> None:
         assert raised.value.kind is Kind.AWAY and time.monotonic() - begun < 30
         for one in waiting:
             one.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("http://ann:sk-secret@host:8000/v1", "holds a user or a key"),
+        ("http://sk-secret@host/v1", "holds a user or a key"),
+        ("http://ann:sk/sk-secret@host/v1", "holds a user or a key"),
+        ("ann:sk-secret@host/v1", "expected an address such as"),
+        ({"one": "http://ann:sk-secret@host/v1"}, "regenerate.endpoint"),
+        (["http://host/v1", "https://ann:sk-secret@host/v1"], "holds a user or a key"),
+    ],
+)
+def test_a_key_in_an_address_is_refused_and_not_shown(
+    address: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A recipe goes to runs and cards, and so does what it holds: the key belongs into the environment."""
+    with pytest.raises(SystemExit):
+        script(main, [*recipe_of(tmp_path, tmp_path, address, 1)])
+    printed = "".join(capsys.readouterr())
+    assert said in printed and "secret" not in printed
+    with pytest.raises(SystemExit):
+        script(main, [str(TINY), f"regenerate={{endpoint: {address}, wrong: [}}"])
+    assert "secret" not in "".join(capsys.readouterr()) or "://" not in str(address)
+
+
+def test_a_key_may_be_that_of_a_user() -> None:
+    """`Basic` and base64 in the variable, for servers behind such a gate; it is hidden as any key is."""
+    with serving(lambda _: {"error": "no, c2VjcmV0"}) as (url, _), faults_before(url) as proxy:
+        pool = pool_at(section_of(Path("-"), endpoint=proxy.url, attempts=1), key="Basic c2VjcmV0")
+        with pytest.raises(Failure) as raised:
+            pool.endpoints[0]._ask(prompt())
+        assert proxy.heard[-1]["Authorization"] == "Basic c2VjcmV0" and "c2VjcmV0" not in str(raised.value)
 
 
 def recipe_of(target_dir: Path, folder: Path, url: Any, count: int, **fields: Any) -> list[str]:

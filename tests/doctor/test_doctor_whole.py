@@ -198,6 +198,9 @@ def test_sglang_is_read(server: Callable[[str], str]) -> None:
         read_server(server("up 1\n"))
     with pytest.raises(ValueError, match="no metrics at"):
         read_server("http://127.0.0.1:9")
+    with pytest.raises(ValueError, match="a user or a key") as raised:
+        read_server("http://ann:secret@127.0.0.1:9")
+    assert "secret" not in str(raised.value)
     with pytest.raises(ValueError, match="expected an address"):
         read_server("localhost:8000")
 

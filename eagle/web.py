@@ -1,0 +1,94 @@
+"""Requests to servers that end in time, and addresses whose users and keys are shown to nobody."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from http.client import HTTPConnection, HTTPResponse, HTTPSConnection
+from io import BufferedReader, RawIOBase
+from time import monotonic
+from typing import Any
+from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, Request, build_opener
+
+# a password may hold a slash that was not escaped: what follows a colon and is no port belongs to it
+USER = re.compile(r"(?<=://)(?:[^/\s]*@|[^/\s:@\[]+:(?!\d+(?:[/\s]|$))\S*@)")
+
+
+def hide_users(text: str) -> str:
+    """The text with asterisks in place of users and passwords in its addresses."""
+    return USER.sub("***@", text)
+
+
+def check_address(address: str, name: str, instead: str) -> str:
+    """The address of a server; one that holds a user or a key is refused without showing it."""
+    if not address.lower().startswith(("http://", "https://")):
+        given = "no address" if "@" in address else repr(address)  # what stands before an @ may be a key
+        raise ValueError(f"{name} is {given}, expected an address such as http://localhost:8000/v1")
+    if USER.search(address):
+        raise ValueError(f"{name} holds a user or a key before its @, where others would read it: {instead}")
+    return address
+
+
+class ReaderUntil(RawIOBase):
+    """What a socket receives until a deadline, however often a byte comes."""
+
+    def __init__(self, sock: Any, raw: Any, deadline: float) -> None:
+        self.sock, self.raw, self.deadline = sock, raw, deadline
+
+    def readable(self) -> bool:
+        """Whether it can be read."""
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        """Receive some bytes; a TimeoutError at the deadline."""
+        left = self.deadline - monotonic()
+        if left <= 0:
+            raise TimeoutError("the deadline has passed")
+        self.sock.settimeout(left)
+        return self.raw.readinto(buffer)  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Close the socket's file, too."""
+        self.raw.close()
+        super().close()
+
+
+class ResponseUntil(HTTPResponse):
+    """A response that must be whole by a deadline: its head is read by the same rule as its body."""
+
+    def __init__(self, sock: Any, *args: Any, deadline: float, **kwargs: Any) -> None:
+        super().__init__(sock, *args, **kwargs)
+        self.fp = BufferedReader(ReaderUntil(sock, self.fp.detach(), deadline))
+
+
+def make_opener(connect_seconds: float | None = None) -> OpenerDirector:
+    """An opener for which `timeout` limits a whole request, and `connect_seconds` the time until a connection stands.
+
+    The timeout of Python's own opener limits a silence: a server that sends a byte a second would never end.
+    """
+
+    def connect(connection: Any, connect_socket: Callable[[], None]) -> None:
+        seconds = connection.timeout
+        connection.response_class = partial(ResponseUntil, deadline=monotonic() + seconds)
+        connection.timeout = seconds if connect_seconds is None else connect_seconds
+        connect_socket()
+        connection.sock.settimeout(seconds)
+
+    class Plain(HTTPConnection):
+        def connect(self) -> None:
+            connect(self, super().connect)
+
+    class Secure(HTTPSConnection):
+        def connect(self) -> None:
+            connect(self, super().connect)
+
+    class PlainHandler(HTTPHandler):
+        def http_open(self, request: Request) -> Any:
+            return self.do_open(Plain, request)
+
+    class SecureHandler(HTTPSHandler):
+        def https_open(self, request: Request) -> Any:
+            return self.do_open(Secure, request)
+
+    return build_opener(PlainHandler(), SecureHandler())
