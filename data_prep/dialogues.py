@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_prep.chats.images import MARK, Source, for_template
-from data_prep.chats.marks import CUT_OFF
+from data_prep.chats.marks import CUT_OFF, is_broken
 from data_prep.chats.records import Conversation, says_something
 from data_prep.image_texts import as_text, with_images
 from data_prep.servers.answers import FILTERED, TRUNCATED, Answer, Dialogue, Prompt
-from data_prep.servers.sampler_check import is_broken
 from data_prep.tokens import IMAGES
 from eagle.recipe import DataSection, RegenerateSection
 

@@ -8,7 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_prep.chats.images import Source, pick_images, take_images
-from data_prep.chats.marks import CUT_OFF, is_truncated, medium_in, unfinished_reason, weight_of
+from data_prep.chats.marks import (
+    CUT_OFF,
+    LISTED_FINISHES,
+    is_broken,
+    is_truncated,
+    medium_in,
+    notes_of_marks,
+    tag_in,
+    unfinished_reason,
+    weight_of,
+    with_names,
+)
 from data_prep.chats.turns import (
     ASSISTANT,
     SYSTEM,
@@ -64,6 +75,8 @@ def conversation_of(
         turns = turns_of(record, notes)
         if answered:
             check_wanted(record)
+            turns = _with_reasons(turns, record, notes)
+            notes |= notes_of_marks(record, turns)
         messages = _trim(_messages_of(turns, notes, answered), notes, answered)
         if shown:
             messages, shown = pick_images(messages, shown)
@@ -77,8 +90,25 @@ def conversation_of(
     return conversation, notes
 
 
+def _with_reasons(turns: list[Any], record: dict[str, Any], notes: set[str]) -> list[Any]:
+    """The turns with the reasons of a list beside them, which has one for each answer."""
+    reasons = next((value for _, value in with_names(record, LISTED_FINISHES)), None)
+    if not isinstance(reasons, list) or "sampling" in record:  # `eagle regenerate` weighs its answers itself
+        return turns
+    places = [place for place, turn in enumerate(turns) if _is_spoken_by(ASSISTANT, turn)]
+    if len(places) == len(reasons):
+        given = dict(zip(places, reasons, strict=True))
+        return [{"finish_reason": given[place], **turn} if place in given else turn for place, turn in enumerate(turns)]
+    if any(unfinished_reason({"finish_reason": reason}) for reason in reasons):
+        notes.add("finish reasons that are not one for each answer: not read")
+    return turns
+
+
 def _messages_of(turns: list[Any], notes: set[str], answered: bool) -> list[dict[str, Any]]:
-    """The messages up to the first that is empty or broken off; before the first question such are left out."""
+    """The messages up to the first that is empty or broken off; before the first question such are left out.
+
+    An empty answer is left out with its question, as nobody has read it: what is said later follows whole turns.
+    """
     messages: list[dict[str, Any]] = []
     for place, turn in enumerate(turns):
         message = message_of(turn)
@@ -94,17 +124,53 @@ def _messages_of(turns: list[Any], notes: set[str], answered: bool) -> list[dict
             message["weight"] = 0
         elif is_answer and answered and message.get("weight") == 0:
             notes.add("an answer is marked as not to be learned")
+        elif is_answer and answered and not broken_off and _has_broken_text(message, truncated, messages):
+            notes.add("an answer with broken characters (U+FFFD) is not learned")
+            message["weight"] = 0
+        if tag := tag_in(message["content"]):
+            notes.add(f"a tag that may stand for a medium is taken as text: {tag}")
         if (is_answer and not answered) or (says_something(message) and not broken_off):
             messages.append(message)
         elif role == SYSTEM:
             notes.add("empty system turn removed")
+        elif role == TOOL and messages and "tool_calls" in messages[-1]:
+            messages.append(message)  # a call that gives nothing back
+        elif is_answer and not broken_off and _goes_on(messages, turns[place + 1 :]):
+            while messages and messages[-1]["role"] == USER:
+                messages.pop()
+            notes.add("a question with an empty answer is left out")
         elif not any(before["role"] == USER for before in messages):
             notes.add(f"leading {role} turns cut")
         else:
             _check_first_answer(messages, turns[place:], finish if broken_off else None)
-            notes.add(f"cut at an answer that was broken off: {finish}" if broken_off else "cut at an empty turn")
+            loses_answers = any(_is_spoken_by(ASSISTANT, later) for later in turns[place + 1 :])
+            if broken_off:
+                notes.add(f"cut at an answer that was broken off: {finish}")
+            elif loses_answers:
+                notes.add(f"cut at an empty turn of the {role}, on which later answers depend")
+            else:
+                notes.add("cut at an empty turn")
             break
     return messages
+
+
+def _goes_on(messages: list[dict[str, Any]], later: list[Any]) -> bool:
+    """Whether an empty answer here stands between two questions, of which the first may be left out."""
+    return bool(messages) and messages[-1]["role"] == USER and bool(later) and _is_spoken_by(USER, later[0])
+
+
+def _is_spoken_by(role: str, turn: Any) -> bool:
+    """Whether a turn has this role; one that has none is cut away, and no error."""
+    try:
+        return role_of(turn)[0] == role
+    except Dropped:
+        return False
+
+
+def _has_broken_text(message: dict[str, Any], truncated: bool, before: list[dict[str, Any]]) -> bool:
+    """Whether an answer or its reasoning has characters that were lost when it was written down."""
+    text = message.get("reasoning_content", "") + message["content"]
+    return is_broken(text, "length" if truncated else "stop", before)
 
 
 def _check_first_answer(messages: list[dict[str, Any]], cut_turns: list[Any], broken_off: str | None) -> None:
@@ -153,13 +219,7 @@ def _check_text(conversation: Conversation) -> None:
 
 def message_of(turn: Any) -> dict[str, Any]:
     """The turn's role, content, reasoning, tool calls and, where it has one, its weight."""
-    if not isinstance(turn, dict):
-        raise Dropped("a turn that is not an object")
-    speaker = first_of(turn, "from", "role")
-    speaker = speaker.strip().lower() if isinstance(speaker, str) else speaker
-    role = ROLES.get(speaker) if isinstance(speaker, str) else None
-    if role is None:
-        raise Dropped("a turn without a role" if speaker is None else f"unknown role {describe(speaker)!r}")
+    role, speaker = role_of(turn)
     check_media(turn)
     content = first_of(turn, "value", "content", "text")
     text, reasoning, calls = ("", "", calls_of(content, "function_call")) if speaker in CALLS else parts_of(content)
@@ -173,6 +233,18 @@ def message_of(turn: Any) -> dict[str, Any]:
     message.update({key: _text(turn.get(key), key) for key in ("name", "tool_call_id")})
     message = {key: value for key, value in message.items() if value or key == "content"}
     return message | _weight(turn) if role == ASSISTANT else message
+
+
+def role_of(turn: Any) -> tuple[str, str]:
+    """The role that a turn has here, and the dataset's own word for who speaks."""
+    if not isinstance(turn, dict):
+        raise Dropped("a turn that is not an object")
+    speaker = first_of(turn, "from", "role")
+    speaker = speaker.strip().lower() if isinstance(speaker, str) else speaker
+    role = ROLES.get(speaker) if isinstance(speaker, str) else None
+    if role is None:
+        raise Dropped("a turn without a role" if speaker is None else f"unknown role {describe(speaker)!r}")
+    return role, speaker
 
 
 def says_something(message: dict[str, Any]) -> bool:

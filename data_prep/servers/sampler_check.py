@@ -8,12 +8,13 @@ from math import exp, inf, sqrt
 from threading import Lock
 from typing import Any, NamedTuple
 
+from data_prep.chats.marks import is_broken
+
 PROBES, PROBE_TOKENS = 8, 32  # answers before work, and the tokens of each
 EVERY = 32  # answers of the run, of which one comes with its probabilities
 LIKELIEST = 20  # tokens of which a server is asked to tell the probabilities, the most that engines allow
 ANSWERS, TEXTS = 8, 64  # the latest answers with probabilities, and without, that are checked together
 DEVIATIONS = 5.0  # standard deviations by which a right sampler never misses its own likeliest tokens
-BROKEN = "\N{REPLACEMENT CHARACTER}"
 CAUSE = (
     "vLLM does this on a CPU where it drafts above temperature 0: start the server without drafts "
     "(--speculative-config), or ask for greedy answers (regenerate.temperature=0)"
@@ -68,12 +69,6 @@ def likeliest_mass(probs: list[float], vocab_size: int, temperature: float) -> f
     rest = max(0.0, 1 - sum(probs)) / count
     inside = sum(prob**power for prob in probs)
     return min(1.0, inside / (inside + count * rest**power)) if inside else 0.0
-
-
-def is_broken(text: str, finish: str, history: Sequence[dict[str, Any]]) -> bool:
-    """Whether an answer holds broken characters that were neither asked about nor cut through at its end."""
-    text = text.rstrip(BROKEN) if finish == "length" else text
-    return BROKEN in text and not any(BROKEN in str(turn.get("content")) for turn in history)
 
 
 class SamplerCheck:

@@ -95,6 +95,93 @@ def test_a_records_marks_count(marks: dict[str, Any], expected: Any) -> None:
     assert weights({**answered(), **marks}) == expected
 
 
+@pytest.mark.parametrize(
+    ("marks", "expected", "note"),
+    [
+        ({"label": 0}, [None], "a label of 0 beside a record may be a class: learned"),
+        ({"is_correct": False}, "marked as not to be learned: is_correct", None),
+        ({"isCorrect": 0}, "marked as not to be learned: isCorrect", None),
+        ({"metadata": {"is_correct": False}}, "marked as not to be learned: is_correct", None),
+        ({"correct": False}, "marked as not to be learned: correct", None),
+        ({"correct": 0, "is_correct": None, "mask": "User"}, [None], None),  # the right choice's number; a role
+        ({"mask": True}, "marked as not to be learned: mask", None),
+        ({"metadata": {"finish_reason": "length"}}, [0], "a truncated answer is not learned"),
+        ({"metadata": {"train": False, "source": "x"}, "meta": "y"}, [None], None),  # of which split it is
+        ({"finish_reasons": ["length"]}, [0], "a truncated answer is not learned"),
+        ({"finish_reasons": ["stop"]}, [None], None),
+        ({"finish_reasons": ["abort"]}, "the first answer was broken off: abort", None),
+        ({"finish_reasons": ["stop", "stop"]}, [None], None),  # of several answers, of which one was taken
+        ({"finish_reasons": ["stop", "length"]}, [None], "finish reasons that are not one for each answer: not read"),
+        ({"finish_reasons": ["length"], "sampling": {"seed": 0}}, [None], None),  # kept on purpose
+    ],
+)
+def test_what_a_record_says_is_read_or_told(marks: dict[str, Any], expected: Any, note: str | None) -> None:
+    """Nothing that may speak against an answer is passed over without a word."""
+    assert weights({**answered(), **marks}) == expected
+    if isinstance(expected, list):
+        assert conversation_of({**answered(), **marks}, "x:1")[1] == ({note} if note else set())
+
+
+def test_an_unpaired_preference_says_which_completion_is_good() -> None:
+    """There a label of 0 is no class."""
+    for label, expected in ((0, "marked as not to be learned: label"), (1, [None]), (None, [None])):
+        assert weights({"prompt": "a", "completion": "b", "label": label}) == expected
+
+
+@pytest.mark.parametrize(
+    ("marks", "expected", "note"),
+    [
+        ({"mask": True}, 0, NOT_LEARNED),
+        ({"is_masked": "true"}, 0, NOT_LEARNED),
+        ({"ignore": True}, 0, NOT_LEARNED),
+        ({"mask": False}, None, None),
+        ({"mask": 1}, None, "a mask of 0 or 1 beside a turn may mean either: learned"),
+        ({"is_correct": False}, 0, NOT_LEARNED),
+        ({"response_metadata": {"finish_reason": "length"}}, 0, "a truncated answer is not learned"),
+        ({"content": "b\ufffd"}, 0, "an answer with broken characters (U+FFFD) is not learned"),
+        ({"reasoning_content": "\ufffd"}, 0, "an answer with broken characters (U+FFFD) is not learned"),
+    ],
+)
+def test_what_a_turn_says_is_read_or_told(marks: dict[str, Any], expected: int | None, note: str | None) -> None:
+    """Such an answer is read as history, and the next one is learned."""
+    record = {"messages": [QUESTION, {**ANSWER, **marks}, QUESTION, ANSWER]}
+    conversation, notes = conversation_of(record, "x:1")
+    assert [turn.get("weight") for turn in conversation.messages] == [None, expected, None, None]
+    assert notes == ({note} if note else set())
+
+
+def test_broken_characters_that_were_asked_about_are_text() -> None:
+    """Or those of another answer's history; at a cut end they are half of a character."""
+    asked = {"role": "user", "content": "What is \ufffd?"}
+    assert conversation_of({"messages": [asked, {**ANSWER, "content": "\ufffd"}]}, "x:1")[1] == set()
+    twice = [QUESTION, {**ANSWER, "content": "\ufffd"}, QUESTION, {**ANSWER, "content": "\ufffd"}]
+    conversation, _ = conversation_of({"messages": [*twice, QUESTION, ANSWER]}, "x:1")
+    assert [turn.get("weight") for turn in conversation.messages] == [None, 0, None, 0, None, None]
+
+
+def test_a_tool_may_give_nothing() -> None:
+    """Its empty result belongs to the conversation; what is odd behind a cut is cut away, too."""
+    call = {"role": "assistant", "tool_calls": [{"name": "look", "arguments": {}}]}
+    answer = {"role": "assistant", "content": "Nothing there."}
+    turns = [QUESTION, call, {"role": "tool", "content": ""}, answer]
+    assert [turn["role"] for turn in conversation_of({"messages": turns}, "x:1")[0].messages][2:] == [
+        "tool",
+        "assistant",
+    ]
+    odd = [QUESTION, ANSWER, {"role": "user", "content": ""}, {"role": "narrator", "content": "x"}, 7]
+    assert conversation_of({"messages": odd}, "x:1")[1] == {"cut at an empty turn"}
+
+
+def test_a_tag_in_a_text_is_told() -> None:
+    """In the middle of a question it may be the question's matter; an answer of nothing else shows an image."""
+    assert weights({"prompt": "a", "completion": "<image>\n"}) == "a placeholder in the text: <image>"
+    for question, answer in (("Is <image> a tag?", "b"), ("a", "It is <image> of SVG.")):
+        conversation, notes = conversation_of({"prompt": question, "completion": answer}, "x:1")
+        assert notes == {"a tag that may stand for a medium is taken as text: <image>"}
+        assert [turn["content"] for turn in conversation.messages] == [question, answer]
+    assert not conversation_of({"prompt": "Why <audio src=x></audio> and <audio>?", "completion": "b"}, "x:1")[1]
+
+
 KEYS = ("image_path", "image_url", "imageUrl", "img", "media", "images", "input_image", "video_file", "audioPaths")
 
 
