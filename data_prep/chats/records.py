@@ -10,7 +10,6 @@ from typing import Any
 from data_prep.chats.images import Source, pick_images, take_images
 from data_prep.chats.marks import (
     CUT_OFF,
-    LISTED_FINISHES,
     is_broken,
     is_truncated,
     medium_in,
@@ -18,10 +17,10 @@ from data_prep.chats.marks import (
     tag_in,
     unfinished_reason,
     weight_of,
-    with_names,
 )
 from data_prep.chats.turns import (
     ASSISTANT,
+    CALLS,
     SYSTEM,
     TOOL,
     USER,
@@ -30,22 +29,17 @@ from data_prep.chats.turns import (
     check_wanted,
     describe,
     first_of,
+    is_spoken_by,
     parse_json,
+    role_of,
     turns_of,
+    with_reasons,
 )
 
 IDS = ("id", "conversation_id", "conversation_hash", "uuid", "uid", "prompt_id", "question_id", "message_tree_id")
 NO_ANSWER = "no answer"  # why a question alone is dropped
 TRUNCATED_NOTE = "a truncated answer is not learned"
 VISIBLE = re.compile(r"[^\s\u200b-\u200d\u2060\ufeff]")  # zero-width characters alone are no answer
-CALLS = ("function_call", "tool_call")  # turns whose text is a call
-ROLES = {
-    **dict.fromkeys(("human", "user", "prompter"), USER),
-    **dict.fromkeys(("gpt", "assistant", "ai", "chatgpt", "chatbot", "bot", "model", "bard", "bing"), ASSISTANT),
-    **dict.fromkeys(("claude", *CALLS), ASSISTANT),
-    **dict.fromkeys(("system", "developer"), SYSTEM),
-    **dict.fromkeys(("observation", "tool", "function", "tool_response", "tool_result", "ipython"), TOOL),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +69,7 @@ def conversation_of(
         turns = turns_of(record, notes)
         if answered:
             check_wanted(record)
-            turns = _with_reasons(turns, record, notes)
+            turns = with_reasons(turns, record, notes)
             notes |= notes_of_marks(record, turns)
         messages = _trim(_messages_of(turns, notes, answered), notes, answered)
         if shown:
@@ -88,20 +82,6 @@ def conversation_of(
     except RecursionError:
         raise Dropped("nested too deeply") from None
     return conversation, notes
-
-
-def _with_reasons(turns: list[Any], record: dict[str, Any], notes: set[str]) -> list[Any]:
-    """The turns with the reasons of a list beside them, which has one for each answer."""
-    reasons = next((value for _, value in with_names(record, LISTED_FINISHES)), None)
-    if not isinstance(reasons, list) or "sampling" in record:  # `eagle regenerate` weighs its answers itself
-        return turns
-    places = [place for place, turn in enumerate(turns) if _is_spoken_by(ASSISTANT, turn)]
-    if len(places) == len(reasons):
-        given = dict(zip(places, reasons, strict=True))
-        return [{"finish_reason": given[place], **turn} if place in given else turn for place, turn in enumerate(turns)]
-    if any(unfinished_reason({"finish_reason": reason}) for reason in reasons):
-        notes.add("finish reasons that are not one for each answer: not read")
-    return turns
 
 
 def _messages_of(turns: list[Any], notes: set[str], answered: bool) -> list[dict[str, Any]]:
@@ -133,7 +113,7 @@ def _messages_of(turns: list[Any], notes: set[str], answered: bool) -> list[dict
             messages.append(message)
         elif role == SYSTEM:
             notes.add("empty system turn removed")
-        elif role == TOOL and messages and "tool_calls" in messages[-1]:
+        elif role == TOOL and messages and (messages[-1]["role"] == TOOL or "tool_calls" in messages[-1]):
             messages.append(message)  # a call that gives nothing back
         elif is_answer and not broken_off and _goes_on(messages, turns[place + 1 :]):
             while messages and messages[-1]["role"] == USER:
@@ -143,7 +123,7 @@ def _messages_of(turns: list[Any], notes: set[str], answered: bool) -> list[dict
             notes.add(f"leading {role} turns cut")
         else:
             _check_first_answer(messages, turns[place:], finish if broken_off else None)
-            loses_answers = any(_is_spoken_by(ASSISTANT, later) for later in turns[place + 1 :])
+            loses_answers = any(is_spoken_by(ASSISTANT, later) for later in turns[place + 1 :])
             if broken_off:
                 notes.add(f"cut at an answer that was broken off: {finish}")
             elif loses_answers:
@@ -156,15 +136,7 @@ def _messages_of(turns: list[Any], notes: set[str], answered: bool) -> list[dict
 
 def _goes_on(messages: list[dict[str, Any]], later: list[Any]) -> bool:
     """Whether an empty answer here stands between two questions, of which the first may be left out."""
-    return bool(messages) and messages[-1]["role"] == USER and bool(later) and _is_spoken_by(USER, later[0])
-
-
-def _is_spoken_by(role: str, turn: Any) -> bool:
-    """Whether a turn has this role; one that has none is cut away, and no error."""
-    try:
-        return role_of(turn)[0] == role
-    except Dropped:
-        return False
+    return bool(messages) and messages[-1]["role"] == USER and bool(later) and is_spoken_by(USER, later[0])
 
 
 def _has_broken_text(message: dict[str, Any], truncated: bool, before: list[dict[str, Any]]) -> bool:
@@ -233,18 +205,6 @@ def message_of(turn: Any) -> dict[str, Any]:
     message.update({key: _text(turn.get(key), key) for key in ("name", "tool_call_id")})
     message = {key: value for key, value in message.items() if value or key == "content"}
     return message | _weight(turn) if role == ASSISTANT else message
-
-
-def role_of(turn: Any) -> tuple[str, str]:
-    """The role that a turn has here, and the dataset's own word for who speaks."""
-    if not isinstance(turn, dict):
-        raise Dropped("a turn that is not an object")
-    speaker = first_of(turn, "from", "role")
-    speaker = speaker.strip().lower() if isinstance(speaker, str) else speaker
-    role = ROLES.get(speaker) if isinstance(speaker, str) else None
-    if role is None:
-        raise Dropped("a turn without a role" if speaker is None else f"unknown role {describe(speaker)!r}")
-    return role, speaker
 
 
 def says_something(message: dict[str, Any]) -> bool:

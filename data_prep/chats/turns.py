@@ -8,10 +8,27 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
-from data_prep.chats.marks import CUT_OFF, FINISHES, WEIGHTS, excluding_mark, media_key, unfinished_reason, with_names
+from data_prep.chats.marks import (
+    CUT_OFF,
+    FINISHES,
+    LISTED_FINISHES,
+    WEIGHTS,
+    excluding_mark,
+    media_key,
+    unfinished_reason,
+    with_names,
+)
 
 USER, ASSISTANT, SYSTEM, TOOL = "user", "assistant", "system", "tool"
 LISTS = ("conversations", "messages", "conversation")  # lists of turns: ShareGPT, OpenAI, LMSYS and WildChat
+CALLS = ("function_call", "tool_call")  # turns whose text is a call
+ROLES = {
+    **dict.fromkeys(("human", "user", "prompter"), USER),
+    **dict.fromkeys(("gpt", "assistant", "ai", "chatgpt", "chatbot", "bot", "model", "bard", "bing"), ASSISTANT),
+    **dict.fromkeys(("claude", *CALLS), ASSISTANT),
+    **dict.fromkeys(("system", "developer"), SYSTEM),
+    **dict.fromkeys(("observation", "tool", "function", "tool_response", "tool_result", "ipython"), TOOL),
+}
 ANSWERS = {  # where a record of one question has its answer
     "instruction": ("output", "response", "completion"),
     "prompt": ("completion", "response", "output"),
@@ -68,6 +85,20 @@ def turns_of(record: dict[str, Any], notes: set[str]) -> list[Any]:
     return [{"role": SYSTEM, "content": system}, *turns] if system else turns
 
 
+def with_reasons(turns: list[Any], record: dict[str, Any], notes: set[str]) -> list[Any]:
+    """The turns with the reasons of a list beside them, which has one for each answer."""
+    reasons = next((value for _, value in with_names(record, LISTED_FINISHES)), None)
+    if not isinstance(reasons, list) or "sampling" in record:  # `eagle regenerate` weighs its answers itself
+        return turns
+    places = [place for place, turn in enumerate(turns) if is_spoken_by(ASSISTANT, turn)]
+    if len(places) == len(reasons):
+        given = dict(zip(places, reasons, strict=True))
+        return [{"finish_reason": given[place], **turn} if place in given else turn for place, turn in enumerate(turns)]
+    if any(unfinished_reason({"finish_reason": reason}) for reason in reasons):
+        notes.add("finish reasons that are not one for each answer: not read")
+    return turns
+
+
 def check_wanted(record: dict[str, Any]) -> None:
     """Refuse a record that is marked as not to be learned; a label of 0 may stand for a class of any kind."""
     if key := excluding_mark(record):
@@ -86,6 +117,26 @@ def parse_json(value: Any, name: str) -> Any:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         raise Dropped(f"{name} not JSON") from None
+
+
+def role_of(turn: Any) -> tuple[str, str]:
+    """The role that a turn has here, and the dataset's own word for who speaks."""
+    if not isinstance(turn, dict):
+        raise Dropped("a turn that is not an object")
+    speaker = first_of(turn, "from", "role")
+    speaker = speaker.strip().lower() if isinstance(speaker, str) else speaker
+    role = ROLES.get(speaker) if isinstance(speaker, str) else None
+    if role is None:
+        raise Dropped("a turn without a role" if speaker is None else f"unknown role {describe(speaker)!r}")
+    return role, speaker
+
+
+def is_spoken_by(role: str, turn: Any) -> bool:
+    """Whether a turn has this role; one that has none is cut away, and no error."""
+    try:
+        return role_of(turn)[0] == role
+    except Dropped:
+        return False
 
 
 def first_of(values: dict[str, Any], *keys: str) -> Any:

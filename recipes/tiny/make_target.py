@@ -24,7 +24,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from data_prep.chats.records import ROLES
+from data_prep.chats.turns import ROLES
 from eagle.device import fastest_dtype
 from eagle.disk import apply_umask, lock_folder
 from eagle.log import script

@@ -163,11 +163,9 @@ def test_a_tool_may_give_nothing() -> None:
     """Its empty result belongs to the conversation; what is odd behind a cut is cut away, too."""
     call = {"role": "assistant", "tool_calls": [{"name": "look", "arguments": {}}]}
     answer = {"role": "assistant", "content": "Nothing there."}
-    turns = [QUESTION, call, {"role": "tool", "content": ""}, answer]
-    assert [turn["role"] for turn in conversation_of({"messages": turns}, "x:1")[0].messages][2:] == [
-        "tool",
-        "assistant",
-    ]
+    result = {"role": "tool", "content": ""}
+    conversation, _ = conversation_of({"messages": [QUESTION, call, result, result, answer]}, "x:1")
+    assert [turn["role"] for turn in conversation.messages][2:] == ["tool", "tool", "assistant"]
     odd = [QUESTION, ANSWER, {"role": "user", "content": ""}, {"role": "narrator", "content": "x"}, 7]
     assert conversation_of({"messages": odd}, "x:1")[1] == {"cut at an empty turn"}
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data_prep.chats.records import ROLES, Conversation, conversation_of
-from data_prep.chats.turns import Dropped
+from data_prep.chats.records import Conversation, conversation_of
+from data_prep.chats.turns import ROLES, Dropped
 
 TOOL = {"name": "add", "description": "a sum", "parameters": {}}
 
