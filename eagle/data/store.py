@@ -20,7 +20,7 @@ from eagle.core.examples import Example
 from eagle.data.identity import describe_difference, differences, in_precision
 from eagle.data.packing import DTYPES, check_width
 from eagle.data.shard_plan import Plan, RowPlaces, StoredPlan
-from eagle.data.shards import ShardWriter, checksum_file, shard_fault, shard_header, write_texts
+from eagle.data.shards import ShardWriter, changed_bytes, checksum_file, shard_fault, shard_header, write_texts
 from eagle.data.shown import pack_shown, unpack_shown
 from eagle.data.stored_rows import TextSizes, parts_of, restore_features, row_bytes
 from eagle.disk import sha256, write_whole
@@ -85,6 +85,7 @@ class FeatureStore:
         self.dtype: str = self.identity["dtype"]
         self.width: int = self.index["made"]["width"]
         self.parts = parts_of(self.identity)
+        self._checked = set[int]()  # the shards whose every byte was verified
         self._load_examples()
         self.refresh()
         if self.absent and not partial:
@@ -157,7 +158,7 @@ class FeatureStore:
 
     def _read(self, number: int) -> Example:
         tokens, mask = self.text(number)
-        with safe_open(self.path(int(self.shards[number])), "pt") as file:
+        with safe_open(self._checked_path(int(self.shards[number])), "pt") as file:
             packed = []
             for part in self.parts:
                 places = self.places[part.slots][number]
@@ -166,6 +167,18 @@ class FeatureStore:
         return Example(
             tokens, mask, restore_features(self.parts, packed, self.taps, [mask])[0], shown=self.shown(number)
         )
+
+    def _checked_path(self, shard: int) -> Path:
+        """The file of a shard, whose every byte is verified when it is first read; raises Damaged if one differs."""
+        path = self.path(shard)
+        if shard not in self._checked:
+            if fault := changed_bytes(path):
+                raise Damaged(
+                    f"{path} is damaged: {fault}. `eagle extract RECIPE --verify` checks all shards, and --repair "
+                    "computes anew what is damaged, and only that; then the same command goes on"
+                )
+            self._checked.add(shard)
+        return path
 
     def number(self, index: int) -> int:
         """The number in the data of the example at an index."""
@@ -220,6 +233,7 @@ class FeatureStore:
         for shard in shards:
             checksum_file(self.path(shard)).unlink(missing_ok=True)
             self.path(shard).unlink(missing_ok=True)
+            self._checked.discard(shard)
         self.refresh()
 
     def writer(self, shard: int) -> ShardWriter:

@@ -207,6 +207,35 @@ def test_damage_is_named_and_mended(damage: str, whole: Path, tiny_target: Targe
     assert changed == {"shard-00003.safetensors", "shard-00003.safetensors.sha256"}
 
 
+def test_a_flipped_byte_is_seen_as_it_is_first_read(whole: Path, tmp_path: Path) -> None:
+    """In what training reads, without `--verify`; a shard that was right before is read again once it has changed."""
+    folder = Path(shutil.copytree(whole, tmp_path / "store"))
+    FeatureStore(folder).read(range(48))
+    shard = FeatureStore(folder).path(7)
+    flip(shard)
+    store = FeatureStore(folder)  # whole by its headers and sizes
+    damaged = {int(place) for place in (store.shards == 7).nonzero()[:, 0]}
+    assert damaged and len(damaged) < len(store)
+    for place in range(len(store)):
+        if place in damaged:
+            with pytest.raises(Damaged, match=r"shard-00007.* not those that were written.* --repair"):
+                store.read([place])
+        else:
+            store.read([place])
+
+
+def test_a_shard_that_was_right_is_not_read_whole_again(whole: Path, tmp_path: Path) -> None:
+    """A second run opens it and reads its rows alone: shown by a change that leaves size and time as they were."""
+    folder = Path(shutil.copytree(whole, tmp_path / "store"))
+    FeatureStore(folder).read(range(48))
+    shard = FeatureStore(folder).path(0)
+    state = shard.stat()
+    flip(shard)
+    os.utime(shard, ns=(state.st_atime_ns, state.st_mtime_ns))
+    FeatureStore(folder).read(range(48))
+    assert [fault for _, fault in FeatureStore(folder).faults(read=True) if fault]
+
+
 def test_a_shard_of_another_store_is_seen(
     whole: Path, examples: list[Example], tiny_target: Target, tmp_path: Path
 ) -> None:
