@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from data_prep.chats.images import MARK, Source, for_template
@@ -116,6 +119,26 @@ def weight_of(answer: Answer, section: RegenerateSection, *, broken: bool) -> di
     if answer.finish == TRUNCATED:
         return {CUT_OFF: TRUNCATED, "weight": int(section.keep_truncated and not broken)}
     return {"weight": 0} if broken else {}
+
+
+class Jobs:
+    """Conversations by their unique names, kept in a file without a name until they are asked for in their order."""
+
+    def __init__(self, conversations: Iterable[tuple[str, Conversation]], folder: Path | None = None) -> None:
+        # not where temporary files go, which may be memory; it goes with this object
+        self.file = TemporaryFile(dir=folder if folder is not None and folder.is_dir() else None)  # noqa: SIM115
+        self.names: list[str] = []
+        for name, conversation in conversations:
+            pickle.dump((name, conversation), self.file)
+            self.names.append(name)
+
+    def __iter__(self) -> Iterator[tuple[str, Conversation]]:
+        place = 0
+        for _ in self.names:
+            self.file.seek(place)
+            job = pickle.load(self.file)
+            place = self.file.tell()
+            yield job
 
 
 def make_names_unique(conversations: Iterable[Conversation], samples: int = 1) -> Iterator[tuple[str, Conversation]]:

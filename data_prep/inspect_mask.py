@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from array import array
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +23,7 @@ from eagle.disk import write_text
 from eagle.log import script
 from eagle.recipe import Recipe, command_line
 
+SHOWN = 50  # faults that are told
 REPEATED = 4  # times from which on equal pieces of a text with images are shown as one
 UNLIKE_SERVED = "answers learned after another prompt than serving shows"
 BEGIN, END = "⟦", "⟧"  # around what is supervised, where no colours are shown
@@ -111,20 +113,30 @@ def make_page(articles: Sequence[str], rows: Sequence[tuple[str, str]]) -> str:
     return f"{head}<body><h1>Loss mask</h1>{legend}<table>{table}</table>{''.join(articles)}</body></html>\n"
 
 
-def summarise(examples: Sequence[Example], tally: Tally) -> list[tuple[str, str]]:
-    """(name, value) of the counts and lengths of all that was read."""
-    lengths = [len(example.tokens) for example in examples]
-    runs = [end - start for _, (start, end) in runs_of(examples)]
-    rows = [
-        ("conversations", f"{tally.kept:,}"),
-        ("examples", f"{len(examples):,}"),
-        ("tokens", f"{sum(lengths):,}"),
-        ("supervised", f"{sum(runs) / max(1, sum(lengths)):.1%}"),
-        ("tokens of an example", quartiles(lengths)),
-        ("tokens of a supervised run", quartiles(runs)),
-    ]
-    rows += [(f"dropped: {reason}", f"{count:,}") for reason, count in tally.dropped.most_common()]
-    return rows + [(f"noted: {reason}", f"{count:,}") for reason, count in tally.noted.most_common()]
+class Lengths:
+    """The lengths of examples and of their supervised runs: a few bytes of each, as there may be millions."""
+
+    def __init__(self) -> None:
+        self.examples, self.runs = array("I"), array("I")
+
+    def add(self, examples: Sequence[Example]) -> None:
+        """Note the lengths of some examples."""
+        self.examples.extend(len(example.tokens) for example in examples)
+        self.runs.extend(end - start for _, (start, end) in runs_of(examples))
+
+    def summarise(self, tally: Tally) -> list[tuple[str, str]]:
+        """(name, value) of the counts and lengths of all that was read."""
+        tokens = sum(self.examples)
+        rows = [
+            ("conversations", f"{tally.kept:,}"),
+            ("examples", f"{len(self.examples):,}"),
+            ("tokens", f"{tokens:,}"),
+            ("supervised", f"{sum(self.runs) / max(1, tokens):.1%}"),
+            ("tokens of an example", quartiles(self.examples)),
+            ("tokens of a supervised run", quartiles(self.runs)),
+        ]
+        rows += [(f"dropped: {reason}", f"{count:,}") for reason, count in tally.dropped.most_common()]
+        return rows + [(f"noted: {reason}", f"{count:,}") for reason, count in tally.noted.most_common()]
 
 
 def quartiles(lengths: Sequence[int]) -> str:
@@ -143,15 +155,15 @@ def main(argv: list[str]) -> None:
     recipe = Recipe.load(args.recipe, args.overrides)
     tokenizer, tally, console = load_tokenizer(recipe), Tally(), Console()
     coloured = console.is_terminal and not console.no_color
-    all_examples: list[Example] = []
+    lengths = Lengths()
     wrong: list[str] = []
     articles: list[str] = []
     for conversation, examples in tokenize_each(recipe, tokenizer, tally):
         if not examples:
             continue
-        all_examples += examples
+        lengths.add(examples)
         faults_here = faults(conversation, examples, tokenizer, recipe.data)
-        wrong += faults_here
+        wrong += faults_here[: SHOWN - len(wrong)]
         if unlike := unlike_served(conversation, examples, tokenizer, recipe.data):
             tally.noted[UNLIKE_SERVED] += unlike
         if len(articles) < args.count or (faults_here and len(wrong) < 20):
@@ -159,7 +171,7 @@ def main(argv: list[str]) -> None:
             console.rule(conversation.id)
             for example in examples:
                 console.print(colour_supervised(example, tokenizer, coloured=coloured))
-    rows = summarise(all_examples, tally)
+    rows = lengths.summarise(tally)
     marked = "black on green" if coloured else f"between {BEGIN} and {END}"
     table = Table(show_header=False, caption=f"lengths: least / quartiles / most; {marked} is supervised")
     for name, value in rows:
@@ -168,8 +180,8 @@ def main(argv: list[str]) -> None:
     if args.html:
         write_text(args.html, make_page(articles, rows))
         print(f"written to {args.html}")
-    if wrong or not all_examples:
-        raise SystemExit("\n".join(wrong[:50]) or explain_nothing(recipe.data.train, tally))
+    if wrong or not lengths.examples:
+        raise SystemExit("\n".join(wrong) or explain_nothing(recipe.data.train, tally))
 
 
 if __name__ == "__main__":

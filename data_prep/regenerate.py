@@ -7,16 +7,15 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from data_prep.chats.records import Conversation
 from data_prep.conversations import Tally, read_conversations
-from data_prep.dialogues import Reader, converse, make_names_unique, sampling_of
+from data_prep.dialogues import Jobs, Reader, converse, make_names_unique, sampling_of
 from data_prep.parts import begin, is_whole, join_parts, open_part, read_parts, read_settings
 from data_prep.servers.answers import Local
 from data_prep.servers.endpoint import PROBE, Endpoint
@@ -54,7 +53,7 @@ def as_begun(section: RegenerateSection, out: Path) -> RegenerateSection:
 
 def answer_all(
     out: Path,
-    jobs: list[tuple[str, Conversation]],
+    jobs: Jobs,
     answerer: Answerer,
     reader: Reader,
     section: RegenerateSection,
@@ -66,8 +65,8 @@ def answer_all(
     done = set(read_parts(out))
     wait()  # the parts are read before any grows
     failed = {}
-    mine = [(name, conversation) for name, conversation in jobs[index::count] if name not in done]
-    dialogues = ((name, converse(name, conversation, reader, section)) for name, conversation in mine)
+    mine = set(jobs.names[index::count]) - done
+    dialogues = ((name, converse(name, job, reader, section)) for name, job in jobs if name in mine)
     with open_part(out, index) as part:
         outcomes = answerer.run(dialogues)
         for name, outcome in progress(outcomes, "regenerate", len(mine), show=index == 0, note=answerer.note):
@@ -94,13 +93,12 @@ def table(lines: Iterable[dict[str, Any]], missing: int) -> str:
     return "\n".join(f"{value:>10}  {name}" for name, value in rows.items())
 
 
-def forecast(
-    jobs: list[tuple[str, Conversation]], answerer: Answerer, reader: Reader, section: RegenerateSection
-) -> str:
+def forecast(jobs: Jobs, done: Collection[str], answerer: Answerer, reader: Reader, section: RegenerateSection) -> str:
     """How much there is to do, and how long it takes, by the first answers of a few conversations."""
-    few = jobs[:: max(1, len(jobs) // answerer.at_once)][: answerer.at_once]
+    names = [name for name in jobs.names if name not in done]
+    chosen = set(names[:: max(1, len(names) // answerer.at_once)][: answerer.at_once])
     dialogues = []
-    for name, job in few:
+    for name, job in ((name, job) for name, job in jobs if name in chosen):
         places = [place for place, turn in enumerate(job.messages) if turn["role"] == "assistant"]
         first_only = replace(job, messages=job.messages[: places[0] + 1 if places else 0])
         dialogues.append((name, converse(name, first_only, reader, section)))
@@ -110,10 +108,11 @@ def forecast(
     tokens = [outcome["tokens"] for outcome in outcomes if not isinstance(outcome, str) and outcome["record"]]
     if not tokens:
         raise ValueError(f"no answer to forecast from: {outcomes[:3]}; correct what they name")
-    reached = (takewhile(lambda turn: turn["role"] != "tool", job.messages) for _, job in jobs)
+    left = (job for name, job in jobs if name not in done)
+    reached = (takewhile(lambda turn: turn["role"] != "tool", job.messages) for job in left)
     answers = sum(turn["role"] == "assistant" for turns in reached for turn in turns)
     return (
-        f"{len(jobs)} conversations, at most {answers} answers; {len(tokens)} first answers took {seconds:.1f} s "
+        f"{len(names)} conversations, at most {answers} answers; {len(tokens)} first answers took {seconds:.1f} s "
         f"({sum(tokens) / len(tokens):.0f} tokens each, {sum(tokens) / seconds:.0f} tokens/s): "
         f"about {answers / len(tokens) * seconds / 3600:.2f} h for one process"
     )
@@ -184,12 +183,11 @@ def regenerate(recipe: Recipe, section: RegenerateSection, args: argparse.Namesp
         return say(f"{out} is whole already, with the same settings: nothing to do")
     tally = Tally()
     read = read_conversations(source.train, tally, answered=False, **read_options(source))
-    jobs = list(make_names_unique(read, section.samples))
+    jobs = Jobs(make_names_unique(read, section.samples), out.parent)
     say("\n".join([tally.table(), *tally.where()]))
     answerer, reader = make_answerer(recipe, section)
     if args.forecast:
-        done = read_parts(out)
-        return say(forecast([job for job in jobs if job[0] not in done], answerer, reader, section))
+        return say(forecast(jobs, read_parts(out), answerer, reader, section))
     if index == 0:
         begin(out, settings)
     failed = answer_all(out, jobs, answerer, reader, section, index, count, wait)
@@ -197,7 +195,7 @@ def regenerate(recipe: Recipe, section: RegenerateSection, args: argparse.Namesp
         print(f"failed: {name}: {reason}", file=sys.stderr)
     print(f"process {index + 1} of {count}: {answerer.summary()}" if count > 1 else answerer.summary())
     if index == 0:
-        conclude(out, [name for name, _ in jobs], args.without_failed)
+        conclude(out, jobs.names, args.without_failed)
         if recipe.data.train != section.out:
             print(f"data.train is {recipe.data.train}: point it to {out} to learn from these answers")
 

@@ -18,6 +18,7 @@ from data_prep.chats.render import render_answers
 from data_prep.chats.turns import Dropped
 from data_prep.check_mask import faults, unlike_served
 from data_prep.conversations import Tally, read_conversations
+from data_prep.dialogues import Jobs
 from data_prep.inspect_mask import pieces
 from data_prep.tokens import examples_of
 from eagle.core.examples import Example
@@ -137,6 +138,24 @@ def test_marks_stand_around_what_is_supervised_where_no_colour_is_shown(using: C
     shown = inspect_mask.colour_supervised(example, tokenizer, coloured=False).plain
     assert re.findall("⟦(.*?)⟧", shown, re.DOTALL) == [" One. \n<|end|>", "Two.<|end|>"]
     assert shown.translate({ord(mark): None for mark in "⟦⟧"}) == tokenizer.decode(example.tokens)
+
+
+def test_conversations_are_read_as_they_are_shown(recipe: Recipe) -> None:
+    """One is held at a time, however long the file: the count so far is that of what was given out."""
+    tally = Tally()
+    for place, _ in enumerate(tokens.tokenize_each(recipe, tokens.load_tokenizer(recipe), tally), 1):
+        assert tally.kept + sum(tally.dropped.values()) <= place + 1
+        if place == 5:
+            break
+
+
+def test_jobs_are_kept_on_the_disk(tmp_path: Path) -> None:
+    """They come back as they were and in their order, twice at once, and their file has no name."""
+    talks = (chat(f"question {n}", "x", images=(b"\0", "a.png")) for n in range(5))
+    given = [(f"c{n}", one) for n, one in enumerate(talks)]
+    jobs = Jobs(iter(given), tmp_path)
+    assert jobs.names == [name for name, _ in given] and not list(tmp_path.iterdir())
+    assert list(zip(jobs, jobs, strict=True)) == list(zip(given, given, strict=True))
 
 
 def test_the_inspector_fails_on_a_wrong_mask(

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from data_prep import regenerate
 from data_prep.chats.records import Conversation, conversation_of
 from data_prep.conversations import Tally, read_conversations
-from data_prep.dialogues import Reader, converse, make_names_unique
+from data_prep.dialogues import Jobs, Reader, converse, make_names_unique
 from data_prep.parts import begin, is_whole, join_parts
 from data_prep.regenerate import answer_all, as_begun, main, table
 from data_prep.servers.answers import Answer, Local, Prompt
@@ -167,7 +168,7 @@ def run_talk(
 
 
 def run_echo(
-    out: Path, jobs: list[Any], target: Target, index: int = 0, count: int = 1, reply: Reply = echo
+    out: Path, jobs: Jobs, target: Target, index: int = 0, count: int = 1, reply: Reply = echo
 ) -> dict[str, str]:
     """One process's share of the jobs, answered by a server."""
     with serving(reply) as (url, _):
@@ -178,11 +179,11 @@ def run_echo(
         )
 
 
-def jobs_of(count: int) -> list[tuple[str, Conversation]]:
+def jobs_of(count: int) -> Jobs:
     """Conversations of one to three answers."""
     turns = ("user: question {}", "assistant: old", "user: more {}", "assistant: older", "user: end", "assistant: no")
     talks = (talk(f"c{n}", *(turn.format(n) for turn in turns[: 2 + 2 * (n % 3)])) for n in range(count))
-    return list(make_names_unique(talks))
+    return Jobs(make_names_unique(talks))
 
 
 @pytest.fixture(scope="module")
@@ -398,7 +399,7 @@ def three_turns(target: Target, number: int) -> Generator[Prompt, Answer, dict[s
 @pytest.mark.parametrize("drafter", ["none", "suffix"])
 def test_a_killed_run_of_the_target_itself_resumes(drafter: str, target: Target, source: Path, tmp_path: Path) -> None:
     """By two processes whose last lines are cut, then by one: the bytes of a run that nobody disturbed."""
-    jobs = list(make_names_unique(read_conversations(source)))
+    jobs = Jobs(make_names_unique(read_conversations(source)))
     names, reader = [name for name, _ in jobs], Reader(target.tokenizer, DataSection(train="-"))
 
     def run(out: Path, jobs: Any, drafter: str, *share: int) -> None:
@@ -410,7 +411,7 @@ def test_a_killed_run_of_the_target_itself_resumes(drafter: str, target: Target,
     run(whole, jobs, "none")
     join_parts(whole, names)
     for index in (0, 1):
-        run(out, jobs[:-1], drafter, index, 2)
+        run(out, Jobs(islice(jobs, len(names) - 1)), drafter, index, 2)
         part = tmp_path / f"out.jsonl.parts/part-0000{index}.jsonl"
         part.write_bytes(part.read_bytes()[:-20])
     run(out, jobs, drafter)
@@ -455,8 +456,8 @@ def test_any_number_of_processes_gives_the_same(
 def test_a_killed_run_resumes(uninterrupted: bytes, tiny_target: Target, tmp_path: Path) -> None:
     """Half a line is cut or passed over, what is done stays done, and the number of processes may change."""
     jobs, out = jobs_of(13), tmp_path / "out.jsonl"
-    run_echo(out, jobs[:9], tiny_target, 0, 2)
-    run_echo(out, jobs[:9], tiny_target, 1, 2)
+    run_echo(out, Jobs(islice(jobs, 9)), tiny_target, 0, 2)
+    run_echo(out, Jobs(islice(jobs, 9)), tiny_target, 1, 2)
     parts = [tmp_path / f"out.jsonl.parts/part-0000{index}.jsonl" for index in (0, 1)]
     for part in parts:
         part.write_bytes(part.read_bytes()[:-20])
@@ -653,7 +654,7 @@ def test_odd_conversations_are_noted(tiny_target: Target) -> None:
 
 def test_repeated_ids_become_unique(tiny_target: Target) -> None:
     """By their place, the same at every run; the source's own id is kept beside."""
-    names = [name for name, _ in make_names_unique(talk(name) for name in ("a", "b", "a", "a", "a#2"))]
+    names = Jobs(make_names_unique(talk(name) for name in ("a", "b", "a", "a", "a#2"))).names
     assert names == ["a", "b", "a#2", "a#3", "a#2#4"] and len(set(names)) == 5
     with_source = run_talk(tiny_target, talk("other", "user: a", "assistant: b"), completion("x"))
     assert with_source["record"]["source_id"] == "other"

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from data_prep.dialogues import Reader, make_names_unique
+from data_prep.dialogues import Jobs, Reader, make_names_unique
 from data_prep.parts import begin, join_parts
 from data_prep.regenerate import answer_all, main
 from data_prep.servers.health import Backoff, Health
@@ -33,14 +33,14 @@ KEY = "sk-a/very+secret=key"
 TURNS = ("user: question {}", "assistant: old", "user: more {}", "assistant: older")
 
 
-def jobs_of(count: int) -> list[Any]:
+def jobs_of(count: int) -> Jobs:
     """Conversations of one or two answers."""
-    return list(
+    return Jobs(
         make_names_unique(talk(f"c{n}", *(turn.format(n) for turn in TURNS[: 2 + 2 * (n % 2)])) for n in range(count))
     )
 
 
-def regenerate(out: Path, jobs: list[Any], target: Target, endpoint: Any, **fields: Any) -> dict[str, str]:
+def regenerate(out: Path, jobs: Jobs, target: Target, endpoint: Any, **fields: Any) -> dict[str, str]:
     """Answer the jobs by these servers; why each failed one did."""
     section = section_of(out, endpoint=endpoint, **{"in_flight": 3, "attempts": 8, **fields})
     begin(out, {})
@@ -53,7 +53,7 @@ def lines_of(out: Path) -> list[str]:
     return [json.loads(line)["id"] for part in parts for line in part.read_text().splitlines()]
 
 
-def joined(out: Path, jobs: list[Any]) -> bytes:
+def joined(out: Path, jobs: Jobs) -> bytes:
     """The file that the parts make."""
     join_parts(out, [name for name, _ in jobs])
     return out.read_bytes()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from data_prep.dialogues import Reader, converse, make_names_unique
+from data_prep.dialogues import Jobs, Reader, converse, make_names_unique
 from data_prep.parts import begin
 from data_prep.regenerate import answer_all, check_section, main
 from data_prep.servers.pool import Pool, Queue
@@ -118,7 +118,7 @@ class Mortal:
         self.died.set()
         return "hang up"
 
-    def run(self, jobs: list[Any]) -> dict[str, str]:
+    def run(self, jobs: Jobs) -> dict[str, str]:
         """Answer the jobs."""
         begin(self.out, {})
         reader = Reader(self.target.tokenizer, DataSection(train="-"))
