@@ -144,12 +144,12 @@ class Diagnosis:
         lines = [f"verdict: {self.verdict}"]
         if self.figures is not None:
             lines += ["", *describe_levels(self.figures)]
-        if self.faults:
-            lines += [
-                "",
-                "what raised acceptance, one change after the other:",
-                *(f"  {fault}" for fault in self.faults),
-            ]
+        helped = [fault for fault in self.faults if fault.is_sure]
+        idle = [fault for fault in self.faults if not fault.is_sure]
+        if helped:
+            lines += ["", "what raised acceptance, one change after the other:", *(f"  {fault}" for fault in helped)]
+        if idle:
+            lines += ["", "what was left out and cost nothing:", *(f"  {fault}" for fault in idle)]
         if self.tried:
             lines += ["", describe_tried(self.tried, bool(self.faults)), *(f"  {effect}" for effect in self.tried[:3])]
         return "\n".join([*lines, "", *(f"- {note}" for note in self.notes)]).rstrip()
@@ -189,7 +189,10 @@ def decide(figures: Agreement, faults: Sequence[Effect], fatal: Sequence[str], m
     has_rope = any(effect.probe.kind.endswith("rope") for effect in faults)
     in_files = [what for what in fatal if what not in elsewhere and not (has_rope and what.startswith("rope"))]
     summary = f"level 1 names the target's token in {rates[0]:.0%} of the places, τ {figures.decoded_tau:.2f}"
-    broken = f"broken: {'; '.join([*(effect.probe.fault for effect in faults), *in_files])}"
+    causes = [*(effect.probe.fault for effect in faults if effect.is_sure), *in_files]
+    broken = f"broken: {'; '.join([effect.probe.fault for effect in faults] + in_files)}"
+    if faults and not causes:  # a part is idle where another one gives it what it was not trained on, too
+        broken = f"broken, cause not found: {'; '.join(effect.probe.fault for effect in faults)}; {summary}"
     if faults and faults[-1].after.rates()[0] >= ABLE:
         return broken
     if elsewhere and rates[0] < HEALTHY:

@@ -210,6 +210,18 @@ def test_a_part_that_does_no_good_is_a_fault_of_a_head_that_can_draft() -> None:
     assert not effect("ablation", 0.6, 0.5).is_idle and not effect("ablation", 0.2, 0.2).is_idle
 
 
+def test_a_cause_is_named_only_where_undoing_it_helps() -> None:
+    """A part may be idle because of a fault before it: such a head is broken, and the report says no more."""
+    idle, cured = effect("ablation", 0.6, 0.6), effect("layer ids", 0.6, 0.7)
+    figures = figures_of(0.6)
+    assert decide(figures, [idle], [], 0.1).startswith(f"broken, cause not found: {idle.probe.fault}; level 1 names")
+    assert decide(figures, [cured], [], 0.1) == f"broken: {cured.probe.fault}"
+    assert decide(figures, [idle], ["fc is cut"], 0.1) == f"broken: {idle.probe.fault}; fc is cut"
+    told = str(Diagnosis("broken: x", (cured, idle)))
+    assert told.index("what raised acceptance") < told.index("what was left out and cost nothing")
+    assert "what raised" not in str(Diagnosis("broken: x", (idle,)))
+
+
 def test_the_list_says_what_its_heading_says() -> None:
     """Changes that help a little are no list of which none helps."""
     assert "of which none helps" in str(Diagnosis("healthy: x", tried=(effect("norms", 0.6, 0.5),)))
