@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
-import yaml
-
 from eagle.formats.custom_generate import CODE, CUSTOM_GENERATE
 from eagle.formats.hub import LOG_IN, check_name, fetch, has_token, send
 from eagle.formats.parcel import Parcel, Sent, is_export, pack_export, pack_head
+from eagle.formats.reading.folder_paths import CONFIG_BYTES, read_text
+from eagle.recipe.plain_yaml import parse_yaml
 
 
 def run_push(argv: list[str]) -> None:
@@ -64,7 +64,8 @@ def pack(path: Path, name: str, also: list[Path]) -> Parcel:
     if "recipe.yaml" in parcel.files:  # a head, which `model.generate(custom_generate="OWNER/NAME")` drafts with
         own = path / CUSTOM_GENERATE
         parcel.stays.pop(str(own.parent.absolute()), None)
-        parcel.add(CUSTOM_GENERATE, own if own.is_file() else CODE.encode(), "drafts in transformers' own generate")
+        code = own if own.is_file() else CODE.encode()
+        parcel.add(CUSTOM_GENERATE, code, "drafts in transformers' own generate", path)
     parcel.clean()
     if parcel.changed.keys() >= {"config.json"} and "index.json" in parcel.files:
         _note_checksum(parcel)
@@ -167,7 +168,7 @@ def next_step(folder: Path) -> str:
     if answers := sorted(folder.glob("*.settings")):
         return f"train on these conversations with data.train={answers[0].with_suffix('')}"
     if (folder / "recipe.yaml").is_file():
-        recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+        recipe = parse_yaml(read_text(folder, "recipe.yaml", CONFIG_BYTES), str(folder / "recipe.yaml"))
         target = recipe.get("target", {}).get("path") if isinstance(recipe, dict) else None
         return f'decode with it: eagle generate {folder} "What is a draft head?" --target {target or "TARGET"}'
     return f"look at it: eagle inspect {folder}"

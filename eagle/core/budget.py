@@ -9,6 +9,9 @@ from typing import Any, Literal, Protocol, get_args
 from eagle.core.sampling import number, whole
 from eagle.core.tree import Paths
 
+MOST_LEVELS = 1_024  # that any drafter guesses, and slots of a block: each takes memory
+MOST_NODES = 4_096  # of the tree that a head was tuned to
+
 Draw = Literal["noise", "likeliest", "sampled"]
 """When the target samples, children are ranked with its noise, ranked by the head's probs, or drawn from them."""
 

@@ -14,7 +14,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import yaml
 
 from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.core.examples import Batch
@@ -29,9 +28,11 @@ from eagle.doctor.texts import answer_prompts, count_chains, read_prompts, rende
 from eagle.doctor.verdict import LOST, MOVED, Diagnosis, Effect, decide
 from eagle.doctor.wiring import Wiring, draft_ids, find_tensors
 from eagle.drafters.outside import UntrustedCode
-from eagle.formats.reading.files import folder_at, read_json, read_tensors
+from eagle.formats.reading.files import read_json, read_tensors
+from eagle.formats.reading.folder_paths import CONFIG_BYTES, folder_at, has, read_text
 from eagle.formats.reading.foreign import Finding, inspect, read_head
 from eagle.log import progress
+from eagle.recipe.plain_yaml import parse_yaml
 from eagle.target.target import Target
 from eagle.training.reached import describe_reached
 
@@ -249,10 +250,11 @@ def _describe(head: Any, target: Target, texts: Batch) -> list[str]:
 
 def read_template_kwargs(folder: str | Path) -> dict[str, Any]:
     """The chat template's arguments of the head's training, if its folder has the recipe."""
-    path = Path(folder) / "recipe.yaml"
+    path = Path(folder)
     try:
-        template_kwargs = yaml.safe_load(path.read_text())["data"]["template_kwargs"] if path.is_file() else None
-    except (yaml.YAMLError, TypeError, KeyError, UnicodeDecodeError):
+        recipe = parse_yaml(read_text(path, "recipe.yaml", CONFIG_BYTES), str(path)) if has(path, "recipe.yaml") else {}
+        template_kwargs = recipe["data"]["template_kwargs"]
+    except (ValueError, TypeError, KeyError):
         return {}
     return template_kwargs if isinstance(template_kwargs, dict) else {}
 

@@ -16,7 +16,7 @@ from eagle.drafters.lookup.ngram import NgramDrafter
 from eagle.drafters.lookup.suffix import SuffixDrafter
 from eagle.drafters.lookup.unigram import UnigramDrafter
 from eagle.drafters.none import NoDrafter
-from eagle.drafters.outside import Methods
+from eagle.drafters.outside import Methods, name_of
 from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.drafters.recurrent.eagle3 import Eagle3
 from eagle.drafters.recurrent.falcon import Falcon
@@ -65,12 +65,24 @@ def settings_of(section: dict[str, Any], source: str) -> Any:
         method = DRAFTERS.find(kind) if isinstance(kind, str) else None
     except ValueError as error:
         raise ValueError(f"{source}: drafter.kind: {error}") from None
+    return _parse_settings(method, section, source)
+
+
+def stored_settings(section: dict[str, Any], source: str) -> Any:
+    """The settings in a head's config, whose method `DRAFTERS.admit` has registered: nothing is loaded for them."""
+    kind = section.get("kind")
+    method = DRAFTERS.get(kind) if isinstance(kind, str) else None
+    return _parse_settings(method if getattr(method, "stored_as", None) == "head" else None, section, source)
+
+
+def _parse_settings(method: type[Any] | None, section: dict[str, Any], source: str) -> Any:
+    """A drafter section, checked by its method."""
+    kind = section.get("kind")
     if method is None or not issubclass(method, TrainableDrafter):
         trained = [name for name, known in DRAFTERS.items() if issubclass(known, TrainableDrafter)]
         raise ValueError(
             f"{source}: drafter.kind is {kind!r}, expected a method with weights: "
             f"{', '.join([*trained, *DRAFTERS.offered()])}, or PATH.py:CLASS of your own"
         )
-    return parse_section(
-        method.Settings, {**section, "kind": DRAFTERS.registered_name(str(kind))}, f"{source}: drafter"
-    )
+    name = kind if kind in DRAFTERS else name_of(method, str(kind))
+    return parse_section(method.Settings, {**section, "kind": name}, f"{source}: drafter")

@@ -36,14 +36,18 @@ class Methods(dict[str, type[Any]]):
     def find(self, kind: str) -> type[Any] | None:
         """The method of a name or of `PATH.py:CLASS`, a path being relative to the working directory; None if unknown.
 
-        The package's own names come first, then those that installed packages offer.
+        This is for what a user says, in a recipe, an option or a call. What a head's folder says goes to `admit`.
         """
-        if kind in self:
-            return self[kind]
-        if spelled := SPELLED.fullmatch(kind):
+        if kind not in self and (spelled := SPELLED.fullmatch(kind)):
             module = load_place(spelled["place"])
             return self.register(class_in(module, spelled["name"], spelled["place"]), spelled["place"])
-        offers = {point for point in entry_points(group=GROUP) if point.name == kind}
+        return self.find_named(kind)
+
+    def find_named(self, kind: str, folder: Path | None = None) -> type[Any] | None:
+        """The method of a name: the package's own, else that of an installed package outside a folder; else None."""
+        if kind in self:
+            return self[kind]
+        offers = {point for point in entry_points(group=GROUP) if point.name == kind and not _lies_in(point, folder)}
         if len(offers) > 1:
             packages = " and ".join(sorted(map(_package_of, offers)))
             raise ValueError(f"{packages} both offer a method {kind!r}: uninstall one, or name MODULE:CLASS")
@@ -80,12 +84,24 @@ class Methods(dict[str, type[Any]]):
             raise ValueError(f"{path} defines no method: expected a class that inherits from Drafter, {ADVICE}")
         return [name_of(self.register(method, str(path)), str(path)) for method in found]
 
-    def admit(self, folder: Path, kind: Any, code: Any, *, trust_code: bool) -> None:
-        """See to it that a head's method is registered; code in the head's folder is run only where it is trusted."""
-        source = folder / "config.json"
+    def admit(self, folder: Path, config: dict[str, Any], *, trust_code: bool) -> None:
+        """Register the method that a head's config names, if it can be: the one gate for code that a folder names.
+
+        The config may name a method of this package or of an installed one. The file of a method in the head's folder
+        is run only where it is trusted. No place of code is taken from a config, trusted or not.
+        """
+        source, kind, code = folder / "config.json", config["settings"].get("kind"), config.get("code")
+        if isinstance(kind, str) and SPELLED.fullmatch(kind):
+            raise ValueError(
+                f"{source}: settings.kind is {kind!r:.200}, which names code to run; expected the name of a method, as "
+                "save_head writes it. Read that code first, then name it yourself with --plugin PATH.py, and write the "
+                "name of its method there"
+            )
+        known = self.find_named(kind, folder) if isinstance(kind, str) else None
+        if code is None:
+            return
         if not isinstance(code, dict) or not all(isinstance(value, str) for value in code.values()) or kind is None:
             raise ValueError(f"{source}: code is {code!r:.200}, expected what save_head writes; copy the file again")
-        known = self.find(str(kind))
         if "sha256" not in code:
             if known is None:
                 named = f"{code.get('module')}:{code.get('class')}"
@@ -265,6 +281,13 @@ def _file_of(method: type[Any]) -> str | None:
     """The file that a method was read from by this module."""
     module = sys.modules.get(method.__module__)
     return getattr(module, "__file__", None) if hasattr(module, "__code_text__") else None
+
+
+def _lies_in(point: EntryPoint, folder: Path | None) -> bool:
+    """Whether the package of an entry point lies in a folder, as it may where the folder is on Python's path."""
+    if folder is None or point.dist is None:
+        return False
+    return Path(str(point.dist.locate_file(""))).resolve().is_relative_to(folder.resolve())
 
 
 def _package_of(point: EntryPoint) -> str:

@@ -9,7 +9,11 @@ from typing import Any
 
 import yaml
 
+from eagle.formats.reading.folder_paths import CONFIG_BYTES, read_text
+from eagle.recipe.plain_yaml import parse_yaml
+
 POINTS = 8  # of a curve
+MOST_BYTES = 10**9  # of the answers of a run
 CODE = (
     "Its method is not part of `eagle`: `method.py` beside the head, which was {file}. Read it before you trust it.\n\n"
 )
@@ -24,8 +28,8 @@ def model_card(folder: Path, name: str) -> str:
             f"{folder}: {' and '.join(absent)} {verb} missing, of which its card is made: write a README.md there by "
             "hand, or take the whole folder that training or `eagle import` leaves"
         )
-    recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
-    provenance = json.loads((folder / "provenance.json").read_text())
+    recipe = parse_yaml(read_text(folder, "recipe.yaml", CONFIG_BYTES), str(folder / "recipe.yaml"))
+    provenance = json.loads(read_text(folder, "provenance.json", CONFIG_BYTES))
     if not isinstance(recipe, dict) or not {"target", "drafter", "data", "train"} <= recipe.keys():
         raise ValueError(f"{folder / 'recipe.yaml'} is no recipe of this project, of which its card is made")
     target, revision = recipe["target"]["path"], recipe["target"].get("revision")
@@ -54,8 +58,8 @@ def _method_of(folder: Path, recipe: dict[str, Any]) -> tuple[str, str | None]:
     """The name of a head's method, and the file that its class comes from, if the head brings one."""
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text()) if path.is_file() else {}
-    except ValueError as error:  # no UTF-8, or no JSON
+        config = json.loads(read_text(folder, "config.json", CONFIG_BYTES)) if path.is_file() else {}
+    except ValueError as error:  # no text, or no JSON
         raise ValueError(f"{path} cannot be read: {error}; is it cut short? Copy it again") from None
     code = config.get("code") if isinstance(config, dict) else None
     if not isinstance(code, dict):
@@ -86,7 +90,7 @@ def _exactness(run: Path) -> str:
     path = run / "lossless.json"
     if not path.is_file():
         return text
-    verdicts = json.loads(path.read_text())["verdicts"]
+    verdicts = json.loads(read_text(run, path.name, MOST_BYTES))["verdicts"]
     same, answers = (sum(verdict[key] for verdict in verdicts) for key in ("identical", "answers"))
     return f"{text} Compared with undrafted decoding, {same} of {answers} answers are identical token by token."
 
@@ -132,7 +136,8 @@ def _keys(values: dict[str, Any]) -> str:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    text = read_text(path.parent, path.name, MOST_BYTES) if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def _curve(rows: list[dict[str, Any]]) -> str:

@@ -16,23 +16,22 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig
 
 from eagle import __version__
 from eagle.core.arguments import nearest
-from eagle.core.budget import Budget
+from eagle.core.budget import MOST_NODES, Budget
 from eagle.core.drafter import Drafter, TrainableDrafter
 from eagle.device import in_dtype
 from eagle.disk import write_tensors, write_text, write_whole
-from eagle.drafters import DRAFTERS, settings_of
+from eagle.drafters import DRAFTERS, stored_settings
 from eagle.drafters.outside import METHOD_FILE, SPELLED, code_text, describe_code
 from eagle.drafters.several import FirstOf
 from eagle.formats.layout import check_fit
+from eagle.formats.reading.folder_paths import CONFIG_BYTES, check_links, has, plain_file, read_text
+from eagle.formats.reading.head_weights import check_finite, compare_entries, read_entries, read_weights
 from eagle.target.target import Target
 
 ON_HUB = ("config.json", "model.safetensors", "recipe.yaml", "provenance.json", "README.md", METHOD_FILE)
@@ -77,21 +76,15 @@ def load_head(folder: str | Path, *, trust_code: bool = False) -> TrainableDraft
             f"the config.json in {folder} is none of this project's: expected the keys settings and shape; "
             f"`eagle import {folder} OUT` makes a head of one that another tool or an export wrote"
         )
-    if "code" in config:
-        DRAFTERS.admit(folder, config["settings"].get("kind"), config["code"], trust_code=trust_code)
-    source, weights = str(folder / "config.json"), _read_weights(folder / "model.safetensors")
+    if has(folder, METHOD_FILE):
+        plain_file(folder, METHOD_FILE)
+    DRAFTERS.admit(folder, config, trust_code=trust_code)
+    source, entries = str(folder / "config.json"), read_entries(folder)
     with torch.device("meta"):  # which takes no memory, whatever sizes the config names
-        shapes = build_head(config, source).state_dict()
-    missing, unknown = shapes.keys() - weights.keys(), weights.keys() - shapes.keys()
-    if missing or unknown:
-        raise ValueError(f"{folder} is not this head: missing tensors {sorted(missing)}, unknown {sorted(unknown)}")
-    for name, tensor in weights.items():
-        if tensor.shape != shapes[name].shape:
-            raise ValueError(
-                f"{folder} is not this head: {name} is {list(tensor.shape)}, expected {list(shapes[name].shape)} by "
-                "its config.json: copy both files again"
-            )
-    head = build_head(config, source)
+        expected = build_head(config, source).state_dict()
+    compare_entries(folder, entries, expected)
+    head, weights = build_head(config, source), read_weights(folder)
+    check_finite(folder, weights)
     head.load_state_dict(weights)
     head.budget = _read_budget(config.get("budget"), source)
     return head
@@ -100,9 +93,10 @@ def load_head(folder: str | Path, *, trust_code: bool = False) -> TrainableDraft
 def _read_config(folder: Path) -> dict[str, Any]:
     """The mapping in a folder's config.json; ValueError if it cannot be read."""
     path = folder / "config.json"
+    text = read_text(folder, "config.json", CONFIG_BYTES)
     try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no JSON
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:  # no JSON, or brackets in brackets without end
         raise ValueError(f"{path} cannot be read: {error}; is it cut short? Copy it again") from None
     return config if isinstance(config, dict) else {}
 
@@ -110,7 +104,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def build_head(config: dict[str, Any], source: str) -> TrainableDrafter:
     """A head with a config's settings and sizes, and fresh weights."""
     try:
-        settings = settings_of(config["settings"], source)
+        settings = stored_settings(config["settings"], source)
     except ValueError as error:
         raise ValueError(
             f"{error}; was the head made by a newer release, or by a method that this process was not told of "
@@ -118,9 +112,23 @@ def build_head(config: dict[str, Any], source: str) -> TrainableDrafter:
         ) from None
     try:
         with bounded_weights():
-            return DRAFTERS[settings.kind](settings, AutoConfig.for_model(**config["shape"]))
+            head = DRAFTERS[settings.kind](settings, _read_shape(config["shape"]))
     except Exception as error:  # of many kinds: transformers and torch check the sizes
         raise ValueError(f"{source}: no head of these sizes can be made: {error!r:.300}") from None
+    token, size = getattr(settings, "mask_token", None), head.shape.vocab_size
+    if token is not None and not 0 <= token < size:
+        raise ValueError(f"{source}: mask_token is {token}, expected a token of the vocabulary, 0 to {size - 1}")
+    return head
+
+
+def _read_shape(shape: dict[str, Any]) -> Any:
+    """The config of a head's sizes; refused where it names code, or more layers than memory holds a list of."""
+    layers = shape.get("num_hidden_layers", 1)
+    if "auto_map" in shape:
+        raise ValueError("the shape has auto_map, which names code to run: take it out")
+    if not isinstance(layers, int) or layers > MOST_WEIGHTS:
+        raise ValueError(f"num_hidden_layers is {layers!r:.30}, expected at most {MOST_WEIGHTS:,}")
+    return AutoConfig.for_model(**shape)
 
 
 @contextmanager
@@ -139,20 +147,15 @@ def bounded_weights() -> Iterator[None]:
         hook.remove()
 
 
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file; ValueError if it cannot be read."""
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} cannot be read: {error}; is it cut short? Copy it again") from None
-
-
 def _read_budget(values: dict[str, Any] | None, source: str) -> Budget | None:
     """The tuned budget in a head's config, None if it has none."""
     if values is None:
         return None
     try:
         paths = values["paths"] and tuple(map(tuple, values["paths"]))
+        for name in ("nodes", "depth", "top_k"):
+            if (limit := values.get(name, 0)) > MOST_NODES:
+                raise ValueError(f"{name} is {limit}, expected at most {MOST_NODES:,}, as in any tree that was tuned")
         return Budget(**{**values, "paths": paths})
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{source}: budget cannot be read: {error!r}; tune it again, or take the key out") from None
@@ -186,6 +189,7 @@ def _download(name: str, revision: str | None) -> Path:
 def _method_for(folder: Path) -> Any:
     """The method that loads a folder of counted tables or a language model; None for a trained head."""
     config = _read_config(folder) if (folder / "config.json").is_file() else {}
+    check_links(folder)
     kind = config.get("kind", "draft_model" if "model_type" in config else None)
     if "settings" in config or kind is None:
         return None

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from eagle.core.drafter import TrainableDrafter
 from eagle.drafters.parts.validation import chain_rates
 from eagle.formats.card import acceptance_of, front_matter
 from eagle.formats.layout import Layout
+from eagle.formats.reading.folder_paths import CONFIG_BYTES, read_text
+from eagle.recipe.plain_yaml import parse_yaml
 
 USUAL = 3  # tokens of a chain where nothing is known
 UNMEASURED = "the usual length; nothing was measured with this head"
@@ -24,7 +24,7 @@ def write_notes(
     layout: Layout, drafter: TrainableDrafter, engine: str, out: Path, head: Path | None, target: str = ""
 ) -> dict[str, str]:
     """The texts of README.md and provenance.json; `head` is where the drafter came from, `target` its target's path."""
-    recipe = _read_mapping(head / "recipe.yaml", lambda text: yaml.safe_load(text) or {}) if head else {}
+    recipe = _read_mapping(head / "recipe.yaml", lambda text: parse_yaml(text, "it") or {}) if head else {}
     provenance = _read_mapping(head / "provenance.json", json.loads) if head else {}
     shares = chain_rates(provenance.get("validation", {}))[: layout.deepest]  # validation counts levels that it lacks
     depth, why = _choose_depth(drafter, shares)
@@ -110,8 +110,8 @@ def _read_mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = parse(path.read_text())
-    except (yaml.YAMLError, ValueError) as error:  # text that is none, and JSON that is none, are ValueErrors
+        value = parse(read_text(path.parent, path.name, CONFIG_BYTES))
+    except ValueError as error:  # a link that leads elsewhere, or text that is no YAML or JSON
         raise ValueError(f"{path} cannot be read: {error}; copy it again, or take it away") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds {type(value).__name__}, expected a mapping: copy it again, or take it away")

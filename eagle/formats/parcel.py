@@ -6,14 +6,15 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import yaml
 
 from eagle.drafters.outside import METHOD_FILE
 from eagle.formats.card import model_card
 from eagle.formats.checkpoint import ON_HUB, from_pretrained
+from eagle.formats.reading.folder_paths import check_not_hollow, resolve_inside
+from eagle.recipe.plain_yaml import parse_yaml
 
 REASONS = {
     "config.json": "the head's method, settings and sizes",
@@ -29,7 +30,11 @@ BESIDE = {  # files of a run that tell of its head
     "lossless.json": "the comparison with undrafted decoding",
     "metrics.jsonl": "the curves of its training",
 }
-VALUES: dict[str, Callable[[str], Any]] = {".json": json.loads, ".yaml": yaml.safe_load, ".settings": json.loads}
+VALUES: dict[str, Callable[[str], Any]] = {
+    ".json": json.loads,
+    ".yaml": partial(parse_yaml, source="it"),
+    ".settings": json.loads,
+}
 TEXTS = {*VALUES, ".jsonl", ".html", ".md", ".svg"}
 HOMES = re.compile(r"^(?:/home/[^/]+|/Users/[^/]+|/root)(?=/|$)")
 ADDRESS = re.compile(r"^[a-z]+://(?P<host>[^/\s]+)")
@@ -72,18 +77,24 @@ class Parcel:
     named: dict[str, list[str]] = field(default_factory=dict)  # file -> paths of this machine that it still names
     frozen: set[str] = field(default_factory=set)  # files that go as they are, as checksums or data do
 
-    def add(self, name: str, source: Path | bytes, why: str) -> None:
-        """Add a file; two of one name are refused."""
+    def add(self, name: str, source: Path | bytes, why: str, root: Path | None = None) -> None:
+        """Add a file; two of one name are refused, and links that leave its root, by default the folder around it."""
         if name in self.files:
             raise ValueError(f"two files would be {name} in the repository: name another folder, or rename one of them")
+        if isinstance(source, Path):
+            check_not_hollow(resolve_inside(source, root or source.parent), source)
         self.files[name] = Sent(source, why)
 
     def add_folder(self, folder: Path, below: str, why: str) -> None:
-        """Add all files of a folder but hidden ones, below a name."""
+        """Add all files of a folder but hidden ones, below a name; links to folders are not followed."""
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder)
-            if path.is_file() and not any(part.startswith(".") for part in name.parts):
-                self.add(f"{below}{name.as_posix()}", path, why)
+            if any(part.startswith(".") for part in name.parts):
+                continue
+            if path.is_symlink() and not path.is_file():
+                self.stays[str(path)] = "is a link to no file, which is not followed"
+            elif path.is_file():
+                self.add(f"{below}{name.as_posix()}", path, why, folder)
 
     def leave(self, folder: Path) -> None:
         """Note what stays of a folder, hidden files apart."""
@@ -150,7 +161,7 @@ def _values(name: str, text: bytes) -> Iterator[tuple[str, str]]:
             yield from (pair for line in headers for pair in _pairs("", json.loads(line)))
         elif parse is not None:
             yield from _pairs("", parse(text.decode()))
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} cannot be read: {error}; write it anew, or take it away") from None
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
 from pydantic import Field
 
 from eagle.recipe import Section
 from eagle.recipe.mistakes import parse_section
+from eagle.recipe.plain_yaml import parse_yaml
 
 
 class SourceSection(Section):
@@ -31,10 +31,7 @@ def read_mix(path: str | Path) -> list[SourceSection]:
     """The sources that a mix lists."""
     if not Path(path).is_file():
         raise ValueError(f"no mix at {path}: expected a YAML file that lists sources, each with a path")
-    try:
-        listed = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    listed = parse_yaml(Path(path).read_bytes(), str(path))
     if not isinstance(listed, list) or not listed:
         kind = "a mapping" if isinstance(listed, dict) else "no list"
         raise ValueError(f"{path} holds {kind}, expected a list of sources, as '- {{path: my/chats.jsonl, weight: 2}}'")

@@ -7,16 +7,13 @@ from typing import Any
 
 import yaml
 
+from eagle.recipe.plain_yaml import parse_yaml
 from eagle.web import hide_users
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The sections of a YAML file; what is no YAML, or no sections, is refused by file and line."""
-    with path.open("rb") as file:  # which names the file in errors
-        try:
-            values = yaml.safe_load(file)
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    values = parse_yaml(path.read_bytes(), str(path))
     if not isinstance(values, dict):
         got = "an empty file" if values is None else f"a {type(values).__name__}"
         raise ValueError(f"{path} holds {got}, expected keys and values, as `eagle recipes tiny/eagle1` prints them")

@@ -88,11 +88,11 @@ def test_a_config_of_100_megabytes_is_not_read(folder: Path) -> None:
     assert "expected at most 1,000,000" in in_little_memory(lambda: told(folder))
 
 
-def in_little_memory(action: Callable[[], str]) -> str:
-    """What an action returns when the process may grow by 60 megabytes and no further."""
+def in_little_memory(action: Callable[[], str], megabytes: int = 60) -> str:
+    """What an action returns when the process may grow by so many megabytes and no further."""
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (size + LONG * 6 // 10, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (size + megabytes * 10**6, hard))
     try:
         return action()
     finally:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from eagle.core.budget import MOST_LEVELS
 from eagle.core.drafter import HeadShape, Parts, TargetHead
 from eagle.core.examples import Batch
 from eagle.device import pick_rows, upload
@@ -173,7 +174,7 @@ class DSparkSettings(InjectedSettings):
     """Settings of the head in a recipe."""
 
     kind: Literal["dspark"] = "dspark"
-    slots: int = Field(7, ge=2)  # tokens read at once: the last accepted token, then mask tokens
+    slots: int = Field(7, ge=2, le=MOST_LEVELS)  # tokens read at once: the last accepted token, then mask tokens
     sample_from_anchor: bool = True  # each slot predicts the next token; else the token at its own place
     decay: float | None = Field(4.0, gt=0)  # level d has the weight e^(-d / decay) in the loss
     markov: Literal["none", "vanilla", "gated", "rnn", "domino"] = "vanilla"  # what makes biases from the token before

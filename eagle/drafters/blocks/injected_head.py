@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from eagle.core.budget import Budget
+from eagle.core.budget import MOST_LEVELS, Budget
 from eagle.core.drafter import ColumnBytes, HeadShape, Parts, TargetHead, TrainableDrafter
 from eagle.core.examples import Batch
 from eagle.core.tree import Paths
@@ -46,7 +46,7 @@ class InjectedSettings(Section):
 
     taps: tuple[int, ...] | None = None  # layers whose inputs it reads; by default five, evenly spread
     blocks: int = Field(5, ge=1)  # transformer blocks that are stacked
-    slots: int = Field(16, ge=2)  # tokens read at once: the last accepted token, then mask tokens
+    slots: int = Field(16, ge=2, le=MOST_LEVELS)  # tokens read at once: the last accepted token, then mask tokens
     sample_from_anchor: bool = False  # each slot predicts the next token; else the token at its own place
     causal: bool = False  # a slot sees only earlier slots of its block
     qk_norm: bool = True  # norm queries and keys by head, as Qwen3 does

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from eagle.core.budget import Budget
+from eagle.core.budget import MOST_LEVELS, Budget
 from eagle.core.drafter import Committed, HeadShape, Parts, TargetHead
 from eagle.core.examples import Batch
 from eagle.core.tree import DraftTree
@@ -44,7 +44,7 @@ class PeagleSettings(FusedSettings):
 
     kind: Literal["peagle"] = "peagle"
     blocks: int = Field(4, ge=1)  # transformer blocks that are stacked
-    depths: int = Field(8, ge=1)  # levels that are drafted: the root's, and those of the masks behind it
+    depths: int = Field(8, ge=1, le=MOST_LEVELS)  # levels that are drafted: of the root, then of masks
     keep: float = Field(0.7, gt=0, le=1)  # in training, share of the slots with d masks that get one more
     keep_least: float = Field(0.2, ge=0, le=1)  # lowest share of all slots, at every depth
     mask_token: int | None = None  # the token that mask slots read; by default the last of the vocabulary

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from eagle.core.budget import MOST_LEVELS
 from eagle.core.drafter import HeadShape, TargetHead
 from eagle.drafters.levels.level_heads import LevelHeads, LevelSettings
 from eagle.drafters.parts.decoder_block import Norm, head_shape
@@ -25,7 +26,7 @@ class MlpSpeculatorSettings(LevelSettings):
     """Settings of the head in a recipe."""
 
     kind: Literal["mlp_speculator"] = "mlp_speculator"
-    levels: int = Field(4, ge=1)  # levels that are drafted, one token each
+    levels: int = Field(4, ge=1, le=MOST_LEVELS)  # levels that are drafted, one token each
     inner_dim: int | None = Field(None, ge=1)  # width of every stage; by default the target's
     tie_weights: bool = False  # share one stage between all levels, except the first projection
     scale_input: bool = False  # norm the target's state first

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from eagle.core.budget import Budget
+from eagle.core.budget import MOST_LEVELS, Budget
 from eagle.core.drafter import ColumnBytes, Committed, HeadShape, Noise, TargetHead, TrainableDrafter
 from eagle.core.examples import Batch
 from eagle.core.tree import DraftTree, Paths
@@ -39,8 +39,8 @@ class FalconSettings(Section):
     """Settings of the head in a recipe."""
 
     kind: Literal["falcon"] = "falcon"
-    k: int = Field(2, ge=2)  # slots of a block, which one forward reads
-    levels: int = Field(8, ge=1)  # levels that are drafted, one token each
+    k: int = Field(2, ge=2, le=MOST_LEVELS)  # slots of a block, which one forward reads
+    levels: int = Field(8, ge=1, le=MOST_LEVELS)  # levels that are drafted, one token each
     glance_from: float = Field(0.45, ge=0, lt=1)  # share of wrong slots that read the answer, at the start
     glance_to: float = Field(0.1, ge=0, lt=1)  # the same share at the end of training
     dropout: float = Field(0.1, ge=0, lt=1)  # between the gates

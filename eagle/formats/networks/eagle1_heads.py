@@ -14,7 +14,7 @@ from eagle.formats.networks.network import Network, Spelling, keep_names
 from eagle.formats.networks.network_layout import NetworkLayout
 from eagle.formats.reading import traps
 from eagle.formats.reading.config_keys import Keys
-from eagle.formats.reading.files import has
+from eagle.formats.reading.folder_paths import has
 from eagle.formats.reading.head_folder import (
     AUTOMODEL,
     EAGLE1,

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import re
-import stat
 import zipfile
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-CONFIG_BYTES, INDEX_BYTES, HEADER_BYTES = 1_000_000, 16_000_000, 4_000_000
+from eagle.formats.reading.folder_paths import CONFIG_BYTES, check_not_hollow, has, plain_file, read_bytes
+
+INDEX_BYTES, HEADER_BYTES = 16_000_000, 4_000_000
 LARGEST = 40_000_000_000  # of all tensors together
 WHOLE = ("model.safetensors", "pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 DTYPES = {
@@ -24,7 +23,6 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
 }  # fmt: skip
-PLAIN = re.compile(r"[\w][\w.\-+]*")  # a name that leads nowhere else
 
 
 @dataclass(frozen=True)
@@ -58,65 +56,12 @@ class FolderTensors:
             return file.get_tensor(name)
 
 
-def folder_at(path: str | Path) -> Path:
-    """The folder at a path, which must contain no links."""
-    try:
-        folder = Path(path).resolve(strict=True)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"no folder at {path}: {error}; expected one with config.json and weights") from None
-    if not folder.is_dir():
-        raise ValueError(f"{path} is no folder: expected one with config.json and weights")
-    return folder
-
-
-def check_empty(out: str | Path, source: Path) -> None:
-    """Refuse an output folder that is not empty, or that overlaps its source."""
-    folder = Path(out)
-    aside = folder.with_name(folder.name + ".part")
-    for path in (folder, aside):
-        if path.is_symlink() or (path.exists() and (path is aside or not path.is_dir() or any(path.iterdir()))):
-            raise ValueError(f"{path} is there already: name a new folder, or take it away")
-    real = folder.resolve()
-    if real.is_relative_to(source) or source.is_relative_to(real):
-        raise ValueError(f"{out} lies in {source}, or around it: name another folder for the head")
-
-
-def plain_file(folder: Path, name: str) -> Path:
-    """A regular file of a folder; links may lead only inside it or into the surrounding hub cache."""
-    if not PLAIN.fullmatch(name):
-        raise ValueError(f"{name!r} is not the name of a file in {folder}: expected letters, digits, dots and dashes")
-    try:
-        real = (folder / name).resolve(strict=True)
-        kind = real.stat().st_mode
-    except (OSError, RuntimeError) as error:
-        raise ValueError(f"{folder / name} cannot be read: {error}") from None
-    if not any(real.is_relative_to(root) for root in (folder, *_cache_roots(folder))):
-        raise ValueError(
-            f"{folder / name} is a link to {real}, outside of the folder: copy the file there if it is meant"
-        )
-    if not stat.S_ISREG(kind):
-        raise ValueError(f"{folder / name} is not a file: expected one with data")
-    return real
-
-
-def _cache_roots(folder: Path) -> Iterable[Path]:
-    """The folders of the hub's cache to which its snapshots link."""
-    for parent in folder.parents:
-        if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
-            yield parent.parent / "blobs"
-
-
-def has(folder: Path, name: str) -> bool:
-    """Whether a folder has an entry of this name, of any kind."""
-    return (folder / name).exists() or (folder / name).is_symlink()
-
-
 def read_json(folder: Path, name: str, most: int = CONFIG_BYTES) -> dict[str, Any]:
     """Read a JSON mapping; NaN, infinities and duplicate keys are refused."""
     path = plain_file(folder, name)
     if (size := path.stat().st_size) > most:
         raise ValueError(f"{folder / name} has {size:,} bytes, expected at most {most:,}: none is that long")
-    return parse_json(_read_bytes(path, size), str(folder / name))
+    return parse_json(read_bytes(path, size), str(folder / name))
 
 
 def parse_json(text: bytes, source: str) -> dict[str, Any]:
@@ -146,14 +91,6 @@ def _build_mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(set(names)) < len(names):
         raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice")
     return dict(pairs)
-
-
-def _read_bytes(path: Path, count: int) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(count)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
 
 
 def _shorten(error: object) -> str:
@@ -189,9 +126,9 @@ def read_tensors(folder: Path, most: int | None = LARGEST) -> FolderTensors:
     tensors, files = FolderTensors(), _weight_map(folder)
     for name in sorted(set(files.values())):
         path, shown = plain_file(folder, name), folder / name
-        _check_not_hollow(path, shown)
+        check_not_hollow(path, shown)
         if name.endswith(".safetensors"):
-            entries = _read_header(path, shown)
+            entries = read_header(path, shown)
         elif name.endswith((".bin", ".pt")):
             tensors.pickled[path] = _map_pickle(path, shown)
             pickled = tensors.pickled[path].items()
@@ -216,22 +153,15 @@ def read_tensors(folder: Path, most: int | None = LARGEST) -> FolderTensors:
     return tensors
 
 
-def _check_not_hollow(path: Path, shown: Path) -> None:
-    """Refuse sparse files: a long file without data on disk would fill memory with zeros."""
-    size = path.stat().st_size
-    if getattr(path.stat(), "st_blocks", size) * 512 * 8 < size - 4096:
-        raise ValueError(f"{shown} says to have {size:,} bytes, and almost none are on the disk: copy it again")
-
-
-def _read_header(path: Path, shown: Path) -> dict[str, TensorEntry]:
+def read_header(path: Path, shown: Path) -> dict[str, TensorEntry]:
     """The header of a safetensors file, whose tensors must cover the file exactly and in order."""
     size = path.stat().st_size
-    length = int.from_bytes(_read_bytes(path, 8), "little")
+    length = int.from_bytes(read_bytes(path, 8), "little")
     if size < 8 or length > size - 8 or length > HEADER_BYTES:
         raise ValueError(
             f"{shown} has {size:,} bytes and a header of {length:,}: it is cut short, or no safetensors file"
         )
-    header = parse_json(_read_bytes(path, 8 + length)[8:], f"the header of {shown}")
+    header = parse_json(read_bytes(path, 8 + length)[8:], f"the header of {shown}")
     header.pop("__metadata__", None)
     entries, spans = {}, []
     for name, line in header.items():

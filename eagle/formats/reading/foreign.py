@@ -18,7 +18,8 @@ from eagle.drafters.outside import UntrustedCode
 from eagle.formats.checkpoint import load_head, save_head
 from eagle.formats.layout import check_fit
 from eagle.formats.networks.eagle3_heads import NEXT_STEP
-from eagle.formats.reading.files import check_empty, folder_at, read_json
+from eagle.formats.reading.files import read_json
+from eagle.formats.reading.folder_paths import check_empty, folder_at
 from eagle.formats.reading.head_folder import OWN, UNKNOWN, Finding, HeadFolder
 from eagle.formats.reading.lint import lint
 from eagle.formats.reading.recognise import kind_by_config, read_folder

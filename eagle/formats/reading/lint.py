@@ -14,7 +14,8 @@ from eagle.formats.networks.layers_and_tokens import list_vocabulary
 from eagle.formats.networks.network import Network
 from eagle.formats.reading import traps
 from eagle.formats.reading.config_keys import USUAL_THETA
-from eagle.formats.reading.files import has, read_json
+from eagle.formats.reading.files import read_json
+from eagle.formats.reading.folder_paths import has
 from eagle.formats.reading.head_folder import MODELOPT, OWN, Finding, HeadFolder
 from eagle.formats.reading.target_files import TargetFiles
 from eagle.formats.reading.traps import Strike, strike

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from eagle.data.identity import folder_of
 from eagle.formats.reading.config_keys import Keys, read_rope
-from eagle.formats.reading.files import FolderTensors, folder_at, read_json, read_tensors
+from eagle.formats.reading.files import FolderTensors, read_json, read_tensors
+from eagle.formats.reading.folder_paths import folder_at
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 LM_HEADS = ("lm_head.weight", "embed_out.weight")
