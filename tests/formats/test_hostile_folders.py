@@ -362,12 +362,13 @@ WAYS: dict[str, Callable[[Place], Any]] = {
     "model.generate": call_generate,
 }
 LONG = ("doctor", "measure", "lossless", "tune")  # which do all their work where nothing is wrong with the head
-READS_NO_RECIPE = ("a tag in YAML", "YAML that grows", "YAML that holds itself", "a link for README.md")
+HARMLESS = ("a tag in YAML", "YAML that grows", "YAML that holds itself", "a pickled mask", "links to folders")
 
 
 def is_long(hostile: str, way: str) -> bool:
     """Whether a way would decode for seconds, as it does not look at what is hostile."""
-    return way in LONG and (hostile in READS_NO_RECIPE or hostile == "links to folders" or "beside" in hostile)
+    in_notes = ("recipe.yaml", "provenance.json", "README.md", "beside the head")
+    return way in LONG and (hostile in HARMLESS or hostile.endswith(in_notes))
 
 
 CASES = [(hostile, way) for hostile in HOSTILE for way in WAYS if not is_long(hostile, way)]

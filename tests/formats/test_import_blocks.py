@@ -16,6 +16,7 @@ from eagle.formats.checkpoint import load_head
 from eagle.formats.reading.foreign import import_head, inspect, read_head
 from tests import foreign_heads as made
 from tests.block_heads import LAYOUTS, deepspec, domino, dspark, peagle, speculators, speculators_dspark, zlab
+from tests.formats.test_hostile_heads import Code
 
 H, V = made.H, made.V
 FUZZ = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -182,3 +183,35 @@ def test_any_config_is_read_or_refused(changed: dict[str, Any], name: str, tmp_p
             read_head(tmp_path / "head")
         except ValueError as error:
             assert str(error)
+
+
+@pytest.mark.parametrize("head", [zlab(), deepspec(), dspark(), domino()])
+def test_a_mask_row_of_its_own_is_refused(head: made.Head, tmp_path: Path) -> None:
+    """The file that vLLM puts in place of the target's row is not passed over, and its pickle is not read."""
+    folder, marker = made.write(tmp_path / "theirs", head), tmp_path / "marker"
+    assert not inspect(folder).fatal
+    torch.save({"embedding": Code(marker), "mask_token_id": 3}, folder / "mask_embedding.pt")
+    assert inspect(folder).fatal and "mask_embedding.pt lies beside it" in str(inspect(folder))
+    with pytest.raises(ValueError, match=r"mask_embedding\.pt lies beside it"):
+        read_head(folder)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("key", ["is_neox_style", "rope_is_neox_style"])
+@pytest.mark.parametrize(("head", "nested"), [(zlab(), False), (speculators(), True), (made.speculators(), True)])
+def test_rotary_positions_of_neighbours_are_refused(key: str, head: made.Head, nested: bool, tmp_path: Path) -> None:
+    """A head that turns neighbours instead of halves is another network; true is what is read, and says nothing new."""
+    config, tensors = head
+    for place in ([], ["transformer_layer_config"]) if nested else ([],):
+        for value in (True, False):
+            changed = json.loads(json.dumps(config))
+            section = changed
+            for name in place:
+                section = section[name]
+            section[key] = value
+            folder = made.write(tmp_path / "theirs", (changed, tensors))
+            assert (f"{key} is False, which no head here can be" in str(inspect(folder))) == (not value)
+            assert key not in str(inspect(folder)) or not value
+            if not value:
+                with pytest.raises(ValueError, match=f"{key} is False"):
+                    read_head(folder, taps=made.TAPS if nested and config.get("draft_vocab_size") == made.D else None)

@@ -9,6 +9,7 @@ from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Config, TargetConfig, llama_config
 from eagle.formats.networks.network import FOLLOWS, ROTARY, Network, keep_names
 from eagle.formats.reading import traps
+from eagle.formats.reading.folder_paths import has
 from eagle.formats.reading.head_folder import EMBEDDING, OUTPUT, SPECULATORS, HeadFolder, compare_count, count_parts
 from eagle.formats.reading.target_files import TargetFiles
 from eagle.formats.reading.traps import Strike, strike
@@ -20,6 +21,7 @@ UNLIKE = (  # keys of dflash_config that change what is computed
     *("use_swa", "attention_value_scale", "conv_kernel_size", "selector_rank", "output_multiplier"),
     *("final_logit_softcapping", "input_embedding_scale"),
 )
+MASK_ROW = "mask_embedding.pt"
 OWN_PLACE = "slot j names the token at its own place (z-lab's DFlash)"
 BEHIND = "slot k names the token behind its place (DeepSpec's DFlash and DSpark)"
 
@@ -46,6 +48,12 @@ class DFlash(Network):
         blocks = compare_count(head, layers, count_parts(head, r"layers\.(\d+)\."), "layers")
         head.overrides = {"num_hidden_layers": max(blocks, 1), "qk_norm": True}
         head.refuse(refused, "block")
+        if has(head.path, MASK_ROW):
+            head.problem(
+                f"{MASK_ROW} lies beside it, a row of the head's own for its mask token, which no head here has: they "
+                "read the target's row",
+                "Serve it with vLLM, which reads that file",
+            )
         slots = head.nested.read("block_size") or keys.read("block_size")
         if slots is None:
             head.problem(

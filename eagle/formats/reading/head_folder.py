@@ -238,6 +238,10 @@ def read_sizes(head: HeadFolder) -> None:
         "vocab_size": _read_size(head, "vocab_size", EMBEDDING if EMBEDDING in head.names else "t2d"),
         "rope_parameters": read_rope(block, head.notes),
     }
+    interleaved = {}
+    for name in ("is_neox_style", "rope_is_neox_style"):  # false turns neighbours, and heads here turn halves
+        interleaved[name] = False in (head.keys.read(name), block.read(name))
+    head.refuse(interleaved)
     defaults = {
         "num_key_value_heads": heads or 1,
         "head_dim": max(width // (heads or 1), 1),
