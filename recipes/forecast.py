@@ -206,7 +206,7 @@ def sizes_of(path: str, revision: str | None = None) -> Sizes:
     known = json.loads(KNOWN.read_text()) if KNOWN.exists() else {}
     if path in known and revision is None:
         return read_sizes(known[path])
-    config = AutoConfig.from_pretrained(path, revision=revision)
+    config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
     return replace(sizes_of_config(config.get_text_config()), bits=weight_bits(quantization_of(config)))
 
 

@@ -104,7 +104,7 @@ def load_borrowed(folder: str | Path, device: str = "cpu") -> Borrowed:
     with open_tensors(Path(folder) / HEAD) as file:
         tensors = {name: file.get_tensor(name).to(device) for name in file.keys()}  # noqa: SIM118, it is no dict
         scales = json.loads(file.metadata()["scales"])
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     return Borrowed(config, replace(_build_head(tensors, scales), width=config.hidden_size))
 
 

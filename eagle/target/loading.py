@@ -34,6 +34,7 @@ COMPUTED = re.compile(
     r"(rotary_emb|rotary_pos_emb)\.inv_freq$|\.(attn|attention|self_attn)\.(masked_)?bias$|^(model\.)?mtp(_layers)?\."
 )
 MAX_NAMED = 4  # tensors that an error lists
+NO_CODE = {"trust_remote_code": False}  # without it transformers asks in the terminal whether to run code
 
 
 def load_model(
@@ -49,6 +50,7 @@ def load_model(
 
     A quantised one is loaded to `device`, unless a device_map says otherwise; what it needs is checked beforehand.
     """
+    source = {**NO_CODE, **source}
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ValueError(f"{path} is no model: got a folder without config.json, expected one of save_pretrained")
     if (quantization := read_quantization(path, **source)) is not None:
@@ -184,12 +186,14 @@ def adapt_model(model: Any, config: Any, adapter: str | Path) -> Any:
 def open_adapter(model: Any, adapter: str | Path) -> Any:
     """The peft model that runs a model, which is changed in place, with an adapter of its layers."""
     try:
-        from peft import PeftModel
+        from peft import PeftConfig, PeftModel
     except ImportError:
         raise ValueError(f"the adapter {adapter} needs peft: `pip install peft`, or merge it beforehand") from None
     try:
         with warnings.catch_warnings(), keep_layout(model):
             warnings.filterwarnings("error", "Found missing adapter keys")  # peft would leave them at random
+            if getattr(PeftConfig.from_pretrained(str(adapter)), "megatron_config", None):
+                raise ValueError("its megatron_config makes peft import the module that megatron_core names")
             adapted: Any = PeftModel.from_pretrained(model, str(adapter))
     except (OSError, RuntimeError, SafetensorError, UserWarning, ValueError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
@@ -250,7 +254,7 @@ def settle_weights(model: Any, device: torch.device) -> None:
 def tokenizer_of(path: str | Path, **source: Any) -> Any:
     """The tokenizer of a model's folder, or None; only `chat`, stop strings and text output need one."""
     try:
-        return AutoTokenizer.from_pretrained(path, **source)
+        return AutoTokenizer.from_pretrained(path, **{**NO_CODE, **source})
     except (OSError, ValueError):
         return None
 
@@ -260,7 +264,7 @@ def processor_of(path: str | Path, model: Any, **source: Any) -> Any:
     if "pixel_values" not in inspect.signature(type(base_of(model)).forward).parameters:
         return None
     try:
-        return AutoProcessor.from_pretrained(path, **source)
+        return AutoProcessor.from_pretrained(path, **{**NO_CODE, **source})
     except (OSError, ValueError, ImportError):
         return None
 
