@@ -15,7 +15,7 @@ from typing import NamedTuple, NoReturn
 
 from eagle import __version__
 from eagle.log import script
-from eagle.shipped import HELP_PAGE, STAGES
+from eagle.shipped import HELP_PAGE, STAGES, TRUST_CODE
 
 
 class Verb(NamedTuple):
@@ -68,7 +68,7 @@ GROUPS = {
 VERBS = {name: verb for group in GROUPS.values() for name, verb in group.items()}
 LIGHT = {"recipes"}  # verbs that need no torch
 VERDICTS = {"inspect", "doctor"}  # whose status 1 says that a checkpoint is broken
-PLUGINS, TRUST_CODE = "EAGLE_PLUGINS", "EAGLE_TRUST_CODE"  # in which the processes that a verb starts are told
+PLUGINS = "EAGLE_PLUGINS"  # the variable that tells processes that a verb starts which plugins it has
 HELP = {"-h", "--help"}
 USAGE = "usage: eagle VERB [arguments]      `eagle VERB --help` tells the arguments of one"
 

@@ -12,7 +12,7 @@ from typing import Any
 from eagle.drafters import settings_of
 from eagle.log import script
 from eagle.recipe import Recipe
-from recipes.forecast import CARDS, GB, card_bytes, empty_head, shipped, sizes_of
+from recipes.forecast import CARDS, GB, card_bytes, empty_head, shipped, sizes_of_target
 
 MEMORY = (24, 40, 80, 141)  # GB of a card
 RESERVED = 2  # of them for the driver, for libraries, and for gaps between what is held
@@ -22,7 +22,7 @@ MOST_CARDS = 64
 def fits(path: str) -> Iterator[dict[str, Any]]:
     """For each card the first way that fits, least changed first: accumulation, ZeRO-2, a target that is spread."""
     recipe = Recipe.load(path)
-    sizes = sizes_of(recipe.target.path, recipe.target.revision)
+    sizes = sizes_of_target(recipe.target)
     head = empty_head(settings_of(recipe.drafter.model_dump(), path), sizes.config)
 
     @cache

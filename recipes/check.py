@@ -44,8 +44,8 @@ from recipes.forecast import (
     empty_head,
     forecast,
     parameters,
-    sizes_of,
     sizes_of_config,
+    sizes_of_target,
 )
 
 STEPS = 2
@@ -134,7 +134,7 @@ def describe_exports(head: Any, config: Any, folder: str) -> Iterator[str]:
 def say_forecast(recipe: Recipe, count: int | None) -> bool:
     """Tell the target's sizes before anything is loaded; returns whether this machine can hold the target."""
     try:
-        sizes = sizes_of(recipe.target.path, recipe.target.revision)
+        sizes = sizes_of_target(recipe.target)
     except (OSError, ValueError) as error:
         say(f"none, as the config of {recipe.target.path} cannot be read: {str(error).splitlines()[0]}")
         return True

@@ -22,7 +22,7 @@ from eagle.data.stored_rows import parts_of, token_bytes
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts.decoder_block import widest
 from eagle.log import script
-from eagle.recipe import DataSection, Recipe, recipe_parser
+from eagle.recipe import DataSection, Recipe, TargetSection, recipe_parser
 from eagle.shipped import RECIPES, STAGES
 from eagle.target.weights.quantised import quantization_of, weight_bits
 from recipes.footprint import EmptyRun, Footprint, empty_target_head
@@ -201,13 +201,18 @@ def token_flops(head: TrainableDrafter, config: Any, max_length: int, supervised
     return footprint.flops / length
 
 
-def sizes_of(path: str, revision: str | None = None) -> Sizes:
+def sizes_of(path: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Sizes:
     """The sizes of a target: of a published one from the table, else from its config."""
     known = json.loads(KNOWN.read_text()) if KNOWN.exists() else {}
     if path in known and revision is None:
         return read_sizes(known[path])
-    config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     return replace(sizes_of_config(config.get_text_config()), bits=weight_bits(quantization_of(config)))
+
+
+def sizes_of_target(target: TargetSection) -> Sizes:
+    """The sizes of a recipe's target."""
+    return sizes_of(target.path, target.revision, trust_remote_code=target.trust_remote_code)
 
 
 def read_sizes(row: dict[str, Any]) -> Sizes:
@@ -279,7 +284,7 @@ def of_recipes(words: list[str], cards: int = CARDS, tflops: float = TFLOPS, con
     rows, texts = {}, {}
     for path in paths:
         recipe = Recipe.load(path, overrides)
-        sizes = sizes_of(recipe.target.path, recipe.target.revision)
+        sizes = sizes_of_target(recipe.target)
         rows[f"`{path}`"] = forecast(recipe, sizes, conversations or conversations_of(recipe), cards, tflops)
         if sizes.text:
             texts[recipe.target.path] = sizes.text

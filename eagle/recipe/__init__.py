@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
 from eagle.recipe.command_lines import RecipeParser
+from eagle.recipe.foreign_recipe import check_code
 from eagle.recipe.mistakes import parse_section, type_of_key
 from eagle.recipe.values import lay_over, read_yaml
 from eagle.shipped import find_recipe, move_to_target
@@ -260,11 +261,13 @@ class Recipe(Section):
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         """A recipe from a file, or from one that comes with eagle; another target moves its files to its own folder."""
-        values = read_yaml(find_recipe(path))
+        file = find_recipe(path)
+        values = read_yaml(file)
         original = copy.deepcopy(values)
         for override in overrides:
             lay_over(values, override)
         overridden = {override.partition("=")[0] for override in overrides}
+        check_code(original, file, overridden)
         return cls.parse(move_to_target(values, original, overridden), str(path))
 
     @classmethod

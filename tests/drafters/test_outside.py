@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from eagle import Sampling, Target, generate, load_drafter
-from eagle.__main__ import PLUGINS, TRUST_CODE, admit_code, take_code_options
+from eagle.__main__ import PLUGINS, admit_code, take_code_options
 from eagle.command.share import pack
 from eagle.conformance.trial import make_head
 from eagle.drafters import DRAFTERS, outside, settings_of
@@ -23,6 +23,7 @@ from eagle.formats.card import model_card
 from eagle.formats.checkpoint import ON_HUB, from_pretrained, load_head, save_head
 from eagle.formats.custom_generate import write_custom_generate
 from eagle.formats.reading.foreign import inspect
+from eagle.shipped import TRUST_CODE
 from eval.comparison.compare_plan import Comparison
 from tests.outside_methods import ARMS, LOOKUP, METHOD
 

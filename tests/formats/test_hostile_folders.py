@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import json
@@ -28,6 +29,7 @@ from eagle.drafters.outside import METHOD_FILE
 from eagle.formats.checkpoint import from_pretrained, load_head, save_head
 from eagle.formats.reading.foreign import read_head
 from eagle.recipe import Recipe
+from eagle.shipped import TRUST_CODE
 from eagle.training.first_head import first_head
 from eagle.transformers import WithDrafter
 from eval import lossless, measure, tune
@@ -361,6 +363,7 @@ WAYS: dict[str, Callable[[Place], Any]] = {
     "load_drafter of two": lambda place: draft(place, [place.head, "ngram"]),
     "model.generate": call_generate,
 }
+SLOW = ("lossless", "tune", "from_pretrained", "load_drafter of two", "push of an export")  # ways much like another
 LONG = ("doctor", "measure", "lossless", "tune")  # which do all their work where nothing is wrong with the head
 HARMLESS = ("a tag in YAML", "YAML that grows", "YAML that holds itself", "a pickled mask", "links to folders")
 
@@ -371,7 +374,12 @@ def is_long(hostile: str, way: str) -> bool:
     return way in LONG and (hostile in HARMLESS or hostile.endswith(in_notes))
 
 
-CASES = [(hostile, way) for hostile in HOSTILE for way in WAYS if not is_long(hostile, way)]
+CASES = [
+    pytest.param(hostile, way, marks=[pytest.mark.slow] if way in SLOW else [])
+    for hostile in HOSTILE
+    for way in WAYS
+    if not is_long(hostile, way)
+]
 
 
 def try_way(way: Callable[[Place], Any], place: Place) -> str:
@@ -404,3 +412,164 @@ def test_nothing_of_a_hostile_folder_runs_or_leaks(
     new = {path for path in place.run.rglob("*") if path.is_file() and not path.is_symlink()} - there
     assert not [path for path in new if SECRET.encode() in path.read_bytes()]
     assert "alloc" not in said + printed.out and "MemoryError" not in said + printed.out
+
+
+PLANTED: dict[str, tuple[str, Callable[[Place], Any]]] = {  # what each check is to see, done on purpose
+    "a kind that is a path": ("a kind that is a path", lambda place: DRAFTERS.find(f"{place.head}/evil.py:Evil")),
+    "a module": ("a kind that is a module", lambda place: DRAFTERS.find("evil:Evil")),
+    "a pickle": ("a pickled mask", lambda place: torch.load(place.head / "mask_embedding.pt", weights_only=False)),
+    "a tag": ("a tag in YAML", lambda place: yaml.unsafe_load((place.head / "recipe.yaml").read_text())),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_marker_shows_code_that_runs(name: str, place: Place, healthy: dict[str, Path]) -> None:
+    """The same folders do harm where they are read without care."""
+    hostile, run = PLANTED[name]
+    kind, spoil = HOSTILE[hostile]
+    fill(place, kind, healthy)
+    spoil(place)
+    assert not place.marker.exists()
+    try:
+        run(place)
+    except ValueError as error:  # the class in it has the name of a method that is there
+        assert "is called 'eagle1'" in str(error)
+    assert place.marker.exists()
+
+
+def test_what_is_read_outside_and_what_takes_memory_is_seen(place: Place, healthy: dict[str, Path]) -> None:
+    """A file that is read through a link is heard of, and a tensor of 4 GB is not to be had."""
+    fill(place, "eagle1", healthy)
+    link_all(place)
+    OPENED.clear()
+    assert SECRET in (place.head / "recipe.yaml").read_text()
+    assert [path for path in OPENED if os.path.realpath(path).startswith(str(place.outside))]
+    with pytest.raises(RuntimeError, match="alloc"):
+        in_little_memory(lambda: str(torch.empty(BILLION)), 400)
+
+
+def test_trusted_code_runs(place: Place, healthy: dict[str, Path]) -> None:
+    """The gate opens for a method.py that is trusted, and for nothing else that the config names."""
+    fill(place, "eagle1", healthy)
+    bring_a_method(place)
+    with pytest.raises(ValueError, match=r"Evil is called 'eagle1'|names the method 'evil'"):
+        load_head(place.head, trust_code=True)
+    assert place.marker.exists()
+    place.marker.unlink()
+    name_a_file(place)
+    with pytest.raises(ValueError, match=r"settings\.kind is '.*evil\.py:Evil', which names code to run"):
+        load_head(place.head, trust_code=True)
+    assert not place.marker.exists()
+
+
+def test_a_package_in_the_folder_offers_no_method(place: Place, healthy: dict[str, Path]) -> None:
+    """Its metadata is found where the folder is on Python's path, and its entry point is not loaded for a head."""
+    fill(place, "eagle1", healthy)
+    (place.head / "evil.py").write_text(place.evil)
+    about = place.head / "evil-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[eagle.drafters]\nevil = evil:Evil\n")
+    place.change("settings", kind="evil")
+    for load in (load_head, from_pretrained, lambda folder: draft(place, folder)):
+        with pytest.raises(ValueError, match=r"drafter\.kind is 'evil', expected a method with weights"):
+            load(place.head)
+    assert not place.marker.exists()
+    with pytest.raises(ValueError, match="that method is called 'eagle1'"):
+        DRAFTERS.find("evil")  # as a user who names it would
+    assert place.marker.exists()
+
+
+CODE_KEYS = {
+    "drafter.kind": ("drafter", {"kind": "evil.py:Evil"}),
+    "eval.drafters.mine.head": ("eval", {"drafters": {"mine": {"head": "ngram,evil:Evil"}}}),
+    "regenerate.drafter": ("regenerate", {"source": "a.jsonl", "out": "b.jsonl", "drafter": "evil.py:Evil"}),
+    "target.trust_remote_code": ("target", {"trust_remote_code": True}),
+}
+
+
+@pytest.mark.parametrize("key", CODE_KEYS)
+def test_a_recipe_beside_a_head_names_no_code(
+    key: str, place: Place, healthy: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does where the user says so: by trust, by the key itself, or by a recipe that lies elsewhere."""
+    fill(place, "eagle1", healthy)
+    section, changed = CODE_KEYS[key]
+    values = place.recipe.model_dump(mode="json")
+    values[section] = {**(values[section] or {}), **changed}
+    file = place.head / "recipe.yaml"
+    file.write_text(yaml.safe_dump(values))
+    for verb in (measure, tune, lossless):
+        with pytest.raises(ValueError, match=rf"would run code: {key} is .*--trust-code"):
+            verb.main([str(file)])
+    assert Recipe.load(shutil.copy(file, place.run))
+    monkeypatch.setenv(TRUST_CODE, "1")
+    assert Recipe.load(file)
+
+
+@pytest.mark.parametrize("name", ["weights that are no numbers", "infinite weights", "whole numbers", "eight bits"])
+def test_weights_that_are_none_are_refused(name: str, place: Place, healthy: dict[str, Path]) -> None:
+    """One value of a tensor, or a dtype of no plain numbers; half precision is read."""
+    fill(place, "eagle1", healthy)
+    file = place.head / "model.safetensors"
+    weights = load_file(file)
+    key = sorted(weights)[-1]
+    halves = {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
+    save_file(halves, file)
+    assert load_head(place.head)
+    if name in ("weights that are no numbers", "infinite weights"):
+        weights[key].view(-1)[-1] = torch.inf if "infinite" in name else torch.nan
+        words = f"{key} holds numbers that are not finite"
+    else:
+        dtype = torch.int8 if "whole" in name else torch.float8_e4m3fn
+        weights[key] = weights[key].to(dtype)
+        words = f"{key} is in {dtype}, expected plain floating-point numbers"
+    save_file(weights, file)
+    for load in (load_head, from_pretrained, read_head, lambda folder: draft(place, folder)):
+        with pytest.raises(ValueError, match=words):
+            load(place.head)
+    with pytest.raises(SystemExit):
+        run_inspect([str(place.head)])
+
+
+def test_an_adapter_names_no_module(place: Place, tiny_target: Target) -> None:
+    """An adapter's config may name the package in which peft looks for parallel layers."""
+    from peft import LoraConfig, get_peft_model
+
+    model = copy.deepcopy(tiny_target.model)
+    get_peft_model(model, LoraConfig(r=2, target_modules="all-linear")).save_pretrained(place.head)
+    config = json.loads((place.head / "adapter_config.json").read_text())
+    (place.head / "evil.py").write_text(place.evil)
+    values = {**config, "megatron_config": {"a": 1}, "megatron_core": "evil"}
+    (place.head / "adapter_config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="megatron_core"):
+        tiny_target.with_adapter(place.head)
+    assert not place.marker.exists()
+
+
+def test_a_link_is_refused_by_its_name(place: Place, healthy: dict[str, Path]) -> None:
+    """In a head, in an export, in what lies beside; links inside of the folder go as what they lead to."""
+    fill(place, "eagle1", healthy)
+    (place.head / "README.md").write_text("its card")
+    (place.head / "recipe.yaml").rename(place.head / "kept.yaml")
+    (place.head / "recipe.yaml").symlink_to("kept.yaml")
+    assert pack(place.head, "me/mine", []).files["recipe.yaml"].read() == (place.head / "kept.yaml").read_bytes()
+    (place.run / "latest").symlink_to(place.head)
+    assert pack(place.run / "latest", "me/mine", [])
+    link_beside(place)
+    with pytest.raises(ValueError, match=r"results\.jsonl|metrics\.jsonl|lossless\.json|report\.html"):
+        pack(place.head, "me/mine", [])
+    for path in place.run.glob("*.*"):
+        path.unlink()
+    exported = place.run / "exported"
+    shutil.copytree(place.head, exported, ignore=shutil.ignore_patterns("*.yaml"))
+    (place.outside / "deep").mkdir()
+    (exported / "deep").symlink_to(place.outside / "deep")
+    parcel = pack(exported, "me/mine", [])
+    assert parcel.stays[str(exported / "deep")] == "is a link to no file, which is not followed"
+    (exported / "sub").mkdir()
+    (place.outside / "secret.txt").write_text(SECRET)
+    (exported / "sub/notes.txt").symlink_to(place.outside / "secret.txt")
+    for packed in ((exported, []), (place.head, [exported])):
+        with pytest.raises(ValueError, match=r"sub/notes\.txt is a link to .*secret\.txt, outside of the folder"):
+            pack(packed[0], "me/mine", packed[1])
