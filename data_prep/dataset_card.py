@@ -12,6 +12,7 @@ import yaml
 
 from eagle.data.store import FeatureStore
 from eagle.formats.card import LICENCE, count_conversations, is_hub_id
+from eagle.formats.reading.folder_paths import resolve_inside
 
 
 def dataset_card(path: Path, name: str) -> str:
@@ -21,6 +22,8 @@ def dataset_card(path: Path, name: str) -> str:
     note = Path(f"{path}.settings")
     if not note.is_file():
         raise ValueError(f"no card can be made of {path}: expected {note} beside it, as `eagle prepare` leaves it")
+    for file in (path, note):  # a card tells what stands in both
+        resolve_inside(file, file.parent)
     return conversations_card(path, json.loads(note.read_text()), name)
 
 
@@ -43,6 +46,7 @@ def conversations_card(path: Path, settings: dict[str, Any], name: str) -> str:
 
 def store_card(folder: Path, name: str) -> str:
     """Whose features these are, of which layers, and how many tokens."""
+    resolve_inside(folder / "index.json", folder)
     store = FeatureStore(folder, partial=True)
     origin = store.index["made"]
     target = origin.get("target", {"path": "unknown"})

@@ -15,7 +15,7 @@ from typing import NamedTuple, NoReturn
 
 from eagle import __version__
 from eagle.log import script
-from eagle.shipped import HELP_PAGE, STAGES, TRUST_CODE
+from eagle.shipped import HELP_PAGE, STAGES
 
 
 class Verb(NamedTuple):
@@ -68,7 +68,7 @@ GROUPS = {
 VERBS = {name: verb for group in GROUPS.values() for name, verb in group.items()}
 LIGHT = {"recipes"}  # verbs that need no torch
 VERDICTS = {"inspect", "doctor"}  # whose status 1 says that a checkpoint is broken
-PLUGINS = "EAGLE_PLUGINS"  # the variable that tells processes that a verb starts which plugins it has
+PLUGINS, TRUST_CODE = "EAGLE_PLUGINS", "EAGLE_TRUST_CODE"  # in which the processes that a verb starts are told
 HELP = {"-h", "--help"}
 USAGE = "usage: eagle VERB [arguments]      `eagle VERB --help` tells the arguments of one"
 
@@ -147,6 +147,7 @@ def admit_code(plugins: Sequence[str], trusts_heads: bool) -> None:
         return
     methods = import_module("eagle.drafters").DRAFTERS
     methods.trusts_heads = trusts_heads
+    import_module("eagle.recipe.foreign_recipe").Trust.in_recipes = trusts_heads
     for path in plugins:
         methods.load_plugin(path)
     if plugins:

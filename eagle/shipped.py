@@ -14,7 +14,6 @@ PACKAGE = Path(__file__).parent
 STAGES = PACKAGE / "stages" if (PACKAGE / "stages").is_dir() else PACKAGE.parent
 RECIPES = STAGES / "recipes"
 HELP_PAGE = STAGES / "docs/reference/cli.md"  # the output of `--help` of every verb
-TRUST_CODE = "EAGLE_TRUST_CODE"  # the variable that tells processes that the code in heads' folders is trusted
 DEMO = "recipes/tiny/demo.yaml"  # what training runs where no recipe is named
 
 

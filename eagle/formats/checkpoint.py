@@ -36,6 +36,7 @@ from eagle.target.target import Target
 
 ON_HUB = ("config.json", "model.safetensors", "recipe.yaml", "provenance.json", "README.md", METHOD_FILE)
 MOST_WEIGHTS = 4_000  # tensors of any head
+MOST_LAYERS = 1_000_000  # that a config may name: some configs make a list of them
 
 
 def save_pretrained(head: TrainableDrafter, folder: str | Path) -> None:
@@ -126,8 +127,8 @@ def _read_shape(shape: dict[str, Any]) -> Any:
     layers = shape.get("num_hidden_layers", 1)
     if "auto_map" in shape:
         raise ValueError("the shape has auto_map, which names code to run: take it out")
-    if not isinstance(layers, int) or layers > MOST_WEIGHTS:
-        raise ValueError(f"num_hidden_layers is {layers!r:.30}, expected at most {MOST_WEIGHTS:,}")
+    if not isinstance(layers, int) or layers > MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers is {layers!r:.30}, expected at most {MOST_LAYERS:,}")
     return AutoConfig.for_model(**shape)
 
 

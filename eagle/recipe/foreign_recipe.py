@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
-
-from eagle.shipped import TRUST_CODE
 
 CODE = re.compile(r".+:[A-Za-z_]\w*")  # PATH.py:CLASS or MODULE:CLASS
 
 
-def check_code(values: dict[str, Any], path: Path, overridden: Container[str]) -> None:
+class Trust:
+    """What the user of this process has said of code that lies in the folders of heads."""
+
+    in_recipes = False  # whether recipes there may name code, as `eagle --trust-code` asks
+
+
+def check_code(values: dict[str, Any], path: Path, overridden: Iterable[str]) -> None:
     """Refuse a recipe beside a head's weights that names code in a key which the command line does not set."""
     is_beside_head = (path.parent / "model.safetensors").exists() and (path.parent / "config.json").exists()
-    if not is_beside_head or os.environ.get(TRUST_CODE):
+    if not is_beside_head or Trust.in_recipes:
         return
-    if named := [(key, value) for key, value in list_code(values) if key not in overridden]:
-        key, value = named[0]
+    for key, value in list_code(values):
+        if any(key == said or key.startswith(f"{said}.") for said in overridden):
+            continue
         raise ValueError(
             f"{path} lies in the folder of a head and would run code: {key} is {value!r:.200}. Read that code first, "
             f"then trust it with --trust-code, or name it yourself with {key}={value!s:.200}"

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from eagle import Sampling, Target, generate, load_drafter
-from eagle.__main__ import PLUGINS, admit_code, take_code_options
+from eagle.__main__ import PLUGINS, TRUST_CODE, admit_code, take_code_options
 from eagle.command.share import pack
 from eagle.conformance.trial import make_head
 from eagle.drafters import DRAFTERS, outside, settings_of
@@ -23,7 +23,7 @@ from eagle.formats.card import model_card
 from eagle.formats.checkpoint import ON_HUB, from_pretrained, load_head, save_head
 from eagle.formats.custom_generate import write_custom_generate
 from eagle.formats.reading.foreign import inspect
-from eagle.shipped import TRUST_CODE
+from eagle.recipe.foreign_recipe import Trust
 from eval.comparison.compare_plan import Comparison
 from tests.outside_methods import ARMS, LOOKUP, METHOD
 
@@ -45,6 +45,7 @@ def forget() -> None:
     for name in [name for name in sys.modules if name.startswith("outside_")]:
         del sys.modules[name]
     DRAFTERS.trusts_heads = False
+    Trust.in_recipes = False
 
 
 def write(name: str, text: str = METHOD, **changes: str) -> Path:
@@ -219,7 +220,7 @@ def test_a_plugin_registers_all_that_it_defines_in_every_process(monkeypatch: py
     plugins, trusts, rest = take_code_options(line)
     assert (plugins, trusts) == ([f"{Path.cwd()}/both.py"], True) and rest == ["measure", "tiny/eagle1", "eval.count=2"]
     admit_code(plugins, trusts)
-    assert {"recurrent", "Again"} <= DRAFTERS.keys() and DRAFTERS.trusts_heads
+    assert {"recurrent", "Again"} <= DRAFTERS.keys() and DRAFTERS.trusts_heads and Trust.in_recipes
     assert take_code_options(["measure"]) == (plugins, True, ["measure"])  # as a process that begins here reads it
     with pytest.raises(ValueError, match=r"none\.py defines no method: expected a class that inherits from Drafter"):
         DRAFTERS.load_plugin(write("none.py", "x = 1\n"))

@@ -29,7 +29,7 @@ from eagle.drafters.outside import METHOD_FILE
 from eagle.formats.checkpoint import from_pretrained, load_head, save_head
 from eagle.formats.reading.foreign import read_head
 from eagle.recipe import Recipe
-from eagle.shipped import TRUST_CODE
+from eagle.recipe.foreign_recipe import Trust
 from eagle.training.first_head import first_head
 from eagle.transformers import WithDrafter
 from eval import lossless, measure, tune
@@ -502,8 +502,11 @@ def test_a_recipe_beside_a_head_names_no_code(
     for verb in (measure, tune, lossless):
         with pytest.raises(ValueError, match=rf"would run code: {key} is .*--trust-code"):
             verb.main([str(file)])
+    with pytest.raises(ValueError, match=rf"would run code: {key}"):
+        Recipe.load(file, ["train.lr=1e-3"])
+    assert Recipe.load(file, [f"{section}={json.dumps(place.recipe.model_dump(mode='json')[section])}"])
     assert Recipe.load(shutil.copy(file, place.run))
-    monkeypatch.setenv(TRUST_CODE, "1")
+    monkeypatch.setattr(Trust, "in_recipes", True)
     assert Recipe.load(file)
 
 
@@ -573,3 +576,19 @@ def test_a_link_is_refused_by_its_name(place: Place, healthy: dict[str, Path]) -
     for packed in ((exported, []), (place.head, [exported])):
         with pytest.raises(ValueError, match=r"sub/notes\.txt is a link to .*secret\.txt, outside of the folder"):
             pack(packed[0], "me/mine", packed[1])
+
+
+def test_a_card_of_data_reads_no_link(place: Place) -> None:
+    """Neither of conversations and the note beside them, nor of a store's index."""
+    place.run.mkdir()
+    answers, note, store = place.run / "answers.jsonl", place.run / "answers.jsonl.settings", place.run / "store"
+    (place.outside / "kept").write_text(json.dumps({"note": SECRET}))
+    answers.write_text(json.dumps({"conversations": []}) + "\n")
+    note.symlink_to(place.outside / "kept")
+    store.mkdir()
+    (store / "index.json").symlink_to(place.outside / "kept")
+    OPENED.clear()
+    for path in (answers, store):
+        with pytest.raises(ValueError, match="outside of the folder"):
+            write_card.main([str(path), "--out", str(place.run / "card.md")])
+    assert not [path for path in OPENED if os.path.realpath(path).startswith(str(place.outside))]
