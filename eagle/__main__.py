@@ -78,19 +78,19 @@ def main(argv: list[str] | None = None) -> None:
     plugins, trusts, argv = take_code_options(sys.argv[1:] if argv is None else argv)
     name, *rest = argv or [""]
     if name in HELP:
-        return show(overview())
+        show(overview())
     if not name:
         print(overview(), file=sys.stderr)
         sys.exit(2)
     if name == "--version":
-        return show(f"eagle {__version__}")
+        show(f"eagle {__version__}")
     if name not in VERBS:
         near = difflib.get_close_matches(name, VERBS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(VERBS)}"
         print(f"{USAGE}\nerror: there is no verb {name}: {hint}", file=sys.stderr)
         sys.exit(2)
     if HELP & set(rest) and (text := printed_help(name)):
-        return show(text)
+        show(text)
     reach_stages()
     verb = partial(run_verb, name, VERBS[name], plugins=plugins, trusts_heads=trusts)
     script(verb, rest, status=2 if name in VERDICTS else 1)

@@ -46,7 +46,7 @@ class ReaderUntil(RawIOBase):
         if left <= 0:
             raise TimeoutError("the deadline has passed")
         self.sock.settimeout(left)
-        return self.raw.readinto(buffer)  # type: ignore[no-any-return]
+        return self.raw.readinto(buffer)
 
     def close(self) -> None:
         """Close the socket's file, too."""

@@ -119,8 +119,9 @@ def excluding_mark(record: dict[str, Any]) -> str | None:
             return key
     for _, values in with_names(record, METADATA):
         judged = with_names(values, ("iscorrect",)) if isinstance(values, dict) else ()
-        if key := next((key for key, value in judged if is_false(value)), None):
-            return key
+        for key, value in judged:
+            if is_false(value):
+                return key
     return None
 
 
