@@ -72,7 +72,7 @@ def stored_settings(section: dict[str, Any], source: str) -> Any:
     """The settings in a head's config, whose method `DRAFTERS.admit` has registered: nothing is loaded for them."""
     kind = section.get("kind")
     method = DRAFTERS.get(kind) if isinstance(kind, str) else None
-    return _parse_settings(method if getattr(method, "stored_as", None) == "head" else None, section, source)
+    return _parse_settings(method, section, source)
 
 
 def _parse_settings(method: type[Any] | None, section: dict[str, Any], source: str) -> Any:

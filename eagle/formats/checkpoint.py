@@ -127,6 +127,9 @@ def _read_shape(shape: dict[str, Any]) -> Any:
     layers = shape.get("num_hidden_layers", 1)
     if "auto_map" in shape:
         raise ValueError("the shape has auto_map, which names code to run: take it out")
+    for name in ("attn_implementation", "_attn_implementation"):
+        if "/" in str(shape.get(name)):
+            raise ValueError(f"{name} is {shape[name]!r:.200}, which names code to fetch and run: take it out")
     if not isinstance(layers, int) or layers > MOST_LAYERS:
         raise ValueError(f"num_hidden_layers is {layers!r:.30}, expected at most {MOST_LAYERS:,}")
     return AutoConfig.for_model(**shape)

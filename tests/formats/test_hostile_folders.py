@@ -200,9 +200,15 @@ def map_code_in_the_shape(place: Place) -> None:
 
 
 def take_a_language_model(place: Place) -> None:
-    """A kind that is loaded in another way, whose sizes name a repository of kernels."""
+    """A kind that is a language model, whose sizes name a class."""
     place.change("settings", kind="draft_model")
-    place.change("shape", attn_implementation="evil/kernels", auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"})
+    place.change("shape", auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"})
+
+
+def take_kernels(place: Place) -> None:
+    """The same, whose sizes name a repository of kernels for its attention."""
+    place.change("settings", kind="draft_model")
+    place.change("shape", attn_implementation="evil/kernels")
 
 
 def pickle_the_weights(place: Place) -> None:
@@ -282,6 +288,7 @@ HOSTILE: dict[str, tuple[str, Callable[[Place], None]]] = {  # the healthy head,
     "modeling code": ("eagle1", bring_modeling_code),
     "modeling code in the shape": ("eagle1", map_code_in_the_shape),
     "a language model's kind": ("eagle1", take_a_language_model),
+    "a repository of kernels": ("eagle1", take_kernels),
     "pickled weights": ("eagle1", pickle_the_weights),
     "a pickled mask": ("dflash", pickle_a_mask),
     "a tag in YAML": ("eagle1", tag_the_recipe),

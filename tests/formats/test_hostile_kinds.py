@@ -206,3 +206,17 @@ def test_any_target_is_read_or_refused(changes: list[tuple[int, str, Any]], tmp_
         assert TargetFiles.read(path).layers > 0
     except ValueError as error:
         assert str(error)
+
+
+COUNTED = [(name, key) for name, (config, _) in EVERY.items() for key in ("block_size", "k_mask") if key in config]
+
+
+@pytest.mark.parametrize(("name", "key"), COUNTED)
+def test_slots_that_would_take_all_memory_are_refused(name: str, key: str, tmp_path: Path) -> None:
+    """No tensor has their number: 10^9 of them were `nothing is wrong`, and 64 GB at the first draft."""
+    config, tensors = json.loads(json.dumps(EVERY[name][0])), EVERY[name][1]
+    config[key] = 10**9
+    folder = made.write(tmp_path / "head", (config, tensors))
+    assert inspect(folder).fatal and "less than or equal to 1024" in str(inspect(folder))
+    with pytest.raises(ValueError, match="1024"):
+        read_head(folder)

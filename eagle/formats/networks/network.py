@@ -33,6 +33,7 @@ from eagle.formats.reading.head_folder import (
 )
 from eagle.formats.reading.target_files import EMBEDDINGS, LM_HEADS, TargetFiles
 from eagle.formats.reading.traps import Strike
+from eagle.recipe.mistakes import parse_section
 
 ROTARY = r"(.*\.)?(inv_freq|cos_cached|sin_cached)"
 FOLLOWS = "follows from the rotary parameters"
@@ -173,10 +174,11 @@ class Network:
         """A head with these settings and sizes, and uninitialised weights."""
         if head.layout == OWN:
             return build_head(head.config, str(head.path / "config.json"))
+        method: Any = DRAFTERS[head.method]
+        settings = parse_section(method.Settings, head.settings, "no head of these settings can be made")
         try:
-            method: Any = DRAFTERS[head.method]
             with bounded_weights():
-                drafter: TrainableDrafter = method(method.Settings(**head.settings), self.read_shape(head, target))
+                drafter: TrainableDrafter = method(settings, self.read_shape(head, target))
         except Exception as error:  # of many kinds: pydantic checks the settings, transformers and torch the sizes
             raise ValueError(f"no head of these sizes can be made: {error!r:.300}") from None
         return drafter
