@@ -13,7 +13,7 @@ from typing import Any
 
 from data_prep.chats.images import MARK, Source, for_template
 from data_prep.chats.marks import CUT_OFF, is_broken
-from data_prep.chats.records import Conversation, says_something
+from data_prep.chats.records import Conversation, reason_to_drop, says_something
 from data_prep.image_texts import as_text, with_images
 from data_prep.servers.answers import FILTERED, TRUNCATED, Answer, Dialogue, Prompt
 from data_prep.tokens import IMAGES
@@ -86,6 +86,9 @@ def converse(name: str, conversation: Conversation, reader: Reader, section: Reg
         if answer.finish == FILTERED or not says_something(answer.message):
             kind = "an answer that the server filtered" if answer.finish == FILTERED else "an empty answer"
             notes.add(f"cut at {kind}")
+            break
+        if reason := reason_to_drop(answer.message):  # of the target itself: a server's is asked for again
+            notes.add(f"cut at an answer that cannot be learned from: {reason}")
             break
         truncated = answer.finish == TRUNCATED
         broken = is_broken(answer.message["content"], answer.finish, messages)

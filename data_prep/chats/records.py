@@ -84,6 +84,15 @@ def conversation_of(
     return conversation, notes
 
 
+def reason_to_drop(answer: dict[str, Any]) -> str | None:
+    """Why a record with this answer would give no conversation, where it would not."""
+    try:
+        conversation_of({"messages": [{"role": USER, "content": "?"}, answer]}, "an answer")
+    except Dropped as reason:
+        return str(reason)
+    return None
+
+
 def _messages_of(turns: list[Any], notes: set[str], answered: bool) -> list[dict[str, Any]]:
     """The messages up to the first that is empty or broken off; before the first question such are left out.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from data_prep.chats.marks import is_filtered, is_truncated, unfinished_reason
-from data_prep.chats.records import calls_of, conversation_of, parts_of, says_something
+from data_prep.chats.records import calls_of, parts_of, reason_to_drop, says_something
 from data_prep.chats.turns import Dropped
 from data_prep.servers.answers import FILTERED, TRUNCATED, Answer
 
@@ -58,18 +58,10 @@ def answer_in(choice: dict[str, Any], usage: dict[str, Any]) -> Answer:
         raise OddReply(f"sent an answer with reasoning that is {describe_type(reasoning)}")
     parts = {"reasoning_content": thoughts + (reasoning or ""), "tool_calls": calls or more_calls}
     answer = {"role": "assistant", "content": text} | {key: part for key, part in parts.items() if part}
-    check_is_read(answer)
+    if says_something(answer) and (why := reason_to_drop(answer)):
+        raise OddReply(f"sent an answer that cannot be learned from: {why}")
     written, read = (whole_number(usage.get(f"{part}_tokens")) or 0 for part in ("completion", "prompt"))
     return Answer(answer, finish_of(choice), written, read)
-
-
-def check_is_read(answer: dict[str, Any]) -> None:
-    """Refuse an answer of which the reader of conversations would drop the whole record later."""
-    if says_something(answer):
-        try:
-            conversation_of({"messages": [{"role": "user", "content": "?"}, answer]}, "an answer")
-        except Dropped as reason:
-            raise OddReply(f"sent an answer that cannot be learned from: {reason}") from None
 
 
 def finish_of(choice: dict[str, Any]) -> str:

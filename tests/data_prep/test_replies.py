@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from data_prep.dialogues import Reader, converse
 from data_prep.regenerate import main
+from data_prep.servers.answers import Answer
 from data_prep.servers.replies import OddReply, models_in, whole_number
 from data_prep.servers.sampler_check import SamplerCheck
 from eagle import Target
@@ -79,7 +80,7 @@ def test_an_answer_is_taken_from_an_odd_reply(reply: Any, tokens: int, tiny_targ
         (completion("a", tool_calls=[{"function": None}]), "sent an answer with a tool call without a name"),
         (completion("a\ud83d"), "sent an answer that cannot be learned from: text with lone surrogates"),
         (completion("a", reasoning_content="\ud83d"), "text with lone surrogates"),
-        (completion("<|image|>"), "sent an answer that cannot be learned from: a placeholder in the text"),
+        (completion("<|image|>"), "sent an answer that cannot be learned from: a placeholder in the text: <|image|>"),
         (completion("a", "model_crashed"), "broke an answer off: finish_reason model_crashed"),
         ([], "sent no answer: []"),
         ({"choices": {"0": 1}}, "sent no answer: {'choices': {'0': 1}}"),
@@ -244,3 +245,16 @@ def test_ctrl_c_ends_at_once_and_keeps_what_is_answered(tiny_target_dir: Path, t
         main(command)
         assert len(asked) - before == 1 + count - len(finished)
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == count
+
+
+def test_a_conversation_ends_before_an_answer_of_the_target_that_no_stage_reads(tiny_target: Target) -> None:
+    """It would say the same again; the answers before it are kept."""
+    reader, section = Reader(tiny_target.tokenizer, DataSection(train="-")), section_of(Path("-"))
+    dialogue = converse("name", talk("name", "user: a", "assistant: b", "user: c", "assistant: d"), reader, section)
+    next(dialogue)
+    dialogue.send(Answer({"role": "assistant", "content": "fine"}, "stop", 1))
+    with pytest.raises(StopIteration) as ended:
+        dialogue.send(Answer({"role": "assistant", "content": "<image>"}, "stop", 1))
+    line = ended.value.value
+    assert [turn["content"] for turn in line["record"]["messages"]] == ["a", "fine"]
+    assert any(note.startswith("cut at an answer that cannot be learned from: a placeholder") for note in line["notes"])
