@@ -119,9 +119,8 @@ def excluding_mark(record: dict[str, Any]) -> str | None:
             return key
     for _, values in with_names(record, METADATA):
         judged = with_names(values, ("iscorrect",)) if isinstance(values, dict) else ()
-        for key, value in judged:
-            if is_false(value):
-                return key
+        if any(is_false(value) for _, value in judged):
+            return "is_correct"
     return None
 
 
