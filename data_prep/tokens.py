@@ -124,8 +124,11 @@ def tokenize_each(
 ) -> Iterator[tuple[Conversation, list[Example]]]:
     """Every conversation of the recipe with its examples; one that gives none is counted as dropped, not as kept."""
     data = recipe.data
+    conversations: Iterable[Conversation]
     conversations = read_conversations(data.train, tally, strict=strict, **reading_options(recipe))
-    for conversation in progress(conversations, "tokenise", None):  # one is held at a time
+    if strict:  # what cannot be read is named before what cannot be learned
+        conversations = list(conversations)
+    for conversation in progress(conversations, "tokenise", None):  # else one is held at a time
         dropped_before = tally.dropped.copy()
         examples = examples_of(conversation, tokenizer, data, tally)
         tally.kept -= not examples
