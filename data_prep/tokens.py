@@ -93,14 +93,15 @@ def explain_nothing(source: str, tally: Tally) -> str:
     """Why nothing is learned from a source, by what became of its records, and what to do."""
     if not tally.kept and tally.noted[TRUNCATED_NOTE]:
         return (
-            f"{source} gives nothing to learn from: {tally.noted[TRUNCATED_NOTE]:,} answers were cut off, and are not "
-            "learned. Raise regenerate.max_new_tokens, or set regenerate.keep_truncated=true to learn what they say; "
-            "either needs another regenerate.out"
+            f"{source} gives nothing to learn from: its answers were cut off ({tally.noted[TRUNCATED_NOTE]:,}), and "
+            "none is learned. Raise regenerate.max_new_tokens, or set regenerate.keep_truncated=true to learn what "
+            "they say; either needs another regenerate.out"
         )
     if not tally.kept and tally.dropped[NO_ANSWER]:
         return (
-            f"{source} gives nothing to learn from: {tally.dropped[NO_ANSWER]:,} of its records are questions without "
-            "an answer. Let the target answer first: name the file in regenerate.source, and run `eagle regenerate`"
+            f"{source} gives nothing to learn from: its records are questions without an answer "
+            f"({tally.dropped[NO_ANSWER]:,}). Let the target answer first: name the file in regenerate.source, and run "
+            "`eagle regenerate`"
         )
     return f"{source} gives nothing to learn from: look at `eagle inspect-mask RECIPE`"
 

@@ -62,12 +62,12 @@ def describe_reached(kind: str, tokens: int, head: Module, path: Path = CURVES) 
     first, last = (_round(per_weight * weights) for per_weight in (curve.per_weight[0], curve.per_weight[-1]))
     if reached < curve.per_weight[0]:
         return (
-            f"{counted} are few: {kind} was measured {source} with what are {first} to {last} tokens for a head of "
-            f"this size ({weights:,} weights): train longer"
+            f"{counted} are few: {kind} was measured {source} with {first} to {last} tokens, counted for a "
+            f"head of this size ({weights:,} weights): train longer"
         )
     if reached >= curve.per_weight[-1]:
         return (
-            f"{counted} are as many as {kind} was measured with {source}, or more: there what are {last} for a head of "
+            f"{counted} are as many as {kind} was measured with {source}, or more: {last}, counted for a head of "
             f"this size ({weights:,} weights)"
         )
     ahead = min(curve.per_weight[-1], reached * 2**FAR)
