@@ -188,7 +188,9 @@ def open_adapter(model: Any, adapter: str | Path) -> Any:
     try:
         from peft import PeftConfig, PeftModel
     except ImportError:
-        raise ValueError(f"the adapter {adapter} needs peft: `pip install peft`, or merge it beforehand") from None
+        raise ValueError(
+            f"the adapter {adapter} needs peft, 0.18 or newer: `pip install -U peft`, or merge it beforehand"
+        ) from None
     try:
         with warnings.catch_warnings(), keep_layout(model):
             warnings.filterwarnings("error", "Found missing adapter keys")  # peft would leave them at random
@@ -218,7 +220,9 @@ def add_adapter(model: Any, rank: int, alpha: int, dropout: float) -> Any:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
-        raise ValueError("training a target needs peft, which makes its adapters: `pip install peft`") from None
+        raise ValueError(
+            "training a target needs peft, 0.18 or newer, which makes its adapters: `pip install -U peft`"
+        ) from None
     unpack_model(model)
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules="all-linear")
     return get_peft_model(model, config)
