@@ -16,6 +16,7 @@ from bench.gpu.__main__ import STAGES, Stage, StageRun, main
 from bench.gpu.kernels import idle_share, kind_of
 from bench.gpu.page import PAGE, RESULTS, TITLES, describe_unit, render_page
 from tests.documents import ROOT
+from tests.test_missing_packages import MISSING, make_environment
 
 FAULTS = Stage("tests.bench.gpu_faults", 60, workers=1)
 ABOUT = {"device": "a GPU", "torch": "2", "transformers": "5", "date": "2026-01-01", "commit": "abc"}
@@ -52,10 +53,12 @@ def test_a_fault_costs_only_itself_and_a_second_call_goes_on(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_rehearsal_runs_every_stage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("without", [(), MISSING], ids=["all packages", "a bare machine"])
+def test_a_rehearsal_runs_every_stage(without: tuple[str, ...], tmp_path: Path) -> None:
     """Without a fault; a second call keeps everything, and the page shows all of it."""
-    command = [sys.executable, "-m", "bench.gpu", "--rehearse", "--results", str(tmp_path)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    python = make_environment(tmp_path / "environment", without) if without else sys.executable
+    command = [str(python), "-m", "bench.gpu", "--rehearse", "--results", str(tmp_path)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     for stage in STAGES:
