@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Literal
 
 import torch
@@ -282,7 +283,11 @@ class Rotary(LlamaRotaryEmbedding):
     """Rotary tables of the head's shape; nothing to train, nothing to save."""
 
     def __init__(self, shape: Any) -> None:
-        super().__init__(shape)
+        # a head is a Llama's block, which turns whole vectors: a target's share of each is not the head's
+        whole = copy.copy(shape)
+        given = shape.rope_parameters
+        whole.rope_parameters = {key: given[key] for key in given if key != "partial_rotary_factor"}
+        super().__init__(whole)
 
 
 def rotary_tables(rotary: Rotary, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
