@@ -30,9 +30,11 @@ def read_settings(out: Path) -> dict[str, Any] | None:
     if not out.exists() and not parts.exists():
         return None
     try:
-        noted: dict[str, Any] = json.loads(note.read_text()) if note.is_file() else {}
+        noted: Any = json.loads(note.read_text()) if note.is_file() else {}
     except ValueError as error:
         raise ValueError(f"{note} is damaged ({error}): remove {out}, {note} and {parts}") from None
+    if not isinstance(noted, dict):
+        raise ValueError(f"{note} is damaged (it holds {noted!r:.40}, no settings): remove {out}, {note} and {parts}")
     return noted
 
 

@@ -281,13 +281,12 @@ def of_recipes(words: list[str], cards: int = CARDS, tflops: float = TFLOPS, con
     """The table of some recipes, each with `key=value` of the words, and of the states that their targets keep."""
     overrides = [word for word in words if "=" in word]
     paths = [word for word in words if "=" not in word] or shipped()
-    rows, texts = {}, {}
+    rows, texts = {}, dict[str, TextMemory]()
     for path in paths:
         recipe = Recipe.load(path, overrides)
         sizes = sizes_of_target(recipe.target)
         rows[f"`{path}`"] = forecast(recipe, sizes, conversations or conversations_of(recipe), cards, tflops)
-        if sizes.text:
-            texts[recipe.target.path] = sizes.text
+        texts |= {recipe.target.path: sizes.text} if sizes.text else {}
     return f"{table(rows)}\n\n{table_of_states(texts)}" if texts else table(rows)
 
 
@@ -307,8 +306,7 @@ def of_targets() -> str:
 def main(argv: list[str]) -> None:
     """Print the forecasts of the recipes that are named, or of all shipped recipes and all known targets."""
     parser = recipe_parser("eagle forecast", __doc__)
-    about = "recipes, by file or by a name that `eagle recipes` lists, and key=value, laid over each of them"
-    parser.add_argument("words", nargs="*", metavar="RECIPE|key=value", help=about)
+    parser.add_argument("words", nargs="*", metavar="RECIPE|key=value", help="recipes, and key=value laid over each")
     parser.add_argument("--cards", type=int, default=CARDS, help="that share a step")
     parser.add_argument("--tflops", type=float, default=TFLOPS, help="that a card computes a second")
     parser.add_argument("--conversations", type=int, help="of the data, where that is not known")

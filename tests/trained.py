@@ -17,8 +17,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from data_prep.extract import main as extract
+from eagle.data.shards import checksum_file
 from eagle.data.store import FeatureStore
 from eagle.data.stored_rows import row_bytes
+from eagle.disk import sha256
 from recipes.train_eagle import main as train
 
 ROOT = Path(__file__).parent.parent
@@ -83,7 +85,7 @@ def rows(out: Path) -> list[dict[str, Any]]:
 
 
 def poison(folder: Path, place: int) -> None:
-    """One NaN in the features of an example of a store, which the store does not notice."""
+    """Put one NaN into the features of an example, as a target would have written it: the checksum is right."""
     store = FeatureStore(folder)
     number = store.number(place)
     path = store.path(int(store.shards[number]))
@@ -95,6 +97,7 @@ def poison(folder: Path, place: int) -> None:
     at = header + row * row_bytes(part, store.dtype, store.width)
     data[at : at + 4] = torch.tensor([float("nan")]).numpy().tobytes()
     path.write_bytes(data)
+    checksum_file(path).write_text(f"{sha256(path)}  {path.name}\n")
 
 
 def free_port() -> int:

@@ -182,6 +182,7 @@ class Target(Talk):
     @property
     def layers(self) -> nn.ModuleList:
         """The decoder layers as this target runs them, with the model's weights and their own hooks."""
+        self.refresh()  # else a hook on them would be lost with them
         return self.reader.layers
 
     def view(self) -> TargetView:

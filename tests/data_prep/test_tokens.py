@@ -245,7 +245,7 @@ def test_all_data_become_examples_or_reasons(recipe: Recipe, capsys: pytest.Capt
     _, tally = tokenize_data(changed(recipe, max_length=12), tokenizer)
     assert (tally.kept, tally.dropped) == (3 - tally.dropped.total(), tally.dropped)
     tokenizer.chat_template = TEMPLATES["dated"]
-    with pytest.raises(ValueError, match=r"no example of(.|\n)*'date' is undefined +3"):
+    with pytest.raises(ValueError, match=r"gives nothing to learn from(.|\n)*'date' is undefined +3"):
         tokenize_data(recipe, tokenizer)
     with pytest.raises(ValueError, match=r"data.jsonl:1: the template refuses: 'date' is undefined"):
         tokenize_data(recipe, tokenizer, strict=True)
