@@ -113,7 +113,11 @@ def test_a_records_marks_count(marks: dict[str, Any], expected: Any) -> None:
         ({"finish_reasons": ["stop", "stop"]}, [None], None),  # of several answers, of which one was taken
         ({"finish_reasons": ["stop", "length"]}, [None], "finish reasons that are not one for each answer: not read"),
         # kept on purpose, by `eagle regenerate`: learned without an end mark
-        ({"finish_reasons": ["length"], "sampling": {"seed": 0}}, [1], None),
+        (
+            {"finish_reasons": ["length"], "sampling": {"seed": 0}},
+            [1],
+            "a truncated answer is learned without an end mark",
+        ),
     ],
 )
 def test_what_a_record_says_is_read_or_told(marks: dict[str, Any], expected: Any, note: str | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -539,7 +540,9 @@ def test_a_server_that_is_gone_is_given_up(tiny_target: Target, tmp_path: Path) 
     asked: list[int] = []
     failed = run_echo(tmp_path / "out", jobs_of(40), tiny_target, reply=lambda _: asked.append(1) or 400)
     assert len(failed) == 40 and 20 <= len(asked) <= 22
-    assert sum("not tried, after 20 failures in a row" in reason for reason in failed.values()) == 40 - len(asked)
+    # a request that was under way at the twentieth failure may be one more
+    untried = [reason for reason in failed.values() if re.match(r"not tried, after 2[0-2] failures in a row", reason)]
+    assert len(untried) == 40 - len(asked)
 
 
 def test_a_server_that_is_not_there_is_named() -> None:
