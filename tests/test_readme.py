@@ -114,6 +114,7 @@ def is_long(words: list[str]) -> bool:
         "recipes/tiny/make_target.py",
         "recipes/tiny/demo.py",
         "bench/",
+        "bench.gpu",
         "pytest",  # of tests that run anyway
     )
     return any(word.startswith((*stages, "my/", "target.path=my/")) for word in words)  # a model of the reader's

@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from bench.gpu.page import PAGE, RESULTS, write_page
-from bench.gpu.worker import Worker, list_units
+from bench.gpu.worker import Worker, check_accelerator, list_units
 
 MIN_SECONDS = 10  # a unit is not begun in the last seconds of a stage
 
@@ -120,6 +120,8 @@ def main(argv: list[str]) -> int:
         if args.page:
             print(f"wrote {write_page(results)}")
             return 0
+        if not args.rehearse:
+            check_accelerator()
         context = {
             "rehearse": args.rehearse,
             "results": str(results.resolve()),
@@ -148,4 +150,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ValueError as error:
+        sys.exit(f"error: {error}")

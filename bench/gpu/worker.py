@@ -67,6 +67,14 @@ class Worker:
         self.log.close()
 
 
+def check_accelerator() -> None:
+    """Raise a ValueError where there is no accelerator: the sizes of a run would take a CPU days."""
+    code = "from eagle.device import best_device; print(best_device())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    if done.stdout.split()[-1] == "cpu":
+        raise ValueError("torch finds no accelerator here, expected a GPU: `--rehearse` tries the program on a CPU")
+
+
 def list_units(stage: str, context: dict[str, Any]) -> list[str]:
     """Return the names of a stage's units in their order, from a process of its own.
 
