@@ -20,7 +20,7 @@ from transformers import AutoConfig
 
 from eagle.disk import open_tensors, write_text
 from eagle.log import describe_error, progress, script
-from eagle.progress_lines import ProgressLines
+from eagle.log.progress_lines import ProgressLines
 from eagle.recipe import Recipe
 
 

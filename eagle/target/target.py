@@ -91,7 +91,7 @@ class Target(Talk):
     def __repr__(self) -> str:
         dtype = str(self.model.dtype).removeprefix("torch.")
         return (
-            f"Target({type(self.model).__name__}, {len(self.layers)} layers of width {self.config.hidden_size}, "
+            f"Target({type(self.model).__name__}, {len(self.reader.layers)} layers of width {self.config.hidden_size}, "
             f"{self.vocab_size} tokens, {dtype} on {self.device}{self._name_adapter()})"
         )
 
@@ -317,4 +317,4 @@ class Target(Talk):
 
     def check_taps(self, taps: tuple[int, ...]) -> None:
         """Refuse taps that are not layer inputs of this target."""
-        refuse_taps(taps, len(self.layers), self.reader.layouts, self.config.model_type)
+        refuse_taps(taps, len(self.reader.layers), self.reader.layouts, self.config.model_type)

@@ -31,7 +31,7 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from eagle.progress_lines import ProgressLines, describe_rate
+from eagle.log.progress_lines import ProgressLines, describe_rate
 from eagle.web import hide_users
 
 Item = TypeVar("Item")
