@@ -179,7 +179,8 @@ def query_groups(config: Any) -> int:
 class Masks:
     """Additive attention masks for eager and sdpa: one mask, or a dict by layer type."""
 
-    def __init__(self, model: Any, config: Any, grouped: bool) -> None:
+    def __init__(self, model: Any, config: Any, grouped: bool, *, as_rows: bool = True) -> None:
+        """Make masks for a model; with `as_rows` a group's queries are rows of one key/value head."""
         self.dtype = model.dtype
         self.device = model.get_input_embeddings().weight.device
         self.windows = layer_windows(config)
@@ -188,7 +189,7 @@ class Masks:
         self.maskless = [kind for kind in layer_kinds(config) if kind not in self.windows]
         self.is_plain = not self.maskless and PLAIN.issuperset(self.windows)
         self.grouped = grouped
-        self.groups = query_groups(config) if grouped else 1
+        self.groups = query_groups(config) if grouped and as_rows else 1
         self.unmasked = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
 
     def __call__(

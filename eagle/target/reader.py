@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from eagle.core.drafter import TargetHead
 from eagle.device import upload
-from eagle.target.attention import GROUPED, SWITCH, Masks, can_group, why_no_trees
+from eagle.target.attention import GROUPED, STATEFUL, SWITCH, Masks, can_group, why_no_trees
 from eagle.target.cache import TreeCache, cache_kind, stateful_layers
+from eagle.target.invariant import INVARIANT, SumsInFp64, can_be_invariant, fix_rows, in_fixed_rows
 from eagle.target.structure import base_of, cache_name_of, count_cache_layers, decoder_layers, holder_of
 from eagle.target.taps import PLAIN, Layout, find_layout
 from eagle.target.trees.attention_rows import find_attention
@@ -24,6 +26,7 @@ from eagle.target.trees.ladder import Probe, climb
 from eagle.target.trees.means import OFFSETS, ORIGIN, ROWS, TABLES, UNLIMITED, Means
 from eagle.target.trees.mixers import Mixers, WholeModel, find_mixers
 from eagle.target.trees.positions import Places, first_position, place_tables
+from eagle.target.trees.variance import find_variance
 from eagle.target.twin import share_weights, with_own_hooks
 from eagle.target.weights.quantised import quantization_of, why_rows_mix
 
@@ -35,7 +38,7 @@ STEP_TOKENS = 16  # of a prompt that take as long as one token by itself: 4 in f
 class TreeReader:
     """Runs a model under any mask through a second set of modules over its weights; the model itself is unchanged."""
 
-    def __init__(self, model: Any, config: Any) -> None:
+    def __init__(self, model: Any, config: Any, *, invariant: bool = True) -> None:
         if not hasattr(config, "num_hidden_layers"):
             raise ValueError(
                 f"{config.model_type} has no one stack of layers (its config names no num_hidden_layers): it cannot be "
@@ -47,8 +50,10 @@ class TreeReader:
         self.refusal: str | None = None  # why no means were found: they are looked for once
         self.follows_steps = False  # whether the truth is the model's own steps by one token, as in `generate`
         self.reads_rows: bool | None = None  # None: not tried yet
+        self.found_variance: str | None = None  # None: not looked for yet, "": none
         self.layouts: dict[int, Layout] = {}  # of the taps that a text has shown
         self.arguments = inspect.signature(type(base_of(model)).forward).parameters
+        self.can_be_invariant = invariant and can_be_invariant(model, vars(config).get(SWITCH))
         self.cache_name = cache_name_of(base_of(model))
         self.stateful = stateful_layers(config)
         self.cache_kind = TreeCache
@@ -62,7 +67,7 @@ class TreeReader:
         self.model, twin_config = share_weights(self.original, self.config, layers)
         self.base = base_of(self.model)
         self.layers = decoder_layers(self.base, len(layers))
-        self.masks = Masks(self.original, self.config, means.grouped)
+        self.masks = Masks(self.original, self.config, means.grouped, as_rows=not means.invariant)
         if UNLIMITED in means.extras:
             self.masks.windows = dict.fromkeys(self.masks.windows)
         self.settings = vars(twin_config)
@@ -85,8 +90,30 @@ class TreeReader:
         self.origin = first_position(self) if ORIGIN in means.extras else 0  # of a text's first token
         if TABLES in means.extras:
             place_tables(self)
-        if means.grouped:
-            self.settings[SWITCH] = GROUPED  # past the property, of which other configs would hear
+        # past the property, of which other configs would hear
+        if means.invariant:
+            self.settings[SWITCH] = INVARIANT
+            fix_rows(self.model)
+        elif means.grouped:
+            self.settings[SWITCH] = GROUPED
+
+    def count_attending(self) -> int:
+        """Return the number of layers that attend, as far as the config tells."""
+        kinds = getattr(self.config, "layer_types", None)
+        if kinds:
+            return sum(STATEFUL.search(kind) is None for kind in kinds)
+        return len(self.layers) - len(self.stateful)
+
+    def variance(self) -> str | None:
+        """Return what changes the bits of a token's state in half precision, found out once; None: nothing found."""
+        if self.found_variance is None:
+            self.check(rows=2)
+            self.found_variance = find_variance(self) or ""
+        return self.found_variance or None
+
+    def logits(self, head: TargetHead, hidden: Tensor) -> Tensor:
+        """[.., V], the LM head's logits at states [.., D], by the means of this reader."""
+        return in_fixed_rows(head.logits, hidden) if self.means.invariant else head.logits(hidden)
 
     @property
     def reads_on_device(self) -> bool:
@@ -189,7 +216,8 @@ class TreeReader:
         taken = {name: value for name, value in inputs.items() if name in self.arguments}
         self.place(Places(starts, positions, count, columns, self.masks), cache)
         try:
-            with self.reading(cache, seen, count, positions.shape[1]):
+            sums = SumsInFp64() if self.means.sums else nullcontext()
+            with sums, self.reading(cache, seen, count, positions.shape[1]):
                 output = self.base(**taken, use_cache=True)
         finally:
             self.place(None, cache)

@@ -198,7 +198,7 @@ class TargetState:
             self.texts[slot] += tokens[row]
             self.cache.lengths[slot] += size
         last = pick_rows(hidden.flatten(0, 1), [number * count + size - 1 for number, size in enumerate(sizes)])
-        return dict(zip(rows, self.target.head.logits(last), strict=True))
+        return dict(zip(rows, self.reader.logits(self.target.head, last), strict=True))
 
     @torch.inference_mode()
     def read(self, trees: Mapping[int, DraftTree]) -> dict[int, TargetOutput]:
@@ -222,7 +222,7 @@ class TargetState:
         positions = upload(torch.tensor(starts)[:, None], depths.device) + depths
         hidden, states = self._forward(slots, tokens, positions, seen, sizes=sizes)
         nodes = [number * count + node for number, size in enumerate(sizes) for node in range(size)]
-        logits = self.target.head.logits(pick_rows(hidden.flatten(0, 1), nodes)).split(sizes)
+        logits = self.reader.logits(self.target.head, pick_rows(hidden.flatten(0, 1), nodes)).split(sizes)
         outputs = {}
         for number, (row, tree) in enumerate(trees):
             features = None if states is None else states[number, :, : sizes[number]].transpose(0, 1)
@@ -257,7 +257,7 @@ class TargetState:
         slots = [self.rows.index(row) for row in rows]
         starts = torch.tensor([self.cache.lengths[slot] for slot in slots])
         hidden, _ = self._forward(slots, tokens, starts[:, None] + torch.tensor(depths), seen)
-        return self.target.head.logits(hidden)
+        return self.reader.logits(self.target.head, hidden)
 
     def features_at(self, row: int, columns: Sequence[int]) -> Tensor | None:
         """[A, L, D], the tapped states of a row's columns, committed or not; None without taps."""

@@ -23,6 +23,7 @@ from eagle.core.verify import Choose, Sampling
 from eagle.device import best_device, check_device, fastest_dtype, in_dtype
 from eagle.target.attention import Masks, rope_border
 from eagle.target.borrowed import borrow_head
+from eagle.target.invariant import HALF
 from eagle.target.loading import (
     adapt_model,
     check_model,
@@ -47,10 +48,12 @@ from eagle.target.weights.weight_mark import ModelMark, WeightMark
 class Target(Talk):
     """A causal language model that can read draft trees; `open` gives a state for the texts decoded with it."""
 
-    def __init__(self, model: Any, tokenizer: Any = None, processor: Any = None) -> None:
+    def __init__(self, model: Any, tokenizer: Any = None, processor: Any = None, invariant: bool | None = None) -> None:
+        """Take a loaded model; `invariant` is as in `load`."""
         check_model(model)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer, self.processor = tokenizer, processor
+        self.invariant = invariant
         self.config = model.config.get_text_config()
         self.lock = RLock()  # of forwards: hooks and buffers are the layers' own
         self.sharded = False
@@ -64,7 +67,8 @@ class Target(Talk):
         embedding, output = borrowed_layers(model)
         self.device = embedding.get_parameter("weight").device
         settle_weights(model, self.device)
-        self.reader = TreeReader(model, self.config)
+        wants_invariant = self.device.type == "cpu" if self.invariant is None else self.invariant
+        self.reader = TreeReader(model, self.config, invariant=wants_invariant)
         self.vocab_size = output.get_parameter("weight").shape[0]  # may be more than the tokenizer knows
         tokens = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
         own_mark = ModelMark(self.reader.model, self.config, set())
@@ -103,14 +107,31 @@ class Target(Talk):
         truth = "; the truth is its own steps by one token" if self.reader.follows_steps else ""
         alone = "; one text at a time" if self.reader.reads_rows is False else ""
         packed = f"; {count} linears are packed" if (count := count_packed(self.model)) else ""
-        return self.reader.describe() + alone + packed + truth + self._name_adapter()
+        return self.reader.describe() + alone + packed + truth + self._describe_bits() + self._name_adapter()
+
+    def variance(self) -> str | None:
+        """Return what changes the bits of a token's logits, so that a near-tie may flip; None if nothing is known.
+
+        In half precision it is tried once: the same tokens are read step by step, in chunks, in a tree and in a batch.
+        """
+        self.refresh()
+        if self.model.dtype not in HALF:
+            return None
+        with self.lock:
+            return self.reader.variance()
+
+    def _describe_bits(self) -> str:
+        if self.model.dtype not in HALF:
+            return ""
+        variance = self.reader.variance()
+        return f"; {variance}" if variance else "; the same bits in steps, chunks, trees and batches"
 
     def _name_adapter(self) -> str:
         return "" if self.adapter is None else f"; with the adapter {self.adapter}"
 
     def __reduce__(self) -> Any:
         """Copy without locks and open texts, which cannot be copied."""
-        return Target, (self.model, self.tokenizer, self.processor), {"adapter": self.adapter}
+        return Target, (self.model, self.tokenizer, self.processor, self.invariant), {"adapter": self.adapter}
 
     @classmethod
     def load(
@@ -125,12 +146,17 @@ class Target(Talk):
         adapter: str | None = None,
         packed: bool | None = None,
         images: bool = False,
+        invariant: bool | None = None,
     ) -> Target:
         """Load a target from a folder or a hub id; dtype "auto" is bf16 where the device multiplies in it.
 
         `packed` holds the weights of linears on a CPU in a layout that is faster to read; by default in bf16 alone, as
         in fp32 forwards of one token are then slower. `images` loads the class that sees where the model's type has
         one for text alone, too.
+
+        `invariant` reads in bf16 and fp16 so that the bits of a token's logits depend on neither the number of tokens
+        in a forward nor the others of a batch; only then drafted output equals plain decoding token by token. It is on
+        by default on a CPU. It costs most behind long contexts (docs/lossless.md); fp32 needs none of it.
         """
         if not isinstance(path, (str, Path)) or not str(path):
             raise ValueError(f"Target.load got the path {path!r:.60}, expected a folder of save_pretrained or a hub id")
@@ -149,7 +175,7 @@ class Target(Talk):
                     f"{model.device}, expected large linear layers in float32 or bfloat16 on a CPU for which torch has "
                     "oneDNN, read through their forward alone: leave packed out"
                 )
-        return cls(model, tokenizer_of(path, **source), processor_of(path, model, **source))
+        return cls(model, tokenizer_of(path, **source), processor_of(path, model, **source), invariant)
 
     def with_adapter(self, path: str | Path) -> Target:
         """A target that reads with a LoRA or DoRA adapter over this target's weights, which stay as they are.
@@ -161,7 +187,8 @@ class Target(Talk):
                 f"the target is sharded: got the adapter {path} for weights that no process holds whole, expected it "
                 "before that: Target.load(.., adapter=..) merges it"
             )
-        adapted = Target(adapt_model(self.model, self.config, path), self.tokenizer, self.processor)
+        adapted_model = adapt_model(self.model, self.config, path)
+        adapted = Target(adapted_model, self.tokenizer, self.processor, self.invariant)
         adapted.adapter = str(path) if self.adapter is None else f"{path} over {self.adapter}"
         return adapted
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from eagle.target.attention import attention_limits, can_group, layer_windows, near_limits
 from eagle.target.cache import TreeCache
+from eagle.target.invariant import ATTENDED
 from eagle.target.structure import base_of
 from eagle.target.trees.means import FAILURES, OFFSETS, ORIGIN, ROWS, TABLES, UNLIMITED, Means
 from eagle.target.trees.positions import counts_columns, first_position, table_builders
@@ -53,6 +54,7 @@ def climb(reader: Any) -> str | None:
                 continue
             if (reason := _try_means(reader, means, probe)) is None:
                 _try_cheaper(reader, probe)
+                _try_invariant(reader, probe)
                 return None
             reasons.append(reason)
     return reasons[0]
@@ -67,6 +69,33 @@ def _try_cheaper(reader: Any, probe: Probe) -> None:
     if any(probe.find_misreading() for _ in reader.mixers.each_way()):
         reader.take(means)
         probe.find_misreading()  # which measures the states
+
+
+def _try_invariant(reader: Any, probe: Probe) -> None:
+    """Let a reader in half precision read so that bits do not depend on what is read together, if that is right."""
+    means = reader.means
+    if not reader.can_be_invariant or means.whole:
+        return
+    attended = set[int]()
+    token = ATTENDED.set(attended)
+    try:
+        is_right = _reads_right(reader, probe, replace(means, invariant=True))
+    finally:
+        ATTENDED.reset(token)
+    if len(attended) < reader.count_attending():  # the others call kernels by themselves
+        is_right = _reads_right(reader, probe, replace(means, invariant=True, sums=True))
+    if not is_right:
+        reader.take(means)
+        probe.find_misreading()  # which measures the states
+
+
+def _reads_right(reader: Any, probe: Probe, means: Means) -> bool:
+    """Whether a reader reads the small tree right by these means, which it takes."""
+    reader.take(means)
+    try:
+        return not any([probe.find_misreading() for _ in reader.mixers.each_way()])
+    except FAILURES:
+        return False
 
 
 def _try_means(reader: Any, means: Means, probe: Probe) -> str | None:

@@ -24,6 +24,8 @@ class Means:
     cheaper: bool = False  # both ways are right, and each forward takes the cheaper one
     whole: bool = False  # the whole model reads paths as rows, with its own cache
     singly: bool = False  # and rows of one token by themselves
+    invariant: bool = False  # half precision whose bits do not depend on rows, padding and columns
+    sums: bool = False  # and all sums of products in fp64, where attention cannot be replaced by `invariant_attention`
     extras: tuple[str, ...] = ()
 
     def describe(self, *, has_mixers: bool = False) -> str:

@@ -90,9 +90,14 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[.., V], x @ weight.T + bias with a packed weight."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
-    return product
+    """[.., V], x @ weight.T + bias with a packed weight.
+
+    In bf16 one row is read as two, at the cost of one: by itself it would take another kernel and get other bits.
+    """
+    is_paired = weight.dtype == torch.bfloat16 and x.numel() == x.shape[-1]
+    rows = x.reshape(1, -1).expand(2, -1).contiguous() if is_paired else x
+    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, weight, bias, "none", [], "")
+    return product[:1].view(*x.shape[:-1], -1) if is_paired else product
 
 
 def can_multiply(x: Tensor, weight: Tensor) -> bool:
