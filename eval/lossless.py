@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -16,10 +17,13 @@ import torch
 from torch import Tensor
 
 from eagle.core.arguments import media_of
+from eagle.core.budget import Budget
 from eagle.core.tree import DraftTree, TargetOutput
 from eagle.core.verify import Choose
 from eagle.decoding.decode import generate
+from eagle.decoding.near_ties import last_place
 from eagle.disk import write_text
+from eagle.formats.checkpoint import load_drafter
 from eagle.log import progress, script
 from eagle.recipe import Recipe, command_line
 from eagle.target.structure import cache_name_of
@@ -42,6 +46,7 @@ class ModelAnswer:
     tokens: list[int]
     last_logits: list[Tensor]
     choose: Choose  # the rule and the noise that it was decoded with
+    in_float32: list[int] | None = None  # its answer in fp32, where that was asked for
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class Divergence:
     gap: float | None  # by how much the model prefers its own token, in units of plain logits
     rounding: float  # largest difference of the model's logits between reading token by token and all at once
     is_models_own: bool = False  # the model itself writes the drafted tokens where it decodes in its other way
+    ulps: float | None = None  # the gap in units of the last place of the model's largest logit
 
     @property
     def is_rounding(self) -> bool:
@@ -86,10 +92,17 @@ class Verdict:
     answers: int = 0
     left_out: int = 0  # turns that leave the model no room for an answer
     divergences: list[Divergence] = field(default_factory=list)
+    dtype: str = "float32"
+    to_plain: int = 0  # answers that are those of plain decoding by this library, in the same dtype
+    to_float32: int | None = None  # answers that are those of the model in fp32; None: not compared
+    # what lets plain decoding and drafted output part in half precision; None: nothing may
+    variance: str | None = None
 
     @property
     def is_lossless(self) -> bool:
-        """Whether all answers are the model's own, up to rounding."""
+        """Whether all answers are plain decoding's, if they must be, and the model's own up to rounding."""
+        if self.variance is None and self.to_plain < self.answers:
+            return False
         return all(divergence.is_rounding or divergence.is_models_own for divergence in self.divergences)
 
     @property
@@ -99,10 +112,17 @@ class Verdict:
 
     def __str__(self) -> str:
         together = f", {self.batch_size} at a time" if self.batch_size > 1 else ""
-        text = f"{self.drafter} at T = {self.temperature:g}{together}: identical on {self.identical} of {self.answers}"
+        text = f"{self.drafter} at T = {self.temperature:g}{together}: identical to plain decoding here in "
+        text += f"{self.to_plain} of {self.answers}, to the untouched model in {self.dtype} in {self.identical}"
+        text += "" if self.to_float32 is None else f", to the model in float32 in {self.to_float32}"
+        ties = [divergence.ulps for divergence in self.divergences]
+        widths = [ulps for ulps in ties if ulps is not None]
+        if widths:
+            text += f"; the others part at near-ties of at most {max(widths):.2g} units in the last place"
         text += f" ({self.left_out} more leave no room for an answer)" if self.left_out else ""
+        text += f"\n  {self.variance}" if self.variance and self.to_plain < self.answers else ""
         for worst in sorted(self.divergences, key=lambda each: (each.is_rounding, each.is_models_own))[:1]:
-            kind = "the model differs from itself" if worst.is_models_own else "DIFFERS"
+            kind = "the model differs from itself" if worst.is_models_own else "BEYOND ROUNDING"
             text += f"\n  {'rounding' if worst.is_rounding else kind}: {worst}"
         return text
 
@@ -115,6 +135,10 @@ class Verdict:
             "answers": self.answers,
             "left_out": self.left_out,
             "identical": self.identical,
+            "dtype": self.dtype,
+            "to_plain": self.to_plain,
+            "to_float32": self.to_float32,
+            "variance": self.variance,
             "lossless": self.is_lossless,
             "divergences": [divergence.to_json() for divergence in self.divergences],
         }
@@ -175,7 +199,9 @@ def find_divergence(
         gap = float(scores[expected] - scores[token])
     texts = ["" if each is None else tokenizer.decode([each]) for each in (token, expected)]
     rounding = least_rounding(answer) if steps_differ else measure_rounding(model, answer)
-    return Divergence(key, at, token, expected, (texts[0], texts[1]), gap, rounding)
+    unit = last_place(max(float(rows.abs().max()) for rows in answer.last_logits), model.dtype)
+    ulps = None if gap is None or not math.isfinite(gap) else abs(gap) / unit
+    return Divergence(key, at, token, expected, (texts[0], texts[1]), gap, rounding, ulps=ulps)
 
 
 def _compare_steps(
@@ -229,13 +255,21 @@ def certify(
     drafters: dict[str, MeasuredDrafter],
     batch_sizes: Sequence[int] = (1,),
     truth: Truth = "steps",
+    in_float32: Any = None,
 ) -> list[Verdict]:
-    """Compare every drafter at every temperature with the model's own single answers to all questions of the recipe."""
+    """Compare every drafter at every temperature with the model's own single answers to all questions of the recipe.
+
+    They are compared with plain decoding by this library, too, and with the model `in_float32` where it is given.
+    """
     temperatures = sorted({*TEMPERATURES, *recipe.eval.temperatures})
+    dtype = str(model.dtype).removeprefix("torch.")
+    about: dict[str, Any] = {"dtype": dtype, "variance": target.variance()}
+    about["to_float32"] = None if in_float32 is None else 0
+    plain = MeasuredDrafter(load_drafter("none", target), Budget(), "none")
     # sampled drafts keep the distribution of the output, not its tokens
     verdicts = {
         temperature: [
-            Verdict(name, temperature, batch_size)
+            Verdict(name, temperature, batch_size, **about)
             for batch_size in batch_sizes
             for name, measured in drafters.items()
             if temperature == 0 or not measured.is_sampled
@@ -249,17 +283,32 @@ def certify(
         for group in progress(groups, f"compare at T = {temperature:g}", len(every), unit="questions", size=len):
             turns = [(case, *turn) for case in group for turn in answer_turns(recipe, target, model, case, truth)]
             answered = [(case.key(turn), answer) for case, turn, answer in turns if answer is not None]
+            if in_float32 is not None:
+                answered = [(key, _in_float32(recipe, target, in_float32, answer, truth)) for key, answer in answered]
+            by_plain = list(_decode(recipe, target, plain, answered, 1))
             for verdict in part:
                 verdict.left_out += len(turns) - len(answered)
                 verdict.answers += len(answered)
                 drafted = _decode(recipe, target, drafters[verdict.drafter], answered, verdict.batch_size)
-                for (key, answer), tokens in zip(answered, drafted, strict=True):
+                for (key, answer), own, tokens in zip(answered, by_plain, drafted, strict=True):
+                    verdict.to_plain += tokens == own
+                    if verdict.to_float32 is not None:
+                        verdict.to_float32 += tokens == answer.in_float32
                     differ = target.reader.follows_steps
                     divergence = find_divergence(model, target.tokenizer, key, answer, tokens, steps_differ=differ)
                     if divergence is not None and differ and truth != "steps":
                         divergence = _compare_steps(target, model, divergence, answer, tokens)
                     verdict.divergences += [divergence] if divergence else []
     return [verdict for part in verdicts.values() for verdict in part]
+
+
+def _in_float32(recipe: Recipe, target: Target, model: Any, answer: ModelAnswer, truth: Truth) -> ModelAnswer:
+    """The answer, with the tokens that the model writes in fp32."""
+    choose = Choose(answer.choose.sampling)
+    count = recipe.eval.max_new_tokens
+    return replace(
+        answer, in_float32=decode_untouched(model, choose, answer.prompt, target.stop_tokens, count, truth).tokens
+    )
 
 
 def _decode(
@@ -297,6 +346,11 @@ def main(argv: list[str]) -> None:
         help="the model's own answers: by steps of one token over its cache, as in generate, or by a forward over the "
         "whole text for each token (default: %(default)s)",
     )
+    parser.add_argument(
+        "--with-float32",
+        action="store_true",
+        help="compare with the model in float32 too, which needs memory for a third set of weights",
+    )
     args = parser.parse_intermixed_args(argv)
     size = [] if args.batch_size is None else [f"eval.batch_size={args.batch_size}"]
     recipe = Recipe.load(args.recipe, [*args.overrides, *size])
@@ -304,7 +358,11 @@ def main(argv: list[str]) -> None:
     drafters = load_drafters(recipe, target)
     if recipe.eval.goodput_policy:
         drafters = add_policies(recipe, target, drafters, questions(recipe))
-    verdicts = certify(recipe, target, model, drafters, sorted(set(recipe.eval.batch_size)), args.truth)
+    in_float32 = None
+    if args.with_float32:
+        wide = recipe.model_copy(update={"target": recipe.target.model_copy(update={"dtype": "float32"})})
+        in_float32 = load_target(wide, packed=False).model
+    verdicts = certify(recipe, target, model, drafters, sorted(set(recipe.eval.batch_size)), args.truth, in_float32)
     print(*verdicts, sep="\n")
     print(f"Trees are read by {target.describe()}; the untouched model answered by {args.truth}")
     for name in (name for name, measured in drafters.items() if measured.is_sampled):

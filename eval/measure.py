@@ -16,6 +16,7 @@ from eagle.core.verify import Sampling
 from eagle.decoding.cycle_times import SIZES, measure_costs
 from eagle.decoding.decode import generate
 from eagle.decoding.forward_costs import Costs
+from eagle.decoding.near_ties import measure_tie
 from eagle.disk import lock_path, write_text
 from eagle.log import interrupted_by_user, progress, script
 from eagle.recipe import Recipe, command_line
@@ -75,20 +76,31 @@ def _answers(measurement: Measurement, case: Case, order: list[str]) -> Iterator
             measurement.missing[case.question.set] += len(measurement.drafters)
             return  # later turns are longer still
         stored = measurement.answers(case, turn, 1)
-        new = {name: _answer(measurement, case, turn, name, prompt) for name in order if name not in stored}
+        new: dict[str, Row] = {}
+        tokens: dict[str, list[int]] = {}
+        for name in order:
+            if name not in stored:
+                new[name], tokens[name] = _answer(measurement, case, turn, name, prompt)
         plain = (stored | new)["none"]
         for name in (name for name in measurement.drafters if name in new):
-            new[name]["identical"] = measurement.is_identical(name, case, new[name], plain)
+            identical = measurement.is_identical(name, case, new[name], plain)
+            new[name]["identical"] = identical
+            if identical is False and "none" in tokens:
+                sampling = case.sampling(turn)
+                tie = measure_tie(measurement.target, prompt, tokens["none"], tokens[name], sampling)
+                new[name]["tie"] = tie if tie is None else round(tie, 3)
             yield new[name]
 
 
-def _answer(measurement: Measurement, case: Case, turn: int, name: str, prompt: list[int]) -> Row:
-    """The row of one drafter's answer to a turn."""
+def _answer(measurement: Measurement, case: Case, turn: int, name: str, prompt: list[int]) -> tuple[Row, list[int]]:
+    """The row of one drafter's answer to a turn, and its tokens."""
     tokens = measurement.recipe.eval.max_new_tokens
     measured, sampling = measurement.drafters[name], case.sampling(turn)
     trace, wall, cpu = time_answer(measurement.target, measured, prompt, sampling, tokens)
     row = {**measurement.describe(name, case, turn), **row_of(trace, wall, cpu)}
-    return {**row, "pieces": trace.pieces()} if measurement.is_in_pieces(case) else row
+    if measurement.is_in_pieces(case):
+        row["pieces"] = trace.pieces()
+    return row, trace.tokens
 
 
 def time_answer(

@@ -28,6 +28,7 @@ class Measurement:
     results: ResultsWriter
     processes: Processes = ALONE
     missing: Counter[str] = field(default_factory=Counter)  # answers by set, for which the model has no positions
+    plain_tokens: dict[Any, list[int]] = field(default_factory=dict)  # of this run's batches, by question and size
 
     def cases(self) -> list[Case]:
         """All questions of this process at all temperatures with all seeds."""

@@ -146,7 +146,11 @@ def _format(group: Group, metric: Metric, unit: str = "", digits: int = 2) -> st
 
 
 def _output(group: Group) -> str:
-    return "**differs**" if group.differing else "identical" if group.identical else "same distribution"
+    """Whether the answers are those of `none`, for a cell of a table."""
+    if group.differing:
+        text = f"{group.identical} of {group.identical + group.differing} identical; {group.parting}"
+        return f"**{text}**" if group.parts_widely else text
+    return "identical" if group.identical else "same distribution"
 
 
 def main(argv: list[str]) -> None:

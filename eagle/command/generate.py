@@ -27,8 +27,10 @@ from eagle.core.verify import Sampling
 from eagle.decoding.beam import beam_search
 from eagle.decoding.decode import generate
 from eagle.decoding.goodput import Goodput
+from eagle.decoding.near_ties import first_difference, measure_tie
 from eagle.device import choose_threads
 from eagle.formats.checkpoint import check_drafter, load_drafter
+from eagle.target.invariant import HALF
 from eagle.target.target import Target
 
 
@@ -68,8 +70,7 @@ def _generate(args: argparse.Namespace) -> None:
         raise ValueError("--policy measures exact verification, --typical is lossy: leave one of them out")
     options = parse_options(args.option)
     check_drafter(args.drafter, options)
-    dtype = args.dtype or ("float32" if args.compare else "auto")
-    target = Target.load(args.target, dtype=dtype, images=bool(args.image))
+    target = Target.load(args.target, dtype=args.dtype or "auto", images=bool(args.image))
     drafter = load_drafter(args.drafter, target, **options)
     none, prompt = load_drafter("none", target), read_prompt(target, args)
     if target.device.type == "cpu":
@@ -100,8 +101,7 @@ def _generate(args: argparse.Namespace) -> None:
         target.forget()
         plain = stream_text(target, none, prompt, lambda *_: None, **decoding)
         print(f"none: {plain}", file=sys.stderr)
-        dtype = "" if args.typical else str(target.model.dtype).removeprefix("torch.")
-        verdict = _compare_tokens(drafted.trace, plain.trace, dtype)
+        verdict = _compare_answers(target, drafted.trace, plain.trace, sampling, is_lossy=args.typical)
         print(f"{drafted.speed / plain.speed:.2f} × as fast, {verdict}", file=sys.stderr)
 
 
@@ -129,12 +129,18 @@ def _measure_policy(target: Target, drafter: Drafter, prompt: list[int], samplin
     return Goodput.measure(target, drafter, prompt, sampling=sampling, max_new_tokens=max(room, 1))
 
 
-def _compare_tokens(drafted: Trace, plain: Trace, dtype: str) -> str:
-    """A phrase on whether two answers are the same, and from which token on they differ; no dtype, a lossy rule."""
+def _compare_answers(
+    target: Target, drafted: Trace, plain: Trace, sampling: Sampling, *, is_lossy: bool = False
+) -> str:
+    """A phrase on whether two answers are the same, and at which token and how near a tie they part."""
     if drafted.tokens == plain.tokens:
         return "and the output is the same"
-    pairs = enumerate(zip(drafted.tokens, plain.tokens, strict=False), start=1)
-    first = next((number for number, (left, right) in pairs if left != right), len(drafted.tokens))
-    why = "which must not be" if dtype in ("float32", "float64") else f"as it may in {dtype}: --dtype float32 is exact"
-    why = why if dtype else "as a lossy rule of acceptance makes it"
-    return f"but the output differs from token {first} on, {why}"
+    first = first_difference(drafted.tokens, plain.tokens) + 1
+    if is_lossy:
+        return f"but the output parts from it at token {first}, as a lossy rule of acceptance makes it"
+    dtype = str(target.model.dtype).removeprefix("torch.")
+    if target.model.dtype not in HALF:
+        return f"but the output differs from token {first} on, which must not be"
+    tie = measure_tie(target, plain.prompt, plain.tokens, drafted.tokens, sampling)
+    how = "" if tie is None else f", at a near-tie of {tie:.2g} units in the last place of {dtype}"
+    return f"but 0 of 1 answers are identical: they part at token {first}{how}; --dtype float32 is exact"

@@ -58,7 +58,7 @@ def losslessness(report: ReportData) -> Html:
     same = sum(group.identical for group in drafting)
     differing = sum(group.differing for group in drafting)
     sampled = sum(len(group.answers) for group in drafting) - same - differing
-    text = f"Of the drafters' answers {same} are plain decoding's token by token, {differing} differ"
+    text = f"Of the drafters' answers {same} are plain decoding's token by token, {differing} part from it"
     text += f", {sampled} were sampled from q." if sampled else "."
     note = tag("p", text, class_="warn" if differing else None)
     return section("lossless", "Nothing lost?", lead, note, [_certificate(report, label) for label in report.runs])
@@ -77,14 +77,22 @@ def _certificate(report: ReportData, label: str) -> Html:
             code(verdict["drafter"]),
             f"{verdict['temperature']:g}",
             verdict.get("batch_size", 1),
+            _identical(verdict.get("to_plain"), verdict["answers"]),
             f"{verdict['identical']} of {verdict['answers']}",
-            "lossless" if verdict["lossless"] else tag("span", "differs", class_="warn"),
+            _identical(verdict.get("to_float32"), verdict["answers"]),
+            "lossless" if verdict["lossless"] else tag("span", "parts beyond rounding", class_="warn"),
             _divergence(verdict["divergences"]),
         )
         for verdict in verdicts
     ]
-    columns = ["drafter", "T", "at a time", "identical to the model's own", "verdict", "first divergence"]
+    columns = ["drafter", "T", "at a time", "identical to plain decoding", "to the model's own", "to the model in fp32"]
+    columns += ["verdict", "first divergence"]
     return html([tag("h3", name, "certificate against the untouched model"), table(columns, [("", rows)])])
+
+
+def _identical(count: int | None, answers: int) -> str:
+    """How many of the answers are identical; a dash where that was not compared."""
+    return "–" if count is None else f"{count} of {answers}"
 
 
 def _divergence(divergences: list[dict[str, Any]]) -> object:

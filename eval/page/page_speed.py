@@ -68,7 +68,7 @@ def _speed(group: Group) -> float:
 def describe_output(group: Group) -> str:
     """Whether the group's answers are those of `none`."""
     if group.differing:
-        return f"differs in {group.differing} of {len(group.answers)}"
+        return f"identical in {group.identical} of {group.identical + group.differing}; {group.parting}"
     return f"identical in {group.identical} of {len(group.answers)}" if group.identical else "of the same distribution"
 
 

@@ -14,6 +14,7 @@ import torch
 
 from eagle.core.budget import Budget
 from eagle.decoding.forward_costs import Costs
+from eagle.decoding.near_ties import MAX_TIE
 from eagle.markup import Html, table
 from eval.costs import asked_budgets, model_seconds
 from eval.result_files.figures import format_number
@@ -160,6 +161,26 @@ class Group:
     def differing(self) -> int:
         """Number of answers that differ from `none` and should not; sampled drafts need not be identical."""
         return sum(answer["identical"] is False for answer in self.answers)
+
+    @property
+    def parting(self) -> str:
+        """How near the ties are at which answers part from those of `none`; empty if none does."""
+        parted = [answer for answer in self.answers if answer["identical"] is False]
+        if not parted:
+            return ""
+        ties = [answer.get("tie") for answer in parted]
+        measured = [tie for tie in ties if tie is not None]
+        unknown = len(ties) - len(measured)
+        if not measured:
+            return "the others part at ties that were not measured"
+        more = f", {unknown} not measured" if unknown else ""
+        return f"the others part at near-ties of at most {max(measured):.2g} units in the last place{more}"
+
+    @property
+    def parts_widely(self) -> bool:
+        """Whether an answer parts from that of `none` where no rounding can decide."""
+        ties = [answer.get("tie") for answer in self.answers if answer["identical"] is False]
+        return any(tie is not None and tie > MAX_TIE for tie in ties)
 
     @property
     def looping(self) -> float:

@@ -103,7 +103,8 @@ def test_what_is_equal_is_certified(command: list[str], tmp_path: Path, capsys: 
     for one in found["verdicts"]:
         assert (one["answers"], one["identical"], one["lossless"], one["divergences"]) == (3, 3, True, [])
         assert one["left_out"] == 1
-        assert f"{one['drafter']} at T = {one['temperature']:g}: identical on 3 of 3 (1 more" in said
+        assert f"{one['drafter']} at T = {one['temperature']:g}: identical to plain decoding here in 3 of 3, to" in said
+        assert (one["to_plain"], one["to_float32"], one["dtype"]) == (3, None, "float32")
     assert found["run"]["target"] and found["run"]["commit"]
 
 
@@ -115,7 +116,7 @@ def test_batches_are_certified(command: list[str], tmp_path: Path, capsys: pytes
         (name, heat, size) for name in ("none", "ngram", "eagle1") for heat in (0, 1) for size in (1, 3)
     }
     assert {(one["answers"], one["identical"], one["lossless"]) for one in verdicts} == {(3, 3, True)}
-    assert "eagle1 at T = 1, 3 at a time: identical on 3 of 3" in capsys.readouterr().out
+    assert "eagle1 at T = 1, 3 at a time: identical to plain decoding here in 3 of 3" in capsys.readouterr().out
     main([*command, "eval.batch_size=[1, 3]", "--batch-size", "2", "eval.drafters={eagle1: {}}"])
     verdicts = json.loads((tmp_path / "run/lossless.json").read_text())["verdicts"]
     assert {one["batch_size"] for one in verdicts} == {2}
@@ -136,7 +137,7 @@ def test_a_fault_of_batches_alone_is_named(
     verdicts = json.loads((tmp_path / "run/lossless.json").read_text())["verdicts"]
     wrong = {(one["temperature"], one["batch_size"]) for one in verdicts if not one["lossless"]}
     assert wrong == {(1, 3)}
-    assert "3 at a time: identical on" in capsys.readouterr().out
+    assert "3 at a time: identical to plain decoding here in" in capsys.readouterr().out
 
 
 def last_node_kept(patch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,55 @@
+"""How close two tokens are where two answers to a prompt part: what rounding can decide is a near-tie."""
+
+# V vocabulary
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from eagle.core.verify import Choose, Sampling
+from eagle.target.target import Target
+
+MAX_TIE = 64.0  # units in the last place: 2% of a logit in bf16, more than rounding through many layers makes
+
+
+def first_difference(answer: Sequence[int], other: Sequence[int]) -> int:
+    """Return the index of the first token at which two answers part."""
+    shorter = min(len(answer), len(other))
+    return next((i for i in range(shorter) if answer[i] != other[i]), shorter)
+
+
+@torch.inference_mode()
+def measure_tie(
+    target: Target, prompt: list[int], answer: Sequence[int], other: Sequence[int], sampling: Sampling | None = None
+) -> float | None:
+    """Return how far apart the target's scores of two tokens are where two answers part.
+
+    The unit is that of the last place of the larger logit, in the target's dtype. With a temperature a token's score is
+    its logit and the noise of its position. None if one answer is the beginning of the other, or if a filter of the
+    sampling lets one of the tokens through and not the other.
+    """
+    at = first_difference(answer, other)
+    if at == min(len(answer), len(other)):
+        return None
+    state = target.open()
+    state.admit(0, [*prompt, *answer[:at]])
+    while not (outputs := state.read_prompts()):
+        pass
+    logits = outputs[0].output.logits[-1].float()
+    scores = logits
+    offered = Choose(sampling or Sampling()).offer(len(logits), logits.device)
+    if offered is not None:
+        scores = logits + offered([len(prompt) + at])[0]
+    tokens = [answer[at], other[at]]
+    gap = float((scores[tokens[0]] - scores[tokens[1]]).abs())
+    largest = float(logits[tokens].abs().max())
+    return gap / last_place(largest, target.model.dtype) if math.isfinite(gap) else None
+
+
+def last_place(number: float, dtype: torch.dtype) -> float:
+    """Return the unit of a number's last place: the distance to the next number of its dtype."""
+    exponent = math.floor(math.log2(max(abs(number), torch.finfo(dtype).tiny)))
+    return torch.finfo(dtype).eps * 2.0**exponent
