@@ -1,0 +1,123 @@
+"""What invariant reading costs in half precision, and what it keeps: `python -m bench.invariance TARGET`.
+
+Steps by one token and forwards over chains are timed with `invariant` on and off, in turns, after several contexts. Then
+drafted answers are compared with plain decoding's, both ways. TARGET is a folder of save_pretrained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from statistics import median
+from time import process_time
+from typing import Any
+
+import torch
+
+from eagle import Budget, Sampling, Target, generate, load_drafter
+from eagle.log import progress
+from eagle.target.target import Target as Model
+
+RESULT = Path(__file__).parents[1] / "docs/results/invariance.json"
+CONTEXTS = (30, 300, 3000)
+NODES = (0, 8, 25)  # of a chain beside the root; 0 is a step by one token
+REPEATS = 7
+TOKENS = 60
+
+
+def read_chain(target: Model, state: Any, nodes: int) -> float:
+    """CPU seconds of a forward over a root and a chain of this many nodes, of which nothing is kept."""
+    tokens = torch.arange(1, nodes + 2)[None] % target.vocab_size
+    seen = torch.ones(1, nodes + 1, nodes + 1, dtype=torch.bool).tril()
+    begun = process_time()
+    state.ahead([0], tokens, [*range(nodes + 1)], seen)
+    return process_time() - begun
+
+
+def time_forwards(targets: dict[str, Model], context: int) -> list[dict[str, Any]]:
+    """A row for each number of nodes: medians, and the ratio of both with its range over the repeats."""
+    states = {}
+    for name, target in targets.items():
+        states[name] = target.open()
+        states[name].admit(0, [*(torch.arange(context) * 7 % (target.vocab_size - 4) + 3).tolist()], room=64)
+        while not states[name].read_prompts():
+            pass
+    rows = []
+    for nodes in NODES:
+        seconds: dict[str, list[float]] = {name: [] for name in targets}
+        for _ in range(REPEATS + 1):
+            for name, target in targets.items():
+                seconds[name].append(read_chain(target, states[name], nodes))
+        warm = {name: values[1:] for name, values in seconds.items()}
+        ratios = sorted(on / off for on, off in zip(warm["invariant"], warm["fastest"], strict=True))
+        medians = {name: round(1000 * median(values), 2) for name, values in warm.items()}
+        spread = [round(ratios[i], 3) for i in (0, len(ratios) // 2, -1)]
+        rows.append({"context": context, "nodes": nodes, "milliseconds": medians, "ratio_low_median_high": spread})
+    return rows
+
+
+def compare_answers(target: Model, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """How many drafted answers are plain decoding's, by drafter, budget and temperature, alone and in batches."""
+    rows = []
+    budgets = {"chain of 3": Budget(nodes=3, top_k=1), "tree of 8": Budget(nodes=8), "tree of 25": Budget(nodes=25)}
+    for temperature in (0.0, 0.7, 1.0):
+        rules = [Sampling(temperature, seed=5, request=i) for i in range(len(prompts))]
+        plain = [
+            generate(target, load_drafter("none", target), prompt, sampling=rule, max_new_tokens=TOKENS, stop=[]).tokens
+            for prompt, rule in zip(prompts, rules, strict=True)
+        ]
+        for drafter in ("ngram", "suffix"):
+            for name, budget in budgets.items():
+                for size in (1, 3):
+                    drafts = load_drafter(drafter, target)
+                    options: dict[str, Any] = {
+                        "budget": budget,
+                        "max_new_tokens": TOKENS,
+                        "stop": [],
+                        "batch_size": size,
+                    }
+                    traces = generate(target, drafts, prompts, sampling=rules, **options)
+                    same = sum(trace.tokens == tokens for trace, tokens in zip(traces, plain, strict=True))
+                    about = {"temperature": temperature, "drafter": drafter, "budget": name, "batch_size": size}
+                    rows.append({**about, "identical": same, "answers": len(prompts)})
+    return rows
+
+
+def main() -> None:
+    """Measure, print the rows and write the result file."""
+    parser = argparse.ArgumentParser(prog="python -m bench.invariance", description=__doc__)
+    parser.add_argument("target", help="a folder of save_pretrained")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    options = {"dtype": args.dtype, "device": "cpu"}
+    targets = {
+        "invariant": Target.load(args.target, **options, invariant=True),
+        "fastest": Target.load(args.target, **options, invariant=False),
+    }
+    limit = targets["invariant"].max_positions or max(CONTEXTS)
+    contexts = [context for context in CONTEXTS if context + 64 <= limit]
+    timed = [time_forwards(targets, context) for context in progress(contexts, "time", unit="contexts")]
+    asked = ["What is a tree?", "Write a short story about a dog.", "Count to twenty.", "Why is the sky blue?"]
+    prompts = [targets["invariant"].chat(text) for text in asked]
+    answers = {name: compare_answers(target, prompts) for name, target in targets.items()}
+    result = {
+        "target": repr(targets["invariant"]),
+        "kernels": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "threads": 1,
+        "described": {name: target.describe() for name, target in targets.items()},
+        "forwards": [row for rows in timed for row in rows],
+        "answers": answers,
+    }
+    for row in result["forwards"]:
+        print(row)
+    for name, rows in answers.items():
+        print(name, sum(row["identical"] for row in rows), "of", sum(row["answers"] for row in rows), "identical")
+    kept = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
+    RESULT.write_text(json.dumps({**kept, args.dtype: result}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
