@@ -67,6 +67,10 @@ def fill_store(recipe: Recipe, folder: Path, roles: TapRoles, *, repair: bool, s
         size = f"{store.bytes_per_token:,.0f} bytes a token"
         print(f"{len(absent)} of {len(store.plan)} shards to compute, {size}, {count} process{'es' * (count > 1)}")
     wait()  # nobody writes before everybody has seen what is to do
+    if not repair:  # which has just read every byte
+        present = [shard for shard in range(len(store.plan)) if shard not in store.absent][index::count]
+        for _ in progress(store.verify(present), "verify", len(present), unit="shards", show=index == 0):
+            pass
     if mine := absent[index::count]:
         target = target or load_target(recipe, store.identity["target"]["dtype"])
         tokens = sum(store.index["shard_tokens"][shard] for shard in mine)

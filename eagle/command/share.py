@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import json
 import re
+from collections import deque
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -75,7 +76,9 @@ def pack(path: Path, name: str, also: list[Path]) -> Parcel:
 def pack_store(folder: Path, name: str) -> Parcel:
     """A feature store whole: its shards with their checksums, its index, its card."""
     FeatureStore = import_module("eagle.data.store").FeatureStore
-    FeatureStore(folder)  # which refuses a store that is not complete
+    store = FeatureStore(folder)  # which refuses a store that is not complete
+    store.borrowed_folder()
+    deque(store.verify(range(len(store.plan))), maxlen=0)  # whoever fetches it would be told of a damaged shard
     parcel = Parcel("dataset", Path.home())
     parcel.add_folder(folder, "", "a part of the store")
     parcel.frozen = parcel.files.keys() - {"README.md", "index.json", "config.json"}

@@ -71,6 +71,29 @@ def test_extract_verify_repair(command: list[str], tmp_path: Path, capsys: pytes
     assert files(folder) == whole and "shard-00002" in capsys.readouterr().out
 
 
+def test_a_second_extraction_sees_a_flipped_byte(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a store that is whole, and of one that lacks a shard: it is named, and nothing is computed before."""
+    short = [*command, "data.limit=12"]
+    main(short)
+    whole = files(tmp_path / "store")
+    for absent in (None, "shard-00000.safetensors"):
+        damaged = bytearray(whole["shard-00001.safetensors"])
+        damaged[-7] ^= 4
+        (tmp_path / "store/shard-00001.safetensors").write_bytes(damaged)
+        if absent:
+            (tmp_path / "store" / absent).unlink()
+        with pytest.raises(ValueError, match=r"shard-00001.* not those that were written.* --repair"):
+            main(short)
+        assert not (absent and (tmp_path / "store" / absent).is_file())
+        main([*short, "--repair"])
+        assert files(tmp_path / "store") == whole
+    capsys.readouterr()
+    main(short)
+    assert "0 of " in capsys.readouterr().out
+
+
 def test_a_changed_recipe_is_refused(command: list[str]) -> None:
     """Another max_length or other taps do not mix into a store that is there."""
     main(command)

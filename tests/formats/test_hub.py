@@ -303,6 +303,17 @@ def test_a_feature_store_goes_with_its_card(
         pull("datasets/someone/features", tmp_path / "again")
 
 
+def test_a_store_with_a_flipped_byte_is_not_pushed(tiny_target_dir: Path, tmp_path: Path) -> None:
+    """Whoever fetches it would be refused; the shard is named here, before anything is sent."""
+    prepared(tiny_target_dir, tmp_path)
+    shard = tmp_path / "store/shard-00000.safetensors"
+    damaged = bytearray(shard.read_bytes())
+    damaged[-7] ^= 4
+    shard.write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"shard-00000.* not those that were written.* --repair"):
+        pack(tmp_path / "store", "someone/features", [])
+
+
 def test_a_home_in_the_config_of_a_store_is_hidden(tiny_target_dir: Path, tmp_path: Path) -> None:
     """And the index has the checksum of what goes, so that the store is whole where it comes to."""
     prepared(tiny_target_dir, tmp_path)
