@@ -256,3 +256,33 @@ def test_plain_models_get_no_copy(tmp_path: Path) -> None:
     model = load_model(tmp_path, torch.float32)
     target = Target(model)
     assert target.head.output is model.lm_head and target.head.embedding is model.model.embed_tokens
+
+
+class ByRows(nn.Linear):
+    """Products in bf16 that round the weights for a few rows and not for many, as bitsandbytes' on AVX512-BF16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., out] in the precision of the states."""
+        rounded = x.to(torch.bfloat16)
+        if x.shape[:-1].numel() <= 4:
+            return F.linear(rounded, self.weight.to(torch.bfloat16)).to(x.dtype)
+        return F.linear(rounded.float(), self.weight.float()).to(torch.bfloat16).to(x.dtype)
+
+
+@pytest.mark.parametrize(("dtype", "plain"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_products_that_depend_on_rows_are_read_by_steps_in_float32(dtype: torch.dtype, plain: bool) -> None:
+    """As the guide says of 4 bits on such a CPU: drafts change no token there, and bf16 is read like a plain target."""
+    model = build("llama")
+    for layer in model.model.layers.modules():
+        if type(layer) is nn.Linear:
+            layer.__class__ = ByRows
+    target = Target(model.to(dtype))
+    described = target.describe()
+    assert (described == "mask") == plain
+    if not plain:
+        page = Path(__file__).parents[2] / GUIDE
+        assert "one text at a time" in described and "levels" in described
+        assert "; ".join(described.split("; ")[:2]) in " ".join(page.read_text().split())
+        head, _ = learn(target)
+        drafted, alone = answers(target, head)
+        assert drafted == alone == own_answer(model, random_tokens(9, seed=5), 24)
