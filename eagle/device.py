@@ -102,7 +102,8 @@ def set_fastest_threads(
 class ThreadsOfLongWork:
     """torch's number of threads for work of hours: timed at its start, and again when other jobs come or go.
 
-    It is for work whose results do not depend on the number of threads, but for rounding.
+    `settle` is for work whose results do not depend on the number of threads, but for rounding; `faster` is for
+    measurements, which keep the one that they began with. `most` is given where a number was chosen just now.
     """
 
     def __init__(
@@ -110,11 +111,14 @@ class ThreadsOfLongWork:
         forward: Callable[[], Any],
         clock: Callable[[], float] = perf_counter,
         load: Callable[[], float] | None = None,
+        most: int | None = None,
     ) -> None:
         self.forward, self.clock, self.load = forward, clock, load or load_of_machine
-        self.most = torch.get_num_threads()
+        self.most = most or torch.get_num_threads()
         self.times = 0
         self.timed_at = self.load_then = 0.0
+        if most is not None:
+            self._note()
 
     def settle(self) -> int:
         """Time the numbers of threads where that is due; returns the one that is set."""
@@ -124,9 +128,23 @@ class ThreadsOfLongWork:
         best = set_fastest_threads(self.forward, self.most, clock=self.clock)
         if not self.times or best != before:
             print(f"threads: {best} of {self.most}, by timing", file=sys.stderr)
+        self._note()
+        return best
+
+    def faster(self) -> int | None:
+        """Time the numbers of threads where that is due; returns one that is faster than the one set, which stays."""
+        before = torch.get_num_threads()
+        if not self._is_due():
+            return None
+        best = set_fastest_threads(self.forward, self.most, clock=self.clock)
+        torch.set_num_threads(before)
+        self._note()
+        return None if best == before else best
+
+    def _note(self) -> None:
+        """Note that the numbers were timed now, and at which load."""
         self.times += 1
         self.timed_at, self.load_then = self.clock(), self.load()
-        return best
 
     def _is_due(self) -> bool:
         """Whether to time: at first, a minute later, when the start of the work is over, and at another load."""

@@ -19,7 +19,7 @@ from eagle.core.budget import Budget, Policy
 from eagle.core.drafter import Drafter
 from eagle.data.identity import fingerprint, folder_of, target_identity
 from eagle.decoding.goodput import BATCH_SIZES, Goodput
-from eagle.device import best_device, choose_threads
+from eagle.device import ThreadsOfLongWork, best_device, choose_threads
 from eagle.drafters import DRAFTERS
 from eagle.drafters.outside import describe_code
 from eagle.drafters.several import FirstOf
@@ -85,16 +85,26 @@ def load_target(recipe: Recipe, **options: Any) -> Target:
     return target
 
 
-def settle_threads(target: Target, header: dict[str, Any] | None = None) -> None:
-    """Set the number of threads to that of an earlier run's header, else to the fastest for this target on a CPU."""
+def settle_threads(target: Target, header: dict[str, Any] | None = None) -> ThreadsOfLongWork | None:
+    """Set the number of threads to that of an earlier run's header, else to the fastest for this target on a CPU.
+
+    Returns what times them again; None on another device.
+    """
+    most = torch.get_num_threads()
+    on_cpu = target.device.type == "cpu"
+    tokens = torch.ones(1, 4, dtype=torch.long)
+
+    @torch.inference_mode()
+    def forward() -> None:
+        target.model(input_ids=tokens, use_cache=False)
+
     earlier = re.search(r", (\d+) threads", str((header or {}).get("machine")))
     if earlier:
         torch.set_num_threads(int(earlier[1]))
         print(f"threads: {earlier[1]}, with which these results were begun; --again chooses anew", file=sys.stderr)
-    elif target.device.type == "cpu":
-        tokens = torch.ones(1, 4, dtype=torch.long)
-        with torch.inference_mode():
-            choose_threads(lambda: target.model(input_ids=tokens, use_cache=False))
+    elif on_cpu:
+        choose_threads(forward)
+    return ThreadsOfLongWork(forward, most=most) if on_cpu else None
 
 
 def load_drafters(recipe: Recipe, target: Target) -> dict[str, MeasuredDrafter]:

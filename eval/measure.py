@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +18,7 @@ from eagle.decoding.cycle_times import SIZES, measure_costs
 from eagle.decoding.decode import generate
 from eagle.decoding.forward_costs import Costs
 from eagle.decoding.near_ties import measure_tie
+from eagle.device import ThreadsOfLongWork
 from eagle.disk import lock_path, write_text
 from eagle.log import interrupted_by_user, progress, script
 from eagle.recipe import Recipe, command_line
@@ -151,7 +153,7 @@ def results_file(recipe: Recipe) -> Path:
 def measure(recipe: Recipe, path: str, *, again: bool = False, processes: Processes = ALONE) -> Path:
     """Measure what a recipe asks for and is not measured yet; returns the results file."""
     target, stored = load_target(recipe), processes.share(lambda: read_stored(results_file(recipe)))
-    settle_threads(target, None if again else stored.header)
+    threads = settle_threads(target, None if again else stored.header)
     torch.set_num_threads(processes.share(torch.get_num_threads))
     drafters, asked = load_drafters(recipe, target), questions(recipe)
     if recipe.eval.goodput_policy:
@@ -169,19 +171,31 @@ def measure(recipe: Recipe, path: str, *, again: bool = False, processes: Proces
         results.begin({**describe_start(recipe, path), "prompts": len(asked), **costs})
     if processes.count > 1:
         results.path = part_of(results_file(recipe), processes.rank)
-    _measure_missing(measurement)
+    # several processes are a load for one another
+    _measure_missing(measurement, threads if processes.count == 1 else None)
     return results_file(recipe)
 
 
-def _measure_missing(measurement: Measurement) -> None:
-    """Measure what this process has to, with a progress bar; answers without room are counted and said."""
+def _measure_missing(measurement: Measurement, threads: ThreadsOfLongWork | None) -> None:
+    """Measure what this process has to, with a progress bar; answers without room are counted and said.
+
+    All rows are measured on as many threads, which the file names: where others would be faster, that is said.
+    """
     every, sizes = measurement.cases(), measurement.batch_sizes
     turns = [case.key(turn) for case in every for turn in range(len(case.question.turns))]
     stored = measurement.results.rows
     done = sum(len(stored.get((*key, batch_size), {})) for key in turns for batch_size in sizes)
     total, show = len(turns) * len(sizes) * len(measurement.drafters), measurement.processes.is_first
+    said = 0
     for _ in progress(_rows(measurement), "measure", total, unit="answers", done=done, show=show):
-        pass
+        faster = None if threads is None else threads.faster()
+        if faster is not None and faster != said:
+            said = faster
+            print(
+                f"threads: {faster} would be faster now than {torch.get_num_threads()}, which these results are "
+                "measured with: other jobs came or went, and speeds may have changed; --again measures anew",
+                file=sys.stderr,
+            )
     for name, count in measurement.missing.items():
         print(
             f"{name}: {count} answers are missing: their prompts and {measurement.recipe.eval.max_new_tokens} new "

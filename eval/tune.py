@@ -21,6 +21,7 @@ from eagle.core.verify import Sampling
 from eagle.decoding.cycle_costs import PENDING
 from eagle.decoding.cycle_times import measure_costs
 from eagle.decoding.forward_costs import Costs
+from eagle.device import ThreadsOfLongWork
 from eagle.formats.checkpoint import load_drafter, write_budget
 from eagle.log import progress, script
 from eagle.recipe import Recipe, command_line
@@ -164,11 +165,18 @@ def tuning_questions(recipe: Recipe) -> list[Question]:
     return [one for _, one in sorted(order, key=lambda pair: pair[0])]  # the sets in turn: the first few are of all
 
 
-def answer_prompts(recipe: Recipe, target: Target, taps: tuple[int, ...]) -> list[Answer]:
-    """The target's own answers to the first turns of the tuning questions, at every temperature of the recipe."""
+def answer_prompts(
+    recipe: Recipe, target: Target, taps: tuple[int, ...], threads: ThreadsOfLongWork | None = None
+) -> list[Answer]:
+    """The target's own answers to the first turns of the tuning questions, at every temperature of the recipe.
+
+    `threads` are timed again where other jobs come or go.
+    """
     asked, limit = tuning_questions(recipe), recipe.eval.max_new_tokens
     answers = []
     for number, one in enumerate(progress(asked, "answer the tuning questions", len(asked))):
+        if threads is not None:
+            threads.settle()
         prompt = chat_prompt(recipe, target, one.turns[:1], one.images)
         for temperature in recipe.eval.temperatures:
             sampling = Sampling(temperature=temperature, request=number)
@@ -266,9 +274,11 @@ def main(argv: list[str]) -> None:
     target, head = load_target(recipe), Path(recipe.train.out) / "head"
     if args.write and args.drafter:
         raise ValueError(f"--write is for the recipe's head: put the budget into eval.drafters.{args.drafter}.budget")
-    settle_threads(target)
+    threads = settle_threads(target)
     drafter = load_named(recipe, target, args.drafter) if args.drafter else load_drafter(head, target)
-    answers = answer_prompts(recipe, target, drafter.taps)
+    answers = answer_prompts(recipe, target, drafter.taps, threads)
+    if threads is not None:
+        threads.settle()  # for the last time: from here on all that is timed is compared
     tuning = Tuning(target, drafter, answers, time_forwards(target, drafter, answers))
     rates = acceptance_by_rank(tuning)
     own = [] if drafter.budget is None else [drafter.budget]

@@ -80,8 +80,27 @@ def test_long_work_is_timed_again_when_other_jobs_have_gone(capsys: pytest.Captu
     assert told == [f"threads: {best} of 2, by timing" for best in (1, 2, 1, 2)]
 
 
+def test_measurements_keep_their_threads_and_learn_of_faster_ones() -> None:
+    """A number was chosen just now; a minute later another is faster, which is told and not set."""
+    torch.set_num_threads(1)
+    busy = {"beside": True}
+    work = Work(lambda count: 0.01 * count if busy["beside"] else 0.01 / count)
+    load = {"now": 2.0}
+    threads = ThreadsOfLongWork(work.forward, work.clock, lambda: load["now"], most=2)
+    busy["beside"] = False
+    assert threads.faster() is None  # within the minute
+    work.time += 60
+    assert threads.faster() == 2 and torch.get_num_threads() == 1
+    work.time += 60
+    assert threads.faster() is None  # nothing says that anything has changed
+    load["now"] = 3.0
+    busy["beside"] = True
+    assert threads.faster() is None and torch.get_num_threads() == 1  # the one that is set is the fastest
+
+
 def test_one_thread_is_not_timed() -> None:
     """There is nothing to choose."""
     torch.set_num_threads(1)
     assert choose_threads(lambda: pytest.fail("timed")) == 1
     assert ThreadsOfLongWork(lambda: pytest.fail("timed")).settle() == 1
+    assert ThreadsOfLongWork(lambda: pytest.fail("timed"), most=1).faster() is None

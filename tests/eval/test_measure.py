@@ -8,6 +8,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import AutoConfig
 from eagle import Target, Trace, generate
 from eagle.core.budget import Budget
 from eagle.core.tree import chain_paths
+from eagle.device import ThreadsOfLongWork
 from eagle.drafters.lookup.ngram import NgramDrafter
 from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head, write_budget
@@ -221,6 +223,34 @@ def test_a_resumed_run_keeps_its_threads(small: Recipe, monkeypatch: pytest.Monk
         assert lines_of(path)[0][0]["machine"].endswith("2 threads")
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_measurement_tells_that_other_threads_would_be_faster_now(
+    small: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once, however many rows follow; they stay on the number that the file names."""
+    before, processes, clock_time = torch.get_num_threads(), count(), {"now": 0.0}
+
+    def clock() -> float:
+        """One on which a forward takes two minutes, and one on two threads a minute."""
+        clock_time["now"] += 120 / torch.get_num_threads()
+        return clock_time["now"]
+
+    def jobs(forward: Callable[[], Any], most: int) -> ThreadsOfLongWork:
+        """Threads beside jobs that come and go all the time."""
+        return ThreadsOfLongWork(forward, clock, lambda: next(processes), most)
+
+    try:
+        torch.set_num_threads(2)
+        monkeypatch.setattr("eval.load_run.choose_threads", lambda _: torch.set_num_threads(1) or 1)
+        monkeypatch.setattr("eval.load_run.ThreadsOfLongWork", jobs)
+        path = measure(with_eval(small, temperatures=[0]), "small.yaml")
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("threads: ")]
+    assert len(told) == 1 and told[0].startswith("threads: 2 would be faster now than 1, which these results are")
+    assert lines_of(path)[0][0]["machine"].endswith("1 threads")
 
 
 def test_the_second_turn_follows_the_answer_of_none(small: Recipe, target: Target, tmp_path: Path) -> None:

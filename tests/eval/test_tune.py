@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -18,6 +19,7 @@ from eagle.core.drafter import Committed, Noise
 from eagle.core.tree import PUBLISHED_TREE
 from eagle.decoding.cycle_times import bare_costs
 from eagle.decoding.forward_costs import Costs
+from eagle.device import ThreadsOfLongWork
 from eagle.drafters.draft_model import DraftModel
 from eagle.drafters.lookup.bigram import BigramDrafter
 from eagle.drafters.lookup.ngram import NgramDrafter, NgramText
@@ -311,6 +313,20 @@ def test_a_drafter_without_weights_is_tuned(
         tune.main([*asked, "--drafter", "copies", "--write"])
     with pytest.raises(ValueError, match=r"--drafter is 'ngram', expected one of eval\.drafters: none, copies"):
         tune.main([*asked, "--drafter", "ngram"])
+
+
+def test_threads_are_timed_again_between_tuning_questions(tuned: list[str], tiny_target: Target) -> None:
+    """Answering them is the long part; what is timed and compared follows on the number that was set last."""
+    recipe = Recipe.load(tuned[0], tuned[1:])
+    before, timed = torch.get_num_threads(), list[int]()
+    try:
+        torch.set_num_threads(2)
+        clock, processes = count(step=60), count()
+        threads = ThreadsOfLongWork(lambda: timed.append(1), lambda: next(clock), lambda: next(processes))
+        answers = tune.answer_prompts(recipe, tiny_target, (), threads)
+        assert len(answers) == threads.times == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_tuning_asks_what_is_not_measured(tuned: list[str], capsys: pytest.CaptureFixture[str]) -> None:
