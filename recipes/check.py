@@ -146,9 +146,9 @@ def say_forecast(recipe: Recipe, count: int | None) -> bool:
     cards = recipe.train.processes or devices_here()
     run = forecast(recipe, sizes, count, cards)
     disk = f"{run.features / GB:,.2f} GB of disk for features" if run.features else "no disk for features"
-    where = f"each of {cards} cards that train" if cards > 1 else "the card, or CPU, that trains"
+    where = f"each of {cards} GPUs that train" if cards > 1 else "the GPU or CPU that trains"
     say(f"{run.memory / GB:,.2f} GB on {where}, {disk}")
-    say(f"{run.extract_hours:,.1f} card hours for features, {run.train_hours:,.1f} to train, at {TFLOPS:.0f} TFLOP/s")
+    say(f"{run.extract_hours:,.1f} GPU hours for features, {run.train_hours:,.1f} to train, at {TFLOPS:.0f} TFLOP/s")
     if recipe.train.on_policy is not None:
         say("the answers that are written while training, and what is learned from their drafts, come on top")
     say_quantisation(recipe, sizes.bits)

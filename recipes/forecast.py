@@ -263,18 +263,26 @@ def count_conversations(data: DataSection, source: str, *, answered: bool = True
 def table(rows: dict[str, Forecast]) -> str:
     """Forecasts as Markdown."""
     lines = [
-        "| run | head | MLP width | tokens | bytes a token | features on disk | a card, training "
-        "| the target, extracting | card hours: features | training |",
+        "| run | head | MLP width | tokens | bytes a token | features on disk | a GPU, training "
+        "| the target, extracting | GPU hours: features | training |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, run in rows.items():
         disk = f"{run.features / GB:,.0f} GB" if run.features else "none"
         lines.append(
-            f"| {name} | {run.parameters / 1e9:.3f} B | {run.width:,} | {run.tokens / 1e6:.0f} M | "
+            f"| {name} | {_count(run.parameters, 3)} | {run.width:,} | {_count(run.tokens)} | "
             f"{run.token_bytes:,} | {disk} | {run.memory / GB:.1f} GB | {run.target / GB:.0f} GB | "
             f"{run.extract_hours:.1f} | {run.train_hours:.1f} |"
         )
     return "\n".join(lines)
+
+
+def _count(number: int, digits: int = 0) -> str:
+    """A number in B with `digits`, or in M without; one that would be written as 0 in full."""
+    in_full = number < (10**6 if digits else 500_000)
+    if in_full:
+        return f"{number:,}"
+    return f"{number / 1e9:.{digits}f} B" if digits else f"{number / 1e6:.0f} M"
 
 
 def of_recipes(words: list[str], cards: int = CARDS, tflops: float = TFLOPS, conversations: int | None = None) -> str:

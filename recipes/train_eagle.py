@@ -42,7 +42,9 @@ def main(argv: list[str]) -> None:
         return
     accelerator = launch(recipe.train)
     if accelerator.device.type == "cpu":  # not by timing: a run that goes on must round as it began
-        accelerator.print(f"threads: {torch.get_num_threads()}; OMP_NUM_THREADS=1 is often faster on a shared machine")
+        threads = torch.get_num_threads()
+        hint = "; OMP_NUM_THREADS=1 is often faster on a shared machine" if threads > 1 else ""
+        accelerator.print(f"threads: {threads}{hint}")
     settings = settings_of(recipe.drafter.model_dump(), path or demo.RECIPE)
     target, features = open_features(recipe, settings, partial(read_examples, recipe), main=accelerator.is_main_process)
     torch.manual_seed(recipe.train.seed)  # the head's first weights are part of the run

@@ -57,6 +57,10 @@ def torn(path: Path, text: str = "\x00\x01") -> Path:
         (lambda folder: Recipe.load("tiny/eagle1", ["train.lr=[1"]), r"override 'train\.lr=\[1': its value is no YAML"),
         (lambda folder: Recipe.load("tiny/eagle1", ["train=null"]), r"tiny/eagle1: train: got nothing; "),
         (lambda folder: Recipe.load("tiny/eagle1", ["train={lr: 1}"]), r"train\.out: got the keys lr; Field required"),
+        (
+            lambda folder: Recipe.load("tiny/eagle1", ["regenerate.endpoint=http://user:key@host/v1"]),
+            r"regenerate: got the keys [\w, ]*; regenerate\.endpoint holds a user or a key before its @",
+        ),
     ],
 )
 def test_a_fault_of_the_input_is_a_sentence(fail: Callable[[Path], Any], sentence: str, tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ def parse_section(model: type[BaseModel], values: Any, source: str) -> Any:
 def _explain(model: type[BaseModel], mistake: Any, source: str) -> str:
     path = ".".join(map(str, mistake["loc"]))
     if mistake["type"] != "extra_forbidden":
-        return f"{source}: {path}: got {_shorten(mistake['input'])}; {mistake['msg']}"
+        reason = mistake["msg"].removeprefix("Value error, ")  # which pydantic puts before a sentence of this project
+        return f"{source}: {path}: got {_shorten(mistake['input'])}; {reason}"
     owner: Any = model
     for key in mistake["loc"][:-1]:
         owner = type_of_key(owner, key)

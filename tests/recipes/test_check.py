@@ -170,7 +170,7 @@ def test_a_target_that_does_not_fit_here_is_forecast_all_the_same(
     monkeypatch.setattr("recipes.check.memory_here", lambda: 1_000)
     check(with_data(tiny_target_dir, tmp_path, "data.limit=40"))
     said = capsys.readouterr().out
-    assert "on the card, or CPU, that trains" in said and "card hours" in said and "GB of disk" in said
+    assert "on the GPU or CPU that trains" in said and "GPU hours" in said and "GB of disk" in said
     assert "not checked here" in said and "target ..." not in said and "supervised" in said
 
 
@@ -183,7 +183,7 @@ def test_a_target_without_weights_is_forecast_all_the_same(
     with pytest.raises(ValueError, match="no model at"):
         check(with_data(tiny_target_dir, tmp_path, "data.limit=40", f"target.path={bare}"))
     said = capsys.readouterr().out
-    assert "on the card, or CPU, that trains" in said and "the forecast above needs its config alone" in said
+    assert "on the GPU or CPU that trains" in said and "the forecast above needs its config alone" in said
 
 
 def test_a_quantised_target_that_cannot_be_loaded_is_told_of_early(

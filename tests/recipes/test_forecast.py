@@ -200,6 +200,17 @@ def test_unknown_data_asks_for_its_size() -> None:
     assert conversations_of(Recipe.load(VICUNA, ["data.train=my.jsonl", "data.limit=7"])) == 7
 
 
+def test_small_figures_are_written_in_full(tmp_path: Path) -> None:
+    """A first user's head of a few thousand weights is not 0.000 B, and its tokens are not 0 M."""
+    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+    config.num_attention_heads = config.num_key_value_heads = 4
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    row = of_recipes(["recipes/tiny/eagle1.yaml", f"target.path={tmp_path}"], conversations=20).splitlines()[-1]
+    _, _, parameters, _, tokens, *_ = row.split(" | ")
+    assert "B" not in parameters + tokens and "M" not in parameters + tokens, row
+
+
 def test_a_target_in_a_folder_is_measured(tmp_path: Path) -> None:
     """What is not in the table comes from the target's own config."""
     config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8)
