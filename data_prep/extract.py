@@ -131,7 +131,7 @@ def create_store(recipe: Recipe, folder: Path, expected: dict[str, Any], *, stri
 
 def sizes_of(examples: Sequence[Example]) -> TextSizes:
     """The sizes of all examples, each of which is read once."""
-    each = progress(examples, "measure", len(examples))
+    each = progress(examples, "measure", len(examples), unit="examples")
     return TextSizes.of((example.loss_mask, example.shared) for example in each)
 
 

@@ -96,7 +96,8 @@ def fill(folder: Path, recipe: Recipe, identity: dict[str, Any], *, strict: bool
     jobs = enumerate(iter(lambda: list(islice(conversations, CONVERSATIONS)), []))
     workers = recipe.data.num_proc or count_processors()
     notes: list[Note] = []
-    for note in progress(write_shards(folder, recipe, jobs, workers), "tokenise", None, size=lambda note: note["read"]):
+    shards = write_shards(folder, recipe, jobs, workers)
+    for note in progress(shards, "tokenise", None, unit="conversations", size=lambda note: note["read"]):
         notes.append(note)
         if strict and note["dropped"]:
             name_first_drop(recipe)

@@ -69,7 +69,8 @@ def answer_all(
     dialogues = ((name, converse(name, job, reader, section)) for name, job in jobs if name in mine)
     with open_part(out, index) as part:
         outcomes = answerer.run(dialogues)
-        for name, outcome in progress(outcomes, "regenerate", len(mine), show=index == 0, note=answerer.note):
+        shown = progress(outcomes, "regenerate", len(mine), unit="conversations", show=index == 0, note=answerer.note)
+        for name, outcome in shown:
             if isinstance(outcome, str):
                 failed[name] = outcome
             else:

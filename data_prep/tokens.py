@@ -129,7 +129,7 @@ def tokenize_each(
     conversations = read_conversations(data.train, tally, strict=strict, **reading_options(recipe))
     if strict:  # what cannot be read is named before what cannot be learned
         conversations = list(conversations)
-    for conversation in progress(conversations, "tokenise", None):  # else one is held at a time
+    for conversation in progress(conversations, "tokenise", None, unit="conversations"):  # else one is held at a time
         dropped_before = tally.dropped.copy()
         examples = examples_of(conversation, tokenizer, data, tally)
         tally.kept -= not examples

@@ -135,7 +135,8 @@ def search(tuning: Tuning, candidates: Sequence[Budget], note: Callable[[str], N
     note(f"{len(candidates) + 1 - len(left)} of {len(candidates)} shapes cost more than they could ever bring")
     count = min(max(len(tuning.answers) // 8, 2), len(tuning.answers))
     while True:
-        trials = [tuning.trial(budget, count) for budget in progress(left, f"{count} answers", len(left))]
+        shown = progress(left, f"{count} answers", len(left), unit="shapes")
+        trials = [tuning.trial(budget, count) for budget in shown]
         trials.sort(key=lambda trial: -trial.speed)
         if count == len(tuning.answers):
             return trials[0]
@@ -174,7 +175,7 @@ def answer_prompts(
     """
     asked, limit = tuning_questions(recipe), recipe.eval.max_new_tokens
     answers = []
-    for number, one in enumerate(progress(asked, "answer the tuning questions", len(asked))):
+    for number, one in enumerate(progress(asked, "answer the tuning questions", len(asked), unit="questions")):
         if threads is not None:
             threads.settle()
         prompt = chat_prompt(recipe, target, one.turns[:1], one.images)
@@ -293,7 +294,8 @@ def main(argv: list[str]) -> None:
     if recipe.eval.goodput_policy:
         print(policy_line(tuning))
     if args.exhaustive:
-        every = [tuning.trial(one) for one in [NOT_DRAFTING, *progress(candidates, "every shape", len(candidates))]]
+        shown = progress(candidates, "every shape", len(candidates), unit="shapes")
+        every = [tuning.trial(one) for one in [NOT_DRAFTING, *shown]]
         top = max(every, key=lambda trial: trial.speed)
         share = tuning.trial(budget).speed / top.speed
         print(

@@ -128,7 +128,8 @@ def stop_ids(section: TargetSection) -> list[int]:
 def fingerprint(files: Sequence[Path]) -> str:
     """One checksum of the names and bytes of some files."""
     long = sum(path.stat().st_size for path in files) > LONG
-    checked = [f"{path.name} {_checksum(path)}" for path in progress(files, "fingerprint", len(files), show=long)]
+    shown = progress(files, "fingerprint", len(files), unit="files", show=long)
+    checked = [f"{path.name} {_checksum(path)}" for path in shown]
     return hashlib.sha256("\n".join(checked).encode()).hexdigest()[:16]
 
 

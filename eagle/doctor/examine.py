@@ -170,7 +170,7 @@ def try_changes(wiring: Wiring, probes: Sequence[Probe], texts: Batch, target: T
     """The effect of every single change on these texts, best first."""
     reference = Reference(texts, target.head)
     before = measure(wiring, texts, target.head, wiring.levels, reference)
-    shown = progress(probes, f"changes on {len(texts.lengths)} answers", len(probes))
+    shown = progress(probes, f"changes on {len(texts.lengths)} answers", len(probes), unit="changes")
     after = (measure(probe.change(wiring), texts, target.head, wiring.levels, reference) for probe in shown)
     effects = [Effect(probe, before, agreement) for probe, agreement in zip(probes, after, strict=True)]
     return sorted(effects, key=lambda effect: -effect.least)

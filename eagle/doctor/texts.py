@@ -140,7 +140,7 @@ def count_chains(
     """Acceptance at each place of a chain when this decoder answers the prompts greedily, counted as engines count."""
     drafter, budget = head.bind(target.head), Budget.fixed(chain_paths(depth))
     accepted: list[int] = []
-    for prompt in progress(prompts, "chains as the server's", len(prompts)):
+    for prompt in progress(prompts, "chains as the server's", len(prompts), unit="prompts"):
         trace = generate(target, drafter, list(prompt), budget=budget, max_new_tokens=new_tokens)
         accepted += [cycle.accepted for cycle in trace.cycles if cycle.depth == depth]  # none cut at the answer's end
     target.forget()

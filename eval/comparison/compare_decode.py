@@ -46,7 +46,8 @@ class Decoder:
         """The target's own answers to all prompts at all temperatures; those in the file are not made again."""
         every = cases(self.recipe, self.questions, self.recipe.eval.temperatures)
         turns = sum(len(question.turns) for _, _, question in every)
-        answers = [row for case in progress(every, "answers", len(every)) for row in self._answer_case(case)]
+        shown = progress(every, "answers", len(every), unit="questions")
+        answers = [row for case in shown for row in self._answer_case(case)]
         if len(answers) < turns:
             print(
                 f"{turns - len(answers)} of {turns} answers are left out: their prompts and "
