@@ -88,7 +88,7 @@ def describe_contexts(figures: Agreement, edges: Sequence[int]) -> str:
         again = torch.randint(len(counts), (RESAMPLED, len(counts)), generator=torch.Generator().manual_seed(0))
         lengths = chain_lengths(counts[again].sum(1))
         low, high = lengths.quantile(0.025), lengths.quantile(0.975)
-        where = f"behind {start} to {end} tokens" if end else f"behind {start} and more"
+        where = f"after {start} to {end} tokens of context" if end else f"after {start} and more"
         parts.append(f"{where} τ {part.tau:.2f} ({low:.2f} to {high:.2f})")
     return ", ".join(parts)
 

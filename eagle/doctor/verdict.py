@@ -163,8 +163,8 @@ def describe_tried(tried: Sequence[Effect], has_faults: bool) -> str:
         return f"{what}, of which none helps; the nearest:"
     most = max(effect.least for effect in gains)
     return (
-        f"{what}, of which {len(gains)} help by up to {most:.1%} of the drafted tokens, less than the "
-        f"{LEAST_GREEDY:.1%} that makes a fault; the nearest:"
+        f"{what}, of which {len(gains)} help by up to {most:.1%} of the drafted tokens, "
+        "too little or too uncertain to be a fault; the nearest:"
     )
 
 

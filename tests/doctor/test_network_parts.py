@@ -229,6 +229,10 @@ def test_the_list_says_what_its_heading_says() -> None:
     helps.__dict__["drawn"], helps.__dict__["greedy"] = Gain(2.0, 2.02, 0.002), Gain(2.0, 2.01, 0.01)
     told = str(Diagnosis("healthy: x", tried=(helps,)))
     assert "of which none helps" not in told and "1 help by up to 1.0% of the drafted tokens" in told
+    # more than what makes a fault, and uncertain in greedy drafts
+    helps.__dict__["drawn"], helps.__dict__["greedy"] = Gain(2.0, 2.05, 0.002), Gain(2.0, 2.04, 0.04)
+    told = str(Diagnosis("healthy: x", tried=(helps,)))
+    assert "1 help by up to 4.0% of the drafted tokens, too little or too uncertain to be a fault" in told
 
 
 # -- the folder's own embedding ---------------------------------------------------------------------------------------
