@@ -69,7 +69,8 @@ def fill_store(recipe: Recipe, folder: Path, roles: TapRoles, *, repair: bool, s
     wait()  # nobody writes before everybody has seen what is to do
     if not repair:  # which has just read every byte
         present = [shard for shard in range(len(store.plan)) if shard not in store.absent][index::count]
-        for _ in progress(store.verify(present), "verify", len(present), unit="shards", show=index == 0):
+        show = index == 0 and bool(present)
+        for _ in progress(store.verify(present), "verify", len(present), unit="shards", show=show):
             pass
     if mine := absent[index::count]:
         target = target or load_target(recipe, store.identity["target"]["dtype"])

@@ -77,6 +77,7 @@ def test_a_second_extraction_sees_a_flipped_byte(
     """Of a store that is whole, and of one that lacks a shard: it is named, and nothing is computed before."""
     short = [*command, "data.limit=12"]
     main(short)
+    assert "verify" not in capsys.readouterr().err  # nothing was there
     whole = files(tmp_path / "store")
     for absent in (None, "shard-00000.safetensors"):
         damaged = bytearray(whole["shard-00001.safetensors"])
