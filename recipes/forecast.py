@@ -26,7 +26,7 @@ from eagle.recipe import DataSection, Recipe, TargetSection, recipe_parser
 from eagle.shipped import RECIPES, STAGES
 from eagle.target.weights.quantised import quantization_of, weight_bits
 from recipes.footprint import EmptyRun, Footprint, empty_target_head
-from recipes.text_memory import TextMemory, table_of_states, text_memory
+from recipes.text_memory import TextMemory, count_in_words, table_of_states, text_memory
 
 KNOWN = STAGES / "docs/results/sizes.json"
 SHIPPED = (
@@ -270,19 +270,11 @@ def table(rows: dict[str, Forecast]) -> str:
     for name, run in rows.items():
         disk = f"{run.features / GB:,.0f} GB" if run.features else "none"
         lines.append(
-            f"| {name} | {_count(run.parameters, 3)} | {run.width:,} | {_count(run.tokens)} | "
+            f"| {name} | {count_in_words(run.parameters, 3)} | {run.width:,} | {count_in_words(run.tokens)} | "
             f"{run.token_bytes:,} | {disk} | {run.memory / GB:.1f} GB | {run.target / GB:.0f} GB | "
             f"{run.extract_hours:.1f} | {run.train_hours:.1f} |"
         )
     return "\n".join(lines)
-
-
-def _count(number: int, digits: int = 0) -> str:
-    """A number in B with `digits`, or in M without; one that would be written as 0 in full."""
-    in_full = number < (10**6 if digits else 500_000)
-    if in_full:
-        return f"{number:,}"
-    return f"{number / 1e9:.{digits}f} B" if digits else f"{number / 1e6:.0f} M"
 
 
 def of_recipes(words: list[str], cards: int = CARDS, tflops: float = TFLOPS, conversations: int | None = None) -> str:

@@ -63,3 +63,11 @@ def table_of_states(texts: Mapping[str, TextMemory]) -> str:
         tokens = f"{text.states / text.token:,.0f}" if text.token else "no keys and values"
         lines.append(f"| {name} | {text.states / 2**20:.1f} MiB | {text.token / 2**10:.0f} KiB | {tokens} |")
     return "\n".join(lines)
+
+
+def count_in_words(number: int, digits: int = 0) -> str:
+    """A number in B with `digits`, or in M without; one that would be written as 0 in full."""
+    in_full = number < (10**6 if digits else 500_000)
+    if in_full:
+        return f"{number:,}"
+    return f"{number / 1e9:.{digits}f} B" if digits else f"{number / 1e6:.0f} M"
