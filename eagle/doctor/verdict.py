@@ -16,6 +16,7 @@ from eagle.doctor.probes import GUESS, Probe
 
 Cycles = tuple[Tensor, Tensor]  # tokens and cycles of each text
 SURE, SURE_GREEDY = 4.0, 2.5  # standard errors over texts that had no part in choosing the change
+CLEAR, LEAST_CLEAR = 10.0, 0.25  # errors, and share of the drafted tokens, of a gain in drawn drafts alone
 LEAST = 0.005  # of what drawn drafts add to the acceptance length
 LEAST_GREEDY = 0.015  # of what greedy ones add; no change of the healthy heads it was chosen on brought both
 LEAST_GUESSED = 0.06  # along a rope's theta nothing is sharp: heads trained on short texts lie on a slope
@@ -116,7 +117,9 @@ class Effect:
         least, least_greedy = LEAST, LEAST_GUESSED if self.probe.kind == GUESS else LEAST_GREEDY
         if right_after < ABLE:
             least = least_greedy = LEAST_ELSE
-        sure = self.drawn.errors >= SURE and self.greedy.errors >= SURE_GREEDY
+        # a head that is sure of its tokens loses its drawn drafts first: greedy ones then need only point the same way
+        is_clear = self.drawn.errors >= CLEAR and self.drawn.share >= LEAST_CLEAR
+        sure = self.drawn.errors >= SURE and self.greedy.errors >= (1.0 if is_clear else SURE_GREEDY)
         enough = self.drawn.share >= least and self.greedy.share >= least_greedy and right_after >= ABLE_ELSE
         return sure and enough and not self.only_eases
 

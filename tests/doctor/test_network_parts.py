@@ -222,6 +222,27 @@ def test_a_cause_is_named_only_where_undoing_it_helps() -> None:
     assert "what raised" not in str(Diagnosis("broken: x", (idle,)))
 
 
+@pytest.mark.parametrize(
+    ("drawn", "greedy", "sure"),
+    [
+        (
+            Gain(2.3, 3.1, 0.04),
+            Gain(3.1, 3.22, 0.07),
+            True,
+        ),  # two thirds more drawn drafts, as swapped projections cost
+        (Gain(2.3, 2.5, 0.01), Gain(3.1, 3.22, 0.07), False),  # what flatter probs may bring
+        (Gain(2.3, 3.1, 0.04), Gain(3.1, 3.1, 0.07), False),  # probs alone
+        (Gain(2.3, 3.1, 0.04), Gain(3.1, 3.12, 0.01), False),  # too little in greedy drafts
+        (Gain(2.3, 2.5, 0.01), Gain(3.1, 3.22, 0.04), True),  # both, as before
+    ],
+)
+def test_a_large_gain_in_drawn_drafts_needs_less_of_greedy_ones(drawn: Gain, greedy: Gain, sure: bool) -> None:
+    """Greedy drafts of a head that is sure of its tokens hide a fault that halves its drawn ones."""
+    change = effect("projections", 0.8, 0.85)
+    change.__dict__["drawn"], change.__dict__["greedy"] = drawn, greedy
+    assert change.is_sure == sure
+
+
 def test_the_list_says_what_its_heading_says() -> None:
     """Changes that help a little are no list of which none helps."""
     assert "of which none helps" in str(Diagnosis("healthy: x", tried=(effect("norms", 0.6, 0.5),)))
