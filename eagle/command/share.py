@@ -6,7 +6,6 @@ import argparse
 import hashlib
 import json
 import re
-from collections import deque
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -78,7 +77,10 @@ def pack_store(folder: Path, name: str) -> Parcel:
     FeatureStore = import_module("eagle.data.store").FeatureStore
     store = FeatureStore(folder)  # which refuses a store that is not complete
     store.borrowed_folder()
-    deque(store.verify(range(len(store.plan))), maxlen=0)  # whoever fetches it would be told of a damaged shard
+    progress = import_module("eagle.log").progress
+    count = len(store.plan)
+    for _ in progress(store.verify(range(count)), "verify", count, unit="shards"):
+        pass  # whoever fetches the store would be told of a damaged shard
     parcel = Parcel("dataset", Path.home())
     parcel.add_folder(folder, "", "a part of the store")
     parcel.frozen = parcel.files.keys() - {"README.md", "index.json", "config.json"}
