@@ -1,7 +1,7 @@
 """What invariant reading costs in half precision, and what it keeps: `python -m bench.invariance TARGET`.
 
-Steps by one token and forwards over chains are timed with `invariant` on and off, in turns, after several contexts. Then
-drafted answers are compared with plain decoding's, both ways. TARGET is a folder of save_pretrained.
+Steps by one token and forwards over chains are timed with `invariant` on and off, in turns, after several contexts.
+Then drafted answers are compared with plain decoding's, both ways. TARGET is a folder of save_pretrained.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def main() -> None:
     }
     limit = targets["invariant"].max_positions or max(CONTEXTS)
     contexts = [context for context in CONTEXTS if context + 64 <= limit]
-    timed = [time_forwards(targets, context) for context in progress(contexts, "time", unit="contexts")]
+    timed = [time_forwards(targets, context) for context in progress(contexts, "time", len(contexts), unit="contexts")]
     asked = ["What is a tree?", "Write a short story about a dog.", "Count to twenty.", "Why is the sky blue?"]
     prompts = [targets["invariant"].chat(text) for text in asked]
     answers = {name: compare_answers(target, prompts) for name, target in targets.items()}
