@@ -66,6 +66,14 @@ VISION_FAMILIES: dict[str, dict[str, Any]] = {
         "text_config": {**TEXT, "model_type": "qwen2"}, "image_token_id": IMAGE, "downsample_ratio": 0.5,
         "vision_config": {**VISION, "image_size": [16, 16], "patch_size": [4, 4]},
     },
+    "lfm2_vl": {
+        "text_config": {
+            **TEXT, "model_type": "lfm2", "block_ff_dim": 64, "block_auto_adjust_ff_dim": False, "conv_L_cache": 3,
+            "layer_types": ["conv", "full_attention"] * 2,
+        },
+        "vision_config": {**VISION, "patch_size": 4, "num_patches": 16}, "image_token_id": IMAGE,
+        "projector_hidden_size": 32,
+    },
 }  # fmt: skip
 TYPES = {
     "gemma3": "token_type_ids",
@@ -98,6 +106,13 @@ def picture(name: str, model: PreTrainedModel, count: int, seed: int) -> tuple[d
         with torch.no_grad():
             seen = model.model.get_image_features(**media, return_dict=True).pooler_output
         return media, list(map(len, seen))
+    if name == "lfm2_vl":
+        media = {
+            "pixel_values": torch.randn(count, 16, 3 * 4 * 4, generator=drawn),
+            "spatial_shapes": torch.tensor([[4, 4]] * count),
+            "pixel_attention_mask": torch.ones(count, 16, dtype=torch.long),
+        }
+        return media, [4] * count
     pixels = torch.randn(count, 3, 16, 16, generator=drawn)
     if name == "mistral3":
         return {"pixel_values": pixels, "image_sizes": torch.tensor([[16, 16]] * count)}, [4] * count

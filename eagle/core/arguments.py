@@ -194,6 +194,13 @@ def media_of(prompt: Sequence[int]) -> dict[str, Any]:
     return prompt.media if isinstance(prompt, PromptTokens) else {}
 
 
+def is_setting(name: str, value: Any) -> bool:
+    """Whether an input beside the tokens is a setting of an encoder, as a layer's index or several, and no tensor."""
+    if isinstance(value, (list, tuple)):
+        return not IMAGES.search(name) and all(type(item) is int for item in value)
+    return isinstance(value, (bool, int, float, str))
+
+
 def token_ids(prompt: Any) -> list[int]:
     """The prompt as a list of ints, from a list, tensor or array [T] or [1, T], or a tokenizer's output.
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle.core.drafter import TargetHead
+from eagle.core.arguments import is_setting
 from eagle.device import upload
 from eagle.target.attention import GROUPED, STATEFUL, SWITCH, Masks, can_group, why_no_trees
 from eagle.target.cache import TreeCache, cache_kind, stateful_layers
@@ -168,9 +169,12 @@ class TreeReader:
                 f"{self.config.model_type} takes no {', '.join(unknown)}: pass what its own processor gives, to a "
                 "target that sees images"
             )
-        tensors = {name: torch.as_tensor(value, device=self.masks.device) for name, value in media.items()}
-        real = self.masks.dtype
-        return {name: value.to(real) if value.is_floating_point() else value for name, value in tensors.items()}
+        inputs = dict(media)
+        for name, value in media.items():
+            if not is_setting(name, value):
+                tensor = torch.as_tensor(value, device=self.masks.device)
+                inputs[name] = tensor.to(self.masks.dtype) if tensor.is_floating_point() else tensor
+        return inputs
 
     def read_images(self, tokens: Tensor, media: Mapping[str, Any], cache: Any) -> Tensor:
         """[1, T, D], the LM head's input at a whole prompt [1, T] with images, by the model's own forward.

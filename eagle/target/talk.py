@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eagle.core.arguments import PromptTokens, media_of, token_ids
+from eagle.core.arguments import PromptTokens, is_setting, media_of, token_ids
 from eagle.core.examples import Shown
 from eagle.core.sampling import refuse_fields
 from eagle.core.verify import Sampling
@@ -139,12 +139,15 @@ def prepare_media(processor: Any, shown: Shown, tokens: Tensor) -> dict[str, Any
     return media_of(text)
 
 
-def inputs_of(model: Any, prompt: list[int], answer: list[int]) -> dict[str, Tensor]:
+def inputs_of(model: Any, prompt: list[int], answer: list[int]) -> dict[str, Any]:
     """What the model's own forward takes for a prompt, with its images, and the beginning of an answer."""
     text = with_answer(prompt, answer)
-    inputs = {"input_ids": torch.tensor([text], device=model.device)}
+    inputs: dict[str, Any] = {"input_ids": torch.tensor([text], device=model.device)}
     for name, value in media_of(text).items():
-        inputs[name] = value.to(model.device, model.dtype if value.is_floating_point() else value.dtype)
+        if is_setting(name, value):
+            inputs[name] = value
+        else:
+            inputs[name] = value.to(model.device, model.dtype if value.is_floating_point() else value.dtype)
     return inputs
 
 

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +23,7 @@ PREPARED = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "ca
 PREPARED |= {"mm_encoder_outputs"}  # of images, which the target encodes by itself
 STATES = ("output_attentions", "output_hidden_states")
 TYPES = "token_type_ids"
+CHECKPOINTS = "transformers_modules"  # the package of code that came with a checkpoint
 ALONE = {"tokenizer", "assistant_tokenizer", "synced_gpus", "assistant_model"}  # no inputs of the model
 # other modes, and what asks for them
 OTHER_MODES = {
@@ -87,11 +90,12 @@ def read_request(
     """
     _check_mode(model, config, kwargs, given)
     _check_outputs(config)
+    _check_preparation(model, input_ids, kwargs)
     mask = kwargs.get("attention_mask")
     prompts, paddings = _split_padding(input_ids, mask)
     _check_positions(kwargs.get("position_ids"), mask, input_ids)
     expansion = max(config.num_beams or 1, config.num_return_sequences or 1)
-    media = _find_media(given)
+    media = find_media(model, given)
     _check_inputs(model, kwargs, media)
     if media:
         prompts = [_show(prompts, paddings, media)]
@@ -174,14 +178,70 @@ def _check_positions(positions: Tensor | None, mask: Tensor | None, input_ids: T
         raise ValueError("position_ids differ from those of the tokens in their order, expected none: leave them out")
 
 
-def _find_media(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a processor gave beside the tokens, where images are among it."""
+def _check_preparation(model: Any, input_ids: Tensor, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a model whose inputs of each step are made by a method of its own, as those of soft prompts are.
+
+    A decoder with drafts makes them by itself, and what such a method does would be lost. Code that came with a
+    checkpoint replaces the method as a matter of course: what it makes of the prompt is compared.
+    """
+    prepare = model.prepare_inputs_for_generation
+    owner = getattr(prepare, "__self__", None)
+    adapter = getattr(owner, "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
+        raise ValueError(
+            f"the adapter is {adapter.peft_type.value}, which puts learned states before the prompt: expected one that "
+            "changes layers, as LoRA does. Leave the drafter out, or the adapter"
+        )
+    package = str(getattr(inspect.unwrap(prepare), "__module__", None)).partition(".")[0]
+    if package == "transformers":
+        return
+    name = type(model).__name__
+    if package != CHECKPOINTS:
+        raise ValueError(
+            f"{name} has a prepare_inputs_for_generation of its own ({package}), which a decoder with drafts does not "
+            "call: expected that of transformers. Leave the drafter out, or call eagle.generate(Target(model), "
+            "drafter, prompt), which reads by the model's forward alone"
+        )
+    caches = {key: copy.deepcopy(kwargs[key]) for key in CACHES if kwargs.get(key) is not None}
+    made = prepare(input_ids, **{**kwargs, **caches}, is_first_iteration=True)
+    expected = {"input_ids": input_ids, "attention_mask": kwargs.get("attention_mask")}
+    wrong = [key for key, value in expected.items() if _differs(made.get(key), value)]
+    added = made.keys() - kwargs.keys() - PREPARED - {"input_ids"}
+    wrong += sorted(key for key in added if made[key] is not None)
+    if wrong:
+        raise ValueError(
+            f"the code of {name}'s checkpoint gives other {', '.join(wrong)} to its forward than those of the prompt, "
+            "and a decoder with drafts reads tokens alone: leave the drafter out"
+        )
+    _check_positions(made.get("position_ids"), kwargs.get("attention_mask"), input_ids)
+
+
+def _differs(made: Any, expected: Tensor | None) -> bool:
+    """Whether a tensor of two dimensions is another one; masks in more follow from those."""
+    if not isinstance(made, Tensor) or made.ndim != 2 or expected is None:
+        return False
+    return made.shape != expected.shape or bool((made != expected).any())
+
+
+def find_media(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a processor gave beside the tokens, and settings of the image encoder, where images are among it."""
+    encoded = _encoder_inputs(model)
     media = {
         name: value
         for name, value in given.items()
-        if value is not None and (IMAGES.search(name) or name.endswith(TYPES))
+        if value is not None and (IMAGES.search(name) or name.endswith(TYPES) or name in encoded)
     }
     return media if any(IMAGES.search(name) for name in media) else {}
+
+
+def _encoder_inputs(model: Any) -> set[str]:
+    """The names of what a model encodes of images and videos.
+
+    `generate` encodes them before it calls a decoder and hands none of these on, as LFM2-VL's `spatial_shapes`.
+    """
+    encoders = [getattr(model.base_model, f"get_{kind}_features", None) for kind in ("image", "video")]
+    names = {name for encode in encoders if encode is not None for name in inspect.signature(encode).parameters}
+    return names - {"kwargs"}
 
 
 def _check_inputs(model: Any, kwargs: Mapping[str, Any], media: Mapping[str, Any]) -> None:

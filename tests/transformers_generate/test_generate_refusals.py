@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -17,9 +20,11 @@ from transformers import (
 )
 
 import eagle.transformers
+from eagle.transformers.request import find_media
 from tests.families import build, random_tokens
 from tests.stock_generate import asked, left_padded, model_of, seeing_call
 from tests.transformers_generate.test_generate_options import Bans, Record
+from tests.vision_families import VISION_FAMILIES
 
 ONE = {"input_ids": torch.tensor([random_tokens(9, 1)])}
 OUTPUTS = {"return_dict_in_generate": True}
@@ -112,6 +117,109 @@ def test_images_are_served_to_one_prompt_alone() -> None:
     assert torch.equal(model.generate(**inputs, **asked(), custom_generate=with_drafter), stock)
     with pytest.raises(ValueError, match="pixel_values belongs to 2 rows"):
         model.generate(**inputs, **asked(), num_beams=2, custom_generate=with_drafter)
+
+
+ENCODER_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llava layer": ("llava", {"vision_feature_layer": -1}),
+    "llava layers": ("llava", {"vision_feature_layer": [-1]}),
+    "internvl layer": ("internvl", {"vision_feature_layer": -2}),
+    "lfm2 shapes": ("lfm2_vl", {}),  # its processor gives spatial_shapes
+}
+
+
+@pytest.mark.parametrize("name", ENCODER_SETTINGS)
+def test_inputs_of_an_image_encoder_reach_it(name: str) -> None:
+    """Those that no image is named in, too: `generate` itself hands them to no decoder."""
+    family, settings = ENCODER_SETTINGS[name]
+    model, inputs = seeing_call(family, 2)
+    stock = model.generate(**inputs, **settings, **asked())
+    with_drafter = eagle.transformers.generate_with("ngram")
+    assert torch.equal(model.generate(**inputs, **settings, **asked(), custom_generate=with_drafter), stock)
+    if settings:
+        assert not torch.equal(stock, model.generate(**inputs, **asked()))
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_every_input_of_an_image_encoder_is_handed_on(family: str) -> None:
+    """None is dropped in silence."""
+    model, inputs = seeing_call(family, 1)
+    known = set(inspect.signature(model.model.get_image_features).parameters) - {"kwargs"}
+    assert known <= set(inspect.signature(type(model.model).forward).parameters)
+    given = dict.fromkeys(known, 1) | inputs
+    assert known <= find_media(model, given).keys()
+
+
+SOFT_PROMPTS: dict[str, dict[str, Any]] = {
+    "PromptTuningConfig": {},
+    "PrefixTuningConfig": {},
+    "PromptEncoderConfig": {"encoder_hidden_size": 16},
+}
+
+
+@pytest.mark.parametrize("kind", SOFT_PROMPTS)
+def test_soft_prompts_are_refused(kind: str) -> None:
+    """They are no tokens, and would be left out; the same model without them is served."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = copy.deepcopy(model_of("llama"))
+    config = getattr(peft, kind)(num_virtual_tokens=3, task_type="CAUSAL_LM", **SOFT_PROMPTS[kind])
+    tuned = peft.get_peft_model(model, config).eval()
+    with_drafter = eagle.transformers.generate_with("ngram")
+    with pytest.raises(ValueError, match="puts learned states before the prompt: expected one that changes layers"):
+        tuned.generate(**ONE, **asked(), custom_generate=with_drafter)
+    stock = model.generate(**ONE, **asked())
+    assert torch.equal(model.generate(**ONE, **asked(), custom_generate=with_drafter), stock)
+
+
+def test_adapters_of_layers_are_served_through_peft() -> None:
+    """Whose `generate` puts a method of its own there, too."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(copy.deepcopy(model_of("llama")), config).eval()
+    stock = adapted.generate(**ONE, **asked())
+    with_drafter = eagle.transformers.generate_with("ngram")
+    assert torch.equal(adapted.generate(**ONE, **asked(), custom_generate=with_drafter), stock)
+
+
+def _forget_first(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
+    """Read the last four tokens alone."""
+    return {"input_ids": input_ids[:, -4:], "use_cache": False}
+
+
+def test_a_models_own_preparation_is_refused() -> None:
+    """Put on the model or written in a class of the user; the target by itself is served."""
+    model = copy.deepcopy(model_of("llama"))
+    own = type("Own", (type(model),), {"prepare_inputs_for_generation": _forget_first})
+    bound = copy.deepcopy(model)
+    bound.prepare_inputs_for_generation = MethodType(_forget_first, bound)
+    model.__class__ = own
+    for changed in (model, bound):
+        with pytest.raises(ValueError, match="has a prepare_inputs_for_generation of its own"):
+            changed.generate(**ONE, **asked(), custom_generate=eagle.transformers.generate_with("ngram"))
+
+
+@pytest.mark.parametrize("prepares", ["as transformers", "other tokens", "an input more"])
+def test_the_preparation_of_a_checkpoints_code_is_compared(prepares: str) -> None:
+    """Its methods are its own as a matter of course, and nearly all do the same."""
+    model = copy.deepcopy(model_of("llama"))
+    stock = type(model)
+
+    def prepare(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
+        made = stock.prepare_inputs_for_generation(self, input_ids, **kwargs)
+        if prepares == "other tokens":
+            made["input_ids"] = made["input_ids"] // 2
+        if prepares == "an input more":
+            made["token_scores"] = input_ids
+        return made
+
+    prepare.__module__ = "transformers_modules.some.modeling"
+    model.__class__ = type("FromCode", (stock,), {"prepare_inputs_for_generation": prepare})
+    call = {**ONE, **asked(), "custom_generate": eagle.transformers.generate_with("ngram")}
+    if prepares == "as transformers":
+        assert torch.equal(model.generate(**call), model_of("llama").generate(**ONE, **asked()))
+        return
+    wrong = {"other tokens": "input_ids", "an input more": "token_scores"}[prepares]
+    with pytest.raises(ValueError, match=f"the code of FromCode's checkpoint gives other {wrong} to its forward"):
+        model.generate(**call)
 
 
 @pytest.mark.parametrize(
