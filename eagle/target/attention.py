@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from eagle.device import upload
+from eagle.target.structure import device_of, typical_config
 
 
 def grouped_attention(
@@ -111,9 +112,15 @@ def layer_kinds(config: Any) -> list[str]:
     return sorted(set(getattr(config, "layer_types", None) or ["any"]))
 
 
+def window_of(config: Any) -> int | None:
+    """A config's sliding window, the commonest where layers differ in theirs; None for none."""
+    config = typical_config(config, ("sliding_window",))
+    return getattr(config, "sliding_window", None)
+
+
 def layer_windows(config: Any) -> dict[str, int | None]:
     """The sliding window of each layer type that attends, None for an unlimited one."""
-    window = getattr(config, "sliding_window", None)
+    window = window_of(config)
     return {
         kind: window if WINDOWED.search(kind) else None for kind in layer_kinds(config) if not STATEFUL.search(kind)
     }
@@ -172,6 +179,7 @@ class MasksByKind(dict[str, Any]):
 
 def query_groups(config: Any) -> int:
     """The number of query heads that share one key-value head."""
+    config = typical_config(config, ("num_attention_heads", "num_key_value_heads"))
     heads = config.num_attention_heads
     return heads // (getattr(config, "num_key_value_heads", None) or heads)
 
@@ -182,9 +190,9 @@ class Masks:
     def __init__(self, model: Any, config: Any, grouped: bool, *, as_rows: bool = True) -> None:
         """Make masks for a model; with `as_rows` a group's queries are rows of one key/value head."""
         self.dtype = model.dtype
-        self.device = model.get_input_embeddings().weight.device
+        self.device = device_of(model.get_input_embeddings())
         self.windows = layer_windows(config)
-        self.window = getattr(config, "sliding_window", None)
+        self.window = window_of(config)
         self.chunk = getattr(config, "attention_chunk_size", None)
         self.maskless = [kind for kind in layer_kinds(config) if kind not in self.windows]
         self.is_plain = not self.maskless and PLAIN.issuperset(self.windows)

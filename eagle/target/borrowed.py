@@ -43,7 +43,7 @@ def borrow_head(
         output,
         # none matches where positions are learned: then the bare embedding is borrowed
         embed_scale=float(matching[0]) if matching else 1.0,
-        logit_scale=getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1),
+        logit_scale=_logit_scale(config),
         softcap=getattr(config, "final_logit_softcapping", None),
         width=config.hidden_size,
     )
@@ -62,6 +62,14 @@ def borrow_head(
             f"states {fault}, and its LM head cannot be borrowed"
         )
     return stock
+
+
+def _logit_scale(config: Any) -> float:
+    """The factor on a head's product, by the names that configs have for it."""
+    for name in ("logit_scale", "lm_head_multiplier"):
+        if scale := getattr(config, name, None):
+            return scale
+    return 1 / (getattr(config, "logits_scaling", None) or 1)
 
 
 def is_close(got: Tensor, expected: Tensor) -> bool:

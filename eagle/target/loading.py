@@ -203,13 +203,30 @@ def open_adapter(model: Any, adapter: str | Path) -> Any:
             f"no adapter for this {model.config.model_type} at {adapter}: expected a folder that peft's "
             f"save_pretrained wrote, or a hub id, and of a base of these sizes: {reason:.300}"
         ) from error
-    config = adapted.active_peft_config
+    refuse_prompt_adapter(adapted.active_peft_config, f"the adapter {adapter}")
+    return adapted
+
+
+def refuse_prompt_adapter(config: Any, name: str) -> None:
+    """Raise a ValueError for an adapter, by its config of peft, that does more than change layers at every token."""
     if config.is_prompt_learning or getattr(config, "alora_invocation_tokens", None):
         raise ValueError(
-            f"the adapter {adapter} adds to the prompt or waits for a token in it: got {config.peft_type.value}, "
+            f"{name} adds to the prompt or waits for a token in it: got {config.peft_type.value}, "
             "expected one that changes linear layers at every token, as LoRA and DoRA do"
         )
-    return adapted
+
+
+def unwrap_adapters(model: Any) -> Any:
+    """The model of transformers that a peft model wraps, whose layers its adapters changed in place; else the model.
+
+    ValueError if the peft model does more than that model by itself.
+    """
+    while type(model).__module__.startswith("peft."):
+        if "active_peft_config" in dir(type(model)):
+            refuse_prompt_adapter(model.active_peft_config, f"{type(model).__name__} has an adapter that")
+        parts = model._modules  # attributes are looked up in the model within, too
+        model = parts["base_model" if "base_model" in parts else "model"]
+    return model
 
 
 def add_adapter(model: Any, rank: int, alpha: int, dropout: float) -> Any:

@@ -81,8 +81,11 @@ class StockHead(TargetHead):
 class Given(nn.Module):
     """Stands where a model's base stood, and hands on the states that it gets in place of token ids."""
 
-    def __init__(self, output: type[Any]) -> None:
+    def __init__(self, output: type[Any], base: nn.Module) -> None:
         super().__init__()
+        for name, value in vars(base).items():
+            if isinstance(value, int | float | str) and not hasattr(self, name):
+                setattr(self, name, value)  # a factor that the model's forward asks its base for, as Falcon-H1's
         self.output = output
 
     def forward(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -96,6 +99,6 @@ def stock_head(model: Any, config: Any, head: TargetHead, output: Any) -> StockH
     ((path, _),) = [(name, module) for name, module in model.named_modules() if module is base]
     upper, _ = share_weights(model, config, nn.ModuleList())
     parent, _, name = path.rpartition(".")
-    upper.get_submodule(parent)._modules[name] = Given(type(output))
+    upper.get_submodule(parent)._modules[name] = Given(type(output), base)
     given = StockHead(head.embedding, head.output, head.embed_scale, width=head.width)
     return replace(given, model=upper, matrix=head.output.get_parameter("weight"))

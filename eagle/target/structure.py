@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sized
+from collections.abc import Iterable, Sized
 from typing import Any
 
+import torch
 from torch import nn
 
 CACHE_NAMES = ("past_key_values", "cache_params", "state", "cache")
@@ -63,6 +64,30 @@ def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
 def holder_of(base: nn.Module, layers: nn.ModuleList) -> nn.Module:
     """The module that runs these decoder layers: the base itself, or its text model."""
     return next(module for module in base.modules() if any(part is layers for part in module.children()))
+
+
+def typical_config(config: Any, keys: Iterable[str]) -> Any:
+    """The config itself, or that of a layer with the commonest values of these keys where they differ by layer.
+
+    transformers names no one value for such layers, as Gemma 4's, whose global layers have wider heads.
+    """
+    try:
+        for key in keys:
+            getattr(config, key, None)
+    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError, which older releases lack
+        layers = list(config.per_layer_config)
+        values = [[getattr(layer, key, None) for key in keys] for layer in layers]
+        return layers[values.index(max(values, key=values.count))]
+    return config
+
+
+def device_of(layer: nn.Module) -> torch.device:
+    """The device on which a layer runs: of its weights, under whatever names they go, or to which they are brought."""
+    hook = getattr(layer, "_hf_hook", None)  # accelerate's, where weights are offloaded
+    tensors = [tensor for tensor in (*layer.parameters(), *layer.buffers()) if not (tensor.is_meta and hook)]
+    if tensors:
+        return tensors[0].device
+    return torch.device(getattr(hook, "execution_device", None) or "cpu")
 
 
 def count_cache_layers(config: Any, layers: Sized = ()) -> int:

@@ -33,9 +33,11 @@ from eagle.target.loading import (
     read_spare_tensor,
     settle_weights,
     tokenizer_of,
+    unwrap_adapters,
 )
 from eagle.target.reader import TreeReader
 from eagle.target.state import TargetState
+from eagle.target.structure import device_of
 from eagle.target.talk import Talk
 from eagle.target.taps import refuse_taps
 from eagle.target.trees.text_states import count_states
@@ -50,6 +52,7 @@ class Target(Talk):
 
     def __init__(self, model: Any, tokenizer: Any = None, processor: Any = None, invariant: bool | None = None) -> None:
         """Take a loaded model; `invariant` is as in `load`."""
+        model = unwrap_adapters(model)
         check_model(model)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer, self.processor = tokenizer, processor
@@ -65,7 +68,7 @@ class Target(Talk):
         """Make the modules that read for this target, and find out what they need to know of the model."""
         model = self.model
         embedding, output = borrowed_layers(model)
-        self.device = embedding.get_parameter("weight").device
+        self.device = device_of(embedding)
         settle_weights(model, self.device)
         wants_invariant = self.device.type == "cpu" if self.invariant is None else self.invariant
         self.reader = TreeReader(model, self.config, invariant=wants_invariant)

@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from eagle.core.drafter import HeadShape
 from eagle.drafters.parts.operations import RMSNorm, SwiGLUResidual, rotate_heads
 from eagle.target.slots import SlotCache
+from eagle.target.structure import typical_config
 
 SHAPE_KEYS = [
     "vocab_size",
@@ -42,6 +43,7 @@ def check_taps(taps: tuple[int, ...], layers: int) -> tuple[int, ...]:
 
 def head_shape(target_config: Any, **overrides: Any) -> HeadShape:
     """The config of a Llama head for a target, with one layer by default: engines load no other shape."""
+    target_config = typical_config(target_config, SHAPE_KEYS)
     width = target_config.hidden_size
     named = getattr(target_config, "num_attention_heads", None)
     heads = named or count_heads(width)

@@ -1,4 +1,6 @@
-"""Plain copies of quantised layers that drafters read, found by what the layers do: no format is named.
+"""Plain copies of layers that drafters read and that hold no plain matrix, found by what they do: no format is named.
+
+Such are quantised, parametrised, pruned and offloaded ones.
 
 A linear's matrix is what it makes of unit vectors, and an embedding's is its rows.
 """
@@ -17,13 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eagle.target.structure import device_of
+
 PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ROWS = 1024  # unit vectors that are multiplied at a time
 TOLERANCE = 5e-2  # of products; layers that round their input too, to 8 bits, are a few percent off
 
 
 class QuantisedHead(nn.Linear):
-    """The model's own quantised LM head, with a plain copy of its matrix.
+    """The model's own LM head that holds no plain matrix, as a quantised one, with a plain copy of its matrix.
 
     Its forward is the model's own, so that what is decoded is what the model says. Others borrow the copy; gradients go
     through it, and so does everything once it was moved, cast or copied.
@@ -50,21 +54,32 @@ class QuantisedHead(nn.Linear):
 
 @torch.no_grad()
 def borrowed_layers(model: Any) -> tuple[nn.Module, nn.Module]:
-    """The embedding and LM head of a model; a quantised one gets a plain copy in the model's precision, once."""
+    """The embedding and LM head of a model; one without a plain matrix gets a copy in the model's precision, once."""
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
-    if not getattr(model, "is_quantized", False):
-        return embedding, output
-    unpack_weights(model)
     config = model.config.get_text_config()
-    if not _is_plain(embedding):
-        rows = embedding(torch.arange(config.vocab_size, device=_device(embedding))).to(model.dtype)
-        _say("embedding", embedding, rows)
-        embedding = nn.Embedding.from_pretrained(rows)
-    if not _is_plain(output, config.hidden_size):
-        matrix, bias = dense_matrix(output, config.hidden_size, model.dtype)
+    if getattr(model, "is_quantized", False):
+        unpack_weights(model)
+        rows, width = config.vocab_size, config.hidden_size
+        plain = _is_plain(embedding), _is_plain(output, width)
+    else:
+        plain = _holds_matrix(embedding), _holds_matrix(output)
+        # the matrix of a head may be of another width than the states are
+        rows, width = (0, 0) if all(plain) else (embedding.weight.shape[0], output.weight.shape[1])
+    if not plain[0]:
+        matrix = embedding(torch.arange(rows, device=device_of(embedding))).to(model.dtype)
+        _say("embedding", embedding, matrix)
+        embedding = nn.Embedding.from_pretrained(matrix)
+    if not plain[1]:
+        matrix, bias = dense_matrix(output, width, model.dtype)
         _say("LM head", output, matrix)
         output = _with_copy(output, matrix, bias)
     return embedding, output
+
+
+def _holds_matrix(layer: nn.Module) -> bool:
+    """Whether a layer holds its weight: not one that makes it of others, or whose weight is read from elsewhere."""
+    weight = layer._parameters.get("weight")
+    return weight is not None and not (weight.is_meta and hasattr(layer, "_hf_hook"))
 
 
 def unpack_weights(model: Any) -> None:
@@ -73,7 +88,7 @@ def unpack_weights(model: Any) -> None:
     It then moves them for each layer's forward, by ways that a second tree of modules over them cannot share: the
     weights are put back into their places.
     """
-    tokens = torch.ones(1, 1, dtype=torch.long, device=_device(model.get_input_embeddings()))
+    tokens = torch.ones(1, 1, dtype=torch.long, device=device_of(model.get_input_embeddings()))
     model(input_ids=tokens, use_cache=False)
     if getattr(model, "quantization_method", None) == "compressed-tensors":
         import_module("compressed_tensors.offload").remove_dispatch(model, onload_tensors=True)
@@ -82,13 +97,16 @@ def unpack_weights(model: Any) -> None:
 def find_tensor(model: Any, name: str) -> Tensor | None:
     """A model's tensor by its name, the weight of a quantised linear as a plain matrix; None without one."""
     owner, _, kind = name.rpartition(".")
+    module = dict(model.named_modules()).get(owner)
     if kind == "weight" and getattr(model, "is_quantized", False):
-        module = dict(model.named_modules()).get(owner)
         width = getattr(module, "in_features", None)
         if module is not None and width is not None and not _is_plain(module, width):
             return dense_matrix(module, width, model.dtype)[0]
     with keep_layout(model):
         tensor: Tensor | None = model.state_dict(keep_vars=True).get(name)
+    if tensor is None:
+        made = getattr(module, kind, None)  # of other tensors, by a parametrisation or by pruning
+        tensor = made if isinstance(made, Tensor) else None
     return tensor
 
 
@@ -113,8 +131,10 @@ def keep_layout(model: Any) -> Iterator[None]:
 @torch.no_grad()
 def dense_matrix(linear: nn.Module, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """The matrix [V, D] and bias [V] of a linear of any kind; ValueError if they do not give what it gives."""
-    device = _device(linear)
+    device = device_of(linear)
     bias: Tensor | None = getattr(linear, "bias", None)
+    if bias is not None and bias.is_meta:  # it is elsewhere, as the matrix
+        bias = linear(torch.zeros(width, dtype=dtype, device=device))
     parts = []
     for start in range(0, width, ROWS):
         end = min(start + ROWS, width)
@@ -124,8 +144,8 @@ def dense_matrix(linear: nn.Module, width: int, dtype: torch.dtype) -> tuple[Ten
     bias = None if bias is None else bias.detach().to(dtype)
     if not _gives(linear, matrix, bias):
         raise ValueError(
-            f"{type(linear).__name__} is quantised, and its products are no matrix's: a head that borrows it learns "
-            "nothing true. Take a checkpoint whose LM head is plain, as most are"
+            f"{type(linear).__name__} is no plain linear, and its products are no matrix's: a head that borrows it "
+            "learns nothing true. Take a checkpoint whose LM head is plain, as most are"
         )
     return matrix, bias
 
@@ -159,18 +179,12 @@ def _with_copy(output: nn.Module, matrix: Tensor, bias: Tensor | None) -> Quanti
     return head.eval()
 
 
-def _device(layer: nn.Module) -> torch.device:
-    """The device of a layer's weights, under whatever names they go."""
-    tensors = [*layer.parameters(), *layer.buffers()]
-    return tensors[0].device if tensors else torch.device("cpu")
-
-
 def _say(name: str, layer: nn.Module, matrix: Tensor) -> None:
     """Tell that a copy is held."""
     dtype = str(matrix.dtype).removeprefix("torch.")
     size = matrix.nbytes / 1e9
     print(
-        f"the target's {name} is quantised ({type(layer).__name__}): heads borrow a plain copy of it in {dtype}, "
+        f"the target's {name} holds no plain matrix ({type(layer).__name__}): heads borrow a copy of it in {dtype}, "
         f"{size:,.2f} GB",
         file=sys.stderr,
     )
