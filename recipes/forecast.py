@@ -20,7 +20,7 @@ from eagle.data.features import BATCH_TOKENS, roles_of
 from eagle.data.identity import tap_identity
 from eagle.data.stored_rows import parts_of, token_bytes
 from eagle.drafters import DRAFTERS, settings_of
-from eagle.drafters.parts.decoder_block import widest
+from eagle.drafters.parts.decoder_block import head_shape
 from eagle.log import script
 from eagle.recipe import DataSection, Recipe, TargetSection, recipe_parser
 from eagle.shipped import RECIPES, STAGES
@@ -228,15 +228,16 @@ def sizes_of_config(config: Any) -> Sizes:
     count = next((held for name in names if (held := getattr(config, name, None))), 1)
     idle = 1 - (getattr(config, "num_experts_per_tok", None) or 1) / count
     experts = sum(tensor.numel() for name, tensor in model.named_parameters() if ".experts." in name)
+    shape = head_shape(config)  # configs without attention, as Mamba's, or with other names lack some of its sizes
     return Sizes(
         config.vocab_size,
         config.hidden_size,
-        widest(config.intermediate_size),
-        config.num_attention_heads,
-        config.num_key_value_heads,
+        shape.intermediate_size,
+        shape.num_attention_heads,
+        shape.num_key_value_heads,
         config.num_hidden_layers,
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        bool(config.tie_word_embeddings),
+        shape.head_dim,
+        bool(getattr(config, "tie_word_embeddings", False)),
         parameters(model),
         round(parameters(model) - experts * idle),
         text_memory(model),

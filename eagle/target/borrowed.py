@@ -48,6 +48,12 @@ def borrow_head(
         width=config.hidden_size,
     )
     expected = model(input_ids=tokens, use_cache=False).logits[0]
+    if torch.finfo(expected.dtype).eps > torch.finfo(head.weight.dtype).eps:
+        raise ValueError(
+            f"the forward of {type(model).__name__} is wrapped: got logits in {expected.dtype} of weights in "
+            f"{head.weight.dtype}, as under autocast, expected those of the model by itself, by which trees are read. "
+            "Load it in the lower precision (dtype=...) and leave the wrapper out, or put autocast around the call"
+        )
     if last.shape[-1] == head.weight.shape[1] and is_close(head.logits(last), expected):
         return head
     base_output = base_of(model)(input_ids=tokens, use_cache=False)
@@ -56,6 +62,8 @@ def borrow_head(
         fault = "" if is_close(stock.logits(last), expected) else "gives other logits"
     except FAILURES as error:
         fault = f"fails ({type(error).__name__}: {str(error)[:200]})"
+    if fault and "forward" in vars(model):
+        fault += "; that forward was put in the place of its class's, as by accelerate's mixed precision: take it off"
     if fault:
         raise ValueError(
             f"the logits of {config.model_type} are no function of its base's output alone: its own forward over given "

@@ -79,7 +79,7 @@ class Target(Talk):
             states = {tap: rows[0] for tap, rows in self.reader.find_layouts(tokens).items()}
         volatile = own_mark.differences()
         self.head = borrow_head(model, (embedding, output), tokens, states.get(0), states[-1])
-        self.border = rope_border(self.config)  # no text may grow across it
+        self.border = rope_border(model, self.config)  # no text may grow across it
         self.viewed: TargetView | None = None
         self.spare: TargetState | None = None
         self.weight_mark = WeightMark(model)
@@ -94,6 +94,16 @@ class Target(Talk):
         with self.lock:
             if (force or self.model_mark.has_changed()) and not self.sharded:
                 self._find_out()
+
+    def count_from_zero(self) -> None:
+        """Read texts from position 0 on, as the model's `generate` does, and not from the model's own first one.
+
+        The forwards of RoBERTa and its like count from the padding token's id on where nobody gives them positions.
+        """
+        self.refresh()
+        with self.lock:
+            self.reader.check()  # by the model's own forward
+            self.reader.origin = 0
 
     def __repr__(self) -> str:
         dtype = str(self.model.dtype).removeprefix("torch.")

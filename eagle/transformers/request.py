@@ -48,6 +48,7 @@ class Request:
     processors: Sequence[Any]
     criteria: Any  # transformers' list of stopping criteria
     config: GenerationConfig
+    has_positions: bool = False  # whether `generate` hands the forward positions, which begin at 0
 
     @property
     def is_beams(self) -> bool:
@@ -99,7 +100,8 @@ def read_request(
     _check_inputs(model, kwargs, media)
     if media:
         prompts = [_show(prompts, paddings, media)]
-    return Request(input_ids, prompts, paddings, expansion, processors, criteria, config)
+    has_positions = kwargs.get("position_ids") is not None
+    return Request(input_ids, prompts, paddings, expansion, processors, criteria, config, has_positions)
 
 
 def _check_mode(model: Any, config: GenerationConfig, kwargs: Mapping[str, Any], given: Mapping[str, Any]) -> None:

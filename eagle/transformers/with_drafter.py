@@ -113,6 +113,8 @@ class WithDrafter:
             raise ValueError("a streamer cannot follow beams, which are chosen at the end: leave it or num_beams out")
         with in_evaluation(model):
             target, drafter = self._prepare(model)
+            if request.has_positions:
+                target.count_from_zero()
             self.traces = held_by(model).traces = []
             if request.is_beams:
                 return search_beams(target, drafter, request, self.budget)

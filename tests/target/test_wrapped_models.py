@@ -161,3 +161,19 @@ def test_falcon_h1_multiplies_its_logits(factor: float) -> None:
     stock = stock_head(model, target.config, target.head, model.model(torch.tensor([PROMPT])))
     hidden = torch.randn(3, model.config.hidden_size)
     torch.testing.assert_close(stock.logits(hidden), target.head.logits(hidden))
+
+
+def test_a_forward_under_autocast_is_refused() -> None:
+    """Trees are read by the model's modules, which it would leave out."""
+    model = build("llama")
+    model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
+    with pytest.raises(ValueError, match="LlamaForCausalLM is wrapped: got logits in torch"):
+        Target(model)
+
+
+def test_accelerates_mixed_precision_is_refused() -> None:
+    """It hands out fp32, of products in bf16."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    prepare = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare_model
+    with pytest.raises(ValueError, match="put in the place of its class's, as by accelerate's mixed precision"):
+        Target(prepare(build("llama"), evaluation_mode=True))

@@ -20,6 +20,7 @@ import eagle.transformers
 from eagle.core.verify import Choose
 from eagle.transformers.node_processors import NodeProcessors
 from eagle.transformers.stepwise import Stepwise
+from tests.every_type import build as build_type
 from tests.families import random_tokens
 from tests.stock_generate import (
     FAMILIES,
@@ -154,3 +155,49 @@ def test_a_fault_is_seen(plant: Any, options: dict[str, Any], monkeypatch: pytes
     except AssertionError:  # a row is asked for tokens that it never has
         return
     assert ours.shape != stock.shape or not torch.equal(ours, stock)
+
+
+def unpadded(length: int, seed: int) -> dict[str, Any]:
+    """A random prompt without padding, which may hold the padding token."""
+    ids = torch.tensor([random_tokens(length, seed)])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@pytest.mark.parametrize("model_type", ["roberta", "xlm-roberta", "xmod", "data2vec-text", "bert"])
+def test_positions_begin_where_generate_begins(model_type: str) -> None:
+    """At 0, where the forward of RoBERTa by itself begins behind the padding token's id."""
+    model = build_type(model_type)
+    for seed in range(3):
+        inputs = unpadded(9, seed)
+        stock = stock_generate(model, inputs)
+        ours, with_drafter = generate_knowing(model, stock, inputs)
+        assert torch.equal(ours, stock)
+        assert with_drafter.acceptance_length > 2
+    inputs = left_padded((9, 4, 6))
+    stock = stock_generate(model, inputs)
+    assert torch.equal(generate_knowing(model, stock, inputs)[0], stock)
+
+
+@pytest.mark.parametrize("length", [5, 9, 30])
+def test_a_cache_that_forgets_is_followed(length: int) -> None:
+    """Moshi's forward over a text applies no window, and its cache does."""
+    model = build_type("moshi")
+    assert model.config.sliding_window < 30
+    for seed in range(2):
+        inputs = unpadded(length, seed)
+        stock = stock_generate(model, inputs, max_new_tokens=24)
+        ours, with_drafter = generate_knowing(model, stock, inputs, max_new_tokens=24)
+        assert torch.equal(ours, stock)
+        assert with_drafter.acceptance_length > 2
+
+
+def test_growth_across_a_switch_of_generate_is_refused() -> None:
+    """Phi-4 multimodal drops its cache behind its original positions, with any frequencies."""
+    model = build_type("phi4_multimodal")
+    border = model.config.original_max_position_embeddings
+    short, long = unpadded(border - 2, 1), unpadded(border + 4, 1)
+    for inputs, count in ((short, 2), (long, 16)):
+        stock = stock_generate(model, inputs, max_new_tokens=count)
+        assert torch.equal(generate_knowing(model, stock, inputs, max_new_tokens=count)[0], stock)
+    with pytest.raises(ValueError, match=f"cannot grow from {border} tokens to {border + 1}"):
+        generate_knowing(model, stock_generate(model, short), short)

@@ -21,6 +21,7 @@ from eagle.target.trees.positions import counts_columns, first_position, table_b
 NEAR = 5  # tokens after which windows and chunks of thousands begin in a first probe
 LONGEST_PROBE = 4096  # tokens of a prompt that crosses a window
 COPIES = 32  # of one node of the tree: a model that counts rows would give the last another position than the first
+FORGOTTEN = 0.05  # of a state's norm: a step that differs by more has not seen all that the forward has
 DIFFERENCE = 20.0  # times rounding: beyond it a model's step by one token is not its forward over a text
 
 
@@ -47,7 +48,7 @@ def climb(reader: Any) -> str | None:
     else, right is what these give, as in `generate`; the means that read by levels take such steps.
     """
     probe, reasons = Probe(reader), list[str]()
-    for follows_steps in [True] if reader.stateful and probe.steps_differ() else [False, True]:
+    for follows_steps in [True] if _follows_steps(reader, probe) else [False, True]:
         reader.follows_steps = follows_steps
         for means in means_of(reader):
             if follows_steps and not means.levels:
@@ -58,6 +59,18 @@ def climb(reader: Any) -> str | None:
                 return None
             reasons.append(reason)
     return reasons[0]
+
+
+def _follows_steps(reader: Any, probe: Probe) -> bool:
+    """Whether the truth is the model's own steps by one token, as in `generate`, for they are not its forward.
+
+    A layer's state may be updated otherwise by a step. A cache may leave out what lies before a window that the forward
+    over a text does not apply, as Moshi's does.
+    """
+    if reader.stateful:
+        return probe.steps_differ()
+    with near_limits(reader.original, reader.config, NEAR) as is_far:
+        return is_far and Probe(reader).steps_forget()
 
 
 def _try_cheaper(reader: Any, probe: Probe) -> None:
@@ -179,6 +192,15 @@ class Probe:
             return False
         rounding = max(float((at_once - expected).norm() / expected.norm()), 16 * self.eps)
         return bool((stepped - expected).norm() > DIFFERENCE * rounding * expected.norm())
+
+    def steps_forget(self) -> bool:
+        """Whether the model's own step by one token differs from its forward by far more than rounding."""
+        try:
+            expected = self._read_paths(self.tokens, self.count)[0][0]
+            stepped = self._read_steps()[0]
+        except FAILURES:
+            return False
+        return bool((stepped - expected).norm() > FORGOTTEN * expected.norm())
 
     def _read_steps(self) -> Tensor:
         """[7, D] hidden states of nodes r, a, c and r, b, d, e by the untouched model's own steps by one token."""

@@ -57,7 +57,9 @@ def borrowed_layers(model: Any) -> tuple[nn.Module, nn.Module]:
     """The embedding and LM head of a model; one without a plain matrix gets a copy in the model's precision, once."""
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     config = model.config.get_text_config()
-    if getattr(model, "is_quantized", False):
+    is_quantised = bool(getattr(model, "is_quantized", False))
+    kind = "is quantised" if is_quantised else "holds no plain matrix"
+    if is_quantised:
         unpack_weights(model)
         rows, width = config.vocab_size, config.hidden_size
         plain = _is_plain(embedding), _is_plain(output, width)
@@ -67,11 +69,11 @@ def borrowed_layers(model: Any) -> tuple[nn.Module, nn.Module]:
         rows, width = (0, 0) if all(plain) else (embedding.weight.shape[0], output.weight.shape[1])
     if not plain[0]:
         matrix = embedding(torch.arange(rows, device=device_of(embedding))).to(model.dtype)
-        _say("embedding", embedding, matrix)
+        _say(f"embedding {kind}", embedding, matrix)
         embedding = nn.Embedding.from_pretrained(matrix)
     if not plain[1]:
         matrix, bias = dense_matrix(output, width, model.dtype)
-        _say("LM head", output, matrix)
+        _say(f"LM head {kind}", output, matrix)
         output = _with_copy(output, matrix, bias)
     return embedding, output
 
@@ -144,8 +146,8 @@ def dense_matrix(linear: nn.Module, width: int, dtype: torch.dtype) -> tuple[Ten
     bias = None if bias is None else bias.detach().to(dtype)
     if not _gives(linear, matrix, bias):
         raise ValueError(
-            f"{type(linear).__name__} is no plain linear, and its products are no matrix's: a head that borrows it "
-            "learns nothing true. Take a checkpoint whose LM head is plain, as most are"
+            f"{type(linear).__name__} is quantised, and its products are no matrix's: a head that borrows it learns "
+            "nothing true. Take a checkpoint whose LM head is plain, as most are"
         )
     return matrix, bias
 
@@ -179,12 +181,11 @@ def _with_copy(output: nn.Module, matrix: Tensor, bias: Tensor | None) -> Quanti
     return head.eval()
 
 
-def _say(name: str, layer: nn.Module, matrix: Tensor) -> None:
+def _say(fact: str, layer: nn.Module, matrix: Tensor) -> None:
     """Tell that a copy is held."""
     dtype = str(matrix.dtype).removeprefix("torch.")
     size = matrix.nbytes / 1e9
     print(
-        f"the target's {name} holds no plain matrix ({type(layer).__name__}): heads borrow a copy of it in {dtype}, "
-        f"{size:,.2f} GB",
+        f"the target's {fact} ({type(layer).__name__}): heads borrow a copy of it in {dtype}, {size:,.2f} GB",
         file=sys.stderr,
     )
