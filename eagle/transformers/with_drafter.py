@@ -124,6 +124,8 @@ class WithDrafter:
         """`model.generate(*args, **kwargs)` with the drafter; `stop_strings` are served here with their `tokenizer`."""
         config, tokenizer = kwargs.get("generation_config"), kwargs.pop("tokenizer", None)
         strings = kwargs.pop("stop_strings", None) or getattr(config, "stop_strings", None)
+        default = getattr(model.generation_config, "stop_strings", None)
+        strings = strings or default
         if strings is not None:
             if tokenizer is None:
                 raise ValueError("stop_strings are given without their tokenizer: pass tokenizer=...")
@@ -132,6 +134,8 @@ class WithDrafter:
             if config is not None:
                 kwargs["generation_config"] = config = copy.deepcopy(config)
                 config.stop_strings = None
+            if default is not None:  # else it would take the place of what is not given
+                kwargs["stop_strings"] = None
         return model.generate(*args, **kwargs, custom_generate=self)
 
     def _prepare(self, model: Any) -> tuple[Target, Drafter]:

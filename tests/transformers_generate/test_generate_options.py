@@ -245,6 +245,12 @@ def test_stop_strings(repeating_target: Target) -> None:
     assert config.stop_strings == strings
     with pytest.raises(ValueError, match="without their tokenizer"):
         with_drafter.generate(model, prompt, **options, stop_strings=strings)
+    model.generation_config.stop_strings = strings
+    for more in (options, {"generation_config": GenerationConfig(**options)}):
+        stock = model.generate(prompt, **more, tokenizer=tokenizer)
+        assert stock.shape[1] < prompt.shape[1] + 40
+        assert torch.equal(with_drafter.generate(model, prompt, **more, tokenizer=tokenizer), stock)
+    assert model.generation_config.stop_strings == strings
 
 
 def test_streamers_and_the_pipeline(repeating_target: Target, capsys: pytest.CaptureFixture[str]) -> None:
