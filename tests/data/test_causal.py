@@ -19,6 +19,20 @@ def test_a_target_that_sees_ahead_is_refused(model_type: str) -> None:
         check_causal(target)
 
 
+@pytest.mark.parametrize("model_type", ["xlnet", "xlm", "cpmant", "openai-gpt"])
+def test_a_refusal_says_whether_extraction_works(model_type: str) -> None:
+    """Not where a head could learn nothing from such states."""
+    target = Target(build(model_type))
+    if model_type == "openai-gpt":
+        with pytest.raises(ValueError, match="Taps, extraction and training work; decoding does not"):
+            target.describe()
+        return
+    with pytest.raises(ValueError, match="Nor are there features for a head: it reads each token of a text with"):
+        target.describe()
+    with pytest.raises(ValueError, match=f"{model_type} reads each token .* expected a causal model"):
+        check_causal(target)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3", "gpt2"])
 def test_a_causal_one_is_taken_in_every_precision(family: str, dtype: torch.dtype) -> None:
