@@ -38,6 +38,8 @@ def check_call(target: Any, drafter: Any, sampling: Any, budget: Any) -> None:
     if budget is not None and not isinstance(budget, Budget) and not is_policy:
         raise ValueError(f"budget is {_describe(budget)}, expected a Budget or a policy: as Budget(nodes=8, depth=4)")
     check_rule(sampling, drafter.budget or Budget() if budget is None else budget, drafter)
+    if drafter.taps:
+        target.check_taps(drafter.taps)
     bound = [head.weight.shape for head in drafter.frozen]
     if bound and bound[0] != target.head.weight.shape:
         raise ValueError(

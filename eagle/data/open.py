@@ -41,7 +41,9 @@ def open_features(
     target = Target.load(**recipe.target.model_dump(), device="cpu" if shard else "auto")
     if shard:
         target.shard()
-    expected = identity(recipe, roles_of(settings, target.config))
+    roles = roles_of(settings, target.config)
+    target.check_taps(roles.taps)  # a default set may lie outside: the config of some types counts other layers
+    expected = identity(recipe, roles)
     if recipe.features.store:
         return target, FeatureStore(recipe.features.store, expected)
     expected = in_precision(expected, target.model.dtype)

@@ -225,6 +225,8 @@ def load_drafter(
         drafter = _load_one(name, target, revision, name_options, trust_code)
         if drafter.reads.view:
             drafter.bind_target(target.view())
+        if drafter.taps:
+            target.check_taps(drafter.taps)
         drafters.append(drafter)
     return drafters[0] if len(drafters) == 1 else FirstOf(drafters)
 

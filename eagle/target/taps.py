@@ -56,12 +56,13 @@ def refuse_taps(taps: Sequence[int], count: int, layouts: Mapping[int, Layout], 
     if wrong := [tap for tap in taps if not -1 <= tap < count]:
         raise ValueError(
             f"taps {wrong} are no layer inputs of this target: expected 0..{count - 1}, or -1 for the LM head's "
-            f"input ({count} would be ambiguous: with or without the final norm)"
+            f"input ({count} would be ambiguous: with or without the final norm); a head's are named by drafter.taps"
         )
     if wrong := [tap for tap in taps if tap not in layouts]:
         raise ValueError(
             f"taps {wrong} of {kind} are inputs of layers that a text does not run, or no states [batch, tokens, "
-            f"width] with or without streams: expected some of {sorted(layouts)} (-1 is the LM head's input)"
+            f"width] with or without streams: expected some of {sorted(layouts)} (-1 is the LM head's input), named by "
+            "drafter.taps"
         )
     if len(widths := {tap: layouts[tap].width for tap in taps}) and len({*widths.values()}) > 1:
         raise ValueError(

@@ -14,13 +14,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eagle import DraftTree, Sampling, Target, generate
+from eagle import DraftTree, Sampling, Target, generate, load_drafter
 from eagle.core.examples import Example, collate
 from eagle.core.verify import Choose
 from eagle.data.features import taps_of
+from eagle.data.open import open_features
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts.language_heads import BiasedHead
 from eagle.drafters.parts.objectives import distillation_loss
+from eagle.formats.checkpoint import save_head
+from eagle.recipe import Recipe
 from eagle.target.borrowed import save_borrowed
 from eagle.target.stock_head import StockHead
 from eagle.target.structure import base_of, count_cache_layers, decoder_layers
@@ -268,3 +271,25 @@ def test_what_no_plain_matrix_says_is_not_stored(tmp_path: Path, capsys: pytest.
         opt.head.embed(torch.tensor([5]))
     with pytest.raises(ValueError, match=r"taps \[3\] of mllama_text_model are inputs of layers that"):
         target_of("mllama").check_taps((3, -1))
+
+
+@pytest.mark.parametrize("model_type", ["longcat_flash", "hrm_text", "mllama"])
+def test_default_taps_outside_a_target_are_told_before_it_reads(model_type: str, tmp_path: Path) -> None:
+    """By `load_drafter` and when training opens its target: the configs of these types count other layers."""
+    target = target_of(model_type)
+    settings = settings_of({"kind": "eagle3", "draft_vocab": None}, "test")
+    head: Any = DRAFTERS["eagle3"].for_target(settings, target.config, target.head)
+    save_head(tmp_path / "head", head, "", {})
+    with pytest.raises(ValueError, match=r"taps \[.*drafter\.taps"):
+        load_drafter(tmp_path / "head", target)
+    if model_type == "mllama":  # whose text model has no class of its own
+        return
+    target.model.save_pretrained(tmp_path / "target")
+    changes = [f"target.path={tmp_path / 'target'}", "target.dtype=float32", "features.store=null"]
+    recipe = Recipe.load(Path(__file__).parents[2] / "recipes/tiny/eagle3.yaml", changes)
+
+    def read_examples() -> list[Example]:
+        raise AssertionError("texts are read before the taps are refused")
+
+    with pytest.raises(ValueError, match=r"taps \[.*drafter\.taps"):
+        open_features(recipe, settings, read_examples)
