@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -106,9 +105,6 @@ STATEFUL = re.compile("linear|mamba|conv|recurrent|^(moe|mlp)$")  # layers of th
 WINDOWED = re.compile("sliding|compressed|^any$")
 SPARSE = re.compile("chunk|index|sparse|compressed")  # their attention looks at the mask, so it must be there
 PLAIN = {"any", "full_attention", "sliding_attention"}
-
-
-ORIGINAL_LENGTH = "original_max_position_embeddings"
 
 
 def layer_kinds(config: Any) -> list[str]:
@@ -285,15 +281,10 @@ def why_no_trees(config: Any, cache_name: str) -> str | None:
     return None
 
 
-def rope_border(model: Any, config: Any) -> float:
+def rope_border(config: Any) -> float:
     """The length beyond which a longrope model uses other frequencies for the whole text; infinity for others."""
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in (rope, *rope.values()):  # one set, or one per layer type
         if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
             return parameters["original_max_position_embeddings"]
-    # Phi-4 multimodal drops its cache there whatever its frequencies are, and reads on from the last token alone
-    prepare: Any = inspect.unwrap(type(model).prepare_inputs_for_generation)
-    length = getattr(config, ORIGINAL_LENGTH, None)
-    if length is not None and ORIGINAL_LENGTH in prepare.__code__.co_names:
-        return length
     return math.inf

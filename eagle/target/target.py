@@ -79,7 +79,7 @@ class Target(Talk):
             states = {tap: rows[0] for tap, rows in self.reader.find_layouts(tokens).items()}
         volatile = own_mark.differences()
         self.head = borrow_head(model, (embedding, output), tokens, states.get(0), states[-1])
-        self.border = rope_border(model, self.config)  # no text may grow across it
+        self.border = rope_border(self.config)  # no text may grow across it
         self.viewed: TargetView | None = None
         self.spare: TargetState | None = None
         self.weight_mark = WeightMark(model)

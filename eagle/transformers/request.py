@@ -34,6 +34,7 @@ OTHER_MODES = {
     "constrained_beam_search": "constraints or force_words_ids",
     "dola_generation": "dola_layers",
 }
+ORIGINAL_LENGTH = "original_max_position_embeddings"
 SERVED = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH)
 
 
@@ -92,6 +93,7 @@ def read_request(
     _check_mode(model, config, kwargs, given)
     _check_outputs(config)
     _check_preparation(model, input_ids, kwargs)
+    _check_switch(model, input_ids, criteria.max_length or config.max_length)
     mask = kwargs.get("attention_mask")
     prompts, paddings = _split_padding(input_ids, mask)
     _check_positions(kwargs.get("position_ids"), mask, input_ids)
@@ -188,7 +190,7 @@ def _check_preparation(model: Any, input_ids: Tensor, kwargs: Mapping[str, Any])
     """
     prepare = model.prepare_inputs_for_generation
     owner = getattr(prepare, "__self__", None)
-    adapter = getattr(owner, "active_peft_config", None)
+    adapter: Any = getattr(owner, "active_peft_config", None)
     if getattr(adapter, "is_prompt_learning", False):
         raise ValueError(
             f"the adapter is {adapter.peft_type.value}, which puts learned states before the prompt: expected one that "
@@ -216,6 +218,24 @@ def _check_preparation(model: Any, input_ids: Tensor, kwargs: Mapping[str, Any])
             "and a decoder with drafts reads tokens alone: leave the drafter out"
         )
     _check_positions(made.get("position_ids"), kwargs.get("attention_mask"), input_ids)
+
+
+def _check_switch(model: Any, input_ids: Tensor, longest: int) -> None:
+    """Refuse an answer in which a model drops its cache and reads on from the last token alone.
+
+    Phi-4 multimodal does so where its rotary frequencies may change. Phi-3 then reads the whole text anew.
+    """
+    length = getattr(model.config, ORIGINAL_LENGTH, None)
+    code = getattr(inspect.unwrap(model.prepare_inputs_for_generation), "__code__", None)
+    if length is None or code is None or ORIGINAL_LENGTH not in code.co_names:
+        return
+    if "next_sequence_length" in code.co_consts or not input_ids.shape[1] <= length < longest - 1:
+        return
+    raise ValueError(
+        f"{type(model).__name__} drops its cache behind {length} tokens and reads on from the last one alone: got "
+        f"{input_ids.shape[1]} tokens of prompt and an answer up to {longest}, expected at most {length + 1} together, "
+        "or a prompt that is longer: lower max_new_tokens"
+    )
 
 
 def _differs(made: Any, expected: Tensor | None) -> bool:

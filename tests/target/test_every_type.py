@@ -18,6 +18,7 @@ UNBUILT = 10  # types at most that transformers does not build small
 SERVED = 170  # types at least that read trees
 GROUPS = {
     "keeps nothing between": "keep nothing between forwards: every cycle would read the whole text",
+    "fails under a tree's mask": "fail under a tree's mask and positions",
     "cannot be a target|hands on|no function of": "have no one stack of layers, or no state for each token alone",
 }
 

@@ -191,13 +191,16 @@ def test_a_cache_that_forgets_is_followed(length: int) -> None:
         assert with_drafter.acceptance_length > 2
 
 
-def test_growth_across_a_switch_of_generate_is_refused() -> None:
-    """Phi-4 multimodal drops its cache behind its original positions, with any frequencies."""
-    model = build_type("phi4_multimodal")
+@pytest.mark.parametrize("model_type", ["phi3", "phi4_multimodal"])
+def test_a_cache_that_is_dropped_is_followed_or_refused(model_type: str) -> None:
+    """Phi-4 multimodal goes on from one token alone behind its original positions; Phi-3 reads all again."""
+    model = build_type(model_type)
     border = model.config.original_max_position_embeddings
     short, long = unpadded(border - 2, 1), unpadded(border + 4, 1)
-    for inputs, count in ((short, 2), (long, 16)):
+    for inputs, count in ((short, 3), (long, 16), *([(short, 16)] if model_type == "phi3" else [])):
         stock = stock_generate(model, inputs, max_new_tokens=count)
         assert torch.equal(generate_knowing(model, stock, inputs, max_new_tokens=count)[0], stock)
-    with pytest.raises(ValueError, match=f"cannot grow from {border} tokens to {border + 1}"):
-        generate_knowing(model, stock_generate(model, short), short)
+    if model_type == "phi4_multimodal":
+        stock = stock_generate(model, short, max_new_tokens=4)
+        with pytest.raises(ValueError, match=f"drops its cache behind {border} tokens"):
+            generate_knowing(model, stock, short, max_new_tokens=4)
