@@ -224,9 +224,8 @@ def sizes_of_config(config: Any) -> Sizes:
     """The sizes of the model that a config describes."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    count = next((held for name in names if (held := getattr(config, name, None))), 1)
-    idle = 1 - (getattr(config, "num_experts_per_tok", None) or 1) / count
+    counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    idle = 1 - (getattr(config, "num_experts_per_tok", None) or 1) / next(filter(None, counts), 1)
     experts = sum(tensor.numel() for name, tensor in model.named_parameters() if ".experts." in name)
     shape = head_shape(config)  # configs without attention, as Mamba's, or with other names lack some of its sizes
     return Sizes(

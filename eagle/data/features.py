@@ -34,6 +34,7 @@ from eagle.data.stored_rows import Part, TapRoles, TextSizes, mean_bytes, parts_
 from eagle.drafters import DRAFTERS
 from eagle.recipe import FeaturesSection
 from eagle.target.talk import prepare_media
+from eagle.target.taps import find_feature_fault
 from eagle.target.target import Target
 
 BATCH_TOKENS = 8192  # tokens of one forward on an accelerator; a CPU is fastest with one text at a time
@@ -225,7 +226,7 @@ def check_causal(target: Target) -> None:
     A head would learn from the tokens that it is to draft.
     """
     with target.lock:
-        fault = target.reader.find_feature_fault()
+        fault = find_feature_fault(target.reader)
     if fault:
         raise ValueError(
             f"{target.config.model_type} {fault}: expected a causal model. If this one was trained as one, take a "

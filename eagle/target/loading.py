@@ -245,10 +245,11 @@ def add_adapter(model: Any, rank: int, alpha: int, dropout: float) -> Any:
     return get_peft_model(model, config)
 
 
-def check_model(model: Any) -> None:
-    """Refuse anything but a causal language model of transformers."""
+def check_model(model: Any) -> Any:
+    """Return a causal language model of transformers, out of peft's wrapper; ValueError for anything else."""
     if isinstance(model, str | Path):
         raise ValueError(f"Target takes a model, got the path {str(model)!r}: use Target.load({str(model)!r})")
+    model = unwrap_adapters(model)
     if not hasattr(model, "get_output_embeddings") or not hasattr(model, "base_model"):
         raise ValueError(f"Target takes a model of transformers, got {type(model).__name__}: load one with Target.load")
     name, output = type(model).__name__, model.get_output_embeddings()
@@ -259,6 +260,7 @@ def check_model(model: Any) -> None:
             f"{name} has no LM head: got a model that is no causal language model of transformers, "
             "expected one of AutoModelForCausalLM"
         )
+    return model
 
 
 def settle_weights(model: Any, device: torch.device) -> None:

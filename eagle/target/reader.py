@@ -21,7 +21,7 @@ from eagle.target.attention import GROUPED, STATEFUL, SWITCH, Masks, can_group, 
 from eagle.target.cache import TreeCache, cache_kind, stateful_layers
 from eagle.target.invariant import INVARIANT, SumsInFp64, can_be_invariant, fix_rows, in_fixed_rows
 from eagle.target.structure import base_of, cache_name_of, count_cache_layers, decoder_layers, holder_of
-from eagle.target.taps import PLAIN, Layout, find_layout
+from eagle.target.taps import PLAIN, Layout, find_layout, tell_what_works
 from eagle.target.trees.attention_rows import find_attention
 from eagle.target.trees.ladder import Probe, climb
 from eagle.target.trees.means import OFFSETS, ORIGIN, ROWS, TABLES, UNLIMITED, Means
@@ -33,8 +33,6 @@ from eagle.target.weights.quantised import quantization_of, why_rows_mix
 
 LEAST_BYTES = 2**30  # of states that a tree's nodes may take by levels; else as many as the weights
 WHOLE_PROMPTS = "max_inference_chunksize"  # beyond it layers run on pieces of a prompt, which taps would miss
-CAUSAL_TOKENS = 12  # of a text whose last token is changed
-STILL_WORKS = "Taps, extraction and training work; decoding does not."
 STEP_TOKENS = 16  # of a prompt that take as long as one token by itself: 4 in fp32 and 12 in bf16 on a CPU
 
 
@@ -275,25 +273,6 @@ class TreeReader:
         tapped[-1] = last
         return {tap: layout.read(tapped[tap]) for tap, layout in self.layouts.items()}
 
-    @torch.inference_mode()
-    def find_feature_fault(self) -> str | None:
-        """Why a head cannot learn from the states of a text, in words; None if it can."""
-        text = torch.arange(3, 3 + CAUSAL_TOKENS) % self.config.vocab_size
-        other = text.clone()
-        other[-1] = (other[-1] + 1) % self.config.vocab_size
-        states = self.read_texts(torch.stack([text, other])).float()
-        earlier = states[:, :-1]
-        change = float((earlier[0] - earlier[1]).norm() / earlier[0].norm())
-        # rounding, which in half precision grows from layer to layer
-        limit = 1e-3 if self.original.dtype in (torch.float32, torch.float64) else 0.1
-        if change <= limit:
-            return None
-        return (
-            "reads each token of a text with those behind it in view "
-            f"(another last token changes the states before it by {change:.1%}), so a head would learn from the tokens "
-            "that it is to draft"
-        )
-
     @contextmanager
     def tapping(self, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
         """A dict that receives the inputs [B, T, D] of the tapped layers while the block runs."""
@@ -341,9 +320,9 @@ class TreeReader:
                 self.refusal = self.refusal or why_no_trees(self.config, self.cache_name) or climb(self)
             if self.refusal:
                 self.refusal = why_rows_mix(quantization_of(self.original.config)) or self.refusal
-                fault = self.find_feature_fault()
-                rest = f"Nor are there features for a head: it {fault}." if fault else STILL_WORKS
-                raise ValueError(f"{self.config.model_type} cannot read a tree: it {self.refusal}. {rest}")
+                raise ValueError(
+                    f"{self.config.model_type} cannot read a tree: it {self.refusal}. {tell_what_works(self)}"
+                )
             self.checked = True
         if rows > 1 and self.reads_rows is None:
             self.reads_rows = all(Probe(self).compare_rows() for _ in self.mixers.each_way())

@@ -6,9 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from eagle.target.trees.means import FAILURES
+
+CAUSAL_TOKENS = 12  # of the texts by which a target is found to be a causal model
 PLAIN, FIRST, THIRD, JOINED, TURNED = "[B, T, D]", "[S, B, T, D]", "[B, T, S, D]", "[B, T, S * D]", "[T, B, D]"
 
 
@@ -69,3 +74,33 @@ def refuse_taps(taps: Sequence[int], count: int, layouts: Mapping[int, Layout], 
             f"{kind} hands on states of different widths, {widths} by tap (-1 is the LM head's input): expected "
             "taps of one width"
         )
+
+
+@torch.inference_mode()
+def find_feature_fault(reader: Any) -> str | None:
+    """Return why a head cannot learn from a model's states of a text, in words; None if it can."""
+    text = torch.arange(3, 3 + CAUSAL_TOKENS) % reader.config.vocab_size
+    other = text.clone()
+    other[-1] = (other[-1] + 1) % reader.config.vocab_size
+    states = reader.read_texts(torch.stack([text, other]))[:, :-1].float()
+    change = float((states[0] - states[1]).norm() / states[0].norm())
+    # rounding, which in half precision grows from layer to layer
+    limit = 1e-3 if reader.original.dtype in (torch.float32, torch.float64) else 0.1
+    if change <= limit:
+        return None
+    return (
+        "reads each token of a text with those behind it in view "
+        f"(another last token changes the states before it by {change:.1%}), so a head would learn from the tokens "
+        "that it is to draft"
+    )
+
+
+def tell_what_works(reader: Any) -> str:
+    """Return a sentence on what a model is good for that cannot read trees."""
+    try:
+        fault = find_feature_fault(reader)
+    except (*FAILURES, ImportError):  # as of a kernel that is not installed
+        return "Its forward over a text fails, too."
+    if fault:
+        return f"Nor are there features for a head: it {fault}."
+    return "Taps, extraction and training work; decoding does not."

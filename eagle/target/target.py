@@ -33,7 +33,6 @@ from eagle.target.loading import (
     read_spare_tensor,
     settle_weights,
     tokenizer_of,
-    unwrap_adapters,
 )
 from eagle.target.reader import TreeReader
 from eagle.target.state import TargetState
@@ -52,9 +51,7 @@ class Target(Talk):
 
     def __init__(self, model: Any, tokenizer: Any = None, processor: Any = None, invariant: bool | None = None) -> None:
         """Take a loaded model; `invariant` is as in `load`."""
-        model = unwrap_adapters(model)
-        check_model(model)
-        self.model = model.eval().requires_grad_(False)
+        self.model = model = check_model(model).eval().requires_grad_(False)
         self.tokenizer, self.processor = tokenizer, processor
         self.invariant = invariant
         self.config = model.config.get_text_config()
@@ -94,16 +91,6 @@ class Target(Talk):
         with self.lock:
             if (force or self.model_mark.has_changed()) and not self.sharded:
                 self._find_out()
-
-    def count_from_zero(self) -> None:
-        """Read texts from position 0 on, as the model's `generate` does, and not from the model's own first one.
-
-        The forwards of RoBERTa and its like count from the padding token's id on where nobody gives them positions.
-        """
-        self.refresh()
-        with self.lock:
-            self.reader.check()  # by the model's own forward
-            self.reader.origin = 0
 
     def __repr__(self) -> str:
         dtype = str(self.model.dtype).removeprefix("torch.")

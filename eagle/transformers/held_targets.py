@@ -53,6 +53,17 @@ def held_by(model: Any) -> Held:
     return held
 
 
+def count_from_zero(target: Target) -> None:
+    """Let a target read texts from position 0 on, as the model's `generate` does, and not from the model's first one.
+
+    The forwards of RoBERTa and its like count from the padding token's id on where nobody gives them positions.
+    """
+    target.refresh()
+    with target.lock:
+        target.reader.check()  # by the model's own forward
+        target.reader.origin = 0
+
+
 def last_traces(model: Any) -> list[Trace]:
     """The traces of a model's last call of `generate` with a drafter, one for each text; none after beams."""
     return held_by(model).traces

@@ -25,7 +25,7 @@ from eagle.formats.checkpoint import load_drafter
 from eagle.target.target import Target
 from eagle.transformers.beams import search_beams
 from eagle.transformers.calling_frame import arguments_of_generate
-from eagle.transformers.held_targets import held_by, in_evaluation
+from eagle.transformers.held_targets import count_from_zero, held_by, in_evaluation
 from eagle.transformers.node_processors import NodeProcessors, check_processors, sampling_of
 from eagle.transformers.request import Request, read_request
 from eagle.transformers.stepwise import RowLogits, Stepwise
@@ -114,7 +114,7 @@ class WithDrafter:
         with in_evaluation(model):
             target, drafter = self._prepare(model)
             if request.has_positions:
-                target.count_from_zero()
+                count_from_zero(target)
             self.traces = held_by(model).traces = []
             if request.is_beams:
                 return search_beams(target, drafter, request, self.budget)
