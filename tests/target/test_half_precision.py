@@ -18,7 +18,7 @@ from eagle import Target, generate
 from tests.batches import KnowsAnswers, Request
 from tests.every_type import VOCAB
 from tests.families import RandomTrees, random_tokens
-from tests.own_answers import cached_steps, whole_texts
+from tests.own_answers import cached_steps
 from tests.target.test_masks import build_small
 from tests.target.test_means import CHANGED
 from tests.target.test_means_faults import replay_one_short
@@ -28,7 +28,6 @@ TYPES = [
     *["gemma3_text", "bloom", "llama4_text", "roberta", "moshi", "qwen3_5_text", "mamba2", "lfm3", "mamba"],
     *["nemotron_h", "gpt_neo", "roformer", "rwkv", "xlstm"],
 ]
-NO_STEPS = ["moshi"]  # whose own cache drops columns beyond a window that its forward over a text does not have
 COUNT, PROMPTS = 32, [random_tokens(3 + 5 * number, seed=number) for number in range(6)]
 ROUNDINGS = 8  # of a logit's precision that all layers together may come to
 
@@ -43,7 +42,7 @@ class Forgiving(KnowsAnswers):
 
 def step_own(model: Any, prompt: list[int]) -> tuple[list[int], list[Tensor]]:
     """The untouched model's answer by steps of one token, and its logits [V] at each of them."""
-    read = (whole_texts if model.config.model_type in NO_STEPS else cached_steps)(model)
+    read = cached_steps(model)
     text, rows = list(prompt), list[Tensor]()
     for _ in range(COUNT):
         rows.append(read(text))

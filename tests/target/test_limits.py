@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from eagle.target.trees import ladder
-from eagle.target.trees.means import OFFSETS, UNLIMITED
+from eagle.target.trees.means import OFFSETS
 from tests.own_answers import cached_steps
 from tests.target.test_masks import EXACT, build_small
 from tests.target.test_means import Own, assert_own
@@ -17,7 +17,7 @@ from tests.tree_rounds import worst_difference
 FAR = 64  # farther than the check's own prompt reaches here
 MODELS: dict[str, dict[str, Any]] = {
     "llama4_text": {**COUNTING["llama4_text"], "floor_scale": FAR, "attention_chunk_size": FAR},  # 8,192 in real ones
-    "moshi": {"sliding_window": FAR},  # 3,000; named, and not applied
+    "moshi": {"sliding_window": FAR},  # 3,000; its cache applies it, and its forward over a text does not
     "gemma3_text": {"sliding_window": FAR},
 }
 
@@ -28,12 +28,17 @@ def short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ladder, "LONGEST_PROBE", 16)
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+def test_steps_that_forget_beyond_a_far_limit_are_the_truth() -> None:
+    """As `generate` takes them, which the forward over a text is not."""
+    assert checked_reader(build_small("moshi", **MODELS["moshi"])).follows_steps
+
+
+@pytest.mark.parametrize("model_type", ["llama4_text", "gemma3_text"])
 def test_texts_beyond_a_far_limit_are_read_right(model_type: str) -> None:
     """Trees on both sides of the limit equal plain forwards, and the config is what it was."""
     model = build_small(model_type, **MODELS[model_type])
     reader = checked_reader(model)
-    extra = {"llama4_text": OFFSETS, "moshi": UNLIMITED}.get(model_type)
+    extra = {"llama4_text": OFFSETS}.get(model_type)
     assert extra is None or extra in reader.means.extras
     assert reader.original.config.to_dict() == model.config.to_dict()
     for length in (FAR - 4, FAR + 20):

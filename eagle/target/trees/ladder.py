@@ -21,7 +21,7 @@ from eagle.target.trees.positions import counts_columns, first_position, table_b
 NEAR = 5  # tokens after which windows and chunks of thousands begin in a first probe
 LONGEST_PROBE = 4096  # tokens of a prompt that crosses a window
 COPIES = 32  # of one node of the tree: a model that counts rows would give the last another position than the first
-FORGOTTEN = 0.05  # of a state's norm: a step that differs by more has not seen all that the forward has
+FORGOTTEN = 0.2  # of a state's norm: a step that differs by more has not seen all that the forward has
 DIFFERENCE = 20.0  # times rounding: beyond it a model's step by one token is not its forward over a text
 
 
