@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eagle.core.drafter import TargetHead
 from eagle.core.arguments import is_setting
+from eagle.core.drafter import TargetHead
 from eagle.device import upload
 from eagle.target.attention import GROUPED, STATEFUL, SWITCH, Masks, can_group, why_no_trees
 from eagle.target.cache import TreeCache, cache_kind, stateful_layers
