@@ -22,13 +22,21 @@ class Fault(AssertionError):
     """What a method does and must not: what was found, what is expected, what to do."""
 
 
+TIE_BREAKING = 1e-3  # of a matrix's spread: enough to order equal parts, too little to change what they draft
+
+
 def make_head(name: str, target: Target, seed: int = 0, **settings_given: Any) -> Any:
     """An untrained head of a method with these settings, the same every time."""
     torch.manual_seed(seed)
     settings = settings_of({"kind": name, **settings_given}, name)
     method = DRAFTERS[settings.kind]
     weights = {"weights": target.tensor} if method.reads.weights else {}
-    return method.for_target(settings, target.config, target.head, **weights).to(target.device)
+    head = method.for_target(settings, target.config, target.head, **weights)
+    # levels that start as equal copies of the LM head draft equal probabilities, whose order is rounding's
+    for parameter in head.parameters():
+        if parameter.requires_grad and parameter.dim() > 1:
+            parameter.data.add_(TIE_BREAKING * parameter.std() * torch.randn_like(parameter))
+    return head.to(target.device)
 
 
 def begin_text(drafter: Any, target: Target, prompt: list[int], choose: Choose, noise: Any = None) -> Any:
