@@ -20,10 +20,10 @@ from eagle.log import progress
 from eagle.target.target import Target as Model
 
 RESULT = Path(__file__).parents[1] / "docs/results/invariance.json"
-CONTEXTS = (30, 300, 3000)
+CONTEXTS = (30, 300, 1500, 3000)
 NODES = (0, 8, 25)  # of a chain beside the root; 0 is a step by one token
 REPEATS = 7
-TOKENS = 60
+TOKENS = 40
 
 
 def read_chain(target: Model, state: Any, nodes: int) -> float:
@@ -116,7 +116,8 @@ def main() -> None:
     for name, rows in answers.items():
         print(name, sum(row["identical"] for row in rows), "of", sum(row["answers"] for row in rows), "identical")
     kept = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
-    RESULT.write_text(json.dumps({**kept, args.dtype: result}, indent=1) + "\n")
+    name = f"{Path(args.target).name}, {args.dtype}"
+    RESULT.write_text(json.dumps({**kept, name: result}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
